@@ -1,0 +1,90 @@
+"""The same GPT-2 for JAX: a dict of arrays, and pure functions of it."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from bench.presets import GPTConfig
+
+Params = dict[str, Any]
+
+
+def init_params(key: Array, config: GPTConfig, dtype: Any) -> Params:
+    """As GPT-2; the arrays of all layers are stacked on a leading axis, for `lax.scan`."""
+    layers, width = config.layers, config.width
+    keys = iter(jax.random.split(key, 6))
+
+    def normal(*shape: int, std: float = 0.02) -> Array:
+        return std * jax.random.normal(next(keys), shape, dtype)
+
+    def norm(*shape: int) -> Params:
+        return {"gain": jnp.ones(shape, dtype), "bias": jnp.zeros(shape, dtype)}
+
+    def linear(inputs: int, outputs: int, std: float = 0.02) -> Params:
+        return {
+            "weight": normal(layers, inputs, outputs, std=std),
+            "bias": jnp.zeros((layers, outputs), dtype),
+        }
+
+    # Less where a layer writes into the residual stream.
+    residual = 0.02 / math.sqrt(2 * layers)
+    return {
+        "embedding": normal(config.vocabulary, width),
+        "position": normal(config.positions, width),
+        "blocks": {
+            "attention_norm": norm(layers, width),
+            "qkv": linear(width, 3 * width),
+            "attention_out": linear(width, width, residual),
+            "mlp_norm": norm(layers, width),
+            "mlp_in": linear(width, 4 * width),
+            "mlp_out": linear(4 * width, width, residual),
+        },
+        "norm": norm(width),
+    }
+
+
+def logits_of(params: Params, inputs: Array, config: GPTConfig, activation_checkpointing: bool) -> Array:
+    """fp32 logits of the next byte, (batch, length, vocabulary), for int32 inputs of (batch, length)."""
+    length = inputs.shape[1]
+    x = params["embedding"][inputs] + params["position"][:length]
+
+    def body(x: Array, block: Params) -> tuple[Array, None]:
+        return apply_block(block, x, config.heads), None
+
+    if activation_checkpointing:
+        body = jax.checkpoint(body)
+    x, _ = jax.lax.scan(body, x, params["blocks"])
+    x = apply_norm(params["norm"], x)
+    return jnp.einsum("btd,vd->btv", x, params["embedding"], preferred_element_type=jnp.float32)
+
+
+def loss_of(params: Params, batch: Array, config: GPTConfig, activation_checkpointing: bool) -> Array:
+    """Mean loss in nats over a batch of windows, int32 of (batch, context + 1)."""
+    logits = logits_of(params, batch[:, :-1], config, activation_checkpointing)
+    wanted = jnp.take_along_axis(logits, batch[:, 1:, None], axis=-1)[..., 0]
+    return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - wanted)
+
+
+def apply_block(block: Params, x: Array, heads: int) -> Array:
+    batch, length, width = x.shape
+    qkv = apply_linear(block["qkv"], apply_norm(block["attention_norm"], x))
+    query, key, value = jnp.split(qkv.reshape(batch, length, 3 * heads, width // heads), 3, axis=2)
+    mixed = jax.nn.dot_product_attention(query, key, value, is_causal=True)
+    x = x + apply_linear(block["attention_out"], mixed.reshape(batch, length, width))
+    hidden = jax.nn.gelu(apply_linear(block["mlp_in"], apply_norm(block["mlp_norm"], x)))
+    return x + apply_linear(block["mlp_out"], hidden)
+
+
+def apply_linear(linear: Params, x: Array) -> Array:
+    return x @ linear["weight"] + linear["bias"]
+
+
+def apply_norm(norm: Params, x: Array) -> Array:
+    """In fp32 whatever the parameters are: a variance has no precision to spare."""
+    wide = x.astype(jnp.float32)
+    wide = wide - wide.mean(axis=-1, keepdims=True)
+    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + 1e-5)
+    return (wide * norm["gain"] + norm["bias"]).astype(x.dtype)

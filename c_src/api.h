@@ -1,0 +1,91 @@
+/* What Python sees of the C library.
+ *
+ * This file is read by the C compiler (through offload_core.h) and, word for word, by cffi
+ * (offload_core/_ffi_build.py), so it holds plain declarations only: no preprocessor lines.
+ * Functions return 0, or one of the OC_E codes; they never print and never exit.
+ */
+
+/* Element types; offload_core/dtypes.py has the same codes. OC_NO_PARAM: no device parameter output. */
+enum { OC_FLOAT32 = 0, OC_BFLOAT16 = 1, OC_FLOAT16 = 2, OC_NO_PARAM = 3 };
+
+/* Whose rounding an update reproduces (docs/numerics.md). */
+enum { OC_ORDER_TORCH = 0, OC_ORDER_OPTAX = 1 };
+
+/* Where weight decay enters: OC_ADAMW decouples it, OC_ADAM adds it to the gradient (L2). */
+enum { OC_ADAMW = 0, OC_ADAM = 1 };
+
+/* Instruction sets, the scalar oracle first. */
+enum { OC_SCALAR = 0, OC_AVX2 = 1, OC_AVX512 = 2, OC_NEON = 3, OC_ISA_COUNT = 4 };
+
+enum { OC_EARGUMENT = 1, OC_EMEMORY = 2, OC_EUNSUPPORTED = 3 };
+
+/* A sum of squares is an exact integer multiple of 2^-298. It is kept in OC_NORM_WINDOWS windows of
+ * OC_NORM_WINDOW_BITS bits, window k being worth 2^(-298 + 50 k), each as two int64 digits
+ * (bins[2k] + 2^32 * bins[2k+1]). bins[OC_NORM_NONFINITE] counts blocks that held an inf or a NaN.
+ * Adding two bin arrays element by element adds the sums: order and cut cannot matter. */
+enum { OC_NORM_WINDOWS = 12, OC_NORM_WINDOW_BITS = 50, OC_NORM_NONFINITE = 24, OC_NORM_BINS = 25 };
+
+/* The scalars of one update of one parameter, each computed in double and rounded once. */
+typedef struct {
+    float grad_scale;      /* unscale and clip factor on the gradient; no multiplication where it is 1 */
+    float weight_decay;
+    float decay;           /* torch adamw: 1 - lr * weight_decay */
+    float beta1;
+    float beta2;
+    float one_minus_beta1;
+    float one_minus_beta2;
+    float correction1;     /* optax: 1 / (1 - beta1^t); torch: unused */
+    float correction2;     /* optax: 1 / (1 - beta2^t); torch: sqrt(1 - beta2^t) */
+    float eps;
+    float eps_root;        /* optax only */
+    float step_size;       /* optax: -lr; torch: -lr / (1 - beta1^t) */
+} oc_adam_scalars;
+
+/* A run of elements of one parameter. param may be NULL where the kind says OC_NO_PARAM. */
+typedef struct {
+    const void *grad;
+    float *master;
+    float *exp_avg;
+    float *exp_avg_sq;
+    void *param;
+    int64_t numel;
+    int64_t scalars;       /* index into the array of oc_adam_scalars */
+} oc_segment;
+
+typedef struct {
+    int32_t grad_dtype;
+    int32_t param_dtype;
+    int32_t op_order;
+    int32_t adam_mode;
+} oc_adam_kind;
+
+/* A run of elements read from src and, where the operation has an output, written to dst. */
+typedef struct {
+    const void *src;
+    void *dst;
+    int64_t numel;
+} oc_span;
+
+/* One AdamW or Adam step of every segment: unscale, clip factor, update, cast, in one pass. */
+int oc_adam(const oc_segment *segments, int64_t n_segments, const oc_adam_scalars *scalars, int64_t n_scalars,
+            oc_adam_kind kind, int threads);
+
+/* bins += sum of squares of every span's src. */
+int oc_sum_squares(const oc_span *spans, int64_t n_spans, int dtype, int64_t *bins, int threads);
+
+/* dst (fp32) += f32(src). */
+int oc_accumulate(const oc_span *spans, int64_t n_spans, int dtype, int threads);
+
+/* dst = src, to nearest even; a NaN becomes a quiet NaN. */
+int oc_cast(const oc_span *spans, int64_t n_spans, int src_dtype, int dst_dtype, int threads);
+
+/* Touch every page of fresh memory from the threads that will use it. */
+int oc_first_touch(void *memory, int64_t n_bytes, int threads);
+
+/* The instruction set in use; the widest supported one unless set. */
+int oc_isa(void);
+int oc_isa_supported(int isa);
+int oc_set_isa(int isa);
+
+/* Worker threads alive in this process, the callers' own not counted. */
+int oc_pool_workers(void);

@@ -1,0 +1,258 @@
+/* Which instruction set runs, and the library's entry points: check, cut into chunks, run. */
+#include <stdatomic.h>
+#include <stddef.h>
+#include <stdlib.h>
+#include <string.h>
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
+#include "offload_core.h"
+
+/* --- instruction sets ---------------------------------------------------------------------------- */
+
+#if defined(__x86_64__)
+static int has_f16c(void) { /* not every compiler's __builtin_cpu_supports knows it */
+    unsigned a, b, c, d;
+    return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+}
+#endif
+
+static const oc_kernels *kernels_of(int isa) {
+    switch (isa) {
+    case OC_SCALAR: return &oc_scalar_kernels;
+#if defined(__x86_64__)
+    /* __builtin_cpu_supports also asks whether the operating system saves the registers (XGETBV). */
+    case OC_AVX2:
+        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c() ? &oc_avx2_kernels : NULL;
+    case OC_AVX512:
+        return kernels_of(OC_AVX2) && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")
+                   ? &oc_avx512_kernels
+                   : NULL;
+#elif defined(__aarch64__)
+    case OC_NEON: return &oc_neon_kernels;
+#endif
+    default: return NULL;
+    }
+}
+
+static _Atomic int current_isa = -1;
+
+int oc_isa(void) {
+    int isa = atomic_load(&current_isa);
+    if (isa < 0) {
+        for (isa = OC_ISA_COUNT - 1; !kernels_of(isa); isa--) {
+        }
+        atomic_store(&current_isa, isa);
+    }
+    return isa;
+}
+
+int oc_isa_supported(int isa) { return kernels_of(isa) != NULL; }
+
+int oc_set_isa(int isa) {
+    if (!kernels_of(isa))
+        return OC_EUNSUPPORTED;
+    atomic_store(&current_isa, isa);
+    return 0;
+}
+
+const oc_kernels *oc_current_kernels(void) { return kernels_of(oc_isa()); }
+
+/* --- chunks -------------------------------------------------------------------------------------- */
+
+/* Work is cut into chunks of at most this many elements, none across two runs. */
+enum { CHUNK = 32768 };
+
+/* Outputs larger than this in all leave the caches anyway, so they are written past them. */
+enum { STREAM_FROM = 8 << 20 };
+
+/* Several runs seen as one row of chunks: first_chunk[i] is the number of chunks before run i. */
+typedef struct {
+    int64_t n_runs;
+    int64_t *first_chunk;
+    int64_t total;
+} chunked;
+
+static int chunk_runs(chunked *c, const char *runs, size_t stride, size_t numel_at, int64_t n_runs) {
+    c->n_runs = n_runs;
+    c->total = 0;
+    c->first_chunk = malloc((size_t)(n_runs + 1) * sizeof *c->first_chunk);
+    if (!c->first_chunk)
+        return OC_EMEMORY;
+    c->first_chunk[0] = 0;
+    for (int64_t i = 0; i < n_runs; i++) {
+        int64_t numel;
+        memcpy(&numel, runs + (size_t)i * stride + numel_at, sizeof numel);
+        if (numel < 0) {
+            free(c->first_chunk);
+            return OC_EARGUMENT;
+        }
+        c->total += numel;
+        c->first_chunk[i + 1] = c->first_chunk[i] + (numel + CHUNK - 1) / CHUNK;
+    }
+    return 0;
+}
+
+/* The run that a chunk lies in, and the chunk's offset there. */
+static int64_t find_run(const chunked *c, int64_t chunk, int64_t *offset) {
+    int64_t low = 0, high = c->n_runs;
+    while (high - low > 1) {
+        int64_t middle = low + (high - low) / 2;
+        if (c->first_chunk[middle] <= chunk)
+            low = middle;
+        else
+            high = middle;
+    }
+    *offset = (chunk - c->first_chunk[low]) * CHUNK;
+    return low;
+}
+
+static int64_t chunk_length(int64_t numel, int64_t offset) { return numel - offset < CHUNK ? numel - offset : CHUNK; }
+
+static void run_chunks(chunked *c, oc_task *task, void *context, int threads) {
+    oc_parallel_for(task, context, c->first_chunk[c->n_runs], threads);
+    free(c->first_chunk);
+}
+
+static int is_float(int dtype) { return dtype == OC_FLOAT32 || dtype == OC_BFLOAT16 || dtype == OC_FLOAT16; }
+
+/* --- entry points -------------------------------------------------------------------------------- */
+
+typedef struct {
+    chunked chunks;
+    const oc_kernels *kernels;
+    const oc_segment *segments;
+    const oc_adam_scalars *scalars;
+    oc_adam_kind kind;
+    int stream;
+} adam_job;
+
+static void adam_chunk(void *context, int64_t chunk) {
+    const adam_job *job = context;
+    int64_t begin, run = find_run(&job->chunks, chunk, &begin);
+    const oc_segment *segment = job->segments + run;
+    job->kernels->adam(segment, begin, begin + chunk_length(segment->numel, begin), job->scalars + segment->scalars,
+                       &job->kind, job->stream);
+}
+
+int oc_adam(const oc_segment *segments, int64_t n_segments, const oc_adam_scalars *scalars, int64_t n_scalars,
+            oc_adam_kind kind, int threads) {
+    if (n_segments < 0 || !is_float(kind.grad_dtype) || !(is_float(kind.param_dtype) || kind.param_dtype == OC_NO_PARAM) ||
+        kind.op_order < 0 || kind.op_order > OC_ORDER_OPTAX || kind.adam_mode < 0 || kind.adam_mode > OC_ADAM)
+        return OC_EARGUMENT;
+    for (int64_t i = 0; i < n_segments; i++) {
+        const oc_segment *s = segments + i;
+        if (s->scalars < 0 || s->scalars >= n_scalars || !s->grad || !s->master || !s->exp_avg || !s->exp_avg_sq ||
+            (!s->param && kind.param_dtype != OC_NO_PARAM))
+            return OC_EARGUMENT;
+    }
+    adam_job job = {.kernels = oc_current_kernels(), .segments = segments, .scalars = scalars, .kind = kind};
+    int error = chunk_runs(&job.chunks, (const char *)segments, sizeof *segments, offsetof(oc_segment, numel), n_segments);
+    if (error)
+        return error;
+    job.stream = job.chunks.total >= STREAM_FROM;
+    run_chunks(&job.chunks, adam_chunk, &job, threads);
+    return 0;
+}
+
+typedef struct {
+    chunked chunks;
+    const oc_kernels *kernels;
+    const oc_span *spans;
+    int src_dtype, dst_dtype;
+    _Atomic int64_t bins[OC_NORM_BINS];
+} span_job;
+
+static int run_spans(span_job *job, const oc_span *spans, int64_t n_spans, int src_dtype, int dst_dtype, int has_dst,
+                     oc_task *task, int threads) {
+    if (n_spans < 0 || !is_float(src_dtype) || !is_float(dst_dtype))
+        return OC_EARGUMENT;
+    for (int64_t i = 0; i < n_spans; i++)
+        if (!spans[i].src || (has_dst && !spans[i].dst))
+            return OC_EARGUMENT;
+    job->kernels = oc_current_kernels();
+    job->spans = spans;
+    job->src_dtype = src_dtype;
+    job->dst_dtype = dst_dtype;
+    int error = chunk_runs(&job->chunks, (const char *)spans, sizeof *spans, offsetof(oc_span, numel), n_spans);
+    if (!error)
+        run_chunks(&job->chunks, task, job, threads);
+    return error;
+}
+
+static const char *src_at(const span_job *job, const oc_span *span, int64_t offset) {
+    return (const char *)span->src + offset * oc_itemsize(job->src_dtype);
+}
+
+static void sum_squares_chunk(void *context, int64_t chunk) {
+    span_job *job = context;
+    int64_t offset, bins[OC_NORM_BINS] = {0};
+    const oc_span *span = job->spans + find_run(&job->chunks, chunk, &offset);
+    job->kernels->sum_squares(src_at(job, span, offset), job->src_dtype, chunk_length(span->numel, offset), bins);
+    for (int i = 0; i < OC_NORM_BINS; i++)
+        if (bins[i])
+            atomic_fetch_add_explicit(&job->bins[i], bins[i], memory_order_relaxed);
+}
+
+int oc_sum_squares(const oc_span *spans, int64_t n_spans, int dtype, int64_t *bins, int threads) {
+    span_job job = {.bins = {0}};
+    int error = run_spans(&job, spans, n_spans, dtype, OC_FLOAT32, 0, sum_squares_chunk, threads);
+    if (!error)
+        for (int i = 0; i < OC_NORM_BINS; i++)
+            bins[i] += atomic_load_explicit(&job.bins[i], memory_order_relaxed);
+    return error;
+}
+
+static void accumulate_chunk(void *context, int64_t chunk) {
+    const span_job *job = context;
+    int64_t offset;
+    const oc_span *span = job->spans + find_run(&job->chunks, chunk, &offset);
+    job->kernels->accumulate(src_at(job, span, offset), job->src_dtype, (float *)span->dst + offset,
+                             chunk_length(span->numel, offset));
+}
+
+int oc_accumulate(const oc_span *spans, int64_t n_spans, int dtype, int threads) {
+    span_job job = {.bins = {0}};
+    return run_spans(&job, spans, n_spans, dtype, OC_FLOAT32, 1, accumulate_chunk, threads);
+}
+
+static void cast_chunk(void *context, int64_t chunk) {
+    const span_job *job = context;
+    int64_t offset;
+    const oc_span *span = job->spans + find_run(&job->chunks, chunk, &offset);
+    job->kernels->cast(src_at(job, span, offset), job->src_dtype,
+                       (char *)span->dst + offset * oc_itemsize(job->dst_dtype), job->dst_dtype,
+                       chunk_length(span->numel, offset));
+}
+
+int oc_cast(const oc_span *spans, int64_t n_spans, int src_dtype, int dst_dtype, int threads) {
+    span_job job = {.bins = {0}};
+    return run_spans(&job, spans, n_spans, src_dtype, dst_dtype, 1, cast_chunk, threads);
+}
+
+/* --- first touch --------------------------------------------------------------------------------- */
+
+enum { TOUCH_BYTES = 2 << 20, PAGE = 4096 };
+
+typedef struct {
+    volatile char *memory;
+    int64_t n_bytes;
+} touch_job;
+
+static void touch_chunk(void *context, int64_t chunk) {
+    const touch_job *job = context;
+    int64_t end = (chunk + 1) * TOUCH_BYTES < job->n_bytes ? (chunk + 1) * TOUCH_BYTES : job->n_bytes;
+    for (int64_t i = chunk * TOUCH_BYTES; i < end; i += PAGE)
+        job->memory[i] = 0;
+}
+
+int oc_first_touch(void *memory, int64_t n_bytes, int threads) {
+    if (!memory || n_bytes < 0)
+        return OC_EARGUMENT;
+    touch_job job = {memory, n_bytes};
+    oc_parallel_for(touch_chunk, &job, (n_bytes + TOUCH_BYTES - 1) / TOUCH_BYTES, threads);
+    return 0;
+}

@@ -1,0 +1,86 @@
+/* AVX2, FMA and F16C: 8 lanes. */
+#if defined(__x86_64__)
+#include <immintrin.h>
+#include <string.h>
+
+#include "offload_core.h"
+#include "target.h"
+
+OC_TARGET_BEGIN("avx2,fma,f16c")
+
+#define LANES 8
+typedef __m256 v32;
+typedef __m256d v64;
+typedef __m256i vint;
+typedef __m256i vbits;
+
+static inline v32 v_set(float x) { return _mm256_set1_ps(x); }
+static inline v32 v_load(const float *a) { return _mm256_loadu_ps(a); }
+static inline void v_store(float *a, v32 x) { _mm256_storeu_ps(a, x); }
+static inline void v_stream(float *a, v32 x) { _mm256_stream_ps(a, x); }
+static inline v32 v_add(v32 a, v32 b) { return _mm256_add_ps(a, b); }
+static inline v32 v_sub(v32 a, v32 b) { return _mm256_sub_ps(a, b); }
+static inline v32 v_mul(v32 a, v32 b) { return _mm256_mul_ps(a, b); }
+static inline v32 v_div(v32 a, v32 b) { return _mm256_div_ps(a, b); }
+static inline v32 v_sqrt(v32 a) { return _mm256_sqrt_ps(a); }
+static inline v32 v_fma(v32 a, v32 b, v32 c) { return _mm256_fmadd_ps(a, b, c); }
+
+static inline v32 v_load_bf16(const uint16_t *a) {
+    __m128i halves = _mm_loadu_si128((const __m128i *)a);
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
+}
+static inline v32 v_load_f16(const uint16_t *a) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)a)); }
+
+static inline __m128i v_to_bf16(v32 x) {
+    __m256i bits = _mm256_castps_si256(x);
+    __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+    __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+    rounded = _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc00000), nan);
+    rounded = _mm256_srli_epi32(rounded, 16);
+    return _mm_packus_epi32(_mm256_castsi256_si128(rounded), _mm256_extracti128_si256(rounded, 1));
+}
+static inline __m128i v_to_f16(v32 x) { return _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT); }
+static inline void v_store_bf16(uint16_t *a, v32 x) { _mm_storeu_si128((__m128i *)a, v_to_bf16(x)); }
+static inline void v_stream_bf16(uint16_t *a, v32 x) { _mm_stream_si128((__m128i *)a, v_to_bf16(x)); }
+static inline void v_store_f16(uint16_t *a, v32 x) { _mm_storeu_si128((__m128i *)a, v_to_f16(x)); }
+static inline void v_stream_f16(uint16_t *a, v32 x) { _mm_stream_si128((__m128i *)a, v_to_f16(x)); }
+static inline void v_fence(void) { _mm_sfence(); }
+
+static inline vbits v_bits_zero(void) { return _mm256_setzero_si256(); }
+static inline vbits v_abs_max(vbits running, v32 x) {
+    __m256i magnitude = _mm256_and_si256(_mm256_castps_si256(x), _mm256_set1_epi32(0x7fffffff));
+    return _mm256_max_epu32(running, magnitude);
+}
+static inline uint32_t v_bits_top(vbits a) {
+    uint32_t each[8], top = 0;
+    _mm256_storeu_si256((__m256i *)each, a);
+    for (int i = 0; i < 8; i++)
+        top = each[i] > top ? each[i] : top;
+    return top;
+}
+
+static inline v64 w_low(v32 a) { return _mm256_cvtps_pd(_mm256_castps256_ps128(a)); }
+static inline v64 w_high(v32 a) { return _mm256_cvtps_pd(_mm256_extractf128_ps(a, 1)); }
+static inline v64 w_set(double x) { return _mm256_set1_pd(x); }
+static inline v64 w_add(v64 a, v64 b) { return _mm256_add_pd(a, b); }
+static inline v64 w_sub(v64 a, v64 b) { return _mm256_sub_pd(a, b); }
+static inline v64 w_fma(v64 a, v64 b, v64 c) { return _mm256_fmadd_pd(a, b, c); }
+static inline vint w_int_zero(void) { return _mm256_setzero_si256(); }
+static inline vint w_bits_add(vint sum, v64 a) { return _mm256_add_epi64(sum, _mm256_castpd_si256(a)); }
+static inline vint w_bits_differ(vint any, v64 a, v64 b) {
+    return _mm256_or_si256(any, _mm256_castpd_si256(_mm256_xor_pd(a, b)));
+}
+static inline uint64_t w_int_sum(vint a) {
+    uint64_t each[4];
+    _mm256_storeu_si256((__m256i *)each, a);
+    return each[0] + each[1] + each[2] + each[3];
+}
+static inline int w_int_any(vint a) { return !_mm256_testz_si256(a, a); }
+
+#include "kernels_simd.h"
+
+OC_TARGET_END
+
+const oc_kernels oc_avx2_kernels = {adam, sum_squares, accumulate, cast};
+#endif

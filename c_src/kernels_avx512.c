@@ -1,0 +1,76 @@
+/* AVX-512 F, BW, DQ and VL: 16 lanes. The bf16 conversion instruction of AVX512-BF16 flushes subnormals,
+ * so it is of no use here. */
+#if defined(__x86_64__)
+#include <immintrin.h>
+#include <string.h>
+
+#include "offload_core.h"
+#include "target.h"
+
+OC_TARGET_BEGIN("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
+
+#define LANES 16
+typedef __m512 v32;
+typedef __m512d v64;
+typedef __m512i vint;
+typedef __m512i vbits;
+
+static inline v32 v_set(float x) { return _mm512_set1_ps(x); }
+static inline v32 v_load(const float *a) { return _mm512_loadu_ps(a); }
+static inline void v_store(float *a, v32 x) { _mm512_storeu_ps(a, x); }
+static inline void v_stream(float *a, v32 x) { _mm512_stream_ps(a, x); }
+static inline v32 v_add(v32 a, v32 b) { return _mm512_add_ps(a, b); }
+static inline v32 v_sub(v32 a, v32 b) { return _mm512_sub_ps(a, b); }
+static inline v32 v_mul(v32 a, v32 b) { return _mm512_mul_ps(a, b); }
+static inline v32 v_div(v32 a, v32 b) { return _mm512_div_ps(a, b); }
+static inline v32 v_sqrt(v32 a) { return _mm512_sqrt_ps(a); }
+static inline v32 v_fma(v32 a, v32 b, v32 c) { return _mm512_fmadd_ps(a, b, c); }
+
+static inline v32 v_load_bf16(const uint16_t *a) {
+    __m256i halves = _mm256_loadu_si256((const __m256i *)a);
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
+}
+static inline v32 v_load_f16(const uint16_t *a) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)a)); }
+
+static inline __m256i v_to_bf16(v32 x) {
+    __m512i bits = _mm512_castps_si512(x);
+    __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+    rounded = _mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7fc00000));
+    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16));
+}
+static inline __m256i v_to_f16(v32 x) { return _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT); }
+static inline void v_store_bf16(uint16_t *a, v32 x) { _mm256_storeu_si256((__m256i *)a, v_to_bf16(x)); }
+static inline void v_stream_bf16(uint16_t *a, v32 x) { _mm256_stream_si256((__m256i *)a, v_to_bf16(x)); }
+static inline void v_store_f16(uint16_t *a, v32 x) { _mm256_storeu_si256((__m256i *)a, v_to_f16(x)); }
+static inline void v_stream_f16(uint16_t *a, v32 x) { _mm256_stream_si256((__m256i *)a, v_to_f16(x)); }
+static inline void v_fence(void) { _mm_sfence(); }
+
+static inline vbits v_bits_zero(void) { return _mm512_setzero_si512(); }
+static inline vbits v_abs_max(vbits running, v32 x) {
+    __m512i magnitude = _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(0x7fffffff));
+    return _mm512_max_epu32(running, magnitude);
+}
+static inline uint32_t v_bits_top(vbits a) { return _mm512_reduce_max_epu32(a); }
+
+static inline v64 w_low(v32 a) { return _mm512_cvtps_pd(_mm512_castps512_ps256(a)); }
+static inline v64 w_high(v32 a) { return _mm512_cvtps_pd(_mm512_extractf32x8_ps(a, 1)); }
+static inline v64 w_set(double x) { return _mm512_set1_pd(x); }
+static inline v64 w_add(v64 a, v64 b) { return _mm512_add_pd(a, b); }
+static inline v64 w_sub(v64 a, v64 b) { return _mm512_sub_pd(a, b); }
+static inline v64 w_fma(v64 a, v64 b, v64 c) { return _mm512_fmadd_pd(a, b, c); }
+static inline vint w_int_zero(void) { return _mm512_setzero_si512(); }
+static inline vint w_bits_add(vint sum, v64 a) { return _mm512_add_epi64(sum, _mm512_castpd_si512(a)); }
+static inline vint w_bits_differ(vint any, v64 a, v64 b) {
+    return _mm512_or_si512(any, _mm512_castpd_si512(_mm512_xor_pd(a, b)));
+}
+static inline uint64_t w_int_sum(vint a) { return (uint64_t)_mm512_reduce_add_epi64(a); }
+static inline int w_int_any(vint a) { return _mm512_test_epi64_mask(a, a) != 0; }
+
+#include "kernels_simd.h"
+
+OC_TARGET_END
+
+const oc_kernels oc_avx512_kernels = {adam, sum_squares, accumulate, cast};
+#endif

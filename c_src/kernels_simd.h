@@ -1,0 +1,303 @@
+/* The vector kernels, written once over a vocabulary that each instruction set's file defines first:
+ *
+ *   LANES, v32 (LANES floats), v64 (LANES / 2 doubles), vint (LANES / 2 int64)
+ *   v_set, v_load, v_store, v_stream, v_add, v_sub, v_mul, v_div, v_sqrt, v_fma(a, b, c) = a * b + c
+ *   v_load_bf16, v_load_f16, v_store_bf16, v_store_f16, v_stream_bf16, v_stream_f16
+ *   v_abs_max(running, x)   running maximum of the absolute bits, as an integer vector vbits
+ *   v_bits_zero, v_bits_top(vbits) -> uint32_t
+ *   w_low, w_high (v32 -> v64), w_set, w_add, w_sub, w_fma
+ *   w_bits_add(vint, v64)   integer sum with the bits of a double; w_bits_differ(vint, v64, v64): or of xors
+ *   w_int_zero, w_int_sum(vint) -> uint64_t, w_int_any(vint) -> int
+ *   v_fence                 after streaming stores
+ *
+ * A tail shorter than a vector is copied to a padded vector and takes the same path, so an element's bits
+ * do not depend on where it stands.
+ */
+#include "offload_core.h"
+#include "sum_squares.h"
+
+#define INLINE static inline __attribute__((always_inline))
+
+/* Main loop and tail share these: dtype is a constant in every call, so each switch folds away. */
+
+INLINE v32 load_as_f32(const void *array, int dtype, int64_t i) {
+    switch (dtype) {
+    case OC_BFLOAT16: return v_load_bf16((const uint16_t *)array + i);
+    case OC_FLOAT16: return v_load_f16((const uint16_t *)array + i);
+    default: return v_load((const float *)array + i);
+    }
+}
+
+INLINE void store_from_f32(void *array, int dtype, int64_t i, v32 x, int stream) {
+    switch (dtype) {
+    case OC_BFLOAT16:
+        stream ? v_stream_bf16((uint16_t *)array + i, x) : v_store_bf16((uint16_t *)array + i, x);
+        break;
+    case OC_FLOAT16:
+        stream ? v_stream_f16((uint16_t *)array + i, x) : v_store_f16((uint16_t *)array + i, x);
+        break;
+    case OC_FLOAT32:
+        stream ? v_stream((float *)array + i, x) : v_store((float *)array + i, x);
+        break;
+    }
+}
+
+/* A partial vector, padded with zeros. */
+typedef struct {
+    _Alignas(64) unsigned char bytes[LANES * 4];
+} lanes;
+
+INLINE void to_lanes(lanes *padded, const void *array, int dtype, int64_t i, int64_t n) {
+    int64_t size = oc_itemsize(dtype);
+    memset(padded, 0, sizeof *padded);
+    memcpy(padded->bytes, (const unsigned char *)array + i * size, (size_t)(n * size));
+}
+
+INLINE void from_lanes(const lanes *padded, void *array, int dtype, int64_t i, int64_t n) {
+    int64_t size = oc_itemsize(dtype);
+    memcpy((unsigned char *)array + i * size, padded->bytes, (size_t)(n * size));
+}
+
+/* --- Adam ---------------------------------------------------------------------------------------- */
+
+typedef struct {
+    v32 grad_scale, weight_decay, decay, beta1, beta2, w1, w2, correction1, correction2, eps, eps_root, step_size;
+    int scaled, l2, decoupled, small_w1;
+} adam_constants;
+
+INLINE v32 adam_element(v32 g, v32 p, v32 *m, v32 *v, const adam_constants *c, int op_order) {
+    if (c->scaled)
+        g = v_mul(g, c->grad_scale);
+    if (op_order == OC_ORDER_TORCH) {
+        if (c->decoupled)
+            p = v_mul(p, c->decay);
+        if (c->l2)
+            g = v_fma(p, c->weight_decay, g);
+        v32 difference = v_sub(g, *m);
+        *m = v_fma(c->w1, difference, c->small_w1 ? *m : g);
+        *v = v_fma(v_mul(c->w2, g), g, v_mul(*v, c->beta2));
+        v32 denominator = v_add(v_div(v_sqrt(*v), c->correction2), c->eps);
+        return v_add(p, v_div(v_mul(c->step_size, *m), denominator));
+    }
+    if (c->l2)
+        g = v_add(g, v_mul(c->weight_decay, p));
+    *m = v_add(v_mul(c->w1, g), v_mul(c->beta1, *m));
+    *v = v_add(v_mul(c->w2, v_mul(g, g)), v_mul(c->beta2, *v));
+    v32 denominator = v_add(v_sqrt(v_add(v_mul(*v, c->correction2), c->eps_root)), c->eps);
+    v32 update = v_div(v_mul(*m, c->correction1), denominator);
+    if (c->decoupled)
+        update = v_add(update, v_mul(c->weight_decay, p));
+    return v_add(p, v_mul(update, c->step_size));
+}
+
+INLINE void adam_range(const oc_segment *a, int64_t begin, int64_t end, const adam_constants *constants,
+                       int grad_dtype, int param_dtype, int op_order, int stream) {
+    const adam_constants c = *constants;
+    int64_t i = begin;
+    /* main loop */
+    for (; i + LANES <= end; i += LANES) {
+        v32 g = load_as_f32(a->grad, grad_dtype, i), m = v_load(a->exp_avg + i), v = v_load(a->exp_avg_sq + i);
+        v32 p = adam_element(g, v_load(a->master + i), &m, &v, &c, op_order);
+        v_store(a->master + i, p);
+        v_store(a->exp_avg + i, m);
+        v_store(a->exp_avg_sq + i, v);
+        store_from_f32(a->param, param_dtype, i, p, stream);
+    }
+    /* tail */
+    if (i < end) {
+        lanes grad, master, exp_avg, exp_avg_sq, param;
+        int64_t n = end - i;
+        to_lanes(&grad, a->grad, grad_dtype, i, n);
+        to_lanes(&master, a->master, OC_FLOAT32, i, n);
+        to_lanes(&exp_avg, a->exp_avg, OC_FLOAT32, i, n);
+        to_lanes(&exp_avg_sq, a->exp_avg_sq, OC_FLOAT32, i, n);
+        v32 g = load_as_f32(grad.bytes, grad_dtype, 0);
+        v32 m = v_load((float *)exp_avg.bytes), v = v_load((float *)exp_avg_sq.bytes);
+        v32 p = adam_element(g, v_load((float *)master.bytes), &m, &v, &c, op_order);
+        v_store((float *)master.bytes, p);
+        v_store((float *)exp_avg.bytes, m);
+        v_store((float *)exp_avg_sq.bytes, v);
+        from_lanes(&master, a->master, OC_FLOAT32, i, n);
+        from_lanes(&exp_avg, a->exp_avg, OC_FLOAT32, i, n);
+        from_lanes(&exp_avg_sq, a->exp_avg_sq, OC_FLOAT32, i, n);
+        if (param_dtype != OC_NO_PARAM) {
+            store_from_f32(param.bytes, param_dtype, 0, p, 0);
+            from_lanes(&param, a->param, param_dtype, i, n);
+        }
+    }
+    if (stream)
+        v_fence();
+}
+
+/* One instance for each pair of element types: the switches turn run-time codes into constants. */
+#define ADAM_PARAM(G, ORDER)                                                                                      \
+    switch (kind->param_dtype) {                                                                                  \
+    case OC_FLOAT32: ADAM_STREAM(G, OC_FLOAT32, ORDER); break;                                                    \
+    case OC_BFLOAT16: ADAM_STREAM(G, OC_BFLOAT16, ORDER); break;                                                  \
+    case OC_FLOAT16: ADAM_STREAM(G, OC_FLOAT16, ORDER); break;                                                    \
+    default: adam_range(a, begin, end, &c, G, OC_NO_PARAM, ORDER, 0); break;                                      \
+    }
+#define ADAM_STREAM(G, P, ORDER)                                                                                  \
+    if (stream)                                                                                                   \
+        adam_range(a, begin, end, &c, G, P, ORDER, 1);                                                            \
+    else                                                                                                          \
+        adam_range(a, begin, end, &c, G, P, ORDER, 0)
+#define ADAM_GRAD(ORDER)                                                                                          \
+    switch (kind->grad_dtype) {                                                                                   \
+    case OC_BFLOAT16: ADAM_PARAM(OC_BFLOAT16, ORDER); break;                                                      \
+    case OC_FLOAT16: ADAM_PARAM(OC_FLOAT16, ORDER); break;                                                        \
+    default: ADAM_PARAM(OC_FLOAT32, ORDER); break;                                                                \
+    }
+
+static void adam(const oc_segment *a, int64_t begin, int64_t end, const oc_adam_scalars *s, const oc_adam_kind *kind,
+                 int stream) {
+    int small_w1 = s->one_minus_beta1 < 0.5f || kind->op_order == OC_ORDER_OPTAX;
+    adam_constants c = {
+        .grad_scale = v_set(s->grad_scale), .weight_decay = v_set(s->weight_decay), .decay = v_set(s->decay),
+        .beta1 = v_set(s->beta1), .beta2 = v_set(s->beta2),
+        .w1 = v_set(small_w1 ? s->one_minus_beta1 : s->one_minus_beta1 - 1), .w2 = v_set(s->one_minus_beta2),
+        .correction1 = v_set(s->correction1), .correction2 = v_set(s->correction2), .eps = v_set(s->eps),
+        .eps_root = v_set(s->eps_root), .step_size = v_set(s->step_size),
+        .scaled = s->grad_scale != 1, .l2 = kind->adam_mode == OC_ADAM && s->weight_decay != 0,
+        .decoupled = kind->adam_mode == OC_ADAMW, .small_w1 = small_w1,
+    };
+    if (kind->param_dtype != OC_NO_PARAM) { /* streaming stores want whole aligned vectors */
+        int64_t size = oc_itemsize(kind->param_dtype);
+        stream = stream && ((uintptr_t)a->param + (uintptr_t)(begin * size)) % (uintptr_t)(LANES * size) == 0;
+    }
+    if (kind->op_order == OC_ORDER_TORCH) {
+        ADAM_GRAD(OC_ORDER_TORCH)
+    } else {
+        ADAM_GRAD(OC_ORDER_OPTAX)
+    }
+}
+
+/* --- sum of squares ------------------------------------------------------------------------------ */
+
+INLINE void extract(v64 x, v64 top, v64 below, vint *in_top, vint *in_below, vint *left) {
+    v64 shifted = w_fma(x, x, top);
+    v64 rest = w_fma(x, x, w_sub(top, shifted)); /* x * x - (shifted - top), exactly */
+    v64 shifted_rest = w_add(rest, below);
+    *in_top = w_bits_add(*in_top, shifted);
+    *in_below = w_bits_add(*in_below, shifted_rest);
+    *left = w_bits_differ(*left, rest, w_sub(shifted_rest, below));
+}
+
+/* The squares of one block of n floats (a multiple of LANES), whose largest absolute bits are given. */
+INLINE void sum_block(const float *x, int64_t n, uint32_t max_bits, int64_t *bins) {
+    if (max_bits >= 0x7f800000) {
+        bins[OC_NORM_NONFINITE]++;
+        return;
+    }
+    int window = oc_top_window(max_bits);
+    double top = oc_window_extractor(window), below = oc_window_extractor(window - 1);
+    v64 top_v = w_set(top), below_v = w_set(below);
+    vint in_top = w_int_zero(), in_below = w_int_zero(), left = w_int_zero();
+    for (int64_t i = 0; i < n; i += LANES) {
+        v32 values = v_load(x + i);
+        extract(w_low(values), top_v, below_v, &in_top, &in_below, &left);
+        extract(w_high(values), top_v, below_v, &in_top, &in_below, &left);
+    }
+    /* Each term carries its extractor's bits: take n of them off again, modulo 2^64. */
+    uint64_t top_bits, below_bits;
+    memcpy(&top_bits, &top, 8);
+    memcpy(&below_bits, &below, 8);
+    oc_add_to_window(bins, window, (int64_t)(w_int_sum(in_top) - (uint64_t)n * top_bits));
+    oc_add_to_window(bins, window - 1, (int64_t)(w_int_sum(in_below) - (uint64_t)n * below_bits));
+    if (w_int_any(left)) /* elements 2^-26 of the largest and smaller reach into lower windows: rare */
+        for (int64_t i = 0; i < n; i++)
+            oc_split_square(x[i], window, window - 2, bins);
+}
+
+INLINE void sum_squares_of(const void *src, int dtype, int64_t n, int64_t *bins) {
+    _Alignas(64) float scratch[OC_BLOCK];
+    for (int64_t start = 0; start < n; start += OC_BLOCK) {
+        int64_t count = n - start < OC_BLOCK ? n - start : OC_BLOCK;
+        int64_t whole = count / LANES * LANES, padded = (count + LANES - 1) / LANES * LANES;
+        const float *x = scratch;
+        vbits largest = v_bits_zero();
+        if (dtype == OC_FLOAT32 && whole == count) {
+            x = (const float *)src + start;
+            for (int64_t i = 0; i < count; i += LANES)
+                largest = v_abs_max(largest, v_load(x + i));
+        } else {
+            /* main loop */
+            for (int64_t i = 0; i < whole; i += LANES) {
+                v32 values = load_as_f32(src, dtype, start + i);
+                largest = v_abs_max(largest, values);
+                v_store(scratch + i, values);
+            }
+            /* tail */
+            if (whole < count) {
+                lanes tail;
+                to_lanes(&tail, src, dtype, start + whole, count - whole);
+                v32 values = load_as_f32(tail.bytes, dtype, 0);
+                largest = v_abs_max(largest, values);
+                v_store(scratch + whole, values);
+            }
+        }
+        sum_block(x, padded, v_bits_top(largest), bins);
+    }
+}
+
+static void sum_squares(const void *src, int dtype, int64_t n, int64_t *bins) {
+    switch (dtype) {
+    case OC_BFLOAT16: sum_squares_of(src, OC_BFLOAT16, n, bins); break;
+    case OC_FLOAT16: sum_squares_of(src, OC_FLOAT16, n, bins); break;
+    default: sum_squares_of(src, OC_FLOAT32, n, bins); break;
+    }
+}
+
+/* --- accumulate and cast ------------------------------------------------------------------------- */
+
+INLINE void accumulate_range(const void *src, int dtype, float *dst, int64_t n) {
+    int64_t i = 0;
+    /* main loop */
+    for (; i + LANES <= n; i += LANES)
+        v_store(dst + i, v_add(v_load(dst + i), load_as_f32(src, dtype, i)));
+    /* tail */
+    if (i < n) {
+        lanes addend, sum;
+        to_lanes(&addend, src, dtype, i, n - i);
+        to_lanes(&sum, dst, OC_FLOAT32, i, n - i);
+        v_store((float *)sum.bytes, v_add(v_load((float *)sum.bytes), load_as_f32(addend.bytes, dtype, 0)));
+        from_lanes(&sum, dst, OC_FLOAT32, i, n - i);
+    }
+}
+
+static void accumulate(const void *src, int dtype, float *dst, int64_t n) {
+    switch (dtype) {
+    case OC_BFLOAT16: accumulate_range(src, OC_BFLOAT16, dst, n); break;
+    case OC_FLOAT16: accumulate_range(src, OC_FLOAT16, dst, n); break;
+    default: accumulate_range(src, OC_FLOAT32, dst, n); break;
+    }
+}
+
+INLINE void cast_range(const void *src, int src_dtype, void *dst, int dst_dtype, int64_t n) {
+    int64_t i = 0;
+    /* main loop */
+    for (; i + LANES <= n; i += LANES)
+        store_from_f32(dst, dst_dtype, i, load_as_f32(src, src_dtype, i), 0);
+    /* tail */
+    if (i < n) {
+        lanes from, to;
+        to_lanes(&from, src, src_dtype, i, n - i);
+        store_from_f32(to.bytes, dst_dtype, 0, load_as_f32(from.bytes, src_dtype, 0), 0);
+        from_lanes(&to, dst, dst_dtype, i, n - i);
+    }
+}
+
+#define CAST_TO(S)                                                                                                \
+    switch (dst_dtype) {                                                                                          \
+    case OC_BFLOAT16: cast_range(src, S, dst, OC_BFLOAT16, n); break;                                             \
+    case OC_FLOAT16: cast_range(src, S, dst, OC_FLOAT16, n); break;                                               \
+    default: cast_range(src, S, dst, OC_FLOAT32, n); break;                                                       \
+    }
+
+static void cast(const void *src, int src_dtype, void *dst, int dst_dtype, int64_t n) {
+    switch (src_dtype) {
+    case OC_BFLOAT16: CAST_TO(OC_BFLOAT16) break;
+    case OC_FLOAT16: CAST_TO(OC_FLOAT16) break;
+    default: CAST_TO(OC_FLOAT32) break;
+    }
+}

@@ -1,0 +1,43 @@
+/* The library's inner interfaces: the kernel table, dispatch and the thread pool. */
+#ifndef OFFLOAD_CORE_H
+#define OFFLOAD_CORE_H
+
+#include <stdint.h>
+
+#include "api.h"
+
+/* One instruction set's kernels. Each does the same IEEE operations in the same order on every element,
+ * wherever it stands, so all entries give the same bits (docs/numerics.md). n may be any non-negative
+ * number; pointers need no alignment beyond their element's own. */
+typedef void oc_adam_fn(const oc_segment *segment, int64_t begin, int64_t end, const oc_adam_scalars *scalars,
+                        const oc_adam_kind *kind, int stream);
+typedef void oc_sum_squares_fn(const void *src, int dtype, int64_t n, int64_t *bins);
+typedef void oc_accumulate_fn(const void *src, int dtype, float *dst, int64_t n);
+typedef void oc_cast_fn(const void *src, int src_dtype, void *dst, int dst_dtype, int64_t n);
+
+typedef struct {
+    oc_adam_fn *adam;
+    oc_sum_squares_fn *sum_squares;
+    oc_accumulate_fn *accumulate;
+    oc_cast_fn *cast;
+} oc_kernels;
+
+extern const oc_kernels oc_scalar_kernels;
+#if defined(__x86_64__)
+extern const oc_kernels oc_avx2_kernels;
+extern const oc_kernels oc_avx512_kernels;
+#elif defined(__aarch64__)
+extern const oc_kernels oc_neon_kernels;
+#endif
+
+/* The kernels in use (dispatch.c). */
+const oc_kernels *oc_current_kernels(void);
+
+/* Call task(context, i) once for each i in [0, n_items), on up to `threads` threads, the caller's among
+ * them. Each runs with round-to-nearest and subnormals on, whatever the caller's control word says. */
+typedef void oc_task(void *context, int64_t item);
+void oc_parallel_for(oc_task *task, void *context, int64_t n_items, int threads);
+
+static inline int64_t oc_itemsize(int dtype) { return dtype == OC_FLOAT32 ? 4 : 2; }
+
+#endif

@@ -1,0 +1,188 @@
+/* The thread pool: workers made when first needed, kept, and shared by every call of the process.
+ *
+ * A job is a row of items cut into one contiguous range a thread; who finishes its own range takes from
+ * the others'. The static cut keeps memory near the thread that touched it first, the taking evens out
+ * noise. One job runs at a time; further callers wait their turn. A fork waits for the job in flight, and
+ * the child starts with no workers and makes its own.
+ */
+#define _GNU_SOURCE
+#include <pthread.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdint.h>
+
+#include "offload_core.h"
+
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+typedef unsigned int control_word;
+/* Round to nearest, subnormals kept, every exception masked. */
+static control_word set_ieee(void) {
+    control_word before = _mm_getcsr();
+    _mm_setcsr(0x1f80);
+    return before;
+}
+static void restore(control_word before) { _mm_setcsr(before); }
+#elif defined(__aarch64__)
+typedef uint64_t control_word;
+static control_word set_ieee(void) {
+    control_word before;
+    __asm__ volatile("mrs %0, fpcr" : "=r"(before));
+    __asm__ volatile("msr fpcr, %0" ::"r"((uint64_t)0));
+    return before;
+}
+static void restore(control_word before) { __asm__ volatile("msr fpcr, %0" ::"r"(before)); }
+#else
+#error "offload-core supports x86-64 and AArch64"
+#endif
+
+enum { MAX_THREADS = 256 };
+
+typedef struct {
+    _Alignas(64) _Atomic int64_t next;
+    int64_t end;
+} range;
+
+static struct {
+    pthread_mutex_t submit; /* held for the length of a job */
+    pthread_mutex_t lock;   /* guards what follows */
+    pthread_cond_t wake, done;
+    int workers;
+    uint64_t generation;
+    int unfinished;
+    oc_task *task;
+    void *context;
+    int threads;
+} pool = {.submit = PTHREAD_MUTEX_INITIALIZER,
+          .lock = PTHREAD_MUTEX_INITIALIZER,
+          .wake = PTHREAD_COND_INITIALIZER,
+          .done = PTHREAD_COND_INITIALIZER};
+
+static range ranges[MAX_THREADS];
+
+static void run_items(oc_task *task, void *context, int self, int threads) {
+    control_word before = set_ieee();
+    for (int i = 0; i < threads; i++) {
+        range *r = &ranges[(self + i) % threads];
+        int64_t item;
+        while ((item = atomic_fetch_add_explicit(&r->next, 1, memory_order_relaxed)) < r->end)
+            task(context, item);
+    }
+    restore(before);
+}
+
+static void *worker(void *argument) {
+    int self = (int)(intptr_t)argument;
+    uint64_t seen = 0;
+    pthread_mutex_lock(&pool.lock);
+    for (;;) {
+        while (pool.generation == seen || self >= pool.threads) {
+            seen = pool.generation;
+            pthread_cond_wait(&pool.wake, &pool.lock);
+        }
+        seen = pool.generation;
+        oc_task *task = pool.task;
+        void *context = pool.context;
+        int threads = pool.threads;
+        pthread_mutex_unlock(&pool.lock);
+        run_items(task, context, self, threads);
+        pthread_mutex_lock(&pool.lock);
+        if (--pool.unfinished == 0)
+            pthread_cond_signal(&pool.done);
+    }
+    return NULL;
+}
+
+static void before_fork(void) {
+    pthread_mutex_lock(&pool.submit);
+    pthread_mutex_lock(&pool.lock);
+}
+
+static void after_fork_in_parent(void) {
+    pthread_mutex_unlock(&pool.lock);
+    pthread_mutex_unlock(&pool.submit);
+}
+
+static void after_fork_in_child(void) {
+    pthread_mutex_init(&pool.submit, NULL);
+    pthread_mutex_init(&pool.lock, NULL);
+    pthread_cond_init(&pool.wake, NULL);
+    pthread_cond_init(&pool.done, NULL);
+    pool.workers = 0;
+    pool.threads = 0;
+}
+
+static pthread_once_t fork_handlers = PTHREAD_ONCE_INIT;
+static void register_fork_handlers(void) { pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child); }
+
+/* With the lock held: have `wanted` workers if the system grants them; fewer only make a job slower. */
+static void ensure_workers(int wanted) {
+    sigset_t all, before;
+    if (pool.workers >= wanted)
+        return;
+    sigfillset(&all); /* signals are for the interpreter's own threads */
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    while (pool.workers < wanted) {
+        pthread_t thread;
+        pthread_attr_t attributes;
+        pthread_attr_init(&attributes);
+        pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+        int error = pthread_create(&thread, &attributes, worker, (void *)(intptr_t)(pool.workers + 1));
+        pthread_attr_destroy(&attributes);
+        if (error)
+            break;
+#if defined(__linux__)
+        pthread_setname_np(thread, "offload-core");
+#endif
+        pool.workers++;
+    }
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+}
+
+void oc_parallel_for(oc_task *task, void *context, int64_t n_items, int threads) {
+    if (n_items <= 0)
+        return;
+    if (threads > MAX_THREADS)
+        threads = MAX_THREADS;
+    if (threads > n_items)
+        threads = (int)n_items;
+    if (threads <= 1) {
+        control_word before = set_ieee();
+        for (int64_t i = 0; i < n_items; i++)
+            task(context, i);
+        restore(before);
+        return;
+    }
+    pthread_once(&fork_handlers, register_fork_handlers);
+    pthread_mutex_lock(&pool.submit);
+    pthread_mutex_lock(&pool.lock);
+    ensure_workers(threads - 1);
+    if (threads > pool.workers + 1)
+        threads = pool.workers + 1;
+    for (int i = 0; i < threads; i++) {
+        atomic_store_explicit(&ranges[i].next, n_items * i / threads, memory_order_relaxed);
+        ranges[i].end = n_items * (i + 1) / threads;
+    }
+    pool.task = task;
+    pool.context = context;
+    pool.threads = threads;
+    pool.unfinished = threads - 1;
+    pool.generation++;
+    pthread_cond_broadcast(&pool.wake);
+    pthread_mutex_unlock(&pool.lock);
+
+    run_items(task, context, 0, threads);
+
+    pthread_mutex_lock(&pool.lock);
+    while (pool.unfinished)
+        pthread_cond_wait(&pool.done, &pool.lock);
+    pthread_mutex_unlock(&pool.lock);
+    pthread_mutex_unlock(&pool.submit);
+}
+
+int oc_pool_workers(void) {
+    pthread_mutex_lock(&pool.lock);
+    int workers = pool.workers;
+    pthread_mutex_unlock(&pool.lock);
+    return workers;
+}

@@ -1,0 +1,174 @@
+"""The C library: declare (``c_src/api.h``), call, check, raise. The only importer of the compiled module.
+
+Arrays of work are NumPy structured arrays with the layout of the C structs, so that a call costs the same
+for one parameter and for a thousand.
+"""
+
+import os
+from dataclasses import dataclass
+
+import numpy as np
+
+from ._offload import ffi, lib
+from .cpus import default_threads
+from .dtypes import ElementType
+from .errors import ConfigError, KernelError
+
+SEGMENT = np.dtype(
+    [
+        ("grad", np.uintp),
+        ("master", np.uintp),
+        ("exp_avg", np.uintp),
+        ("exp_avg_sq", np.uintp),
+        ("param", np.uintp),
+        ("numel", np.int64),
+        ("scalars", np.int64),
+    ]
+)
+SPAN = np.dtype([("src", np.uintp), ("dst", np.uintp), ("numel", np.int64)])
+SCALARS = np.dtype([(name, np.float32) for name, _ in ffi.typeof("oc_adam_scalars").fields])
+for _name, _dtype in (("oc_segment", SEGMENT), ("oc_span", SPAN), ("oc_adam_scalars", SCALARS)):
+    assert ffi.sizeof(_name) == _dtype.itemsize, f"{_name} differs between C and Python"
+
+NORM_BINS = lib.OC_NORM_BINS
+NORM_NONFINITE = lib.OC_NORM_NONFINITE
+NORM_WINDOWS = lib.OC_NORM_WINDOWS
+NORM_WINDOW_BITS = lib.OC_NORM_WINDOW_BITS
+
+OP_ORDERS = {"torch": lib.OC_ORDER_TORCH, "optax": lib.OC_ORDER_OPTAX}
+ADAM_MODES = {"adamw": lib.OC_ADAMW, "adam": lib.OC_ADAM}
+INSTRUCTION_SETS = {
+    "scalar": lib.OC_SCALAR,
+    "avx2": lib.OC_AVX2,
+    "avx512": lib.OC_AVX512,
+    "neon": lib.OC_NEON,
+}
+_ISA_VARIABLE = "OFFLOAD_CORE_ISA"
+
+_REASONS = {
+    lib.OC_EARGUMENT: "an argument is out of range or a pointer is null",
+    lib.OC_EMEMORY: "no memory for the list of chunks",
+    lib.OC_EUNSUPPORTED: "this processor lacks the instruction set",
+}
+
+
+@dataclass(frozen=True)
+class KernelInfo:
+    """What runs the updates: the instruction set in use, those this processor has, and the thread count."""
+
+    instruction_set: str
+    supported: tuple[str, ...]
+    num_threads: int
+    pool_workers: int
+
+
+def kernel_info() -> KernelInfo:
+    """Report the kernels in use. ``num_threads`` is the default of ``OffloadConfig.num_threads``."""
+    names = {code: name for name, code in INSTRUCTION_SETS.items()}
+    supported = tuple(name for name, code in INSTRUCTION_SETS.items() if lib.oc_isa_supported(code))
+    return KernelInfo(names[lib.oc_isa()], supported, default_threads(), lib.oc_pool_workers())
+
+
+def set_instruction_set(name: str) -> None:
+    """Use this instruction set (``"scalar"``, ``"avx2"``, ``"avx512"`` or ``"neon"``) from now on.
+
+    All give the same bits; the widest supported one is the default. The environment variable
+    ``OFFLOAD_CORE_ISA`` does the same at import.
+    """
+    supported = kernel_info().supported
+    if name not in supported:
+        raise ConfigError(f"instruction set {name!r}: this processor has {', '.join(supported)}; choose one of them")
+    _check("oc_set_isa", lib.oc_set_isa(INSTRUCTION_SETS[name]))
+
+
+def _check(function: str, code: int) -> None:
+    if code:
+        raise KernelError(f"{function} failed: {_REASONS.get(code, f'code {code}')}")
+
+
+def _pointer(ctype: str, array: np.ndarray):
+    return ffi.cast(ctype, array.ctypes.data)
+
+
+def address(array: np.ndarray) -> int:
+    """Address of the first element of a C-contiguous array."""
+    assert array.flags.c_contiguous
+    return array.ctypes.data
+
+
+def adam(
+    segments: np.ndarray,
+    scalars: np.ndarray,
+    *,
+    grad_dtype: ElementType,
+    param_dtype: ElementType | None,
+    op_order: str,
+    adam_mode: str,
+    threads: int,
+) -> None:
+    """Update every segment (dtype ``SEGMENT``) in place, with the ``scalars`` (dtype ``SCALARS``) it names.
+
+    ``param_dtype=None`` writes no device parameter. The memory behind the addresses must outlive the call.
+    """
+    assert segments.dtype == SEGMENT
+    assert scalars.dtype == SCALARS
+    kind = ffi.new("oc_adam_kind *")
+    kind.grad_dtype = grad_dtype.code
+    kind.param_dtype = lib.OC_NO_PARAM if param_dtype is None else param_dtype.code
+    kind.op_order = OP_ORDERS[op_order]
+    kind.adam_mode = ADAM_MODES[adam_mode]
+    code = lib.oc_adam(
+        _pointer("oc_segment *", segments),
+        len(segments),
+        _pointer("oc_adam_scalars *", scalars),
+        len(scalars),
+        kind[0],
+        threads,
+    )
+    _check("oc_adam", code)
+
+
+def sum_squares(spans: np.ndarray, dtype: ElementType, bins: np.ndarray, *, threads: int) -> None:
+    """Add the exact sum of squares of the spans' ``src`` to ``bins`` (int64, ``NORM_BINS`` long)."""
+    assert spans.dtype == SPAN
+    assert bins.dtype == np.int64
+    assert bins.shape == (NORM_BINS,)
+    code = lib.oc_sum_squares(
+        _pointer("oc_span *", spans), len(spans), dtype.code, _pointer("int64_t *", bins), threads
+    )
+    _check("oc_sum_squares", code)
+
+
+def accumulate(spans: np.ndarray, dtype: ElementType, *, threads: int) -> None:
+    """``dst += float32(src)`` for every span; ``dst`` is float32, ``src`` is ``dtype``."""
+    assert spans.dtype == SPAN
+    _check("oc_accumulate", lib.oc_accumulate(_pointer("oc_span *", spans), len(spans), dtype.code, threads))
+
+
+def cast(spans: np.ndarray, src: ElementType, dst: ElementType, *, threads: int) -> None:
+    """``dst = src`` for every span, rounded to nearest even."""
+    assert spans.dtype == SPAN
+    _check("oc_cast", lib.oc_cast(_pointer("oc_span *", spans), len(spans), src.code, dst.code, threads))
+
+
+def cast_array(src: np.ndarray, src_type: ElementType, dst: np.ndarray, dst_type: ElementType, threads: int) -> None:
+    """``cast`` of one whole array into another of the same length."""
+    assert src.size == dst.size
+    cast(spans_of([(address(src), address(dst), src.size)]), src_type, dst_type, threads=threads)
+
+
+def first_touch(array: np.ndarray, *, threads: int) -> None:
+    """Write one zero to each page of a fresh array, from the pool's threads."""
+    _check("oc_first_touch", lib.oc_first_touch(_pointer("void *", array), array.nbytes, threads))
+
+
+def spans_of(rows) -> np.ndarray:
+    """An array of ``SPAN`` from ``(src, dst, numel)`` rows."""
+    return np.array(rows, dtype=SPAN)
+
+
+if os.environ.get(_ISA_VARIABLE):
+    try:
+        set_instruction_set(os.environ[_ISA_VARIABLE])
+    except ConfigError as error:
+        raise ConfigError(f"environment variable {_ISA_VARIABLE}: {error}") from None

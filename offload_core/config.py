@@ -1,0 +1,197 @@
+"""``OffloadConfig``: every setting, checked when it is made."""
+
+import difflib
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from .cpus import default_threads
+from .dtypes import BY_NAME, ElementType
+from .errors import ConfigError
+
+_CHOICES: dict[str, tuple] = {
+    "adam_mode": ("adamw", "adam"),
+    "op_order": ("torch", "optax"),
+    "param_dtype": (None, *BY_NAME),
+}
+
+# What the design names and this version does not build yet.
+_NOT_YET: dict[str, tuple[tuple, str]] = {
+    "stage": ((3,), "stages 1 and 2"),
+    "schedule": (("overlap", "delayed"), "schedule='serial'"),
+    "offload_optimizer": ((None, "nvme"), "offload_optimizer='cpu'"),
+    "offload_param": (("cpu", "nvme"), "offload_param=None"),
+}
+_BUILT: dict[str, tuple] = {
+    "stage": (1, 2),
+    "schedule": ("serial",),
+    "offload_optimizer": ("cpu",),
+    "offload_param": (None,),
+}
+
+
+@dataclass(frozen=True)
+class OffloadConfig:
+    """Settings of an offloaded optimizer. Raises :class:`ConfigError` where a value is out of range.
+
+    The Adam fields mean what they mean in ``torch.optim.AdamW`` and ``optax.adamw``; ``lr`` may be a
+    schedule (a function of the number of updates made so far) in JAX.
+    """
+
+    lr: float | Callable[[int], float] = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    eps_root: float = 0.0
+    """Added under the square root; ``op_order="optax"`` only."""
+    weight_decay: float = 0.01
+    adam_mode: str = "adamw"
+    """``"adamw"`` decouples weight decay from the gradient; ``"adam"`` adds it to the gradient (L2)."""
+    op_order: str | None = None
+    """Whose rounding to reproduce, ``"torch"`` or ``"optax"``; None: the front end's own library."""
+    stage: int = 2
+    """ZeRO stage: 1 partitions optimizer states, 2 gradients too. On one rank they are the same."""
+    param_dtype: str | None = None
+    """Element type of the device parameters; None keeps the model's."""
+    gradient_clipping: float | None = None
+    """Bound on the global L2 norm of the gradients, or None."""
+    gradient_accumulation_steps: int = 1
+    """Micro-steps an update averages over, accumulated in fp32."""
+    skip_nonfinite: bool | None = None
+    """Skip an update whose gradients hold an inf or a NaN. None: where the gradients are examined anyway,
+    that is with clipping or loss scaling; True examines them always, at the cost of one more pass."""
+    loss_scale: float | str | None = None
+    """``"dynamic"``, a fixed factor, or None: dynamic for float16 parameters, else 1."""
+    initial_loss_scale: float = 65536.0
+    loss_scale_window: int = 2000
+    """Updates without overflow after which a dynamic loss scale doubles."""
+    reduce_bucket_size: int = 32 * 2**20
+    """Elements of a communication bucket; bounds staging memory."""
+    schedule: str = "serial"
+    offload_optimizer: str | None = "cpu"
+    offload_param: str | None = None
+    pin_memory: bool = True
+    """Pin the staging buffers where the device copies from host memory."""
+    num_threads: int | None = None
+    """Threads of the update; None: this process's share of the processors."""
+
+    def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in choices and not (name == "op_order" and value is None):
+                raise ConfigError(f"{name}: got {value!r}, expected one of {', '.join(map(repr, choices))}")
+        for name, (later, instead) in _NOT_YET.items():
+            value = getattr(self, name)
+            if value in later:
+                raise ConfigError(f"{name}={value!r} is not built yet in this version; it has {instead}")
+            if value not in _BUILT[name]:
+                choices = (*_BUILT[name], *later)
+                raise ConfigError(f"{name}: got {value!r}, expected one of {', '.join(map(repr, choices))}")
+        if not callable(self.lr):
+            _number("lr", self.lr, least=0.0)
+        check_betas(self.betas)
+        for name in ("eps", "eps_root", "weight_decay"):
+            _number(name, getattr(self, name), least=0.0)
+        if self.gradient_clipping is not None:
+            _number("gradient_clipping", self.gradient_clipping, above=0.0)
+        for name in ("gradient_accumulation_steps", "reduce_bucket_size", "loss_scale_window"):
+            _integer(name, getattr(self, name))
+        if self.num_threads is not None:
+            _integer("num_threads", self.num_threads)
+        if self.loss_scale not in (None, "dynamic"):
+            if isinstance(self.loss_scale, str):
+                raise ConfigError(f"loss_scale: got {self.loss_scale!r}, expected 'dynamic', a number or None")
+            _number("loss_scale", self.loss_scale, above=0.0)
+        _number("initial_loss_scale", self.initial_loss_scale, above=0.0)
+        for name in ("pin_memory", "skip_nonfinite"):
+            value = getattr(self, name)
+            if not isinstance(value, bool) and not (name == "skip_nonfinite" and value is None):
+                raise ConfigError(f"{name}: got {value!r}, expected True or False")
+
+    @classmethod
+    def resolve(cls, config: "OffloadConfig | Mapping[str, Any] | None" = None, **overrides: Any) -> "OffloadConfig":
+        """The configuration that ``wrap(…, config, **overrides)`` means.
+
+        Args:
+            config: an ``OffloadConfig``, a mapping of its fields, or None for the defaults.
+            overrides: fields that replace those of ``config``.
+
+        Raises:
+            ConfigError: a field is unknown (the nearest known name is given) or its value is out of range.
+        """
+        if isinstance(config, str | os.PathLike):
+            raise ConfigError(
+                f"config: got the path {os.fspath(config)!r}; DeepSpeed JSON files are not read yet in this version: "
+                "pass the fields of OffloadConfig as keyword arguments"
+            )
+        if config is None:
+            config = {}
+        if not isinstance(config, cls | Mapping):
+            raise ConfigError(
+                f"config: got {type(config).__name__}, expected an OffloadConfig, a dict of its fields or None"
+            )
+        given = {} if isinstance(config, cls) else dict(config)
+        known = [f.name for f in fields(cls)]
+        for name in [*given, *overrides]:
+            if name not in known:
+                near = difflib.get_close_matches(str(name), known, n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"known fields: {', '.join(known)}"
+                raise ConfigError(f"unknown configuration field {name!r}; {hint}")
+        merged = {**given, **overrides}
+        for name in ("betas",):
+            if isinstance(merged.get(name), list):
+                merged[name] = tuple(merged[name])
+        return replace(config, **merged) if isinstance(config, cls) else cls(**merged)
+
+    @property
+    def threads(self) -> int:
+        """Threads of the update."""
+        return self.num_threads or default_threads()
+
+    @property
+    def target_dtype(self) -> ElementType | None:
+        """``param_dtype`` as an element type."""
+        return None if self.param_dtype is None else BY_NAME[self.param_dtype]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields by name."""
+        return asdict(self)
+
+
+def check_betas(betas: object) -> None:
+    """Raise :class:`ConfigError` unless ``betas`` is a pair of numbers in [0, 1)."""
+    if not isinstance(betas, tuple | list) or len(betas) != 2:
+        raise ConfigError(f"betas: got {betas!r}, expected a pair of numbers in [0, 1)")
+    for i, beta in enumerate(betas):
+        _number(f"betas[{i}]", beta, least=0.0, below=1.0)
+
+
+def check_hyperparameters(where: str, lr: float, betas: object, eps: float, weight_decay: float) -> None:
+    """Check one parameter group's hyper-parameters; ``where`` names the group in the error."""
+    try:
+        _number("lr", lr, least=0.0)
+        check_betas(betas)
+        _number("eps", eps, least=0.0)
+        _number("weight_decay", weight_decay, least=0.0)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def _number(name: str, value: object, *, least: float = -math.inf, above: float = -math.inf, below: float = math.inf):
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        raise ConfigError(f"{name}: got {value!r}, expected a number") from None
+    if not (math.isfinite(number) and number >= least and number > above and number < below):
+        bounds = [
+            f">= {least:g}" * (least > -math.inf),
+            f"> {above:g}" * (above > -math.inf),
+            f"< {below:g}" * (below < math.inf),
+        ]
+        raise ConfigError(f"{name}: got {value!r}, expected a finite number {' and '.join(b for b in bounds if b)}")
+
+
+def _integer(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"{name}: got {value!r}, expected an integer of at least 1")

@@ -1,0 +1,29 @@
+"""The errors this package raises. Every message says what was got, what was expected and what to do."""
+
+
+class OffloadError(Exception):
+    """Base of all errors raised by offload-core."""
+
+
+class ConfigError(OffloadError, ValueError):
+    """A configuration field is unknown, out of range or contradicts another."""
+
+
+class ParameterError(OffloadError, ValueError):
+    """A parameter cannot be offloaded, or is no longer what it was when it was wrapped."""
+
+
+class GradientError(OffloadError, ValueError):
+    """A gradient does not fit its parameter, or would be lost."""
+
+
+class StateError(OffloadError, RuntimeError):
+    """An operation came at a moment at which it is not allowed."""
+
+
+class HostMemoryError(OffloadError, MemoryError):
+    """The host memory asked for is not available."""
+
+
+class KernelError(OffloadError, RuntimeError):
+    """The C library refused a call."""

@@ -1,0 +1,47 @@
+"""The global gradient norm, the same whatever the order and the cut of the elements, and clipping."""
+
+import math
+from fractions import Fraction
+
+import numpy as np
+
+from . import _kernels
+from .dtypes import ElementType
+
+_LOWEST_BIT = -298
+
+
+class SumOfSquares:
+    """An exact sum of squares of gradients, as integer bins (``c_src/api.h``).
+
+    ``bins`` (int64) may be added element by element to those of other ranks.
+    """
+
+    def __init__(self) -> None:
+        self.bins = np.zeros(_kernels.NORM_BINS, np.int64)
+
+    def add(self, spans: np.ndarray, dtype: ElementType, *, threads: int) -> None:
+        """Add the squares of the spans' ``src`` elements."""
+        _kernels.sum_squares(spans, dtype, self.bins, threads=threads)
+
+    @property
+    def finite(self) -> bool:
+        """Whether no element was an inf or a NaN."""
+        return self.bins[_kernels.NORM_NONFINITE] == 0
+
+    def exact(self) -> Fraction:
+        """The sum, exactly. Meaningful where ``finite``."""
+        total = 0
+        for window in range(_kernels.NORM_WINDOWS):
+            digits = int(self.bins[2 * window]) + (int(self.bins[2 * window + 1]) << 32)
+            total += digits << (_kernels.NORM_WINDOW_BITS * window)
+        return Fraction(total, 1 << -_LOWEST_BIT)
+
+    def norm(self) -> float:
+        """The square root of the sum, in double; NaN where an element was an inf or a NaN."""
+        return math.sqrt(self.exact()) if self.finite else math.nan
+
+
+def clip_coefficient(norm: float, max_norm: float) -> float:
+    """The factor that ``torch.nn.utils.clip_grad_norm_`` applies: min(1, max_norm / (norm + 1e-6))."""
+    return min(1.0, max_norm / (norm + 1e-6))

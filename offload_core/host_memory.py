@@ -1,0 +1,139 @@
+"""Host memory: exact-size, huge-page arrays, pinned where a device copies from them; staging rings; budgets."""
+
+import ctypes
+import mmap
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import psutil
+
+from . import _kernels
+from .errors import HostMemoryError
+
+_HUGE_PAGE = 2 * 2**20
+_CU_MEMHOSTREGISTER_PORTABLE = 1
+
+
+class HostMemory:
+    """The account of one engine's host memory: what it allocated, under which label, and still holds.
+
+    Each array is its own anonymous mapping, so its size is exact to a page (framework caching allocators
+    round pinned blocks up to powers of two), its start is page-aligned, and it goes back to the system when
+    the last view of it dies.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
+        self._live: Counter[str] = Counter()
+
+    def allocate(self, label: str, numel: int, dtype: np.dtype, *, pinned: bool = False) -> np.ndarray:
+        """A zeroed array of ``numel`` elements.
+
+        Args:
+            label: what it holds, for :meth:`report`.
+            pinned: register it with the CUDA driver, so that device copies run asynchronously.
+
+        Raises:
+            HostMemoryError: the system refused the mapping or the registration.
+        """
+        n_bytes = numel * dtype.itemsize
+        if n_bytes == 0:
+            return np.empty(0, dtype)
+        try:
+            mapping = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise HostMemoryError(
+                f"{label}: the system refused {format_bytes(n_bytes)} of host memory ({error})"
+            ) from None
+        if hasattr(mmap, "MADV_HUGEPAGE") and n_bytes >= _HUGE_PAGE:
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+        array = np.frombuffer(mapping, dtype, numel)
+        _kernels.first_touch(array, threads=self._threads)
+        if pinned:
+            address = array.ctypes.data
+            _register(address, n_bytes, label)
+            weakref.finalize(mapping, _unregister, address)
+        self._live[label] += n_bytes
+        weakref.finalize(mapping, self._live.subtract, {label: n_bytes})
+        return array
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes held now."""
+        return sum(self._live.values())
+
+    def report(self) -> dict[str, int]:
+        """Bytes held now, by label."""
+        return {label: n_bytes for label, n_bytes in self._live.items() if n_bytes}
+
+
+class StagingRing:
+    """A bounded set of equal host buffers that device copies pass through, made once.
+
+    A slot is free when its last reader said so by leaving :meth:`slot`.
+    """
+
+    def __init__(self, memory: HostMemory, *, slots: int, n_bytes: int, pinned: bool) -> None:
+        self._free = [memory.allocate("staging", n_bytes, np.dtype(np.uint8), pinned=pinned) for _ in range(slots)]
+
+    @contextmanager
+    def slot(self, numel: int, dtype: np.dtype) -> Iterator[np.ndarray]:
+        """Borrow a buffer, seen as ``numel`` elements of ``dtype``."""
+        buffer = self._free.pop()
+        try:
+            yield buffer[: numel * dtype.itemsize].view(dtype)
+        finally:
+            self._free.append(buffer)
+
+
+def available_bytes() -> int:
+    """Host memory that can still be allocated: the system's, bounded by this control group's limit."""
+    available = psutil.virtual_memory().available
+    try:
+        group = Path("/proc/self/cgroup").read_text().strip().rpartition("::")[2]
+        folder = Path("/sys/fs/cgroup") / group.lstrip("/")
+        limit = (folder / "memory.max").read_text().strip()
+        if limit != "max":
+            available = min(available, int(limit) - int((folder / "memory.current").read_text()))
+    except (OSError, ValueError):
+        pass
+    return max(available, 0)
+
+
+def format_bytes(n_bytes: float) -> str:
+    """``1536`` as ``"1.5 KiB"``."""
+    for unit in ("bytes", "KiB", "MiB", "GiB", "TiB"):
+        if abs(n_bytes) < 1024 or unit == "TiB":
+            return f"{n_bytes:.0f} bytes" if unit == "bytes" else f"{n_bytes:.1f} {unit}"
+        n_bytes /= 1024
+    raise AssertionError
+
+
+def _driver() -> ctypes.CDLL:
+    """The CUDA driver, found at run time: no CUDA toolkit is needed to build, and JAX needs no torch to pin."""
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise HostMemoryError(
+            f"pinned memory: the CUDA driver library cannot be loaded ({error}); set pin_memory=False"
+        ) from None
+
+
+def _register(address: int, n_bytes: int, label: str) -> None:
+    # A context is current in this thread once the framework has put anything on the device.
+    code = _driver().cuMemHostRegister_v2(
+        ctypes.c_void_p(address), ctypes.c_size_t(n_bytes), _CU_MEMHOSTREGISTER_PORTABLE
+    )
+    if code:
+        raise HostMemoryError(
+            f"{label}: cuMemHostRegister of {format_bytes(n_bytes)} failed with CUDA error {code}; raise the "
+            "locked-memory limit (ulimit -l) or set pin_memory=False"
+        )
+
+
+def _unregister(address: int) -> None:
+    _driver().cuMemHostUnregister(ctypes.c_void_p(address))

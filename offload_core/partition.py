@@ -1,0 +1,113 @@
+"""Who owns which slice of which parameter: pure integers.
+
+Parameters of one group and element type are laid end to end, last first (gradients arrive roughly in that
+order), and cut into buckets. A bucket is cut into one shard a rank, all of one length. A parameter may
+straddle buckets, and shards.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .dtypes import ElementType
+
+ALIGNMENT = 16
+"""Shards are whole multiples of this many elements: 64 bytes in fp32, and what JAX's flat buckets need."""
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """A parameter: its name, number of elements, device element type and parameter group."""
+
+    name: str
+    numel: int
+    dtype: ElementType
+    group: int = 0
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements ``[start, start + numel)`` of parameter ``param``, at ``offset`` of what holds the piece."""
+
+    param: int
+    start: int
+    numel: int
+    offset: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.numel
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A padded run of pieces: the unit of communication. Rank r owns shard r."""
+
+    index: int
+    group: int
+    dtype: ElementType
+    pieces: tuple[Piece, ...]
+    shard_numel: int
+    world_size: int
+
+    @property
+    def padded_numel(self) -> int:
+        return self.shard_numel * self.world_size
+
+    @property
+    def key(self) -> tuple[int, str]:
+        """What all parameters of a bucket share."""
+        return (self.group, self.dtype.name)
+
+    def shard(self, rank: int) -> tuple[Piece, ...]:
+        """The pieces that ``rank`` owns, their offsets counted from the start of its shard."""
+        begin, end = rank * self.shard_numel, (rank + 1) * self.shard_numel
+        owned = []
+        for piece in self.pieces:
+            low, high = max(piece.offset, begin), min(piece.offset + piece.numel, end)
+            if low < high:
+                owned.append(Piece(piece.param, piece.start + low - piece.offset, high - low, low - begin))
+        return tuple(owned)
+
+
+def round_up(n: int, multiple: int) -> int:
+    """The least multiple of ``multiple`` that is at least ``n``."""
+    return -(-n // multiple) * multiple
+
+
+def build_buckets(
+    params: Sequence[ParamSpec], *, world_size: int, bucket_numel: int, first_param: int = 0, first_bucket: int = 0
+) -> list[Bucket]:
+    """Cut ``params``, numbered from ``first_param``, into buckets numbered from ``first_bucket``.
+
+    Args:
+        bucket_numel: the most elements of a bucket; rounded up to whole shards.
+
+    Returns:
+        The buckets in the order in which they fill when gradients arrive last parameter first. Every element
+        of every parameter lies in exactly one piece; only the last bucket of a (group, dtype) has padding.
+    """
+    unit = ALIGNMENT * world_size
+    capacity = round_up(bucket_numel, unit)
+    buckets: list[Bucket] = []
+    filling: dict[tuple[int, str], list[Piece]] = {}
+
+    def close(spec_group: int, dtype: ElementType, pieces: list[Piece]) -> None:
+        numel = pieces[-1].offset + pieces[-1].numel
+        shard_numel = round_up(numel, unit) // world_size
+        index = first_bucket + len(buckets)
+        buckets.append(Bucket(index, spec_group, dtype, tuple(pieces), shard_numel, world_size))
+
+    for local, spec in reversed(list(enumerate(params))):
+        start = 0
+        while start < spec.numel:
+            pieces = filling.setdefault((spec.group, spec.dtype.name), [])
+            offset = pieces[-1].offset + pieces[-1].numel if pieces else 0
+            numel = min(spec.numel - start, capacity - offset)
+            pieces.append(Piece(first_param + local, start, numel, offset))
+            start += numel
+            if offset + numel == capacity:
+                close(spec.group, spec.dtype, filling.pop((spec.group, spec.dtype.name)))
+    by_name = {spec.dtype.name: spec.dtype for spec in params}
+    for (group, name), pieces in filling.items():
+        close(group, by_name[name], pieces)
+    return buckets

@@ -1,0 +1,469 @@
+"""The composer: gradients in, updated parameters out.
+
+A gradient's way: :meth:`Pipeline.add_gradient` -> its bucket fills -> :meth:`_launch` (reduce, device to
+host) -> :meth:`_keep` (hold or accumulate) -> :meth:`step` (norm, clip) -> :meth:`_update` (one C pass:
+unscale, clip, Adam, cast) -> published to the device.
+
+Where device memory is host memory, gradients are read and parameters written where they are; an fp32
+parameter is then its own master weight. Elsewhere gradients wait on the host in their own element type
+(fp32 once they accumulate), so the device can free them at once.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from . import _kernels
+from .collectives import Collectives
+from .config import OffloadConfig
+from .cpu_adam import STATE_NAMES, AdamHyper, AdamStates
+from .device import Copy, Device, HostArray
+from .dtypes import FLOAT32, ElementType
+from .errors import GradientError
+from .grad_norm import SumOfSquares, clip_coefficient
+from .host_memory import HostMemory, StagingRing
+from .loss_scale import LossScaler
+from .memory_plan import MemoryPlan, PlanRow
+from .partition import Bucket, ParamSpec, Piece, build_buckets
+from .step_state import BucketEvent, BucketLife, BucketState
+
+_STAGING_SLOTS = 2
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What a call of ``step`` did."""
+
+    updated: bool
+    skipped: str | None = None
+    """Why nothing was updated: ``"accumulating"``, ``"overflow"`` (an inf or NaN gradient) or ``"no gradients"``."""
+    grad_norm: float | None = None
+    """Global L2 norm of the averaged, unscaled gradients before clipping; None where it was not computed."""
+    clip_coefficient: float = 1.0
+    loss_scale: float = 1.0
+    """The loss scale that these gradients carried."""
+
+
+@dataclass
+class _Work:
+    """One bucket of this rank: its shard, and its gradients in the present step."""
+
+    bucket: Bucket
+    pieces: tuple[Piece, ...]
+    segments: np.ndarray
+    """What the kernel is told of each piece, less what changes from step to step."""
+    life: BucketLife
+    home: np.ndarray | None
+    """Where host gradients of the shard are kept: fp32 if ``accumulates``, else of the bucket's element type.
+    None where the device's own memory serves."""
+    accumulates: bool
+    waiting: dict[int, Any] = field(default_factory=dict)
+    """Device gradients that arrived since the last launch, by parameter."""
+    gradients: list[HostArray | None] = field(default_factory=list)
+    """The host gradient of each piece."""
+
+    @property
+    def params(self) -> set[int]:
+        return {piece.param for piece in self.pieces}
+
+    def held(self) -> dict[ElementType, list[tuple[int, HostArray]]]:
+        """The host gradients, with the index of their piece, by element type."""
+        by_dtype: dict[ElementType, list[tuple[int, HostArray]]] = {}
+        for i, gradient in enumerate(self.gradients):
+            if gradient is not None:
+                by_dtype.setdefault(gradient.dtype, []).append((i, gradient))
+        return by_dtype
+
+    def clear(self) -> None:
+        self.waiting.clear()
+        self.gradients = [None] * len(self.pieces)
+
+
+class Pipeline:
+    """Optimizer states and the schedule of one rank's updates.
+
+    Parameters are numbered in the order in which they were added. The tensors that cross this interface are
+    the device's: one-dimensional and contiguous.
+    """
+
+    def __init__(
+        self, config: OffloadConfig, device: Device, collectives: Collectives, scaler: LossScaler | None
+    ) -> None:
+        self.config = config
+        self.device = device
+        self.collectives = collectives
+        self.scaler = scaler
+        self.op_order = config.op_order or "torch"
+        self.params: list[ParamSpec] = []
+        self.steps: list[int] = []
+        """Updates that each parameter has had."""
+        self.memory = HostMemory(config.threads)
+        self._states = AdamStates(self.memory)
+        self._works: list[_Work] = []
+        self._works_of: list[list[_Work]] = []
+        self._ring: StagingRing | None = None
+        self._ring_bytes = 0
+        self._threads = config.threads
+        self._accumulates = config.gradient_accumulation_steps > 1
+
+    # --- parameters and states ---------------------------------------------------------------------
+
+    def plan(self, specs: Sequence[ParamSpec]) -> MemoryPlan:
+        """What :meth:`add_parameters` of ``specs`` would allocate, and what the device holds besides."""
+        buckets = self._build(specs)
+        host: dict[str, int] = dict.fromkeys((*STATE_NAMES, "gradients on the host", "staging"), 0)
+        for bucket in buckets:
+            for name in STATE_NAMES:
+                if not (name == "master" and self._without_master(bucket)):
+                    host[name] += 4 * bucket.shard_numel
+            if self._needs_home():
+                host["gradients on the host"] += self._home_dtype(bucket.dtype).itemsize * bucket.shard_numel
+        if not self.device.addressable:
+            host["staging"] = _STAGING_SLOTS * max(self._slot_bytes(buckets) - self._ring_bytes, 0)
+        remedies = {
+            "gradients on the host": "gradient_accumulation_steps=1" if self._accumulates else "param_dtype='bfloat16'",
+            "staging": "reduce_bucket_size",
+        }
+        rows = [PlanRow(what, "host", n_bytes, remedies.get(what, "more ranks")) for what, n_bytes in host.items()]
+        on_device = sum(spec.numel * spec.dtype.itemsize for spec in specs)
+        rows += [PlanRow(what, "device", on_device, "param_dtype='bfloat16'") for what in ("parameters", "gradients")]
+        return MemoryPlan(tuple(rows), sum(spec.numel for spec in specs))
+
+    def add_parameters(self, specs: Sequence[ParamSpec], tensors: Sequence[Any]) -> None:
+        """Take on parameters: allocate their states, master weights starting from ``tensors``.
+
+        The tensors may be of another element type than the specs (the model's own, before it is cast).
+        """
+        buckets = self._build(specs)
+        self._states.add(buckets, without_master=self._without_master)
+        slot_bytes = self._slot_bytes(buckets)
+        if not self.device.addressable and slot_bytes > self._ring_bytes:
+            self._ring = None  # free before allocating its successor
+            self._ring = StagingRing(self.memory, slots=_STAGING_SLOTS, n_bytes=slot_bytes, pinned=self._pinned)
+            self._ring_bytes = slot_bytes
+        first = len(self.params)
+        self.params += specs
+        self.steps += [0] * len(specs)
+        self._works_of += [[] for _ in specs]
+        for bucket in buckets:
+            home = None
+            if self._needs_home():
+                home = self._allocate_home(bucket, self._home_dtype(bucket.dtype))
+            pieces = bucket.shard(self.collectives.rank)
+            work = _Work(
+                bucket, pieces, self._segments(bucket, pieces), BucketLife(bucket.index), home, self._accumulates
+            )
+            work.clear()
+            self._works.append(work)
+            for param in work.params:
+                self._works_of[param].append(work)
+            if not self._without_master(bucket):
+                for piece in pieces:
+                    self._load_master(work, piece, tensors[piece.param - first])
+
+    def states(self, param: int) -> list[tuple[int, dict[str, np.ndarray]]]:
+        """This rank's states of a parameter: ``(start, {name: fp32 view})`` a contiguous run, ascending.
+
+        The names are those of ``cpu_adam.STATE_NAMES``; an fp32 parameter updated in place has no ``"master"``.
+        """
+        runs: list[tuple[int, int, int, dict[str, np.ndarray]]] = []
+        for work, piece in self._pieces_of(param):
+            arena, at = self._states.locate(work.bucket.index, piece.offset)
+            start, numel = piece.start, piece.numel
+            if runs and runs[-1][3] is arena and runs[-1][0] + runs[-1][1] == start and runs[-1][2] + runs[-1][1] == at:
+                before = runs.pop()
+                start, numel, at = before[0], before[1] + numel, before[2]
+            runs.append((start, numel, at, arena))
+        return [(start, {name: a[at : at + numel] for name, a in arena.items()}) for start, numel, at, arena in runs]
+
+    def adopt(self, param: int, tensor: Any) -> None:
+        """Follow a change made to a device parameter from outside: where its bits are not those of the rounded
+        master weight, the master weight takes its value. The rest keep their low bits."""
+        for work, piece in self._pieces_of(param):
+            master = self._master(work, piece)
+            if master is not None:
+                theirs = np.empty(piece.numel, work.bucket.dtype.numpy)
+                self.device.to_host([Copy(tensor, piece.start, theirs)]).wait()
+                changed = master.astype(theirs.dtype).view(np.uint8).reshape(piece.numel, -1)
+                changed = (changed != theirs.view(np.uint8).reshape(piece.numel, -1)).any(axis=1)
+                master[changed] = theirs[changed].astype(np.float32)
+
+    # --- gradients ---------------------------------------------------------------------------------
+
+    def check_gradient(self, param: int, gradient: Any) -> None:
+        """Raise :class:`GradientError` unless the gradient has as many elements as its parameter."""
+        numel, expected = self.device.numel(gradient), self.params[param].numel
+        if numel != expected:
+            raise GradientError(
+                f"parameter {self.params[param].name!r}: gradient has {numel} elements, expected {expected}; "
+                "was the parameter resized after wrap()?"
+            )
+
+    def add_gradient(self, param: int, gradient: Any) -> None:
+        """Take a parameter's gradient of this micro-step; further ones before the next update are summed in fp32.
+
+        Where the device is addressable the gradient is not copied: it must stay as it is until the update.
+        """
+        self.check_gradient(param, gradient)
+        for work in self._works_of[param]:
+            if param in work.waiting:
+                self._launch(work)
+            work.life.on(BucketEvent.GRADIENT)
+            work.waiting[param] = gradient
+            if len(work.waiting) == len(work.params):
+                self._launch(work)
+
+    def drop_gradients(self, params: Sequence[int] | None = None) -> None:
+        """Forget the gradients of these parameters, or of all."""
+        for param in range(len(self.params)) if params is None else params:
+            for work in self._works_of[param]:
+                work.waiting.pop(param, None)
+                work.gradients = [
+                    None if piece.param == param else g for piece, g in zip(work.pieces, work.gradients, strict=True)
+                ]
+        for work in self._works:
+            if not work.waiting and not any(work.gradients):
+                work.life.on(BucketEvent.DROP)
+
+    def has_gradient(self, param: int) -> bool:
+        """Whether a gradient of this parameter awaits the next update."""
+        return any(
+            param in work.waiting
+            or any(g is not None and p.param == param for p, g in zip(work.pieces, work.gradients, strict=True))
+            for work in self._works_of[param]
+        )
+
+    def _launch(self, work: _Work) -> None:
+        """Reduce what arrived in this bucket, bring it to the host and keep it there."""
+        work.life.on(BucketEvent.REDUCE)  # one rank: its own gradients are the sum
+        work.life.on(BucketEvent.COPY)
+        arrived = [(i, piece) for i, piece in enumerate(work.pieces) if piece.param in work.waiting]
+        if self.device.addressable:
+            tensors = {param: self.device.host_array(tensor) for param, tensor in work.waiting.items()}
+            self._keep(work, [(i, tensors[piece.param].run(piece.start, piece.numel)) for i, piece in arrived])
+        else:
+            direct = [(i, piece) for i, piece in arrived if self._arrives_at_home(work, i, piece)]
+            staged = [(i, piece) for i, piece in arrived if (i, piece) not in direct]
+            assert work.home is not None
+            copies = [(i, piece, work.home[piece.offset : piece.offset + piece.numel]) for i, piece in direct]
+            self.device.to_host([Copy(work.waiting[p.param], p.start, host) for _, p, host in copies]).wait()
+            for i, _, host in copies:
+                work.gradients[i] = HostArray.of(host)
+            if staged:
+                self._keep_through_staging(work, staged)
+        work.waiting.clear()
+        work.life.on(BucketEvent.ARRIVED)
+
+    def _arrives_at_home(self, work: _Work, i: int, piece: Piece) -> bool:
+        assert work.home is not None
+        return work.gradients[i] is None and work.home.dtype == self.device.dtype(work.waiting[piece.param]).numpy
+
+    def _keep_through_staging(self, work: _Work, staged: Sequence[tuple[int, Piece]]) -> None:
+        assert self._ring is not None
+        for i, piece in staged:
+            dtype = self.device.dtype(work.waiting[piece.param])
+            with self._ring.slot(piece.numel, dtype.numpy) as host:
+                self.device.to_host([Copy(work.waiting[piece.param], piece.start, host)]).wait()
+                self._keep(work, [(i, HostArray.of(host))])
+
+    def _keep(self, work: _Work, arrived: Sequence[tuple[int, HostArray]]) -> None:
+        """Hold first gradients where they are, unless gradients accumulate; sum further ones in fp32."""
+        copies: dict[ElementType, list[tuple[int, int, int]]] = {}
+        sums: dict[ElementType, list[tuple[int, int, int]]] = {}
+        for i, gradient in arrived:
+            held, piece = work.gradients[i], work.pieces[i]
+            if held is None and self.device.addressable and not work.accumulates:
+                work.gradients[i] = gradient
+                continue
+            if not work.accumulates:  # a second gradient, though gradient_accumulation_steps is 1
+                if work.home is None or work.home.dtype != FLOAT32.numpy:
+                    work.home = self._allocate_home(work.bucket, FLOAT32)
+                work.accumulates = True
+            assert work.home is not None
+            target = HostArray.of(work.home[piece.offset : piece.offset + piece.numel])
+            if held is None:
+                copies.setdefault(gradient.dtype, []).append((gradient.address, target.address, piece.numel))
+            else:
+                if held.address != target.address:
+                    copies.setdefault(held.dtype, []).append((held.address, target.address, piece.numel))
+                sums.setdefault(gradient.dtype, []).append((gradient.address, target.address, piece.numel))
+            work.gradients[i] = target
+        for dtype, rows in copies.items():
+            _kernels.cast(_kernels.spans_of(rows), dtype, FLOAT32, threads=self._threads)
+        for dtype, rows in sums.items():
+            _kernels.accumulate(_kernels.spans_of(rows), dtype, threads=self._threads)
+
+    # --- update ------------------------------------------------------------------------------------
+
+    def step(self, hypers: Sequence[AdamHyper], tensors: Sequence[Any], *, divisor: float = 1.0) -> StepReport:
+        """Update every parameter that has a gradient, or none.
+
+        Args:
+            hypers: one for each parameter group.
+            tensors: the device parameters to write, one for each parameter.
+            divisor: what the summed gradients are divided by, on top of the loss scale.
+        """
+        for work in self._works:
+            if work.life.state is BucketState.FILLING:
+                self._launch(work)
+        works = [work for work in self._works if any(work.gradients)]
+        loss_scale = self.scaler.scale if self.scaler else 1.0
+        if not works:
+            return StepReport(updated=False, skipped="no gradients", loss_scale=loss_scale)
+        norm, coefficient = None, 1.0
+        if self._examines:
+            squares = SumOfSquares()
+            for work in works:
+                for dtype, held in work.held().items():
+                    squares.add(
+                        _kernels.spans_of([(g.address, 0, g.numel) for _, g in held]), dtype, threads=self._threads
+                    )
+            self.collectives.sum_integers(squares.bins)
+            if self.scaler:
+                self.scaler.update(overflow=not squares.finite)
+            if not squares.finite:
+                self.drop_gradients()
+                return StepReport(updated=False, skipped="overflow", grad_norm=squares.norm(), loss_scale=loss_scale)
+            norm = squares.norm() / (loss_scale * divisor)
+            if self.config.gradient_clipping is not None:
+                coefficient = clip_coefficient(norm, self.config.gradient_clipping)
+        scalars = _Scalars(self, hypers, coefficient / (loss_scale * divisor))
+        for work in works:
+            self._update(work, scalars, tensors)
+        for param in scalars.updated:
+            self.steps[param] += 1
+        return StepReport(True, None, norm, coefficient, loss_scale)
+
+    @property
+    def _examines(self) -> bool:
+        """Whether every update looks at all gradients first."""
+        skip = self.config.skip_nonfinite
+        return bool(skip) or self.config.gradient_clipping is not None or self.scaler is not None
+
+    def _update(self, work: _Work, scalars: "_Scalars", tensors: Sequence[Any]) -> None:
+        """One C pass over a shard, and its parameters back to the device."""
+        work.life.on(BucketEvent.UPDATE)
+        if self.device.addressable:
+            arrays = {param: self.device.host_array(tensors[param]) for param in work.params}
+            self._run_adam(work, scalars, lambda piece: arrays[piece.param].run(piece.start, piece.numel).address)
+            work.life.on(BucketEvent.PUBLISH)
+        else:
+            assert self._ring is not None
+            with self._ring.slot(work.bucket.shard_numel, work.bucket.dtype.numpy) as out:
+                base, itemsize = _kernels.address(out), out.itemsize
+                self._run_adam(work, scalars, lambda piece: base + piece.offset * itemsize)
+                work.life.on(BucketEvent.PUBLISH)
+                pieces = [p for p, g in zip(work.pieces, work.gradients, strict=True) if g is not None]
+                copies = [Copy(tensors[p.param], p.start, out[p.offset : p.offset + p.numel]) for p in pieces]
+                self.device.to_device(copies).wait()
+        work.clear()
+        work.life.on(BucketEvent.PUBLISHED)
+
+    def _run_adam(self, work: _Work, scalars: "_Scalars", output: Callable[[Piece], int]) -> None:
+        """Run the kernel on the pieces that have a gradient; ``output`` gives the address a piece is written to."""
+        in_place = self._without_master(work.bucket)
+        for dtype, held in work.held().items():
+            indices = [i for i, _ in held]
+            pieces = [work.pieces[i] for i in indices]
+            segments = work.segments[indices]
+            segments["grad"] = [gradient.address for _, gradient in held]
+            segments["master" if in_place else "param"] = [output(piece) for piece in pieces]
+            segments["scalars"] = [scalars.index(piece.param) for piece in pieces]
+            _kernels.adam(
+                segments,
+                scalars.table(),
+                grad_dtype=dtype,
+                param_dtype=None if in_place else work.bucket.dtype,
+                op_order=self.op_order,
+                adam_mode=self.config.adam_mode,
+                threads=self._threads,
+            )
+
+    # --- small decisions, each made here only --------------------------------------------------------
+
+    @property
+    def _pinned(self) -> bool:
+        return self.config.pin_memory and self.device.wants_pinned
+
+    def _build(self, specs: Sequence[ParamSpec]) -> list[Bucket]:
+        return build_buckets(
+            specs,
+            world_size=self.collectives.world_size,
+            bucket_numel=self.config.reduce_bucket_size,
+            first_param=len(self.params),
+            first_bucket=len(self._works),
+        )
+
+    def _without_master(self, bucket: Bucket) -> bool:
+        """Whether the bucket's parameters are their own master weights."""
+        return self.device.updates_in_place and bucket.dtype is FLOAT32
+
+    def _needs_home(self) -> bool:
+        return self._accumulates or not self.device.addressable
+
+    def _home_dtype(self, bucket_dtype: ElementType) -> ElementType:
+        return FLOAT32 if self._accumulates else bucket_dtype
+
+    def _allocate_home(self, bucket: Bucket, dtype: ElementType) -> np.ndarray:
+        pinned = self._pinned and dtype is bucket.dtype  # copies arrive here only in the bucket's own type
+        return self.memory.allocate("gradients on the host", bucket.shard_numel, dtype.numpy, pinned=pinned)
+
+    def _slot_bytes(self, buckets: Sequence[Bucket]) -> int:
+        return max((bucket.padded_numel * bucket.dtype.itemsize for bucket in buckets), default=0)
+
+    def _pieces_of(self, param: int) -> list[tuple[_Work, Piece]]:
+        found = [(work, piece) for work in self._works_of[param] for piece in work.pieces if piece.param == param]
+        return sorted(found, key=lambda pair: pair[1].start)
+
+    def _master(self, work: _Work, piece: Piece) -> np.ndarray | None:
+        arena, at = self._states.locate(work.bucket.index, piece.offset)
+        return arena["master"][at : at + piece.numel] if "master" in arena else None
+
+    def _segments(self, bucket: Bucket, pieces: Sequence[Piece]) -> np.ndarray:
+        segments = np.zeros(len(pieces), _kernels.SEGMENT)
+        for i, piece in enumerate(pieces):
+            arena, at = self._states.locate(bucket.index, piece.offset)
+            for name, array in arena.items():
+                segments[name][i] = _kernels.address(array) + at * array.itemsize
+        segments["numel"] = [piece.numel for piece in pieces]
+        return segments
+
+    def _load_master(self, work: _Work, piece: Piece, tensor: Any) -> None:
+        master = self._master(work, piece)
+        assert master is not None
+        dtype = self.device.dtype(tensor)
+        if self.device.addressable:
+            source = self.device.host_array(tensor).run(piece.start, piece.numel)
+        else:
+            host = np.empty(piece.numel, dtype.numpy)
+            self.device.to_host([Copy(tensor, piece.start, host)]).wait()
+            source = HostArray.of(host)
+        rows = _kernels.spans_of([(source.address, _kernels.address(master), piece.numel)])
+        _kernels.cast(rows, dtype, FLOAT32, threads=self._threads)
+
+
+class _Scalars:
+    """The kernel scalars of one step: a row for each distinct (group, update number)."""
+
+    def __init__(self, pipeline: Pipeline, hypers: Sequence[AdamHyper], grad_scale: float) -> None:
+        self._pipeline = pipeline
+        self._hypers = hypers
+        self._grad_scale = grad_scale
+        self._rows: dict[tuple[int, int], int] = {}
+        self._values: list[tuple[float, ...]] = []
+        self.updated: set[int] = set()
+
+    def index(self, param: int) -> int:
+        """The row of this parameter, which is noted as updated."""
+        self.updated.add(param)
+        key = (self._pipeline.params[param].group, self._pipeline.steps[param] + 1)
+        if key not in self._rows:
+            self._rows[key] = len(self._values)
+            hyper = self._hypers[key[0]]
+            self._values.append(hyper.scalars(key[1], op_order=self._pipeline.op_order, grad_scale=self._grad_scale))
+        return self._rows[key]
+
+    def table(self) -> np.ndarray:
+        return np.array(self._values, dtype=_kernels.SCALARS)

@@ -1,0 +1,86 @@
+"""A bucket's life in one step.
+
+Rules:
+
+- A bucket fills with gradients, is reduced over the ranks, copied to the host and waits there. More
+  micro-steps may follow, each the same way. At the boundary it is updated and its parameters are published.
+- Dropping is allowed whenever no update has begun: the gradients go, nothing else changes.
+- Between ``update`` and ``published`` master weights and device parameters may differ: only ``published``
+  ends it.
+
+=============  =========================================================================
+state          what is alive
+=============  =========================================================================
+EMPTY          no gradient
+FILLING        device gradients of some parameters; host gradients of earlier micro-steps
+REDUCING       the bucket on its way to its owners
+COPYING        the shard on its way to the host
+ON_HOST        host gradients only
+UPDATING       host gradients; states are being written
+PUBLISHING     updated parameters on their way to the device
+=============  =========================================================================
+"""
+
+from enum import Enum
+
+from .errors import StateError
+
+
+class BucketState(Enum):
+    EMPTY = "empty"
+    FILLING = "filling"
+    REDUCING = "reducing"
+    COPYING = "copying"
+    ON_HOST = "on host"
+    UPDATING = "updating"
+    PUBLISHING = "publishing"
+
+
+class BucketEvent(Enum):
+    GRADIENT = "gradient"
+    REDUCE = "reduce"
+    COPY = "copy"
+    ARRIVED = "arrived"
+    UPDATE = "update"
+    PUBLISH = "publish"
+    PUBLISHED = "published"
+    DROP = "drop"
+
+
+S, E = BucketState, BucketEvent
+
+TRANSITIONS: dict[tuple[BucketState, BucketEvent], BucketState] = {
+    (S.EMPTY, E.GRADIENT): S.FILLING,
+    (S.FILLING, E.GRADIENT): S.FILLING,
+    (S.FILLING, E.REDUCE): S.REDUCING,
+    (S.REDUCING, E.COPY): S.COPYING,
+    (S.COPYING, E.ARRIVED): S.ON_HOST,
+    (S.ON_HOST, E.GRADIENT): S.FILLING,
+    (S.ON_HOST, E.UPDATE): S.UPDATING,
+    (S.UPDATING, E.PUBLISH): S.PUBLISHING,
+    (S.PUBLISHING, E.PUBLISHED): S.EMPTY,
+    (S.EMPTY, E.DROP): S.EMPTY,
+    (S.FILLING, E.DROP): S.EMPTY,
+    (S.REDUCING, E.DROP): S.EMPTY,
+    (S.COPYING, E.DROP): S.EMPTY,
+    (S.ON_HOST, E.DROP): S.EMPTY,
+}
+
+
+class BucketLife:
+    """The state of one bucket; :meth:`on` moves it along the table."""
+
+    def __init__(self, bucket: int) -> None:
+        self.bucket = bucket
+        self.state = S.EMPTY
+
+    def on(self, event: BucketEvent) -> None:
+        """Take ``event``, or raise :class:`StateError` and stay as it was."""
+        following = TRANSITIONS.get((self.state, event))
+        if following is None:
+            allowed = ", ".join(repr(e.value) for (s, e) in TRANSITIONS if s is self.state)
+            raise StateError(
+                f"bucket {self.bucket}: {event.value!r} is not allowed while it is {self.state.value!r}; "
+                f"expected one of {allowed}"
+            )
+        self.state = following
