@@ -65,7 +65,13 @@ static inline vint w_bits_add(vint sum, v64 a) { return _mm512_add_epi64(sum, _m
 static inline vint w_bits_differ(vint any, v64 a, v64 b) {
     return _mm512_or_si512(any, _mm512_castpd_si512(_mm512_xor_pd(a, b)));
 }
-static inline uint64_t w_int_sum(vint a) { return (uint64_t)_mm512_reduce_add_epi64(a); }
+static inline uint64_t w_int_sum(vint a) { /* GCC's _mm512_reduce_add_epi64 adds signed numbers: overflow is undefined */
+    uint64_t each[8], sum = 0;
+    _mm512_storeu_si512(each, a);
+    for (int i = 0; i < 8; i++)
+        sum += each[i];
+    return sum;
+}
 static inline int w_int_any(vint a) { return _mm512_test_epi64_mask(a, a) != 0; }
 
 #include "kernels_simd.h"

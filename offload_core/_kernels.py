@@ -5,7 +5,9 @@ for one parameter and for a thousand.
 """
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -86,7 +88,7 @@ def _check(function: str, code: int) -> None:
         raise KernelError(f"{function} failed: {_REASONS.get(code, f'code {code}')}")
 
 
-def _pointer(ctype: str, array: np.ndarray):
+def _pointer(ctype: str, array: np.ndarray) -> Any:
     return ffi.cast(ctype, array.ctypes.data)
 
 
@@ -162,7 +164,7 @@ def first_touch(array: np.ndarray, *, threads: int) -> None:
     _check("oc_first_touch", lib.oc_first_touch(_pointer("void *", array), array.nbytes, threads))
 
 
-def spans_of(rows) -> np.ndarray:
+def spans_of(rows: Sequence[tuple[int, int, int]]) -> np.ndarray:
     """An array of ``SPAN`` from ``(src, dst, numel)`` rows."""
     return np.array(rows, dtype=SPAN)
 

@@ -131,7 +131,7 @@ class OffloadConfig:
             raise ConfigError(
                 f"config: got {type(config).__name__}, expected an OffloadConfig, a dict of its fields or None"
             )
-        given = {} if isinstance(config, cls) else dict(config)
+        given: dict[str, Any] = {} if isinstance(config, OffloadConfig) else dict(config)
         known = [f.name for f in fields(cls)]
         for name in [*given, *overrides]:
             if name not in known:
@@ -178,7 +178,9 @@ def check_hyperparameters(where: str, lr: float, betas: object, eps: float, weig
         raise ConfigError(f"{where}: {error}") from None
 
 
-def _number(name: str, value: object, *, least: float = -math.inf, above: float = -math.inf, below: float = math.inf):
+def _number(
+    name: str, value: object, *, least: float = -math.inf, above: float = -math.inf, below: float = math.inf
+) -> None:
     try:
         number = float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):

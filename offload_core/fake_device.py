@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
-from .device import Copy, Event
+from .device import Copy, Event, HostArray
 from .dtypes import BY_NUMPY, ElementType
 
 
@@ -65,7 +65,7 @@ class FakeDevice:
     def numel(self, tensor: FakeTensor) -> int:
         return tensor.memory.size
 
-    def host_array(self, tensor: FakeTensor):
+    def host_array(self, tensor: FakeTensor) -> HostArray:
         raise TypeError("a FakeTensor is not in host memory")
 
     def to_host(self, copies: Sequence[Copy]) -> Event:

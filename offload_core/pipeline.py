@@ -25,7 +25,7 @@ from .errors import GradientError
 from .grad_norm import SumOfSquares, clip_coefficient
 from .host_memory import HostMemory, StagingRing
 from .loss_scale import LossScaler
-from .memory_plan import MemoryPlan, PlanRow
+from .memory_plan import MemoryPlan, MemoryReport, PlanRow
 from .partition import Bucket, ParamSpec, Piece, build_buckets
 from .step_state import BucketEvent, BucketLife, BucketState
 
@@ -64,9 +64,10 @@ class _Work:
     gradients: list[HostArray | None] = field(default_factory=list)
     """The host gradient of each piece."""
 
-    @property
-    def params(self) -> set[int]:
-        return {piece.param for piece in self.pieces}
+    def __post_init__(self) -> None:
+        self.position = {piece.param: i for i, piece in enumerate(self.pieces)}
+        """The index of a parameter's piece: it has one in a bucket."""
+        self.clear()
 
     def held(self) -> dict[ElementType, list[tuple[int, HostArray]]]:
         """The host gradients, with the index of their piece, by element type."""
@@ -97,14 +98,15 @@ class Pipeline:
         self.scaler = scaler
         self.op_order = config.op_order or "torch"
         self.params: list[ParamSpec] = []
-        self.steps: list[int] = []
-        """Updates that each parameter has had."""
+        self.steps: list[np.ndarray] = []
+        """Updates that each parameter has had: zero-dimensional float32 arrays, so that a front end can share them."""
         self.memory = HostMemory(config.threads)
         self._states = AdamStates(self.memory)
         self._works: list[_Work] = []
         self._works_of: list[list[_Work]] = []
         self._ring: StagingRing | None = None
         self._ring_bytes = 0
+        self._planned_host_bytes = 0
         self._threads = config.threads
         self._accumulates = config.gradient_accumulation_steps > 1
 
@@ -136,6 +138,7 @@ class Pipeline:
 
         The tensors may be of another element type than the specs (the model's own, before it is cast).
         """
+        planned = self.plan(specs).host_bytes
         buckets = self._build(specs)
         self._states.add(buckets, without_master=self._without_master)
         slot_bytes = self._slot_bytes(buckets)
@@ -145,7 +148,8 @@ class Pipeline:
             self._ring_bytes = slot_bytes
         first = len(self.params)
         self.params += specs
-        self.steps += [0] * len(specs)
+        self._planned_host_bytes += planned
+        self.steps += [np.zeros((), np.float32) for _ in specs]
         self._works_of += [[] for _ in specs]
         for bucket in buckets:
             home = None
@@ -155,9 +159,8 @@ class Pipeline:
             work = _Work(
                 bucket, pieces, self._segments(bucket, pieces), BucketLife(bucket.index), home, self._accumulates
             )
-            work.clear()
             self._works.append(work)
-            for param in work.params:
+            for param in work.position:
                 self._works_of[param].append(work)
             if not self._without_master(bucket):
                 for piece in pieces:
@@ -212,34 +215,28 @@ class Pipeline:
                 self._launch(work)
             work.life.on(BucketEvent.GRADIENT)
             work.waiting[param] = gradient
-            if len(work.waiting) == len(work.params):
+            if len(work.waiting) == len(work.position):
                 self._launch(work)
 
     def drop_gradients(self, params: Sequence[int] | None = None) -> None:
         """Forget the gradients of these parameters, or of all."""
-        for param in range(len(self.params)) if params is None else params:
+        touched = self._works if params is None else [work for param in params for work in self._works_of[param]]
+        if params is None:
+            for work in touched:
+                work.clear()
+        for param in params or ():
             for work in self._works_of[param]:
                 work.waiting.pop(param, None)
-                work.gradients = [
-                    None if piece.param == param else g for piece, g in zip(work.pieces, work.gradients, strict=True)
-                ]
-        for work in self._works:
+                work.gradients[work.position[param]] = None
+        for work in touched:
             if not work.waiting and not any(work.gradients):
                 work.life.on(BucketEvent.DROP)
-
-    def has_gradient(self, param: int) -> bool:
-        """Whether a gradient of this parameter awaits the next update."""
-        return any(
-            param in work.waiting
-            or any(g is not None and p.param == param for p, g in zip(work.pieces, work.gradients, strict=True))
-            for work in self._works_of[param]
-        )
 
     def _launch(self, work: _Work) -> None:
         """Reduce what arrived in this bucket, bring it to the host and keep it there."""
         work.life.on(BucketEvent.REDUCE)  # one rank: its own gradients are the sum
         work.life.on(BucketEvent.COPY)
-        arrived = [(i, piece) for i, piece in enumerate(work.pieces) if piece.param in work.waiting]
+        arrived = [(work.position[param], work.pieces[work.position[param]]) for param in work.waiting]
         if self.device.addressable:
             tensors = {param: self.device.host_array(tensor) for param, tensor in work.waiting.items()}
             self._keep(work, [(i, tensors[piece.param].run(piece.start, piece.numel)) for i, piece in arrived])
@@ -309,7 +306,7 @@ class Pipeline:
             if work.life.state is BucketState.FILLING:
                 self._launch(work)
         works = [work for work in self._works if any(work.gradients)]
-        loss_scale = self.scaler.scale if self.scaler else 1.0
+        loss_scale = self.loss_scale
         if not works:
             return StepReport(updated=False, skipped="no gradients", loss_scale=loss_scale)
         norm, coefficient = None, 1.0
@@ -337,6 +334,16 @@ class Pipeline:
         return StepReport(True, None, norm, coefficient, loss_scale)
 
     @property
+    def loss_scale(self) -> float:
+        """What the loss is multiplied by before the next backward."""
+        return self.scaler.scale if self.scaler else 1.0
+
+    def memory_report(self, device_bytes: int) -> MemoryReport:
+        """Host memory planned and held now; ``device_bytes`` is what the front end's parameters take."""
+        numel = sum(spec.numel for spec in self.params)
+        return MemoryReport(numel, device_bytes, self._planned_host_bytes, self.memory.report())
+
+    @property
     def _examines(self) -> bool:
         """Whether every update looks at all gradients first."""
         skip = self.config.skip_nonfinite
@@ -346,7 +353,7 @@ class Pipeline:
         """One C pass over a shard, and its parameters back to the device."""
         work.life.on(BucketEvent.UPDATE)
         if self.device.addressable:
-            arrays = {param: self.device.host_array(tensors[param]) for param in work.params}
+            arrays = {param: self.device.host_array(tensors[param]) for param in work.position}
             self._run_adam(work, scalars, lambda piece: arrays[piece.param].run(piece.start, piece.numel).address)
             work.life.on(BucketEvent.PUBLISH)
         else:
@@ -414,7 +421,7 @@ class Pipeline:
         return max((bucket.padded_numel * bucket.dtype.itemsize for bucket in buckets), default=0)
 
     def _pieces_of(self, param: int) -> list[tuple[_Work, Piece]]:
-        found = [(work, piece) for work in self._works_of[param] for piece in work.pieces if piece.param == param]
+        found = [(work, work.pieces[work.position[param]]) for work in self._works_of[param]]
         return sorted(found, key=lambda pair: pair[1].start)
 
     def _master(self, work: _Work, piece: Piece) -> np.ndarray | None:
@@ -458,7 +465,7 @@ class _Scalars:
     def index(self, param: int) -> int:
         """The row of this parameter, which is noted as updated."""
         self.updated.add(param)
-        key = (self._pipeline.params[param].group, self._pipeline.steps[param] + 1)
+        key = (self._pipeline.params[param].group, int(self._pipeline.steps[param]) + 1)
         if key not in self._rows:
             self._rows[key] = len(self._values)
             hyper = self._hypers[key[0]]

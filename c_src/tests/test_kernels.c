@@ -1,0 +1,880 @@
+/* Checks every instruction set's kernels against the scalar oracle, bit for bit, and the thread pool.
+ *
+ *     test_kernels [--bench] [adam] [cast] [accumulate] [norm] [entry] [stream] [pool] [fork]
+ *
+ * Without names, every section runs. One randomised body for each kernel is its check and, with --bench, its
+ * benchmark (the habit of dav1d's checkasm), so what is timed is what was found to be right. Stops at the first
+ * failing case and prints all of it. A NaN equals any NaN; all else is compared by bits.
+ */
+#define _GNU_SOURCE
+#include <math.h>
+#include <pthread.h>
+#include <stdarg.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "../offload_core.h"
+#include "../sum_squares.h"
+
+#define COUNT(array) ((int64_t)(sizeof(array) / sizeof *(array)))
+
+static const char *const isa_names[] = {"scalar", "avx2", "avx512", "neon"};
+static const char *const dtype_names[] = {"float32", "bfloat16", "float16", "none"};
+static const char *const order_names[] = {"torch", "optax"};
+static const char *const mode_names[] = {"adamw", "adam"};
+
+/* --- the case in hand, and its failure ----------------------------------------------------------- */
+
+enum { GRAD, MASTER, EXP_AVG, EXP_AVG_SQ, PARAM, ARRAYS };
+
+typedef struct {
+    const char *kernel;
+    int isa, src_dtype, dst_dtype; /* of Adam: the gradient's and the device parameter's */
+    int64_t begin, n;
+    int offset[ARRAYS]; /* elements past a 64-byte boundary; spans use the first two */
+    oc_adam_kind kind;
+    int stream, threads;
+    oc_adam_scalars scalars;
+} test_case;
+
+static test_case now;
+static int64_t n_checks;
+static int benchmark;
+
+static _Noreturn __attribute__((format(printf, 1, 2))) void fail(const char *format, ...) {
+    const oc_adam_scalars *s = &now.scalars;
+    va_list arguments;
+    printf("FAILED %s %s: ", isa_names[now.isa], now.kernel);
+    va_start(arguments, format);
+    vprintf(format, arguments);
+    va_end(arguments);
+    printf("\n  src %s, dst %s, begin %lld, n %lld, offsets %d %d %d %d %d, stream %d, threads %d, %s, %s\n",
+           dtype_names[now.src_dtype], dtype_names[now.dst_dtype], (long long)now.begin, (long long)now.n,
+           now.offset[0], now.offset[1], now.offset[2], now.offset[3], now.offset[4], now.stream, now.threads,
+           order_names[now.kind.op_order], mode_names[now.kind.adam_mode]);
+    printf("  grad_scale %a, weight_decay %a, decay %a, beta1 %a, beta2 %a, w1 %a, w2 %a, correction1 %a, "
+           "correction2 %a, eps %a, eps_root %a, step_size %a\n",
+           s->grad_scale, s->weight_decay, s->decay, s->beta1, s->beta2, s->one_minus_beta1, s->one_minus_beta2,
+           s->correction1, s->correction2, s->eps, s->eps_root, s->step_size);
+    exit(1);
+}
+
+static void check(int holds, const char *law) {
+    if (!holds)
+        fail("%s", law);
+    n_checks++;
+}
+
+/* --- random values ------------------------------------------------------------------------------- */
+
+static uint64_t random_state = 1;
+
+static uint64_t random_bits(void) { /* splitmix64 */
+    uint64_t z = random_state += 0x9e3779b97f4a7c15;
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111eb;
+    return z ^ (z >> 31);
+}
+
+static int64_t random_below(int64_t n) { return (int64_t)(random_bits() % (uint64_t)n); }
+
+static float bits_float(uint32_t bits) {
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+static uint32_t float_bits(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
+/* Magnitudes at which formats change: zero, subnormals, limits and rounding ties of fp32, bf16 and fp16. */
+static const uint32_t special_magnitudes[] = {
+    0x00000000, 0x00000001, 0x00000002, 0x00007fff, 0x00008000, 0x00008001, 0x00010000, 0x007fffff, 0x00800000,
+    0x00800001, 0x1a000000, 0x1f800000, 0x20000000, 0x33000000, 0x33000001, 0x33800000, 0x33c00000, 0x387fc000,
+    0x387fe000, 0x387fffff, 0x38800000, 0x3effffff, 0x3f000000, 0x3f800000, 0x3f801000, 0x3f803000, 0x3f808000,
+    0x3f818000, 0x477fe000, 0x477fefff, 0x477ff000, 0x47800000, 0x5f000000, 0x5f800000, 0x7f7f0000, 0x7f7f7fff,
+    0x7f7f8000, 0x7f7fffff, 0x7f800000, 0x7f800001, 0x7fbfffff, 0x7fc00000, 0x7fffffff};
+
+static float ordinary_value(void) { /* +-[2^-15, 2) */
+    uint64_t r = random_bits();
+    return bits_float((uint32_t)(r & 0x807fffff) | (uint32_t)(112 + (r >> 40) % 16) << 23);
+}
+
+static float any_value(void) {
+    uint64_t r = random_bits();
+    uint32_t sign = (uint32_t)r & 0x80000000;
+    switch ((r >> 32) % 8) {
+    case 0: return bits_float(sign | special_magnitudes[(r >> 40) % COUNT(special_magnitudes)]);
+    case 1:
+    case 2: return bits_float((uint32_t)r);
+    default: return ordinary_value();
+    }
+}
+
+static void fill(void *array, int dtype, int64_t n, float value(void)) {
+    for (int64_t i = 0; i < n; i++) {
+        float x = value();
+        oc_scalar_kernels.cast(&x, OC_FLOAT32, (char *)array + i * oc_itemsize(dtype), dtype, 1);
+    }
+}
+
+/* --- guarded memory, and comparison -------------------------------------------------------------- */
+
+/* Arrays stand between guard bytes, so that a write outside is seen. AddressSanitizer's red zones also see
+ * reads: there, no guard follows the last element. */
+#if defined(__SANITIZE_ADDRESS__)
+enum { BOUNDARY = 64, GUARD = 0xa5, AFTER = 0 };
+#else
+enum { BOUNDARY = 64, GUARD = 0xa5, AFTER = 64 };
+#endif
+
+typedef struct {
+    unsigned char *block;
+    void *data;
+    size_t before, bytes;
+} buffer;
+
+static buffer new_buffer(int dtype, int64_t n, int offset) {
+    int64_t size = oc_itemsize(dtype);
+    buffer b = {.before = BOUNDARY + (size_t)(offset * size), .bytes = (size_t)(n * size)};
+    void *block;
+    if (posix_memalign(&block, BOUNDARY, b.before + b.bytes + AFTER))
+        fail("no memory for %lld elements", (long long)n);
+    b.block = memset(block, GUARD, b.before + b.bytes + AFTER);
+    b.data = b.block + b.before;
+    return b;
+}
+
+static buffer copy_of(const void *values, int dtype, int64_t n, int offset) {
+    buffer b = new_buffer(dtype, n, offset);
+    memcpy(b.data, values, b.bytes);
+    return b;
+}
+
+static void release(buffer *b, const char *name) {
+    for (size_t i = 0; i < b->before + b->bytes + AFTER; i++) {
+        int inside = i >= b->before && i < b->before + b->bytes;
+        if (!inside && b->block[i] != GUARD)
+            fail("wrote %lld bytes from the start of %s, which has %zu", (long long)i - (long long)b->before, name,
+                 b->bytes);
+    }
+    free(b->block);
+}
+
+static uint32_t bits_at(const void *array, int dtype, int64_t i) {
+    return dtype == OC_FLOAT32 ? ((const uint32_t *)array)[i] : ((const uint16_t *)array)[i];
+}
+
+static int is_nan(uint32_t bits, int dtype) {
+    switch (dtype) {
+    case OC_BFLOAT16: return (bits & 0x7fff) > 0x7f80;
+    case OC_FLOAT16: return (bits & 0x7fff) > 0x7c00;
+    default: return (bits & 0x7fffffff) > 0x7f800000;
+    }
+}
+
+static void check_same(const char *name, const void *got, const void *expected, int dtype, int64_t n) {
+    if (memcmp(got, expected, (size_t)(n * oc_itemsize(dtype))))
+        for (int64_t i = 0; i < n; i++) {
+            uint32_t a = bits_at(got, dtype, i), b = bits_at(expected, dtype, i);
+            if (a != b && !(is_nan(a, dtype) && is_nan(b, dtype)))
+                fail("%s[%lld] is 0x%x, the oracle says 0x%x", name, (long long)i, a, b);
+        }
+    n_checks++;
+}
+
+static double seconds(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+/* Repeats `call` for a tenth of a second and prints the best of its times; bytes are those moved an element. */
+#define BENCH(bytes, call)                                                                                    \
+    do {                                                                                                      \
+        double best = 1e9, start = seconds(), before = start, after;                                          \
+        if (!benchmark)                                                                                       \
+            break;                                                                                            \
+        for (; before < start + 0.1; before = after) {                                                        \
+            call;                                                                                             \
+            after = seconds();                                                                                \
+            best = after - before < best ? after - before : best;                                             \
+        }                                                                                                     \
+        printf("%-7s %-12s %-8s -> %-8s %8.3f ns/element %7.2f GB/s\n", isa_names[now.isa], now.kernel,       \
+               dtype_names[now.src_dtype], dtype_names[now.dst_dtype], best / (double)now.n * 1e9,            \
+               (double)now.n * (double)(bytes) / best * 1e-9);                                                \
+    } while (0)
+
+static const oc_kernels *kernels_of(int isa) {
+    check(oc_set_isa(isa) == 0, "an instruction set that is supported can be set");
+    return oc_current_kernels();
+}
+
+/* Calls body with `now.isa` at each supported instruction set; the oracle itself only where it is timed. */
+static void for_each_isa(void body(void)) {
+    for (now.isa = 0; now.isa < OC_ISA_COUNT; now.isa++)
+        if (oc_isa_supported(now.isa) && (now.isa != OC_SCALAR || benchmark))
+            body();
+}
+
+/* Both sides of each boundary of a vector, a block of the norm and a chunk of the dispatch. */
+static const int64_t lengths[] = {0,  1,  2,  3,  4,  5,    7,    8,    9,    15,    16,   17,
+                                  31, 32, 33, 63, 64, 65,   2047, 2048, 2049, 32767, 32768, 32769};
+enum { SMALL_LENGTHS = 18 };
+
+static void random_offsets(void) {
+    int aligned = random_below(2) == 0;
+    for (int i = 0; i < ARRAYS; i++)
+        now.offset[i] = aligned ? 0 : (int)random_below(17);
+}
+
+/* --- Adam ---------------------------------------------------------------------------------------- */
+
+static oc_adam_scalars adam_scalars(double beta1, double weight_decay, double grad_scale, int op_order) {
+    double lr = 1e-3, beta2 = 0.999, t = 1.0 + (double)random_below(1000);
+    double unbias1 = 1 - pow(beta1, t), unbias2 = 1 - pow(beta2, t);
+    int torch = op_order == OC_ORDER_TORCH;
+    return (oc_adam_scalars){
+        .grad_scale = (float)grad_scale, .weight_decay = (float)weight_decay,
+        .decay = (float)(1 - lr * weight_decay), .beta1 = (float)beta1, .beta2 = (float)beta2,
+        .one_minus_beta1 = (float)(1 - beta1), .one_minus_beta2 = (float)(1 - beta2),
+        .correction1 = (float)(1 / unbias1), .correction2 = (float)(torch ? sqrt(unbias2) : 1 / unbias2),
+        .eps = 1e-8f, .eps_root = random_below(2) ? 1e-12f : 0, .step_size = (float)(torch ? -lr / unbias1 : -lr),
+    };
+}
+
+static const char *const adam_names[] = {"grad", "master", "exp_avg", "exp_avg_sq", "param"};
+
+static void adam_dtypes(int *dtypes) {
+    for (int i = 0; i < ARRAYS; i++)
+        dtypes[i] = OC_FLOAT32;
+    dtypes[GRAD] = now.src_dtype;
+    dtypes[PARAM] = now.dst_dtype;
+}
+
+static oc_segment segment_of(const buffer *b, int64_t numel) {
+    return (oc_segment){.grad = b[GRAD].data, .master = b[MASTER].data, .exp_avg = b[EXP_AVG].data,
+                        .exp_avg_sq = b[EXP_AVG_SQ].data, .param = b[PARAM].data, .numel = numel};
+}
+
+/* Two equal sets of arrays of n elements: one for the oracle, one, misaligned, for the kernel. */
+static void adam_arrays(buffer *expected, buffer *got, int64_t n) {
+    int dtypes[ARRAYS];
+    adam_dtypes(dtypes);
+    for (int i = 0; i < ARRAYS; i++) {
+        expected[i] = new_buffer(dtypes[i], n, 0);
+        if (i != PARAM)
+            fill(expected[i].data, dtypes[i], n, benchmark ? ordinary_value : any_value);
+        if (i == EXP_AVG_SQ) /* a negative one, whose root is NaN, now and then only */
+            for (int64_t j = 0; j < n; j++)
+                if (benchmark || random_below(16))
+                    ((float *)expected[i].data)[j] = fabsf(((float *)expected[i].data)[j]);
+        got[i] = copy_of(expected[i].data, dtypes[i], n, now.offset[i]);
+    }
+}
+
+static void check_adam_arrays(buffer *expected, buffer *got, int64_t n) {
+    int dtypes[ARRAYS];
+    adam_dtypes(dtypes);
+    for (int i = 0; i < ARRAYS; i++) {
+        check_same(adam_names[i], got[i].data, expected[i].data, dtypes[i], n);
+        release(expected + i, adam_names[i]);
+        release(got + i, adam_names[i]);
+    }
+}
+
+static void check_adam(void) {
+    int64_t end = now.begin + now.n;
+    buffer expected[ARRAYS], got[ARRAYS];
+    const oc_kernels *kernels = kernels_of(now.isa);
+    adam_arrays(expected, got, end);
+    oc_segment oracle = segment_of(expected, end), segment = segment_of(got, end);
+    oc_scalar_kernels.adam(&oracle, now.begin, end, &now.scalars, &now.kind, 0);
+    kernels->adam(&segment, now.begin, end, &now.scalars, &now.kind, now.stream);
+    check_adam_arrays(expected, got, end);
+    if (benchmark) {
+        adam_arrays(expected, got, end);
+        segment = segment_of(got, end);
+        BENCH(24 + oc_itemsize(now.src_dtype) + oc_itemsize(now.dst_dtype),
+              kernels->adam(&segment, now.begin, end, &now.scalars, &now.kind, now.stream));
+        for (int i = 0; i < ARRAYS; i++) {
+            release(expected + i, adam_names[i]);
+            release(got + i, adam_names[i]);
+        }
+    }
+}
+
+static void set_adam_case(unsigned options, int grad_dtype, int param_dtype) {
+    double beta1s[] = {0.9, 0.5, 0.0, 0.3}; /* on each side of the branch at 1 - beta1 = 0.5, and on it */
+    now.src_dtype = grad_dtype;
+    now.dst_dtype = param_dtype;
+    now.kind = (oc_adam_kind){.grad_dtype = grad_dtype, .param_dtype = param_dtype,
+                              .op_order = options & 1, .adam_mode = options >> 1 & 1};
+    now.stream = options >> 2 & 1;
+    now.scalars = adam_scalars(beta1s[options >> 3 & 1 ? 1 + random_below(3) : 0], options >> 4 & 1 ? 0.1 : 0,
+                               options >> 5 & 1 ? 0.3 : 1, now.kind.op_order);
+}
+
+static void test_adam(void) {
+    now.kernel = "adam";
+    if (benchmark) {
+        now.n = 1 << 14;
+        for (int dtype = 0; dtype < 3; dtype++) {
+            set_adam_case(0x10, dtype, dtype);
+            for_each_isa(check_adam);
+        }
+        return;
+    }
+    for (unsigned options = 0; options < 64; options++)
+        for (int pair = 0; pair < 12; pair++)
+            for (int i = 0; i < COUNT(lengths); i++) {
+                if (i >= SMALL_LENGTHS && random_below(48))
+                    continue;
+                set_adam_case(options, pair % 3, pair / 3);
+                random_offsets();
+                now.n = lengths[i];
+                now.begin = now.offset[0] ? random_below(20) : 16 * random_below(2);
+                for_each_isa(check_adam);
+            }
+}
+
+/* --- casts and accumulation ---------------------------------------------------------------------- */
+
+static const void *values; /* what the case in hand reads */
+
+static void check_cast(void) {
+    const oc_kernels *kernels = kernels_of(now.isa);
+    buffer src = copy_of(values, now.src_dtype, now.n, now.offset[0]);
+    buffer expected = new_buffer(now.dst_dtype, now.n, 0), got = new_buffer(now.dst_dtype, now.n, now.offset[1]);
+    oc_scalar_kernels.cast(values, now.src_dtype, expected.data, now.dst_dtype, now.n);
+    kernels->cast(src.data, now.src_dtype, got.data, now.dst_dtype, now.n);
+    check_same("dst", got.data, expected.data, now.dst_dtype, now.n);
+    BENCH(oc_itemsize(now.src_dtype) + oc_itemsize(now.dst_dtype),
+          kernels->cast(src.data, now.src_dtype, got.data, now.dst_dtype, now.n));
+    release(&src, "src");
+    release(&expected, "dst of the oracle");
+    release(&got, "dst");
+}
+
+static void check_accumulate(void) {
+    const oc_kernels *kernels = kernels_of(now.isa);
+    buffer src = copy_of(values, now.src_dtype, now.n, now.offset[0]), expected = new_buffer(OC_FLOAT32, now.n, 0);
+    fill(expected.data, OC_FLOAT32, now.n, benchmark ? ordinary_value : any_value);
+    buffer got = copy_of(expected.data, OC_FLOAT32, now.n, now.offset[1]);
+    oc_scalar_kernels.accumulate(values, now.src_dtype, expected.data, now.n);
+    kernels->accumulate(src.data, now.src_dtype, got.data, now.n);
+    check_same("dst", got.data, expected.data, OC_FLOAT32, now.n);
+    BENCH(8 + oc_itemsize(now.src_dtype), kernels->accumulate(src.data, now.src_dtype, got.data, now.n));
+    release(&src, "src");
+    release(&expected, "dst of the oracle");
+    release(&got, "dst");
+}
+
+static float scratch[32769];
+
+static void spans(const char *kernel, void body(void), int n_dst_dtypes) {
+    now.kernel = kernel;
+    for (int pair = 0; pair < 3 * n_dst_dtypes; pair++)
+        for (int i = benchmark ? COUNT(lengths) - 2 : 0; i < (benchmark ? COUNT(lengths) - 1 : COUNT(lengths)); i++)
+            for (int repeat = 0; repeat < (i < SMALL_LENGTHS ? 20 : 2); repeat++) {
+                now.src_dtype = pair % 3;
+                now.dst_dtype = pair / 3;
+                now.n = lengths[i];
+                if (!benchmark)
+                    random_offsets();
+                fill(scratch, now.src_dtype, now.n, benchmark ? ordinary_value : any_value);
+                values = scratch;
+                for_each_isa(body);
+                if (benchmark)
+                    break;
+            }
+}
+
+static void sweep(const uint32_t *patterns, int64_t n) {
+    now.kernel = "cast";
+    now.src_dtype = OC_FLOAT32;
+    now.n = n;
+    values = patterns;
+    for (now.dst_dtype = OC_BFLOAT16; now.dst_dtype <= OC_FLOAT16; now.dst_dtype++)
+        for_each_isa(check_cast);
+}
+
+static void test_cast(void) {
+    static uint16_t halves[65536];
+    static float wide[65536];
+    static uint32_t patterns[8192];
+    int n = 0;
+    spans("cast", check_cast, 3);
+    if (benchmark)
+        return;
+    memset(now.offset, 0, sizeof now.offset);
+    for (int i = 0; i < COUNT(halves); i++)
+        halves[i] = (uint16_t)i;
+    for (int dtype = OC_BFLOAT16; dtype <= OC_FLOAT16; dtype++) {
+        now.kernel = "cast";
+        now.src_dtype = dtype;
+        now.dst_dtype = OC_FLOAT32;
+        now.n = COUNT(halves);
+        values = halves;
+        for_each_isa(check_cast); /* every half */
+        oc_scalar_kernels.cast(halves, dtype, wide, OC_FLOAT32, COUNT(halves));
+        for (int i = 0; i < COUNT(halves); i++) { /* and back to itself, and five floats round each tie above it */
+            uint32_t bits = float_bits(wide[i]);
+            uint16_t back;
+            oc_scalar_kernels.cast(wide + i, OC_FLOAT32, &back, dtype, 1);
+            if (back != i && !(is_nan(back, dtype) && is_nan(bits, OC_FLOAT32)))
+                fail("0x%x -> 0x%x -> 0x%x: a half in fp32 casts back to itself", (unsigned)i, bits, back);
+            float next = i + 1 < COUNT(halves) ? wide[i + 1] : wide[i];
+            uint32_t tie = float_bits((float)(((double)wide[i] + (double)next) / 2));
+            for (uint32_t around = tie - 2; around != tie + 3; around++)
+                patterns[n++] = around;
+            if (n > COUNT(patterns) - 5 || i == COUNT(halves) - 1) {
+                int src_dtype = now.src_dtype, dst_dtype = now.dst_dtype;
+                sweep(patterns, n);
+                now.src_dtype = src_dtype;
+                now.dst_dtype = dst_dtype;
+                n = 0;
+            }
+        }
+    }
+    for (uint64_t bits = 0; bits >> 32 == 0; bits += 997) { /* one in 997 of all floats */
+        patterns[n++] = (uint32_t)bits;
+        if (n == COUNT(patterns) || (bits + 997) >> 32) {
+            sweep(patterns, n);
+            n = 0;
+        }
+    }
+}
+
+/* --- sum of squares ------------------------------------------------------------------------------ */
+
+/* The sum that bins hold in canonical 50-bit digits, the last one taking the carry, and whether it is none. */
+typedef struct {
+    int64_t digits[OC_NORM_WINDOWS + 1];
+    int nonfinite;
+} total;
+
+static total total_of(const int64_t *bins) {
+    total t = {.nonfinite = bins[OC_NORM_NONFINITE] != 0};
+    __int128 carry = 0;
+    for (int k = 0; k < OC_NORM_WINDOWS && !t.nonfinite; k++) {
+        carry += (__int128)bins[2 * k] + (__int128)bins[2 * k + 1] * ((int64_t)1 << 32);
+        t.digits[k] = (int64_t)(carry & (((int64_t)1 << OC_NORM_WINDOW_BITS) - 1));
+        carry >>= OC_NORM_WINDOW_BITS;
+    }
+    t.digits[OC_NORM_WINDOWS] = (int64_t)carry;
+    return t;
+}
+
+static void check_total(const char *what, const int64_t *got_bins, const int64_t *expected_bins) {
+    total got = total_of(got_bins), expected = total_of(expected_bins);
+    if (got.nonfinite != expected.nonfinite)
+        fail("%s: nonfinite is %d, the oracle says %d", what, got.nonfinite, expected.nonfinite);
+    for (int k = OC_NORM_WINDOWS; k >= 0; k--)
+        if (got.digits[k] != expected.digits[k])
+            fail("%s: digit %d of the sum is %lld, the oracle says %lld", what, k, (long long)got.digits[k],
+                 (long long)expected.digits[k]);
+    n_checks++;
+}
+
+static void check_norm(void) {
+    const oc_kernels *kernels = kernels_of(now.isa);
+    int64_t expected[OC_NORM_BINS] = {0}, whole[OC_NORM_BINS] = {0}, parts[OC_NORM_BINS] = {0};
+    int64_t size = oc_itemsize(now.src_dtype), cut = random_below(now.n + 1);
+    buffer src = copy_of(values, now.src_dtype, now.n, now.offset[0]);
+    oc_scalar_kernels.sum_squares(values, now.src_dtype, now.n, expected);
+    kernels->sum_squares(src.data, now.src_dtype, now.n, whole);
+    check_total("whole", whole, expected);
+    kernels->sum_squares((const char *)src.data + cut * size, now.src_dtype, now.n - cut, parts);
+    kernels->sum_squares(src.data, now.src_dtype, cut, parts);
+    check_total("cut, last part first", parts, expected);
+    BENCH(size, kernels->sum_squares(src.data, now.src_dtype, now.n, whole));
+    release(&src, "src");
+}
+
+static float zero_value(void) { return 0; }
+static float largest_value(void) { return bits_float(0x7f7fffff); }
+static float subnormal_value(void) { return bits_float((uint32_t)random_bits() & 0x807fffff); }
+static float finite_value(void) { /* every exponent alike */
+    uint32_t bits = (uint32_t)random_bits();
+    return bits_float((bits & 0x7f800000) == 0x7f800000 ? bits ^ 0x40000000 : bits);
+}
+static int window_shift;
+static float window_value(void) { /* exponents within 20 of one that moves with the case: both paths are mixed */
+    uint32_t exponent = (uint32_t)(window_shift + random_below(20));
+    return bits_float(((uint32_t)random_bits() & 0x807fffff) | exponent << 23);
+}
+static float gaussian_value(void) { /* as gradients are spread; scaled by the case */
+    double sum = 0;
+    for (int i = 0; i < 12; i++)
+        sum += (double)random_bits() * 0x1p-64;
+    return (float)ldexp(sum - 6, window_shift - 127);
+}
+
+static void test_norm(void) {
+    static float (*const spreads[])(void) = {finite_value,    window_value,   window_value, ordinary_value,
+                                             subnormal_value, largest_value, zero_value,   any_value};
+    now.kernel = "sum_squares";
+    now.dst_dtype = OC_NO_PARAM;
+    values = scratch;
+    if (benchmark) {
+        now.n = 32768;
+        for (window_shift = 107; window_shift <= 131; window_shift += 6) { /* the top window's place moves */
+            printf("sigma 2^%d\n", window_shift - 127);
+            for (now.src_dtype = 0; now.src_dtype < 3; now.src_dtype++) {
+                fill(scratch, now.src_dtype, now.n, gaussian_value);
+                for_each_isa(check_norm);
+            }
+        }
+        return;
+    }
+    for (now.src_dtype = 0; now.src_dtype < 3; now.src_dtype++)
+        for (int spread = 0; spread < COUNT(spreads); spread++)
+            for (int i = 0; i < COUNT(lengths); i++)
+                for (int repeat = 0; repeat < (i < SMALL_LENGTHS ? 20 : 2); repeat++) {
+                    now.n = lengths[i];
+                    window_shift = (int)random_below(235);
+                    random_offsets();
+                    fill(scratch, now.src_dtype, now.n, spreads[spread]);
+                    for_each_isa(check_norm);
+                }
+    now.src_dtype = OC_FLOAT32;
+    for (now.n = 1; now.n <= 67; now.n++) /* an inf and a NaN at every place */
+        for (int64_t i = 0; i < now.n; i++) {
+            fill(scratch, OC_FLOAT32, now.n, ordinary_value);
+            scratch[i] = bits_float(i % 2 ? 0x7f800000 : 0xffc00000);
+            for_each_isa(check_norm);
+        }
+}
+
+/* --- control word -------------------------------------------------------------------------------- */
+
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+/* Flush to zero, subnormals are zero, round towards zero, all exceptions masked. */
+static const uint64_t hostile_control = 0xffc0;
+static const uint64_t ieee_control = 0x1f80;
+static uint64_t control(void) { return _mm_getcsr(); }
+static void set_control(uint64_t word) { _mm_setcsr((unsigned)word); }
+#else
+static const uint64_t hostile_control = 1 << 24 | 3 << 22;
+static const uint64_t ieee_control = 0;
+static uint64_t control(void) {
+    uint64_t word;
+    __asm__ volatile("mrs %0, fpcr" : "=r"(word));
+    return word;
+}
+static void set_control(uint64_t word) { __asm__ volatile("msr fpcr, %0" ::"r"(word)); }
+#endif
+
+/* Makes `call` with the hostile control word: results must not change, nor the word. */
+#define WITH_HOSTILE_CONTROL(call)                                                                            \
+    do {                                                                                                      \
+        uint64_t before = control();                                                                          \
+        set_control(hostile_control);                                                                         \
+        int error = (call);                                                                                   \
+        uint64_t after = control();                                                                           \
+        set_control(before);                                                                                  \
+        check(error == 0, "the call succeeds");                                                               \
+        check(after == hostile_control, "the caller's control word is restored");                             \
+    } while (0)
+
+/* --- entry points -------------------------------------------------------------------------------- */
+
+enum { RUNS = 4 };
+static const int64_t run_lengths[] = {0, 1, 17, 2049, 32767, 32768, 32769, 70001};
+static const int thread_counts[] = {-1, 1, 2, 3, 9};
+
+static void entry_adam(void) {
+    now.kernel = "oc_adam";
+    for (int repeat = 0; repeat < 15; repeat++) {
+        buffer expected[RUNS][ARRAYS], got[RUNS][ARRAYS];
+        oc_segment segments[RUNS];
+        oc_adam_scalars scalars[RUNS];
+        unsigned options = (unsigned)random_below(64);
+        set_adam_case(options, (int)random_below(3), (int)random_below(4));
+        now.threads = thread_counts[repeat % COUNT(thread_counts)];
+        for (int i = 0; i < RUNS; i++) {
+            random_offsets();
+            now.n = run_lengths[random_below(COUNT(run_lengths))];
+            scalars[i] = adam_scalars(0.8 + 0.05 * i, 0.1, 0.5, now.kind.op_order);
+            adam_arrays(expected[i], got[i], now.n);
+            segments[i] = segment_of(expected[i], now.n);
+            oc_scalar_kernels.adam(segments + i, 0, now.n, scalars + i, &now.kind, 0);
+            segments[i] = segment_of(got[i], now.n);
+            segments[i].scalars = i;
+        }
+        kernels_of(now.isa);
+        WITH_HOSTILE_CONTROL(oc_adam(segments, RUNS, scalars, RUNS, now.kind, now.threads));
+        for (int i = 0; i < RUNS; i++)
+            check_adam_arrays(expected[i], got[i], segments[i].numel);
+    }
+}
+
+/* A call so large that it streams, made of one small run many times over: on one thread, that is as many steps. */
+static void check_streaming(void) {
+    enum { N = 32768 + 1, TIMES = (8 << 20) / N + 1 };
+    static oc_segment segments[TIMES];
+    buffer expected[ARRAYS], got[ARRAYS];
+    now.kernel = "oc_adam, streaming";
+    now.n = N;
+    now.threads = 1;
+    for (int param_dtype = 0; param_dtype < 3; param_dtype++) {
+        set_adam_case(0x30, OC_BFLOAT16, param_dtype);
+        memset(now.offset, 0, sizeof now.offset);
+        adam_arrays(expected, got, N);
+        oc_segment oracle = segment_of(expected, N);
+        for (int i = 0; i < TIMES; i++) {
+            oc_scalar_kernels.adam(&oracle, 0, N, &now.scalars, &now.kind, 0);
+            segments[i] = segment_of(got, N);
+        }
+        kernels_of(now.isa);
+        WITH_HOSTILE_CONTROL(oc_adam(segments, TIMES, &now.scalars, 1, now.kind, 1));
+        check_adam_arrays(expected, got, N);
+    }
+}
+
+static void entry_spans(void) {
+    for (int repeat = 0; repeat < 18; repeat++) {
+        buffer src[RUNS], cast[RUNS], cast_expected[RUNS], sum[RUNS], sum_expected[RUNS];
+        oc_span casts[RUNS], sums[RUNS];
+        int64_t expected_bins[OC_NORM_BINS] = {0}, bins[OC_NORM_BINS] = {0}, chunks = 0;
+        now.threads = thread_counts[repeat % COUNT(thread_counts)];
+        now.src_dtype = repeat % 3;
+        now.dst_dtype = repeat / 3 % 3;
+        for (int i = 0; i < RUNS; i++) {
+            random_offsets();
+            now.n = run_lengths[random_below(COUNT(run_lengths))];
+            src[i] = new_buffer(now.src_dtype, now.n, now.offset[0]);
+            fill(src[i].data, now.src_dtype, now.n, finite_value);
+            if (now.src_dtype == OC_FLOAT16) /* few random floats are finite halves */
+                fill(src[i].data, now.src_dtype, now.n, ordinary_value);
+            cast_expected[i] = new_buffer(now.dst_dtype, now.n, 0);
+            cast[i] = new_buffer(now.dst_dtype, now.n, now.offset[1]);
+            oc_scalar_kernels.cast(src[i].data, now.src_dtype, cast_expected[i].data, now.dst_dtype, now.n);
+            sum_expected[i] = new_buffer(OC_FLOAT32, now.n, 0);
+            fill(sum_expected[i].data, OC_FLOAT32, now.n, any_value);
+            sum[i] = copy_of(sum_expected[i].data, OC_FLOAT32, now.n, now.offset[2]);
+            oc_scalar_kernels.accumulate(src[i].data, now.src_dtype, sum_expected[i].data, now.n);
+            oc_scalar_kernels.sum_squares(src[i].data, now.src_dtype, now.n, expected_bins);
+            casts[i] = (oc_span){src[i].data, cast[i].data, now.n};
+            sums[i] = (oc_span){src[i].data, sum[i].data, now.n};
+            chunks += (now.n + 32767) / 32768;
+        }
+        kernels_of(now.isa);
+        now.kernel = "oc_cast";
+        WITH_HOSTILE_CONTROL(oc_cast(casts, RUNS, now.src_dtype, now.dst_dtype, now.threads));
+        now.kernel = "oc_accumulate";
+        WITH_HOSTILE_CONTROL(oc_accumulate(sums, RUNS, now.src_dtype, now.threads));
+        now.kernel = "oc_sum_squares";
+        WITH_HOSTILE_CONTROL(oc_sum_squares(sums, RUNS, now.src_dtype, bins, now.threads));
+        check_total("bins", bins, expected_bins);
+        for (int k = 0; k < OC_NORM_WINDOWS; k++) /* so no number of elements overflows a digit */
+            check(bins[2 * k] >= 0 && bins[2 * k] >> 32 < chunks + !chunks,
+                  "a chunk adds less than 2^32 to a low digit");
+        for (int i = 0; i < RUNS; i++) {
+            check_same("cast", cast[i].data, cast_expected[i].data, now.dst_dtype, casts[i].numel);
+            check_same("sum", sum[i].data, sum_expected[i].data, OC_FLOAT32, casts[i].numel);
+            release(src + i, "src");
+            release(cast + i, "cast");
+            release(cast_expected + i, "cast of the oracle");
+            release(sum + i, "sum");
+            release(sum_expected + i, "sum of the oracle");
+        }
+    }
+}
+
+static void entry_refusals(void) {
+    float x[4] = {1, 2, 3, 4};
+    int64_t bins[OC_NORM_BINS] = {0};
+    const oc_adam_kind kind = {0};
+    oc_adam_kind bad_kind[] = {{.grad_dtype = OC_NO_PARAM}, {.grad_dtype = -1}, {.param_dtype = 4}, {.op_order = 2},
+                               {.op_order = -1}, {.adam_mode = 2}, {.adam_mode = -1}};
+    oc_segment good = {x, x + 1, x + 2, x + 3, x, 1, 0}, bad[7];
+    oc_span span = {x, x + 1, 1}, no_src = {NULL, x, 1}, no_dst = {x, NULL, 1}, negative = {x, x + 1, -1};
+    oc_adam_scalars scalars = {0};
+    now.kernel = "refusals";
+    for (int i = 0; i < COUNT(bad); i++)
+        bad[i] = good;
+    bad[0].grad = bad[1].master = bad[2].exp_avg = bad[3].exp_avg_sq = bad[4].param = NULL;
+    bad[5].numel = bad[6].scalars = -1;
+    for (int i = 0; i < COUNT(bad); i++)
+        check(oc_adam(bad + i, 1, &scalars, 1, kind, 1) == OC_EARGUMENT, "a bad segment is refused");
+    for (int i = 0; i < COUNT(bad_kind); i++)
+        check(oc_adam(&good, 1, &scalars, 1, bad_kind[i], 1) == OC_EARGUMENT, "a bad kind is refused");
+    check(oc_adam(&good, -1, &scalars, 1, kind, 1) == OC_EARGUMENT, "a negative count is refused");
+    check(oc_adam(&good, 1, &scalars, 0, kind, 1) == OC_EARGUMENT, "scalars that are not there are refused");
+    check(oc_adam(NULL, 0, NULL, 0, kind, 1) == 0, "no segments is no work");
+    check(oc_cast(&no_src, 1, 0, 0, 1) == OC_EARGUMENT, "a null source is refused");
+    check(oc_sum_squares(&no_src, 1, 0, bins, 1) == OC_EARGUMENT, "a null source is refused");
+    check(oc_cast(&no_dst, 1, 0, 0, 1) == OC_EARGUMENT, "a null destination is refused");
+    check(oc_accumulate(&no_dst, 1, 0, 1) == OC_EARGUMENT, "a null destination is refused");
+    check(oc_cast(&negative, 1, 0, 0, 1) == OC_EARGUMENT, "a negative length is refused");
+    check(oc_cast(&span, -1, 0, 0, 1) == OC_EARGUMENT, "a negative count is refused");
+    check(oc_cast(&span, 1, 3, 0, 1) == OC_EARGUMENT, "an unknown source type is refused");
+    check(oc_cast(&span, 1, 0, 3, 1) == OC_EARGUMENT, "an unknown destination type is refused");
+    check(oc_sum_squares(&no_dst, 1, 0, bins, 1) == 0, "a sum of squares needs no destination");
+    check(oc_first_touch(NULL, 1, 1) == OC_EARGUMENT && oc_first_touch(x, -1, 1) == OC_EARGUMENT,
+          "first touch refuses no memory");
+    check(oc_set_isa(OC_ISA_COUNT) == OC_EUNSUPPORTED && oc_set_isa(-1) == OC_EUNSUPPORTED && !oc_isa_supported(-1),
+          "an unknown instruction set is refused");
+    check(x[0] == 1 && x[1] == 2 && x[2] == 3 && x[3] == 4, "a refused call writes nothing");
+}
+
+static void entry_first_touch(void) {
+    const int64_t sizes[] = {0, 1, 4096, 4097, (2 << 20) - 1, 2 << 20, (2 << 20) + 1};
+    now.kernel = "oc_first_touch";
+    for (int i = 0; i < COUNT(sizes); i++) {
+        unsigned char *memory = malloc((size_t)sizes[i] + 1);
+        memset(memory, 1, (size_t)sizes[i] + 1);
+        check(oc_first_touch(memory, sizes[i], 2) == 0, "first touch succeeds");
+        for (int64_t j = 0; j <= sizes[i]; j++)
+            if (memory[j] != (j == sizes[i] || j % 4096))
+                fail("byte %lld of %lld: one a page is touched, none past the end", (long long)j,
+                     (long long)sizes[i]);
+        free(memory);
+    }
+}
+
+static void test_entry(void) {
+    if (benchmark)
+        return;
+    for (now.isa = 0; now.isa < OC_ISA_COUNT; now.isa++)
+        if (oc_isa_supported(now.isa)) {
+            entry_adam();
+            entry_spans();
+        }
+    now.isa = OC_SCALAR;
+    entry_refusals();
+    entry_first_touch();
+}
+
+static void test_stream(void) {
+    if (!benchmark)
+        for_each_isa(check_streaming);
+}
+
+/* --- pool ---------------------------------------------------------------------------------------- */
+
+enum { MAX_ITEMS = 1000, CALLERS = 6 };
+
+typedef struct {
+    _Atomic int visits[MAX_ITEMS];
+    _Atomic int wrong_control;
+} visits;
+
+static void visit(void *context, int64_t item) {
+    visits *v = context;
+    atomic_fetch_add_explicit(&v->visits[item], 1, memory_order_relaxed);
+    if (control() != ieee_control)
+        atomic_store(&v->wrong_control, 1);
+}
+
+/* Whether one job visits every item once under the right control word, and the caller's word survives. */
+static int job_is_whole(int64_t n_items, int threads) {
+    visits v = {.wrong_control = 0};
+    set_control(hostile_control);
+    oc_parallel_for(visit, &v, n_items, threads);
+    int holds = control() == hostile_control;
+    set_control(ieee_control);
+    for (int i = 0; i < MAX_ITEMS; i++)
+        holds = holds && v.visits[i] == (i < n_items);
+    return holds && !v.wrong_control;
+}
+
+static void *caller(void *whole) {
+    for (int i = 0; i < 100; i++)
+        if (!job_is_whole(i * 37 % MAX_ITEMS, 1 + i % 9))
+            atomic_store((_Atomic int *)whole, 0);
+    return NULL;
+}
+
+/* Whether many callers' jobs are whole, and so is what happens `meanwhile`. */
+static int callers_are_whole(int meanwhile(void)) {
+    pthread_t callers[CALLERS];
+    _Atomic int whole = 1;
+    for (int i = 0; i < CALLERS; i++)
+        check(pthread_create(callers + i, NULL, caller, &whole) == 0, "a thread starts");
+    int holds = !meanwhile || meanwhile();
+    for (int i = 0; i < CALLERS; i++)
+        pthread_join(callers[i], NULL);
+    return holds && whole;
+}
+
+static void test_pool(void) {
+    const int64_t items[] = {0, 1, 2, 3, 8, 9, 10, 100, MAX_ITEMS};
+    now.kernel = "pool";
+    if (benchmark)
+        return;
+    for (int repeat = 0; repeat < 10; repeat++)
+        for (int i = 0; i < COUNT(items); i++)
+            for (now.threads = -1; now.threads <= 9; now.threads++)
+                check(job_is_whole(now.n = items[i], now.threads), "every item is visited once, in IEEE mode");
+    check(oc_pool_workers() == 8, "9 threads are the caller and 8 workers, which stay");
+    check(callers_are_whole(NULL), "jobs of many callers at once are each whole");
+    check(job_is_whole(MAX_ITEMS, 1 << 20), "a thread count past the limit is cut to it");
+}
+
+static int child_is_whole(void) {
+    int status;
+    fflush(stdout);
+    pid_t child = fork();
+    if (child == 0) { /* no workers came along; the child makes its own */
+        int holds = oc_pool_workers() == 0 && job_is_whole(MAX_ITEMS, 4) && oc_pool_workers() == 3;
+        _exit(holds ? 0 : 1);
+    }
+    return child > 0 && waitpid(child, &status, 0) == child && status == 0;
+}
+
+static void test_fork(void) {
+    now.kernel = "fork";
+    if (benchmark)
+        return;
+    check(child_is_whole(), "a child of a process without a pool has a pool of its own");
+    check(job_is_whole(MAX_ITEMS, 9), "every item is visited once, in IEEE mode");
+    check(child_is_whole(), "a child of an idle pool has a pool of its own");
+    for (int i = 0; i < 5; i++)
+        check(callers_are_whole(child_is_whole), "a child of a busy pool has a pool of its own");
+}
+
+/* --- main ---------------------------------------------------------------------------------------- */
+
+static void test_accumulate(void) { spans("accumulate", check_accumulate, 1); }
+
+static const struct {
+    const char *name;
+    void (*run)(void);
+} sections[] = {{"adam", test_adam}, {"cast", test_cast},   {"accumulate", test_accumulate},
+                {"norm", test_norm}, {"entry", test_entry}, {"stream", test_stream},
+                {"pool", test_pool}, {"fork", test_fork}};
+
+int main(int argc, char **argv) {
+    int first = 1, named = 0;
+    if (argc > 1 && !strcmp(argv[1], "--bench"))
+        benchmark = first = 2;
+    for (int i = 0; i < COUNT(sections); i++) {
+        int wanted = argc == first;
+        for (int j = first; j < argc; j++)
+            wanted |= !strcmp(argv[j], sections[i].name);
+        if (!wanted)
+            continue;
+        memset(&now, 0, sizeof now);
+        sections[i].run();
+        named++;
+    }
+    if (!named || named < argc - first) {
+        fprintf(stderr, "usage: %s [--bench] [adam] [cast] [accumulate] [norm] [entry] [stream] [pool] [fork]\n",
+                argv[0]);
+        return 2;
+    }
+    printf("%lld checks passed\n", (long long)n_checks);
+    return 0;
+}

@@ -1,0 +1,1 @@
+"""The framework front ends: ``frontends.torch`` and ``frontends.jax``. Neither imports the other."""

@@ -1,0 +1,463 @@
+"""``OffloadedAdamW``: a ``torch.optim.Optimizer`` whose states live in host memory."""
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.autograd.graph import increment_version
+
+from offload_core.collectives import SingleRank
+from offload_core.config import OffloadConfig, check_hyperparameters
+from offload_core.cpu_adam import AdamHyper
+from offload_core.errors import ConfigError, GradientError, ParameterError, StateError
+from offload_core.host_memory import available_bytes
+from offload_core.memory_plan import MemoryReport
+from offload_core.partition import ParamSpec
+from offload_core.pipeline import Pipeline, StepReport
+
+from .device import device_for
+from .tensors import (
+    ELEMENT_TYPES,
+    TORCH_DTYPES,
+    TakenGradient,
+    check_gradient,
+    check_param,
+    flat,
+    flat_like,
+    shaped_like,
+)
+
+_OWNED: "weakref.WeakValueDictionary[int, _Slot]" = weakref.WeakValueDictionary()
+"""The slot of every parameter that has one, by ``id``; a slot keeps its parameter alive, so no id is reused."""
+_REFUSED = ("amsgrad", "maximize", "capturable", "differentiable")
+
+
+@dataclass(eq=False)
+class _Slot:
+    """A parameter that has states: its number in the pipeline, and what it was after the last update."""
+
+    name: str
+    param: torch.Tensor
+    index: int
+    taken: TakenGradient
+    version: int = 0
+    address: int = 0
+
+    def note(self) -> None:
+        self.version, self.address = self.param._version, self.param.data_ptr()
+
+    @property
+    def changed_outside(self) -> bool:
+        return (self.version, self.address) != (self.param._version, self.param.data_ptr())
+
+
+@dataclass(frozen=True)
+class _Hidden:
+    """A state entry on its way through ``Optimizer.load_state_dict``, which would cast bare tensors."""
+
+    value: Any
+
+
+class OffloadedAdamW(torch.optim.Optimizer):
+    """AdamW with master weights and moments in host memory, updated by a C kernel.
+
+    The bits are those of ``torch.optim.AdamW(fused=True)`` on fp32 parameters of a multiple of 16 elements, and
+    the same for any other size. The whole optimizer protocol holds: ``param_groups`` are the parameters
+    themselves and are read at every step; parameters without gradient are left alone; frozen parameters get
+    states when they first have a gradient; a parameter changed from outside is followed.
+
+    ``state[p]`` holds ``step``, ``exp_avg``, ``exp_avg_sq`` and ``master`` (fp32, on the host, shaped as ``p``);
+    an fp32 parameter on the CPU is its own master weight.
+
+    Args:
+        params: as any torch optimizer takes them: tensors, ``(name, tensor)`` pairs, or parameter groups.
+        lr: learning rate; a one-element tensor too.
+        config: an ``OffloadConfig``, or a dict of its fields.
+        early_copy: take each gradient during backward, as it appears, and free it on the device. ``p.grad`` then
+            holds a stand-in that raises when used. Without it ``p.grad`` is read at ``step()``, so clipping and
+            unscaling from outside mean what they mean to torch's own optimizers.
+        overrides: fields of ``OffloadConfig`` (``betas``, ``eps``, ``weight_decay``, ``gradient_clipping``, …).
+
+    Raises:
+        ConfigError, ParameterError, StateError, HostMemoryError: before anything is changed.
+    """
+
+    _pipeline: Pipeline | None = None
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | torch.Tensor | None = None,
+        *,
+        config: OffloadConfig | Mapping[str, Any] | None = None,
+        early_copy: bool = False,
+        **overrides: Any,
+    ) -> None:
+        if lr is not None:
+            overrides["lr"] = float(lr)
+        self.config = _resolve(config, overrides)
+        self.early_copy = early_copy
+        self.gradient_divisor = 1.0
+        """What ``step`` divides the summed gradients by; the Engine sets it."""
+        self.report: StepReport | None = None
+        """What the last ``step`` did."""
+        if isinstance(params, torch.Tensor):
+            raise ParameterError("params: got a tensor, expected an iterable of tensors: write [tensor]")
+        params = list(params)
+        if not params:
+            raise ParameterError("params: got none, expected at least one parameter; was the iterator used up already?")
+        defaults = {
+            "lr": self.config.lr if lr is None else lr,
+            "betas": tuple(self.config.betas),
+            "eps": self.config.eps,
+            "weight_decay": self.config.weight_decay,
+        }
+        super().__init__(params, defaults)
+        self._build()
+
+    def _build(self) -> None:
+        """Make the pipeline and take on the trainable parameters of all groups."""
+        slots: dict[torch.Tensor, _Slot] = {}
+        self._slots = slots
+        self._hook_handles: list[Any] = []
+        self._scaling = False
+        self.arrivals = 0
+        """Gradients taken during backwards so far."""
+        weakref.finalize(self, _remove_hooks, self._hook_handles)
+        groups = range(len(self.param_groups))
+        named = [entry for g in groups for entry in self._named(g)]
+        if not any(param.requires_grad for _, param, _ in named):
+            raise ParameterError(
+                "no parameter requires a gradient; expected at least one: unfreeze what is to be trained"
+            )
+        self._hypers()
+        first = next(param for _, param, _ in named if param.requires_grad)
+        self._check_new(named, first.device)
+        self._device = first.device
+        pipeline = Pipeline(
+            replace(self.config, op_order=self.config.op_order or "torch"), device_for(first.device), SingleRank(), None
+        )
+        self._take_on(pipeline, [entry for entry in named if entry[1].requires_grad])
+        self._pipeline = pipeline
+
+    # --- parameters --------------------------------------------------------------------------------
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """The core that holds the states."""
+        assert self._pipeline is not None
+        return self._pipeline
+
+    def memory_report(self) -> MemoryReport:
+        """Planned and measured bytes."""
+        return self.pipeline.memory_report(sum(slot.param.nbytes for slot in self._slots.values()))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As ``torch.optim.Optimizer.add_param_group``; on an error nothing has changed."""
+        super().add_param_group(param_group)
+        if self._pipeline is None:  # called by Optimizer.__init__: _build takes all groups on at once
+            return
+        try:
+            self._hypers()
+            named = self._named(len(self.param_groups) - 1)
+            self._check_new(named, self._device)
+            self._take_on(self._pipeline, [entry for entry in named if entry[1].requires_grad])
+        except Exception:
+            self.param_groups.pop()
+            raise
+
+    def _named(self, g: int) -> list[tuple[str, torch.Tensor, int]]:
+        group = self.param_groups[g]
+        names = group.get("param_names") or [f"group {g}, parameter {i}" for i in range(len(group["params"]))]
+        return [(name, param, g) for name, param in zip(names, group["params"], strict=True)]
+
+    def _check_new(self, named: Sequence[tuple[str, torch.Tensor, int]], device: torch.device) -> None:
+        for name, param, _ in named:
+            check_param(name, param)
+            if param.device != device:
+                raise ParameterError(
+                    f"parameter {name!r} is on {param.device}, others are on {device}; expected one device a process"
+                )
+            if id(param) in _OWNED and param not in self._slots:
+                raise StateError(
+                    f"parameter {name!r} already belongs to another OffloadedAdamW (was the model wrapped twice?); "
+                    "expected one owner: use the first one, or end it with .close()"
+                )
+
+    def _take_on(self, pipeline: Pipeline, named: Sequence[tuple[str, torch.Tensor, int]]) -> None:
+        """Allocate states for these parameters, checked before; cast them to ``param_dtype``."""
+        target = self.config.target_dtype
+        specs = [ParamSpec(name, p.numel(), target or ELEMENT_TYPES[p.dtype], g) for name, p, g in named]
+        pipeline.plan(specs).check(available_bytes())
+        first = len(pipeline.params)
+        pipeline.add_parameters(specs, [flat(param) for _, param, _ in named])
+        for i, (name, param, _) in enumerate(named):
+            if target is not None:
+                cast_param(param, TORCH_DTYPES[target])
+            slot = _Slot(name, param, first + i, TakenGradient(param, name))
+            slot.note()
+            self._slots[param] = slot
+            _OWNED[id(param)] = slot
+            self.state[param] = _state_views(pipeline, slot)
+            if self.early_copy:
+                self._hook(slot)
+
+    def close(self) -> None:
+        """Let the parameters go: remove the hooks, discard gradients on the host, free the states."""
+        self.zero_grad()
+        _remove_hooks(self._hook_handles)
+        for slot in self._slots.values():
+            _OWNED.pop(id(slot.param), None)
+        self._slots.clear()
+        self.state.clear()
+        self._pipeline = None
+
+    # --- gradients ---------------------------------------------------------------------------------
+
+    def _hook(self, slot: _Slot) -> None:
+        """Take the parameter's gradient as soon as it is complete in each backward."""
+        this = weakref.ref(self)
+
+        def before(_: torch.Tensor) -> None:
+            optimizer = this()
+            if optimizer is None:
+                return
+            if slot.param.grad is slot.taken:
+                slot.param.grad = None  # ours to add to; autograd must not
+            else:  # discarded or replaced by hand since
+                optimizer.pipeline.drop_gradients([slot.index])
+
+        def after(param: torch.Tensor) -> None:
+            optimizer = this()
+            if optimizer is not None:
+                optimizer._arrived(slot)
+
+        self._hook_handles.append(slot.param.register_hook(before))
+        self._hook_handles.append(slot.param.register_post_accumulate_grad_hook(after))
+
+    def _arrived(self, slot: _Slot) -> None:
+        gradient = slot.param.grad
+        assert gradient is not None
+        check_gradient(slot.name, slot.param, gradient)
+        if self.pipeline.scaler is not None and not self._scaling:
+            raise GradientError(
+                f"parameter {slot.name!r}: gradient of a plain loss.backward() under loss scaling, which would be "
+                "unscaled without having been scaled; expected engine.backward(loss)"
+            )
+        self.pipeline.add_gradient(slot.index, flat_like(gradient, slot.param))
+        slot.param.grad = slot.taken
+        self.arrivals += 1
+
+    @contextmanager
+    def scaled_backward(self) -> Iterator[float | None]:
+        """Accept gradients of a loss multiplied by the yielded loss scale (None: no loss scaling)."""
+        self._scaling = True
+        try:
+            yield None if self.pipeline.scaler is None else self.pipeline.scaler.scale
+        finally:
+            self._scaling = False
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As ``torch.optim.Optimizer.zero_grad``; gradients on the host are discarded too."""
+        for slot in self._slots.values():
+            if slot.param.grad is slot.taken:
+                slot.param.grad = None
+        if self._pipeline is not None:
+            self._pipeline.drop_gradients()
+        super().zero_grad(set_to_none)
+
+    # --- step --------------------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient; ``report`` then says what was done.
+
+        Raises:
+            ParameterError, GradientError, ConfigError: something does not fit; no parameter and no state changed.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            self.report = self._update()
+        return loss
+
+    def _update(self) -> StepReport:
+        if self._pipeline is None:
+            raise StateError("step() after close(); expected an open optimizer")
+        pipeline = self._pipeline
+        hypers = self._hypers()
+        self._take_on_unfrozen()
+        self._check_unchanged()
+        gradients = {slot: slot.param.grad for slot in self._slots.values()}
+        for slot, gradient in gradients.items():
+            if gradient is not None and gradient is not slot.taken:
+                check_gradient(slot.name, slot.param, gradient)
+        pipeline.drop_gradients([slot.index for slot, gradient in gradients.items() if gradient is not slot.taken])
+        for slot, gradient in gradients.items():
+            if gradient is not None and gradient is not slot.taken:  # p.grad says what counts: none, or another
+                pipeline.add_gradient(slot.index, flat_like(gradient, slot.param))
+        tensors = [flat(slot.param) for slot in self._slots.values()]
+        for slot in self._slots.values():
+            if slot.changed_outside:
+                pipeline.adopt(slot.index, tensors[slot.index])
+        try:
+            report = pipeline.step(hypers, tensors, divisor=self.gradient_divisor)
+        finally:
+            if not self.early_copy:
+                pipeline.drop_gradients()
+        for slot, gradient in gradients.items():
+            if gradient is not None:
+                if report.updated:
+                    increment_version(slot.param)  # autograd must know, as after any in-place update
+                slot.param.grad = None if gradient is slot.taken else gradient
+            slot.note()
+        return report
+
+    def _hypers(self) -> list[AdamHyper]:
+        hypers = []
+        for g, group in enumerate(self.param_groups):
+            lr = float(group["lr"])
+            check_hyperparameters(f"parameter group {g}", lr, group["betas"], group["eps"], group["weight_decay"])
+            for name in _REFUSED:
+                if group.get(name):
+                    raise ConfigError(f"parameter group {g}: {name}={group[name]!r} is not supported; expected False")
+            beta1, beta2 = group["betas"]
+            hypers.append(
+                AdamHyper(lr, (float(beta1), float(beta2)), float(group["eps"]), float(group["weight_decay"]))
+            )
+        return hypers
+
+    def _take_on_unfrozen(self) -> None:
+        """States for parameters that were frozen and have a gradient now."""
+        unknown = [
+            entry
+            for g in range(len(self.param_groups))
+            for entry in self._named(g)
+            if entry[1] not in self._slots and entry[1].grad is not None
+        ]
+        if unknown:
+            self._check_new(unknown, self._device)
+            self._take_on(self.pipeline, unknown)
+
+    def _check_unchanged(self) -> None:
+        for slot in self._slots.values():
+            spec, param = self.pipeline.params[slot.index], slot.param
+            got = (param.numel(), param.dtype, param.device)
+            expected = (spec.numel, TORCH_DTYPES[spec.dtype], self._device)
+            if got != expected or param.shape != slot.taken.shape:
+                raise ParameterError(
+                    f"parameter {slot.name!r} is {tuple(param.shape)} {param.dtype} on {param.device}, and was "
+                    f"{tuple(slot.taken.shape)} {expected[1]} on {expected[2]} when its states were made; "
+                    "expected no change: resize, cast or move the model before wrap(), or wrap it anew"
+                )
+
+    # --- state -------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """As ``torch.optim.Optimizer.state_dict``; the tensors are the live states in host memory."""
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load states of this class or of ``torch.optim.AdamW``, in fp32 and on the host, whatever the parameters are.
+
+        Without ``"master"`` (torch's own states) master weights are taken from the parameters.
+        """
+        hide = self.register_load_state_dict_pre_hook(_hide_state)  # the last of the hooks to run
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            hide.remove()
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = {"config": self.config, "early_copy": self.early_copy, "arrivals": self.arrivals}
+        return {**super().__getstate__(), **own, "scaler": self.pipeline.scaler}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Called by ``load_state_dict`` with hidden entries, and by copy and pickle on an empty object."""
+        entries = {p: e.value if isinstance(e, _Hidden) else e for p, e in state["state"].items()}
+        if self._pipeline is None:
+            super().__setstate__({**state, "state": defaultdict(dict)})
+            self.gradient_divisor, self.report = 1.0, None
+            self._build()
+            self.arrivals, self.pipeline.scaler = state["arrivals"], self.__dict__.pop("scaler")
+        else:
+            for param, entry in entries.items():
+                _check_entry(self._slots.get(param), param, entry)
+            super().__setstate__({**state, "state": self.state})
+            for group in self.param_groups:
+                for name, default in self.defaults.items():
+                    group.setdefault(name, default)
+        for param in entries:
+            if param not in self._slots:
+                named = [e for g in range(len(self.param_groups)) for e in self._named(g) if e[1] is param]
+                self._take_on(self.pipeline, named)
+        with torch.no_grad():
+            for slot in self._slots.values():
+                self._load(slot, entries.get(slot.param, {}))
+
+    def _load(self, slot: _Slot, entry: Mapping[str, Any]) -> None:
+        views = self.state[slot.param]
+        for name, view in views.items():
+            if name in entry:
+                view.copy_(torch.as_tensor(entry[name]))
+            elif name == "master":
+                view.copy_(slot.param)
+            else:
+                view.zero_()
+        if "master" in entry and "master" not in views:  # saved elsewhere; here the parameter is the master weight
+            slot.param.copy_(entry["master"])
+        slot.note()
+
+
+def cast_param(param: torch.Tensor, dtype: torch.dtype) -> None:
+    """Give a parameter another element type, in place; a gradient it has follows."""
+    if param.dtype != dtype:
+        gradient, param.grad = param.grad, None
+        param.data = param.data.to(dtype)
+        if gradient is not None:
+            param.grad = gradient.to(dtype)
+
+
+def _resolve(config: OffloadConfig | Mapping[str, Any] | None, overrides: Mapping[str, Any]) -> OffloadConfig:
+    resolved = OffloadConfig.resolve(config, **overrides)
+    if callable(resolved.lr):
+        raise ConfigError("lr: got a function; expected a number here: use a scheduler of torch.optim.lr_scheduler")
+    return resolved
+
+
+def _state_views(pipeline: Pipeline, slot: _Slot) -> dict[str, torch.Tensor]:
+    views: dict[str, torch.Tensor] = {"step": torch.from_numpy(pipeline.steps[slot.index])}
+    runs = pipeline.states(slot.index)
+    if not runs:  # a parameter of no elements
+        return views | {name: torch.empty(slot.param.shape) for name in ("exp_avg", "exp_avg_sq")}
+    [(_, states)] = runs
+    return views | {name: shaped_like(torch.from_numpy(array), slot.param) for name, array in states.items()}
+
+
+def _check_entry(slot: _Slot | None, param: torch.Tensor, entry: Mapping[str, Any]) -> None:
+    name = slot.name if slot else "?"
+    for key in ("exp_avg", "exp_avg_sq"):
+        value = entry.get(key)
+        if not isinstance(value, torch.Tensor) or value.shape != param.shape:
+            got = tuple(value.shape) if isinstance(value, torch.Tensor) else value
+            raise StateError(
+                f"load_state_dict: parameter {name!r}: {key} is {got}, expected a tensor of shape "
+                f"{tuple(param.shape)}; is this the state of another model, or of another optimizer?"
+            )
+    if "step" not in entry:
+        raise StateError(f"load_state_dict: parameter {name!r}: no 'step', expected the number of updates made")
+
+
+def _hide_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    return {**state_dict, "state": {key: _Hidden(entry) for key, entry in state_dict["state"].items()}}
+
+
+def _remove_hooks(handles: list[Any]) -> None:
+    for handle in handles:
+        handle.remove()
+    handles.clear()

@@ -1,0 +1,129 @@
+"""Torch tensors as the core wants them: flat, checked, and a stand-in for gradients that have left."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from offload_core.dtypes import BFLOAT16, FLOAT16, FLOAT32
+from offload_core.errors import GradientError, ParameterError
+
+ELEMENT_TYPES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
+TORCH_DTYPES = {element_type: dtype for dtype, element_type in ELEMENT_TYPES.items()}
+
+
+def memory_order(tensor: torch.Tensor) -> list[int] | None:
+    """The permutation of dimensions in which a dense tensor is contiguous; None where it is so already.
+
+    Raises:
+        ParameterError: the tensor has gaps or overlaps in memory.
+    """
+    if tensor.is_contiguous():
+        return None
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    if not tensor.permute(order).is_contiguous():
+        raise ParameterError(
+            f"parameter of shape {tuple(tensor.shape)} and strides {tensor.stride()} is a view with gaps or overlaps; "
+            "expected a dense tensor: make it its own, with torch.nn.Parameter(p.detach().contiguous())"
+        )
+    return order
+
+
+def flat(param: torch.Tensor) -> torch.Tensor:
+    """A one-dimensional view of a dense tensor, in its order in memory (channels_last stays in place)."""
+    order = memory_order(param)
+    detached = param.detach()
+    return detached.view(-1) if order is None else detached.permute(order).view(-1)
+
+
+def flat_like(tensor: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """``tensor``, of ``param``'s shape, one-dimensional in ``param``'s order in memory; a copy only if it must be."""
+    order = memory_order(param)
+    detached = tensor.detach()
+    return (detached if order is None else detached.permute(order)).reshape(-1)
+
+
+def shaped_like(run: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """The inverse of :func:`flat`: a one-dimensional tensor seen with ``param``'s shape."""
+    order = memory_order(param)
+    if order is None:
+        return run.view(param.shape)
+    inverse = sorted(range(len(order)), key=order.__getitem__)
+    return run.view([param.shape[i] for i in order]).permute(inverse)
+
+
+def check_param(name: str, param: torch.Tensor) -> None:
+    """Raise :class:`ParameterError` unless the parameter can be offloaded."""
+    expected = "expected a dense float32, bfloat16 or float16 tensor on the CPU or a CUDA device"
+    if param.dtype.is_complex:
+        raise ParameterError(
+            f"parameter {name!r} is complex ({param.dtype}); {expected}: hold its real and imaginary parts as two "
+            "parameters (torch.view_as_real)"
+        )
+    if param.dtype not in ELEMENT_TYPES:
+        raise ParameterError(f"parameter {name!r} has dtype {param.dtype}; {expected}")
+    if param.layout is not torch.strided:
+        raise ParameterError(f"parameter {name!r} has layout {param.layout}; {expected}")
+    if param.device.type == "meta":
+        raise ParameterError(
+            f"parameter {name!r} is on the meta device and holds no values; {expected}: materialise the model first "
+            "(model.to_empty(device=...) and load its weights)"
+        )
+    if param.device.type not in ("cpu", "cuda"):
+        raise ParameterError(f"parameter {name!r} is on {param.device}; {expected}")
+    try:
+        memory_order(param)
+    except ParameterError as error:
+        raise ParameterError(f"{name!r}: {error}") from None
+
+
+def check_gradient(name: str, param: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Raise :class:`GradientError` unless the gradient fits its parameter."""
+    if gradient.layout is not torch.strided:
+        raise GradientError(
+            f"parameter {name!r}: the gradient is sparse ({gradient.layout}), expected a dense one; "
+            "make the embedding with sparse=False"
+        )
+    for what in ("shape", "dtype", "device"):
+        got, expected = getattr(gradient, what), getattr(param, what)
+        if got != expected:
+            raise GradientError(f"parameter {name!r}: the gradient has {what} {got}, expected {expected}")
+
+
+class TakenGradient(torch.Tensor):
+    """What ``p.grad`` is once the gradient has left for the host: its shape without its memory.
+
+    Any use raises, so that clipping or scaling from outside cannot be lost unnoticed. Setting ``p.grad = None``
+    (``zero_grad``) discards the gradient on the host too; assigning a tensor replaces it.
+    """
+
+    _name: str
+
+    @staticmethod
+    def __new__(cls, param: torch.Tensor, name: str) -> "TakenGradient":
+        taken = torch.Tensor._make_wrapper_subclass(
+            cls, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device, requires_grad=False
+        )
+        taken._name = name
+        return taken
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]
+        taken = next((a for a in _flatten(args) if isinstance(a, cls)), None)
+        name = taken._name if taken is not None else "?"
+        raise GradientError(
+            f"parameter {name!r}: {func} on a gradient that has already left for the host; it would be lost. Clip with "
+            "wrap(..., gradient_clipping=...), discard with zero_grad(set_to_none=True), or use OffloadedAdamW without "
+            "early_copy, which reads p.grad at step()"
+        )
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"TakenGradient({self._name!r}, shape={tuple(self.shape)})"
+
+
+def _flatten(args: Iterable[Any]) -> Iterator[Any]:
+    for arg in args:
+        if isinstance(arg, list | tuple):
+            yield from _flatten(arg)
+        else:
+            yield arg
