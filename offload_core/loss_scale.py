@@ -4,6 +4,11 @@ Micikevicius et al., "Mixed Precision Training" (ICLR 2018), section 3.2; the dy
 footnote as PyTorch and DeepSpeed apply it: halve on overflow, double after a window without one.
 """
 
+from collections.abc import Iterable
+
+from .config import OffloadConfig
+from .dtypes import FLOAT16, ElementType
+
 
 class LossScaler:
     """A fixed (``window=None``) or dynamic loss scale. ``scale`` holds for all backwards until the next ``update``."""
@@ -37,3 +42,15 @@ class LossScaler:
     def load_state_dict(self, state: dict[str, float | int]) -> None:
         self.scale = float(state["scale"])
         self.good_steps = int(state["good_steps"])
+
+
+def scaler_for(config: OffloadConfig, dtypes: Iterable[ElementType]) -> LossScaler | None:
+    """The loss scaler that a configuration asks for, given the parameters' element types; None for no scaling."""
+    scale = config.loss_scale
+    if scale is None and FLOAT16 in dtypes:
+        scale = "dynamic"
+    if scale is None or scale == 1:
+        return None
+    if scale == "dynamic":
+        return LossScaler(config.initial_loss_scale, config.loss_scale_window)
+    return LossScaler(float(scale), None)

@@ -107,6 +107,7 @@ class Pipeline:
         self._ring: StagingRing | None = None
         self._ring_bytes = 0
         self._planned_host_bytes = 0
+        self._micro_steps = 0
         self._threads = config.threads
         self._accumulates = config.gradient_accumulation_steps > 1
 
@@ -222,6 +223,7 @@ class Pipeline:
         """Forget the gradients of these parameters, or of all."""
         touched = self._works if params is None else [work for param in params for work in self._works_of[param]]
         if params is None:
+            self._micro_steps = 0
             for work in touched:
                 work.clear()
         for param in params or ():
@@ -231,6 +233,16 @@ class Pipeline:
         for work in touched:
             if not work.waiting and not any(work.gradients):
                 work.life.on(BucketEvent.DROP)
+
+    def end_micro_step(self) -> bool:
+        """Count a micro-step; whether it is the boundary, at which an update is due."""
+        self._micro_steps = (self._micro_steps + 1) % self.config.gradient_accumulation_steps
+        return self._micro_steps == 0
+
+    @property
+    def at_boundary(self) -> bool:
+        """Whether no micro-step has been counted since the last boundary."""
+        return self._micro_steps == 0
 
     def _launch(self, work: _Work) -> None:
         """Reduce what arrived in this bucket, bring it to the host and keep it there."""

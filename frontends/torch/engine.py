@@ -8,9 +8,8 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from offload_core.config import OffloadConfig
-from offload_core.dtypes import FLOAT16
 from offload_core.errors import GradientError, ParameterError, StateError
-from offload_core.loss_scale import LossScaler
+from offload_core.loss_scale import scaler_for
 from offload_core.memory_plan import MemoryReport
 from offload_core.pipeline import StepReport
 
@@ -72,25 +71,9 @@ class Engine(nn.Module):
             for param in model.parameters():
                 if param.is_floating_point():  # frozen ones take part in the same products
                     cast_param(param, TORCH_DTYPES[self.config.target_dtype])
-        self.optimizer.pipeline.scaler = self._make_scaler()
+        pipeline = self.optimizer.pipeline
+        pipeline.scaler = scaler_for(self.config, [spec.dtype for spec in pipeline.params])
         self.module = model
-        self._micro_steps = 0
-        self._arrivals_seen = 0
-        """Gradients that had arrived when ``step`` was last called."""
-        self._arrivals_before = 0
-        """Gradients that had arrived when the last accumulation ended."""
-        self._averaged_arrivals = 0
-        """Of those since, how many came through :meth:`backward`."""
-
-    def _make_scaler(self) -> LossScaler | None:
-        scale = self.config.loss_scale
-        if scale is None and any(spec.dtype is FLOAT16 for spec in self.optimizer.pipeline.params):
-            scale = "dynamic"
-        if scale is None or scale == 1:
-            return None
-        if scale == "dynamic":
-            return LossScaler(self.config.initial_loss_scale, self.config.loss_scale_window)
-        return LossScaler(float(scale), None)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward; with ``param_dtype``, floating-point tensor arguments are cast to it."""
@@ -110,10 +93,8 @@ class Engine(nn.Module):
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             got = f"of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
             raise GradientError(f"backward: the loss is {got}, expected a tensor of one element: take its mean or sum")
-        before = self.optimizer.arrivals
         with self.optimizer.scaled_backward() as scale:
             (loss if scale is None else loss.float() * scale).backward()
-        self._averaged_arrivals += self.optimizer.arrivals - before
 
     def step(self) -> StepReport:
         """Update at the accumulation boundary; before it, only count the micro-step.
@@ -122,39 +103,35 @@ class Engine(nn.Module):
             StateError: no gradient arrived since the last call.
             GradientError: averaged and summed gradients are mixed; nothing was updated.
         """
-        arrived = self.optimizer.arrivals - self._arrivals_seen
-        if not arrived:
+        optimizer = self.optimizer
+        if not optimizer.fresh:
             raise StateError(
                 "step() without backward(): no gradient arrived since the last step(); expected "
                 "engine.backward(loss) first (does the loss depend on a trained parameter?)"
             )
-        since_boundary = self.optimizer.arrivals - self._arrivals_before
-        if self._averaged_arrivals not in (0, since_boundary):
+        if optimizer.averaged not in (0, optimizer.arrived):
             raise GradientError(
                 "both engine.backward(loss), which averages over the accumulation steps, and loss.backward(), which "
-                "sums, were used for one update; expected one of them throughout: discard with engine.zero_grad()"
+                "sums, were used for one update; expected one of them throughout: discard the gradients with "
+                "engine.optimizer.zero_grad()"
             )
-        self._arrivals_seen = self.optimizer.arrivals
+        optimizer.fresh = False
+        if not optimizer.pipeline.end_micro_step():
+            return StepReport(updated=False, skipped="accumulating", loss_scale=optimizer.pipeline.loss_scale)
         steps = self.config.gradient_accumulation_steps
-        if self._micro_steps + 1 < steps:
-            self._micro_steps += 1
-            return StepReport(updated=False, skipped="accumulating", loss_scale=self.optimizer.pipeline.loss_scale)
-        self.optimizer.gradient_divisor = float(steps) if self._averaged_arrivals else 1.0
-        self.optimizer.step()
-        self._begin_accumulation()
-        assert self.optimizer.report is not None
-        return self.optimizer.report
+        optimizer.gradient_divisor = float(steps) if optimizer.averaged else 1.0
+        optimizer.step()
+        assert optimizer.report is not None
+        return optimizer.report
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Discard the gradients, those on the host too, and begin the accumulation anew."""
-        self.module.zero_grad(set_to_none=True)
-        self.optimizer.zero_grad(set_to_none)
-        self._begin_accumulation()
+        """Discard the gradients at an accumulation boundary; between micro-steps keep what has been accumulated.
 
-    def _begin_accumulation(self) -> None:
-        self._micro_steps = 0
-        self._arrivals_before = self._arrivals_seen = self.optimizer.arrivals
-        self._averaged_arrivals = 0
+        A loop that calls it before every backward therefore accumulates as configured.
+        ``engine.optimizer.zero_grad()`` discards at any moment.
+        """
+        if self.optimizer.pipeline.at_boundary:
+            self.optimizer.zero_grad(set_to_none)
 
     def memory_report(self) -> MemoryReport:
         """Planned and measured bytes, on the device and on the host."""

@@ -125,8 +125,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         self._slots = slots
         self._hook_handles: list[Any] = []
         self._scaling = False
-        self.arrivals = 0
-        """Gradients taken during backwards so far."""
+        self._forget_arrivals()
         weakref.finalize(self, _remove_hooks, self._hook_handles)
         groups = range(len(self.param_groups))
         named = [entry for g in groups for entry in self._named(g)]
@@ -250,7 +249,17 @@ class OffloadedAdamW(torch.optim.Optimizer):
             )
         self.pipeline.add_gradient(slot.index, flat_like(gradient, slot.param))
         slot.param.grad = slot.taken
-        self.arrivals += 1
+        self.fresh = True
+        self.arrived += 1
+        self.averaged += self._scaling
+
+    def _forget_arrivals(self) -> None:
+        self.fresh = False
+        """Whether a gradient was taken since the engine's last step."""
+        self.arrived = 0
+        """Gradients taken since the last update."""
+        self.averaged = 0
+        """Of these, how many came through ``scaled_backward``."""
 
     @contextmanager
     def scaled_backward(self) -> Iterator[float | None]:
@@ -268,6 +277,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
                 slot.param.grad = None
         if self._pipeline is not None:
             self._pipeline.drop_gradients()
+        self._forget_arrivals()
         super().zero_grad(set_to_none)
 
     # --- step --------------------------------------------------------------------------------------
@@ -316,6 +326,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
                     increment_version(slot.param)  # autograd must know, as after any in-place update
                 slot.param.grad = None if gradient is slot.taken else gradient
             slot.note()
+        self._forget_arrivals()
         return report
 
     def _hypers(self) -> list[AdamHyper]:
@@ -374,7 +385,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
             hide.remove()
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"config": self.config, "early_copy": self.early_copy, "arrivals": self.arrivals}
+        own = {"config": self.config, "early_copy": self.early_copy}
         return {**super().__getstate__(), **own, "scaler": self.pipeline.scaler}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -384,7 +395,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
             super().__setstate__({**state, "state": defaultdict(dict)})
             self.gradient_divisor, self.report = 1.0, None
             self._build()
-            self.arrivals, self.pipeline.scaler = state["arrivals"], self.__dict__.pop("scaler")
+            self.pipeline.scaler = self.__dict__.pop("scaler")
         else:
             for param, entry in entries.items():
                 _check_entry(self._slots.get(param), param, entry)
