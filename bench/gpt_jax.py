@@ -1,4 +1,4 @@
-"""The same GPT-2 for JAX: a dict of arrays, and pure functions of it."""
+"""The same GPT for JAX: a dict of arrays, and pure functions of it."""
 
 import math
 from typing import Any
@@ -31,9 +31,8 @@ def init_params(key: Array, config: GPTConfig, dtype: Any) -> Params:
 
     # Less where a layer writes into the residual stream.
     residual = 0.02 / math.sqrt(2 * layers)
-    return {
+    params = {
         "embedding": normal(config.vocabulary, width),
-        "position": normal(config.positions, width),
         "blocks": {
             "attention_norm": norm(layers, width),
             "qkv": linear(width, 3 * width),
@@ -44,15 +43,23 @@ def init_params(key: Array, config: GPTConfig, dtype: Any) -> Params:
         },
         "norm": norm(width),
     }
+    if config.positions:
+        params["position"] = normal(config.positions, width)
+    return params
 
 
 def logits_of(params: Params, inputs: Array, config: GPTConfig, activation_checkpointing: bool) -> Array:
     """fp32 logits of the next byte, (batch, length, vocabulary), for int32 inputs of (batch, length)."""
     length = inputs.shape[1]
-    x = params["embedding"][inputs] + params["position"][:length]
+    x = params["embedding"][inputs]
+    rotation = None
+    if config.positions:
+        x = x + params["position"][:length]
+    else:
+        rotation = rotation_at(jnp.arange(length), config.width // config.heads, x.dtype)
 
     def body(x: Array, block: Params) -> tuple[Array, None]:
-        return apply_block(block, x, config.heads), None
+        return apply_block(block, x, config.heads, rotation), None
 
     if activation_checkpointing:
         body = jax.checkpoint(body)
@@ -68,10 +75,12 @@ def loss_of(params: Params, batch: Array, config: GPTConfig, activation_checkpoi
     return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - wanted)
 
 
-def apply_block(block: Params, x: Array, heads: int) -> Array:
+def apply_block(block: Params, x: Array, heads: int, rotation: tuple[Array, Array] | None) -> Array:
     batch, length, width = x.shape
     qkv = apply_linear(block["qkv"], apply_norm(block["attention_norm"], x))
     query, key, value = jnp.split(qkv.reshape(batch, length, 3 * heads, width // heads), 3, axis=2)
+    if rotation is not None:
+        query, key = rotated(query, rotation), rotated(key, rotation)
     mixed = jax.nn.dot_product_attention(query, key, value, is_causal=True)
     x = x + apply_linear(block["attention_out"], mixed.reshape(batch, length, width))
     hidden = jax.nn.gelu(apply_linear(block["mlp_in"], apply_norm(block["mlp_norm"], x)))
@@ -88,3 +97,16 @@ def apply_norm(norm: Params, x: Array) -> Array:
     wide = wide - wide.mean(axis=-1, keepdims=True)
     wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + 1e-5)
     return (wide * norm["gain"] + norm["bias"]).astype(x.dtype)
+
+
+def rotation_at(positions: Array, head_width: int, dtype: Any) -> tuple[Array, Array]:
+    """Cosines and sines of RoFormer (Su et al. 2021), each (length, 1, head_width / 2)."""
+    half = jnp.arange(head_width // 2)
+    angles = positions[:, None, None] * 10000.0 ** (-half / (head_width // 2))
+    return jnp.cos(angles).astype(dtype), jnp.sin(angles).astype(dtype)
+
+
+def rotated(x: Array, rotation: tuple[Array, Array]) -> Array:
+    cosine, sine = rotation
+    first, second = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate((first * cosine - second * sine, first * sine + second * cosine), axis=-1)

@@ -34,8 +34,8 @@ typedef struct {
     float beta2;
     float one_minus_beta1;
     float one_minus_beta2;
-    float correction1;     /* optax: 1 / (1 - beta1^t); torch: unused */
-    float correction2;     /* optax: 1 / (1 - beta2^t); torch: sqrt(1 - beta2^t) */
+    float correction1;     /* optax: 1 - beta1^t; torch: unused */
+    float correction2;     /* optax: 1 - beta2^t; torch: sqrt(1 - beta2^t) */
     float eps;
     float eps_root;        /* optax only */
     float step_size;       /* optax: -lr; torch: -lr / (1 - beta1^t) */

@@ -91,8 +91,8 @@ static void adam(const oc_segment *segment, int64_t begin, int64_t end, const oc
                 g = g + s->weight_decay * p;
             m = s->one_minus_beta1 * g + s->beta1 * m;
             v = s->one_minus_beta2 * (g * g) + s->beta2 * v;
-            float update = m * s->correction1 / (sqrtf(v * s->correction2 + s->eps_root) + s->eps);
-            if (kind->adam_mode == OC_ADAMW)
+            float update = m / s->correction1 / (sqrtf(v / s->correction2 + s->eps_root) + s->eps);
+            if (kind->adam_mode == OC_ADAMW && s->weight_decay != 0)
                 update = update + s->weight_decay * p;
             p = p + update * s->step_size;
         }

@@ -83,8 +83,8 @@ INLINE v32 adam_element(v32 g, v32 p, v32 *m, v32 *v, const adam_constants *c, i
         g = v_add(g, v_mul(c->weight_decay, p));
     *m = v_add(v_mul(c->w1, g), v_mul(c->beta1, *m));
     *v = v_add(v_mul(c->w2, v_mul(g, g)), v_mul(c->beta2, *v));
-    v32 denominator = v_add(v_sqrt(v_add(v_mul(*v, c->correction2), c->eps_root)), c->eps);
-    v32 update = v_div(v_mul(*m, c->correction1), denominator);
+    v32 denominator = v_add(v_sqrt(v_add(v_div(*v, c->correction2), c->eps_root)), c->eps);
+    v32 update = v_div(v_div(*m, c->correction1), denominator);
     if (c->decoupled)
         update = v_add(update, v_mul(c->weight_decay, p));
     return v_add(p, v_mul(update, c->step_size));
@@ -159,7 +159,7 @@ static void adam(const oc_segment *a, int64_t begin, int64_t end, const oc_adam_
         .correction1 = v_set(s->correction1), .correction2 = v_set(s->correction2), .eps = v_set(s->eps),
         .eps_root = v_set(s->eps_root), .step_size = v_set(s->step_size),
         .scaled = s->grad_scale != 1, .l2 = kind->adam_mode == OC_ADAM && s->weight_decay != 0,
-        .decoupled = kind->adam_mode == OC_ADAMW, .small_w1 = small_w1,
+        .decoupled = kind->adam_mode == OC_ADAMW && s->weight_decay != 0, .small_w1 = small_w1,
     };
     if (kind->param_dtype != OC_NO_PARAM) { /* streaming stores want whole aligned vectors */
         int64_t size = oc_itemsize(kind->param_dtype);

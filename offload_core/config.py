@@ -40,7 +40,7 @@ class OffloadConfig:
     schedule (a function of the number of updates made so far) in JAX.
     """
 
-    lr: float | Callable[[int], float] = 1e-3
+    lr: float | Callable[[Any], Any] = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     eps_root: float = 0.0

@@ -21,8 +21,8 @@ class AdamHyper:
     eps: float = 1e-8
     weight_decay: float = 0.01
     eps_root: float = 0.0
-    reciprocal_bias_correction: Callable[[float, int], float] | None = None
-    """``op_order="optax"``: 1 / (1 - beta^t) as the framework's own float32 arithmetic gives it."""
+    bias_correction: Callable[[float, int], float] | None = None
+    """``op_order="optax"``: 1 - beta^t as the framework's own float32 arithmetic gives it; None: in double."""
 
     def scalars(self, t: int, *, op_order: str, grad_scale: float) -> tuple[float, ...]:
         """The kernel's scalars (``oc_adam_scalars``) for update number ``t``, counted from 1.
@@ -34,8 +34,8 @@ class AdamHyper:
             correction1, correction2 = 0.0, math.sqrt(1 - beta2**t)
             step_size = -self.lr / (1 - beta1**t)
         else:
-            reciprocal = self.reciprocal_bias_correction or (lambda beta, t: 1 / (1 - beta**t))
-            correction1, correction2 = reciprocal(beta1, t), reciprocal(beta2, t)
+            correct = self.bias_correction or (lambda beta, t: 1 - beta**t)
+            correction1, correction2 = correct(beta1, t), correct(beta2, t)
             step_size = -self.lr
         return (
             grad_scale,

@@ -4,9 +4,9 @@ import math
 from dataclasses import dataclass
 from fractions import Fraction
 
+import kernel_calls as call
 import ml_dtypes
 import numpy as np
-import strategies as call
 
 from offload_core._kernels import SCALARS
 from offload_core.dtypes import BFLOAT16, BY_NAME, FLOAT16, FLOAT32, ElementType
@@ -68,8 +68,8 @@ class Hyper:
             "beta2": self.beta2,
             "one_minus_beta1": 1 - self.beta1,
             "one_minus_beta2": 1 - self.beta2,
-            "correction1": 1 / unbias1,
-            "correction2": math.sqrt(unbias2) if torch else 1 / unbias2,
+            "correction1": unbias1,
+            "correction2": math.sqrt(unbias2) if torch else unbias2,
             "eps": self.eps,
             "eps_root": self.eps_root,
             "step_size": -self.lr / unbias1 if torch else -self.lr,
@@ -79,8 +79,8 @@ class Hyper:
 
 
 def adam(
-    state: "call.AdamState", hyper: Hyper, *, op_order: str, adam_mode: str, param_dtype: ElementType | None
-) -> "call.AdamState":
+    state: call.AdamState, hyper: Hyper, *, op_order: str, adam_mode: str, param_dtype: ElementType | None
+) -> call.AdamState:
     """The state after one step, by the definition in DESIGN.md, section 5."""
     s = hyper.scalars(op_order)[0]
     one = np.float32(1)
@@ -104,7 +104,7 @@ def adam(
                 g = g + s["weight_decay"] * p
             m = s["one_minus_beta1"] * g + s["beta1"] * m
             v = s["one_minus_beta2"] * (g * g) + s["beta2"] * v
-            u = (m * s["correction1"]) / (np.sqrt(v * s["correction2"] + s["eps_root"]) + s["eps"])
+            u = (m / s["correction1"]) / (np.sqrt(v / s["correction2"] + s["eps_root"]) + s["eps"])
             if adam_mode == "adamw":
                 u = u + s["weight_decay"] * p
             p = p + u * s["step_size"]
@@ -145,7 +145,7 @@ def assert_same_bits(what: str, got: np.ndarray, expected: np.ndarray) -> None:
         )
 
 
-def assert_same_state(what: str, got: "call.AdamState", expected: "call.AdamState") -> None:
+def assert_same_state(what: str, got: call.AdamState, expected: call.AdamState) -> None:
     """``assert_same_bits`` of each array of two states."""
     for name in ("grad", "master", "exp_avg", "exp_avg_sq", "param"):
         if getattr(expected, name) is not None:

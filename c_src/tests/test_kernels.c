@@ -246,7 +246,7 @@ static oc_adam_scalars adam_scalars(double beta1, double weight_decay, double gr
         .grad_scale = (float)grad_scale, .weight_decay = (float)weight_decay,
         .decay = (float)(1 - lr * weight_decay), .beta1 = (float)beta1, .beta2 = (float)beta2,
         .one_minus_beta1 = (float)(1 - beta1), .one_minus_beta2 = (float)(1 - beta2),
-        .correction1 = (float)(1 / unbias1), .correction2 = (float)(torch ? sqrt(unbias2) : 1 / unbias2),
+        .correction1 = (float)unbias1, .correction2 = (float)(torch ? sqrt(unbias2) : unbias2),
         .eps = 1e-8f, .eps_root = random_below(2) ? 1e-12f : 0, .step_size = (float)(torch ? -lr / unbias1 : -lr),
     };
 }

@@ -1,0 +1,46 @@
+# Two commands: `make train` and `make test`. Each sets up .venv first, once.
+
+PYTHON ?= python3
+FRONTEND ?= torch
+ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+SITE_STAMP := $(VENV)/.requirements
+BUILD_STAMP := $(VENV)/.built
+
+.PHONY: train test test-all lint bench setup clean
+.DELETE_ON_ERROR:
+
+train: setup
+	$(BIN)/python -m bench.train --frontend $(FRONTEND) $(ARGS)
+
+test: setup
+	$(BIN)/python -m pytest -q $(ARGS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: setup
+	$(BIN)/python -m bench.cpu_adam $(ARGS)
+
+setup: $(BUILD_STAMP)
+
+$(SITE_STAMP): pyproject.toml constraints.txt
+	@command -v $${CC:-cc} >/dev/null 2>&1 || { \
+	    echo "make: a C compiler is needed to build the kernels, and '$${CC:-cc}' was not found."; \
+	    echo "Install one (Debian, Ubuntu: apt install gcc python3-dev) or name yours: make CC=/path/to/cc $(MAKECMDGOALS)"; \
+	    exit 1; }
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "make: Python 3.11 or newer is needed, this is " + sys.version)'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt setuptools cffi
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation -e '.[torch,jax,test,bench,lint]'
+	touch $@
+
+$(BUILD_STAMP): $(SITE_STAMP) setup.py offload_core/_ffi_build.py $(wildcard c_src/*.c c_src/*.h)
+	$(BIN)/python setup.py --quiet build_ext --inplace
+	touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info offload_core/_offload*.so offload_core/_offload.c .hypothesis

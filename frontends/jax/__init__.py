@@ -1,0 +1,8 @@
+"""Offloaded AdamW for JAX: ``wrap(params)``, ``offloaded.value_and_grad(loss_fn)``, ``offloaded.update(grads)``."""
+
+from offload_core.config import OffloadConfig
+from offload_core.pipeline import StepReport
+
+from .offloaded import OffloadedParams, ScaledGradients, wrap
+
+__all__ = ["OffloadConfig", "OffloadedParams", "ScaledGradients", "StepReport", "wrap"]

@@ -1,0 +1,477 @@
+"""``wrap(params) -> OffloadedParams``: a pytree of parameters whose optimizer states live in host memory."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from offload_core.collectives import SingleRank
+from offload_core.config import OffloadConfig
+from offload_core.cpu_adam import STATE_NAMES, AdamHyper
+from offload_core.dtypes import BY_NUMPY
+from offload_core.errors import GradientError, ParameterError, StateError
+from offload_core.host_memory import HostMemory, available_bytes
+from offload_core.loss_scale import scaler_for
+from offload_core.memory_plan import MemoryReport, PlanRow
+from offload_core.partition import ParamSpec
+from offload_core.pipeline import Pipeline, StepReport
+
+from .device import JaxDevice, ParameterBuffers
+
+Mask = Any
+"""A pytree of booleans with the parameters' structure, or a function from the parameters to one."""
+
+
+def wrap(
+    params: Any,
+    config: OffloadConfig | Mapping[str, Any] | None = None,
+    *,
+    mask: Mask | None = None,
+    trainable: Mask | None = None,
+    **overrides: Any,
+) -> "OffloadedParams":
+    """Put the optimizer states of a pytree of parameters in host memory.
+
+    Args:
+        params: any pytree (dicts, flax.nnx state, equinox modules). Leaves that are not floating-point arrays
+            pass through untouched.
+        config: an ``OffloadConfig``, or a dict of its fields.
+        mask: which parameters weight decay applies to, as in ``optax.adamw``; None: all.
+        trainable: which parameters are trained; None: all. The others pass through.
+        overrides: fields of ``OffloadConfig``; ``lr`` may be an optax schedule.
+
+    Raises:
+        ConfigError, ParameterError, HostMemoryError: before anything is allocated.
+    """
+    return OffloadedParams(params, config, mask=mask, trainable=trainable, **overrides)
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclass(frozen=True)
+class ScaledGradients:
+    """Gradients of a loss that was multiplied by ``scale`` (float16 parameters).
+
+    ``tree`` has the parameters' structure.
+    """
+
+    tree: Any
+    scale: float
+
+    def tree_flatten(self) -> tuple[tuple[Any], float]:
+        return (self.tree,), self.scale
+
+    @classmethod
+    def tree_unflatten(cls, scale: float, children: tuple[Any]) -> "ScaledGradients":
+        return cls(children[0], scale)
+
+
+class OffloadState(NamedTuple):
+    """The state of :meth:`OffloadedParams.as_optax`: the number of updates it stands for, an int32 scalar."""
+
+    step: jax.Array
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    """A parameter: where it is among the tree's leaves, and what its array must be."""
+
+    position: int
+    shape: tuple[int, ...]
+    dtype: Any
+    placement: Any
+    """The sharding to put new arrays on; None where the array was not committed to a device."""
+
+
+class OffloadedParams:
+    """A pytree of device parameters, with master weights and moments in host memory.
+
+    ``params`` is the current pytree; :meth:`update` replaces it. The bits on fp32 masters are those of eager
+    ``optax.adamw``.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        config: OffloadConfig | Mapping[str, Any] | None = None,
+        *,
+        mask: Mask | None = None,
+        trainable: Mask | None = None,
+        **overrides: Any,
+    ) -> None:
+        self.config = OffloadConfig.resolve(config, **overrides)
+        self.config = replace(self.config, op_order=self.config.op_order or "optax")
+        self.report: StepReport | None = None
+        """What the last :meth:`update` did."""
+        self.count = 0
+        """Updates made so far."""
+        flat, self._treedef = _flatten(params)
+        self._paths = [path for path, _ in flat]
+        leaves = [leaf for _, leaf in flat]
+        trained = _mask_leaves(trainable, params, self._paths, "trainable")
+        decayed = _mask_leaves(mask, params, self._paths, "mask")
+        positions = [i for i, leaf in enumerate(leaves) if trained[i] and _is_parameter(self._paths[i], leaf)]
+        if not positions:
+            raise ParameterError("params: no leaf is a trainable floating-point array; expected at least one")
+        target = self.config.target_dtype
+        arrays = [jnp.asarray(leaves[i]) for i in positions]
+        specs = [
+            ParamSpec(self._paths[i], array.size, target or BY_NUMPY[array.dtype], group=int(not decayed[i]))
+            for i, array in zip(positions, arrays, strict=True)
+        ]
+        self._pipeline = Pipeline(
+            self.config, JaxDevice(), SingleRank(), scaler_for(self.config, [s.dtype for s in specs])
+        )
+        self._on_cpu = next(iter(arrays[0].devices())).platform == "cpu"
+        # On the CPU the buffers are the device parameters themselves: the device's account, not the host's.
+        self._buffer_memory = HostMemory(self.config.threads) if self._on_cpu else self._pipeline.memory
+        self._buffers = ParameterBuffers(self._buffer_memory, specs)
+        self._plan(specs)
+        self._pipeline.add_parameters(specs, arrays)
+        cast = [array.astype(spec.dtype.numpy) for array, spec in zip(arrays, specs, strict=True)]
+        self._leaves = [
+            _Leaf(i, array.shape, array.dtype, array.sharding if array.committed else None)
+            for i, array in zip(positions, cast, strict=True)
+        ]
+        for i, array in zip(positions, cast, strict=True):
+            leaves[i] = array
+        self._all_leaves = leaves
+
+    def _plan(self, specs: Sequence[ParamSpec]) -> None:
+        plan = self._pipeline.plan(specs)
+        row = PlanRow("parameter buffers", "host", 2 * self._buffers.generation_bytes, "param_dtype='bfloat16'")
+        plan = replace(plan, rows=(*plan.rows, row))
+        plan.check(available_bytes())
+        self._planned_host_bytes = plan.host_bytes - (row.n_bytes if self._on_cpu else 0)
+
+    @property
+    def params(self) -> Any:
+        """The parameters, with the structure that was wrapped."""
+        return jax.tree_util.tree_unflatten(self._treedef, self._all_leaves)
+
+    # --- gradients ---------------------------------------------------------------------------------
+
+    def value_and_grad(self, fun: Callable[..., Any], *, has_aux: bool = False) -> Callable[..., Any]:
+        """A compiled function of ``(params, *args, **kwargs)`` that returns ``fun``'s value and its gradients.
+
+        As ``jax.jit(jax.value_and_grad(fun))`` for trees that also hold leaves that are not trained: their place in
+        the gradients is None. Under loss scaling the gradients come as :class:`ScaledGradients`; the value is
+        unscaled.
+        """
+        positions = [leaf.position for leaf in self._leaves]
+        trained_set = frozenset(positions)
+
+        def compute(trained: list[Any], traced: list[Any], static: _Static, scale: Any, args: Any, kwargs: Any) -> Any:
+            def scaled(trained: list[Any]) -> Any:
+                leaves = static.merge(traced)
+                for i, leaf in zip(positions, trained, strict=True):
+                    leaves[i] = leaf
+                out = fun(jax.tree_util.tree_unflatten(static.treedef, leaves), *args, **kwargs)
+                value = out[0] if has_aux else out
+                return value.astype(jnp.float32) * scale if scale is not None else value, out
+
+            (_, out), gradients = jax.value_and_grad(scaled, has_aux=True)(trained)
+            return out, gradients
+
+        compiled = jax.jit(compute, static_argnums=2)
+
+        def call(params: Any, *args: Any, **kwargs: Any) -> Any:
+            flat, treedef = _flatten(params)
+            leaves = [leaf for _, leaf in flat]
+            if treedef != self._treedef:
+                _check_paths(self._paths, [path for path, _ in flat], "value_and_grad: params")
+            trained = [leaves[i] for i in positions]
+            static, traced = _Static.split(treedef, [None if i in trained_set else x for i, x in enumerate(leaves)])
+            scale = self._pipeline.scaler.scale if self._pipeline.scaler else None
+            out, gradients = compiled(trained, traced, static, scale, args, kwargs)
+            tree = [None] * len(leaves)
+            for i, gradient in zip(positions, gradients, strict=True):
+                tree[i] = gradient
+            grads = jax.tree_util.tree_unflatten(treedef, tree)
+            return out, (grads if scale is None else ScaledGradients(grads, scale))
+
+        return call
+
+    # --- update ------------------------------------------------------------------------------------
+
+    def update(self, grads: Any) -> Any:
+        """Take the gradients of a micro-step, update at the accumulation boundary, and return the parameters.
+
+        Args:
+            grads: a pytree with the parameters' structure, from :meth:`value_and_grad` or ``jax.grad``; a leaf may
+                be None (no gradient: that parameter and its states stay). Each leaf has its parameter's dtype, or
+                float32. With ``gradient_accumulation_steps=N`` the update averages over N calls.
+
+        Raises:
+            GradientError: the gradients do not fit; nothing has changed.
+        """
+        gradients = self._check(grads)
+        for gradient in gradients:
+            if not self._on_cpu and gradient is not None:
+                gradient.copy_to_host_async()
+        for i, gradient in enumerate(gradients):
+            if gradient is not None:
+                self._pipeline.add_gradient(i, gradient)
+        loss_scale = self._pipeline.loss_scale
+        if not self._pipeline.end_micro_step():
+            self.report = StepReport(updated=False, skipped="accumulating", loss_scale=loss_scale)
+            return self.params
+        buffers = self._buffers.take()
+        before = [float(t) for t in self._pipeline.steps]
+        divisor = float(self.config.gradient_accumulation_steps)
+        self.report = self._pipeline.step(self._hypers(), buffers, divisor=divisor)
+        if self.report.updated:
+            self.count += 1
+            for leaf, buffer, t, earlier in zip(self._leaves, buffers, self._pipeline.steps, before, strict=True):
+                if float(t) != earlier:
+                    self._all_leaves[leaf.position] = jax.device_put(buffer.reshape(leaf.shape), leaf.placement)
+        return self.params
+
+    def _check(self, grads: Any) -> list[Any]:
+        """The gradient of each parameter, or None; everything checked."""
+        scaler = self._pipeline.scaler
+        if isinstance(grads, ScaledGradients):
+            if scaler is None or grads.scale != scaler.scale:
+                raise GradientError(
+                    f"gradients scaled by {grads.scale:g}, expected {self._pipeline.loss_scale:g}: they are "
+                    "from before the last update; compute them anew"
+                )
+            grads = grads.tree
+        elif scaler is not None:
+            raise GradientError(
+                "plain gradients under loss scaling, expected those of offloaded.value_and_grad(loss_fn): float16 "
+                "gradients of an unscaled loss underflow (or set loss_scale=1)"
+            )
+        flat, treedef = _flatten(grads)
+        if treedef != self._treedef:
+            _check_paths(self._paths, [path for path, _ in flat], "update: gradients")
+        gradients = []
+        for leaf in self._leaves:
+            path, gradient = self._paths[leaf.position], flat[leaf.position][1]
+            if isinstance(gradient, jax.core.Tracer):
+                raise GradientError(
+                    f"{path}: update() inside jit, grad or vmap; expected concrete arrays: call it outside"
+                )
+            if gradient is not None:
+                if not isinstance(gradient, jax.Array | np.ndarray):
+                    raise GradientError(f"{path}: gradient is a {type(gradient).__name__}, expected an array or None")
+                if gradient.shape != leaf.shape or gradient.dtype not in (leaf.dtype, jnp.float32):
+                    raise GradientError(
+                        f"{path}: gradient is {gradient.dtype}{list(gradient.shape)}, expected "
+                        f"{leaf.dtype}{list(leaf.shape)} (or float32)"
+                    )
+                gradient = jnp.asarray(gradient)
+            gradients.append(gradient)
+        if all(gradient is None for gradient in gradients):
+            raise GradientError("update: every gradient is None, expected at least one array")
+        return gradients
+
+    def _hypers(self) -> list[AdamHyper]:
+        """One for decayed parameters, one for those that ``mask`` excludes."""
+        config = self.config
+        lr = float(config.lr(jnp.asarray(self.count, jnp.int32))) if callable(config.lr) else float(config.lr)
+        decayed = AdamHyper(lr, config.betas, config.eps, config.weight_decay, config.eps_root, _bias_correction)
+        return [decayed, replace(decayed, weight_decay=0.0)]
+
+    # --- states ------------------------------------------------------------------------------------
+
+    def to_pytree(self) -> dict[str, Any]:
+        """A copy of everything that training goes on from, as a pytree of NumPy arrays.
+
+        Keys: ``count``; ``params``; ``master``, ``exp_avg``, ``exp_avg_sq`` (fp32) and ``steps``, each with the
+        parameters' structure and None where a leaf is not trained.
+        """
+        states: dict[str, list[Any]] = {name: [None] * len(self._all_leaves) for name in (*STATE_NAMES, "steps")}
+        for i, leaf in enumerate(self._leaves):
+            for name, view in self._states(i).items():
+                states[name][leaf.position] = view.reshape(leaf.shape).copy()
+            states["steps"][leaf.position] = self._pipeline.steps[i].copy()
+        trees = {name: jax.tree_util.tree_unflatten(self._treedef, leaves) for name, leaves in states.items()}
+        scaler = self._pipeline.scaler
+        loss_scale = {} if scaler is None else {"loss_scale": scaler.state_dict()}
+        return {"count": self.count, "params": jax.tree.map(_to_numpy, self.params), **trees, **loss_scale}
+
+    def load_pytree(self, tree: Mapping[str, Any]) -> Any:
+        """Load what :meth:`to_pytree` gave, and return the parameters.
+
+        Raises:
+            StateError: a key or a leaf is missing, or has another shape; nothing has changed.
+        """
+        wanted = {name: self._leaves_of(tree, name) for name in ("params", *STATE_NAMES, "steps")}
+        self._pipeline.drop_gradients()
+        for i, leaf in enumerate(self._leaves):
+            for name, view in self._states(i).items():
+                view.reshape(leaf.shape)[...] = wanted[name][i]
+            self._pipeline.steps[i][...] = wanted["steps"][i]
+            array = np.asarray(wanted["params"][i]).astype(leaf.dtype)
+            self._all_leaves[leaf.position] = jax.device_put(jnp.array(array), leaf.placement)
+        if self._pipeline.scaler is not None and "loss_scale" in tree:
+            self._pipeline.scaler.load_state_dict(tree["loss_scale"])
+        self.count = int(tree["count"])
+        return self.params
+
+    def _states(self, i: int) -> dict[str, np.ndarray]:
+        runs = self._pipeline.states(i)
+        return runs[0][1] if runs else {name: np.empty(0, np.float32) for name in STATE_NAMES}
+
+    def _leaves_of(self, tree: Mapping[str, Any], name: str) -> list[Any]:
+        if name not in tree:
+            raise StateError(
+                f"load_pytree: no {name!r}, expected what to_pytree() gave; got {', '.join(map(str, tree))}"
+            )
+        flat, treedef = _flatten(tree[name])
+        if treedef != self._treedef:
+            _check_paths(self._paths, [path for path, _ in flat], f"load_pytree: {name}")
+        leaves = []
+        for leaf in self._leaves:
+            path, value = flat[leaf.position]
+            shape = () if name == "steps" else leaf.shape
+            if value is None or np.shape(value) != shape:
+                got = "None" if value is None else list(np.shape(value))
+                raise StateError(f"load_pytree: {name}{path} is {got}, expected shape {list(shape)}")
+            leaves.append(value)
+        return leaves
+
+    def memory_report(self) -> MemoryReport:
+        """Planned and measured bytes. On the CPU the parameters' buffers count as device memory."""
+        device_bytes = sum(self._all_leaves[leaf.position].nbytes for leaf in self._leaves)
+        report = self._pipeline.memory_report(device_bytes)
+        return replace(report, planned_host_bytes=self._planned_host_bytes)
+
+    # --- optax -------------------------------------------------------------------------------------
+
+    def as_optax(self) -> Any:
+        """An ``optax.GradientTransformation`` for an ordinary optax loop around these parameters.
+
+        ``optax.apply_updates(params, updates)`` gives exactly ``self.params``. The states are here, not in the
+        optax state, which only counts: a state that is not the last one raises :class:`StateError`, and so does
+        ``update`` under ``jax.jit``.
+        """
+        import optax
+
+        def init(params: Any) -> OffloadState:
+            flat, treedef = _flatten(params)
+            if treedef != self._treedef:
+                _check_paths(self._paths, [path for path, _ in flat], "as_optax().init: params")
+            return OffloadState(jnp.asarray(self.count, jnp.int32))
+
+        def update(grads: Any, state: OffloadState, params: Any = None) -> tuple[Any, OffloadState]:
+            if isinstance(state.step, jax.core.Tracer):
+                raise StateError("as_optax().update under jit; expected a call outside: the states are in host memory")
+            if int(state.step) != self.count:
+                raise StateError(
+                    f"as_optax().update with the state of update {int(state.step)}, expected that of update "
+                    f"{self.count}: the host states have moved on; use load_pytree() to go back"
+                )
+            before = list(self._all_leaves) if params is None else [leaf for _, leaf in _flatten(params)[0]]
+            self.update(grads)
+            updates: list[Any] = [None] * len(before)
+            for leaf in self._leaves:
+                updates[leaf.position] = _exact_update(before[leaf.position], self._all_leaves[leaf.position])
+            return jax.tree_util.tree_unflatten(self._treedef, updates), OffloadState(
+                jnp.asarray(self.count, jnp.int32)
+            )
+
+        return optax.GradientTransformation(init, update)
+
+
+class _Static:
+    """The leaves of a tree that jit must not trace, hashable; arrays are traced."""
+
+    def __init__(self, treedef: Any, leaves: tuple[Any, ...]) -> None:
+        self.treedef = treedef
+        self._leaves = leaves
+
+    @classmethod
+    def split(cls, treedef: Any, leaves: Sequence[Any]) -> tuple["_Static", list[Any]]:
+        traced = [leaf for leaf in leaves if _is_array(leaf)]
+        return cls(treedef, tuple(_TRACED if _is_array(leaf) else leaf for leaf in leaves)), traced
+
+    def merge(self, traced: Sequence[Any]) -> list[Any]:
+        arrays = iter(traced)
+        return [next(arrays) if leaf is _TRACED else leaf for leaf in self._leaves]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Static) and self.treedef == other.treedef and self._leaves == other._leaves
+
+    def __hash__(self) -> int:
+        return hash((self.treedef, self._leaves))
+
+
+_TRACED = object()
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array | np.ndarray)
+
+
+def _flatten(tree: Any) -> tuple[list[tuple[str, Any]], Any]:
+    """Leaves with their paths, None being a leaf: gradients have it where a leaf is not trained."""
+    flat, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda leaf: leaf is None)
+    return [(jax.tree_util.keystr(path), leaf) for path, leaf in flat], treedef
+
+
+def _check_paths(expected: Sequence[str], got: Sequence[str], what: str) -> None:
+    """Trees of other node types are accepted if their leaves' paths agree; else name the first that differs."""
+    if list(expected) == list(got):
+        return
+    for e, g in zip(expected, got, strict=False):
+        if e != g:
+            raise GradientError(
+                f"{what}: the tree has leaf {g!r} where {e!r} was expected; expected the wrapped structure"
+            )
+    raise GradientError(
+        f"{what}: the tree has {len(got)} leaves, expected {len(expected)}: those of the wrapped structure"
+    )
+
+
+def _is_parameter(path: str, leaf: Any) -> bool:
+    if not _is_array(leaf) or not jnp.issubdtype(leaf.dtype, jnp.inexact):
+        return False
+    if isinstance(leaf, jax.core.Tracer):
+        raise ParameterError(f"{path}: wrap() inside jit, grad or vmap; expected concrete arrays: call it outside")
+    if leaf.dtype not in BY_NUMPY:
+        raise ParameterError(f"{path} has dtype {leaf.dtype}, expected float32, bfloat16 or float16")
+    if isinstance(leaf, jax.Array) and len(leaf.devices()) > 1:
+        raise ParameterError(
+            f"{path} lies on {len(leaf.devices())} devices; expected one: sharded and replicated parameters are not "
+            "built yet in this version"
+        )
+    return True
+
+
+def _mask_leaves(mask: Mask | None, params: Any, paths: Sequence[str], name: str) -> list[bool]:
+    if mask is None:
+        return [True] * len(paths)
+    flat, _ = _flatten(mask(params) if callable(mask) else mask)
+    if [path for path, _ in flat] != list(paths):
+        raise ParameterError(f"{name}: its leaves differ from the parameters'; expected a boolean for every leaf")
+    return [bool(leaf) for _, leaf in flat]
+
+
+@jax.jit
+def _bias_correction_jit(beta: Any, t: Any) -> Any:
+    return 1 - beta**t
+
+
+def _bias_correction(beta: float, t: int) -> float:
+    """1 - beta^t in XLA's float32 arithmetic on the CPU, where optax computes it too."""
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        return float(_bias_correction_jit(beta, jnp.asarray(t, jnp.int32)))
+
+
+def _exact_update(before: Any, after: Any) -> Any:
+    """An fp32 ``u`` such that ``before + u``, rounded to the parameters' dtype, has the bits of ``after``."""
+    p = np.asarray(before)
+    q, p32 = np.asarray(after), p.astype(np.float32)
+    u = q.astype(np.float32) - p32
+    for _ in range(2):  # the rounded difference is at most a unit off
+        u = np.where((p32 + u).astype(q.dtype) < q, np.nextafter(u, np.float32(np.inf)), u)
+        u = np.where((p32 + u).astype(q.dtype) > q, np.nextafter(u, np.float32(-np.inf)), u)
+    return jnp.array(u)
+
+
+def _to_numpy(leaf: Any) -> Any:
+    return np.array(leaf) if _is_array(leaf) else leaf

@@ -1,0 +1,110 @@
+"""The kernels called on plain arrays: each function copies its inputs and returns what they became."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from offload_core import _kernels
+from offload_core.dtypes import BY_NUMPY, FLOAT32, ElementType
+from offload_core.grad_norm import SumOfSquares
+
+INSTRUCTION_SETS = _kernels.kernel_info().supported
+
+
+@contextlib.contextmanager
+def using(instruction_set: str) -> Iterator[None]:
+    """Run the kernels of one instruction set."""
+    before = _kernels.kernel_info().instruction_set
+    _kernels.set_instruction_set(instruction_set)
+    try:
+        yield
+    finally:
+        _kernels.set_instruction_set(before)
+
+
+def placed(array: np.ndarray, offset: int = 0) -> np.ndarray:
+    """A copy that starts ``offset`` elements past a 64-byte boundary."""
+    memory = np.empty(array.nbytes + 64 + offset * array.itemsize, np.uint8)
+    start = -memory.ctypes.data % 64 + offset * array.itemsize
+    copy = memory[start : start + array.nbytes].view(array.dtype)
+    copy[...] = array
+    return copy
+
+
+@dataclass(frozen=True)
+class AdamState:
+    """The arrays of one update: ``grad`` of any element type, fp32 states, and the device parameter after it."""
+
+    grad: np.ndarray
+    master: np.ndarray
+    exp_avg: np.ndarray
+    exp_avg_sq: np.ndarray
+    param: np.ndarray | None = None
+
+    def __getitem__(self, part: slice) -> "AdamState":
+        arrays = (self.grad, self.master, self.exp_avg, self.exp_avg_sq, self.param)
+        return AdamState(*(None if x is None else x[part] for x in arrays))
+
+    def placed(self, offsets: Sequence[int]) -> "AdamState":
+        """A copy, each array at its own ``offset`` from a 64-byte boundary."""
+        arrays = (self.grad, self.master, self.exp_avg, self.exp_avg_sq)
+        return AdamState(*(placed(x, offset) for x, offset in zip(arrays, offsets, strict=True)))
+
+
+def adam(
+    states: Sequence[AdamState],
+    scalars: Sequence[np.ndarray],
+    *,
+    op_order: str,
+    adam_mode: str,
+    param_dtype: ElementType | None,
+    threads: int = 1,
+    offsets: Sequence[int] = (0, 0, 0, 0, 0),
+) -> list[AdamState]:
+    """One call that updates copies of the states, the i-th with the i-th scalars (the last for all further)."""
+    after = [state.placed(offsets[:4]) for state in states]
+    if param_dtype is not None:
+        after = [replace(s, param=placed(np.zeros(s.master.size, param_dtype.numpy), offsets[4])) for s in after]
+    segments = np.zeros(len(after), _kernels.SEGMENT)
+    for i, state in enumerate(after):
+        for name in ("grad", "master", "exp_avg", "exp_avg_sq", "param"):
+            if getattr(state, name) is not None:
+                segments[i][name] = getattr(state, name).ctypes.data
+        segments[i]["numel"] = state.master.size
+        segments[i]["scalars"] = min(i, len(scalars) - 1)
+    _kernels.adam(
+        segments,
+        np.concatenate(scalars),
+        grad_dtype=BY_NUMPY[states[0].grad.dtype] if states else FLOAT32,
+        param_dtype=param_dtype,
+        op_order=op_order,
+        adam_mode=adam_mode,
+        threads=threads,
+    )
+    return after
+
+
+def accumulate(src: np.ndarray, dst: np.ndarray, *, threads: int = 1, offset: int = 0) -> np.ndarray:
+    """What ``dst`` becomes when ``src`` is added."""
+    src, dst = placed(src, offset), placed(dst, offset)
+    spans = _kernels.spans_of([(src.ctypes.data, dst.ctypes.data, src.size)])
+    _kernels.accumulate(spans, BY_NUMPY[src.dtype], threads=threads)
+    return dst
+
+
+def cast(src: np.ndarray, to: ElementType, *, threads: int = 1, offset: int = 0) -> np.ndarray:
+    """``src`` in another element type."""
+    src, dst = placed(src, offset), placed(np.zeros(src.size, to.numpy), offset)
+    _kernels.cast_array(src, BY_NUMPY[src.dtype], dst, to, threads)
+    return dst
+
+
+def sum_of_squares(*parts: np.ndarray, threads: int = 1, offset: int = 0) -> SumOfSquares:
+    """The sum over parts of one element type, in one call."""
+    copies = [placed(part, offset) for part in parts]
+    total = SumOfSquares()
+    spans = _kernels.spans_of([(copy.ctypes.data, 0, copy.size) for copy in copies])
+    total.add(spans, BY_NUMPY[copies[0].dtype], threads=threads)
+    return total

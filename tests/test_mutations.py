@@ -1,0 +1,181 @@
+"""The check of the kernels must fail on wrong kernels: one that does nothing, skips its tail, and so on.
+
+Each mutant is the C source with one textual replacement, built as a library of its own and put in the place of
+the compiled module.
+"""
+
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from cffi import FFI
+from kernel_calls import INSTRUCTION_SETS
+from oracles import check_kernels
+
+from offload_core import _kernels
+
+if not shutil.which("gcc"):
+    pytest.skip("gcc is not installed", allow_module_level=True)
+
+from offload_core._ffi_build import COMPILE_ARGS  # exits where there is no compiler
+
+C_SRC = Path(__file__).resolve().parent.parent / "c_src"
+# -O1 builds a mutant in a second, and bits depend on no level; the library's functions must be found by name.
+FLAGS = [flag for flag in COMPILE_ARGS if flag not in ("-O3", "-fvisibility=hidden")] + ["-O1", "-fPIC"]
+VECTOR_SETS = tuple(name for name in INSTRUCTION_SETS if name != "scalar")
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A replacement in one file, which the checks of these instruction sets must notice."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    instruction_sets: tuple[str, ...]
+    count: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.name}"
+
+
+def mutants(file: str, instruction_sets: tuple[str, ...], *rows: tuple) -> list[Mutant]:
+    return [Mutant(row[0], file, row[1], row[2], instruction_sets, *row[3:]) for row in rows]
+
+
+MUTANTS = [
+    *mutants(
+        "kernels_scalar.c",
+        ("scalar",),
+        ("update does nothing", "int64_t i = begin; i < end;", "int64_t i = begin; i < begin;"),
+        ("tail skipped", "i = begin; i < end;", "i = begin; i < begin + (end - begin) / 8 * 8;"),
+        ("torch: betas swapped", "v * s->beta2)", "v * s->beta1)"),
+        ("optax: betas swapped", "+ s->beta1 * m", "+ s->beta2 * m"),
+        ("torch: no weight decay", "p = p * s->decay;", ";"),
+        ("torch: no L2", "g = fmaf(p, s->weight_decay, g);", ";"),
+        ("optax: no weight decay", "update = update + s->weight_decay * p;", ";"),
+        ("optax: no L2", "g = g + s->weight_decay * p;", ";"),
+        ("gradient scale dropped", "g = g * s->grad_scale;", ";"),
+        (
+            "moment's FMA is two roundings",
+            "fmaf(s->one_minus_beta1, difference, m)",
+            "s->one_minus_beta1 * difference + m",
+        ),
+        (
+            "torch's tail form",
+            "fmaf(s->one_minus_beta2 * g, g, v * s->beta2)",
+            "fmaf(v, s->beta2, s->one_minus_beta2 * g * g)",
+        ),
+        ("device parameter not written", "store(segment->param, kind->param_dtype, i, p);", ";"),
+        ("norm misses its tail", "i < n; i++) {\n        float x", "i < n / 8 * 8; i++) {\n        float x"),
+        ("accumulation misses its tail", "i < n; i++)\n        dst[i] =", "i < n / 8 * 8; i++)\n        dst[i] ="),
+        ("bf16 truncates", "(bits + 0x7fff + ((bits >> 16) & 1)) >> 16", "bits >> 16"),
+        ("bf16 ties go up", "0x7fff + ((bits >> 16) & 1)", "0x8000"),
+        ("fp16 truncates", "magnitude += 0xfff + ((magnitude >> 13) & 1);", ";"),
+    ),
+    *mutants(
+        "kernels_simd.h",
+        VECTOR_SETS,
+        ("update does nothing", "int64_t i = begin;", "int64_t i = end;"),
+        ("main loop does nothing", "v_store(a->master + i, p);", ";"),
+        ("tail skipped", "if (i < end) {", "if (0) {"),
+        ("torch: betas swapped", "v_mul(*v, c->beta2))", "v_mul(*v, c->beta1))"),
+        ("optax: betas swapped", "v_mul(c->beta1, *m)", "v_mul(c->beta2, *m)"),
+        ("torch: no weight decay", "p = v_mul(p, c->decay);", ";"),
+        ("optax: no weight decay", "update = v_add(update, v_mul(c->weight_decay, p));", ";"),
+        ("gradient scale dropped", "g = v_mul(g, c->grad_scale);", ";"),
+        (
+            "torch's tail form",
+            "v_fma(v_mul(c->w2, g), g, v_mul(*v, c->beta2))",
+            "v_fma(*v, c->beta2, v_mul(v_mul(c->w2, g), g))",
+        ),
+        ("norm misses its tail", "padded = (count + LANES - 1) / LANES * LANES", "padded = whole"),
+        ("norm misses lower windows", "if (w_int_any(left))", "if (0)"),
+        ("tails of accumulation and cast skipped", "if (i < n) {", "if (0) {", 2),
+    ),
+    *mutants(
+        "sum_squares.h",
+        INSTRUCTION_SETS,
+        ("norm misses lower windows", "window >= 0 && rest != 0;", "window >= 5 && rest != 0;"),
+    ),
+    *mutants(
+        "kernels_avx2.c",
+        tuple({"avx2"} & set(INSTRUCTION_SETS)),
+        ("fp16 truncates", "_MM_FROUND_TO_NEAREST_INT", "_MM_FROUND_TO_ZERO"),
+        ("bf16 truncates", "_mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))", "_mm256_setzero_si256()"),
+    ),
+    *mutants(
+        "kernels_avx512.c",
+        tuple({"avx512"} & set(INSTRUCTION_SETS)),
+        ("fp16 truncates", "_MM_FROUND_TO_NEAREST_INT", "_MM_FROUND_TO_ZERO"),
+        ("bf16 truncates", "_mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))", "_mm512_setzero_si512()"),
+    ),
+    *mutants(
+        "kernels_neon.c",
+        tuple({"neon"} & set(INSTRUCTION_SETS)),
+        ("bf16 truncates", "vaddq_u32(odd, vdupq_n_u32(0x7fff))", "vdupq_n_u32(0)"),
+    ),
+]
+
+
+def compile_objects(sources: list[Path], folder: Path) -> dict[str, Path]:
+    """Compile side by side, and return the object of each source by name."""
+    objects = {source.name: folder / f"{source.stem}.o" for source in sources}
+    compilers = [subprocess.Popen(["gcc", *FLAGS, "-c", str(s), "-o", str(objects[s.name])]) for s in sources]
+    assert [compiler.wait() for compiler in compilers] == [0] * len(compilers)
+    return objects
+
+
+def includes(source: Path, file: str) -> bool:
+    """Whether a source is, or includes, at most through one header, a file of this name."""
+    text = source.read_text()
+    headers = [line.split('"')[1] for line in text.splitlines() if line.startswith('#include "')]
+    return source.name == file or file in headers or any(includes(source.parent / h, file) for h in headers)
+
+
+@pytest.fixture(scope="module")
+def sound_objects(tmp_path_factory) -> dict[str, Path]:
+    """The unmutated objects, built once: a mutant rebuilds only what it touches."""
+    return compile_objects(sorted(C_SRC.glob("*.c")), tmp_path_factory.mktemp("sound"))
+
+
+@pytest.fixture
+def use_library(monkeypatch, tmp_path):
+    """Link objects and put the library in the place of the compiled module."""
+
+    def use(objects: dict[str, Path]) -> None:
+        library = tmp_path / "kernels.so"
+        subprocess.run(
+            ["gcc", "-shared", "-pthread", *map(str, objects.values()), "-o", str(library), "-lm"], check=True
+        )
+        ffi = FFI()
+        ffi.cdef((C_SRC / "api.h").read_text())
+        monkeypatch.setattr(_kernels, "ffi", ffi)
+        monkeypatch.setattr(_kernels, "lib", ffi.dlopen(str(library)))
+
+    return use
+
+
+def test_the_sound_kernels_pass(sound_objects, use_library):
+    use_library(sound_objects)
+    for instruction_set in INSTRUCTION_SETS:
+        check_kernels(instruction_set)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=str)
+def test_the_check_fails_on_a_mutant(mutant, sound_objects, use_library, tmp_path):
+    if not mutant.instruction_sets:
+        pytest.skip("this processor lacks the instruction set")
+    for file in C_SRC.glob("*.[ch]"):
+        shutil.copy(file, tmp_path)
+    text = (tmp_path / mutant.file).read_text()
+    assert text.count(mutant.old) == mutant.count, f"{mutant.file} no longer holds what this mutant replaces"
+    (tmp_path / mutant.file).write_text(text.replace(mutant.old, mutant.new))
+    touched = [source for source in tmp_path.glob("*.c") if includes(source, mutant.file)]
+    use_library(sound_objects | compile_objects(touched, tmp_path))
+    for instruction_set in mutant.instruction_sets:
+        with pytest.raises(AssertionError):
+            check_kernels(instruction_set)
