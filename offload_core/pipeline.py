@@ -281,10 +281,11 @@ class Pipeline:
         """Hold first gradients where they are, unless gradients accumulate; sum further ones in fp32."""
         copies: dict[ElementType, list[tuple[int, int, int]]] = {}
         sums: dict[ElementType, list[tuple[int, int, int]]] = {}
+        kept: dict[int, HostArray] = {}  # held gradients stay alive until they have been read
         for i, gradient in arrived:
             held, piece = work.gradients[i], work.pieces[i]
             if held is None and self.device.addressable and not work.accumulates:
-                work.gradients[i] = gradient
+                kept[i] = gradient
                 continue
             if not work.accumulates:  # a second gradient, though gradient_accumulation_steps is 1
                 if work.home is None or work.home.dtype != FLOAT32.numpy:
@@ -298,11 +299,13 @@ class Pipeline:
                 if held.address != target.address:
                     copies.setdefault(held.dtype, []).append((held.address, target.address, piece.numel))
                 sums.setdefault(gradient.dtype, []).append((gradient.address, target.address, piece.numel))
-            work.gradients[i] = target
+            kept[i] = target
         for dtype, rows in copies.items():
             _kernels.cast(_kernels.spans_of(rows), dtype, FLOAT32, threads=self._threads)
         for dtype, rows in sums.items():
             _kernels.accumulate(_kernels.spans_of(rows), dtype, threads=self._threads)
+        for i, gradient in kept.items():
+            work.gradients[i] = gradient
 
     # --- update ------------------------------------------------------------------------------------
 

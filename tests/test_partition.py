@@ -1,0 +1,72 @@
+"""Laws of the partition: pure integers."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import law
+
+from offload_core.dtypes import BFLOAT16, FLOAT32
+from offload_core.partition import ALIGNMENT, ParamSpec, build_buckets
+
+specs = st.lists(
+    st.builds(
+        ParamSpec,
+        name=st.just("p"),
+        numel=st.integers(0, 300),
+        dtype=st.sampled_from([FLOAT32, BFLOAT16]),
+        group=st.integers(0, 2),
+    ),
+    max_size=12,
+)
+world_sizes = st.integers(1, 8)
+bucket_sizes = st.integers(1, 1000)
+
+
+@law(200)
+@given(specs, world_sizes, bucket_sizes)
+def test_every_element_lies_in_exactly_one_piece(params, world_size, bucket_numel):
+    seen = [[0] * p.numel for p in params]
+    for bucket in build_buckets(params, world_size=world_size, bucket_numel=bucket_numel):
+        for piece in bucket.pieces:
+            assert (params[piece.param].group, params[piece.param].dtype) == (bucket.group, bucket.dtype)
+            for i in range(piece.start, piece.stop):
+                seen[piece.param][i] += 1
+    assert all(count == 1 for counts in seen for count in counts)
+
+
+@law(200)
+@given(specs, world_sizes, bucket_sizes)
+def test_shards_cover_a_bucket_and_have_one_aligned_length(params, world_size, bucket_numel):
+    for bucket in build_buckets(params, world_size=world_size, bucket_numel=bucket_numel):
+        assert bucket.shard_numel % ALIGNMENT == 0
+        assert bucket.padded_numel < bucket_numel + ALIGNMENT * world_size
+        owned = []
+        for rank in range(world_size):
+            for piece in bucket.shard(rank):
+                assert piece.offset >= 0
+                assert piece.offset + piece.numel <= bucket.shard_numel
+                owned += [(piece.param, i, rank * bucket.shard_numel + piece.offset + i - piece.start)
+                          for i in range(piece.start, piece.stop)]  # fmt: skip
+        whole = [(p.param, i, p.offset + i - p.start) for p in bucket.pieces for i in range(p.start, p.stop)]
+        assert owned == whole
+
+
+@law(200)
+@given(specs, world_sizes, bucket_sizes)
+def test_a_bucket_has_at_most_one_piece_of_a_parameter_and_only_the_last_has_padding(params, world_size, bucket_numel):
+    buckets = build_buckets(params, world_size=world_size, bucket_numel=bucket_numel)
+    for bucket in buckets:
+        assert len({piece.param for piece in bucket.pieces}) == len(bucket.pieces)
+        last_alike = max(b.index for b in buckets if b.key == bucket.key)
+        if bucket.index != last_alike:
+            assert sum(piece.numel for piece in bucket.pieces) == bucket.padded_numel
+
+
+def test_later_parameters_come_first():
+    params = [ParamSpec(str(i), 16, FLOAT32) for i in range(4)]
+    buckets = build_buckets(params, world_size=1, bucket_numel=32)
+    assert [[piece.param for piece in bucket.pieces] for bucket in buckets] == [[3, 2], [1, 0]]
+
+
+def test_numbering_goes_on_from_the_parameters_and_buckets_before():
+    [bucket] = build_buckets([ParamSpec("p", 5, FLOAT32)], world_size=2, bucket_numel=64, first_param=7, first_bucket=3)
+    assert (bucket.index, bucket.pieces[0].param, bucket.shard_numel) == (3, 7, 16)

@@ -1,0 +1,381 @@
+"""The pipeline against a naive unsharded loop, on the host device and on the fake asynchronous one."""
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+import oracles
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kernel_calls import INSTRUCTION_SETS, AdamState, using
+from oracles import assert_same_bits
+from strategies import element_types, float_arrays, law
+
+from offload_core.collectives import SingleRank
+from offload_core.config import OffloadConfig
+from offload_core.cpu_adam import AdamHyper
+from offload_core.device import HostDevice
+from offload_core.dtypes import BFLOAT16, FLOAT16, FLOAT32, ElementType
+from offload_core.errors import GradientError, StateError
+from offload_core.fake_device import FakeDevice, FakeTensor
+from offload_core.grad_norm import clip_coefficient
+from offload_core.loss_scale import LossScaler
+from offload_core.partition import ParamSpec
+from offload_core.pipeline import Pipeline
+
+STATES = ("master", "exp_avg", "exp_avg_sq")
+
+
+class Naive:
+    """Unsharded AdamW by the definition: one parameter at a time, whole, in NumPy."""
+
+    def __init__(self, masters, dtypes, groups, config, hypers):
+        self.states = [[m.copy(), np.zeros_like(m), np.zeros_like(m)] for m in masters]
+        self.dtypes, self.groups, self.config, self.hypers = dtypes, groups, config, hypers
+        self.steps = [0] * len(masters)
+        self.sums = [None] * len(masters)
+
+    def add_gradient(self, i, gradient):
+        gradient = gradient.astype(np.float32)
+        self.sums[i] = gradient if self.sums[i] is None else self.sums[i] + gradient
+
+    def step(self, divisor):
+        present = [g for g in self.sums if g is not None]
+        coefficient, norm = 1.0, None
+        if self.config.gradient_clipping is not None:
+            exact = sum(oracles.sum_of_squares(g) for g in present)
+            norm = math.sqrt(exact) / divisor
+            coefficient = clip_coefficient(norm, self.config.gradient_clipping)
+        for i, gradient in enumerate(self.sums):
+            if gradient is None:
+                continue
+            hyper = self.hypers[self.groups[i]]
+            self.steps[i] += 1
+            after = oracles.adam(
+                AdamState(gradient, *self.states[i]),
+                oracles.Hyper(
+                    hyper.lr,
+                    *hyper.betas,
+                    hyper.eps,
+                    hyper.eps_root,
+                    hyper.weight_decay,
+                    coefficient / divisor,
+                    self.steps[i],
+                ),
+                op_order=self.config.op_order,
+                adam_mode=self.config.adam_mode,
+                param_dtype=None,
+            )
+            self.states[i] = [after.master, after.exp_avg, after.exp_avg_sq]
+        self.sums = [None] * len(self.sums)
+        return norm
+
+    def params(self):
+        return [oracles.cast(state[0], dtype) for state, dtype in zip(self.states, self.dtypes, strict=True)]
+
+
+class Subject:
+    """A pipeline with its parameters on one device."""
+
+    def __init__(self, device, masters, dtypes, groups, config, scaler=None):
+        self.device = device
+        self.put = FakeTensor if isinstance(device, FakeDevice) else np.copy
+        self.pipeline = Pipeline(config, device, SingleRank(), scaler)
+        self.specs = [
+            ParamSpec(f"p{i}", m.size, dtype, group)
+            for i, (m, dtype, group) in enumerate(zip(masters, dtypes, groups, strict=True))
+        ]
+        self.tensors = [self.put(m.astype(dtype.numpy)) for m, dtype in zip(masters, dtypes, strict=True)]
+        # fp32 parameters in place start from themselves; others from the fp32 values, as wrap() does
+        sources = [
+            t if dtype is FLOAT32 else self.put(m) for t, dtype, m in zip(self.tensors, dtypes, masters, strict=True)
+        ]
+        self.pipeline.add_parameters(self.specs, sources)
+
+    def add_gradient(self, i, gradient):
+        self.pipeline.add_gradient(i, self.put(gradient))
+
+    def params(self):
+        return [t.memory if isinstance(t, FakeTensor) else t for t in self.tensors]
+
+    def states(self, i):
+        [(start, views)] = self.pipeline.states(i)
+        assert start == 0
+        return [views.get(name, self.params()[i]) for name in STATES]
+
+
+@dataclass(frozen=True)
+class Case:
+    masters: list
+    dtypes: list
+    groups: list
+    config: OffloadConfig
+    hypers: list
+    steps: list
+    """For each step a list of micro-steps: a list of (parameter, gradient) in order of arrival."""
+
+
+@st.composite
+def cases(draw):
+    n = draw(st.integers(1, 5))
+    dtypes = draw(st.lists(element_types, min_size=n, max_size=n))
+    groups = draw(st.lists(st.integers(0, 1), min_size=n, max_size=n))
+    sizes = draw(st.lists(st.sampled_from([1, 3, 16, 33, 200, 1027]), min_size=n, max_size=n))
+    seed = draw(st.integers(0, 2**32 - 1))
+    rng = np.random.default_rng(seed)
+    accumulation = draw(st.integers(1, 3))
+    config = OffloadConfig(
+        op_order=draw(st.sampled_from(["torch", "optax"])),
+        adam_mode=draw(st.sampled_from(["adamw", "adam"])),
+        gradient_clipping=draw(st.none() | st.sampled_from([0.5, 1e3])),
+        gradient_accumulation_steps=draw(st.sampled_from([1, accumulation])),  # 1: more arrive than announced
+        reduce_bucket_size=draw(st.sampled_from([1, 17, 100, 1 << 20])),
+        num_threads=draw(st.integers(1, 3)),
+    )
+    hypers = [AdamHyper(1e-2, (0.9, 0.99), 1e-8, 0.1), AdamHyper(1e-3, (0.5, 0.95), 1e-6, 0.0)]
+    steps = []
+    for _ in range(draw(st.integers(1, 3))):
+        micro = []
+        for _ in range(accumulation):
+            order = draw(st.permutations(range(n)))
+            present = order[: draw(st.integers(1, n))]  # some parameters have no gradient
+            micro.append([(i, (rng.standard_normal(sizes[i]) * 0.1).astype(dtypes[i].numpy)) for i in present])
+        steps.append(micro)
+    masters = [rng.standard_normal(size).astype(np.float32) for size in sizes]
+    # an fp32 parameter is its own master; a low-precision one starts from the fp32 value
+    return Case(masters, dtypes, groups, config, hypers, steps)
+
+
+def run(subject, case):
+    divisor = float(len(case.steps[0]))
+    norms = []
+    for micro_steps in case.steps:
+        for arrivals in micro_steps:
+            for i, gradient in arrivals:
+                subject.add_gradient(i, gradient)
+        if isinstance(subject, Naive):
+            norms.append(subject.step(divisor))
+        else:
+            norms.append(subject.pipeline.step(case.hypers, subject.tensors, divisor=divisor).grad_norm)
+    return norms
+
+
+def assert_equal_runs(case, subject, naive):
+    assert run(subject, case) == run(naive, case)
+    for i, (got, expected) in enumerate(zip(subject.params(), naive.params(), strict=True)):
+        assert_same_bits(f"parameter {i}", got, expected)
+        for name, mine, theirs in zip(STATES, subject.states(i), naive.states[i], strict=True):
+            assert_same_bits(f"{name} of parameter {i}", mine, theirs)
+        assert subject.pipeline.steps[i] == naive.steps[i]
+
+
+@law(150)
+@given(cases())
+def test_the_host_device_equals_the_naive_loop(case):
+    naive = Naive(case.masters, case.dtypes, case.groups, case.config, case.hypers)
+    assert_equal_runs(case, Subject(HostDevice(), case.masters, case.dtypes, case.groups, case.config), naive)
+
+
+@law(60)
+@given(cases(), st.integers(0, 1000))
+def test_a_device_of_late_copies_equals_the_naive_loop(case, seed):
+    device = FakeDevice(seed=seed, max_delay=1e-4)
+    try:
+        naive = Naive(case.masters, case.dtypes, case.groups, case.config, case.hypers)
+        assert_equal_runs(case, Subject(device, case.masters, case.dtypes, case.groups, case.config), naive)
+    finally:
+        device.close()
+
+
+@law(40)
+@given(cases(), st.sampled_from([1, 40, 999]), st.integers(1, 4), st.sampled_from(INSTRUCTION_SETS))
+def test_bucket_size_thread_count_and_instruction_set_change_no_bits(case, bucket_size, threads, instruction_set):
+    other = replace(case, config=replace(case.config, reduce_bucket_size=bucket_size, num_threads=threads))
+    one = Subject(HostDevice(), case.masters, case.dtypes, case.groups, case.config)
+    two = Subject(HostDevice(), other.masters, other.dtypes, other.groups, other.config)
+    with using(instruction_set):
+        norms = run(two, other)
+    assert run(one, case) == norms
+    for i, (a, b) in enumerate(zip(one.params(), two.params(), strict=True)):
+        assert_same_bits(f"parameter {i}", a, b)
+        for name, x, y in zip(STATES, one.states(i), two.states(i), strict=True):
+            assert_same_bits(f"{name} of parameter {i}", x, y)
+
+
+def make(device=None, dtype: ElementType = BFLOAT16, scaler=None, **fields):
+    rng = np.random.default_rng(0)
+    masters = [rng.standard_normal(n).astype(np.float32) for n in (40, 100)]
+    config = OffloadConfig(**fields)
+    return Subject(device or HostDevice(), masters, [dtype] * 2, [0, 0], config, scaler)
+
+
+def bits(subject):
+    arrays = subject.params() + [a for i in range(2) for a in subject.states(i)]
+    return [a.tobytes() for a in arrays] + [float(t) for t in subject.pipeline.steps]
+
+
+@pytest.mark.parametrize("poison", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16, FLOAT16], ids=str)
+@pytest.mark.parametrize("fields", [{"gradient_clipping": 1.0}, {"skip_nonfinite": True}], ids=str)
+def test_a_skipped_step_changes_nothing(poison, dtype, fields):
+    subject = make(dtype=dtype, **fields)
+    before = bits(subject)
+    for i in range(2):
+        gradient = np.ones(subject.specs[i].numel, dtype.numpy)
+        gradient[-1] = poison if i == 0 else 1
+        subject.add_gradient(i, gradient)
+    report = subject.pipeline.step([AdamHyper(1e-2)], subject.tensors)
+    assert (report.updated, report.skipped) == (False, "overflow")
+    assert bits(subject) == before
+    # the gradients are gone: the next step starts clean
+    for i in range(2):
+        subject.add_gradient(i, np.ones(subject.specs[i].numel, dtype.numpy))
+    assert subject.pipeline.step([AdamHyper(1e-2)], subject.tensors).updated
+    assert bits(subject) != before
+
+
+def test_loss_scale_is_the_one_that_the_gradients_carry():
+    """Gradients made under a scale are divided by it even where that update makes the scale grow."""
+    plain, scaled = make(dtype=FLOAT16), make(dtype=FLOAT16, scaler=LossScaler(8.0, window=1))
+    reports = []
+    for _ in range(3):
+        scale = scaled.pipeline.loss_scale
+        for i in range(2):
+            gradient = np.full(plain.specs[i].numel, 0.25, np.float16)
+            plain.add_gradient(i, gradient)
+            scaled.add_gradient(i, gradient * np.float16(scale))
+        plain.pipeline.step([AdamHyper(1e-2)], plain.tensors)
+        reports.append(scaled.pipeline.step([AdamHyper(1e-2)], scaled.tensors))
+    assert [report.loss_scale for report in reports] == [8.0, 16.0, 32.0]
+    assert {report.grad_norm for report in reports} == {math.sqrt(140 * 0.25**2)}
+    assert bits(plain) == bits(scaled)
+
+
+def test_dropped_gradients_are_forgotten_on_the_host_too():
+    for drop in (None, [0, 1], [0]):
+        subject, reference = make(gradient_accumulation_steps=2), make(gradient_accumulation_steps=2)
+        subject.add_gradient(0, np.ones(40, BFLOAT16.numpy))
+        if drop != [0]:
+            subject.add_gradient(1, np.ones(100, BFLOAT16.numpy))
+        subject.pipeline.drop_gradients(drop)
+        for s in (subject, reference):
+            s.add_gradient(1, np.full(100, 2, BFLOAT16.numpy))
+            s.pipeline.step([AdamHyper(1e-2)], s.tensors)
+        assert bits(subject) == bits(reference)
+
+
+def test_dropping_the_last_arrival_keeps_what_earlier_micro_steps_brought():
+    subject, reference = make(gradient_accumulation_steps=2), make(gradient_accumulation_steps=2)
+    for s in (subject, reference):
+        for i in range(2):
+            s.add_gradient(i, np.ones(s.specs[i].numel, BFLOAT16.numpy))
+    subject.add_gradient(0, np.ones(40, BFLOAT16.numpy))
+    for s in (subject, reference):
+        s.pipeline.drop_gradients([0])
+        s.pipeline.step([AdamHyper(1e-2)], s.tensors)
+    assert bits(subject) == bits(reference)
+
+
+def test_a_step_without_gradients_changes_nothing():
+    subject = make(gradient_clipping=1.0)
+    before = bits(subject)
+    report = subject.pipeline.step([AdamHyper(1e-2)], subject.tensors)
+    assert (report.updated, report.skipped) == (False, "no gradients")
+    assert bits(subject) == before
+
+
+def test_a_gradient_of_the_wrong_length_is_refused_and_loses_nothing():
+    subject = make()
+    subject.add_gradient(0, np.ones(40, BFLOAT16.numpy))
+    with pytest.raises(GradientError, match="'p1': gradient has 99 elements, expected 100"):
+        subject.add_gradient(1, np.ones(99, BFLOAT16.numpy))
+    subject.add_gradient(1, np.ones(100, BFLOAT16.numpy))
+    assert subject.pipeline.step([AdamHyper(1e-2)], subject.tensors).updated
+
+
+@pytest.mark.parametrize("delayed", [0.0, 1e-3])
+def test_a_failed_copy_from_the_device_changes_no_state_and_can_be_dropped(delayed):
+    device = FakeDevice(max_delay=delayed, fail_at=frozenset({3}))  # 2 copies load the masters
+    subject = make(device)
+    before = bits(subject)
+    subject.add_gradient(1, np.ones(100, BFLOAT16.numpy))
+    with pytest.raises(OSError, match="copy 3 failed"):
+        subject.add_gradient(0, np.ones(40, BFLOAT16.numpy))
+    assert bits(subject) == before
+    subject.pipeline.drop_gradients()
+    for i in range(2):
+        subject.add_gradient(i, np.ones(subject.specs[i].numel, BFLOAT16.numpy))
+    assert subject.pipeline.step([AdamHyper(1e-2)], subject.tensors).updated
+    device.close()
+
+
+def test_a_failed_copy_to_the_device_is_not_forgotten():
+    device = FakeDevice(fail_at=frozenset({4}))
+    subject = make(device)
+    for i in range(2):
+        subject.add_gradient(i, np.ones(subject.specs[i].numel, BFLOAT16.numpy))
+    with pytest.raises(OSError, match="copy 4 failed"):
+        subject.pipeline.step([AdamHyper(1e-2)], subject.tensors)
+    with pytest.raises(StateError, match="while it is 'publishing'"):
+        subject.add_gradient(0, np.ones(40, BFLOAT16.numpy))
+    device.close()
+
+
+@pytest.mark.parametrize("device", [HostDevice, FakeDevice])
+def test_a_change_from_outside_is_followed_and_the_rest_keeps_its_low_bits(device):
+    subject = make(device())
+    masters = [subject.states(i)[0].copy() for i in range(2)]
+    subject.params()[0][5] = 7.0
+    subject.pipeline.adopt(0, subject.tensors[0])
+    subject.pipeline.adopt(1, subject.tensors[1])
+    masters[0][5] = 7.0
+    for i in range(2):
+        assert_same_bits(f"master {i}", subject.states(i)[0], masters[i])
+
+
+@law(30)
+@given(st.lists(st.sampled_from([1, 5, 16, 100]), min_size=1, max_size=4), st.sampled_from([1, 20, 1000]))
+def test_parameters_added_later_are_updated_like_the_first(sizes, bucket_size):
+    config = OffloadConfig(reduce_bucket_size=bucket_size, op_order="torch")
+    rng = np.random.default_rng(0)
+    masters = [rng.standard_normal(n).astype(np.float32) for n in (30, *sizes)]
+    dtypes, groups = [BFLOAT16] * len(masters), [0] * len(masters)
+    whole = Subject(HostDevice(), masters, dtypes, groups, config)
+    grown = Subject(HostDevice(), masters[:1], dtypes[:1], groups[:1], config)
+    grown.specs += whole.specs[1:]
+    grown.tensors += [m.astype(BFLOAT16.numpy) for m in masters[1:]]
+    grown.pipeline.add_parameters(whole.specs[1:], masters[1:])
+    for subject in (whole, grown):
+        for i, m in enumerate(masters):
+            subject.add_gradient(i, m.astype(BFLOAT16.numpy))
+        subject.pipeline.step([AdamHyper(1e-2)], subject.tensors)
+    for a, b in zip(whole.params(), grown.params(), strict=True):
+        assert_same_bits("parameter", a, b)
+
+
+@law(30)
+@given(element_types.flatmap(lambda t: float_arrays(t, 50)), st.sampled_from(["torch", "optax"]))
+def test_any_gradient_bits_give_what_the_oracle_gives(gradient, op_order):
+    """Without clipping nothing is skipped: subnormals, infs and NaNs go through the update as in the frameworks."""
+    dtype = oracles.BFLOAT16
+    config = OffloadConfig(op_order=op_order)
+    masters = [np.linspace(-1, 1, 50, dtype=np.float32)]
+    case = Case(masters, [dtype], [0], config, [AdamHyper(1e-2)], [[[(0, gradient)]]])
+    assert_equal_runs(
+        case, Subject(HostDevice(), masters, [dtype], [0], config), Naive(masters, [dtype], [0], config, case.hypers)
+    )
+
+
+def test_the_plan_is_what_is_allocated():
+    for device in (HostDevice(), FakeDevice()):
+        for dtype in (FLOAT32, BFLOAT16):
+            for fields in ({}, {"gradient_accumulation_steps": 2}, {"reduce_bucket_size": 64}):
+                subject = make(device, dtype, **fields)
+                report = subject.pipeline.memory_report(0)
+                assert report.host_bytes == report.planned_host_bytes
+
+
+def test_staging_is_bounded_by_the_bucket_size():
+    subject = make(FakeDevice(), reduce_bucket_size=32)
+    assert subject.pipeline.memory.report()["staging"] == 2 * 32 * 2
