@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from kernel_calls import INSTRUCTION_SETS, AdamState
 
 from offload_core import _kernels
-from offload_core.dtypes import BFLOAT16, FLOAT16, FLOAT32, ElementType
+from offload_core.dtypes import BFLOAT16, BY_NUMPY, FLOAT16, FLOAT32, ElementType
 from offload_core.errors import ConfigError, KernelError
 from offload_core.grad_norm import SumOfSquares
 
@@ -155,6 +155,14 @@ def test_bins_of_ranks_add_up_to_the_bins_of_all(values, at):
     for part in (values[:at], values[at:]):
         merged.bins += call.sum_of_squares(part).bins
     assert merged.exact() == oracles.sum_of_squares(values)
+
+
+@our.law()
+@given(finite_arrays)
+def test_adding_goes_on_from_the_sum_so_far(values):
+    total = call.sum_of_squares(values)
+    total.add(_kernels.spans_of([(values.ctypes.data, 0, values.size)]), BY_NUMPY[values.dtype], threads=1)
+    assert total.exact() == 2 * oracles.sum_of_squares(values)
 
 
 @our.law(15)

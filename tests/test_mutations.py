@@ -5,25 +5,19 @@ the compiled module.
 """
 
 import shutil
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from c_build import C_SRC, KERNELS, compile_objects, run
 from cffi import FFI
 from kernel_calls import INSTRUCTION_SETS
 from oracles import check_kernels
 
 from offload_core import _kernels
 
-if not shutil.which("gcc"):
-    pytest.skip("gcc is not installed", allow_module_level=True)
-
-from offload_core._ffi_build import COMPILE_ARGS  # exits where there is no compiler
-
-C_SRC = Path(__file__).resolve().parent.parent / "c_src"
-# -O1 builds a mutant in a second, and bits depend on no level; the library's functions must be found by name.
-FLAGS = [flag for flag in COMPILE_ARGS if flag not in ("-O3", "-fvisibility=hidden")] + ["-O1", "-fPIC"]
+# Bits depend on no optimisation level, and this one builds a mutant in a second. cffi finds functions by name.
+FLAGS = ("-O1", "-fPIC", "-fvisibility=default")
 VECTOR_SETS = tuple(name for name in INSTRUCTION_SETS if name != "scalar")
 
 
@@ -121,16 +115,8 @@ MUTANTS = [
 ]
 
 
-def compile_objects(sources: list[Path], folder: Path) -> dict[str, Path]:
-    """Compile side by side, and return the object of each source by name."""
-    objects = {source.name: folder / f"{source.stem}.o" for source in sources}
-    compilers = [subprocess.Popen(["gcc", *FLAGS, "-c", str(s), "-o", str(objects[s.name])]) for s in sources]
-    assert [compiler.wait() for compiler in compilers] == [0] * len(compilers)
-    return objects
-
-
 def includes(source: Path, file: str) -> bool:
-    """Whether a source is, or includes, at most through one header, a file of this name."""
+    """Whether a source is a file of this name, or includes it."""
     text = source.read_text()
     headers = [line.split('"')[1] for line in text.splitlines() if line.startswith('#include "')]
     return source.name == file or file in headers or any(includes(source.parent / h, file) for h in headers)
@@ -139,7 +125,7 @@ def includes(source: Path, file: str) -> bool:
 @pytest.fixture(scope="module")
 def sound_objects(tmp_path_factory) -> dict[str, Path]:
     """The unmutated objects, built once: a mutant rebuilds only what it touches."""
-    return compile_objects(sorted(C_SRC.glob("*.c")), tmp_path_factory.mktemp("sound"))
+    return compile_objects(KERNELS, tmp_path_factory.mktemp("sound"), *FLAGS)
 
 
 @pytest.fixture
@@ -148,9 +134,7 @@ def use_library(monkeypatch, tmp_path):
 
     def use(objects: dict[str, Path]) -> None:
         library = tmp_path / "kernels.so"
-        subprocess.run(
-            ["gcc", "-shared", "-pthread", *map(str, objects.values()), "-o", str(library), "-lm"], check=True
-        )
+        run("gcc", "-shared", "-pthread", *objects.values(), "-o", library, "-lm")
         ffi = FFI()
         ffi.cdef((C_SRC / "api.h").read_text())
         monkeypatch.setattr(_kernels, "ffi", ffi)
@@ -175,7 +159,7 @@ def test_the_check_fails_on_a_mutant(mutant, sound_objects, use_library, tmp_pat
     assert text.count(mutant.old) == mutant.count, f"{mutant.file} no longer holds what this mutant replaces"
     (tmp_path / mutant.file).write_text(text.replace(mutant.old, mutant.new))
     touched = [source for source in tmp_path.glob("*.c") if includes(source, mutant.file)]
-    use_library(sound_objects | compile_objects(touched, tmp_path))
+    use_library(sound_objects | compile_objects(touched, tmp_path, *FLAGS))
     for instruction_set in mutant.instruction_sets:
         with pytest.raises(AssertionError):
             check_kernels(instruction_set)

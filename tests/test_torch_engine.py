@@ -1,0 +1,563 @@
+"""wrap(model): exactness, accumulation, mixed precision, loss scaling, and wrong input."""
+
+import copy
+import gc
+import math
+
+import numpy as np
+import pytest
+import torch
+from test_torch_optimizer import assert_same, batch, loss_of, make, same_bits
+from torch import nn
+
+import frontends.torch.optimizer as optimizer_module
+from frontends.torch import OffloadConfig, OffloadedAdamW, wrap
+from offload_core import ConfigError, GradientError, HostMemoryError, OffloadError, ParameterError, StateError
+from offload_core.grad_norm import clip_coefficient
+
+
+def states(engine):
+    optimizer = engine.optimizer
+    return {name: {k: v.clone() for k, v in optimizer.state[p].items()} for name, p in engine.module.named_parameters()}
+
+
+def everything(engine):
+    """All bits that training goes on from."""
+    values = [p.detach().clone() for p in engine.module.parameters()]
+    for state in states(engine).values():
+        values += state.values()
+    return [v.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for v in values]
+
+
+def step(engine, seed):
+    engine.backward(loss_of(engine, seed))
+    return engine.step()
+
+
+def test_fifty_steps_equal_torch_fused_bit_for_bit():
+    ours, theirs = make(), make()
+    engine, reference = wrap(ours, lr=1e-2), torch.optim.AdamW(theirs.parameters(), lr=1e-2, fused=True)
+    for seed in range(50):
+        assert step(engine, seed).updated
+        loss_of(theirs, seed).backward()
+        reference.step()
+        reference.zero_grad()
+    assert_same(ours, theirs, engine.optimizer, reference)
+
+
+def test_wrapping_an_fp32_model_in_bf16_loses_nothing():
+    original, model = make(), make()
+    frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+    model.register_parameter("frozen", frozen)
+    engine = wrap(model, param_dtype="bfloat16")
+    for (name, p), q in zip(
+        model.named_parameters(), [*original.parameters()][:0] + [frozen, *original.parameters()], strict=False
+    ):
+        assert p.dtype is torch.bfloat16
+        if p is not frozen:
+            assert same_bits(engine.optimizer.state[p]["master"], dict(original.named_parameters())[name])
+            assert same_bits(p, dict(original.named_parameters())[name].to(torch.bfloat16))
+
+
+def test_mixed_precision_equals_fp32_adamw_on_the_same_gradients():
+    model = make()
+    masters = {name: p.detach().clone() for name, p in model.named_parameters()}
+    shadow = {name: nn.Parameter(value) for name, value in masters.items()}
+    reference = torch.optim.AdamW(shadow.values(), lr=1e-2, fused=True)
+    engine = wrap(model, lr=1e-2, param_dtype="bfloat16")
+    grads = {}
+    for name, p in model.named_parameters():
+        p.register_hook(lambda g, name=name: grads.__setitem__(name, g.clone()))
+    for seed in range(20):
+        step(engine, seed)
+        for name, p in shadow.items():
+            p.grad = grads[name].float()
+        reference.step()
+    for name, p in model.named_parameters():
+        assert same_bits(engine.optimizer.state[p]["master"], shadow[name])
+        assert same_bits(p, shadow[name].detach().to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("clipping", [None, 1e-3])
+def test_accumulation_is_the_exact_fp32_mean_of_the_micro_steps(dtype, clipping):
+    n = 3
+    model = make()
+    engine = wrap(model, lr=1e-2, param_dtype=dtype, gradient_accumulation_steps=n, gradient_clipping=clipping)
+    shadow = {
+        name: nn.Parameter(engine.optimizer.state[p].get("master", p).detach().clone())
+        for name, p in model.named_parameters()
+    }
+    reference = torch.optim.AdamW(shadow.values(), lr=1e-2, fused=True)
+    arrived = []
+    for name, p in model.named_parameters():
+        p.register_hook(lambda g, name=name: arrived.append((name, g.clone())))
+    for update in range(4):
+        arrived.clear()
+        for micro in range(n):
+            report = step(engine, update * n + micro)
+            assert report.updated == (micro == n - 1)
+            assert report.skipped == (None if report.updated else "accumulating")
+        sums = {}
+        for name, gradient in arrived:
+            sums[name] = sums[name] + gradient.float() if name in sums else gradient.float()
+        squares = math.fsum(float(x) ** 2 for s in sums.values() for x in s.flatten().tolist())
+        coefficient = 1.0
+        if clipping is not None:
+            norm = math.sqrt(squares) / n
+            assert report.grad_norm == pytest.approx(norm, rel=1e-14)
+            coefficient = clip_coefficient(norm, clipping)
+        for name, p in shadow.items():
+            p.grad = sums[name] * np.float32(coefficient / n)
+        reference.step()
+    for name, p in model.named_parameters():
+        assert same_bits(engine.optimizer.state[p].get("master", p), shadow[name])
+
+
+def test_a_plain_backward_sums_and_engine_backward_averages():
+    engines = [wrap(make(), lr=1e-2, gradient_accumulation_steps=2) for _ in range(3)]
+    for seed in range(2):
+        loss_of(engines[0], seed).backward()
+        engines[1].backward(loss_of(engines[1], seed) * 2)
+        engines[2].backward(loss_of(engines[2], seed))
+        for engine in engines:
+            engine.step()
+    assert_same(engines[0].module, engines[1].module, engines[0].optimizer, engines[1].optimizer)
+    assert not same_bits(
+        engines[0].optimizer.state[engines[0].module[0].weight]["exp_avg"],
+        engines[2].optimizer.state[engines[2].module[0].weight]["exp_avg"],
+    )
+
+
+def test_mixing_both_backwards_in_one_update_raises_and_can_be_discarded():
+    engine = wrap(make(), gradient_accumulation_steps=2)
+    before = everything(engine)
+    engine.backward(loss_of(engine, 0))
+    engine.step()
+    loss_of(engine, 1).backward()
+    with pytest.raises(GradientError, match="averages over the accumulation steps"):
+        engine.step()
+    assert everything(engine) == before
+    engine.optimizer.zero_grad()
+    for seed in range(2):
+        report = step(engine, seed)
+    assert report.updated
+
+
+def test_several_backwards_in_one_micro_step_are_all_kept():
+    engine, other = wrap(make(), lr=1e-2), wrap(make(), lr=1e-2)
+    for seed in range(3):
+        engine.backward(loss_of(engine, seed))
+    engine.step()
+    other.backward(sum(loss_of(other, seed) for seed in range(3)))
+    other.step()
+    for p, q in zip(engine.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=0, atol=1e-4)
+    reference = OffloadedAdamW(make().parameters(), lr=1e-2, early_copy=True)
+    model = [group["params"] for group in reference.param_groups][0]
+    assert len(model) == 4
+
+
+def test_zero_grad_before_every_backward_accumulates_as_configured():
+    engine, other = (wrap(make(), lr=1e-2, gradient_accumulation_steps=2) for _ in range(2))
+    for seed in range(4):
+        engine.zero_grad()
+        step(engine, seed)
+        step(other, seed)
+    assert_same(engine.module, other.module, engine.optimizer, other.optimizer)
+
+
+def test_dynamic_loss_scaling_skips_overflows_whole():
+    engine = wrap(make(), lr=1e-2, param_dtype="float16", initial_loss_scale=2.0**24, loss_scale_window=2)
+    scales, skipped = [], []
+    for seed in range(12):
+        before = everything(engine)
+        report = step(engine, seed)
+        scales.append(report.loss_scale)
+        skipped.append(report.skipped)
+        assert (everything(engine) == before) == (not report.updated)
+    assert skipped[0] == "overflow"
+    assert None in skipped
+    for i in range(1, 12):
+        if skipped[i - 1] == "overflow":
+            assert scales[i] == scales[i - 1] / 2
+        else:
+            assert scales[i] in (scales[i - 1], scales[i - 1] * 2)
+    assert any(b == 2 * a for a, b in zip(scales, scales[1:], strict=False))
+
+
+def test_the_loss_scale_changes_no_bits_where_nothing_overflows():
+    runs = []
+    for scale in (1.0, 64.0, 1024.0):
+        model = make()
+        engine = wrap(model, lr=1e-2, param_dtype="float16", loss_scale=scale, gradient_clipping=0.05)
+        for p in model.parameters():
+            p.register_hook(lambda g, scale=scale: torch.full_like(g, 2.0**-8 * scale))
+        runs.append([step(engine, seed) for seed in range(3)] and everything(engine))
+    assert runs[0] == runs[1] == runs[2]
+
+
+def test_a_plain_backward_under_loss_scaling_raises():
+    engine = wrap(make(), param_dtype="float16")
+    before = everything(engine)
+    with pytest.raises(GradientError, match=r"expected engine.backward\(loss\)"):
+        loss_of(engine, 0).backward()
+    assert everything(engine) == before
+    engine.zero_grad()
+    step(engine, 0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_nan_gradient_skips_the_update_whole(dtype):
+    engine = wrap(make(), param_dtype=dtype, gradient_clipping=1.0)
+    step(engine, 0)
+    before = everything(engine)
+    handle = engine.module[2].bias.register_hook(lambda g: g * torch.nan)
+    report = step(engine, 1)
+    assert (report.updated, report.skipped) == (False, "overflow")
+    assert everything(engine) == before
+    handle.remove()
+    while not step(engine, 2).updated:
+        pass
+    assert everything(engine) != before
+
+
+def test_bucket_size_and_threads_change_no_bits():
+    runs = []
+    for fields in ({}, {"reduce_bucket_size": 17}, {"reduce_bucket_size": 1000, "num_threads": 3}, {"num_threads": 1}):
+        engine = wrap(make(), lr=1e-2, param_dtype="bfloat16", gradient_clipping=0.01, **fields)
+        runs.append([step(engine, seed).grad_norm for seed in range(5)] + everything(engine))
+    assert all(run == runs[0] for run in runs)
+
+
+def test_inputs_are_cast_to_the_parameters_dtype():
+    engine = wrap(make(), param_dtype="bfloat16")
+    assert engine(batch(0)).dtype is torch.bfloat16
+    ids = nn.Embedding(4, 8)
+    assert wrap(ids, param_dtype="bfloat16")(torch.tensor([1, 2])).dtype is torch.bfloat16
+
+
+def test_activation_checkpointing_and_reused_modules_work():
+    from torch.utils.checkpoint import checkpoint
+
+    class Model(nn.Module):
+        def __init__(self, reentrant):
+            super().__init__()
+            torch.manual_seed(0)
+            self.inner, self.reentrant = nn.Linear(32, 32), reentrant
+
+        def forward(self, x):
+            x = x.requires_grad_() if self.reentrant else x
+            for _ in range(3):
+                x = (
+                    checkpoint(self.inner, x, use_reentrant=self.reentrant)
+                    if self.reentrant is not None
+                    else self.inner(x)
+                )
+            return x
+
+    results = []
+    for reentrant in (None, False, True):
+        engine = wrap(Model(reentrant), lr=1e-2)
+        for seed in range(3):
+            step(engine, seed)
+        results.append([p.detach().clone() for p in engine.module.parameters()])
+    assert all(same_bits(p, q) for p, q in zip(results[0], results[1], strict=True))
+    for p, q in zip(
+        results[0], results[2], strict=True
+    ):  # reentrant backwards arrive one by one: another order of sums
+        torch.testing.assert_close(p, q, rtol=0, atol=1e-5)
+
+
+def test_gradients_leave_as_they_appear():
+    engine = wrap(make(), param_dtype="bfloat16")
+    engine.backward(loss_of(engine, 0))
+    for p in engine.module.parameters():
+        assert p.grad.untyped_storage().nbytes() == 0
+        assert p.grad.shape == p.shape
+    engine.step()
+    assert all(p.grad is None for p in engine.module.parameters())
+
+
+def test_params_takes_groups_as_torch_does():
+    model = make()
+    decay = [p for p in model.parameters() if p.dim() > 1]
+    rest = [p for p in model.parameters() if p.dim() <= 1]
+    engine = wrap(
+        model, params=[{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}], lr=1e-2
+    )
+    assert [g["weight_decay"] for g in engine.optimizer.param_groups] == [0.1, 0.0]
+    assert step(engine, 0).updated
+
+
+def test_a_deepcopied_engine_goes_on_like_the_original():
+    engine = wrap(make(), lr=1e-2, param_dtype="float16")
+    for seed in range(3):
+        step(engine, seed)
+    twin = copy.deepcopy(engine)
+    for seed in range(3, 6):
+        assert step(engine, seed) == step(twin, seed)
+    assert everything(engine) == everything(twin)
+
+
+def test_nothing_grows_with_the_number_of_steps():
+    engine = wrap(make(), gradient_clipping=1.0, param_dtype="bfloat16", gradient_accumulation_steps=2)
+    held = None
+    for seed in range(60):
+        step(engine, seed)
+        if seed == 10:
+            gc.collect()
+            held = engine.memory_report().host_bytes, sum(1 for o in gc.get_objects() if isinstance(o, torch.Tensor))
+    gc.collect()
+    assert held == (engine.memory_report().host_bytes, sum(1 for o in gc.get_objects() if isinstance(o, torch.Tensor)))
+
+
+# --- wrong input ------------------------------------------------------------------------------------
+
+
+def expect_refusal(error, match, model, *, unchanged=True, **fields):
+    """wrap raises one clear error and leaves the model as it was: it can still be wrapped rightly."""
+    before = (
+        [(id(p), p.dtype, p.detach().clone()) for p in model.parameters() if p.device.type != "meta"]
+        if unchanged
+        else []
+    )
+    with pytest.raises(error, match=match) as caught:
+        wrap(model, **fields)
+    assert isinstance(caught.value, OffloadError)
+    for p, (identity, dtype, value) in zip(model.parameters(), before, strict=False):
+        assert (id(p), p.dtype) == (identity, dtype)
+        assert torch.equal(p, value)
+
+
+def with_parameter(parameter):
+    model = make()
+    model.register_parameter("odd", parameter)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("error", "match", "make_model"),
+    [
+        (ParameterError, "'odd' is complex.*view_as_real", lambda: with_parameter(nn.Parameter(torch.ones(4, dtype=torch.complex64)))),
+        (ParameterError, "'odd' has dtype torch.float64", lambda: with_parameter(nn.Parameter(torch.ones(4, dtype=torch.float64)))),
+        (ParameterError, "'odd' is on the meta device.*to_empty", lambda: with_parameter(nn.Parameter(torch.ones(4, device="meta")))),
+        (ParameterError, "'odd'.*gaps or overlaps.*contiguous", lambda: with_parameter(nn.Parameter(torch.ones(4, 8)[:, ::2]))),
+        (ParameterError, "'odd' has layout torch.sparse_coo", lambda: with_parameter(nn.Parameter(torch.eye(4).to_sparse()))),
+        (ParameterError, "no parameter that requires a gradient", lambda: make().requires_grad_(False)),
+        (ParameterError, "no parameter that requires a gradient", nn.ReLU),
+    ],
+    ids=["complex", "float64", "meta", "gaps", "sparse", "frozen", "none"],
+)  # fmt: skip
+def test_unsuitable_parameters_are_refused(error, match, make_model):
+    expect_refusal(error, match, make_model(), param_dtype="bfloat16", unchanged="sparse" not in match)
+
+
+def test_integer_parameters_are_refused_where_they_are_asked_to_train():
+    model = make()
+    integers = nn.Parameter(torch.ones(4, dtype=torch.int64), requires_grad=False)
+    with pytest.raises(ParameterError, match=r"dtype torch.int64, expected a dense float32|has dtype torch.int64"):
+        OffloadedAdamW([*model.parameters(), integers])
+    model.register_parameter("frozen integers", integers)
+    assert step(wrap(model), 0).updated
+
+
+@pytest.mark.parametrize(
+    ("match", "fields"),
+    [
+        ("lr: got -1, expected a finite number >= 0", {"lr": -1}),
+        ("lr: got a function.*lr_scheduler", {"lr": lambda count: 1e-3}),
+        (r"betas\[1\]: got 1.0, expected a finite number >= 0 and < 1", {"betas": (0.9, 1.0)}),
+        ("eps: got nan", {"eps": float("nan")}),
+        ("weight_decay: got -0.1", {"weight_decay": -0.1}),
+        ("gradient_clipping: got 0, expected a finite number > 0", {"gradient_clipping": 0}),
+        ("gradient_accumulation_steps: got 0, expected an integer of at least 1", {"gradient_accumulation_steps": 0}),
+        ("unknown configuration field 'gradient_cliping'; did you mean 'gradient_clipping'", {"gradient_cliping": 1.0}),
+        ("param_dtype: got 'int8', expected one of", {"param_dtype": "int8"}),
+        ("stage=3 is not built yet", {"stage": 3}),
+        ("stage: got 4, expected one of 1, 2, 3", {"stage": 4}),
+        ("schedule='overlap' is not built yet", {"schedule": "overlap"}),
+        ("loss_scale: got 'static'", {"loss_scale": "static"}),
+        ("num_threads: got 0", {"num_threads": 0}),
+        ("DeepSpeed JSON files are not read yet", {"config": "ds_config.json"}),
+        ("config: got list", {"config": [1]}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_wrong_configuration_is_refused(match, fields):
+    expect_refusal(ConfigError, match, make(), **fields)
+
+
+def test_a_configuration_can_be_an_object_a_dict_or_overrides():
+    config = OffloadConfig(lr=2e-3, betas=(0.8, 0.9))
+    for engine in (
+        wrap(make(), config),
+        wrap(make(), {"lr": 2e-3, "betas": [0.8, 0.9]}),
+        wrap(make(), OffloadConfig(lr=1.0, betas=(0.8, 0.9)), lr=2e-3),
+    ):
+        assert engine.optimizer.param_groups[0]["lr"] == 2e-3
+        assert engine.optimizer.param_groups[0]["betas"] == (0.8, 0.9)
+
+
+def test_a_model_cannot_be_wrapped_twice_until_the_first_engine_is_closed():
+    model = make()
+    engine = wrap(model)
+    expect_refusal(StateError, "'0.weight' already belongs to another OffloadedAdamW.*wrapped twice", model)
+    with pytest.raises(StateError, match=r"wrap\(\) of an Engine"):
+        wrap(engine)
+    assert step(engine, 0).updated
+    engine.close()
+    with pytest.raises(StateError, match=r"step\(\) after close"):
+        engine.optimizer.step()
+    assert step(wrap(model), 0).updated
+
+
+def test_something_that_is_no_module_is_refused():
+    with pytest.raises(ParameterError, match=r"model: got list, expected a torch.nn.Module"):
+        wrap([1, 2])
+
+
+def test_a_plan_larger_than_the_memory_is_refused_before_anything_is_allocated(monkeypatch):
+    monkeypatch.setattr(optimizer_module, "available_bytes", lambda: 10_000)
+    allocated = []
+    monkeypatch.setattr("offload_core.host_memory.HostMemory.allocate", lambda *a, **k: allocated.append(a))
+    expect_refusal(
+        HostMemoryError,
+        r"needs 36.8 KiB of host memory for 3,152 parameters, and 9.8 KiB is available",
+        make(),
+        param_dtype="bfloat16",
+    )
+    expect_refusal(HostMemoryError, r"(?s)exp_avg.*more ranks", make())
+    assert not allocated
+
+
+def test_step_without_backward_is_refused():
+    engine = wrap(make())
+    with pytest.raises(StateError, match=r"step\(\) without backward\(\)"):
+        engine.step()
+    step(engine, 0)
+    with pytest.raises(StateError, match=r"step\(\) without backward\(\)"):
+        engine.step()
+    step(engine, 0)
+
+
+@pytest.mark.parametrize("loss", [torch.ones(3), 1.0])
+def test_a_loss_that_is_no_scalar_is_refused(loss):
+    with pytest.raises(GradientError, match="expected a tensor of one element"):
+        wrap(make()).backward(loss)
+
+
+def change_size(model):
+    model[0].weight.data = torch.zeros(3, 32)
+
+
+def change_shape(model):
+    model[0].weight.data = model[0].weight.data.reshape(32, 64)
+
+
+def change_dtype(model):
+    model[0].weight.data = model[0].weight.data.double()
+
+
+@pytest.mark.parametrize("change", [change_size, change_shape, change_dtype])
+@pytest.mark.parametrize("early_copy", [False, True])
+def test_a_parameter_that_changed_after_wrap_is_refused_and_no_state_is_touched(change, early_copy):
+    model = make()
+    optimizer = OffloadedAdamW(model.parameters(), early_copy=early_copy)
+    loss_of(model, 0).backward()
+    good = model[0].weight.data
+    change(model)
+    before = [v.clone() for p in model.parameters() for v in optimizer.state[p].values()]
+    with pytest.raises(ParameterError, match=r"'group 0, parameter 0' is .* and was \(64, 32\) torch.float32 on cpu"):
+        optimizer.step()
+    after = [v for p in model.parameters() for v in optimizer.state[p].values()]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    model[0].weight.data = good
+    optimizer.zero_grad()
+    loss_of(model, 0).backward()
+    optimizer.step()
+    assert optimizer.report.updated
+
+
+@pytest.mark.parametrize("early_copy", [False, True])
+def test_a_sparse_gradient_is_refused_and_loses_nothing(early_copy):
+    model = nn.Embedding(16, 16, sparse=True)
+    optimizer = OffloadedAdamW(model.parameters(), early_copy=early_copy)
+    before = model.weight.detach().clone()
+
+    def backward_and_step():
+        model(torch.tensor([1])).sum().backward()
+        optimizer.step()
+
+    with pytest.raises(GradientError, match=r"the gradient is sparse .*sparse=False"):
+        backward_and_step()
+    assert torch.equal(model.weight, before)
+    model.zero_grad()
+    model.sparse = False
+    backward_and_step()
+    assert optimizer.report.updated
+
+
+def test_a_gradient_that_no_longer_fits_is_refused_and_loses_nothing():
+    model = make()
+    optimizer = OffloadedAdamW(model.parameters())
+    loss_of(model, 0).backward()
+    before = [p.detach().clone() for p in model.parameters()]
+    model[2].bias.grad.data = torch.ones(3)
+    with pytest.raises(GradientError, match=r"gradient has shape torch.Size\(\[3\]\), expected torch.Size\(\[16\]\)"):
+        optimizer.step()
+    model[2].bias.grad.data = torch.ones(16, dtype=torch.float64)
+    with pytest.raises(GradientError, match="gradient has dtype torch.float64, expected torch.float32"):
+        optimizer.step()
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    model[2].bias.grad.data = torch.ones(16)
+    optimizer.step()
+    assert optimizer.report.updated
+
+
+def test_an_engine_refuses_a_wrong_added_group_and_goes_on():
+    model = make()
+    optimizer = OffloadedAdamW(model[0].parameters())
+    with pytest.raises(ParameterError, match="complex"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2, dtype=torch.complex64))]})
+    with pytest.raises(ConfigError, match="parameter group 1: lr: got -1"):
+        optimizer.add_param_group({"params": model[2].parameters(), "lr": -1})
+    assert len(optimizer.param_groups) == 1
+    optimizer.add_param_group({"params": model[2].parameters()})
+    loss_of(model, 0).backward()
+    optimizer.step()
+    assert optimizer.report.updated
+
+
+def test_a_negative_learning_rate_set_later_is_refused_and_nothing_changes():
+    engine = wrap(make())
+    step(engine, 0)
+    before = everything(engine)
+    engine.optimizer.param_groups[0]["lr"] = -1.0
+    engine.backward(loss_of(engine, 1))
+    with pytest.raises(ConfigError, match="parameter group 0: lr: got -1.0"):
+        engine.step()
+    assert everything(engine) == before
+
+
+def test_states_of_another_model_are_refused_and_nothing_changes():
+    model = make()
+    optimizer = OffloadedAdamW(model.parameters())
+    loss_of(model, 0).backward()
+    optimizer.step()
+    before = {k: v.clone() for k, v in optimizer.state[model[0].weight].items()}
+    state = copy.deepcopy(optimizer.state_dict())
+    state["state"][0]["exp_avg"] = torch.zeros(3)
+    with pytest.raises(
+        StateError, match=r"'group 0, parameter 0': exp_avg is \(3,\), expected a tensor of shape \(64, 32\)"
+    ):
+        optimizer.load_state_dict(state)
+    assert all(torch.equal(before[k], optimizer.state[model[0].weight][k]) for k in before)
+
+
+def test_no_params_are_refused():
+    for params in ([], iter([])):
+        with pytest.raises(ParameterError, match="params: got none, expected at least one"):
+            OffloadedAdamW(params)
+    with pytest.raises(ParameterError, match="params: got a tensor"):
+        OffloadedAdamW(nn.Parameter(torch.ones(3)))

@@ -1,0 +1,534 @@
+"""OffloadedAdamW against torch's own AdamW, and the optimizer protocol, behaviour by behaviour."""
+
+import copy
+import gc
+import io
+import pickle
+import warnings
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from frontends.torch import OffloadedAdamW
+from offload_core import ConfigError, GradientError
+
+
+def make(dtype=torch.float32, seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 16)).to(dtype)
+
+
+def batch(seed, dtype=torch.float32):
+    return torch.randn(8, 32, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def loss_of(model, seed):
+    dtype = next(model.parameters()).dtype
+    return model(batch(seed, dtype)).float().pow(2).mean()
+
+
+def same_bits(a, b):
+    a, b = a.detach(), b.detach()
+    return (
+        a.dtype == b.dtype
+        and a.shape == b.shape
+        and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+    )
+
+
+def assert_same(model, other, optimizer=None, other_optimizer=None):
+    for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert same_bits(p, q), name
+        if optimizer is not None:
+            for key in ("exp_avg", "exp_avg_sq"):
+                assert same_bits(optimizer.state[p][key], other_optimizer.state[q][key]), (name, key)
+            assert float(optimizer.state[p]["step"]) == float(other_optimizer.state[q]["step"])
+
+
+@pytest.mark.parametrize("early_copy", [False, True])
+@pytest.mark.parametrize(
+    ("fields", "reference"),
+    [
+        ({}, {}),
+        ({"lr": 3e-3, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.3}, {}),
+        ({"betas": (0.3, 0.9), "weight_decay": 0.0}, {}),
+        ({"adam_mode": "adam", "weight_decay": 0.1}, {"class": torch.optim.Adam}),
+    ],
+    ids=["defaults", "all fields", "small beta1", "adam"],
+)
+def test_fifty_steps_equal_torch_fused_bit_for_bit(early_copy, fields, reference):
+    ours, theirs = make(), make()
+    mine = OffloadedAdamW(ours.parameters(), early_copy=early_copy, **fields)
+    cls = reference.get("class", torch.optim.AdamW)
+    yours = cls(theirs.parameters(), **{k: v for k, v in fields.items() if k != "adam_mode"}, fused=True)
+    for seed in range(50):
+        for model, optimizer in ((ours, mine), (theirs, yours)):
+            loss_of(model, seed).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same(ours, theirs, mine, yours)
+
+
+def test_outside_clipping_keeps_its_meaning():
+    ours, theirs = make(), make()
+    mine, yours = OffloadedAdamW(ours.parameters()), torch.optim.AdamW(theirs.parameters(), fused=True)
+    for seed in range(10):
+        for model, optimizer in ((ours, mine), (theirs, yours)):
+            loss_of(model, seed).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same(ours, theirs, mine, yours)
+
+
+def test_outside_clipping_that_would_be_lost_raises():
+    model = make()
+    optimizer = OffloadedAdamW(model.parameters(), early_copy=True)
+    loss_of(model, 0).backward()
+    for clip in (
+        lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+        lambda: nn.utils.clip_grad_value_(model.parameters(), 1.0),
+        lambda: model[0].weight.grad.mul_(2),
+    ):
+        with pytest.raises(GradientError, match=r"already left for the host.*gradient_clipping"):
+            clip()
+    optimizer.step()
+    assert optimizer.report.updated
+
+
+def test_grad_scaler_unscales_and_skips():
+    ours, theirs = make(), make()
+    mine = OffloadedAdamW(ours.parameters())
+    yours = torch.optim.AdamW(theirs.parameters(), fused=True)
+    for model, optimizer in ((ours, mine), (theirs, yours)):
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for seed in range(6):
+            loss = loss_of(model, seed)
+            scaler.scale(loss).backward()
+            if seed == 3:
+                model[0].weight.grad[0, 0] = torch.inf
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        assert scaler.get_scale() == 512.0
+    assert float(mine.state[ours[0].weight]["step"]) == 5
+    assert_same(ours, theirs, mine, yours)
+
+
+@pytest.mark.parametrize("early_copy", [False, True])
+def test_parameters_without_gradient_are_left_alone(early_copy):
+    """No decay, no moments, no step: a parameter that takes no part keeps its bits and its step count."""
+    ours, theirs = make(), make()
+    mine = OffloadedAdamW(ours.parameters(), weight_decay=0.5, early_copy=early_copy)
+    yours = torch.optim.AdamW(theirs.parameters(), weight_decay=0.5, fused=True)
+    for seed in range(6):
+        for model, optimizer in ((ours, mine), (theirs, yours)):
+            loss = loss_of(model, seed) if seed % 2 else model[0](batch(seed)).pow(2).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same(ours, theirs, mine, yours)
+    assert float(mine.state[ours[2].weight]["step"]) == 3
+
+
+@pytest.mark.parametrize("early_copy", [False, True])
+def test_a_frozen_parameter_gets_states_when_it_is_unfrozen(early_copy):
+    ours, theirs = make(), make()
+    for model in (ours, theirs):
+        model[0].requires_grad_(False)
+    mine = OffloadedAdamW(ours.parameters(), early_copy=early_copy)
+    yours = torch.optim.AdamW(theirs.parameters(), fused=True)
+    assert ours[0].weight not in mine.state
+    for seed in range(6):
+        if seed == 2:
+            for model in (ours, theirs):
+                model[0].requires_grad_(True)
+        if seed == 4:
+            for model in (ours, theirs):
+                model[2].requires_grad_(False)
+        for model, optimizer in ((ours, mine), (theirs, yours)):
+            loss_of(model, seed).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same(ours, theirs, mine, yours)
+
+
+def test_tied_parameters_are_one():
+    def tied():
+        torch.manual_seed(0)
+        model = nn.ModuleDict({"a": nn.Embedding(16, 32), "b": nn.Linear(32, 16, bias=False)})
+        model["b"].weight = model["a"].weight
+        return model
+
+    ours, theirs = tied(), tied()
+    mine, yours = OffloadedAdamW(ours.parameters(), early_copy=True), torch.optim.AdamW(theirs.parameters(), fused=True)
+    for _ in range(5):
+        for model, optimizer in ((ours, mine), (theirs, yours)):
+            model["b"](model["a"](torch.arange(8))).pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert ours["a"].weight is ours["b"].weight
+    assert_same(ours, theirs, mine, yours)
+
+
+def test_hyper_parameters_are_read_at_every_step():
+    ours, theirs = make(), make()
+
+    def groups(model):
+        return [{"params": model[0].parameters(), "weight_decay": 0.0}, {"params": model[2].parameters(), "lr": 1e-2}]
+
+    mine, yours = OffloadedAdamW(groups(ours), lr=1e-3), torch.optim.AdamW(groups(theirs), lr=1e-3, fused=True)
+    for seed in range(6):
+        for model, optimizer in ((ours, mine), (theirs, yours)):
+            optimizer.param_groups[0]["lr"] = 1e-3 * (seed + 1)
+            optimizer.param_groups[1]["betas"] = (0.9 - 0.01 * seed, 0.99)
+            optimizer.param_groups[1]["eps"] = 1e-8 * (seed + 1)
+            loss_of(model, seed).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same(ours, theirs, mine, yours)
+
+
+def test_learning_rate_schedulers_work():
+    ours, theirs = make(), make()
+    mine, yours = (
+        OffloadedAdamW(ours.parameters(), lr=1e-2),
+        torch.optim.AdamW(theirs.parameters(), lr=1e-2, fused=True),
+    )
+    runs = []
+    for optimizer in (mine, yours):
+        warm = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3)
+        cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5)
+        runs.append(torch.optim.lr_scheduler.SequentialLR(optimizer, [warm, cosine], [3]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # "lr_scheduler.step() before optimizer.step()"
+        for seed in range(8):
+            for model, optimizer, scheduler in ((ours, mine, runs[0]), (theirs, yours, runs[1])):
+                loss_of(model, seed).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                scheduler.step()
+    assert_same(ours, theirs, mine, yours)
+
+
+def test_a_tensor_learning_rate_is_taken():
+    ours, theirs = make(), make()
+    mine, yours = (
+        OffloadedAdamW(ours.parameters(), lr=torch.tensor(0.0078125)),
+        torch.optim.AdamW(theirs.parameters(), lr=0.0078125, fused=True),
+    )
+    for model, optimizer in ((ours, mine), (theirs, yours)):
+        loss_of(model, 0).backward()
+        optimizer.step()
+    assert_same(ours, theirs, mine, yours)
+
+
+def test_a_closure_runs_first_and_under_grad():
+    model = make()
+    optimizer = OffloadedAdamW(model.parameters())
+
+    def closure():
+        assert torch.is_grad_enabled()
+        optimizer.zero_grad()
+        loss = loss_of(model, 0)
+        loss.backward()
+        return loss
+
+    with torch.no_grad():
+        first = optimizer.step(closure)
+    assert optimizer.report.updated
+    assert optimizer.step(closure) < first
+
+
+def test_step_hooks_run():
+    model = make()
+    optimizer = OffloadedAdamW(model.parameters())
+    seen = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+    loss_of(model, 0).backward()
+    optimizer.step()
+    assert seen == ["before", "after"]
+
+
+def test_a_group_can_be_added_later():
+    ours, theirs = make(), make()
+    mine, yours = OffloadedAdamW(ours[0].parameters()), torch.optim.AdamW(theirs[0].parameters(), fused=True)
+    for seed in range(6):
+        for model, optimizer in ((ours, mine), (theirs, yours)):
+            if seed == 3:
+                optimizer.add_param_group({"params": model[2].parameters(), "lr": 1e-2})
+            loss_of(model, seed).backward()
+            optimizer.step()
+            model.zero_grad()
+    assert_same(ours, theirs, mine, yours)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad_through_the_model_alone_is_enough(set_to_none):
+    ours, theirs = make(), make()
+    mine, yours = OffloadedAdamW(ours.parameters()), torch.optim.AdamW(theirs.parameters(), fused=True)
+    for seed in range(4):
+        for model, optimizer in ((ours, mine), (theirs, yours)):
+            model.zero_grad(set_to_none=set_to_none)
+            loss_of(model, seed).backward()
+            optimizer.step()
+    assert_same(ours, theirs, mine, yours)
+
+
+@pytest.mark.parametrize("through", ["model", "optimizer"])
+def test_zero_grad_discards_gradients_that_have_left(through):
+    ours, theirs = make(), make()
+    mine = OffloadedAdamW(ours.parameters(), early_copy=True)
+    yours = torch.optim.AdamW(theirs.parameters(), fused=True)
+    for model, optimizer in ((ours, mine), (theirs, yours)):
+        loss_of(model, 0).backward()
+        (model if through == "model" else optimizer).zero_grad()
+        loss_of(model, 1).backward()
+        optimizer.step()
+        loss_of(model, 2).backward()
+        (model if through == "model" else optimizer).zero_grad()
+        optimizer.step()  # nothing to do
+    assert_same(ours, theirs, mine, yours)
+
+
+@pytest.mark.parametrize("early_copy", [False, True])
+def test_gradients_set_by_hand_count(early_copy):
+    ours, theirs = make(), make()
+    mine = OffloadedAdamW(ours.parameters(), early_copy=early_copy)
+    yours = torch.optim.AdamW(theirs.parameters(), fused=True)
+    for model, optimizer in ((ours, mine), (theirs, yours)):
+        loss_of(model, 0).backward()
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        optimizer.zero_grad()
+        model[0].weight.grad = torch.full_like(model[0].weight, 0.5)
+        loss_of(model, 1).backward()  # autograd adds to what is there
+        optimizer.step()
+    assert_same(ours, theirs, mine, yours)
+
+
+@pytest.mark.parametrize("early_copy", [False, True])
+def test_several_backwards_are_summed(early_copy):
+    """bf16 gradients of several backwards are summed in fp32 with early_copy, in bf16 by autograd without."""
+    ours = make(torch.bfloat16)
+    mine = OffloadedAdamW(ours.parameters(), early_copy=early_copy)
+    expected = {}
+    other = make(torch.bfloat16)
+    for seed in range(3):
+        loss_of(other, seed).backward()
+        if early_copy:
+            for name, p in other.named_parameters():
+                expected[name] = expected.get(name, 0) + p.grad.float()
+            other.zero_grad()
+    for seed in range(3):
+        loss_of(ours, seed).backward()
+    mine.step()
+    for name, p in other.named_parameters():
+        gradient = expected[name] if early_copy else p.grad.float()
+        assert same_bits(mine.state[dict(ours.named_parameters())[name]]["exp_avg"], gradient * torch.tensor(1 - 0.9))
+
+
+def test_memory_formats_are_kept_and_updated_in_place():
+    """A channels_last or transposed parameter is updated where it is, whatever the strides of its gradient."""
+
+    def conv():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.Flatten(), nn.Linear(32, 16, bias=False))
+        model = model.to(memory_format=torch.channels_last)
+        model[2].weight = nn.Parameter(torch.randn(32, 16).t())
+        return model
+
+    ours, theirs = conv(), conv()
+    mine, yours = OffloadedAdamW(ours.parameters()), torch.optim.AdamW(theirs.parameters(), fused=True)
+    x = torch.randn(2, 4, 4, 4)
+    strides = [p.stride() for p in ours.parameters()]
+    pointers = [p.data_ptr() for p in ours.parameters()]
+    for _ in range(3):
+        for model, optimizer in ((ours, mine), (theirs, yours)):
+            model(x).pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert [p.stride() for p in ours.parameters()] == strides
+    assert [p.data_ptr() for p in ours.parameters()] == pointers
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=0, atol=1e-6)
+        assert mine.state[p]["exp_avg"].shape == p.shape
+        torch.testing.assert_close(mine.state[p]["exp_avg"], yours.state[q]["exp_avg"], rtol=0, atol=1e-6)
+
+
+def test_autograd_notices_an_update_between_forward_and_backward():
+    model = make()
+    optimizer = OffloadedAdamW(model.parameters())
+    loss_of(model, 0).backward()
+    stale = loss_of(model, 1)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        stale.backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_parameter_changed_by_hand_is_followed(dtype):
+    model = make(dtype)
+    optimizer = OffloadedAdamW(model.parameters(), lr=1e-6)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    with torch.no_grad():
+        model[0].weight[0] = 3.0
+        model[2].weight.data = torch.full_like(model[2].weight, 2.0)
+    optimizer.zero_grad()
+    loss_of(model, 1).backward()
+    optimizer.step()
+    torch.testing.assert_close(model[0].weight[0], torch.full_like(model[0].weight[0], 3.0))
+    torch.testing.assert_close(model[2].weight, torch.full_like(model[2].weight, 2.0))
+
+
+def test_loading_a_model_after_wrapping_is_followed():
+    ours, theirs = make(torch.bfloat16), make(torch.bfloat16, seed=1)
+    optimizer = OffloadedAdamW(ours.parameters())
+    ours.load_state_dict(theirs.state_dict())
+    reference = OffloadedAdamW(theirs.parameters())
+    for model, opt in ((ours, optimizer), (theirs, reference)):
+        loss_of(model, 0).backward()
+        opt.step()
+    assert_same(ours, theirs, optimizer, reference)
+
+
+# --- state ------------------------------------------------------------------------------------------
+
+
+def train(model, optimizer, seeds):
+    for seed in seeds:
+        optimizer.zero_grad()
+        loss_of(model, seed).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("early_copy", [False, True])
+def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(dtype, early_copy):
+    straight, first = make(dtype), make(dtype)
+    whole = OffloadedAdamW(straight.parameters(), lr=1e-2, early_copy=early_copy)
+    half = OffloadedAdamW(first.parameters(), lr=1e-2, early_copy=early_copy)
+    train(straight, whole, range(8))
+    train(first, half, range(4))
+    file = io.BytesIO()
+    torch.save({"model": first.state_dict(), "optimizer": half.state_dict()}, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    second = make(dtype, seed=7)
+    second.load_state_dict(saved["model"])
+    resumed = OffloadedAdamW(second.parameters(), lr=1e-5, early_copy=early_copy)
+    resumed.load_state_dict(saved["optimizer"])
+    train(second, resumed, range(4, 8))
+    assert_same(straight, second, whole, resumed)
+    if dtype is not torch.float32:
+        for p, q in zip(straight.parameters(), second.parameters(), strict=True):
+            assert same_bits(whole.state[p]["master"], resumed.state[q]["master"])
+
+
+def test_states_stay_fp32_and_on_the_host_through_load_state_dict():
+    model = make(torch.bfloat16)
+    optimizer = OffloadedAdamW(model.parameters())
+    train(model, optimizer, range(2))
+    pointers = [
+        optimizer.state[p][k].data_ptr() for p in model.parameters() for k in ("exp_avg", "exp_avg_sq", "master")
+    ]
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for p in model.parameters():
+        for key in ("exp_avg", "exp_avg_sq", "master"):
+            assert (optimizer.state[p][key].dtype, optimizer.state[p][key].device.type) == (torch.float32, "cpu")
+            assert optimizer.state[p][key].shape == p.shape
+    assert pointers == [
+        optimizer.state[p][k].data_ptr() for p in model.parameters() for k in ("exp_avg", "exp_avg_sq", "master")
+    ]
+
+
+def test_states_go_to_torch_and_back():
+    ours, theirs = make(), make()
+    mine, yours = (
+        OffloadedAdamW(ours.parameters(), lr=1e-2),
+        torch.optim.AdamW(theirs.parameters(), lr=1e-2, fused=True),
+    )
+    train(theirs, yours, range(3))
+    ours.load_state_dict(theirs.state_dict())
+    mine.load_state_dict(yours.state_dict())
+    train(ours, mine, range(3, 6))
+    train(theirs, yours, range(3, 6))
+    assert_same(ours, theirs, mine, yours)
+    again = make()
+    again.load_state_dict(ours.state_dict())
+    back = torch.optim.AdamW(again.parameters(), lr=1e-2, fused=True)
+    back.load_state_dict(mine.state_dict())
+    train(again, back, range(6, 9))
+    train(theirs, yours, range(6, 9))
+    assert_same(again, theirs)
+
+
+def test_state_dict_hooks_see_plain_tensors():
+    model = make()
+    optimizer = OffloadedAdamW(model.parameters())
+    seen = []
+    optimizer.register_load_state_dict_pre_hook(lambda _, state: seen.append(type(state["state"][0]["exp_avg"])))
+    optimizer.register_load_state_dict_post_hook(lambda o: seen.append(float(o.state[model[0].weight]["step"])))
+    train(model, optimizer, range(2))
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert seen == [torch.Tensor, 2.0]
+
+
+@pytest.mark.parametrize(
+    "how", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["deepcopy", "pickle"]
+)
+@pytest.mark.parametrize("early_copy", [False, True])
+def test_a_copy_goes_on_like_the_original(how, early_copy):
+    model = make(torch.bfloat16)
+    optimizer = OffloadedAdamW(model.parameters(), lr=1e-2, early_copy=early_copy)
+    train(model, optimizer, range(3))
+    other, twin = how((model, optimizer))
+    assert next(other.parameters()) is not next(model.parameters())
+    train(model, optimizer, range(3, 6))
+    train(other, twin, range(3, 6))
+    assert_same(model, other, optimizer, twin)
+
+
+def test_a_dead_optimizer_leaves_no_hook_and_no_memory():
+    model = make()
+    optimizer = OffloadedAdamW(model.parameters(), early_copy=True)
+    memory = weakref.ref(optimizer.pipeline.memory)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    del optimizer
+    gc.collect()
+    assert memory() is None
+    loss_of(model, 0).backward()
+    assert type(model[0].weight.grad) is torch.Tensor
+    OffloadedAdamW(model.parameters())
+
+
+def test_gradient_clipping_inside_equals_clipping_outside():
+    ours, theirs = make(), make()
+    mine = OffloadedAdamW(ours.parameters(), gradient_clipping=0.01)
+    for seed in range(5):
+        loss_of(ours, seed).backward()
+        loss_of(theirs, seed).backward()
+        expected = nn.utils.clip_grad_norm_(theirs.parameters(), 0.01)
+        mine.step()
+        theirs.load_state_dict(ours.state_dict())
+        assert mine.report.grad_norm == pytest.approx(float(expected), rel=1e-6)
+        assert mine.report.clip_coefficient == pytest.approx(min(1.0, 0.01 / (float(expected) + 1e-6)), rel=1e-6)
+        mine.zero_grad()
+        theirs.zero_grad()
+
+
+def test_refused_group_options_name_the_group():
+    model = make()
+    optimizer = OffloadedAdamW(model.parameters())
+    optimizer.param_groups[0]["amsgrad"] = True
+    loss_of(model, 0).backward()
+    with pytest.raises(ConfigError, match="parameter group 0: amsgrad=True is not supported"):
+        optimizer.step()
