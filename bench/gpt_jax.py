@@ -81,10 +81,19 @@ def apply_block(block: Params, x: Array, heads: int, rotation: tuple[Array, Arra
     query, key, value = jnp.split(qkv.reshape(batch, length, 3 * heads, width // heads), 3, axis=2)
     if rotation is not None:
         query, key = rotated(query, rotation), rotated(key, rotation)
-    mixed = jax.nn.dot_product_attention(query, key, value, is_causal=True)
+    mixed = causal_attention(query, key, value)
     x = x + apply_linear(block["attention_out"], mixed.reshape(batch, length, width))
     hidden = jax.nn.gelu(apply_linear(block["mlp_in"], apply_norm(block["mlp_norm"], x)))
     return x + apply_linear(block["mlp_out"], hidden)
+
+
+def causal_attention(query: Array, key: Array, value: Array) -> Array:
+    """`jax.nn.dot_product_attention(is_causal=True)`, which has no float16 on the CPU; softmax in fp32."""
+    length, head_width = query.shape[1], query.shape[3]
+    scores = jnp.einsum("bqhd,bkhd->bhqk", query, key, preferred_element_type=jnp.float32)
+    seen = jnp.tril(jnp.ones((length, length), bool))
+    weights = jax.nn.softmax(jnp.where(seen, scores / math.sqrt(head_width), -jnp.inf))
+    return jnp.einsum("bhqk,bkhd->bqhd", weights.astype(value.dtype), value)
 
 
 def apply_linear(linear: Params, x: Array) -> Array:

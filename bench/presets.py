@@ -43,7 +43,7 @@ class Preset:
 PRESETS = {
     "tiny": Preset(
         GPTConfig(layers=2, width=128, heads=4, vocabulary=256, positions=None),
-        context=128, steps=800, micro_batch=8, lr=3e-3, warmup=20,
+        context=128, steps=600, micro_batch=8, lr=3e-3, warmup=20,
         param_dtype="float32", activation_checkpointing=False, eval_batches=64,
     ),
     "gpt2-124m": Preset(

@@ -19,11 +19,10 @@ enum { OC_SCALAR = 0, OC_AVX2 = 1, OC_AVX512 = 2, OC_NEON = 3, OC_ISA_COUNT = 4 
 
 enum { OC_EARGUMENT = 1, OC_EMEMORY = 2, OC_EUNSUPPORTED = 3 };
 
-/* A sum of squares is an exact integer multiple of 2^-298. It is kept in OC_NORM_WINDOWS windows of
- * OC_NORM_WINDOW_BITS bits, window k being worth 2^(-298 + 50 k), each as two int64 digits
- * (bins[2k] + 2^32 * bins[2k+1]). bins[OC_NORM_NONFINITE] counts blocks that held an inf or a NaN.
+/* A sum of squares is an exact integer multiple of 2^-298, kept as OC_NORM_DIGITS digits:
+ * the sum of bins[i] * 2^(32 i - 298). bins[OC_NORM_NONFINITE] is positive where there was an inf or a NaN.
  * Adding two bin arrays element by element adds the sums: order and cut cannot matter. */
-enum { OC_NORM_WINDOWS = 12, OC_NORM_WINDOW_BITS = 50, OC_NORM_NONFINITE = 24, OC_NORM_BINS = 25 };
+enum { OC_NORM_DIGITS = 19, OC_NORM_NONFINITE = 19, OC_NORM_BINS = 20 };
 
 /* The scalars of one update of one parameter, each computed in double and rounded once. */
 typedef struct {
@@ -76,7 +75,7 @@ int oc_sum_squares(const oc_span *spans, int64_t n_spans, int dtype, int64_t *bi
 /* dst (fp32) += f32(src). */
 int oc_accumulate(const oc_span *spans, int64_t n_spans, int dtype, int threads);
 
-/* dst = src, to nearest even; a NaN becomes a quiet NaN. */
+/* dst = src, to nearest even; a NaN stays a NaN. */
 int oc_cast(const oc_span *spans, int64_t n_spans, int src_dtype, int dst_dtype, int threads);
 
 /* Touch every page of fresh memory from the threads that will use it. */

@@ -9,6 +9,7 @@
 #endif
 
 #include "offload_core.h"
+#include "sum_squares.h"
 
 /* --- instruction sets ---------------------------------------------------------------------------- */
 
@@ -192,10 +193,7 @@ static void sum_squares_chunk(void *context, int64_t chunk) {
     int64_t offset, bins[OC_NORM_BINS] = {0};
     const oc_span *span = job->spans + find_run(&job->chunks, chunk, &offset);
     job->kernels->sum_squares(src_at(job, span, offset), job->src_dtype, chunk_length(span->numel, offset), bins);
-    for (int i = 0; i < OC_NORM_NONFINITE; i += 2) { /* carry, so that no number of elements overflows a low digit */
-        bins[i + 1] += bins[i] >> 32;
-        bins[i] &= 0xffffffff;
-    }
+    oc_carry(bins);
     for (int i = 0; i < OC_NORM_BINS; i++)
         if (bins[i])
             atomic_fetch_add_explicit(&job->bins[i], bins[i], memory_order_relaxed);

@@ -108,7 +108,7 @@ static void sum_squares(const void *src, int dtype, int64_t n, int64_t *bins) {
     for (int64_t i = 0; i < n; i++) {
         float x = load(src, dtype, i);
         if (isfinite(x))
-            oc_split_square(x, OC_NORM_WINDOWS - 1, OC_NORM_WINDOWS - 1, bins);
+            oc_add_square(bins, x);
         else
             bins[OC_NORM_NONFINITE]++;
     }

@@ -174,12 +174,12 @@ static void adam(const oc_segment *a, int64_t begin, int64_t end, const oc_adam_
 
 /* --- sum of squares ------------------------------------------------------------------------------ */
 
-INLINE void extract(v64 x, v64 top, v64 below, vint *in_top, vint *in_below, vint *left) {
-    v64 shifted = w_fma(x, x, top);
-    v64 rest = w_fma(x, x, w_sub(top, shifted)); /* x * x - (shifted - top), exactly */
+INLINE void extract(v64 x, v64 above, v64 below, vint *in_upper, vint *in_lower, vint *left) {
+    v64 shifted = w_fma(x, x, above);
+    v64 rest = w_fma(x, x, w_sub(above, shifted)); /* x * x - (shifted - above), exactly */
     v64 shifted_rest = w_add(rest, below);
-    *in_top = w_bits_add(*in_top, shifted);
-    *in_below = w_bits_add(*in_below, shifted_rest);
+    *in_upper = w_bits_add(*in_upper, shifted);
+    *in_lower = w_bits_add(*in_lower, shifted_rest);
     *left = w_bits_differ(*left, rest, w_sub(shifted_rest, below));
 }
 
@@ -189,24 +189,26 @@ INLINE void sum_block(const float *x, int64_t n, uint32_t max_bits, int64_t *bin
         bins[OC_NORM_NONFINITE]++;
         return;
     }
-    int window = oc_top_window(max_bits);
-    double top = oc_window_extractor(window), below = oc_window_extractor(window - 1);
-    v64 top_v = w_set(top), below_v = w_set(below);
-    vint in_top = w_int_zero(), in_below = w_int_zero(), left = w_int_zero();
+    int upper = oc_upper_window(max_bits), lower = upper - OC_WINDOW_BITS;
+    double above = oc_extractor(upper), below = oc_extractor(lower);
+    v64 above_v = w_set(above), below_v = w_set(below);
+    vint in_upper = w_int_zero(), in_lower = w_int_zero(), left = w_int_zero();
     for (int64_t i = 0; i < n; i += LANES) {
         v32 values = v_load(x + i);
-        extract(w_low(values), top_v, below_v, &in_top, &in_below, &left);
-        extract(w_high(values), top_v, below_v, &in_top, &in_below, &left);
+        extract(w_low(values), above_v, below_v, &in_upper, &in_lower, &left);
+        extract(w_high(values), above_v, below_v, &in_upper, &in_lower, &left);
+    }
+    if (w_int_any(left)) {
+        for (int64_t i = 0; i < n; i++)
+            oc_add_square(bins, x[i]);
+        return;
     }
     /* Each term carries its extractor's bits: take n of them off again, modulo 2^64. */
-    uint64_t top_bits, below_bits;
-    memcpy(&top_bits, &top, 8);
+    uint64_t above_bits, below_bits;
+    memcpy(&above_bits, &above, 8);
     memcpy(&below_bits, &below, 8);
-    oc_add_to_window(bins, window, (int64_t)(w_int_sum(in_top) - (uint64_t)n * top_bits));
-    oc_add_to_window(bins, window - 1, (int64_t)(w_int_sum(in_below) - (uint64_t)n * below_bits));
-    if (w_int_any(left)) /* elements 2^-26 of the largest and smaller reach into lower windows: rare */
-        for (int64_t i = 0; i < n; i++)
-            oc_split_square(x[i], window, window - 2, bins);
+    oc_add_at(bins, upper, (int64_t)(w_int_sum(in_upper) - (uint64_t)n * above_bits));
+    oc_add_at(bins, lower, (int64_t)(w_int_sum(in_lower) - (uint64_t)n * below_bits));
 }
 
 INLINE void sum_squares_of(const void *src, int dtype, int64_t n, int64_t *bins) {

@@ -1,11 +1,13 @@
-/* The windows of the exact sum of squares, shared by every instruction set.
+/* The exact sum of squares, as a fixed-point number of 32-bit digits in int64s.
  *
- * A float's square is exact in double. Adding 1.5 * 2^(52 + L) to it and taking that off again rounds it
- * to a multiple of 2^L (its part in the window whose lowest bit is 2^L), exactly; what is left over goes
- * to the next window below. The parts are integers and are summed as integers, so no order and no cut of
- * the elements can change the result. After J. Demmel, P. Ahrens and H. D. Nguyen, "Efficient Reproducible
- * Floating Point Summation and BLAS" (UCB/EECS-2016-121), section 3; there bins follow the running
- * maximum and the lowest are dropped, here all twelve are kept, so the sum is exact.
+ * A float's square is an integer multiple of 2^-298 and is added as such. The vector kernels do it for a
+ * block at a time: a square is exact in double, and adding 1.5 * 2^(52 + L) to it rounds it to a multiple of
+ * 2^L, exactly, leaving that multiple as an integer in the low bits of the sum. Two such windows of 50 bits,
+ * the upper one placed by the block's largest element, take in every square whole, but for elements below
+ * 2^-26 of the largest; a block with one of those is added element by element. The parts are integers, so
+ * no order and no cut of the elements can change the result. After J. Demmel, P. Ahrens and H. D. Nguyen,
+ * "Efficient Reproducible Floating Point Summation and BLAS" (UCB/EECS-2016-121), section 3; there the bins
+ * below the highest few are dropped, here nothing is.
  */
 #ifndef OC_SUM_SQUARES_H
 #define OC_SUM_SQUARES_H
@@ -15,45 +17,46 @@
 
 #include "offload_core.h"
 
-enum { OC_BLOCK = 2048, OC_NORM_LOWEST = -298 };
+enum { OC_BLOCK = 2048, OC_WINDOW_BITS = 50, OC_LOWEST_BIT = -298 };
 
-static inline double oc_power_of_two(int exponent) {
-    uint64_t bits = (uint64_t)(exponent + 1023) << 52;
-    double value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
+/* digits += value * 2^bit. Each digit grows by less than 2^32. */
+static inline void oc_add_at(int64_t *digits, int bit, int64_t value) {
+    int at = (bit - OC_LOWEST_BIT) / 32, shift = (bit - OC_LOWEST_BIT) % 32;
+    __int128 shifted = (__int128)value * ((int64_t)1 << shift);
+    digits[at] += (int64_t)(shifted & 0xffffffff);
+    digits[at + 1] += (int64_t)(shifted >> 32 & 0xffffffff);
+    digits[at + 2] += (int64_t)(shifted >> 64);
 }
 
-static inline int oc_window_lowest_bit(int window) { return OC_NORM_LOWEST + OC_NORM_WINDOW_BITS * window; }
-
-static inline double oc_window_extractor(int window) {
-    return 1.5 * oc_power_of_two(52 + oc_window_lowest_bit(window));
+/* digits += x * x, x being finite. */
+static inline void oc_add_square(int64_t *digits, float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    int biased = bits >> 23 & 255;
+    int64_t significand = (bits & 0x7fffff) | (biased ? 0x800000 : 0);
+    oc_add_at(digits, 2 * ((biased ? biased : 1) - 150), significand * significand);
 }
 
-/* The lowest window that holds the square of a finite float with these absolute bits, and at least 1, so
- * that there is always a window below it. */
-static inline int oc_top_window(uint32_t max_bits) {
+/* The lowest bit of the upper window for a block whose largest absolute bits these are. */
+static inline int oc_upper_window(uint32_t max_bits) {
     int biased = (int)(max_bits >> 23);
-    int exponent = biased ? biased - 127 : -126;
-    int above = 2 * exponent + 2 - OC_NORM_WINDOW_BITS - OC_NORM_LOWEST;
-    int window = above <= 0 ? 0 : (above + OC_NORM_WINDOW_BITS - 1) / OC_NORM_WINDOW_BITS;
-    return window < 1 ? 1 : window;
+    int lowest = 2 * ((biased ? biased : 1) - 127) + 2 - OC_WINDOW_BITS;
+    int least = OC_LOWEST_BIT + OC_WINDOW_BITS; /* leaves room for the lower one */
+    return lowest > least ? lowest : least;
 }
 
-static inline void oc_add_to_window(int64_t *bins, int window, int64_t value) {
-    bins[2 * window] += value & 0xffffffff;
-    bins[2 * window + 1] += value >> 32;
+static inline double oc_extractor(int lowest_bit) {
+    uint64_t bits = (uint64_t)(52 + lowest_bit + 1023) << 52;
+    double power;
+    memcpy(&power, &bits, sizeof power);
+    return 1.5 * power;
 }
 
-/* Split the square of x over the windows from `window` down; those above `first` were counted already. */
-static inline void oc_split_square(float x, int window, int first, int64_t *bins) {
-    double rest = (double)x * (double)x;
-    for (; window >= 0 && rest != 0; window--) {
-        double extractor = oc_window_extractor(window);
-        double part = (rest + extractor) - extractor;
-        if (window <= first)
-            oc_add_to_window(bins, window, (int64_t)(part * oc_power_of_two(-oc_window_lowest_bit(window))));
-        rest -= part;
+/* Bring each digit into 32 bits, so that 2^31 sums can be added up. */
+static inline void oc_carry(int64_t *digits) {
+    for (int i = 0; i + 1 < OC_NORM_DIGITS; i++) {
+        digits[i + 1] += digits[i] >> 32;
+        digits[i] &= 0xffffffff;
     }
 }
 

@@ -34,8 +34,7 @@ for _name, _dtype in (("oc_segment", SEGMENT), ("oc_span", SPAN), ("oc_adam_scal
 
 NORM_BINS = lib.OC_NORM_BINS
 NORM_NONFINITE = lib.OC_NORM_NONFINITE
-NORM_WINDOWS = lib.OC_NORM_WINDOWS
-NORM_WINDOW_BITS = lib.OC_NORM_WINDOW_BITS
+NORM_DIGITS = lib.OC_NORM_DIGITS
 
 OP_ORDERS = {"torch": lib.OC_ORDER_TORCH, "optax": lib.OC_ORDER_OPTAX}
 ADAM_MODES = {"adamw": lib.OC_ADAMW, "adam": lib.OC_ADAM}

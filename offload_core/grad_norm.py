@@ -31,10 +31,7 @@ class SumOfSquares:
 
     def exact(self) -> Fraction:
         """The sum, exactly. Meaningful where ``finite``."""
-        total = 0
-        for window in range(_kernels.NORM_WINDOWS):
-            digits = int(self.bins[2 * window]) + (int(self.bins[2 * window + 1]) << 32)
-            total += digits << (_kernels.NORM_WINDOW_BITS * window)
+        total = sum(int(digit) << (32 * i) for i, digit in enumerate(self.bins[: _kernels.NORM_DIGITS]))
         return Fraction(total, 1 << -_LOWEST_BIT)
 
     def norm(self) -> float:

@@ -105,7 +105,7 @@ def adam(
             m = s["one_minus_beta1"] * g + s["beta1"] * m
             v = s["one_minus_beta2"] * (g * g) + s["beta2"] * v
             u = (m / s["correction1"]) / (np.sqrt(v / s["correction2"] + s["eps_root"]) + s["eps"])
-            if adam_mode == "adamw":
+            if adam_mode == "adamw" and s["weight_decay"] != 0:
                 u = u + s["weight_decay"] * p
             p = p + u * s["step_size"]
         param = None if param_dtype is None else p.astype(param_dtype.numpy)

@@ -87,13 +87,15 @@ MUTANTS = [
             "v_fma(*v, c->beta2, v_mul(v_mul(c->w2, g), g))",
         ),
         ("norm misses its tail", "padded = (count + LANES - 1) / LANES * LANES", "padded = whole"),
-        ("norm misses lower windows", "if (w_int_any(left))", "if (0)"),
+        ("norm misses what its windows do", "if (w_int_any(left))", "if (0)"),
+        ("norm misses its lower window", "oc_add_at(bins, lower,", "(void)(bins, lower,"),
         ("tails of accumulation and cast skipped", "if (i < n) {", "if (0) {", 2),
     ),
     *mutants(
         "sum_squares.h",
         INSTRUCTION_SETS,
-        ("norm misses lower windows", "window >= 0 && rest != 0;", "window >= 5 && rest != 0;"),
+        ("norm misses the top digit", "digits[at + 2] += (int64_t)(shifted >> 64);", ";"),
+        ("norm takes subnormals for normal", "(biased ? 0x800000 : 0)", "0x800000"),
     ),
     *mutants(
         "kernels_avx2.c",

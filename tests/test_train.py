@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -107,16 +106,33 @@ def test_ctrl_c_ends_a_run_cleanly(tmp_path: Path) -> None:
     assert "held-out loss" in printed
 
 
-def test_the_first_ctrl_c_is_noted_and_the_second_kills() -> None:
-    before = signal.getsignal(signal.SIGINT)
+def test_the_first_ctrl_c_is_noted_and_the_second_ends_the_process_at_once() -> None:
+    code = (
+        "import time\n"
+        "from bench.train import Interrupt\n"
+        "with Interrupt() as interrupt:\n"
+        "    print('ready', flush=True)\n"
+        "    while not interrupt.asked: time.sleep(0.01)\n"
+        "print('asked', flush=True)\n"
+        "while True: time.sleep(1)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
-        with train.Interrupt() as interrupt:
-            assert not interrupt.asked
-            os.kill(os.getpid(), signal.SIGINT)
-            assert interrupt.asked
-        assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+        for expected in ("ready", "asked"):
+            assert process.stdout.readline().strip() == expected
+            process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=60) == 130
     finally:
-        signal.signal(signal.SIGINT, before)
+        process.kill()
+        process.stdout.close()
+
+
+def test_a_run_that_was_not_interrupted_leaves_ctrl_c_as_it_was() -> None:
+    with train.Interrupt() as interrupt:
+        pass
+    assert not interrupt.asked
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
 
 
 @pytest.mark.parametrize(

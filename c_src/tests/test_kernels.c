@@ -456,21 +456,20 @@ static void test_cast(void) {
 
 /* --- sum of squares ------------------------------------------------------------------------------ */
 
-/* The sum that bins hold in canonical 50-bit digits, the last one taking the carry, and whether it is none. */
+/* The sum that bins hold in canonical digits, and whether it is none. */
 typedef struct {
-    int64_t digits[OC_NORM_WINDOWS + 1];
+    int64_t digits[OC_NORM_DIGITS];
     int nonfinite;
 } total;
 
 static total total_of(const int64_t *bins) {
     total t = {.nonfinite = bins[OC_NORM_NONFINITE] != 0};
-    __int128 carry = 0;
-    for (int k = 0; k < OC_NORM_WINDOWS && !t.nonfinite; k++) {
-        carry += (__int128)bins[2 * k] + (__int128)bins[2 * k + 1] * ((int64_t)1 << 32);
-        t.digits[k] = (int64_t)(carry & (((int64_t)1 << OC_NORM_WINDOW_BITS) - 1));
-        carry >>= OC_NORM_WINDOW_BITS;
+    int64_t carry = 0;
+    for (int k = 0; k < OC_NORM_DIGITS && !t.nonfinite; k++) {
+        carry += bins[k];
+        t.digits[k] = k < OC_NORM_DIGITS - 1 ? carry & 0xffffffff : carry;
+        carry >>= 32;
     }
-    t.digits[OC_NORM_WINDOWS] = (int64_t)carry;
     return t;
 }
 
@@ -478,7 +477,7 @@ static void check_total(const char *what, const int64_t *got_bins, const int64_t
     total got = total_of(got_bins), expected = total_of(expected_bins);
     if (got.nonfinite != expected.nonfinite)
         fail("%s: nonfinite is %d, the oracle says %d", what, got.nonfinite, expected.nonfinite);
-    for (int k = OC_NORM_WINDOWS; k >= 0; k--)
+    for (int k = OC_NORM_DIGITS - 1; k >= 0; k--)
         if (got.digits[k] != expected.digits[k])
             fail("%s: digit %d of the sum is %lld, the oracle says %lld", what, k, (long long)got.digits[k],
                  (long long)expected.digits[k]);
@@ -678,8 +677,8 @@ static void entry_spans(void) {
         WITH_HOSTILE_CONTROL(oc_sum_squares(sums, 1, now.src_dtype, bins, now.threads));
         WITH_HOSTILE_CONTROL(oc_sum_squares(sums + 1, RUNS - 1, now.src_dtype, bins, now.threads)); /* goes on */
         check_total("bins", bins, expected_bins);
-        for (int k = 0; k < OC_NORM_WINDOWS; k++) /* so no number of elements overflows a digit */
-            check(bins[2 * k] >= 0 && bins[2 * k] >> 32 < chunks + !chunks,
+        for (int k = 0; k < OC_NORM_DIGITS - 1; k++) /* so no number of elements overflows a digit */
+            check(bins[k] >= 0 && bins[k] >> 32 < chunks + !chunks,
                   "a chunk adds less than 2^32 to a low digit");
         for (int i = 0; i < RUNS; i++) {
             check_same("cast", cast[i].data, cast_expected[i].data, now.dst_dtype, casts[i].numel);

@@ -6,6 +6,8 @@ memory), elsewhere the runtime copies from them at a time of its own: either way
 only when the runtime has let go of it, which its weak reference tells.
 """
 
+import gc
+import time
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -19,6 +21,8 @@ from offload_core.host_memory import HostMemory
 from offload_core.partition import ParamSpec, round_up
 
 _ALIGNMENT = 64
+_PATIENCE = 50
+"""Milliseconds to wait for the runtime to let go of a buffer, before another is allocated."""
 
 
 class JaxDevice:
@@ -35,7 +39,7 @@ class JaxDevice:
         return int(tensor.size)
 
     def host_array(self, tensor: Any) -> HostArray:
-        if isinstance(tensor, jax.Array) and next(iter(tensor.devices())).platform == "cpu":
+        if isinstance(tensor, jax.Array) and on_cpu(tensor) and _is_row_major(tensor):
             # The address without a NumPy view: a live view makes donating the array silently fail.
             address = tensor.block_until_ready().unsafe_buffer_pointer()
             return HostArray(address, tensor.size, self.dtype(tensor), tensor)
@@ -52,6 +56,29 @@ class JaxDevice:
         return Done()
 
 
+def on_cpu(array: jax.Array) -> bool:
+    """Whether the array lies in host memory."""
+    return next(iter(array.devices())).platform == "cpu"
+
+
+def _is_row_major(array: jax.Array) -> bool:
+    """jit may choose another order for its outputs (``jax.experimental.layout``)."""
+    return array.format.layout.major_to_minor == tuple(range(array.ndim))
+
+
+class _Generation:
+    """Memory for one value of every parameter, and a weak reference to each buffer lent from it."""
+
+    def __init__(self, memory: np.ndarray, n_params: int) -> None:
+        self.memory = memory
+        self.lent: list[weakref.ref[np.ndarray] | None] = [None] * n_params
+
+    def reads(self, i: int) -> bool:
+        """Whether anyone still reads parameter ``i`` here."""
+        reader = self.lent[i]
+        return reader is not None and reader() is not None
+
+
 class ParameterBuffers:
     """Host buffers for new parameters, in generations; one is used again when nobody reads it any more.
 
@@ -66,7 +93,7 @@ class ParameterBuffers:
         for spec in specs:
             self._offsets.append(self._n_bytes)
             self._n_bytes += round_up(spec.numel * spec.dtype.itemsize, _ALIGNMENT)
-        self._generations: list[tuple[np.ndarray, list[weakref.ref[np.ndarray] | None]]] = []
+        self._generations: list[_Generation] = []
 
     @property
     def generation_bytes(self) -> int:
@@ -74,19 +101,37 @@ class ParameterBuffers:
         return self._n_bytes
 
     def take(self) -> list[np.ndarray]:
-        """A buffer for each parameter, one-dimensional. It is lent until the last array made from it dies."""
-        free = (g for g in self._generations if all(reader is None or reader() is None for reader in g[1]))
-        generation = next(free, None)
+        """A buffer for each parameter, one-dimensional. It is lent until the last array made from it dies.
+
+        Raises:
+            HostMemoryError: old parameters are still held, and there is no memory for more.
+        """
+        self._await_readers()
+        buffers = [self._lend(i) for i in range(len(self._specs))]
+        self._generations = [g for g in self._generations if any(g.reads(i) for i in range(len(self._specs)))]
+        return buffers
+
+    def _await_readers(self) -> None:
+        """Wait a little for old parameters that nobody holds.
+
+        The runtime lets go of them when the threads of the computations that read them have ended, and gives the
+        memory back at the next garbage collection.
+        """
+        for _ in range(_PATIENCE if len(self._generations) > 1 else 0):
+            if all(any(not g.reads(i) for g in self._generations) for i in range(len(self._specs))):
+                return
+            gc.collect(0)
+            time.sleep(1e-3)
+
+    def _lend(self, i: int) -> np.ndarray:
+        generation = next((g for g in self._generations if not g.reads(i)), None)
         if generation is None:
             memory = self._memory.allocate("parameter buffers", self._n_bytes, np.dtype(np.uint8))
-            generation = (memory, [None] * len(self._specs))
+            generation = _Generation(memory, len(self._specs))
             self._generations.append(generation)
-        memory, lent = generation
-        buffers = []
-        for i, (spec, offset) in enumerate(zip(self._specs, self._offsets, strict=True)):
-            # From a memoryview, so that arrays made from the buffer refer to it and not to the whole memory.
-            window = memory[offset : offset + spec.numel * spec.dtype.itemsize].data
-            buffer = np.frombuffer(window, spec.dtype.numpy)
-            lent[i] = weakref.ref(buffer)
-            buffers.append(buffer)
-        return buffers
+        spec, offset = self._specs[i], self._offsets[i]
+        # From a memoryview, so that arrays made from the buffer refer to it and not to the whole memory.
+        window = generation.memory[offset : offset + spec.numel * spec.dtype.itemsize].data
+        buffer = np.frombuffer(window, spec.dtype.numpy)
+        generation.lent[i] = weakref.ref(buffer)
+        return buffer

@@ -9,20 +9,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from offload_core.collectives import SingleRank
-from offload_core.config import OffloadConfig
+from offload_core.config import OffloadConfig, check_hyperparameters
 from offload_core.cpu_adam import STATE_NAMES, AdamHyper
 from offload_core.dtypes import BY_NUMPY
-from offload_core.errors import GradientError, ParameterError, StateError
+from offload_core.errors import GradientError, OffloadError, ParameterError, StateError
 from offload_core.host_memory import HostMemory, available_bytes
 from offload_core.loss_scale import scaler_for
 from offload_core.memory_plan import MemoryReport, PlanRow
 from offload_core.partition import ParamSpec
 from offload_core.pipeline import Pipeline, StepReport
 
-from .device import JaxDevice, ParameterBuffers
+from .device import JaxDevice, ParameterBuffers, on_cpu
 
 Mask = Any
-"""A pytree of booleans with the parameters' structure, or a function from the parameters to one."""
+"""A pytree of booleans with the parameters' structure or a prefix of it, or a function from the parameters to one."""
 
 
 def wrap(
@@ -39,12 +39,13 @@ def wrap(
         params: any pytree (dicts, flax.nnx state, equinox modules). Leaves that are not floating-point arrays
             pass through untouched.
         config: an ``OffloadConfig``, or a dict of its fields.
-        mask: which parameters weight decay applies to, as in ``optax.adamw``; None: all.
-        trainable: which parameters are trained; None: all. The others pass through.
+        mask: which parameters weight decay applies to, as in ``optax.adamw``: booleans in the parameters' structure
+            or a prefix of it, or a function from the parameters to them; None: all.
+        trainable: which parameters are trained, likewise; None: all. The others pass through.
         overrides: fields of ``OffloadConfig``; ``lr`` may be an optax schedule.
 
     Raises:
-        ConfigError, ParameterError, HostMemoryError: before anything is allocated.
+        ConfigError, ParameterError, HostMemoryError, StateError (under jit): before anything is allocated.
     """
     return OffloadedParams(params, config, mask=mask, trainable=trainable, **overrides)
 
@@ -101,6 +102,7 @@ class OffloadedParams:
         trainable: Mask | None = None,
         **overrides: Any,
     ) -> None:
+        _refuse_jit("wrap()")
         self.config = OffloadConfig.resolve(config, **overrides)
         self.config = replace(self.config, op_order=self.config.op_order or "optax")
         self.report: StepReport | None = None
@@ -110,8 +112,8 @@ class OffloadedParams:
         flat, self._treedef = _flatten(params)
         self._paths = [path for path, _ in flat]
         leaves = [leaf for _, leaf in flat]
-        trained = _mask_leaves(trainable, params, self._paths, "trainable")
-        decayed = _mask_leaves(mask, params, self._paths, "mask")
+        trained = _mask_leaves(trainable, params, "trainable")
+        decayed = _mask_leaves(mask, params, "mask")
         positions = [i for i, leaf in enumerate(leaves) if trained[i] and _is_parameter(self._paths[i], leaf)]
         if not positions:
             raise ParameterError("params: no leaf is a trainable floating-point array; expected at least one")
@@ -124,7 +126,7 @@ class OffloadedParams:
         self._pipeline = Pipeline(
             self.config, JaxDevice(), SingleRank(), scaler_for(self.config, [s.dtype for s in specs])
         )
-        self._on_cpu = next(iter(arrays[0].devices())).platform == "cpu"
+        self._on_cpu = on_cpu(arrays[0])
         # On the CPU the buffers are the device parameters themselves: the device's account, not the host's.
         self._buffer_memory = HostMemory(self.config.threads) if self._on_cpu else self._pipeline.memory
         self._buffers = ParameterBuffers(self._buffer_memory, specs)
@@ -181,7 +183,7 @@ class OffloadedParams:
             flat, treedef = _flatten(params)
             leaves = [leaf for _, leaf in flat]
             if treedef != self._treedef:
-                _check_paths(self._paths, [path for path, _ in flat], "value_and_grad: params")
+                _check_paths(self._paths, flat, ParameterError, "value_and_grad: params")
             trained = [leaves[i] for i in positions]
             static, traced = _Static.split(treedef, [None if i in trained_set else x for i, x in enumerate(leaves)])
             scale = self._pipeline.scaler.scale if self._pipeline.scaler else None
@@ -205,9 +207,12 @@ class OffloadedParams:
                 float32. With ``gradient_accumulation_steps=N`` the update averages over N calls.
 
         Raises:
-            GradientError: the gradients do not fit; nothing has changed.
+            GradientError: the gradients do not fit; ConfigError: the schedule gives no learning rate; StateError: under
+                jit; HostMemoryError: old parameters are still held, and there is no memory for more. Nothing has
+                changed.
         """
-        gradients = self._check(grads)
+        _refuse_jit("update()")
+        gradients, hypers, buffers = self._check(grads), self._hypers(), self._buffers.take()
         for gradient in gradients:
             if not self._on_cpu and gradient is not None:
                 gradient.copy_to_host_async()
@@ -218,10 +223,9 @@ class OffloadedParams:
         if not self._pipeline.end_micro_step():
             self.report = StepReport(updated=False, skipped="accumulating", loss_scale=loss_scale)
             return self.params
-        buffers = self._buffers.take()
         before = [float(t) for t in self._pipeline.steps]
         divisor = float(self.config.gradient_accumulation_steps)
-        self.report = self._pipeline.step(self._hypers(), buffers, divisor=divisor)
+        self.report = self._pipeline.step(hypers, buffers, divisor=divisor)
         if self.report.updated:
             self.count += 1
             for leaf, buffer, t, earlier in zip(self._leaves, buffers, self._pipeline.steps, before, strict=True):
@@ -233,10 +237,10 @@ class OffloadedParams:
         """The gradient of each parameter, or None; everything checked."""
         scaler = self._pipeline.scaler
         if isinstance(grads, ScaledGradients):
-            if scaler is None or grads.scale != scaler.scale:
+            if grads.scale != self._pipeline.loss_scale:
                 raise GradientError(
-                    f"gradients scaled by {grads.scale:g}, expected {self._pipeline.loss_scale:g}: they are "
-                    "from before the last update; compute them anew"
+                    f"gradients scaled by {grads.scale:g}, expected {self._pipeline.loss_scale:g}: they are from "
+                    "before the last update, or of other parameters; compute them anew"
                 )
             grads = grads.tree
         elif scaler is not None:
@@ -246,7 +250,7 @@ class OffloadedParams:
             )
         flat, treedef = _flatten(grads)
         if treedef != self._treedef:
-            _check_paths(self._paths, [path for path, _ in flat], "update: gradients")
+            _check_paths(self._paths, flat, GradientError, "update: gradients")
         gradients = []
         for leaf in self._leaves:
             path, gradient = self._paths[leaf.position], flat[leaf.position][1]
@@ -263,6 +267,10 @@ class OffloadedParams:
                         f"{leaf.dtype}{list(leaf.shape)} (or float32)"
                     )
                 gradient = jnp.asarray(gradient)
+                if gradient.is_deleted():
+                    raise GradientError(f"{path}: gradient was donated or deleted; expected one that is alive")
+                if len(gradient.devices()) > 1:
+                    raise GradientError(f"{path}: gradient lies on {len(gradient.devices())} devices, expected one")
             gradients.append(gradient)
         if all(gradient is None for gradient in gradients):
             raise GradientError("update: every gradient is None, expected at least one array")
@@ -271,7 +279,8 @@ class OffloadedParams:
     def _hypers(self) -> list[AdamHyper]:
         """One for decayed parameters, one for those that ``mask`` excludes."""
         config = self.config
-        lr = float(config.lr(jnp.asarray(self.count, jnp.int32))) if callable(config.lr) else float(config.lr)
+        lr = float(config.lr(jnp.asarray(self.count, jnp.int32)) if callable(config.lr) else config.lr)
+        check_hyperparameters(f"update {self.count}", lr, config.betas, config.eps, config.weight_decay)
         decayed = AdamHyper(lr, config.betas, config.eps, config.weight_decay, config.eps_root, _bias_correction)
         return [decayed, replace(decayed, weight_decay=0.0)]
 
@@ -299,14 +308,20 @@ class OffloadedParams:
         Raises:
             StateError: a key or a leaf is missing, or has another shape; nothing has changed.
         """
-        wanted = {name: self._leaves_of(tree, name) for name in ("params", *STATE_NAMES, "steps")}
+        if "count" not in tree:
+            raise _missing("count", tree)
+        trained = {leaf.position: leaf.shape for leaf in self._leaves}
+        arrays = {i: _numpy_shape(leaf) for i, leaf in enumerate(self._all_leaves) if _is_array(leaf)}
+        params = self._leaves_of(tree, "params", arrays)
+        states = {name: self._leaves_of(tree, name, trained) for name in STATE_NAMES}
+        steps = self._leaves_of(tree, "steps", dict.fromkeys(trained, ()))
         self._pipeline.drop_gradients()
         for i, leaf in enumerate(self._leaves):
             for name, view in self._states(i).items():
-                view.reshape(leaf.shape)[...] = wanted[name][i]
-            self._pipeline.steps[i][...] = wanted["steps"][i]
-            array = np.asarray(wanted["params"][i]).astype(leaf.dtype)
-            self._all_leaves[leaf.position] = jax.device_put(jnp.array(array), leaf.placement)
+                view.reshape(leaf.shape)[...] = states[name][leaf.position]
+            self._pipeline.steps[i][...] = steps[leaf.position]
+        for position, value in params.items():
+            self._all_leaves[position] = _from_numpy(value, self._all_leaves[position])
         if self._pipeline.scaler is not None and "loss_scale" in tree:
             self._pipeline.scaler.load_state_dict(tree["loss_scale"])
         self.count = int(tree["count"])
@@ -316,23 +331,19 @@ class OffloadedParams:
         runs = self._pipeline.states(i)
         return runs[0][1] if runs else {name: np.empty(0, np.float32) for name in STATE_NAMES}
 
-    def _leaves_of(self, tree: Mapping[str, Any], name: str) -> list[Any]:
+    def _leaves_of(self, tree: Mapping[str, Any], name: str, shapes: Mapping[int, tuple[int, ...]]) -> dict[int, Any]:
+        """The leaves of ``tree[name]`` at the positions of ``shapes``; checked to be of these shapes."""
         if name not in tree:
-            raise StateError(
-                f"load_pytree: no {name!r}, expected what to_pytree() gave; got {', '.join(map(str, tree))}"
-            )
+            raise _missing(name, tree)
         flat, treedef = _flatten(tree[name])
         if treedef != self._treedef:
-            _check_paths(self._paths, [path for path, _ in flat], f"load_pytree: {name}")
-        leaves = []
-        for leaf in self._leaves:
-            path, value = flat[leaf.position]
-            shape = () if name == "steps" else leaf.shape
+            _check_paths(self._paths, flat, StateError, f"load_pytree: {name}")
+        for position, shape in shapes.items():
+            path, value = flat[position]
             if value is None or np.shape(value) != shape:
                 got = "None" if value is None else list(np.shape(value))
                 raise StateError(f"load_pytree: {name}{path} is {got}, expected shape {list(shape)}")
-            leaves.append(value)
-        return leaves
+        return {position: flat[position][1] for position in shapes}
 
     def memory_report(self) -> MemoryReport:
         """Planned and measured bytes. On the CPU the parameters' buffers count as device memory."""
@@ -345,7 +356,8 @@ class OffloadedParams:
     def as_optax(self) -> Any:
         """An ``optax.GradientTransformation`` for an ordinary optax loop around these parameters.
 
-        ``optax.apply_updates(params, updates)`` gives exactly ``self.params``. The states are here, not in the
+        ``optax.apply_updates(params, updates)`` gives exactly ``self.params``; arrays that are not trained get a zero.
+        The states are here, not in the
         optax state, which only counts: a state that is not the last one raises :class:`StateError`, and so does
         ``update`` under ``jax.jit``.
         """
@@ -354,7 +366,7 @@ class OffloadedParams:
         def init(params: Any) -> OffloadState:
             flat, treedef = _flatten(params)
             if treedef != self._treedef:
-                _check_paths(self._paths, [path for path, _ in flat], "as_optax().init: params")
+                _check_paths(self._paths, flat, ParameterError, "as_optax().init: params")
             return OffloadState(jnp.asarray(self.count, jnp.int32))
 
         def update(grads: Any, state: OffloadState, params: Any = None) -> tuple[Any, OffloadState]:
@@ -365,9 +377,9 @@ class OffloadedParams:
                     f"as_optax().update with the state of update {int(state.step)}, expected that of update "
                     f"{self.count}: the host states have moved on; use load_pytree() to go back"
                 )
-            before = list(self._all_leaves) if params is None else [leaf for _, leaf in _flatten(params)[0]]
+            before = [leaf for _, leaf in _flatten(self.params if params is None else params)[0]]
             self.update(grads)
-            updates: list[Any] = [None] * len(before)
+            updates = [_no_update(leaf) for leaf in before]
             for leaf in self._leaves:
                 updates[leaf.position] = _exact_update(before[leaf.position], self._all_leaves[leaf.position])
             return jax.tree_util.tree_unflatten(self._treedef, updates), OffloadState(
@@ -413,18 +425,25 @@ def _flatten(tree: Any) -> tuple[list[tuple[str, Any]], Any]:
     return [(jax.tree_util.keystr(path), leaf) for path, leaf in flat], treedef
 
 
-def _check_paths(expected: Sequence[str], got: Sequence[str], what: str) -> None:
+def _check_paths(
+    expected: Sequence[str], flat: Sequence[tuple[str, Any]], error: type[OffloadError], what: str
+) -> None:
     """Trees of other node types are accepted if their leaves' paths agree; else name the first that differs."""
-    if list(expected) == list(got):
-        return
+    got = [path for path, _ in flat]
     for e, g in zip(expected, got, strict=False):
         if e != g:
-            raise GradientError(
-                f"{what}: the tree has leaf {g!r} where {e!r} was expected; expected the wrapped structure"
-            )
-    raise GradientError(
-        f"{what}: the tree has {len(got)} leaves, expected {len(expected)}: those of the wrapped structure"
-    )
+            raise error(f"{what}: the tree has leaf {g!r} where {e!r} was expected; expected the wrapped structure")
+    if len(got) != len(expected):
+        raise error(f"{what}: the tree has {len(got)} leaves, expected {len(expected)}: those of the wrapped structure")
+
+
+def _missing(name: str, tree: Mapping[str, Any]) -> StateError:
+    return StateError(f"load_pytree: no {name!r}, expected what to_pytree() gave; got {', '.join(map(str, tree))}")
+
+
+def _refuse_jit(what: str) -> None:
+    if isinstance(jnp.zeros(()), jax.core.Tracer):  # jit would run it once only, while it traces
+        raise StateError(f"{what} under jit; expected a call outside: the states are in host memory")
 
 
 def _is_parameter(path: str, leaf: Any) -> bool:
@@ -442,13 +461,18 @@ def _is_parameter(path: str, leaf: Any) -> bool:
     return True
 
 
-def _mask_leaves(mask: Mask | None, params: Any, paths: Sequence[str], name: str) -> list[bool]:
+def _mask_leaves(mask: Mask | None, params: Any, name: str) -> list[bool]:
     if mask is None:
-        return [True] * len(paths)
-    flat, _ = _flatten(mask(params) if callable(mask) else mask)
-    if [path for path, _ in flat] != list(paths):
-        raise ParameterError(f"{name}: its leaves differ from the parameters'; expected a boolean for every leaf")
-    return [bool(leaf) for _, leaf in flat]
+        mask = True
+    elif callable(mask) and jax.tree_util.all_leaves([mask]):  # a module of booleans is callable, too
+        mask = mask(params)
+    try:
+        full = jax.tree.broadcast(mask, params, is_leaf=lambda leaf: leaf is None)
+    except ValueError as error:
+        raise ParameterError(
+            f"{name}: its structure differs from the parameters'; expected a boolean for every leaf\n{error}"
+        ) from None
+    return [bool(leaf) for _, leaf in _flatten(full)[0]]
 
 
 @jax.jit
@@ -466,12 +490,41 @@ def _exact_update(before: Any, after: Any) -> Any:
     """An fp32 ``u`` such that ``before + u``, rounded to the parameters' dtype, has the bits of ``after``."""
     p = np.asarray(before)
     q, p32 = np.asarray(after), p.astype(np.float32)
-    u = q.astype(np.float32) - p32
+    q32 = q.astype(np.float32)
+    u = np.where(q32 == p32, np.copysign(np.float32(0), q32), q32 - p32)  # -0 + 0 would be 0
     for _ in range(2):  # the rounded difference is at most a unit off
         u = np.where((p32 + u).astype(q.dtype) < q, np.nextafter(u, np.float32(np.inf)), u)
         u = np.where((p32 + u).astype(q.dtype) > q, np.nextafter(u, np.float32(-np.inf)), u)
     return jnp.array(u)
 
 
+def _no_update(leaf: Any) -> Any:
+    """What changes no bit of an array when it is added, of any shape; None for other leaves."""
+    return jnp.asarray(-0.0).astype(leaf.dtype) if _is_array(leaf) and not _is_key(leaf) else None
+
+
+def _is_key(leaf: Any) -> bool:
+    """Whether the leaf is an array of ``jax.random.key`` (flax.nnx state has them), which NumPy cannot hold."""
+    return _is_array(leaf) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
 def _to_numpy(leaf: Any) -> Any:
+    if _is_key(leaf):
+        leaf = jax.random.key_data(leaf)
     return np.array(leaf) if _is_array(leaf) else leaf
+
+
+def _numpy_shape(leaf: Any) -> tuple[int, ...]:
+    """The shape of ``_to_numpy(leaf)``."""
+    return jax.eval_shape(jax.random.key_data, leaf).shape if _is_key(leaf) else leaf.shape
+
+
+def _from_numpy(value: Any, like: Any) -> Any:
+    """A new array with what ``_to_numpy`` gave, of the type and in the place of another."""
+    if isinstance(like, np.ndarray):
+        return np.array(value, like.dtype)
+    if _is_key(like):
+        array = jax.random.wrap_key_data(jnp.array(value), impl=jax.random.key_impl(like))
+    else:
+        array = jnp.array(np.asarray(value).astype(like.dtype))
+    return jax.device_put(array, like.sharding) if like.committed else array

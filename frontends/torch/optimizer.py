@@ -98,7 +98,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         **overrides: Any,
     ) -> None:
         if lr is not None:
-            overrides["lr"] = float(lr)
+            overrides["lr"] = float(lr) if isinstance(lr, torch.Tensor) else lr
         self.config = _resolve(config, overrides)
         self.early_copy = early_copy
         self.gradient_divisor = 1.0

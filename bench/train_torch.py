@@ -1,0 +1,139 @@
+"""Training through `frontends.torch`, and the plain PyTorch loop to compare it with."""
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
+
+from bench.gpt_torch import GPT
+from bench.presets import BETAS, WEIGHT_DECAY, learning_rate
+from bench.trainer import Settings, Step, check_room
+from frontends.torch import wrap
+from offload_core.errors import ConfigError
+from offload_core.memory_plan import MemoryReport
+
+
+def make_trainers(settings: Settings) -> tuple["Offloaded", "Plain | None"]:
+    device = choose_device(settings.device)
+    check_room(settings, on_host=device.type == "cpu")
+    offloaded = Offloaded(settings, device)
+    return offloaded, Plain(settings, device) if settings.compare else None
+
+
+def choose_device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: torch sees no CUDA device; use --device cpu or auto")
+    return torch.device(name)
+
+
+def make_model(settings: Settings, device: torch.device) -> GPT:
+    """Made in its place and in its dtype: a large model in fp32, or on the host, may fit nowhere."""
+    torch.manual_seed(settings.seed)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(getattr(torch, settings.param_dtype))
+    try:
+        with device:
+            return GPT(settings.gpt, settings.activation_checkpointing)
+    finally:
+        torch.set_default_dtype(default)
+
+
+def make_schedule(optimizer: torch.optim.Optimizer, settings: Settings) -> LambdaLR:
+    return LambdaLR(optimizer, lambda step: float(learning_rate(step, 1.0, settings.warmup, settings.steps, np)))
+
+
+class TorchTrainer:
+    """What both loops share; `model` is the module, or the engine around it."""
+
+    model: torch.nn.Module
+    device: torch.device
+
+    def on_device(self, batch: np.ndarray) -> tuple[Tensor, Tensor]:
+        windows = torch.from_numpy(batch).to(self.device, torch.int64)
+        return windows[:, :-1], windows[:, 1:]
+
+    @torch.no_grad()
+    def loss(self, batch: np.ndarray) -> float:
+        return self.model(*self.on_device(batch)).item()
+
+    @torch.no_grad()
+    def next_byte_logits(self, text: np.ndarray) -> np.ndarray:
+        inputs = torch.from_numpy(text.astype(np.int64)).to(self.device)
+        return self.model(inputs[None])[0, -1, :256].cpu().numpy()
+
+
+class Offloaded(TorchTrainer):
+    def __init__(self, settings: Settings, device: torch.device):
+        self.device = device
+        self.device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+        self.model = self.engine = wrap(
+            make_model(settings, device),
+            lr=settings.lr,
+            betas=BETAS,
+            weight_decay=WEIGHT_DECAY,
+            gradient_clipping=settings.clip,
+            gradient_accumulation_steps=settings.accumulate,
+            param_dtype=settings.param_dtype,
+            stage=settings.stage,
+        )
+        self.schedule = make_schedule(self.engine.optimizer, settings)
+
+    def step(self, batches: list[np.ndarray]) -> Step:
+        lr = self.schedule.get_last_lr()[0]
+        losses = []
+        for batch in batches:
+            loss = self.engine(*self.on_device(batch))
+            self.engine.backward(loss)
+            report = self.engine.step()
+            losses.append(loss.detach())
+        if report.updated:
+            self.schedule.step()
+        return Step(torch.stack(losses).mean().item(), report.grad_norm, lr, report.skipped)
+
+    def memory_report(self) -> MemoryReport:
+        return self.engine.memory_report()
+
+    def peak_device_bytes(self) -> int | None:
+        return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None
+
+
+class Plain(TorchTrainer):
+    """`torch.optim.AdamW(fused=True)`; below fp32 it holds fp32 master weights by hand, on the device."""
+
+    def __init__(self, settings: Settings, device: torch.device):
+        self.device = device
+        self.clip = settings.clip
+        self.model = make_model(settings, device)
+        self.parameters = list(self.model.parameters())
+        # An fp32 parameter is its own master weight: `float()` and `detach()` share its memory.
+        self.masters = [p.detach().float().requires_grad_() for p in self.parameters]
+        self.optimizer = torch.optim.AdamW(
+            self.masters, lr=settings.lr, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True
+        )
+        self.schedule = make_schedule(self.optimizer, settings)
+
+    def step(self, batches: list[np.ndarray]) -> Step:
+        lr = self.schedule.get_last_lr()[0]
+        losses = []
+        for batch in batches:
+            loss = self.model(*self.on_device(batch))
+            loss.backward()
+            losses.append(loss.detach())
+            for parameter, master in zip(self.parameters, self.masters, strict=True):
+                gradient = parameter.grad.float()
+                master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+                parameter.grad = None
+        if len(batches) > 1:
+            for master in self.masters:
+                master.grad.mul_(1 / len(batches))
+        norm = None if self.clip is None else torch.nn.utils.clip_grad_norm_(self.masters, self.clip).item()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.schedule.step()
+        with torch.no_grad():
+            for parameter, master in zip(self.parameters, self.masters, strict=True):
+                if parameter.dtype != master.dtype:
+                    parameter.copy_(master)
+        return Step(torch.stack(losses).mean().item(), norm, lr)

@@ -1,0 +1,92 @@
+"""What the training program asks of a framework, and what it tells it."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from bench.presets import GPTConfig
+from offload_core.errors import HostMemoryError
+from offload_core.host_memory import available_bytes, format_bytes
+from offload_core.memory_plan import MemoryReport
+
+ITEM_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A run, resolved: the preset's values with those of the command line over them."""
+
+    frontend: str
+    preset: str
+    gpt: GPTConfig
+    device: str
+    param_dtype: str
+    stage: int
+    seed: int
+    steps: int
+    micro_batch: int
+    context: int
+    accumulate: int
+    clip: float | None
+    lr: float
+    warmup: int
+    activation_checkpointing: bool
+    compare: bool
+    eval_batches: int
+    sample_bytes: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one update did: the mean loss before it in nats a byte, and the norm where it was computed."""
+
+    loss: float
+    grad_norm: float | None
+    lr: float
+    skipped: str | None = None
+
+
+class Trainer(Protocol):
+    """A model and its optimizer. Batches are int32 of (micro_batch, context + 1), one for each micro-step."""
+
+    def step(self, batches: list[np.ndarray]) -> Step: ...
+
+    def loss(self, batch: np.ndarray) -> float: ...
+
+    def next_byte_logits(self, text: np.ndarray) -> np.ndarray:
+        """fp32 logits of the 256 bytes that may follow `text`, which is at most `context` long."""
+        ...
+
+
+class OffloadTrainer(Trainer, Protocol):
+    """A trainer that goes through a front end."""
+
+    device_name: str
+
+    def memory_report(self) -> MemoryReport: ...
+
+    def peak_device_bytes(self) -> int | None:
+        """The most that the framework held on the device; None where it keeps no count (the CPU)."""
+        ...
+
+
+def check_room(settings: Settings, on_host: bool) -> None:
+    """Refuse a model that cannot fit before it is made: the front end plans only when it sees the parameters.
+
+    This is the least that any run needs; what a front end adds, it checks by itself.
+    """
+    numel, item = settings.gpt.numel, ITEM_SIZES[settings.param_dtype]
+    # An fp32 parameter in host memory may be its own master weight.
+    needs = {"Adam states": 8 * numel}
+    if not (on_host and item == 4):
+        needs["master weights"] = 4 * numel
+    if on_host:
+        needs["parameters"] = needs["gradients"] = item * numel
+    needed, available = sum(needs.values()), available_bytes()
+    if needed > available:
+        parts = ", ".join(f"{what} {format_bytes(n)}" for what, n in needs.items())
+        raise HostMemoryError(
+            f"{settings.preset} in {settings.param_dtype} needs at least {format_bytes(needed)} of host memory "
+            f"({parts}), and {format_bytes(available)} is available; take a smaller --preset"
+        )
