@@ -15,6 +15,7 @@ from . import _kernels
 from .errors import HostMemoryError
 
 _HUGE_PAGE = 2 * 2**20
+_CUDA_DRIVER = "libcuda.so.1"
 _CU_MEMHOSTREGISTER_PORTABLE = 1
 
 
@@ -116,7 +117,7 @@ def format_bytes(n_bytes: float) -> str:
 def _driver() -> ctypes.CDLL:
     """The CUDA driver, found at run time: no CUDA toolkit is needed to build, and JAX needs no torch to pin."""
     try:
-        return ctypes.CDLL("libcuda.so.1")
+        return ctypes.CDLL(_CUDA_DRIVER)
     except OSError as error:
         raise HostMemoryError(
             f"pinned memory: the CUDA driver library cannot be loaded ({error}); set pin_memory=False"

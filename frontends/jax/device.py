@@ -63,7 +63,7 @@ def on_cpu(array: jax.Array) -> bool:
 
 def _is_row_major(array: jax.Array) -> bool:
     """jit may choose another order for its outputs (``jax.experimental.layout``)."""
-    return array.format.layout.major_to_minor == tuple(range(array.ndim))
+    return array.format.layout.major_to_minor == tuple(range(array.ndim))  # type: ignore[attr-defined]
 
 
 class _Generation:

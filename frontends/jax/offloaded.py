@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import jax
@@ -206,10 +207,11 @@ class OffloadedParams:
                 be None (no gradient: that parameter and its states stay). Each leaf has its parameter's dtype, or
                 float32. With ``gradient_accumulation_steps=N`` the update averages over N calls.
 
-        Raises:
-            GradientError: the gradients do not fit; ConfigError: the schedule gives no learning rate; StateError: under
-                jit; HostMemoryError: old parameters are still held, and there is no memory for more. Nothing has
-                changed.
+        Raises (nothing has changed then):
+            GradientError: the gradients do not fit.
+            ConfigError: the schedule's learning rate is out of range.
+            StateError: under jit.
+            HostMemoryError: old parameters are still held, and there is no memory for more.
         """
         _refuse_jit("update()")
         gradients, hypers, buffers = self._check(grads), self._hypers(), self._buffers.take()
@@ -356,28 +358,31 @@ class OffloadedParams:
     def as_optax(self) -> Any:
         """An ``optax.GradientTransformation`` for an ordinary optax loop around these parameters.
 
-        ``optax.apply_updates(params, updates)`` gives exactly ``self.params``; arrays that are not trained get a zero.
-        The states are here, not in the
-        optax state, which only counts: a state that is not the last one raises :class:`StateError`, and so does
-        ``update`` under ``jax.jit``.
+        ``optax.apply_updates(params, updates)`` gives exactly ``self.params`` (in float16, but for the sign of a
+        zero); the update of an array that is not trained is a zero. The states are here, not in the optax state,
+        which only counts: a state that is not the last one raises :class:`StateError`, and so does ``update`` under
+        ``jax.jit``.
         """
         import optax
 
-        def init(params: Any) -> OffloadState:
+        def leaves_of(params: Any) -> list[Any]:
             flat, treedef = _flatten(params)
             if treedef != self._treedef:
-                _check_paths(self._paths, flat, ParameterError, "as_optax().init: params")
+                _check_paths(self._paths, flat, ParameterError, "as_optax(): params")
+            return [leaf for _, leaf in flat]
+
+        def init(params: Any) -> OffloadState:
+            leaves_of(params)
             return OffloadState(jnp.asarray(self.count, jnp.int32))
 
         def update(grads: Any, state: OffloadState, params: Any = None) -> tuple[Any, OffloadState]:
-            if isinstance(state.step, jax.core.Tracer):
-                raise StateError("as_optax().update under jit; expected a call outside: the states are in host memory")
+            _refuse_jit("as_optax().update")
             if int(state.step) != self.count:
                 raise StateError(
                     f"as_optax().update with the state of update {int(state.step)}, expected that of update "
                     f"{self.count}: the host states have moved on; use load_pytree() to go back"
                 )
-            before = [leaf for _, leaf in _flatten(self.params if params is None else params)[0]]
+            before = leaves_of(self.params if params is None else params)
             self.update(grads)
             updates = [_no_update(leaf) for leaf in before]
             for leaf in self._leaves:
@@ -429,12 +434,9 @@ def _check_paths(
     expected: Sequence[str], flat: Sequence[tuple[str, Any]], error: type[OffloadError], what: str
 ) -> None:
     """Trees of other node types are accepted if their leaves' paths agree; else name the first that differs."""
-    got = [path for path, _ in flat]
-    for e, g in zip(expected, got, strict=False):
+    for e, g in zip_longest(expected, [path for path, _ in flat], fillvalue="nothing"):
         if e != g:
-            raise error(f"{what}: the tree has leaf {g!r} where {e!r} was expected; expected the wrapped structure")
-    if len(got) != len(expected):
-        raise error(f"{what}: the tree has {len(got)} leaves, expected {len(expected)}: those of the wrapped structure")
+            raise error(f"{what}: the tree has {g} where {e} was expected; expected the wrapped structure")
 
 
 def _missing(name: str, tree: Mapping[str, Any]) -> StateError:
@@ -488,13 +490,13 @@ def _bias_correction(beta: float, t: int) -> float:
 
 def _exact_update(before: Any, after: Any) -> Any:
     """An fp32 ``u`` such that ``before + u``, rounded to the parameters' dtype, has the bits of ``after``."""
-    p = np.asarray(before)
-    q, p32 = np.asarray(after), p.astype(np.float32)
-    q32 = q.astype(np.float32)
-    u = np.where(q32 == p32, np.copysign(np.float32(0), q32), q32 - p32)  # -0 + 0 would be 0
-    for _ in range(2):  # the rounded difference is at most a unit off
-        u = np.where((p32 + u).astype(q.dtype) < q, np.nextafter(u, np.float32(np.inf)), u)
-        u = np.where((p32 + u).astype(q.dtype) > q, np.nextafter(u, np.float32(-np.inf)), u)
+    p, q = np.asarray(before), np.asarray(after)
+    with np.errstate(all="ignore"):
+        p32, q32 = p.astype(np.float32), q.astype(np.float32)
+        u = np.where(q32 == p32, np.copysign(np.float32(0), q32), q32 - p32)  # -0 + 0 would be 0
+        for _ in range(2):  # the rounded difference is at most a unit off
+            u = np.where((p32 + u).astype(q.dtype) < q, np.nextafter(u, np.float32(np.inf)), u)
+            u = np.where((p32 + u).astype(q.dtype) > q, np.nextafter(u, np.float32(-np.inf)), u)
     return jnp.array(u)
 
 

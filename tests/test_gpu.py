@@ -1,0 +1,113 @@
+"""What needs a CUDA device. Run by bench/on_gpu.sh; without a device every test here is skipped."""
+
+import pytest
+import torch
+
+from frontends.torch import OffloadedAdamW, wrap
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def make(device, dtype=torch.float32):
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(256, 512), torch.nn.GELU(), torch.nn.Linear(512, 256)]
+    return torch.nn.Sequential(*layers).to(dtype).to(device)
+
+
+def record_gradients(model, into):
+    for name, p in model.named_parameters():
+        p.register_hook(lambda g, name=name: into.__setitem__(name, g.detach().cpu().clone()))
+
+
+def same_bits(a, b):
+    return torch.equal(a.detach().cpu().view(torch.uint8), b.detach().cpu().view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"gradient_clipping": 0.05}, {"gradient_accumulation_steps": 2}, {"reduce_bucket_size": 1000}, {"pin_memory": False}],
+    ids=str,
+)  # fmt: skip
+def test_the_device_gets_the_bits_that_the_host_gets(dtype, fields):
+    """The same gradients, once from the GPU through pinned staging and once in place on the CPU."""
+    grads: dict = {}
+    gpu_model = make("cuda")
+    gpu = wrap(gpu_model, lr=1e-2, param_dtype=dtype, **fields)
+    record_gradients(gpu_model, grads)
+    cpu_model = make("cpu")
+    cpu = wrap(cpu_model, lr=1e-2, param_dtype=dtype, **fields)
+    for name, p in cpu_model.named_parameters():
+        p.register_hook(lambda g, name=name: grads[name])
+    for seed in range(10):
+        x = torch.randn(8, 256, generator=torch.Generator().manual_seed(seed))
+        gpu.backward(gpu(x.cuda()).float().pow(2).mean())
+        cpu.backward(cpu(x).float().pow(2).mean())
+        assert gpu.step() == cpu.step()
+    for (name, p), q in zip(gpu_model.named_parameters(), cpu_model.parameters(), strict=True):
+        assert p.device.type == "cuda"
+        assert same_bits(p, q), name
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert gpu.optimizer.state[p][key].device.type == "cpu"
+            assert same_bits(gpu.optimizer.state[p][key], cpu.optimizer.state[q][key]), (name, key)
+
+
+def test_staging_is_pinned_and_gradients_leave_the_device():
+    model = make("cuda", torch.bfloat16)
+    engine = wrap(model, gradient_clipping=1.0)
+    parameters = torch.cuda.memory_allocated()
+    engine.backward(engine(torch.randn(8, 256, device="cuda", dtype=torch.bfloat16)).float().pow(2).mean())
+    assert torch.cuda.memory_allocated() <= parameters + 2**20
+    [work] = engine.optimizer.pipeline._works
+    assert torch.from_numpy(work.home.view("uint8")).is_pinned()
+    engine.step()
+
+
+def test_the_optimizer_alone_reads_p_grad_on_the_device():
+    model = make("cuda")
+    optimizer = OffloadedAdamW(model.parameters(), lr=1e-2)
+    reference = make("cuda")
+    plain = torch.optim.AdamW(reference.parameters(), lr=1e-2, fused=True)
+    for seed in range(5):
+        x = torch.randn(8, 256, generator=torch.Generator().manual_seed(seed)).cuda()
+        for m, o in ((model, optimizer), (reference, plain)):
+            m(x).pow(2).mean().backward()
+            torch.nn.utils.clip_grad_norm_(m.parameters(), 0.1)
+            o.step()
+            o.zero_grad()
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=0, atol=1e-5)
+
+
+def test_a_parameter_changed_by_hand_on_the_device_is_followed():
+    model = make("cuda", torch.bfloat16)
+    engine = wrap(model, lr=1e-6)
+    with torch.no_grad():
+        model[0].weight[0] = 3.0
+    engine.backward(engine(torch.randn(8, 256, device="cuda", dtype=torch.bfloat16)).float().pow(2).mean())
+    engine.step()
+    torch.testing.assert_close(model[0].weight[0], torch.full_like(model[0].weight[0], 3.0))
+
+
+def test_jax_parameters_on_the_device_get_the_bits_that_the_host_gets():
+    jax = pytest.importorskip("jax")
+    if not any(d.platform == "gpu" for d in jax.devices()):
+        pytest.skip("JAX sees no GPU")
+    import numpy as np
+
+    from frontends.jax import wrap as wrap_jax
+
+    rng = np.random.default_rng(0)
+    params = {"w": rng.standard_normal((64, 64)).astype(np.float32), "b": np.zeros(64, np.float32)}
+    homes = [jax.devices("gpu")[0], jax.devices("cpu")[0]]
+    both = [wrap_jax(jax.device_put(params, d), lr=1e-2, gradient_clipping=0.5, param_dtype="bfloat16") for d in homes]
+    for _ in range(10):
+        grads = {k: (rng.standard_normal(v.shape) * 0.1).astype("bfloat16") for k, v in params.items()}
+        for offloaded, device in zip(both, homes, strict=True):
+            offloaded.update(jax.device_put(grads, device))
+    for key in params:
+        assert np.asarray(both[0].params[key]).tobytes() == np.asarray(both[1].params[key]).tobytes()
+        assert both[0].params[key].devices() == {homes[0]}

@@ -1,0 +1,362 @@
+"""What the JAX front end refuses: the error says what is wrong and where, and nothing has changed."""
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from contextlib import contextmanager
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from oracles import assert_same_bits
+
+from frontends.jax import ScaledGradients, wrap
+from offload_core.errors import ConfigError, GradientError, HostMemoryError, ParameterError, StateError
+from offload_core.host_memory import HostMemory
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu():
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
+
+
+def make_params(dtype=jnp.float32):
+    rng = np.random.default_rng(0)
+    return {"w": jnp.asarray(rng.standard_normal((3, 4)), dtype), "layers": [{"b": jnp.ones(5, dtype), "n": 3}]}
+
+
+def make_grads(dtype=jnp.float32, seed=1):
+    rng = np.random.default_rng(seed)
+    w, b = (jnp.asarray(rng.standard_normal(shape), dtype) for shape in ((3, 4), (5,)))
+    return {"w": w, "layers": [{"b": b, "n": None}]}
+
+
+def trained(dtype=jnp.float32, **fields):
+    """Wrapped parameters after one update, so that no state is zero."""
+    offloaded = wrap(make_params(dtype), lr=1e-2, **fields)
+    offloaded.update(scaled(offloaded, make_grads(dtype)))
+    assert offloaded.count == 1
+    return offloaded
+
+
+def scaled(offloaded, grads):
+    scale = offloaded.report.loss_scale if offloaded.report else offloaded.config.initial_loss_scale
+    return ScaledGradients(grads, scale) if offloaded.params["w"].dtype == jnp.float16 else grads
+
+
+def assert_same_states(offloaded, expected):
+    states = offloaded.to_pytree()
+    assert jax.tree.structure(states) == jax.tree.structure(expected)
+    for (path, got), wanted in zip(jax.tree_util.tree_leaves_with_path(states), jax.tree.leaves(expected), strict=True):
+        assert_same_bits(jax.tree_util.keystr(path), np.atleast_1d(got), np.atleast_1d(wanted))
+
+
+@contextmanager
+def refused(offloaded, error, *words):
+    """The block raises ``error`` with all ``words``, changes nothing, and does not spoil the next update."""
+    before, params = offloaded.to_pytree(), offloaded.params
+    with pytest.raises(error) as raised:
+        yield
+    for word in words:
+        assert word in str(raised.value), raised.value
+    assert_same_states(offloaded, before)
+    assert all(a is b for a, b in zip(*map(jax.tree.leaves, (params, offloaded.params)), strict=True))
+    dtype = offloaded.params["w"].dtype
+    twin = wrap(make_params(dtype), offloaded.config)
+    twin.load_pytree(before)
+    for one in (offloaded, twin):
+        one.update(scaled(offloaded, make_grads(dtype, seed=2)))
+        assert one.report.updated
+    assert_same_states(offloaded, twin.to_pytree())
+
+
+# --- wrap --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tree", "words"),
+    [
+        ({"a": [jnp.ones(2, jnp.complex64)]}, ["['a'][0]", "complex64", "expected float32, bfloat16 or float16"]),
+        ({"a": np.ones(2)}, ["['a']", "float64"]),
+        ({"a": jnp.ones(2, jnp.float8_e4m3fn)}, ["['a']", "float8_e4m3fn"]),
+        ({"a": jnp.arange(3)}, ["no leaf is a trainable floating-point array"]),
+        ({"a": None, "b": "relu", "c": 0.5}, ["no leaf is a trainable floating-point array"]),
+        ({}, ["no leaf"]),
+        (None, ["no leaf"]),
+    ],
+    ids=["complex", "float64", "float8", "integers", "no arrays", "empty", "None"],
+)
+def test_a_tree_that_cannot_be_trained_is_refused(tree, words):
+    with pytest.raises(ParameterError) as raised:
+        wrap(tree)
+    assert all(word in str(raised.value) for word in words), raised.value
+
+
+def test_float64_arrays_are_refused():
+    with jax.enable_x64(True):
+        with pytest.raises(ParameterError, match=re.escape("['a'] has dtype float64")):
+            wrap({"a": jnp.ones(2, jnp.float64)})
+        offloaded = trained()
+        with refused(offloaded, GradientError, "['w']", "float64[3, 4]", "expected float32[3, 4]"):
+            offloaded.update({**make_grads(), "w": jnp.ones((3, 4), jnp.float64)})
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"lr": -1e-3}, "lr: got -0.001, expected a finite number >= 0"),
+        ({"lr": float("nan")}, "lr: got nan"),
+        ({"lr": "fast"}, "lr: got 'fast', expected a number"),
+        ({"betas": (0.9, 1.0)}, "betas[1]: got 1.0"),
+        ({"weight_decy": 0.1}, "unknown configuration field 'weight_decy'; did you mean 'weight_decay'?"),
+        ({"param_dtype": "float64"}, "param_dtype: got 'float64'"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps: got 0"),
+        ({"config": "ds_config.json"}, "config: got the path 'ds_config.json'"),
+        ({"config": {"learning_rates": 1}}, "unknown configuration field 'learning_rates'"),
+    ],
+    ids=str,
+)
+def test_a_wrong_field_is_refused(fields, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        wrap(make_params(), **fields)
+
+
+@pytest.mark.parametrize("name", ["mask", "trainable"])
+def test_a_mask_of_another_structure_is_refused(name):
+    for mask in ({"w": True}, {"w": True, "layers": [True, True]}, lambda params: [True]):
+        with pytest.raises(ParameterError, match=f"{name}: its structure differs from the parameters'"):
+            wrap(make_params(), **{name: mask})
+    with pytest.raises(ParameterError, match="no leaf is a trainable"):
+        wrap(make_params(), trainable=False)
+
+
+def test_a_plan_that_does_not_fit_is_refused_before_anything_is_allocated(monkeypatch):
+    allocated = []
+    allocate = HostMemory.allocate
+    monkeypatch.setattr(HostMemory, "allocate", lambda *args, **kw: allocated.append(args) or allocate(*args, **kw))
+    monkeypatch.setattr("frontends.jax.offloaded.available_bytes", lambda: 12 * 10**6)
+    with pytest.raises(HostMemoryError) as raised:
+        wrap({"w": jnp.ones(10**6, jnp.bfloat16)})
+    assert not allocated
+    for words in ("15.3 MiB of host memory for 1,000,000 parameters", "11.4 MiB is available", "nothing was allocated"):
+        assert words in str(raised.value), raised.value
+    for row in ("master", "exp_avg ", "exp_avg_sq", "parameter buffers"):
+        assert re.search(rf"host +{row}.* MiB", str(raised.value)), raised.value
+    wrap({"w": jnp.ones(10**5, jnp.bfloat16)})
+    assert allocated
+
+
+# --- update ------------------------------------------------------------------------------------------
+
+WRONG_GRADIENTS = {
+    "shape": (lambda g: {**g, "w": jnp.ones((4, 3))}, ["['w']", "float32[4, 3]", "expected float32[3, 4]"]),
+    "one element": (lambda g: {**g, "w": jnp.ones(())}, ["['w']", "float32[]"]),
+    "dtype": (lambda g: {**g, "w": g["w"].astype(jnp.bfloat16)}, ["['w']", "bfloat16[3, 4]", "expected float32[3, 4]"]),
+    "integers": (lambda g: {**g, "w": np.ones((3, 4), int)}, ["['w']", "int64[3, 4]"]),
+    "complex": (lambda g: {**g, "w": g["w"] + 1j}, ["['w']", "complex64"]),
+    "a number": (lambda g: {**g, "w": 1.0}, ["['w']", "a float, expected an array or None"]),
+    "the last leaf": (lambda g: {**g, "layers": [{"b": jnp.ones(4), "n": None}]}, ["['layers'][0]['b']"]),
+    "a missing leaf": (lambda g: {"w": g["w"]}, ["update: gradients", "['w']", "['layers'][0]['b']"]),
+    "a leaf too many": (
+        lambda g: {**g, "z": jnp.ones(1)},
+        ["update: gradients", "has ['z'] where nothing was expected"],
+    ),
+    "another name": (lambda g: {**g, "layers": [{"c": g["w"], "n": None}]}, ["'][0]['c']", "'][0]['b']"]),
+    "one array": (lambda g: g["w"], ["update: gradients"]),
+    "only None": (lambda g: jax.tree.map(lambda _: None, g), ["every gradient is None"]),
+    "nothing": (lambda g: None, ["update: gradients"]),
+    "scaled": (lambda g: ScaledGradients(g, 1024.0), ["scaled by 1024, expected 1"]),
+}
+
+
+@pytest.mark.parametrize(("spoil", "words"), WRONG_GRADIENTS.values(), ids=WRONG_GRADIENTS.keys())
+def test_wrong_gradients_are_refused(spoil, words):
+    offloaded = trained()
+    with refused(offloaded, GradientError, *words):
+        offloaded.update(spoil(make_grads()))
+
+
+def test_donated_gradients_are_refused():
+    offloaded, grads = trained(), make_grads()
+    grads["layers"][0]["b"].delete()
+    with refused(offloaded, GradientError, "['layers'][0]['b']", "donated or deleted"):
+        offloaded.update(grads)
+
+
+def test_plain_gradients_under_loss_scaling_are_refused():
+    offloaded = trained(jnp.float16)
+    with refused(offloaded, GradientError, "plain gradients under loss scaling", "offloaded.value_and_grad"):
+        offloaded.update(make_grads(jnp.float16))
+
+
+@pytest.mark.parametrize("transform", [jax.jit, jax.vmap, jax.jacrev], ids=lambda f: f.__name__)
+def test_update_inside_a_transformation_is_refused(transform):
+    offloaded, grads = trained(), make_grads()
+    grads_or_batch = jax.tree.map(lambda g: g[None], grads) if transform is jax.vmap else grads
+    with refused(offloaded, (StateError, GradientError), "update()", "expected", "outside"):
+        transform(offloaded.update)(grads_or_batch)
+
+
+def test_jit_of_what_closes_over_concrete_arrays_is_refused_too():
+    offloaded, grads, params = trained(), make_grads(), make_params()
+    with refused(offloaded, StateError, "update() under jit"):
+        jax.jit(lambda x: offloaded.update(grads)["w"] + x)(1.0)
+    with pytest.raises(StateError, match=re.escape("wrap() under jit")):
+        jax.jit(lambda x: wrap(params).params["w"] + x)(1.0)
+
+
+@pytest.mark.parametrize("transform", [jax.jit, jax.grad], ids=lambda f: f.__name__)
+def test_wrap_inside_a_transformation_is_refused(transform):
+    with pytest.raises((StateError, ParameterError), match=r"wrap\(\) .*expected .*outside"):
+        transform(lambda w: wrap({"w": w}).params["w"].sum())(jnp.ones(3))
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "words"),
+    [
+        (-1e-3, ConfigError, ["lr: got -0.001"]),
+        (jnp.nan, ConfigError, ["lr: got nan"]),
+        (ZeroDivisionError("of the schedule"), ZeroDivisionError, ["of the schedule"]),
+    ],
+    ids=["negative", "NaN", "raises"],
+)
+def test_a_schedule_that_fails_is_refused(value, error, words):
+    failing = [False]
+
+    def schedule(count):
+        if failing[0]:
+            if isinstance(value, Exception):
+                raise value
+            return value
+        return 1e-2
+
+    offloaded = wrap(make_params(), lr=schedule)
+    offloaded.update(make_grads())
+    before = offloaded.to_pytree()
+    failing[0] = True
+    with pytest.raises(error) as raised:
+        offloaded.update(make_grads(seed=3))
+    assert all(word in str(raised.value) for word in words), raised.value
+    assert_same_states(offloaded, before)
+    failing[0] = False
+    twin = trained()
+    for one in (offloaded, twin):
+        one.update(make_grads(seed=2))
+    assert_same_states(offloaded, twin.to_pytree())
+
+
+def test_an_update_without_memory_for_it_is_refused(monkeypatch):
+    """The user keeps all old parameters, so that there is no buffer for new ones."""
+    offloaded = trained()
+    kept = [offloaded.update(make_grads()) for _ in range(2)]
+
+    def allocate(*_, **__):
+        raise HostMemoryError("parameter buffers: the system refused")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(offloaded._buffer_memory, "allocate", allocate)
+        before = offloaded.to_pytree()
+        with pytest.raises(HostMemoryError, match="parameter buffers"):
+            offloaded.update(make_grads(seed=3))
+    assert_same_states(offloaded, before)
+    del kept
+    with refused(offloaded, GradientError):
+        offloaded.update(None)
+
+
+def test_arrays_on_several_devices_are_refused():
+    script = """
+        import numpy as np
+        import jax, jax.numpy as jnp
+        from jax.sharding import NamedSharding, PartitionSpec
+        from frontends.jax import wrap
+        from offload_core.errors import GradientError, ParameterError
+
+        assert len(jax.devices()) == 2
+        mesh = jax.make_mesh((2,), ("dp",))
+        for spec in (PartitionSpec("dp"), PartitionSpec()):
+            spread = jax.device_put(jnp.ones((4, 2)), NamedSharding(mesh, spec))
+            try:
+                wrap({"one": jnp.ones(3), "w": spread})
+            except ParameterError as error:
+                assert "['w'] lies on 2 devices; expected one" in str(error), error
+            else:
+                raise AssertionError("taken")
+            offloaded, twin = (wrap({"one": jnp.ones(3), "w": jnp.ones((4, 2))}) for _ in range(2))
+            try:
+                offloaded.update({"one": jnp.ones(3), "w": spread})
+            except GradientError as error:
+                assert "['w']: gradient lies on 2 devices, expected one" in str(error), error
+            else:
+                raise AssertionError("taken")
+            assert offloaded.count == 0
+            for one in (offloaded, twin):
+                one.update({"one": jnp.full(3, 2.0), "w": jnp.full((4, 2), -3.0)})
+            same = jax.tree.map(np.array_equal, offloaded.to_pytree(), twin.to_pytree())
+            assert all(jax.tree.leaves(same)), same
+    """
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
+    subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        check=True,
+        env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+        cwd=os.path.dirname(os.path.dirname(__file__)),
+    )
+
+
+# --- value_and_grad, states, optax ---------------------------------------------------------------------
+
+
+def test_value_and_grad_of_other_parameters_is_refused():
+    offloaded = trained()
+    with refused(offloaded, ParameterError, "value_and_grad: params", "['w']", "['v']"):
+        offloaded.value_and_grad(lambda p: p["w"].sum())({"v": jnp.ones(3), "layers": make_params()["layers"]})
+    with refused(offloaded, TypeError, "scalar"):
+        offloaded.value_and_grad(lambda p: p["w"])(offloaded.params)
+
+
+WRONG_STATES = {
+    "a key": (lambda s: s.pop("exp_avg"), ["no 'exp_avg'", "expected what to_pytree() gave"]),
+    "the count": (lambda s: s.pop("count"), ["no 'count'"]),
+    "a shape": (lambda s: s["master"].update(w=np.ones((4, 3), np.float32)), ["master['w'] is [4, 3]", "[3, 4]"]),
+    "a scalar": (lambda s: s["params"].update(w=np.float32(1)), ["params['w'] is [], expected shape [3, 4]"]),
+    "a leaf": (lambda s: s["exp_avg_sq"].pop("w"), ["exp_avg_sq: the tree has nothing where ['w'] was expected"]),
+    "None": (lambda s: s["exp_avg_sq"].update(w=None), ["exp_avg_sq['w'] is None"]),
+    "steps": (lambda s: s["steps"].update(w=np.ones(2)), ["steps['w'] is [2], expected shape []"]),
+}
+
+
+@pytest.mark.parametrize(("spoil", "words"), WRONG_STATES.values(), ids=WRONG_STATES.keys())
+def test_wrong_states_are_refused(spoil, words):
+    offloaded = trained()
+    other = wrap({**make_params(), "w": jnp.zeros((3, 4))}).to_pytree()  # nothing of it may be loaded
+    spoil(other)
+    with refused(offloaded, StateError, *words):
+        offloaded.load_pytree(other)
+
+
+def test_the_optax_adapter_refuses_jit_and_other_parameters():
+    offloaded = trained()
+    tx, params, grads = offloaded.as_optax(), offloaded.params, make_grads()
+    params["layers"][0]["n"] = grads["layers"][0]["n"] = None  # jit takes no other leaves
+    state = tx.init(params)
+    for under_jit in (
+        lambda: jax.jit(tx.update)(grads, state, params),
+        lambda: jax.jit(lambda g: tx.update(g, state, params))(grads),
+        lambda: jax.jit(lambda s: tx.update(grads, s, params))(state),
+        lambda: jax.jit(lambda x: tx.update(grads, state, params)[1].step + x)(1),
+        lambda: optax.MultiSteps(tx, 2).update(grads, optax.MultiSteps(tx, 2).init(params), params),
+    ):
+        with pytest.raises(StateError, match="as_optax.*update under jit; expected a call outside"):
+            under_jit()
+        assert offloaded.count == 1
+    with refused(offloaded, ParameterError, "as_optax(): params", "has nothing where ['w'] was expected"):
+        tx.init({"layers": params["layers"]})
+    state = tx.init(params)
+    with refused(offloaded, ParameterError, "as_optax(): params"):
+        tx.update(grads, state, {"w": params["w"]})
