@@ -235,7 +235,11 @@ class Pipeline:
                 work.life.on(BucketEvent.DROP)
 
     def end_micro_step(self) -> bool:
-        """Count a micro-step; whether it is the boundary, at which an update is due."""
+        """End a micro-step; whether it is the boundary, at which an update is due.
+
+        Where gradients accumulate, none of the device's is referred to any more.
+        """
+        self._launch_filling()
         self._micro_steps = (self._micro_steps + 1) % self.config.gradient_accumulation_steps
         return self._micro_steps == 0
 
@@ -243,6 +247,12 @@ class Pipeline:
     def at_boundary(self) -> bool:
         """Whether no micro-step has been counted since the last boundary."""
         return self._micro_steps == 0
+
+    def _launch_filling(self) -> None:
+        """Launch the buckets that did not fill: some of their parameters took no part."""
+        for work in self._works:
+            if work.life.state is BucketState.FILLING:
+                self._launch(work)
 
     def _launch(self, work: _Work) -> None:
         """Reduce what arrived in this bucket, bring it to the host and keep it there."""
@@ -317,9 +327,7 @@ class Pipeline:
             tensors: the device parameters to write, one for each parameter.
             divisor: what the summed gradients are divided by, on top of the loss scale.
         """
-        for work in self._works:
-            if work.life.state is BucketState.FILLING:
-                self._launch(work)
+        self._launch_filling()
         works = [work for work in self._works if any(work.gradients)]
         loss_scale = self.loss_scale
         if not works:
