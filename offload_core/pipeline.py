@@ -263,15 +263,16 @@ class Pipeline:
             tensors = {param: self.device.host_array(tensor) for param, tensor in work.waiting.items()}
             self._keep(work, [(i, tensors[piece.param].run(piece.start, piece.numel)) for i, piece in arrived])
         else:
-            direct = [(i, piece) for i, piece in arrived if self._arrives_at_home(work, i, piece)]
-            staged = [(i, piece) for i, piece in arrived if (i, piece) not in direct]
             assert work.home is not None
-            copies = [(i, piece, work.home[piece.offset : piece.offset + piece.numel]) for i, piece in direct]
-            self.device.to_host([Copy(work.waiting[p.param], p.start, host) for _, p, host in copies]).wait()
-            for i, _, host in copies:
+            direct, staged = [], []
+            for i, piece in arrived:
+                (direct if self._arrives_at_home(work, i, piece) else staged).append((i, piece))
+            hosts = [work.home[piece.offset : piece.offset + piece.numel] for _, piece in direct]
+            copies = [Copy(work.waiting[p.param], p.start, host) for (_, p), host in zip(direct, hosts, strict=True)]
+            self.device.to_host(copies).wait()
+            for (i, _), host in zip(direct, hosts, strict=True):
                 work.gradients[i] = HostArray.of(host)
-            if staged:
-                self._keep_through_staging(work, staged)
+            self._keep_through_staging(work, staged)
         work.waiting.clear()
         work.life.on(BucketEvent.ARRIVED)
 
