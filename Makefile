@@ -28,8 +28,8 @@ bench: setup
 setup: $(BUILD_STAMP)
 
 $(SITE_STAMP): pyproject.toml constraints.txt
-	@command -v $${CC:-cc} >/dev/null 2>&1 || { \
-	    echo "make: a C compiler is needed to build the kernels, and '$${CC:-cc}' was not found."; \
+	@for c in $${CC:-cc gcc clang}; do command -v $$c >/dev/null 2>&1 && exit 0; done; { \
+	    echo "make: a C compiler is needed to build the kernels, and none of '$${CC:-cc gcc clang}' was found."; \
 	    echo "Install one (Debian, Ubuntu: apt install gcc python3-dev) or name yours: make CC=/path/to/cc $(MAKECMDGOALS)"; \
 	    exit 1; }
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "make: Python 3.11 or newer is needed, this is " + sys.version)'

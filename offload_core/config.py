@@ -2,6 +2,7 @@
 
 import difflib
 import math
+import operator
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
@@ -93,6 +94,8 @@ class OffloadConfig:
         check_betas(self.betas)
         for name in ("eps", "eps_root", "weight_decay"):
             _number(name, getattr(self, name), least=0.0)
+        if self.eps_root and self.op_order == "torch":
+            raise ConfigError(f"eps_root={self.eps_root!r} has no place in op_order='torch'; expected 0")
         if self.gradient_clipping is not None:
             _number("gradient_clipping", self.gradient_clipping, above=0.0)
         for name in ("gradient_accumulation_steps", "reduce_bucket_size", "loss_scale_window"):
@@ -182,6 +185,8 @@ def _number(
     name: str, value: object, *, least: float = -math.inf, above: float = -math.inf, below: float = math.inf
 ) -> None:
     try:
+        if isinstance(value, str | bool):
+            raise TypeError
         number = float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         raise ConfigError(f"{name}: got {value!r}, expected a number") from None
@@ -195,5 +200,5 @@ def _number(
 
 
 def _integer(name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    if not hasattr(value, "__index__") or isinstance(value, bool) or operator.index(value) < 1:
         raise ConfigError(f"{name}: got {value!r}, expected an integer of at least 1")

@@ -93,16 +93,34 @@ class StagingRing:
 
 def available_bytes() -> int:
     """Host memory that can still be allocated: the system's, bounded by this control group's limit."""
-    available = psutil.virtual_memory().available
+    return max(min([psutil.virtual_memory().available, *_cgroup_headrooms()]), 0)
+
+
+def _cgroup_headrooms(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> list[int]:
+    """What each control group above this process (version 1 or 2) still grants; page cache it can drop is free."""
     try:
-        group = Path("/proc/self/cgroup").read_text().strip().rpartition("::")[2]
-        folder = Path("/sys/fs/cgroup") / group.lstrip("/")
-        limit = (folder / "memory.max").read_text().strip()
-        if limit != "max":
-            available = min(available, int(limit) - int((folder / "memory.current").read_text()))
-    except (OSError, ValueError):
-        pass
-    return max(available, 0)
+        lines = [line.split(":", 2) for line in membership.read_text().splitlines()]
+    except OSError:
+        return []
+    headrooms = []
+    for _, controllers, path in lines:
+        if controllers not in ("", "memory"):
+            continue
+        version2 = controllers == ""
+        base = root if version2 else root / "memory"
+        names = ("memory.max", "memory.current") if version2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        cache = "inactive_file" if version2 else "total_inactive_file"
+        group = base / path.lstrip("/")
+        for folder in (group, *group.parents):
+            try:
+                limit, used = (int((folder / name).read_text()) for name in names)
+                stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+                headrooms.append(limit - used + int(stat.get(cache, 0)))
+            except (OSError, ValueError):
+                pass  # no limit here ("max"), or no such file
+            if folder == base:
+                break
+    return headrooms
 
 
 def format_bytes(n_bytes: float) -> str:

@@ -28,12 +28,12 @@ class LossScaler:
         if self.window is None:
             return
         if overflow:
-            self.scale = max(self.scale * self.BACKOFF, self.LEAST)
+            self.scale = min(self.scale, max(self.scale * self.BACKOFF, self.LEAST))
             self.good_steps = 0
             return
         self.good_steps += 1
         if self.good_steps == self.window:
-            self.scale = min(self.scale * self.GROWTH, self.MOST)
+            self.scale = max(self.scale, min(self.scale * self.GROWTH, self.MOST))
             self.good_steps = 0
 
     def state_dict(self) -> dict[str, float | int]:

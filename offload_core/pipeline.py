@@ -21,7 +21,7 @@ from .config import OffloadConfig
 from .cpu_adam import STATE_NAMES, AdamHyper, AdamStates
 from .device import Copy, Device, HostArray
 from .dtypes import FLOAT32, ElementType
-from .errors import GradientError
+from .errors import GradientError, StateError
 from .grad_norm import SumOfSquares, clip_coefficient
 from .host_memory import HostMemory, StagingRing
 from .loss_scale import LossScaler
@@ -110,6 +110,12 @@ class Pipeline:
         self._micro_steps = 0
         self._threads = config.threads
         self._accumulates = config.gradient_accumulation_steps > 1
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise StateError(
+            "copying or pickling an offloaded optimizer's pipeline, which holds addresses; expected its states to be "
+            "copied: optimizer.state_dict() in torch, to_pytree() and load_pytree() in JAX"
+        )
 
     # --- parameters and states ---------------------------------------------------------------------
 
@@ -244,9 +250,9 @@ class Pipeline:
         return self._micro_steps == 0
 
     @property
-    def at_boundary(self) -> bool:
-        """Whether no micro-step has been counted since the last boundary."""
-        return self._micro_steps == 0
+    def micro_steps(self) -> int:
+        """Micro-steps since the last boundary."""
+        return self._micro_steps
 
     def _launch_filling(self) -> None:
         """Launch the buckets that did not fill: some of their parameters took no part."""
@@ -264,7 +270,8 @@ class Pipeline:
             self._keep(work, [(i, tensors[piece.param].run(piece.start, piece.numel)) for i, piece in arrived])
         else:
             assert work.home is not None
-            direct, staged = [], []
+            direct: list[tuple[int, Piece]] = []
+            staged: list[tuple[int, Piece]] = []
             for i, piece in arrived:
                 (direct if self._arrives_at_home(work, i, piece) else staged).append((i, piece))
             hosts = [work.home[piece.offset : piece.offset + piece.numel] for _, piece in direct]
@@ -323,6 +330,9 @@ class Pipeline:
     def step(self, hypers: Sequence[AdamHyper], tensors: Sequence[Any], *, divisor: float = 1.0) -> StepReport:
         """Update every parameter that has a gradient, or none.
 
+        An error in mid-update (a device copy that fails, an interrupt) leaves the buckets before it updated and the
+        others not; the gradients are gone, and the next step goes on from there.
+
         Args:
             hypers: one for each parameter group.
             tensors: the device parameters to write, one for each parameter.
@@ -351,11 +361,23 @@ class Pipeline:
             if self.config.gradient_clipping is not None:
                 coefficient = clip_coefficient(norm, self.config.gradient_clipping)
         scalars = _Scalars(self, hypers, coefficient / (loss_scale * divisor))
-        for work in works:
-            self._update(work, scalars, tensors)
-        for param in scalars.updated:
-            self.steps[param] += 1
+        try:
+            for work in works:
+                self._update(work, scalars, tensors)
+        except BaseException:
+            self._abort()
+            raise
+        finally:
+            for param in scalars.updated:
+                self.steps[param] += 1
+        self._micro_steps = 0
         return StepReport(True, None, norm, coefficient, loss_scale)
+
+    def _abort(self) -> None:
+        self._micro_steps = 0
+        for work in self._works:
+            work.clear()
+            work.life.on(BucketEvent.ABORT)
 
     @property
     def loss_scale(self) -> float:

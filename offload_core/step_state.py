@@ -5,8 +5,8 @@ Rules:
 - A bucket fills with gradients, is reduced over the ranks, copied to the host and waits there. More
   micro-steps may follow, each the same way. At the boundary it is updated and its parameters are published.
 - Dropping is allowed whenever no update has begun: the gradients go, nothing else changes.
-- Between ``update`` and ``published`` master weights and device parameters may differ: only ``published``
-  ends it.
+- Between ``update`` and ``published`` master weights and device parameters may differ. ``published`` ends it; an
+  error ends it too (``abort``): the next update publishes the master weights again.
 
 =============  =========================================================================
 state          what is alive
@@ -45,6 +45,7 @@ class BucketEvent(Enum):
     PUBLISH = "publish"
     PUBLISHED = "published"
     DROP = "drop"
+    ABORT = "abort"
 
 
 S, E = BucketState, BucketEvent
@@ -64,6 +65,7 @@ TRANSITIONS: dict[tuple[BucketState, BucketEvent], BucketState] = {
     (S.REDUCING, E.DROP): S.EMPTY,
     (S.COPYING, E.DROP): S.EMPTY,
     (S.ON_HOST, E.DROP): S.EMPTY,
+    **{(state, E.ABORT): S.EMPTY for state in S},
 }
 
 

@@ -144,6 +144,26 @@ def test_available_memory_is_no_more_than_the_system_has():
     assert 0 < available_bytes() <= psutil.virtual_memory().total
 
 
+def test_a_control_groups_headroom_counts_the_cache_it_can_drop_and_its_parents(tmp_path):
+    def group(path, **files):
+        folder = tmp_path / path
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (folder / name.replace("__", ".")).write_text(text)
+
+    group("a", memory__max="1000", memory__current="900", memory__stat="anon 1\ninactive_file 300\n")
+    group("a/b", memory__max="max", memory__current="5", memory__stat="")
+    group("a/b/c", memory__max="700", memory__current="100", memory__stat="inactive_file 0")
+    limits = {"memory__limit_in_bytes": "50", "memory__usage_in_bytes": "20", "memory__stat": "total_inactive_file 7"}
+    group("memory/v1", **limits)
+    membership = tmp_path / "cgroup"
+    membership.write_text("0::/a/b/c\n")
+    assert sorted(host_memory._cgroup_headrooms(tmp_path, membership)) == [400, 600]
+    membership.write_text("3:memory:/v1\n2:cpu:/x\n")
+    assert host_memory._cgroup_headrooms(tmp_path, membership) == [37]
+    assert host_memory._cgroup_headrooms(tmp_path, tmp_path / "none") == []
+
+
 @pytest.mark.parametrize(("n", "text"), [(0, "0 bytes"), (1023, "1023 bytes"), (1536, "1.5 KiB"), (2**40, "1.0 TiB")])
 def test_bytes_are_printed_in_binary_units(n, text):
     assert format_bytes(n) == text

@@ -1,8 +1,10 @@
 """The JAX front end against eager optax, bit for bit, and against what a JAX user takes for granted."""
 
+import copy
 import functools
 import gc
 import math
+import pickle
 
 import equinox as eqx
 import jax
@@ -890,3 +892,36 @@ def test_equinox_apply_updates_gives_the_offloaded_module():
         updates, state = tx.update(grads, state, model)
         model = eqx.apply_updates(model, updates)
     assert_same_tree(eqx.filter(model, eqx.is_array), eqx.filter(offloaded.params, eqx.is_array))
+
+
+def test_discarded_gradients_are_forgotten():
+    offloaded, twin = (wrap(random_tree(8), **HYPER, gradient_accumulation_steps=2) for _ in range(2))
+    offloaded.update(random_tree(70))
+    offloaded.discard_gradients()
+    for offloaded_or_twin in (offloaded, twin):
+        for seed in (80, 81):
+            offloaded_or_twin.update(random_tree(seed))
+    assert_same_tree(offloaded.to_pytree(), twin.to_pytree())
+
+
+def test_an_interrupted_update_leaves_parameters_that_go_on(monkeypatch):
+    offloaded = wrap(random_tree(8), **HYPER)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(offloaded._pipeline), "_update", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            offloaded.update(random_tree(80))
+    offloaded.update(random_tree(81))
+    assert offloaded.report.updated
+
+
+def test_copies_share_no_memory_because_there_are_none():
+    offloaded = wrap(random_tree(8), **HYPER)
+    for attempt in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(StateError, match=r"to_pytree\(\) and load_pytree\(\) in JAX"):
+            attempt(offloaded)
+
+
+def test_numpy_scalars_are_parameters():
+    offloaded = wrap({"a": np.float32(2.0), "b": np.ones(3, np.float32)}, **HYPER)
+    offloaded.update({"a": np.float32(1.0), "b": np.ones(3, np.float32)})
+    assert offloaded.params["a"] != 2.0

@@ -1,6 +1,8 @@
 """The pipeline against a naive unsharded loop, on the host device and on the fake asynchronous one."""
 
+import copy
 import math
+import pickle
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -12,6 +14,7 @@ from kernel_calls import INSTRUCTION_SETS, AdamState, using
 from oracles import assert_same_bits
 from strategies import element_types, float_arrays, law
 
+import offload_core.pipeline as pipeline_module
 from offload_core.collectives import SingleRank
 from offload_core.config import OffloadConfig
 from offload_core.cpu_adam import AdamHyper
@@ -310,16 +313,53 @@ def test_a_failed_copy_from_the_device_changes_no_state_and_can_be_dropped(delay
     device.close()
 
 
-def test_a_failed_copy_to_the_device_is_not_forgotten():
+def test_after_a_failed_copy_to_the_device_the_next_step_publishes_the_masters():
     device = FakeDevice(fail_at=frozenset({4}))
     subject = make(device)
     for i in range(2):
         subject.add_gradient(i, np.ones(subject.specs[i].numel, BFLOAT16.numpy))
     with pytest.raises(OSError, match="copy 4 failed"):
         subject.pipeline.step([AdamHyper(1e-2)], subject.tensors)
-    with pytest.raises(StateError, match="while it is 'publishing'"):
-        subject.add_gradient(0, np.ones(40, BFLOAT16.numpy))
+    for i in range(2):
+        subject.add_gradient(i, np.ones(subject.specs[i].numel, BFLOAT16.numpy))
+    assert subject.pipeline.step([AdamHyper(1e-2)], subject.tensors).updated
+    for i in range(2):
+        assert_same_bits(f"parameter {i}", subject.params()[i], oracles.cast(subject.states(i)[0], BFLOAT16))
     device.close()
+
+
+def test_an_interrupt_at_any_moment_of_a_step_leaves_a_pipeline_that_goes_on(monkeypatch):
+    class Interrupt(BaseException):
+        pass
+
+    for name in ("held", "_update", "_run_adam"):
+        for after in (0, 1):
+            subject = make(gradient_clipping=1.0, reduce_bucket_size=64)
+            owner = type(subject.pipeline) if name.startswith("_") else pipeline_module._Work
+            original, count = getattr(owner, name), [0]
+
+            def interrupted(*args, original=original, count=count, after=after):
+                count[0] += 1
+                if count[0] > after:
+                    raise Interrupt
+                return original(*args)
+
+            for i in range(2):
+                subject.add_gradient(i, np.ones(subject.specs[i].numel, BFLOAT16.numpy))
+            with monkeypatch.context() as patch:
+                patch.setattr(owner, name, interrupted)
+                with pytest.raises(Interrupt):
+                    subject.pipeline.step([AdamHyper(1e-2)], subject.tensors)
+            subject.pipeline.drop_gradients()
+            for i in range(2):
+                subject.add_gradient(i, np.ones(subject.specs[i].numel, BFLOAT16.numpy))
+            assert subject.pipeline.step([AdamHyper(1e-2)], subject.tensors).updated
+
+
+def test_a_pipeline_is_not_copied_with_its_addresses():
+    for attempt in (copy.deepcopy, copy.copy, pickle.dumps):
+        with pytest.raises(StateError, match="which holds addresses; expected its states to be copied"):
+            attempt(make().pipeline)
 
 
 @pytest.mark.parametrize("device", [HostDevice, FakeDevice])

@@ -4,6 +4,7 @@ import copy
 import gc
 import io
 import pickle
+import threading
 import warnings
 import weakref
 
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 from frontends.torch import OffloadedAdamW
-from offload_core import ConfigError, GradientError
+from offload_core import ConfigError, GradientError, ParameterError
 
 
 def make(dtype=torch.float32, seed=0):
@@ -359,6 +360,92 @@ def test_memory_formats_are_kept_and_updated_in_place():
         torch.testing.assert_close(p, q, rtol=0, atol=1e-6)
         assert mine.state[p]["exp_avg"].shape == p.shape
         torch.testing.assert_close(mine.state[p]["exp_avg"], yours.state[q]["exp_avg"], rtol=0, atol=1e-6)
+
+
+def test_gradients_of_any_strides_count_as_what_they_hold():
+    for gradient in (
+        lambda: torch.arange(64.0).view(16, 4)[:, 0],
+        lambda: torch.tensor(2.0).expand(16),
+        lambda: torch.arange(16.0).flip(0)[::1],
+        lambda: torch._neg_view(torch.arange(16.0)),
+    ):
+        for early_copy in (False, True):
+            ours, theirs = (nn.Parameter(torch.ones(16)) for _ in range(2))
+            mine, yours = OffloadedAdamW([ours], early_copy=early_copy), torch.optim.AdamW([theirs], fused=True)
+            ours.grad, theirs.grad = gradient(), gradient().contiguous().clone()
+            mine.step()
+            yours.step()
+            assert same_bits(ours, theirs)
+
+
+def test_another_memory_format_after_the_states_were_made_is_refused():
+    model = nn.Conv2d(4, 8, 3)
+    optimizer = OffloadedAdamW(model.parameters())
+    model.to(memory_format=torch.channels_last)
+    model(torch.randn(1, 4, 5, 5)).sum().backward()
+    with pytest.raises(ParameterError, match="strides .* reorder the model before wrap"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("early_copy", [False, True])
+def test_autograd_grad_leaves_gradients_alone(early_copy):
+    ours, theirs = make(), make()
+    mine = OffloadedAdamW(ours.parameters(), early_copy=early_copy)
+    yours = torch.optim.AdamW(theirs.parameters(), fused=True)
+    for model, optimizer in ((ours, mine), (theirs, yours)):
+        loss_of(model, 0).backward()
+        torch.autograd.grad(loss_of(model, 1), list(model.parameters()))
+        optimizer.step()
+    assert_same(ours, theirs, mine, yours)
+
+
+def test_backwards_from_several_threads_are_all_kept():
+    model = make()
+    optimizer = OffloadedAdamW(model.parameters(), early_copy=True)
+    threads = [threading.Thread(target=lambda: model[2](torch.ones(1, 64)).sum().backward()) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    optimizer.step()
+    expected = torch.full((16,), 8.0) * torch.tensor(1 - 0.9)
+    assert same_bits(optimizer.state[model[2].bias]["exp_avg"], expected)
+
+
+def test_what_only_an_engine_does_is_refused_alone():
+    for fields in ({"loss_scale": "dynamic"}, {"gradient_accumulation_steps": 4}, {"initial_loss_scale": 2.0}):
+        with pytest.raises(ConfigError, match=r"is what an Engine does; expected it in wrap\(model"):
+            OffloadedAdamW(make().parameters(), **fields)
+    with pytest.raises(ConfigError, match="eps_root=0.1 has no place in op_order='torch'"):
+        OffloadedAdamW(make().parameters(), eps_root=0.1)
+
+
+def test_an_optimizer_that_dies_takes_its_stand_ins_along():
+    model = make()
+    optimizer = OffloadedAdamW(model.parameters(), early_copy=True)
+    loss_of(model, 0).backward()
+    del optimizer
+    gc.collect()
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_closing_leaves_the_users_gradients():
+    model = make()
+    optimizer = OffloadedAdamW(model.parameters())
+    loss_of(model, 0).backward()
+    optimizer.close()
+    assert all(type(p.grad) is torch.Tensor for p in model.parameters())
+
+
+def test_loading_states_leaves_the_weights_alone():
+    ours, theirs = make(torch.bfloat16), make(torch.bfloat16, seed=1)
+    mine, yours = (OffloadedAdamW(m.parameters(), lr=1e-6) for m in (ours, theirs))
+    train(theirs, yours, range(2))
+    before = [p.detach().clone() for p in ours.parameters()]
+    mine.load_state_dict(yours.state_dict())
+    train(ours, mine, range(1))
+    for p, q in zip(ours.parameters(), before, strict=True):
+        torch.testing.assert_close(p, q, rtol=0.01, atol=1e-4)
 
 
 def test_autograd_notices_an_update_between_forward_and_backward():

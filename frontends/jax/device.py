@@ -17,7 +17,8 @@ import numpy as np
 
 from offload_core.device import Copy, Done, Event, HostArray
 from offload_core.dtypes import BY_NUMPY, ElementType
-from offload_core.host_memory import HostMemory
+from offload_core.errors import HostMemoryError
+from offload_core.host_memory import HostMemory, available_bytes, format_bytes
 from offload_core.partition import ParamSpec, round_up
 
 _ALIGNMENT = 64
@@ -94,6 +95,7 @@ class ParameterBuffers:
             self._offsets.append(self._n_bytes)
             self._n_bytes += round_up(spec.numel * spec.dtype.itemsize, _ALIGNMENT)
         self._generations: list[_Generation] = []
+        self._patience = _PATIENCE
 
     @property
     def generation_bytes(self) -> int:
@@ -117,15 +119,27 @@ class ParameterBuffers:
         The runtime lets go of them when the threads of the computations that read them have ended, and gives the
         memory back at the next garbage collection.
         """
-        for _ in range(_PATIENCE if len(self._generations) > 1 else 0):
-            if all(any(not g.reads(i) for g in self._generations) for i in range(len(self._specs))):
-                return
+        if len(self._generations) < 2:
+            return
+        for _ in range(self._patience):
+            if self._one_is_free():
+                break
             gc.collect(0)
             time.sleep(1e-3)
+        self._patience = _PATIENCE if self._one_is_free() else 0  # a user who keeps them all is not waited for again
+
+    def _one_is_free(self) -> bool:
+        return all(any(not g.reads(i) for g in self._generations) for i in range(len(self._specs)))
 
     def _lend(self, i: int) -> np.ndarray:
         generation = next((g for g in self._generations if not g.reads(i)), None)
         if generation is None:
+            if self._n_bytes > available_bytes():
+                raise HostMemoryError(
+                    f"new parameters need {format_bytes(self._n_bytes)} of host memory and "
+                    f"{format_bytes(available_bytes())} is available: {len(self._generations)} older versions of the "
+                    "parameters are still held; expected the training loop to drop them"
+                )
             memory = self._memory.allocate("parameter buffers", self._n_bytes, np.dtype(np.uint8))
             generation = _Generation(memory, len(self._specs))
             self._generations.append(generation)

@@ -214,26 +214,35 @@ class OffloadedParams:
             HostMemoryError: old parameters are still held, and there is no memory for more.
         """
         _refuse_jit("update()")
-        gradients, hypers, buffers = self._check(grads), self._hypers(), self._buffers.take()
+        gradients, hypers = self._check(grads), self._hypers()
+        steps = self.config.gradient_accumulation_steps
+        buffers = self._buffers.take() if self._pipeline.micro_steps + 1 == steps else []
         for gradient in gradients:
             if not self._on_cpu and gradient is not None:
                 gradient.copy_to_host_async()
-        for i, gradient in enumerate(gradients):
-            if gradient is not None:
-                self._pipeline.add_gradient(i, gradient)
-        loss_scale = self._pipeline.loss_scale
-        if not self._pipeline.end_micro_step():
-            self.report = StepReport(updated=False, skipped="accumulating", loss_scale=loss_scale)
-            return self.params
         before = [float(t) for t in self._pipeline.steps]
-        divisor = float(self.config.gradient_accumulation_steps)
-        self.report = self._pipeline.step(hypers, buffers, divisor=divisor)
+        try:
+            for i, gradient in enumerate(gradients):
+                if gradient is not None:
+                    self._pipeline.add_gradient(i, gradient)
+            loss_scale = self._pipeline.loss_scale
+            if not self._pipeline.end_micro_step():
+                self.report = StepReport(updated=False, skipped="accumulating", loss_scale=loss_scale)
+                return self.params
+            self.report = self._pipeline.step(hypers, buffers, divisor=float(steps))
+        except BaseException:
+            self.discard_gradients()
+            raise
         if self.report.updated:
             self.count += 1
             for leaf, buffer, t, earlier in zip(self._leaves, buffers, self._pipeline.steps, before, strict=True):
                 if float(t) != earlier:
                     self._all_leaves[leaf.position] = jax.device_put(buffer.reshape(leaf.shape), leaf.placement)
         return self.params
+
+    def discard_gradients(self) -> None:
+        """Forget the gradients accumulated since the last update."""
+        self._pipeline.drop_gradients()
 
     def _check(self, grads: Any) -> list[Any]:
         """The gradient of each parameter, or None; everything checked."""
@@ -261,7 +270,7 @@ class OffloadedParams:
                     f"{path}: update() inside jit, grad or vmap; expected concrete arrays: call it outside"
                 )
             if gradient is not None:
-                if not isinstance(gradient, jax.Array | np.ndarray):
+                if not _is_array(gradient):
                     raise GradientError(f"{path}: gradient is a {type(gradient).__name__}, expected an array or None")
                 if gradient.shape != leaf.shape or gradient.dtype not in (leaf.dtype, jnp.float32):
                     raise GradientError(
@@ -421,13 +430,13 @@ _TRACED = object()
 
 
 def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array | np.ndarray)
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic)
 
 
 def _flatten(tree: Any) -> tuple[list[tuple[str, Any]], Any]:
     """Leaves with their paths, None being a leaf: gradients have it where a leaf is not trained."""
     flat, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda leaf: leaf is None)
-    return [(jax.tree_util.keystr(path), leaf) for path, leaf in flat], treedef
+    return [(jax.tree_util.keystr(path) or "the whole tree", leaf) for path, leaf in flat], treedef
 
 
 def _check_paths(

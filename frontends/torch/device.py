@@ -29,6 +29,7 @@ class TorchDevice:
 
     def host_array(self, tensor: torch.Tensor) -> HostArray:
         assert tensor.device.type == "cpu"
+        assert tensor.is_contiguous()
         return HostArray(tensor.data_ptr(), tensor.numel(), self.dtype(tensor), tensor)
 
 

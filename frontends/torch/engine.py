@@ -59,18 +59,23 @@ class Engine(nn.Module):
         if not isinstance(model, nn.Module):
             raise ParameterError(f"model: got {type(model).__name__}, expected a torch.nn.Module")
         if params is None:
-            params = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-            if not params:
+            # frozen ones too: they get states when they are unfrozen
+            params = [(name, p) for name, p in model.named_parameters() if p.is_floating_point() or p.requires_grad]
+            if not any(p.requires_grad for _, p in params):
                 raise ParameterError(
                     f"{type(model).__name__} has no parameter that requires a gradient; expected at least one: "
                     "unfreeze what is to be trained"
                 )
-        self.optimizer = OffloadedAdamW(params, config=config, early_copy=True, **overrides)
+        self.optimizer = OffloadedAdamW(params, config=config, early_copy=True, managed=True, **overrides)
         self.config = self.optimizer.config
         if self.config.target_dtype is not None:
-            for param in model.parameters():
-                if param.is_floating_point():  # frozen ones take part in the same products
-                    cast_param(param, TORCH_DTYPES[self.config.target_dtype])
+            dtype = TORCH_DTYPES[self.config.target_dtype]
+            for param in model.parameters():  # frozen ones and buffers take part in the same products
+                if param.is_floating_point():
+                    cast_param(param, dtype)
+            for buffer in model.buffers():
+                if buffer.is_floating_point():
+                    buffer.data = buffer.data.to(dtype)
         pipeline = self.optimizer.pipeline
         pipeline.scaler = scaler_for(self.config, [spec.dtype for spec in pipeline.params])
         self.module = model
@@ -84,8 +89,12 @@ class Engine(nn.Module):
             )
         return self.module(*args, **kwargs)
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Backpropagate; gradients are averaged over the accumulation steps, and scaled under loss scaling.
+
+        Args:
+            loss: a tensor of one element.
+            kwargs: passed on to ``loss.backward`` (``retain_graph``, ``create_graph``, ``inputs``).
 
         Raises:
             GradientError: the loss is not a tensor of one element.
@@ -94,7 +103,7 @@ class Engine(nn.Module):
             got = f"of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
             raise GradientError(f"backward: the loss is {got}, expected a tensor of one element: take its mean or sum")
         with self.optimizer.scaled_backward() as scale:
-            (loss if scale is None else loss.float() * scale).backward()
+            (loss if scale is None else loss.float() * scale).backward(**kwargs)
 
     def step(self) -> StepReport:
         """Update at the accumulation boundary; before it, only count the micro-step.
@@ -104,6 +113,7 @@ class Engine(nn.Module):
             GradientError: averaged and summed gradients are mixed; nothing was updated.
         """
         optimizer = self.optimizer
+        optimizer.prepare()
         if not optimizer.fresh:
             raise StateError(
                 "step() without backward(): no gradient arrived since the last step(); expected "
@@ -118,8 +128,6 @@ class Engine(nn.Module):
         optimizer.fresh = False
         if not optimizer.pipeline.end_micro_step():
             return StepReport(updated=False, skipped="accumulating", loss_scale=optimizer.pipeline.loss_scale)
-        steps = self.config.gradient_accumulation_steps
-        optimizer.gradient_divisor = float(steps) if optimizer.averaged else 1.0
         optimizer.step()
         assert optimizer.report is not None
         return optimizer.report
@@ -130,7 +138,7 @@ class Engine(nn.Module):
         A loop that calls it before every backward therefore accumulates as configured.
         ``engine.optimizer.zero_grad()`` discards at any moment.
         """
-        if self.optimizer.pipeline.at_boundary:
+        if self.optimizer.pipeline.micro_steps == 0:
             self.optimizer.zero_grad(set_to_none)
 
     def memory_report(self) -> MemoryReport:

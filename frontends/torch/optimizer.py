@@ -1,5 +1,6 @@
 """``OffloadedAdamW``: a ``torch.optim.Optimizer`` whose states live in host memory."""
 
+import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,6 +29,7 @@ from .tensors import (
     check_param,
     flat,
     flat_like,
+    memory_order,
     shaped_like,
 )
 
@@ -44,6 +46,8 @@ class _Slot:
     param: torch.Tensor
     index: int
     taken: TakenGradient
+    order: list[int] | None
+    """The order in memory in which its states are laid out (``tensors.memory_order``)."""
     version: int = 0
     address: int = 0
 
@@ -53,6 +57,11 @@ class _Slot:
     @property
     def changed_outside(self) -> bool:
         return (self.version, self.address) != (self.param._version, self.param.data_ptr())
+
+    def release(self) -> None:
+        """Take the stand-in off the parameter."""
+        if self.param.grad is self.taken:
+            self.param.grad = None
 
 
 @dataclass(frozen=True)
@@ -68,7 +77,10 @@ class OffloadedAdamW(torch.optim.Optimizer):
     The bits are those of ``torch.optim.AdamW(fused=True)`` on fp32 parameters of a multiple of 16 elements, and
     the same for any other size. The whole optimizer protocol holds: ``param_groups`` are the parameters
     themselves and are read at every step; parameters without gradient are left alone; frozen parameters get
-    states when they first have a gradient; a parameter changed from outside is followed.
+    states when they first have a gradient. A parameter changed from outside is followed where torch notices the
+    change: ``p.copy_(...)`` and the like under ``no_grad``, ``load_state_dict``, ``p.data = ...``; an in-place write
+    through ``p.data`` (``p.data.mul_(...)``) is not seen and is overwritten by the next update, unless the parameter
+    is its own master weight.
 
     ``state[p]`` holds ``step``, ``exp_avg``, ``exp_avg_sq`` and ``master`` (fp32, on the host, shaped as ``p``);
     an fp32 parameter on the CPU is its own master weight.
@@ -77,6 +89,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         params: as any torch optimizer takes them: tensors, ``(name, tensor)`` pairs, or parameter groups.
         lr: learning rate; a one-element tensor too.
         config: an ``OffloadConfig``, or a dict of its fields.
+        managed: an Engine counts micro-steps and scales losses.
         early_copy: take each gradient during backward, as it appears, and free it on the device. ``p.grad`` then
             holds a stand-in that raises when used. Without it ``p.grad`` is read at ``step()``, so clipping and
             unscaling from outside mean what they mean to torch's own optimizers.
@@ -95,14 +108,15 @@ class OffloadedAdamW(torch.optim.Optimizer):
         *,
         config: OffloadConfig | Mapping[str, Any] | None = None,
         early_copy: bool = False,
+        managed: bool = False,
         **overrides: Any,
     ) -> None:
         if lr is not None:
             overrides["lr"] = float(lr) if isinstance(lr, torch.Tensor) else lr
         self.config = _resolve(config, overrides)
+        if not managed:
+            _refuse_engine_fields(self.config)
         self.early_copy = early_copy
-        self.gradient_divisor = 1.0
-        """What ``step`` divides the summed gradients by; the Engine sets it."""
         self.report: StepReport | None = None
         """What the last ``step`` did."""
         if isinstance(params, torch.Tensor):
@@ -124,9 +138,10 @@ class OffloadedAdamW(torch.optim.Optimizer):
         slots: dict[torch.Tensor, _Slot] = {}
         self._slots = slots
         self._hook_handles: list[Any] = []
+        self._lock = threading.RLock()
         self._scaling = False
         self._forget_arrivals()
-        weakref.finalize(self, _remove_hooks, self._hook_handles)
+        weakref.finalize(self, _let_go, self._hook_handles, slots)
         groups = range(len(self.param_groups))
         named = [entry for g in groups for entry in self._named(g)]
         if not any(param.requires_grad for _, param, _ in named):
@@ -137,9 +152,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
         first = next(param for _, param, _ in named if param.requires_grad)
         self._check_new(named, first.device)
         self._device = first.device
-        pipeline = Pipeline(
-            replace(self.config, op_order=self.config.op_order or "torch"), device_for(first.device), SingleRank(), None
-        )
+        op_order = self.config.op_order or "torch"
+        pipeline = Pipeline(replace(self.config, op_order=op_order), device_for(first.device), SingleRank(), None)
         self._take_on(pipeline, [entry for entry in named if entry[1].requires_grad])
         self._pipeline = pipeline
 
@@ -148,7 +162,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
     @property
     def pipeline(self) -> Pipeline:
         """The core that holds the states."""
-        assert self._pipeline is not None
+        if self._pipeline is None:
+            raise StateError("this optimizer was closed; expected an open one: wrap the model anew")
         return self._pipeline
 
     def memory_report(self) -> MemoryReport:
@@ -176,6 +191,13 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
     def _check_new(self, named: Sequence[tuple[str, torch.Tensor, int]], device: torch.device) -> None:
         for name, param, _ in named:
+            if not param.requires_grad:
+                if not (param.is_floating_point() or param.is_complex()):
+                    raise ParameterError(
+                        f"parameter {name!r} has dtype {param.dtype} and cannot train; expected a float32, bfloat16 or "
+                        "float16 one: leave it out"
+                    )
+                continue  # checked when it is unfrozen
             check_param(name, param)
             if param.device != device:
                 raise ParameterError(
@@ -197,7 +219,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         for i, (name, param, _) in enumerate(named):
             if target is not None:
                 cast_param(param, TORCH_DTYPES[target])
-            slot = _Slot(name, param, first + i, TakenGradient(param, name))
+            slot = _Slot(name, param, first + i, TakenGradient(param, name), memory_order(param))
             slot.note()
             self._slots[param] = slot
             _OWNED[id(param)] = slot
@@ -207,8 +229,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
     def close(self) -> None:
         """Let the parameters go: remove the hooks, discard gradients on the host, free the states."""
-        self.zero_grad()
-        _remove_hooks(self._hook_handles)
+        _let_go(self._hook_handles, self._slots)
+        self._forget_arrivals()
         for slot in self._slots.values():
             _OWNED.pop(id(slot.param), None)
         self._slots.clear()
@@ -218,40 +240,45 @@ class OffloadedAdamW(torch.optim.Optimizer):
     # --- gradients ---------------------------------------------------------------------------------
 
     def _hook(self, slot: _Slot) -> None:
-        """Take the parameter's gradient as soon as it is complete in each backward."""
+        """Take the parameter's gradient as soon as it is complete in each backward.
+
+        The first one is in ``p.grad`` then and makes way for the stand-in; autograd adds the next ones to the stand-in,
+        which passes them on.
+        """
         this = weakref.ref(self)
 
-        def before(_: torch.Tensor) -> None:
+        def accumulated(param: torch.Tensor) -> None:
             optimizer = this()
-            if optimizer is None:
-                return
-            if slot.param.grad is slot.taken:
-                slot.param.grad = None  # ours to add to; autograd must not
-            else:  # discarded or replaced by hand since
-                optimizer.pipeline.drop_gradients([slot.index])
+            if optimizer is not None and param.grad is not slot.taken:
+                optimizer._arrived(slot, param.grad, first=True)
 
-        def after(param: torch.Tensor) -> None:
+        def added(gradient: torch.Tensor) -> None:
             optimizer = this()
             if optimizer is not None:
-                optimizer._arrived(slot)
+                optimizer._arrived(slot, gradient, first=False)
 
-        self._hook_handles.append(slot.param.register_hook(before))
-        self._hook_handles.append(slot.param.register_post_accumulate_grad_hook(after))
+        slot.taken.when_added(added)
+        self._hook_handles.append(slot.param.register_post_accumulate_grad_hook(accumulated))
 
-    def _arrived(self, slot: _Slot) -> None:
-        gradient = slot.param.grad
+    def _arrived(self, slot: _Slot, gradient: torch.Tensor | None, *, first: bool) -> None:
         assert gradient is not None
         check_gradient(slot.name, slot.param, gradient)
-        if self.pipeline.scaler is not None and not self._scaling:
-            raise GradientError(
-                f"parameter {slot.name!r}: gradient of a plain loss.backward() under loss scaling, which would be "
-                "unscaled without having been scaled; expected engine.backward(loss)"
-            )
+        with self._lock:
+            if self.pipeline.scaler is not None and not self._scaling:
+                raise GradientError(
+                    f"parameter {slot.name!r}: gradient of a plain loss.backward() under loss scaling, which would be "
+                    "unscaled without having been scaled; expected engine.backward(loss)"
+                )
+            if first:  # what came before was discarded or replaced by hand
+                self.pipeline.drop_gradients([slot.index])
+            self._take(slot, gradient)
+            self.arrived += 1
+            self.averaged += self._scaling
+
+    def _take(self, slot: _Slot, gradient: torch.Tensor) -> None:
         self.pipeline.add_gradient(slot.index, flat_like(gradient, slot.param))
         slot.param.grad = slot.taken
         self.fresh = True
-        self.arrived += 1
-        self.averaged += self._scaling
 
     def _forget_arrivals(self) -> None:
         self.fresh = False
@@ -273,10 +300,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As ``torch.optim.Optimizer.zero_grad``; gradients on the host are discarded too."""
         for slot in self._slots.values():
-            if slot.param.grad is slot.taken:
-                slot.param.grad = None
-        if self._pipeline is not None:
-            self._pipeline.drop_gradients()
+            slot.release()
+        self.pipeline.drop_gradients()
         self._forget_arrivals()
         super().zero_grad(set_to_none)
 
@@ -296,37 +321,47 @@ class OffloadedAdamW(torch.optim.Optimizer):
             self.report = self._update()
         return loss
 
-    def _update(self) -> StepReport:
-        if self._pipeline is None:
-            raise StateError("step() after close(); expected an open optimizer")
-        pipeline = self._pipeline
-        hypers = self._hypers()
+    def prepare(self) -> list[AdamHyper]:
+        """Check everything that ``step`` needs, and take the gradients that are in ``p.grad``.
+
+        Raises as ``step`` does; nothing has changed then.
+        """
+        pipeline, hypers = self.pipeline, self._hypers()
         self._take_on_unfrozen()
         self._check_unchanged()
-        gradients = {slot: slot.param.grad for slot in self._slots.values()}
-        for slot, gradient in gradients.items():
-            if gradient is not None and gradient is not slot.taken:
+        present = [(slot, slot.param.grad) for slot in self._slots.values() if slot.param.grad is not slot.taken]
+        for slot, gradient in present:
+            if gradient is not None:
                 check_gradient(slot.name, slot.param, gradient)
-        pipeline.drop_gradients([slot.index for slot, gradient in gradients.items() if gradient is not slot.taken])
-        for slot, gradient in gradients.items():
-            if gradient is not None and gradient is not slot.taken:  # p.grad says what counts: none, or another
-                pipeline.add_gradient(slot.index, flat_like(gradient, slot.param))
+        pipeline.drop_gradients([slot.index for slot, _ in present])  # p.grad says what counts: none, or another
+        for slot, gradient in present:
+            if gradient is not None:
+                if self.early_copy:
+                    self._take(slot, gradient)
+                else:
+                    pipeline.add_gradient(slot.index, flat_like(gradient, slot.param))
+        return hypers
+
+    def _update(self) -> StepReport:
+        pipeline, hypers = self.pipeline, self.prepare()
+        updated = [slot for slot in self._slots.values() if slot.param.grad is not None]
         tensors = [flat(slot.param) for slot in self._slots.values()]
         for slot in self._slots.values():
             if slot.changed_outside:
                 pipeline.adopt(slot.index, tensors[slot.index])
+        divisor = float(self.config.gradient_accumulation_steps) if self.averaged else 1.0
         try:
-            report = pipeline.step(hypers, tensors, divisor=self.gradient_divisor)
+            report = pipeline.step(hypers, tensors, divisor=divisor)
         finally:
-            if not self.early_copy:
-                pipeline.drop_gradients()
-        for slot, gradient in gradients.items():
-            if gradient is not None:
-                if report.updated:
-                    increment_version(slot.param)  # autograd must know, as after any in-place update
-                slot.param.grad = None if gradient is slot.taken else gradient
+            pipeline.drop_gradients()
+            for slot in self._slots.values():
+                slot.release()
+            self._forget_arrivals()
+        for slot in updated:
+            if report.updated:
+                increment_version(slot.param)  # autograd must know, as after any in-place update
+        for slot in self._slots.values():
             slot.note()
-        self._forget_arrivals()
         return report
 
     def _hypers(self) -> list[AdamHyper]:
@@ -360,29 +395,38 @@ class OffloadedAdamW(torch.optim.Optimizer):
             spec, param = self.pipeline.params[slot.index], slot.param
             got = (param.numel(), param.dtype, param.device)
             expected = (spec.numel, TORCH_DTYPES[spec.dtype], self._device)
-            if got != expected or param.shape != slot.taken.shape:
+            if got != expected or param.shape != slot.taken.shape or memory_order(param) != slot.order:
                 raise ParameterError(
-                    f"parameter {slot.name!r} is {tuple(param.shape)} {param.dtype} on {param.device}, and was "
-                    f"{tuple(slot.taken.shape)} {expected[1]} on {expected[2]} when its states were made; "
-                    "expected no change: resize, cast or move the model before wrap(), or wrap it anew"
+                    f"parameter {slot.name!r} is {tuple(param.shape)} {param.dtype} on {param.device}, strides "
+                    f"{param.stride()}, and was {tuple(slot.taken.shape)} {expected[1]} on {expected[2]}, strides "
+                    f"{slot.taken.stride()}, when its states were made; expected no change: resize, cast, move or "
+                    "reorder the model before wrap(), or wrap it anew"
                 )
 
     # --- state -------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """As ``torch.optim.Optimizer.state_dict``; the tensors are the live states in host memory."""
-        return super().state_dict()
+        """As ``torch.optim.Optimizer.state_dict``; the tensors are the live states in host memory.
+
+        Gradients that wait for the next update are not part of it. Under loss scaling it has a ``"loss_scale"``.
+        """
+        scaler = self.pipeline.scaler
+        return super().state_dict() | ({} if scaler is None else {"loss_scale": scaler.state_dict()})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load states of this class or of ``torch.optim.AdamW``, in fp32 and on the host, whatever the parameters are.
 
-        Without ``"master"`` (torch's own states) master weights are taken from the parameters.
+        The model's parameters are left alone: a master weight is taken where the parameter is what it rounds to,
+        and else (torch's own states have none) from the parameter.
         """
+        self.pipeline  # noqa: B018 - raises where closed
         hide = self.register_load_state_dict_pre_hook(_hide_state)  # the last of the hooks to run
         try:
             super().load_state_dict(state_dict)
         finally:
             hide.remove()
+        if self.pipeline.scaler is not None and "loss_scale" in state_dict:
+            self.pipeline.scaler.load_state_dict(state_dict["loss_scale"])
 
     def __getstate__(self) -> dict[str, Any]:
         own = {"config": self.config, "early_copy": self.early_copy}
@@ -393,7 +437,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         entries = {p: e.value if isinstance(e, _Hidden) else e for p, e in state["state"].items()}
         if self._pipeline is None:
             super().__setstate__({**state, "state": defaultdict(dict)})
-            self.gradient_divisor, self.report = 1.0, None
+            self.report = None
             self._build()
             self.pipeline.scaler = self.__dict__.pop("scaler")
         else:
@@ -420,8 +464,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
                 view.copy_(slot.param)
             else:
                 view.zero_()
-        if "master" in entry and "master" not in views:  # saved elsewhere; here the parameter is the master weight
-            slot.param.copy_(entry["master"])
+        self.pipeline.adopt(slot.index, flat(slot.param))
         slot.note()
 
 
@@ -439,6 +482,17 @@ def _resolve(config: OffloadConfig | Mapping[str, Any] | None, overrides: Mappin
     if callable(resolved.lr):
         raise ConfigError("lr: got a function; expected a number here: use a scheduler of torch.optim.lr_scheduler")
     return resolved
+
+
+def _refuse_engine_fields(config: OffloadConfig) -> None:
+    """What only an Engine does must not be asked of the optimizer alone and silently not be done."""
+    default = OffloadConfig()
+    for name in ("loss_scale", "initial_loss_scale", "loss_scale_window", "gradient_accumulation_steps"):
+        if getattr(config, name) != getattr(default, name):
+            raise ConfigError(
+                f"{name}={getattr(config, name)!r} is what an Engine does; expected it in wrap(model, ...): the "
+                "optimizer alone takes gradients as they are"
+            )
 
 
 def _state_views(pipeline: Pipeline, slot: _Slot) -> dict[str, torch.Tensor]:
@@ -468,7 +522,9 @@ def _hide_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) ->
     return {**state_dict, "state": {key: _Hidden(entry) for key, entry in state_dict["state"].items()}}
 
 
-def _remove_hooks(handles: list[Any]) -> None:
+def _let_go(handles: list[Any], slots: dict[torch.Tensor, _Slot]) -> None:
     for handle in handles:
         handle.remove()
     handles.clear()
+    for slot in slots.values():
+        slot.release()

@@ -1,6 +1,6 @@
 """Torch tensors as the core wants them: flat, checked, and a stand-in for gradients that have left."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -9,6 +9,7 @@ from offload_core.dtypes import BFLOAT16, FLOAT16, FLOAT32
 from offload_core.errors import GradientError, ParameterError
 
 ELEMENT_TYPES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
+_ADDITIONS = (torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor)
 TORCH_DTYPES = {element_type: dtype for dtype, element_type in ELEMENT_TYPES.items()}
 
 
@@ -39,8 +40,8 @@ def flat(param: torch.Tensor) -> torch.Tensor:
 def flat_like(tensor: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     """``tensor``, of ``param``'s shape, one-dimensional in ``param``'s order in memory; a copy only if it must be."""
     order = memory_order(param)
-    detached = tensor.detach()
-    return (detached if order is None else detached.permute(order)).reshape(-1)
+    detached = tensor.detach().resolve_neg()
+    return (detached if order is None else detached.permute(order)).reshape(-1).contiguous()
 
 
 def shaped_like(run: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
@@ -55,6 +56,12 @@ def shaped_like(run: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
 def check_param(name: str, param: torch.Tensor) -> None:
     """Raise :class:`ParameterError` unless the parameter can be offloaded."""
     expected = "expected a dense float32, bfloat16 or float16 tensor on the CPU or a CUDA device"
+    if isinstance(param, torch.nn.UninitializedParameter):
+        raise ParameterError(
+            f"parameter {name!r} has no shape yet; {expected}: run one forward of the lazy module first"
+        )
+    if param.is_inference():
+        raise ParameterError(f"parameter {name!r} was made in inference mode and cannot train; {expected}")
     if param.dtype.is_complex:
         raise ParameterError(
             f"parameter {name!r} is complex ({param.dtype}); {expected}: hold its real and imaginary parts as two "
@@ -93,11 +100,13 @@ def check_gradient(name: str, param: torch.Tensor, gradient: torch.Tensor) -> No
 class TakenGradient(torch.Tensor):
     """What ``p.grad`` is once the gradient has left for the host: its shape without its memory.
 
-    Any use raises, so that clipping or scaling from outside cannot be lost unnoticed. Setting ``p.grad = None``
-    (``zero_grad``) discards the gradient on the host too; assigning a tensor replaces it.
+    Adding to it adds to the gradient on the host: so autograd accumulates. Any other use raises, so that clipping or
+    scaling from outside cannot be lost unnoticed. Setting ``p.grad = None`` (``zero_grad``) discards the gradient on
+    the host too; assigning a tensor replaces it.
     """
 
     _name: str
+    _added: Callable[[torch.Tensor], None] | None
 
     @staticmethod
     def __new__(cls, param: torch.Tensor, name: str) -> "TakenGradient":
@@ -105,11 +114,25 @@ class TakenGradient(torch.Tensor):
             cls, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device, requires_grad=False
         )
         taken._name = name
+        taken._added = None
         return taken
+
+    def when_added(self, callback: Callable[[torch.Tensor], None]) -> None:
+        """Pass on what is added to this gradient."""
+        self._added = callback
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]
         taken = next((a for a in _flatten(args) if isinstance(a, cls)), None)
+        if (
+            func in _ADDITIONS
+            and taken is args[0]
+            and taken._added
+            and isinstance(args[1], torch.Tensor)
+            and not kwargs
+        ):
+            taken._added(args[1])
+            return taken
         name = taken._name if taken is not None else "?"
         raise GradientError(
             f"parameter {name!r}: {func} on a gradient that has already left for the host; it would be lost. Clip with "
