@@ -75,6 +75,11 @@ int oc_sum_squares(const oc_span *spans, int64_t n_spans, int dtype, int64_t *bi
 /* dst (fp32) += f32(src). */
 int oc_accumulate(const oc_span *spans, int64_t n_spans, int dtype, int threads);
 
+/* dst = (f32(src 0) + f32(src 1) + ... , in this order) / divisor, or dst += that where `add` is set. The
+ * n_sources runs of numel elements lie stride elements apart from src on. */
+int oc_reduce(const void *src, int64_t n_sources, int64_t stride, int64_t numel, int dtype, float divisor, int add,
+              float *dst, int threads);
+
 /* dst = src, to nearest even; a NaN stays a NaN. */
 int oc_cast(const oc_span *spans, int64_t n_spans, int src_dtype, int dst_dtype, int threads);
 

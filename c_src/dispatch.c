@@ -235,6 +235,31 @@ int oc_cast(const oc_span *spans, int64_t n_spans, int src_dtype, int dst_dtype,
     return run_spans(&job, spans, n_spans, src_dtype, dst_dtype, 1, cast_chunk, threads);
 }
 
+typedef struct {
+    const oc_kernels *kernels;
+    const char *src;
+    float *dst;
+    int64_t n_sources, stride, numel;
+    float divisor;
+    int dtype, add;
+} reduce_job;
+
+static void reduce_chunk(void *context, int64_t chunk) {
+    const reduce_job *job = context;
+    int64_t offset = chunk * CHUNK;
+    job->kernels->reduce(job->src + offset * oc_itemsize(job->dtype), job->dtype, job->n_sources, job->stride,
+                         job->divisor, job->add, job->dst + offset, chunk_length(job->numel, offset));
+}
+
+int oc_reduce(const void *src, int64_t n_sources, int64_t stride, int64_t numel, int dtype, float divisor, int add,
+              float *dst, int threads) {
+    if (!src || !dst || n_sources < 1 || numel < 0 || stride < numel || !is_float(dtype))
+        return OC_EARGUMENT;
+    reduce_job job = {oc_current_kernels(), src, dst, n_sources, stride, numel, divisor, dtype, add};
+    oc_parallel_for(reduce_chunk, &job, (numel + CHUNK - 1) / CHUNK, threads);
+    return 0;
+}
+
 /* --- first touch --------------------------------------------------------------------------------- */
 
 enum { TOUCH_BYTES = 2 << 20, PAGE = 4096 };

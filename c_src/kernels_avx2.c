@@ -82,5 +82,5 @@ static inline int w_int_any(vint a) { return !_mm256_testz_si256(a, a); }
 
 OC_TARGET_END
 
-const oc_kernels oc_avx2_kernels = {adam, sum_squares, accumulate, cast};
+const oc_kernels oc_avx2_kernels = {adam, sum_squares, accumulate, reduce, cast};
 #endif

@@ -78,5 +78,5 @@ static inline int w_int_any(vint a) { return _mm512_test_epi64_mask(a, a) != 0; 
 
 OC_TARGET_END
 
-const oc_kernels oc_avx512_kernels = {adam, sum_squares, accumulate, cast};
+const oc_kernels oc_avx512_kernels = {adam, sum_squares, accumulate, reduce, cast};
 #endif

@@ -60,5 +60,5 @@ static inline int w_int_any(vint a) { return (vgetq_lane_u64(a, 0) | vgetq_lane_
 
 #include "kernels_simd.h"
 
-const oc_kernels oc_neon_kernels = {adam, sum_squares, accumulate, cast};
+const oc_kernels oc_neon_kernels = {adam, sum_squares, accumulate, reduce, cast};
 #endif

@@ -250,7 +250,7 @@ static void sum_squares(const void *src, int dtype, int64_t n, int64_t *bins) {
     }
 }
 
-/* --- accumulate and cast ------------------------------------------------------------------------- */
+/* --- accumulate, reduce and cast ------------------------------------------------------------------------- */
 
 INLINE void accumulate_range(const void *src, int dtype, float *dst, int64_t n) {
     int64_t i = 0;
@@ -272,6 +272,47 @@ static void accumulate(const void *src, int dtype, float *dst, int64_t n) {
     case OC_BFLOAT16: accumulate_range(src, OC_BFLOAT16, dst, n); break;
     case OC_FLOAT16: accumulate_range(src, OC_FLOAT16, dst, n); break;
     default: accumulate_range(src, OC_FLOAT32, dst, n); break;
+    }
+}
+
+INLINE v32 reduced(const void *src, int dtype, int64_t n_sources, int64_t stride, float divisor, int64_t i) {
+    v32 sum = load_as_f32(src, dtype, i);
+    for (int64_t r = 1; r < n_sources; r++)
+        sum = v_add(sum, load_as_f32(src, dtype, r * stride + i));
+    return divisor == 1 ? sum : v_div(sum, v_set(divisor));
+}
+
+INLINE void reduce_range(const void *src, int dtype, int64_t n_sources, int64_t stride, float divisor, int add,
+                         float *dst, int64_t n) {
+    int64_t i = 0;
+    /* main loop */
+    for (; i + LANES <= n; i += LANES) {
+        v32 sum = reduced(src, dtype, n_sources, stride, divisor, i);
+        v_store(dst + i, add ? v_add(v_load(dst + i), sum) : sum);
+    }
+    /* tail */
+    if (i < n) {
+        lanes addend, total;
+        to_lanes(&addend, src, dtype, i, n - i);
+        v32 sum = load_as_f32(addend.bytes, dtype, 0);
+        for (int64_t r = 1; r < n_sources; r++) {
+            to_lanes(&addend, src, dtype, r * stride + i, n - i);
+            sum = v_add(sum, load_as_f32(addend.bytes, dtype, 0));
+        }
+        if (divisor != 1)
+            sum = v_div(sum, v_set(divisor));
+        to_lanes(&total, dst, OC_FLOAT32, i, n - i);
+        v_store((float *)total.bytes, add ? v_add(v_load((float *)total.bytes), sum) : sum);
+        from_lanes(&total, dst, OC_FLOAT32, i, n - i);
+    }
+}
+
+static void reduce(const void *src, int dtype, int64_t n_sources, int64_t stride, float divisor, int add, float *dst,
+                   int64_t n) {
+    switch (dtype) {
+    case OC_BFLOAT16: reduce_range(src, OC_BFLOAT16, n_sources, stride, divisor, add, dst, n); break;
+    case OC_FLOAT16: reduce_range(src, OC_FLOAT16, n_sources, stride, divisor, add, dst, n); break;
+    default: reduce_range(src, OC_FLOAT32, n_sources, stride, divisor, add, dst, n); break;
     }
 }
 

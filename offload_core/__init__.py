@@ -3,6 +3,7 @@
 from ._kernels import KernelInfo, kernel_info, set_instruction_set
 from .config import OffloadConfig
 from .errors import (
+    CollectiveError,
     ConfigError,
     GradientError,
     HostMemoryError,
@@ -13,6 +14,7 @@ from .errors import (
 )
 
 __all__ = [
+    "CollectiveError",
     "ConfigError",
     "GradientError",
     "HostMemoryError",

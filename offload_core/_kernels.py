@@ -146,6 +146,32 @@ def accumulate(spans: np.ndarray, dtype: ElementType, *, threads: int) -> None:
     _check("oc_accumulate", lib.oc_accumulate(_pointer("oc_span *", spans), len(spans), dtype.code, threads))
 
 
+def reduce(
+    src: np.ndarray, n_sources: int, src_type: ElementType, dst: np.ndarray, *, divisor: float, add: bool, threads: int
+) -> None:
+    """``dst`` (float32) = or += the sum of ``n_sources`` equal runs of ``src``, in order, over ``divisor``."""
+    assert src.size == n_sources * dst.size
+    assert dst.dtype == np.float32
+    code = lib.oc_reduce(
+        _pointer("void *", src),
+        n_sources,
+        dst.size,
+        dst.size,
+        src_type.code,
+        divisor,
+        add,
+        _pointer("float *", dst),
+        threads,
+    )
+    _check("oc_reduce", code)
+
+
+def view(address: int, numel: int, dtype: ElementType) -> np.ndarray:
+    """The memory at an address as a writable array; whoever asks keeps the memory alive."""
+    buffer = ffi.buffer(ffi.cast("char *", address), numel * dtype.itemsize)
+    return np.frombuffer(buffer, dtype.numpy)
+
+
 def cast(spans: np.ndarray, src: ElementType, dst: ElementType, *, threads: int) -> None:
     """``dst = src`` for every span, rounded to nearest even."""
     assert spans.dtype == SPAN

@@ -25,5 +25,9 @@ class HostMemoryError(OffloadError, MemoryError):
     """The host memory asked for is not available."""
 
 
+class CollectiveError(OffloadError, RuntimeError):
+    """A collective operation failed: a rank was lost, timed out, or differs from the others."""
+
+
 class KernelError(OffloadError, RuntimeError):
     """The C library refused a call."""

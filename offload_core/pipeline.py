@@ -1,14 +1,19 @@
 """The composer: gradients in, updated parameters out.
 
-A gradient's way: :meth:`Pipeline.add_gradient` -> its bucket fills -> :meth:`_launch` (reduce, device to
-host) -> :meth:`_keep` (hold or accumulate) -> :meth:`step` (norm, clip) -> :meth:`_update` (one C pass:
-unscale, clip, Adam, cast) -> published to the device.
+A gradient's way: :meth:`Pipeline.add_gradient` -> its bucket fills -> :meth:`_launch`: alone, device to host and
+:meth:`_keep` (hold or accumulate); among ranks, :meth:`_reduce` (exchange slices, sum them in rank order, keep the
+shard) -> :meth:`step` (norm, clip) -> :meth:`_update` (one C pass: unscale, clip, Adam, cast) -> among ranks,
+gathered -> published to the device.
+
+Buckets are launched in their order, one round a micro-step, on every rank alike, whatever the order in which
+gradients arrive.
 
 Where device memory is host memory, gradients are read and parameters written where they are; an fp32
 parameter is then its own master weight. Elsewhere gradients wait on the host in their own element type
 (fp32 once they accumulate), so the device can free them at once.
 """
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +26,7 @@ from .config import OffloadConfig
 from .cpu_adam import STATE_NAMES, AdamHyper, AdamStates
 from .device import Copy, Device, HostArray
 from .dtypes import FLOAT32, ElementType
-from .errors import GradientError, StateError
+from .errors import GradientError, ParameterError, StateError
 from .grad_norm import SumOfSquares, clip_coefficient
 from .host_memory import HostMemory, StagingRing
 from .loss_scale import LossScaler
@@ -65,9 +70,16 @@ class _Work:
     """The host gradient of each piece."""
 
     def __post_init__(self) -> None:
+        self.members = {piece.param: piece for piece in self.bucket.pieces}
+        """The bucket's piece of each parameter: it has one."""
         self.position = {piece.param: i for i, piece in enumerate(self.pieces)}
-        """The index of a parameter's piece: it has one in a bucket."""
+        """The index of a parameter's piece of this rank's shard."""
         self.clear()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every parameter of the bucket has a gradient waiting."""
+        return len(self.waiting) == len(self.members)
 
     def held(self) -> dict[ElementType, list[tuple[int, HostArray]]]:
         """The host gradients, with the index of their piece, by element type."""
@@ -108,6 +120,12 @@ class Pipeline:
         self._ring_bytes = 0
         self._planned_host_bytes = 0
         self._micro_steps = 0
+        self._next = 0
+        """The bucket to be launched next in this round."""
+        self._round_ended = False
+        """Whether the round of the last gradient has ended."""
+        self._present: set[int] = set()
+        """Parameters that had a gradient on this rank since the last update."""
         self._threads = config.threads
         self._accumulates = config.gradient_accumulation_steps > 1
 
@@ -129,7 +147,7 @@ class Pipeline:
                     host[name] += 4 * bucket.shard_numel
             if self._needs_home():
                 host["gradients on the host"] += self._home_dtype(bucket.dtype).itemsize * bucket.shard_numel
-        if not self.device.addressable:
+        if self._stages:
             host["staging"] = _STAGING_SLOTS * max(self._slot_bytes(buckets) - self._ring_bytes, 0)
         remedies = {
             "gradients on the host": "gradient_accumulation_steps=1" if self._accumulates else "param_dtype='bfloat16'",
@@ -146,10 +164,12 @@ class Pipeline:
         The tensors may be of another element type than the specs (the model's own, before it is cast).
         """
         planned = self.plan(specs).host_bytes
+        if self._ranks > 1:
+            self._agree(specs, tensors)
         buckets = self._build(specs)
         self._states.add(buckets, without_master=self._without_master)
         slot_bytes = self._slot_bytes(buckets)
-        if not self.device.addressable and slot_bytes > self._ring_bytes:
+        if self._stages and slot_bytes > self._ring_bytes:
             self._ring = None  # free before allocating its successor
             self._ring = StagingRing(self.memory, slots=_STAGING_SLOTS, n_bytes=slot_bytes, pinned=self._pinned)
             self._ring_bytes = slot_bytes
@@ -167,7 +187,7 @@ class Pipeline:
                 bucket, pieces, self._segments(bucket, pieces), BucketLife(bucket.index), home, self._accumulates
             )
             self._works.append(work)
-            for param in work.position:
+            for param in work.members:
                 self._works_of[param].append(work)
             if not self._without_master(bucket):
                 for piece in pieces:
@@ -187,6 +207,24 @@ class Pipeline:
                 start, numel, at = before[0], before[1] + numel, before[2]
             runs.append((start, numel, at, arena))
         return [(start, {name: a[at : at + numel] for name, a in arena.items()}) for start, numel, at, arena in runs]
+
+    def local_states(self, param: int) -> dict[str, np.ndarray]:
+        """This rank's part of a parameter's states, one-dimensional: the runs of :meth:`states`, end to end."""
+        pieces = self._pieces_of(param)
+        if not pieces:
+            return {}
+        arena, at = self._states.locate(pieces[0][0].bucket.index, pieces[0][1].offset)
+        numel = sum(piece.numel for _, piece in pieces)
+        last, end = self._states.locate(pieces[-1][0].bucket.index, pieces[-1][1].offset)
+        assert last is arena
+        assert end + pieces[-1][1].numel == at + numel
+        return {name: array[at : at + numel] for name, array in arena.items()}
+
+    def reload_master(self, param: int, tensor: Any) -> None:
+        """Take a parameter's master weights from the device parameter."""
+        for work, piece in self._pieces_of(param):
+            if not self._without_master(work.bucket):
+                self._load_master(work, piece, tensor)
 
     def adopt(self, param: int, tensor: Any) -> None:
         """Follow a change made to a device parameter from outside: where its bits are not those of the rounded
@@ -217,25 +255,31 @@ class Pipeline:
         Where the device is addressable the gradient is not copied: it must stay as it is until the update.
         """
         self.check_gradient(param, gradient)
-        for work in self._works_of[param]:
-            if param in work.waiting:
-                self._launch(work)
+        works = self._works_of[param]
+        if any(param in work.waiting or work.bucket.index < self._next for work in works):
+            self._end_round()  # the parameter's second gradient of this round: it begins the next one
+        self._round_ended = False
+        self._present.add(param)
+        for work in works:
             work.life.on(BucketEvent.GRADIENT)
             work.waiting[param] = gradient
-            if len(work.waiting) == len(work.position):
-                self._launch(work)
+        while self._next < len(self._works) and self._works[self._next].is_full:
+            self._launch(self._works[self._next])
+            self._next += 1
 
     def drop_gradients(self, params: Sequence[int] | None = None) -> None:
         """Forget the gradients of these parameters, or of all."""
         touched = self._works if params is None else [work for param in params for work in self._works_of[param]]
         if params is None:
-            self._micro_steps = 0
+            self._begin()
             for work in touched:
                 work.clear()
         for param in params or ():
+            self._present.discard(param)
             for work in self._works_of[param]:
                 work.waiting.pop(param, None)
-                work.gradients[work.position[param]] = None
+                if param in work.position:
+                    work.gradients[work.position[param]] = None
         for work in touched:
             if not work.waiting and not any(work.gradients):
                 work.life.on(BucketEvent.DROP)
@@ -245,7 +289,7 @@ class Pipeline:
 
         Where gradients accumulate, none of the device's is referred to any more.
         """
-        self._launch_filling()
+        self._end_round()
         self._micro_steps = (self._micro_steps + 1) % self.config.gradient_accumulation_steps
         return self._micro_steps == 0
 
@@ -254,17 +298,61 @@ class Pipeline:
         """Micro-steps since the last boundary."""
         return self._micro_steps
 
-    def _launch_filling(self) -> None:
+    def _begin(self) -> None:
+        """Nothing has arrived."""
+        self._micro_steps = self._next = 0
+        self._round_ended = False
+        self._present.clear()
+
+    def _end_round(self) -> None:
         """Launch the buckets that did not fill: some of their parameters took no part."""
-        for work in self._works:
-            if work.life.state is BucketState.FILLING:
-                self._launch(work)
+        for work in self._works[self._next :]:
+            self._launch(work)
+        self._next = 0
+        self._round_ended = True
 
     def _launch(self, work: _Work) -> None:
-        """Reduce what arrived in this bucket, bring it to the host and keep it there."""
-        work.life.on(BucketEvent.REDUCE)  # one rank: its own gradients are the sum
+        """Bring what arrived in this bucket to its owner's host memory and keep it there."""
+        if self._ranks > 1:
+            self._reduce(work)
+        elif work.life.state is BucketState.FILLING:
+            self._fetch(work)
+
+    def _reduce(self, work: _Work) -> None:
+        """Exchange the bucket's slices; sum those of this rank's shard in rank order, in fp32, and divide once."""
+        work.life.on(BucketEvent.REDUCE)
+        bucket, home = work.bucket, work.home
+        assert self._ring is not None
+        assert home is not None
+        dtype, shard = bucket.dtype.numpy, slice(0, bucket.shard_numel)
+        with (
+            self._ring.slot(bucket.padded_numel, dtype) as send,
+            self._ring.slot(bucket.padded_numel, dtype) as received,
+        ):
+            send[:] = 0
+            pieces = [work.members[param] for param in work.waiting]
+            copies = [Copy(work.waiting[p.param], p.start, send[p.offset : p.offset + p.numel]) for p in pieces]
+            self.device.to_host(copies).wait()
+            self.collectives.exchange(send, received, f"bucket {bucket.index}: exchange of gradients")
+            work.life.on(BucketEvent.COPY)
+            _kernels.reduce(
+                received,
+                self._ranks,
+                bucket.dtype,
+                home[shard],
+                divisor=float(self._ranks),
+                add=any(work.gradients),
+                threads=self._threads,
+            )
+        work.gradients = [HostArray.of(home[p.offset : p.offset + p.numel]) for p in work.pieces]
+        work.waiting.clear()
+        work.life.on(BucketEvent.ARRIVED)
+
+    def _fetch(self, work: _Work) -> None:
+        """The only rank's gradients are the sum: bring them to the host."""
+        work.life.on(BucketEvent.REDUCE)
         work.life.on(BucketEvent.COPY)
-        arrived = [(work.position[param], work.pieces[work.position[param]]) for param in work.waiting]
+        arrived = [(work.position[param], work.members[param]) for param in work.waiting]
         if self.device.addressable:
             tensors = {param: self.device.host_array(tensor) for param, tensor in work.waiting.items()}
             self._keep(work, [(i, tensors[piece.param].run(piece.start, piece.numel)) for i, piece in arrived])
@@ -338,20 +426,17 @@ class Pipeline:
             tensors: the device parameters to write, one for each parameter.
             divisor: what the summed gradients are divided by, on top of the loss scale.
         """
-        self._launch_filling()
-        works = [work for work in self._works if any(work.gradients)]
+        if not self._round_ended:
+            self._end_round()
         loss_scale = self.loss_scale
+        squares = SumOfSquares()
+        present = self._agree_on_present(squares)
+        works = [work for work in self._works if not present.isdisjoint(work.members)]
         if not works:
+            self.drop_gradients()
             return StepReport(updated=False, skipped="no gradients", loss_scale=loss_scale)
         norm, coefficient = None, 1.0
         if self._examines:
-            squares = SumOfSquares()
-            for work in works:
-                for dtype, held in work.held().items():
-                    squares.add(
-                        _kernels.spans_of([(g.address, 0, g.numel) for _, g in held]), dtype, threads=self._threads
-                    )
-            self.collectives.sum_integers(squares.bins)
             if self.scaler:
                 self.scaler.update(overflow=not squares.finite)
             if not squares.finite:
@@ -363,18 +448,42 @@ class Pipeline:
         scalars = _Scalars(self, hypers, coefficient / (loss_scale * divisor))
         try:
             for work in works:
-                self._update(work, scalars, tensors)
+                self._update(work, scalars, tensors, present)
         except BaseException:
             self._abort()
             raise
         finally:
-            for param in scalars.updated:
+            for param in present:
                 self.steps[param] += 1
-        self._micro_steps = 0
+        self.drop_gradients()
         return StepReport(True, None, norm, coefficient, loss_scale)
 
+    def _agree_on_present(self, squares: SumOfSquares) -> set[int]:
+        """The parameters that have a gradient on any rank; add the squares of all ranks' gradients.
+
+        A gradient that no rank had is no gradient: its parameter stays as it is.
+        """
+        if self._examines:
+            for work in self._works:
+                for dtype, held in work.held().items():
+                    spans = _kernels.spans_of([(g.address, 0, g.numel) for _, g in held])
+                    squares.add(spans, dtype, threads=self._threads)
+        if self._ranks == 1:
+            return {p for work in self._works for p, i in work.position.items() if work.gradients[i] is not None}
+        flags = np.zeros(len(self.params), np.int64)
+        flags[list(self._present)] = 1
+        both = np.concatenate([squares.bins, flags])
+        self.collectives.sum_integers(both, "gradient norm")
+        squares.bins, flags = both[: squares.bins.size], both[squares.bins.size :]
+        present = set(np.flatnonzero(flags).tolist())
+        for work in self._works:
+            for param, i in work.position.items():
+                if param not in present:
+                    work.gradients[i] = None
+        return present
+
     def _abort(self) -> None:
-        self._micro_steps = 0
+        self._begin()
         for work in self._works:
             work.clear()
             work.life.on(BucketEvent.ABORT)
@@ -395,24 +504,47 @@ class Pipeline:
         skip = self.config.skip_nonfinite
         return bool(skip) or self.config.gradient_clipping is not None or self.scaler is not None
 
-    def _update(self, work: _Work, scalars: "_Scalars", tensors: Sequence[Any]) -> None:
-        """One C pass over a shard, and its parameters back to the device."""
+    def _update(self, work: _Work, scalars: "_Scalars", tensors: Sequence[Any], present: set[int]) -> None:
+        """One C pass over a shard, and the bucket's parameters to where they are read."""
         work.life.on(BucketEvent.UPDATE)
-        if self.device.addressable:
-            arrays = {param: self.device.host_array(tensors[param]) for param in work.position}
+        if self.device.addressable and (self._ranks == 1 or self._without_master(work.bucket)):
+            held = [p.param for p, g in zip(work.pieces, work.gradients, strict=True) if g is not None]
+            arrays = {param: self.device.host_array(tensors[param]) for param in held}
             self._run_adam(work, scalars, lambda piece: arrays[piece.param].run(piece.start, piece.numel).address)
             work.life.on(BucketEvent.PUBLISH)
+            if self._ranks > 1:
+                assert self._ring is not None
+                with self._ring.slot(work.bucket.shard_numel, work.bucket.dtype.numpy) as out:
+                    mine = [p for p in work.pieces if p.param in present]
+                    copies = [Copy(tensors[p.param], p.start, out[p.offset : p.offset + p.numel]) for p in mine]
+                    self.device.to_host(copies).wait()
+                    self._publish(work, out, tensors, present)
         else:
             assert self._ring is not None
             with self._ring.slot(work.bucket.shard_numel, work.bucket.dtype.numpy) as out:
                 base, itemsize = _kernels.address(out), out.itemsize
                 self._run_adam(work, scalars, lambda piece: base + piece.offset * itemsize)
                 work.life.on(BucketEvent.PUBLISH)
-                pieces = [p for p, g in zip(work.pieces, work.gradients, strict=True) if g is not None]
-                copies = [Copy(tensors[p.param], p.start, out[p.offset : p.offset + p.numel]) for p in pieces]
-                self.device.to_device(copies).wait()
+                self._publish(work, out, tensors, present)
         work.clear()
         work.life.on(BucketEvent.PUBLISHED)
+
+    def _publish(self, work: _Work, out: np.ndarray, tensors: Sequence[Any], present: set[int]) -> None:
+        """Gather the ranks' updated shards and write the parameters that have a gradient to the device."""
+        bucket = work.bucket
+        if self._ranks == 1:
+            self._write(work.pieces, out, tensors, present)
+            return
+        assert self._ring is not None
+        with self._ring.slot(bucket.padded_numel, bucket.dtype.numpy) as received:
+            self.collectives.gather(out, received, f"bucket {bucket.index}: gathering of parameters")
+            self._write(bucket.pieces, received, tensors, present)
+
+    def _write(self, pieces: Sequence[Piece], host: np.ndarray, tensors: Sequence[Any], present: set[int]) -> None:
+        written = [p for p in pieces if p.param in present]
+        self.device.to_device(
+            [Copy(tensors[p.param], p.start, host[p.offset : p.offset + p.numel]) for p in written]
+        ).wait()
 
     def _run_adam(self, work: _Work, scalars: "_Scalars", output: Callable[[Piece], int]) -> None:
         """Run the kernel on the pieces that have a gradient; ``output`` gives the address a piece is written to."""
@@ -434,6 +566,30 @@ class Pipeline:
                 threads=self._threads,
             )
 
+    def _agree(self, specs: Sequence[ParamSpec], tensors: Sequence[Any]) -> None:
+        """Make sure that all ranks add the same parameters, and start from rank 0's values."""
+        lines = [
+            f"{spec.name} {spec.numel} {spec.dtype} {spec.group} {self.device.dtype(t)}"
+            for spec, t in zip(specs, tensors, strict=True)
+        ]
+        digests = [int.from_bytes(hashlib.sha256(line.encode()).digest()[:7]) for line in lines]
+        mine = np.array([len(digests), self.config.reduce_bucket_size, *digests], np.int64)
+        length = np.array([mine.size], np.int64)
+        self.collectives.broadcast(length, "layout")
+        theirs = np.zeros(int(length[0]), np.int64)
+        theirs[: min(mine.size, theirs.size)] = mine[: theirs.size]
+        self.collectives.broadcast(theirs, "layout")
+        same = mine.size == theirs.size and bool((mine == theirs).all())
+        differing = np.array([0 if same else 1], np.int64)
+        self.collectives.sum_integers(differing, "layout")
+        if differing[0]:
+            raise ParameterError(_difference(mine, theirs, lines))
+        for spec, tensor in zip(specs, tensors, strict=True):
+            host = np.empty(spec.numel, self.device.dtype(tensor).numpy)
+            self.device.to_host([Copy(tensor, 0, host)]).wait()
+            self.collectives.broadcast(host, f"parameter {spec.name!r}: initial value")
+            self.device.to_device([Copy(tensor, 0, host)]).wait()
+
     # --- small decisions, each made here only --------------------------------------------------------
 
     @property
@@ -453,11 +609,20 @@ class Pipeline:
         """Whether the bucket's parameters are their own master weights."""
         return self.device.updates_in_place and bucket.dtype is FLOAT32
 
+    @property
+    def _ranks(self) -> int:
+        return self.collectives.world_size
+
+    @property
+    def _stages(self) -> bool:
+        """Whether data passes through staging: to another device, or to other ranks."""
+        return not self.device.addressable or self._ranks > 1
+
     def _needs_home(self) -> bool:
-        return self._accumulates or not self.device.addressable
+        return self._accumulates or self._stages
 
     def _home_dtype(self, bucket_dtype: ElementType) -> ElementType:
-        return FLOAT32 if self._accumulates else bucket_dtype
+        return FLOAT32 if self._accumulates or self._ranks > 1 else bucket_dtype
 
     def _allocate_home(self, bucket: Bucket, dtype: ElementType) -> np.ndarray:
         pinned = self._pinned and dtype is bucket.dtype  # copies arrive here only in the bucket's own type
@@ -467,7 +632,8 @@ class Pipeline:
         return max((bucket.padded_numel * bucket.dtype.itemsize for bucket in buckets), default=0)
 
     def _pieces_of(self, param: int) -> list[tuple[_Work, Piece]]:
-        found = [(work, work.pieces[work.position[param]]) for work in self._works_of[param]]
+        works = [work for work in self._works_of[param] if param in work.position]
+        found = [(work, work.pieces[work.position[param]]) for work in works]
         return sorted(found, key=lambda pair: pair[1].start)
 
     def _master(self, work: _Work, piece: Piece) -> np.ndarray | None:
@@ -506,11 +672,9 @@ class _Scalars:
         self._grad_scale = grad_scale
         self._rows: dict[tuple[int, int], int] = {}
         self._values: list[tuple[float, ...]] = []
-        self.updated: set[int] = set()
 
     def index(self, param: int) -> int:
-        """The row of this parameter, which is noted as updated."""
-        self.updated.add(param)
+        """The row of this parameter."""
         key = (self._pipeline.params[param].group, int(self._pipeline.steps[param]) + 1)
         if key not in self._rows:
             self._rows[key] = len(self._values)
@@ -520,3 +684,17 @@ class _Scalars:
 
     def table(self) -> np.ndarray:
         return np.array(self._values, dtype=_kernels.SCALARS)
+
+
+def _difference(mine: np.ndarray, theirs: np.ndarray, lines: Sequence[str]) -> str:
+    """Where this rank's layout first differs from rank 0's."""
+    expected = "expected the same model and configuration on every rank"
+    if mine.size > 1 and theirs.size > 1 and mine[1] != theirs[1]:
+        return f"reduce_bucket_size is {mine[1]} here and {theirs[1]} on rank 0; {expected}"
+    for i, line in enumerate(lines):
+        if i + 2 >= theirs.size or mine[i + 2] != theirs[i + 2]:
+            name, numel, dtype, group, _ = line.rsplit(" ", 4)
+            return f"parameter {name!r} ({numel} elements, {dtype}, group {group}) differs from rank 0's; {expected}"
+    if mine.size != theirs.size:
+        return f"{mine[0]} parameters here and {theirs[0]} on rank 0; {expected}"
+    return f"another rank's parameters differ from rank 0's; {expected}"

@@ -4,6 +4,7 @@ Rules:
 
 - A bucket fills with gradients, is reduced over the ranks, copied to the host and waits there. More
   micro-steps may follow, each the same way. At the boundary it is updated and its parameters are published.
+- A rank that has no gradient for a bucket takes part in its reduction all the same.
 - Dropping is allowed whenever no update has begun: the gradients go, nothing else changes.
 - Between ``update`` and ``published`` master weights and device parameters may differ. ``published`` ends it; an
   error ends it too (``abort``): the next update publishes the master weights again.
@@ -54,6 +55,8 @@ TRANSITIONS: dict[tuple[BucketState, BucketEvent], BucketState] = {
     (S.EMPTY, E.GRADIENT): S.FILLING,
     (S.FILLING, E.GRADIENT): S.FILLING,
     (S.FILLING, E.REDUCE): S.REDUCING,
+    (S.EMPTY, E.REDUCE): S.REDUCING,
+    (S.ON_HOST, E.REDUCE): S.REDUCING,
     (S.REDUCING, E.COPY): S.COPYING,
     (S.COPYING, E.ARRIVED): S.ON_HOST,
     (S.ON_HOST, E.GRADIENT): S.FILLING,

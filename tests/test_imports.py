@@ -13,7 +13,7 @@ LAYERS = [
     {"_kernels", "config", "partition", "step_state"},
     {"host_memory", "grad_norm", "loss_scale"},
     {"memory_plan", "collectives", "device", "cpu_adam"},
-    {"fake_device", "pipeline"},
+    {"fake_device", "pipeline", "thread_ranks"},
 ]
 """The core's modules, lowest first: a module imports from layers below its own only."""
 

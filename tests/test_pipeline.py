@@ -81,10 +81,10 @@ class Naive:
 class Subject:
     """A pipeline with its parameters on one device."""
 
-    def __init__(self, device, masters, dtypes, groups, config, scaler=None):
+    def __init__(self, device, masters, dtypes, groups, config, scaler=None, collectives=None):
         self.device = device
         self.put = FakeTensor if isinstance(device, FakeDevice) else np.copy
-        self.pipeline = Pipeline(config, device, SingleRank(), scaler)
+        self.pipeline = Pipeline(config, device, collectives or SingleRank(), scaler)
         self.specs = [
             ParamSpec(f"p{i}", m.size, dtype, group)
             for i, (m, dtype, group) in enumerate(zip(masters, dtypes, groups, strict=True))

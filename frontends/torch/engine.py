@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
@@ -22,6 +23,7 @@ def wrap(
     config: OffloadConfig | Mapping[str, Any] | None = None,
     *,
     params: Iterable[Any] | None = None,
+    process_group: Any = None,
     **overrides: Any,
 ) -> "Engine":
     """Put a model's optimizer states in host memory.
@@ -31,12 +33,15 @@ def wrap(
         config: an ``OffloadConfig``, or a dict of its fields.
         params: what to train, as torch optimizers take it (tensors, named tensors or parameter groups);
             None trains every parameter that requires a gradient.
+        process_group: the ranks over which states are partitioned and gradients averaged; None: all ranks where
+            ``torch.distributed`` is initialised (``torchrun``), else this process alone. The model starts from rank
+            0's values.
         overrides: fields of ``OffloadConfig``.
 
     Raises:
         ConfigError, ParameterError, StateError, HostMemoryError: before the model is changed.
     """
-    return Engine(model, config, params=params, **overrides)
+    return Engine(model, config, params=params, process_group=process_group, **overrides)
 
 
 class Engine(nn.Module):
@@ -51,6 +56,7 @@ class Engine(nn.Module):
         config: OffloadConfig | Mapping[str, Any] | None = None,
         *,
         params: Iterable[Any] | None = None,
+        process_group: Any = None,
         **overrides: Any,
     ) -> None:
         super().__init__()
@@ -66,7 +72,11 @@ class Engine(nn.Module):
                     f"{type(model).__name__} has no parameter that requires a gradient; expected at least one: "
                     "unfreeze what is to be trained"
                 )
-        self.optimizer = OffloadedAdamW(params, config=config, early_copy=True, managed=True, **overrides)
+        if process_group is None and dist.is_available() and dist.is_initialized():
+            process_group = dist.group.WORLD
+        self.optimizer = OffloadedAdamW(
+            params, config=config, early_copy=True, managed=True, process_group=process_group, **overrides
+        )
         self.config = self.optimizer.config
         if self.config.target_dtype is not None:
             dtype = TORCH_DTYPES[self.config.target_dtype]

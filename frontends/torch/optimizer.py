@@ -20,6 +20,7 @@ from offload_core.memory_plan import MemoryReport
 from offload_core.partition import ParamSpec
 from offload_core.pipeline import Pipeline, StepReport
 
+from .collectives import TorchRanks
 from .device import device_for
 from .tensors import (
     ELEMENT_TYPES,
@@ -82,13 +83,14 @@ class OffloadedAdamW(torch.optim.Optimizer):
     through ``p.data`` (``p.data.mul_(...)``) is not seen and is overwritten by the next update, unless the parameter
     is its own master weight.
 
-    ``state[p]`` holds ``step``, ``exp_avg``, ``exp_avg_sq`` and ``master`` (fp32, on the host, shaped as ``p``);
-    an fp32 parameter on the CPU is its own master weight.
+    ``state[p]`` holds ``step``, ``exp_avg``, ``exp_avg_sq`` and ``master`` (fp32, on the host, shaped as ``p``; among
+    several ranks the rank's part of them, one-dimensional); an fp32 parameter on the CPU is its own master weight.
 
     Args:
         params: as any torch optimizer takes them: tensors, ``(name, tensor)`` pairs, or parameter groups.
         lr: learning rate; a one-element tensor too.
         config: an ``OffloadConfig``, or a dict of its fields.
+        process_group: the ranks over which states are partitioned and gradients averaged; None: this process alone.
         managed: an Engine counts micro-steps and scales losses.
         early_copy: take each gradient during backward, as it appears, and free it on the device. ``p.grad`` then
             holds a stand-in that raises when used. Without it ``p.grad`` is read at ``step()``, so clipping and
@@ -109,6 +111,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         config: OffloadConfig | Mapping[str, Any] | None = None,
         early_copy: bool = False,
         managed: bool = False,
+        process_group: Any = None,
         **overrides: Any,
     ) -> None:
         if lr is not None:
@@ -117,6 +120,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         if not managed:
             _refuse_engine_fields(self.config)
         self.early_copy = early_copy
+        self._collectives = SingleRank() if process_group is None else TorchRanks(process_group)
         self.report: StepReport | None = None
         """What the last ``step`` did."""
         if isinstance(params, torch.Tensor):
@@ -153,7 +157,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
         self._check_new(named, first.device)
         self._device = first.device
         op_order = self.config.op_order or "torch"
-        pipeline = Pipeline(replace(self.config, op_order=op_order), device_for(first.device), SingleRank(), None)
+        config = replace(self.config, op_order=op_order)
+        pipeline = Pipeline(config, device_for(first.device), self._collectives, None)
         self._take_on(pipeline, [entry for entry in named if entry[1].requires_grad])
         self._pipeline = pipeline
 
@@ -344,7 +349,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
     def _update(self) -> StepReport:
         pipeline, hypers = self.pipeline, self.prepare()
-        updated = [slot for slot in self._slots.values() if slot.param.grad is not None]
+        others = self._collectives.world_size > 1  # they may have had a gradient where this rank had none
+        updated = [slot for slot in self._slots.values() if others or slot.param.grad is not None]
         tensors = [flat(slot.param) for slot in self._slots.values()]
         for slot in self._slots.values():
             if slot.changed_outside:
@@ -429,7 +435,11 @@ class OffloadedAdamW(torch.optim.Optimizer):
             self.pipeline.scaler.load_state_dict(state_dict["loss_scale"])
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"config": self.config, "early_copy": self.early_copy}
+        if self._collectives.world_size > 1:
+            raise StateError(
+                "copying or pickling an optimizer of several ranks; expected its state_dict() to be copied"
+            )
+        own = {"config": self.config, "early_copy": self.early_copy, "_collectives": self._collectives}
         return {**super().__getstate__(), **own, "scaler": self.pipeline.scaler}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -442,7 +452,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
             self.pipeline.scaler = self.__dict__.pop("scaler")
         else:
             for param, entry in entries.items():
-                _check_entry(self._slots.get(param), param, entry)
+                slot = self._slots.get(param)
+                _check_entry(slot.name if slot else "?", self.state[param]["exp_avg"] if slot else param, entry)
             super().__setstate__({**state, "state": self.state})
             for group in self.param_groups:
                 for name, default in self.defaults.items():
@@ -461,7 +472,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
             if name in entry:
                 view.copy_(torch.as_tensor(entry[name]))
             elif name == "master":
-                view.copy_(slot.param)
+                self.pipeline.reload_master(slot.index, flat(slot.param))
             else:
                 view.zero_()
         self.pipeline.adopt(slot.index, flat(slot.param))
@@ -497,22 +508,22 @@ def _refuse_engine_fields(config: OffloadConfig) -> None:
 
 def _state_views(pipeline: Pipeline, slot: _Slot) -> dict[str, torch.Tensor]:
     views: dict[str, torch.Tensor] = {"step": torch.from_numpy(pipeline.steps[slot.index])}
-    runs = pipeline.states(slot.index)
-    if not runs:  # a parameter of no elements
-        return views | {name: torch.empty(slot.param.shape) for name in ("exp_avg", "exp_avg_sq")}
-    [(_, states)] = runs
-    return views | {name: shaped_like(torch.from_numpy(array), slot.param) for name, array in states.items()}
+    states = pipeline.local_states(slot.index)
+    alone = pipeline.collectives.world_size == 1
+    if not states:  # a parameter of no elements, or none of them this rank's
+        return views | {name: torch.empty(slot.param.shape if alone else 0) for name in ("exp_avg", "exp_avg_sq")}
+    runs = {name: torch.from_numpy(array) for name, array in states.items()}
+    return views | ({name: shaped_like(run, slot.param) for name, run in runs.items()} if alone else runs)
 
 
-def _check_entry(slot: _Slot | None, param: torch.Tensor, entry: Mapping[str, Any]) -> None:
-    name = slot.name if slot else "?"
+def _check_entry(name: str, expected: torch.Tensor, entry: Mapping[str, Any]) -> None:
     for key in ("exp_avg", "exp_avg_sq"):
         value = entry.get(key)
-        if not isinstance(value, torch.Tensor) or value.shape != param.shape:
+        if not isinstance(value, torch.Tensor) or value.shape != expected.shape:
             got = tuple(value.shape) if isinstance(value, torch.Tensor) else value
             raise StateError(
                 f"load_state_dict: parameter {name!r}: {key} is {got}, expected a tensor of shape "
-                f"{tuple(param.shape)}; is this the state of another model, or of another optimizer?"
+                f"{tuple(expected.shape)}; is this the state of another model, or of another optimizer?"
             )
     if "step" not in entry:
         raise StateError(f"load_state_dict: parameter {name!r}: no 'step', expected the number of updates made")

@@ -1,0 +1,90 @@
+"""Ranks that are threads of one process: collectives for tests and simulations."""
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from .errors import CollectiveError
+
+
+class _Group:
+    def __init__(self, world_size: int, timeout: float) -> None:
+        self.posted: list[tuple[str, np.ndarray] | None] = [None] * world_size
+        self.barrier = threading.Barrier(world_size, timeout=timeout)
+
+
+class ThreadRank:
+    """One rank of a group of threads."""
+
+    def __init__(self, group: _Group, rank: int) -> None:
+        self._group = group
+        self.rank = rank
+        self.world_size = len(group.posted)
+        self.sent_bytes = 0
+        """Bytes of gradients and parameters that this rank sent to others."""
+
+    def _share(self, what: str, array: np.ndarray, read: Callable[[Sequence[np.ndarray]], None]) -> None:
+        """Show the others an array, read theirs, and wait until all have read."""
+        group = self._group
+        try:
+            group.posted[self.rank] = (what, array)
+            group.barrier.wait()
+            posted = [entry for entry in group.posted if entry is not None]
+            if {name for name, _ in posted} != {what}:
+                raise CollectiveError(f"rank {self.rank} is at {what!r}, others at {sorted({n for n, _ in posted})}")
+            read([array for _, array in posted])
+            group.barrier.wait()
+        except threading.BrokenBarrierError:
+            raise CollectiveError(f"{what}: a rank was lost or did not come in time") from None
+
+    def exchange(self, send: np.ndarray, received: np.ndarray, what: str) -> None:
+        parts = received.reshape(self.world_size, -1)
+
+        def read(arrays: Sequence[np.ndarray]) -> None:
+            for part, theirs in zip(parts, arrays, strict=True):
+                np.copyto(part, theirs.reshape(self.world_size, -1)[self.rank])
+
+        self.sent_bytes += send.nbytes * (self.world_size - 1) // self.world_size
+        self._share(what, send, read)
+
+    def gather(self, send: np.ndarray, received: np.ndarray, what: str) -> None:
+        parts = received.reshape(self.world_size, -1)
+
+        def read(arrays: Sequence[np.ndarray]) -> None:
+            for part, theirs in zip(parts, arrays, strict=True):
+                np.copyto(part, theirs.reshape(-1))
+
+        self.sent_bytes += send.nbytes * (self.world_size - 1)
+        self._share(what, send, read)
+
+    def sum_integers(self, array: np.ndarray, what: str) -> None:
+        total = np.zeros_like(array)
+        self._share(what, array, lambda arrays: np.copyto(total, np.sum(arrays, axis=0)))
+        np.copyto(array, total)
+
+    def broadcast(self, array: np.ndarray, what: str) -> None:
+        first = np.empty_like(array)
+        self._share(what, array, lambda arrays: np.copyto(first, arrays[0]))
+        np.copyto(array, first)
+
+
+def run_ranks(world_size: int, body: Callable[[ThreadRank], Any], *, timeout: float = 30.0) -> list[Any]:
+    """Run ``body(rank)`` on that many threads; their results, or the first error, others being told of the loss."""
+    group = _Group(world_size, timeout)
+
+    def guarded(rank: int) -> Any:
+        try:
+            return body(ThreadRank(group, rank))
+        except BaseException:
+            group.barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(world_size) as pool:
+        futures = [pool.submit(guarded, rank) for rank in range(world_size)]
+    errors = [error for error in (future.exception() for future in futures) if error is not None]
+    if errors:
+        raise next((error for error in errors if not isinstance(error, CollectiveError)), errors[0])
+    return [future.result() for future in futures]

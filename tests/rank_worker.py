@@ -1,0 +1,158 @@
+"""One rank of a real process group, run by test_torch_ranks.py: SCENARIO RANK WORLD_SIZE FOLDER."""
+
+import hashlib
+import json
+import os
+import signal
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from frontends.torch import wrap
+from offload_core import CollectiveError
+
+
+def make(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 16))
+
+
+def batch(seed, rank):
+    return torch.randn(8, 32, generator=torch.Generator().manual_seed(1000 * seed + rank))
+
+
+def loss_of(model, seed, rank):
+    return model(batch(seed, rank)).float().pow(2).mean()
+
+
+def bits(model):
+    digest = hashlib.sha256()
+    for p in model.parameters():
+        digest.update(p.detach().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def against_ddp(rank, world_size):
+    """The same run by DistributedDataParallel and fused AdamW."""
+    engine = wrap(make(seed=rank), lr=1e-2, reduce_bucket_size=3000)  # rank 0's values are taken
+    ddp = nn.parallel.DistributedDataParallel(make())
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-2, fused=True)
+    for seed in range(20):
+        engine.backward(loss_of(engine, seed, rank))
+        engine.step()
+        loss_of(ddp, seed, rank).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"ours": bits(engine.module), "theirs": bits(ddp.module)}
+
+
+def stages(rank, world_size):
+    result = {}
+    for stage in (1, 2):
+        engine = wrap(make(), lr=1e-2, stage=stage, param_dtype="bfloat16", gradient_clipping=0.05,
+                      gradient_accumulation_steps=2, reduce_bucket_size=1000)  # fmt: skip
+        norms = []
+        for seed in range(6):
+            engine.backward(loss_of(engine, seed, rank))
+            report = engine.step()
+            norms.append(report.grad_norm)
+        result[stage] = [bits(engine.module), norms]
+    return result
+
+
+def state_dicts(rank, world_size):
+    """Each rank saves its part; a new engine goes on with it."""
+    engine = wrap(make(), lr=1e-2, param_dtype="bfloat16")
+    for seed in range(4):
+        engine.backward(loss_of(engine, seed, rank))
+        engine.step()
+        if seed == 1:
+            saved = {"model": {k: v.clone() for k, v in engine.module.state_dict().items()}}
+            saved["optimizer"] = {**engine.optimizer.state_dict()}
+            saved["optimizer"]["state"] = {
+                k: {n: t.clone() for n, t in v.items()} for k, v in saved["optimizer"]["state"].items()
+            }
+    model = make(seed=9)
+    model.to(torch.bfloat16).load_state_dict(saved["model"])
+    resumed = wrap(model, lr=1e-2, param_dtype="bfloat16")
+    resumed.optimizer.load_state_dict(saved["optimizer"])
+    for seed in range(2, 4):
+        resumed.backward(loss_of(resumed, seed, rank))
+        resumed.step()
+    return {"straight": bits(engine.module), "resumed": bits(resumed.module)}
+
+
+def nan(rank, world_size):
+    engine = wrap(make(), gradient_clipping=1.0)
+    before = bits(engine.module)
+    engine.backward(loss_of(engine, 0, rank) * (float("nan") if rank == 1 else 1.0))
+    report = engine.step()
+    return {"skipped": report.skipped, "unchanged": bits(engine.module) == before}
+
+
+def failure(engine, act):
+    """What a rank sees when another is lost, and whether its parameters are what they were before the step."""
+    before = bits(engine.module)
+    start = time.monotonic()
+    try:
+        act()
+    except CollectiveError as error:
+        return {"error": str(error), "seconds": time.monotonic() - start, "unchanged": bits(engine.module) == before}
+    return {"error": None}
+
+
+def killed(rank, world_size):
+    engine = wrap(make(), reduce_bucket_size=1000)
+    engine.backward(loss_of(engine, 0, rank))
+    engine.step()
+
+    def act():
+        loss = loss_of(engine, 1, rank)
+        if rank == 1:
+            engine.module[0].weight.register_hook(lambda g: os.kill(os.getpid(), signal.SIGKILL))
+        engine.backward(loss)
+        engine.step()
+
+    return failure(engine, act)
+
+
+def out_of_batches(rank, world_size):
+    engine = wrap(make())
+
+    def act():
+        if rank == 1:
+            time.sleep(8)
+            return
+        engine.backward(loss_of(engine, 0, rank))
+        engine.step()
+
+    return failure(engine, act)
+
+
+def differing(rank, world_size):
+    model = make() if rank == 0 else nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 63))
+    try:
+        wrap(model)
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    return {"error": None}
+
+
+if __name__ == "__main__":
+    scenario, rank, world_size, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/rendezvous",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=5),
+    )
+    result = globals()[scenario](rank, world_size)
+    (folder / f"{rank}.json").write_text(json.dumps(result))
+    os._exit(0)  # a group that lost a rank would wait for it

@@ -1,0 +1,90 @@
+"""Real processes over gloo: exact against DistributedDataParallel, and what happens when a rank is lost."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def run(scenario: str, world_size: int, folder: Path) -> list[dict | None]:
+    """The result of each rank; None where it did not live to write one."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    worker = [sys.executable, str(ROOT / "tests" / "rank_worker.py"), scenario]
+    processes = [
+        subprocess.Popen([*worker, str(rank), str(world_size), str(folder)], env=environment, stderr=subprocess.PIPE)
+        for rank in range(world_size)
+    ]
+    logs = [process.communicate(timeout=120)[1].decode() for process in processes]
+    results = []
+    for rank, log in enumerate(logs):
+        file = folder / f"{rank}.json"
+        results.append(json.loads(file.read_text()) if file.exists() else None)
+        if not file.exists() and scenario != "killed":
+            raise AssertionError(f"rank {rank} ended without a result:\n{log}")
+    return results
+
+
+def test_two_ranks_equal_ddp_with_fused_adamw_bit_for_bit(tmp_path):
+    first, second = run("against_ddp", 2, tmp_path)
+    assert first["ours"] == first["theirs"] == second["ours"]
+
+
+def test_four_ranks_agree_and_so_do_the_stages(tmp_path):
+    results = run("stages", 4, tmp_path)
+    assert len({json.dumps(stage) for result in results for stage in result.values()}) == 1
+
+
+def test_each_rank_resumes_its_part(tmp_path):
+    results = run("state_dicts", 2, tmp_path)
+    assert len({value for result in results for value in result.values()}) == 1
+
+
+def test_a_nan_on_one_rank_makes_all_skip(tmp_path):
+    assert run("nan", 3, tmp_path) == [{"skipped": "overflow", "unchanged": True}] * 3
+
+
+def test_a_killed_rank_is_an_error_on_the_others_within_the_timeout(tmp_path):
+    results = run("killed", 3, tmp_path)
+    assert results[1] is None
+    for survivor in (results[0], results[2]):
+        assert "exchange of gradients failed" in survivor["error"]
+        assert "bucket" in survivor["error"]
+        assert survivor["unchanged"]
+
+
+def test_a_rank_that_runs_out_of_batches_is_a_clear_timeout_on_the_others(tmp_path):
+    results = run("out_of_batches", 2, tmp_path)
+    assert "bucket 0: exchange of gradients failed" in results[0]["error"]
+    assert "did not come in the group's time" in results[0]["error"]
+    assert results[0]["unchanged"]
+
+
+def test_ranks_whose_models_differ_are_told_which_parameter(tmp_path):
+    first, second = run("differing", 2, tmp_path)
+    assert first["error"].startswith("ParameterError")
+    assert "'2.weight'" in second["error"]
+
+
+@pytest.mark.parametrize("nproc", [2])
+def test_torchrun_finds_the_group_by_itself(nproc, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch, torch.distributed as dist\n"
+        "from frontends.torch import wrap\n"
+        "dist.init_process_group('gloo')\n"
+        "engine = wrap(torch.nn.Linear(16, 16))\n"
+        "engine.backward(engine(torch.ones(2, 16)).sum())\n"
+        "assert engine.step().updated\n"
+        "held = sum(t.numel() for s in engine.optimizer.state.values() for k, t in s.items() if k == 'exp_avg')\n"
+        "assert held < 272, held\n"
+        "dist.destroy_process_group()\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}", str(script)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
