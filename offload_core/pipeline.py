@@ -415,7 +415,14 @@ class Pipeline:
 
     # --- update ------------------------------------------------------------------------------------
 
-    def step(self, hypers: Sequence[AdamHyper], tensors: Sequence[Any], *, divisor: float = 1.0) -> StepReport:
+    def step(
+        self,
+        hypers: Sequence[AdamHyper],
+        tensors: Sequence[Any],
+        *,
+        divisor: float = 1.0,
+        groups: Sequence[int] | None = None,
+    ) -> StepReport:
         """Update every parameter that has a gradient, or none.
 
         An error in mid-update (a device copy that fails, an interrupt) leaves the buckets before it updated and the
@@ -425,6 +432,7 @@ class Pipeline:
             hypers: one for each parameter group.
             tensors: the device parameters to write, one for each parameter.
             divisor: what the summed gradients are divided by, on top of the loss scale.
+            groups: the parameter group of each parameter; None: as they were added.
         """
         if not self._round_ended:
             self._end_round()
@@ -445,7 +453,8 @@ class Pipeline:
             norm = squares.norm() / (loss_scale * divisor)
             if self.config.gradient_clipping is not None:
                 coefficient = clip_coefficient(norm, self.config.gradient_clipping)
-        scalars = _Scalars(self, hypers, coefficient / (loss_scale * divisor))
+        groups = [spec.group for spec in self.params] if groups is None else groups
+        scalars = _Scalars(self, hypers, groups, coefficient / (loss_scale * divisor))
         try:
             for work in works:
                 self._update(work, scalars, tensors, present)
@@ -666,8 +675,11 @@ class Pipeline:
 class _Scalars:
     """The kernel scalars of one step: a row for each distinct (group, update number)."""
 
-    def __init__(self, pipeline: Pipeline, hypers: Sequence[AdamHyper], grad_scale: float) -> None:
+    def __init__(
+        self, pipeline: Pipeline, hypers: Sequence[AdamHyper], groups: Sequence[int], grad_scale: float
+    ) -> None:
         self._pipeline = pipeline
+        self._groups = groups
         self._hypers = hypers
         self._grad_scale = grad_scale
         self._rows: dict[tuple[int, int], int] = {}
@@ -675,7 +687,7 @@ class _Scalars:
 
     def index(self, param: int) -> int:
         """The row of this parameter."""
-        key = (self._pipeline.params[param].group, int(self._pipeline.steps[param]) + 1)
+        key = (self._groups[param], int(self._pipeline.steps[param]) + 1)
         if key not in self._rows:
             self._rows[key] = len(self._values)
             hyper = self._hypers[key[0]]

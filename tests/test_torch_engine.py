@@ -398,6 +398,59 @@ def test_the_optimizers_own_step_averages_like_the_engines():
     assert engine.optimizer.report.grad_norm == plain.optimizer.report.grad_norm
 
 
+def test_gradients_discarded_through_the_model_are_not_counted():
+    engine, other = (wrap(make(), gradient_accumulation_steps=2, gradient_clipping=1.0) for _ in range(2))
+    loss_of(engine, 5).backward()  # summed
+    engine.module.zero_grad()
+    for seed in range(2):
+        assert step(engine, seed) == step(other, seed)
+    assert everything(engine) == everything(other)
+    engine.backward(loss_of(engine, 5))  # averaged
+    engine.module.zero_grad()
+    for p in engine.module.parameters():
+        p.grad = torch.full_like(p, 0.5)
+    engine.optimizer.step()
+    assert engine.optimizer.report.grad_norm == math.sqrt(3152 * 0.25)
+
+
+def test_both_backwards_are_the_same_where_nothing_is_averaged_or_scaled():
+    engine, other = wrap(make()), wrap(make())
+    loss_of(engine, 0).backward()
+    engine.backward(loss_of(engine, 1))
+    for seed in range(2):
+        other.backward(loss_of(other, seed))
+    assert engine.step() == other.step()
+    assert everything(engine) == everything(other)
+
+
+def test_a_group_can_be_added_to_an_engines_optimizer():
+    model = make()
+    engine = wrap(model, params=[("weight", model[0].weight)], param_dtype="bfloat16")
+    engine.optimizer.add_param_group({"params": model[2].parameters(), "lr": 1e-2})
+    before = model[2].weight.detach().clone()
+    step(engine, 0)
+    assert not torch.equal(model[2].weight, before)
+    assert engine.optimizer.param_groups[1]["param_names"][0] == "group 1, parameter 0"
+
+
+@pytest.mark.filterwarnings("ignore")  # dynamo's own
+def test_a_compiled_training_step_works():
+    engine, other = (wrap(make(), lr=1e-2) for _ in range(2))
+
+    @torch.compile(backend="eager")
+    def compiled(x):
+        loss = engine(x).pow(2).mean()
+        engine.backward(loss)
+        engine.step()
+        return loss
+
+    for seed in range(3):
+        compiled(batch(seed))
+        other.backward(other(batch(seed)).pow(2).mean())
+        other.step()
+    assert everything(engine) == everything(other)
+
+
 def test_backward_passes_its_options_on():
     engine = wrap(make(), param_dtype="float16", loss_scale=8.0)
     loss = loss_of(engine, 0)

@@ -429,6 +429,81 @@ def test_an_optimizer_that_dies_takes_its_stand_ins_along():
     assert all(p.grad is None for p in model.parameters())
 
 
+def test_dropping_an_optimizer_frees_its_parameters_at_once():
+    gc.disable()
+    try:
+        model = make()
+        first = weakref.ref(model[0].weight)
+        optimizer = OffloadedAdamW(model.parameters(), early_copy=True)
+        loss_of(model, 0).backward()
+        optimizer.step()
+        del optimizer
+        optimizer = OffloadedAdamW(model.parameters(), early_copy=True)  # no longer owned
+        optimizer.close()
+        del model, optimizer
+        assert first() is None
+    finally:
+        gc.enable()
+
+
+def test_create_graph_leaves_no_graph_on_the_stand_in():
+    ours, theirs = make(), make()
+    mine, yours = OffloadedAdamW(ours.parameters(), early_copy=True), torch.optim.AdamW(theirs.parameters(), fused=True)
+    for seed in range(4):
+        for model, optimizer in ((ours, mine), (theirs, yours)):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch warns of cycles with create_graph
+                loss_of(model, seed).backward(create_graph=True)
+                loss_of(model, seed + 10).backward(create_graph=True)
+            if optimizer is mine:
+                assert all(p.grad.grad_fn is None for p in model.parameters())
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same(ours, theirs, mine, yours)
+
+
+@pytest.mark.parametrize("early_copy", [False, True])
+def test_states_of_a_layer_frozen_since_are_loaded_and_copied(early_copy):
+    model = make()
+    optimizer = OffloadedAdamW(model.parameters(), lr=1e-2, early_copy=early_copy)
+    train(model, optimizer, range(2))
+    saved = copy.deepcopy(optimizer.state_dict())
+    model[0].requires_grad_(False)
+    train(model, optimizer, range(2, 4))
+    other, twin = copy.deepcopy((model, optimizer))
+    resumed = make()
+    resumed.load_state_dict(model.state_dict())
+    resumed[0].requires_grad_(False)
+    loaded = OffloadedAdamW(resumed.parameters(), lr=1e-2, early_copy=early_copy)
+    loaded.load_state_dict(optimizer.state_dict())
+    for m in (model, other, resumed):
+        m[0].requires_grad_(True)
+    for m, o in ((model, optimizer), (other, twin), (resumed, loaded)):
+        train(m, o, range(4, 6))
+    assert_same(model, other, optimizer, twin)
+    assert_same(model, resumed, optimizer, loaded)
+    assert float(saved["state"][0]["step"]) == 2
+
+
+def test_param_groups_mean_what_they_are_now():
+    ours, theirs = make(), make()
+
+    def groups(model):
+        return [
+            {"params": list(model[0].parameters()), "lr": 1e-1},
+            {"params": list(model[2].parameters()), "lr": 1e-3},
+        ]
+
+    mine, yours = OffloadedAdamW(groups(ours)), torch.optim.AdamW(groups(theirs), fused=True)
+    for seed, change in enumerate((list.reverse, lambda g: g[0]["params"].pop(), list.pop)):
+        for model, optimizer in ((ours, mine), (theirs, yours)):
+            change(optimizer.param_groups)
+            loss_of(model, seed).backward()
+            optimizer.step()
+            model.zero_grad()
+    assert_same(ours, theirs)
+
+
 def test_closing_leaves_the_users_gradients():
     model = make()
     optimizer = OffloadedAdamW(model.parameters())

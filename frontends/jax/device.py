@@ -121,12 +121,15 @@ class ParameterBuffers:
         """
         if len(self._generations) < 2:
             return
+        if self._one_is_free():
+            return
         for _ in range(self._patience):
-            if self._one_is_free():
-                break
             gc.collect(0)
             time.sleep(1e-3)
-        self._patience = _PATIENCE if self._one_is_free() else 0  # a user who keeps them all is not waited for again
+            if self._one_is_free():
+                self._patience = _PATIENCE
+                return
+        self._patience //= 2  # a user who keeps them is waited for less and less
 
     def _one_is_free(self) -> bool:
         return all(any(not g.reads(i) for g in self._generations) for i in range(len(self._specs)))

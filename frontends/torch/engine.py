@@ -47,7 +47,8 @@ def wrap(
 class Engine(nn.Module):
     """A module that trains with offloaded AdamW: ``loss = engine(batch); engine.backward(loss); engine.step()``.
 
-    Gradients leave for the host during backward; ``p.grad`` is then a stand-in that raises when used.
+    Gradients leave for the host during backward; ``p.grad`` is then a stand-in that raises when used. To look at a
+    gradient, hang a hook on the parameter (``p.register_hook``).
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class Engine(nn.Module):
             )
         return self.module(*args, **kwargs)
 
+    @torch._disable_dynamo
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Backpropagate; gradients are averaged over the accumulation steps, and scaled under loss scaling.
 
@@ -115,6 +117,7 @@ class Engine(nn.Module):
         with self.optimizer.scaled_backward() as scale:
             (loss if scale is None else loss.float() * scale).backward(**kwargs)
 
+    @torch._disable_dynamo
     def step(self) -> StepReport:
         """Update at the accumulation boundary; before it, only count the micro-step.
 
@@ -129,7 +132,7 @@ class Engine(nn.Module):
                 "step() without backward(): no gradient arrived since the last step(); expected "
                 "engine.backward(loss) first (does the loss depend on a trained parameter?)"
             )
-        if optimizer.averaged not in (0, optimizer.arrived):
+        if optimizer.mixed and self.config.gradient_accumulation_steps > 1:
             raise GradientError(
                 "both engine.backward(loss), which averages over the accumulation steps, and loss.backward(), which "
                 "sums, were used for one update; expected one of them throughout: discard the gradients with "

@@ -49,6 +49,10 @@ class _Slot:
     taken: TakenGradient
     order: list[int] | None
     """The order in memory in which its states are laid out (``tensors.memory_order``)."""
+    arrived: int = 0
+    """Gradients taken in backwards since the last update."""
+    averaged: int = 0
+    """Of these, how many came through ``scaled_backward``."""
     version: int = 0
     address: int = 0
 
@@ -177,6 +181,13 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As ``torch.optim.Optimizer.add_param_group``; on an error nothing has changed."""
+        params = param_group["params"]
+        if self.param_groups and "param_names" in self.param_groups[0] and not isinstance(params, torch.Tensor):
+            params = list(params)  # torch wants names for all or for none
+            if params and isinstance(params[0], torch.Tensor):
+                g = len(self.param_groups)
+                params = [(f"group {g}, parameter {i}", param) for i, param in enumerate(params)]
+            param_group = {**param_group, "params": params}
         super().add_param_group(param_group)
         if self._pipeline is None:  # called by Optimizer.__init__: _build takes all groups on at once
             return
@@ -215,7 +226,9 @@ class OffloadedAdamW(torch.optim.Optimizer):
                 )
 
     def _take_on(self, pipeline: Pipeline, named: Sequence[tuple[str, torch.Tensor, int]]) -> None:
-        """Allocate states for these parameters, checked before; cast them to ``param_dtype``."""
+        """Allocate states for these parameters; cast them to ``param_dtype``."""
+        for name, param, _ in named:
+            check_param(name, param)
         target = self.config.target_dtype
         specs = [ParamSpec(name, p.numel(), target or ELEMENT_TYPES[p.dtype], g) for name, p, g in named]
         pipeline.plan(specs).check(available_bytes())
@@ -236,9 +249,6 @@ class OffloadedAdamW(torch.optim.Optimizer):
         """Let the parameters go: remove the hooks, discard gradients on the host, free the states."""
         _let_go(self._hook_handles, self._slots)
         self._forget_arrivals()
-        for slot in self._slots.values():
-            _OWNED.pop(id(slot.param), None)
-        self._slots.clear()
         self.state.clear()
         self._pipeline = None
 
@@ -256,6 +266,11 @@ class OffloadedAdamW(torch.optim.Optimizer):
             optimizer = this()
             if optimizer is not None and param.grad is not slot.taken:
                 optimizer._arrived(slot, param.grad, first=True)
+            elif slot.taken.requires_grad:  # create_graph=True has hung its graph on the stand-in: take another
+                slot.taken.when_added(None)
+                slot.taken = TakenGradient(param, slot.name)
+                slot.taken.when_added(added)
+                param.grad = slot.taken
 
         def added(gradient: torch.Tensor) -> None:
             optimizer = this()
@@ -263,8 +278,14 @@ class OffloadedAdamW(torch.optim.Optimizer):
                 optimizer._arrived(slot, gradient, first=False)
 
         slot.taken.when_added(added)
+        frozen = not slot.param.requires_grad
+        if frozen:  # torch hangs hooks on what requires a gradient only; they stay
+            slot.param.requires_grad_(True)
         self._hook_handles.append(slot.param.register_post_accumulate_grad_hook(accumulated))
+        if frozen:
+            slot.param.requires_grad_(False)
 
+    @torch._disable_dynamo
     def _arrived(self, slot: _Slot, gradient: torch.Tensor | None, *, first: bool) -> None:
         assert gradient is not None
         check_gradient(slot.name, slot.param, gradient)
@@ -275,10 +296,15 @@ class OffloadedAdamW(torch.optim.Optimizer):
                     "unscaled without having been scaled; expected engine.backward(loss)"
                 )
             if first:  # what came before was discarded or replaced by hand
-                self.pipeline.drop_gradients([slot.index])
+                self._drop([slot])
             self._take(slot, gradient)
-            self.arrived += 1
-            self.averaged += self._scaling
+            slot.arrived += 1
+            slot.averaged += self._scaling
+
+    def _drop(self, slots: Sequence[_Slot]) -> None:
+        self.pipeline.drop_gradients([slot.index for slot in slots])
+        for slot in slots:
+            slot.arrived = slot.averaged = 0
 
     def _take(self, slot: _Slot, gradient: torch.Tensor) -> None:
         self.pipeline.add_gradient(slot.index, flat_like(gradient, slot.param))
@@ -288,10 +314,18 @@ class OffloadedAdamW(torch.optim.Optimizer):
     def _forget_arrivals(self) -> None:
         self.fresh = False
         """Whether a gradient was taken since the engine's last step."""
-        self.arrived = 0
-        """Gradients taken since the last update."""
-        self.averaged = 0
-        """Of these, how many came through ``scaled_backward``."""
+        for slot in self._slots.values():
+            slot.arrived = slot.averaged = 0
+
+    @property
+    def averaged(self) -> bool:
+        """Whether gradients of ``scaled_backward`` wait for the update."""
+        return any(slot.averaged for slot in self._slots.values())
+
+    @property
+    def mixed(self) -> bool:
+        """Whether others wait, too."""
+        return self.averaged and any(slot.averaged != slot.arrived for slot in self._slots.values())
 
     @contextmanager
     def scaled_backward(self) -> Iterator[float | None]:
@@ -302,6 +336,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         finally:
             self._scaling = False
 
+    @torch._disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As ``torch.optim.Optimizer.zero_grad``; gradients on the host are discarded too."""
         for slot in self._slots.values():
@@ -334,11 +369,16 @@ class OffloadedAdamW(torch.optim.Optimizer):
         pipeline, hypers = self.pipeline, self._hypers()
         self._take_on_unfrozen()
         self._check_unchanged()
-        present = [(slot, slot.param.grad) for slot in self._slots.values() if slot.param.grad is not slot.taken]
+        trained = {param for group in self.param_groups for param in group["params"]}
+        present = [
+            (slot, slot.param.grad if slot.param in trained else None)
+            for slot in self._slots.values()
+            if slot.param.grad is not slot.taken or slot.param not in trained
+        ]
         for slot, gradient in present:
             if gradient is not None:
                 check_gradient(slot.name, slot.param, gradient)
-        pipeline.drop_gradients([slot.index for slot, _ in present])  # p.grad says what counts: none, or another
+        self._drop([slot for slot, _ in present])  # p.grad says what counts: none, or another
         for slot, gradient in present:
             if gradient is not None:
                 if self.early_copy:
@@ -347,6 +387,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
                     pipeline.add_gradient(slot.index, flat_like(gradient, slot.param))
         return hypers
 
+    @torch._disable_dynamo
     def _update(self) -> StepReport:
         pipeline, hypers = self.pipeline, self.prepare()
         others = self._collectives.world_size > 1  # they may have had a gradient where this rank had none
@@ -357,7 +398,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
                 pipeline.adopt(slot.index, tensors[slot.index])
         divisor = float(self.config.gradient_accumulation_steps) if self.averaged else 1.0
         try:
-            report = pipeline.step(hypers, tensors, divisor=divisor)
+            report = pipeline.step(hypers, tensors, divisor=divisor, groups=self._groups())
         finally:
             pipeline.drop_gradients()
             for slot in self._slots.values():
@@ -369,6 +410,11 @@ class OffloadedAdamW(torch.optim.Optimizer):
         for slot in self._slots.values():
             slot.note()
         return report
+
+    def _groups(self) -> list[int]:
+        """The parameter group of each slot, as ``param_groups`` has it now."""
+        group_of = {param: g for g, group in enumerate(self.param_groups) for param in group["params"]}
+        return [group_of.get(slot.param, 0) for slot in self._slots.values()]
 
     def _hypers(self) -> list[AdamHyper]:
         hypers = []
@@ -539,3 +585,7 @@ def _let_go(handles: list[Any], slots: dict[torch.Tensor, _Slot]) -> None:
     handles.clear()
     for slot in slots.values():
         slot.release()
+        slot.taken.when_added(None)
+        if _OWNED.get(id(slot.param)) is slot:
+            del _OWNED[id(slot.param)]
+    slots.clear()

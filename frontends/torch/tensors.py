@@ -117,8 +117,8 @@ class TakenGradient(torch.Tensor):
         taken._added = None
         return taken
 
-    def when_added(self, callback: Callable[[torch.Tensor], None]) -> None:
-        """Pass on what is added to this gradient."""
+    def when_added(self, callback: Callable[[torch.Tensor], None] | None) -> None:
+        """Pass on what is added to this gradient; None: refuse it."""
         self._added = callback
 
     @classmethod
@@ -136,8 +136,8 @@ class TakenGradient(torch.Tensor):
         name = taken._name if taken is not None else "?"
         raise GradientError(
             f"parameter {name!r}: {func} on a gradient that has already left for the host; it would be lost. Clip with "
-            "wrap(..., gradient_clipping=...), discard with zero_grad(set_to_none=True), or use OffloadedAdamW without "
-            "early_copy, which reads p.grad at step()"
+            "wrap(..., gradient_clipping=...), discard with zero_grad(set_to_none=True), move or cast the model before "
+            "wrap(), or use OffloadedAdamW without early_copy, which reads p.grad at step()"
         )
 
     def __repr__(self) -> str:  # type: ignore[override]
