@@ -1,5 +1,8 @@
 """``torch.distributed`` process groups as the core's ``Collectives``."""
 
+import functools
+import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +11,10 @@ import torch
 import torch.distributed as dist
 
 from offload_core.errors import CollectiveError
+
+_PATIENCE = 1.0
+"""Seconds to wait for the group's thread to let go of a buffer."""
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.13
 
 
 class TorchRanks:
@@ -18,38 +25,49 @@ class TorchRanks:
     """
 
     def __init__(self, group: Any) -> None:
-        if "gloo" not in dist.get_backend(group):
-            group = dist.new_group(dist.get_process_group_ranks(group), backend="gloo")
-        self._group = group
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
+        self._first = dist.get_process_group_ranks(group)[0]
+        if "gloo" not in dist.get_backend(group):
+            group = dist.new_group(dist.get_process_group_ranks(group), backend="gloo")
+        # The default group is named by None: an object held past destroy_process_group() can abort the process's end.
+        self._group = None if group is dist.group.WORLD else group
         self.sent_bytes = 0
         """Bytes of gradients and parameters that this rank sent to others."""
 
     def exchange(self, send: np.ndarray, received: np.ndarray, what: str) -> None:
         self.sent_bytes += send.nbytes * (self.world_size - 1) // self.world_size
-        self._run(what, lambda: dist.all_to_all_single(_bytes(received), _bytes(send), group=self._group))
+        self._run(what, dist.all_to_all_single, _bytes(received), _bytes(send))
 
     def gather(self, send: np.ndarray, received: np.ndarray, what: str) -> None:
         self.sent_bytes += send.nbytes * (self.world_size - 1)
-        self._run(what, lambda: dist.all_gather_into_tensor(_bytes(received), _bytes(send), group=self._group))
+        self._run(what, _all_gather, _bytes(received), _bytes(send))
 
     def sum_integers(self, array: np.ndarray, what: str) -> None:
-        self._run(what, lambda: dist.all_reduce(torch.from_numpy(array), group=self._group))
+        self._run(what, dist.all_reduce, array.view())
 
     def broadcast(self, array: np.ndarray, what: str) -> None:
-        first = dist.get_global_rank(self._group, 0)
-        self._run(what, lambda: dist.broadcast(_bytes(array), first, group=self._group))
+        self._run(what, functools.partial(dist.broadcast, src=self._first), _bytes(array))
 
-    def _run(self, what: str, collective: Callable[[], Any]) -> None:
+    def _run(self, what: str, collective: Callable[..., Any], *views: np.ndarray) -> None:
+        readers = [weakref.ref(view) for view in views]
+        tensors = [torch.from_numpy(view) for view in views]
+        del views
         try:
-            collective()
+            collective(*tensors, group=self._group)
         except RuntimeError as error:
             raise CollectiveError(
                 f"rank {self.rank}: {what} failed ({error}); a rank was lost, or did not come in the group's time: "
                 "end this run and resume from the last checkpoint"
             ) from error
+        # The group's own thread lets go of the tensors after the wait. Were it the last to, it would need the
+        # interpreter to free NumPy's memory, and abort the process where that is ending by then.
+        del tensors
+        deadline = time.monotonic() + _PATIENCE
+        while any(reader() is not None for reader in readers) and time.monotonic() < deadline:
+            time.sleep(0)
 
 
-def _bytes(array: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(array.reshape(-1).view(np.uint8))
+def _bytes(array: np.ndarray) -> np.ndarray:
+    """A new view of the array's memory."""
+    return array.reshape(-1).view(np.uint8)
