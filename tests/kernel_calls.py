@@ -108,3 +108,12 @@ def sum_of_squares(*parts: np.ndarray, threads: int = 1, offset: int = 0) -> Sum
     spans = _kernels.spans_of([(copy.ctypes.data, 0, copy.size) for copy in copies])
     total.add(spans, BY_NUMPY[copies[0].dtype], threads=threads)
     return total
+
+
+def reduce(
+    parts: Sequence[np.ndarray], dst: np.ndarray, *, divisor: float, add: bool, threads: int = 1, offset: int = 0
+) -> np.ndarray:
+    """What ``dst`` becomes when the ranks' equal parts are summed in order and divided."""
+    src, dst = placed(np.concatenate(parts), offset), placed(dst, offset)
+    _kernels.reduce(src, len(parts), BY_NUMPY[src.dtype], dst, divisor=divisor, add=add, threads=threads)
+    return dst

@@ -118,6 +118,16 @@ def accumulate(src: np.ndarray, dst: np.ndarray) -> np.ndarray:
         return dst + src.astype(np.float32)
 
 
+def reduce(parts: list[np.ndarray], dst: np.ndarray, *, divisor: float, add: bool) -> np.ndarray:
+    """The parts summed in their order in float32, divided once, and added to ``dst`` or put in its place."""
+    with np.errstate(all="ignore"):
+        total = parts[0].astype(np.float32)
+        for part in parts[1:]:
+            total = total + part.astype(np.float32)
+        total = total / np.float32(divisor)
+        return dst + total if add else total
+
+
 def cast(src: np.ndarray, dst: ElementType) -> np.ndarray:
     """``src`` in another type, by NumPy and ml_dtypes."""
     with np.errstate(all="ignore"):
@@ -182,6 +192,14 @@ def check_kernels(instruction_set: str) -> None:
             for dtype in DTYPES:
                 src, dst = normal(n, dtype), normal(n)
                 assert_same_bits(f"accumulate of {n} {dtype}", call.accumulate(src, dst), accumulate(src, dst))
+                parts = [normal(n, dtype) for _ in range(3)]
+                if n:
+                    for kind in ({"divisor": 3.0, "add": True}, {"divisor": 1.0, "add": False}):
+                        assert_same_bits(
+                            f"reduction of {n} {dtype}, {kind}",
+                            call.reduce(parts, dst, **kind),
+                            reduce(parts, dst, **kind),
+                        )
                 for to in DTYPES:
                     # halfway between two halves as often as not, so that the direction of a tie shows
                     ties = (src.view(f"u{dtype.itemsize}") | (0x9000 if dtype is FLOAT32 else 0)).view(src.dtype)

@@ -192,6 +192,18 @@ def test_a_low_digit_takes_less_than_32_bits_a_chunk(instruction_set):
     assert (low_digits < 4 << 32).all()
 
 
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
+@our.law()
+@given(our.lengths.filter(bool), our.element_types, our.offsets, st.integers(1, 8), st.booleans(), st.data())
+def test_a_reduction_sums_in_rank_order_in_fp32_and_divides_once(instruction_set, n, dtype, offset, ranks, add, data):
+    parts = [data.draw(our.float_arrays(dtype, n)) for _ in range(ranks)]
+    dst = data.draw(our.float_arrays(FLOAT32, n))
+    kind = {"divisor": float(ranks), "add": add}
+    with call.using(instruction_set):
+        got = call.reduce(parts, dst, **kind, offset=offset, threads=1 + ranks % 3)
+    oracles.assert_same_bits("reduction", got, oracles.reduce(parts, dst, **kind))
+
+
 # --- accumulate and cast ----------------------------------------------------------------------------
 
 

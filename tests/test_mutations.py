@@ -89,7 +89,14 @@ MUTANTS = [
         ("norm misses its tail", "padded = (count + LANES - 1) / LANES * LANES", "padded = whole"),
         ("norm misses what its windows do", "if (w_int_any(left))", "if (0)"),
         ("norm misses its lower window", "oc_add_at(bins, lower,", "(void)(bins, lower,"),
-        ("tails of accumulation and cast skipped", "if (i < n) {", "if (0) {", 2),
+        ("tails of accumulation, reduction and cast skipped", "if (i < n) {", "if (0) {", 3),
+        (
+            "reduction misses ranks",
+            "for (int64_t r = 1; r < n_sources; r++)",
+            "for (int64_t r = 2; r < n_sources; r++)",
+            2,
+        ),
+        ("reduction does not divide", "divisor == 1 ?", "1 ?"),
     ),
     *mutants(
         "sum_squares.h",
