@@ -1,6 +1,6 @@
 /* Checks every instruction set's kernels against the scalar oracle, bit for bit, and the thread pool.
  *
- *     test_kernels [--bench] [adam] [cast] [accumulate] [norm] [entry] [stream] [fork] [pool]
+ *     test_kernels [--bench] [adam] [cast] [accumulate] [reduce] [norm] [entry] [stream] [fork] [pool]
  *
  * Without names, every section runs. One randomised body for each kernel is its check and, with --bench, its
  * benchmark (the habit of dav1d's checkasm), so what is timed is what was found to be right. Stops at the first
@@ -373,6 +373,27 @@ static void check_accumulate(void) {
     kernels->accumulate(src.data, now.src_dtype, got.data, now.n);
     check_same("dst", got.data, expected.data, OC_FLOAT32, now.n);
     BENCH(8 + oc_itemsize(now.src_dtype), kernels->accumulate(src.data, now.src_dtype, got.data, now.n));
+    release(&src, "src");
+    release(&expected, "dst of the oracle");
+    release(&got, "dst");
+}
+
+static void check_reduce(void) {
+    const oc_kernels *kernels = kernels_of(now.isa);
+    int64_t sources = benchmark ? 2 : 1 + random_below(4);
+    int add = benchmark ? 1 : (int)random_below(2);
+    float divisor = random_below(2) ? (float)sources : 1.0f;
+    buffer whole = new_buffer(now.src_dtype, sources * now.n, 0), expected = new_buffer(OC_FLOAT32, now.n, 0);
+    fill(whole.data, now.src_dtype, sources * now.n, benchmark ? ordinary_value : any_value);
+    fill(expected.data, OC_FLOAT32, now.n, benchmark ? ordinary_value : any_value);
+    buffer src = copy_of(whole.data, now.src_dtype, sources * now.n, now.offset[0]);
+    buffer got = copy_of(expected.data, OC_FLOAT32, now.n, now.offset[1]);
+    oc_scalar_kernels.reduce(whole.data, now.src_dtype, sources, now.n, divisor, add, expected.data, now.n);
+    kernels->reduce(src.data, now.src_dtype, sources, now.n, divisor, add, got.data, now.n);
+    check_same("dst", got.data, expected.data, OC_FLOAT32, now.n);
+    BENCH(8 + sources * oc_itemsize(now.src_dtype),
+          kernels->reduce(src.data, now.src_dtype, sources, now.n, divisor, add, got.data, now.n));
+    release(&whole, "all sources");
     release(&src, "src");
     release(&expected, "dst of the oracle");
     release(&got, "dst");
@@ -849,13 +870,14 @@ static void test_fork(void) {
 /* --- main ---------------------------------------------------------------------------------------- */
 
 static void test_accumulate(void) { spans("accumulate", check_accumulate, 1); }
+static void test_reduce(void) { spans("reduce", check_reduce, 1); }
 
 static const struct {
     const char *name;
     void (*run)(void);
-} sections[] = {{"adam", test_adam}, {"cast", test_cast},   {"accumulate", test_accumulate},
-                {"norm", test_norm}, {"entry", test_entry}, {"stream", test_stream},
-                {"fork", test_fork}, {"pool", test_pool}}; /* the pool's 255 last workers would slow all after it */
+} sections[] = {{"adam", test_adam},     {"cast", test_cast}, {"accumulate", test_accumulate},
+                {"reduce", test_reduce}, {"norm", test_norm}, {"entry", test_entry},
+                {"stream", test_stream}, {"fork", test_fork}, {"pool", test_pool}}; /* the pool's 255 last workers would slow all after it */
 
 int main(int argc, char **argv) {
     int first = 1, named = 0;
