@@ -107,6 +107,23 @@ def torch_fused(n: int) -> Callable[[], None]:
     return lambda: optimizer.step() and None
 
 
+def machine() -> str:
+    """The processor's own name, and how many this process may use."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        name = platform.machine()
+    return f"{name}, {available_cpus()} processors, {platform.system()} {platform.release()}"
+
+
+def commit() -> str:
+    """The checkout's commit, marked where files differ from it."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
+    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
+    return done.stdout.strip() or "unknown"
+
+
 def measure(contenders: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
     """Seconds of each contender in each round, after one round that is not counted.
 
@@ -166,7 +183,8 @@ def main() -> None:
     if args.json:
         record = {
             "bench": "cpu_adam",
-            "machine": platform.processor() or platform.machine(),
+            "machine": machine(),
+            "commit": commit(),
             "torch": torch.__version__,
             "instruction_set": widest,
             "numel": args.numel,
