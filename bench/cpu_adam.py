@@ -6,6 +6,7 @@ Every contender runs once a round, in turn, so that the machine's drift hits all
 import argparse
 import json
 import platform
+import random
 import statistics
 import subprocess
 import tempfile
@@ -127,13 +128,17 @@ def commit() -> str:
 def measure(contenders: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
     """Seconds of each contender in each round, after one round that is not counted.
 
-    The caches are filled with something else before each run: what the run before left there is no merit.
+    The caches are filled with something else before each run: what the run before left there is no merit. A pause lets
+    threads that spin after their work (OpenMP's) go to sleep, and each round has another order: who follows whom is
+    chance.
     """
+    order = random.Random(0)
     elsewhere = np.zeros(1 << 24, np.float64)
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for i in range(rounds + 1):
-        for name, run in contenders.items():
+        for name, run in order.sample(list(contenders.items()), len(contenders)):
             elsewhere += 1
+            time.sleep(0.05)
             start = time.perf_counter()
             run()
             if i:
