@@ -128,9 +128,8 @@ def commit() -> str:
 def measure(contenders: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
     """Seconds of each contender in each round, after one round that is not counted.
 
-    The caches are filled with something else before each run: what the run before left there is no merit. A pause lets
-    threads that spin after their work (OpenMP's) go to sleep, and each round has another order: who follows whom is
-    chance.
+    The caches are filled with something else before each run: what the run before left there is no merit. A pause and
+    another order each round keep whoever ran before from weighing on one contender only.
     """
     order = random.Random(0)
     elsewhere = np.zeros(1 << 24, np.float64)
