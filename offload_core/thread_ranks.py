@@ -11,9 +11,42 @@ from .errors import CollectiveError
 
 
 class _Group:
+    """What the ranks share: posted arrays, and a meeting point.
+
+    A meeting that all have reached holds for all of them, even where a rank is lost before the others wake
+    (``threading.Barrier`` breaks it), so what each rank is told does not depend on timing.
+    """
+
     def __init__(self, world_size: int, timeout: float) -> None:
         self.posted: list[tuple[str, np.ndarray] | None] = [None] * world_size
-        self.barrier = threading.Barrier(world_size, timeout=timeout)
+        self._timeout = timeout
+        self._condition = threading.Condition()
+        self._meetings = 0
+        self._present = 0
+        self._lost = False
+
+    def meet(self, what: str) -> None:
+        """Wait for all ranks, or raise :class:`CollectiveError`."""
+        with self._condition:
+            meeting = self._meetings
+            self._present += 1
+            if self._present == len(self.posted):
+                self._present = 0
+                self._meetings += 1
+                self._condition.notify_all()
+            self._condition.wait_for(lambda: self._meetings != meeting or self._lost, self._timeout)
+            if self._meetings == meeting:
+                self._lose()
+                raise CollectiveError(f"{what}: a rank was lost or did not come in time")
+
+    def lose(self) -> None:
+        """Tell those who wait, now or later, that a rank will not come."""
+        with self._condition:
+            self._lose()
+
+    def _lose(self) -> None:
+        self._lost = True
+        self._condition.notify_all()
 
 
 class ThreadRank:
@@ -29,16 +62,13 @@ class ThreadRank:
     def _share(self, what: str, array: np.ndarray, read: Callable[[Sequence[np.ndarray]], None]) -> None:
         """Show the others an array, read theirs, and wait until all have read."""
         group = self._group
-        try:
-            group.posted[self.rank] = (what, array)
-            group.barrier.wait()
-            posted = [entry for entry in group.posted if entry is not None]
-            if {name for name, _ in posted} != {what}:
-                raise CollectiveError(f"rank {self.rank} is at {what!r}, others at {sorted({n for n, _ in posted})}")
-            read([array for _, array in posted])
-            group.barrier.wait()
-        except threading.BrokenBarrierError:
-            raise CollectiveError(f"{what}: a rank was lost or did not come in time") from None
+        group.posted[self.rank] = (what, array)
+        group.meet(what)
+        posted = [entry for entry in group.posted if entry is not None]
+        if {name for name, _ in posted} != {what}:
+            raise CollectiveError(f"rank {self.rank} is at {what!r}, others at {sorted({n for n, _ in posted})}")
+        read([array for _, array in posted])
+        group.meet(what)
 
     def exchange(self, send: np.ndarray, received: np.ndarray, what: str) -> None:
         parts = received.reshape(self.world_size, -1)
@@ -79,7 +109,7 @@ def run_ranks(world_size: int, body: Callable[[ThreadRank], Any], *, timeout: fl
         try:
             return body(ThreadRank(group, rank))
         except BaseException:
-            group.barrier.abort()
+            group.lose()
             raise
 
     with ThreadPoolExecutor(world_size) as pool:
