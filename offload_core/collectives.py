@@ -1,4 +1,4 @@
-"""What the pipeline asks of a group of ranks, and the group of one."""
+"""What ranks say to each other through host memory, and the group of one."""
 
 from typing import Protocol
 
@@ -6,29 +6,40 @@ import numpy as np
 
 
 class Collectives(Protocol):
-    """Communication among the ranks that share one layout.
+    """Small host arrays between the processes that share one layout.
 
-    All ranks make the same calls in the same order. Arrays are C-contiguous host memory. ``what`` names the data in
-    the :class:`CollectiveError` that a lost or late rank causes.
+    All processes make the same calls in the same order. Arrays are C-contiguous. ``what`` names the data in the
+    :class:`CollectiveError` that a lost or late process causes.
     """
 
     rank: int
     world_size: int
 
+    def sum_integers(self, array: np.ndarray, what: str) -> None:
+        """Replace a small int64 array by its sum over the processes, exactly."""
+        ...
+
+    def broadcast(self, array: np.ndarray, what: str) -> None:
+        """Replace the array by process 0's."""
+        ...
+
+
+class HostCollectives(Collectives, Protocol):
+    """Buckets too, one rank a process."""
+
+    sent_bytes: int
+    """Bytes of gradients and parameters that this rank sent to others."""
+
     def exchange(self, send: np.ndarray, received: np.ndarray, what: str) -> None:
         """All-to-all: of ``world_size`` equal parts, the i-th of ``send`` goes to rank i, the i-th received is its."""
         ...
 
+    def reduce_scatter(self, send: np.ndarray, received: np.ndarray, what: str) -> None:
+        """The sum over ranks of this rank's part of ``send``, in the backend's own order and precision."""
+        ...
+
     def gather(self, send: np.ndarray, received: np.ndarray, what: str) -> None:
         """All-gather: ``send`` of rank i becomes the i-th of ``world_size`` equal parts of ``received``."""
-        ...
-
-    def sum_integers(self, array: np.ndarray, what: str) -> None:
-        """Replace a small int64 array by its sum over the ranks, exactly."""
-        ...
-
-    def broadcast(self, array: np.ndarray, what: str) -> None:
-        """Replace the array by rank 0's."""
         ...
 
 
@@ -37,8 +48,12 @@ class SingleRank:
 
     rank = 0
     world_size = 1
+    sent_bytes = 0
 
     def exchange(self, send: np.ndarray, received: np.ndarray, what: str) -> None:
+        np.copyto(received, send)
+
+    def reduce_scatter(self, send: np.ndarray, received: np.ndarray, what: str) -> None:
         np.copyto(received, send)
 
     def gather(self, send: np.ndarray, received: np.ndarray, what: str) -> None:

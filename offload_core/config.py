@@ -16,6 +16,8 @@ _CHOICES: dict[str, tuple] = {
     "adam_mode": ("adamw", "adam"),
     "op_order": ("torch", "optax"),
     "param_dtype": (None, *BY_NAME),
+    "communication_dtype": (None, *BY_NAME),
+    "reduction": ("ordered", "native"),
 }
 
 # What the design names and this version does not build yet.
@@ -69,6 +71,11 @@ class OffloadConfig:
     """Updates without overflow after which a dynamic loss scale doubles."""
     reduce_bucket_size: int = 32 * 2**20
     """Elements of a communication bucket; bounds staging memory."""
+    communication_dtype: str | None = None
+    """Element type in which gradients travel between ranks; None: their own. A narrower one rounds them."""
+    reduction: str = "ordered"
+    """``"ordered"`` sums in rank order in fp32, the same bits on any backend; ``"native"`` is the backend's own
+    reduce-scatter, in the element type that travels."""
     schedule: str = "serial"
     offload_optimizer: str | None = "cpu"
     offload_param: str | None = None

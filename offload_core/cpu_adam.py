@@ -1,4 +1,4 @@
-"""Optimizer states of the shards of one rank, and the scalars of their update."""
+"""Optimizer states of a process's shards, and the scalars of their update."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -54,14 +54,15 @@ class AdamHyper:
 
 
 class AdamStates:
-    """Master weights and moments, fp32, of one rank's shards.
+    """Master weights and moments, fp32, of the shards of ``n_ranks`` ranks.
 
-    The shards of one (group, element type) lie end to end in one array a state, in bucket order, so that on
-    one rank the states of a parameter are contiguous even where it straddles buckets.
+    The shards of one (group, element type) lie end to end in one array a state, in bucket order, so that what a
+    process has of a parameter is contiguous even where the parameter straddles buckets.
     """
 
-    def __init__(self, memory: HostMemory) -> None:
+    def __init__(self, memory: HostMemory, n_ranks: int) -> None:
         self._memory = memory
+        self._n_ranks = n_ranks
         self._arena: dict[int, dict[str, np.ndarray]] = {}
         self._offset: dict[int, int] = {}
 
@@ -71,15 +72,15 @@ class AdamStates:
         for bucket in buckets:
             by_key.setdefault(bucket.key, []).append(bucket)
         for alike in by_key.values():
-            numel = sum(bucket.shard_numel for bucket in alike)
+            numel = self._n_ranks * sum(bucket.shard_numel for bucket in alike)
             names = [name for name in STATE_NAMES if not (name == "master" and without_master(alike[0]))]
             arena = {name: self._memory.allocate(name, numel, np.dtype(np.float32)) for name in names}
             offset = 0
             for bucket in alike:
                 self._arena[bucket.index] = arena
                 self._offset[bucket.index] = offset
-                offset += bucket.shard_numel
+                offset += self._n_ranks * bucket.shard_numel
 
     def locate(self, bucket: int, offset: int) -> tuple[dict[str, np.ndarray], int]:
-        """The arrays that hold the bucket's shard, by state name, and where element ``offset`` of it lies in them."""
+        """The arrays that hold the bucket's shards, by state name, and where element ``offset`` of it lies in them."""
         return self._arena[bucket], self._offset[bucket] + offset

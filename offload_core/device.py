@@ -1,16 +1,20 @@
-"""What the pipeline asks of the device that holds parameters and gradients.
+"""What the pipeline asks of the device that holds parameters and gradients, and of the way between ranks.
 
-Tensors are the front end's: one-dimensional, contiguous, and opaque here.
+Tensors are the front end's: one-dimensional, contiguous, and opaque here. A process holds the shards of one rank
+(torch) or of several (JAX: one for each local device).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from . import _kernels
+from .collectives import Collectives
 from .dtypes import BY_NUMPY, ElementType
+from .host_memory import StagingRing
+from .partition import Bucket, ParamSpec
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,10 @@ class HostArray:
         """Elements ``[start, start + numel)``."""
         return HostArray(self.address + start * self.dtype.itemsize, numel, self.dtype, self.owner)
 
+    def view(self) -> np.ndarray:
+        """The memory as a NumPy array; it lives as long as ``owner`` does."""
+        return _kernels.view(self.address, self.numel, self.dtype)
+
     @classmethod
     def of(cls, array: np.ndarray) -> "HostArray":
         """A C-contiguous NumPy array."""
@@ -33,25 +41,43 @@ class HostArray:
 
 
 class Copy(NamedTuple):
-    """``host`` and elements ``[start, start + host.size)`` of ``tensor``, of one element type."""
+    """Elements ``[start, start + numel)`` of ``tensor``, at ``offset`` of a flat host array."""
 
     tensor: Any
     start: int
-    host: np.ndarray
+    numel: int
+    offset: int
 
 
 class Event(Protocol):
-    """The end of some copies."""
+    """The end of something that was started."""
 
     def wait(self) -> None:
-        """Block until they are done; raise what went wrong."""
+        """Block until it is done; raise what went wrong."""
 
 
-class Device(Protocol):
-    """Where device parameters and gradients live."""
+class Done:
+    """The event of what was done at once."""
+
+    def wait(self) -> None:
+        pass
+
+
+class Arrival(NamedTuple):
+    """What :meth:`Device.reduce` brings of a shard."""
+
+    parts: int
+    """Slices of one shard's length, end to end, whose sum in this order is wanted."""
+    dtype: ElementType
+    divisor: float
+    """What their sum is yet to be divided by."""
+
+
+class TensorMemory(Protocol):
+    """Memory that holds tensors, and copies between it and the host's."""
 
     addressable: bool
-    """Kernels can read gradients and write parameters where they are: no copies."""
+    """Tensors are host memory: kernels can read and write them where they are."""
     updates_in_place: bool
     """An fp32 parameter is its own master weight (addressable, and the tensors are mutable)."""
     wants_pinned: bool
@@ -65,20 +91,102 @@ class Device(Protocol):
         """The tensor's own memory. Only where ``addressable``."""
         ...
 
-    def to_host(self, copies: Sequence[Copy]) -> Event:
-        """Start copying from the tensors. Both sides must stay as they are until the event."""
+    def to_host(self, copies: Sequence[Copy], host: np.ndarray) -> Event:
+        """Start filling ``host``, cast to its element type; elements that no copy names become zero.
+
+        Both sides must stay as they are until the event.
+        """
         ...
 
-    def to_device(self, copies: Sequence[Copy]) -> Event:
-        """Start copying into the tensors. Both sides must stay as they are until the event."""
+    def to_device(self, host: np.ndarray, copies: Sequence[Copy]) -> Event:
+        """Start writing runs of ``host`` to the tensors. Both sides must stay as they are until the event."""
         ...
 
 
-class Done:
-    """The event of copies that were done at once."""
+class Device(Protocol):
+    """Where device parameters and gradients live, and the way of their buckets from and to this process's shards.
 
-    def wait(self) -> None:
-        pass
+    All processes make the same calls of :meth:`reduce` and :meth:`publish` in the same order; those that need another
+    rank raise :class:`CollectiveError` where it was lost.
+    """
+
+    addressable: bool
+    updates_in_place: bool
+    wants_pinned: bool
+    world_size: int
+    staging_slots: int
+    """Staging buffers in use at a time, the pipeline's own included."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks whose shards this process holds, ascending."""
+        ...
+
+    @property
+    def collectives(self) -> Collectives:
+        """The way of small host arrays between processes."""
+        ...
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of gradients and parameters that this process's ranks have sent to others."""
+        ...
+
+    def dtype(self, tensor: Any) -> ElementType: ...
+
+    def numel(self, tensor: Any) -> int: ...
+
+    def host_array(self, tensor: Any) -> HostArray:
+        """As :meth:`TensorMemory.host_array`."""
+        ...
+
+    def to_host(self, copies: Sequence[Copy], host: np.ndarray) -> Event:
+        """As :meth:`TensorMemory.to_host`: reads parameters."""
+        ...
+
+    def start_alike(self, specs: Sequence[ParamSpec], tensors: Sequence[Any]) -> None:
+        """Give every rank's parameters rank 0's values."""
+        ...
+
+    def arrival(self, wire: ElementType) -> Arrival:
+        """What :meth:`reduce` brings where gradients travel as ``wire``."""
+        ...
+
+    def slot_bytes(self, bucket: Bucket, wire: ElementType) -> int:
+        """Bytes of a staging buffer that every use of one for this bucket fits in."""
+        ...
+
+    def reduce(
+        self, bucket: Bucket, wire: ElementType, gradients: Mapping[int, Any], out: np.ndarray, staging: StagingRing
+    ) -> Event:
+        """Start bringing every rank's gradients of a bucket to its shards' owners.
+
+        Args:
+            wire: the element type that gradients are cast to and travel as.
+            gradients: this process's, by parameter; one that is absent counts as zeros.
+            out: the host memory to fill, for each of ``ranks`` its shard as :meth:`arrival` says. The mean over
+                ranks has one definition: summed in rank order in fp32, divided once.
+            staging: buffers of :meth:`slot_bytes` to borrow.
+
+        Returns:
+            The event after which ``out`` is filled; neither it nor the gradients may be touched before.
+        """
+        ...
+
+    def publish(
+        self, bucket: Bucket, shards: np.ndarray, tensors: Sequence[Any], present: set[int], staging: StagingRing
+    ) -> Event:
+        """Start bringing updated shards to every rank's parameters.
+
+        Args:
+            shards: the shards of ``ranks``, of the bucket's element type, end to end.
+            tensors: all parameters, as they were given to ``Pipeline.step``.
+            present: the parameters to write; others stay as they are.
+
+        Returns:
+            The event after which the parameters are written; ``shards`` may not be touched before.
+        """
+        ...
 
 
 class HostDevice:
@@ -97,12 +205,21 @@ class HostDevice:
     def host_array(self, tensor: np.ndarray) -> HostArray:
         return HostArray.of(tensor)
 
-    def to_host(self, copies: Sequence[Copy]) -> Event:
-        for tensor, start, host in copies:
-            np.copyto(host, tensor[start : start + host.size])
+    def to_host(self, copies: Sequence[Copy], host: np.ndarray) -> Event:
+        fill(host, [(c.offset, c.tensor[c.start : c.start + c.numel]) for c in copies])
         return Done()
 
-    def to_device(self, copies: Sequence[Copy]) -> Event:
-        for tensor, start, host in copies:
-            np.copyto(tensor[start : start + host.size], host)
+    def to_device(self, host: np.ndarray, copies: Sequence[Copy]) -> Event:
+        for tensor, start, numel, offset in copies:
+            np.copyto(tensor[start : start + numel], host[offset : offset + numel])
         return Done()
+
+
+def fill(host: np.ndarray, runs: Sequence[tuple[int, np.ndarray]]) -> None:
+    """Write ``(offset, values)`` runs to a flat array, cast to its element type, and zeros between them."""
+    end = 0
+    for offset, values in sorted(runs, key=lambda run: run[0]):
+        host[end:offset] = 0
+        end = offset + values.size
+        np.copyto(host[offset:end], values, casting="unsafe")
+    host[end:] = 0

@@ -8,12 +8,12 @@ not wait for the event sees wrong bits here, not on the first GPU.
 import random
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
-from .device import Copy, Event, HostArray
+from .device import Copy, Event, HostArray, fill
 from .dtypes import BY_NUMPY, ElementType
 
 
@@ -25,12 +25,11 @@ class FakeTensor:
 
 
 class _CopyEvent:
-    def __init__(self, futures: Sequence[Future]) -> None:
-        self._futures = futures
+    def __init__(self, future: Future) -> None:
+        self._future = future
 
     def wait(self) -> None:
-        for future in self._futures:
-            future.result()
+        self._future.result()
 
 
 class FakeDevice:
@@ -68,26 +67,32 @@ class FakeDevice:
     def host_array(self, tensor: FakeTensor) -> HostArray:
         raise TypeError("a FakeTensor is not in host memory")
 
-    def to_host(self, copies: Sequence[Copy]) -> Event:
-        return self._enqueue("to_host", [(c.host, c.tensor.memory[c.start : c.start + c.host.size]) for c in copies])
+    def to_host(self, copies: Sequence[Copy], host: np.ndarray) -> Event:
+        host.view(np.uint8)[:] = 0xFF  # a NaN in every element type
+        runs = [(c.offset, c.tensor.memory[c.start : c.start + c.numel]) for c in copies]
+        return self._enqueue("to_host", lambda: fill(host, runs))
 
-    def to_device(self, copies: Sequence[Copy]) -> Event:
-        return self._enqueue("to_device", [(c.tensor.memory[c.start : c.start + c.host.size], c.host) for c in copies])
+    def to_device(self, host: np.ndarray, copies: Sequence[Copy]) -> Event:
+        runs = [(c.tensor.memory[c.start : c.start + c.numel], host[c.offset : c.offset + c.numel]) for c in copies]
+        for destination, _ in runs:
+            destination.view(np.uint8)[:] = 0xFF
 
-    def _enqueue(self, way: str, copies: Sequence[tuple[np.ndarray, np.ndarray]]) -> Event:
-        futures = []
-        for destination, source in copies:
-            assert destination.dtype == source.dtype
-            with self._lock:
-                number, self._copies = self._copies, self._copies + 1
-                delay = self._random.uniform(0, self._max_delay)
-            destination.view(np.uint8)[:] = 0xFF  # a NaN in every element type
-            futures.append(self._lanes[way].submit(self._copy, number, delay, destination, source))
-        return _CopyEvent(futures)
+        def write() -> None:
+            for destination, source in runs:
+                assert destination.dtype == source.dtype
+                np.copyto(destination, source)
 
-    def _copy(self, number: int, delay: float, destination: np.ndarray, source: np.ndarray) -> None:
-        if delay:
+        return self._enqueue("to_device", write)
+
+    def _enqueue(self, way: str, copy: Callable[[], None]) -> Event:
+        with self._lock:
+            number, self._copies = self._copies, self._copies + 1
+            delay = self._random.uniform(0, self._max_delay)
+
+        def run() -> None:
             time.sleep(delay)
-        if number in self._fail_at:
-            raise OSError(f"fake device: copy {number} failed as asked")
-        np.copyto(destination, source)
+            if number in self._fail_at:
+                raise OSError(f"fake device: copy {number} failed as asked")
+            copy()
+
+        return _CopyEvent(self._lanes[way].submit(run))

@@ -58,14 +58,25 @@ class Bucket:
         """What all parameters of a bucket share."""
         return (self.group, self.dtype.name)
 
-    def shard(self, rank: int) -> tuple[Piece, ...]:
-        """The pieces that ``rank`` owns, their offsets counted from the start of its shard."""
-        begin, end = rank * self.shard_numel, (rank + 1) * self.shard_numel
-        owned = []
-        for piece in self.pieces:
-            low, high = max(piece.offset, begin), min(piece.offset + piece.numel, end)
-            if low < high:
-                owned.append(Piece(piece.param, piece.start + low - piece.offset, high - low, low - begin))
+    def shards(self, ranks: Sequence[int]) -> tuple[Piece, ...]:
+        """The pieces that ``ranks`` own, their offsets counted in these ranks' shards laid end to end.
+
+        What a parameter has in shards of neighbouring ranks is one piece.
+        """
+        owned: list[Piece] = []
+        for i, rank in enumerate(ranks):
+            begin, end = rank * self.shard_numel, (rank + 1) * self.shard_numel
+            for piece in self.pieces:
+                low, high = max(piece.offset, begin), min(piece.offset + piece.numel, end)
+                if low >= high:
+                    continue
+                found = Piece(
+                    piece.param, piece.start + low - piece.offset, high - low, i * self.shard_numel + low - begin
+                )
+                if owned and owned[-1].param == found.param and owned[-1].stop == found.start:
+                    before = owned.pop()
+                    found = Piece(found.param, before.start, before.numel + found.numel, before.offset)
+                owned.append(found)
         return tuple(owned)
 
 

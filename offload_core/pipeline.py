@@ -1,40 +1,37 @@
 """The composer: gradients in, updated parameters out.
 
-A gradient's way: :meth:`Pipeline.add_gradient` -> its bucket fills -> :meth:`_launch`: alone, device to host and
-:meth:`_keep` (hold or accumulate); among ranks, :meth:`_reduce` (exchange slices, sum them in rank order, keep the
-shard) -> :meth:`step` (norm, clip) -> :meth:`_update` (one C pass: unscale, clip, Adam, cast) -> among ranks,
-gathered -> published to the device.
+A gradient's way: :meth:`Pipeline.add_gradient` -> its bucket fills -> :meth:`Pipeline._launch` (the device reduces
+the bucket over the ranks to its owner's host memory) -> :meth:`Pipeline._settle` (held, or summed with earlier
+micro-steps') -> :meth:`Pipeline.step` (norm, clip) -> :meth:`Pipeline._update` (one C pass: unscale, clip, Adam,
+cast) -> the device publishes the shards to every rank's parameters.
 
 Buckets are launched in their order, one round a micro-step, on every rank alike, whatever the order in which
 gradients arrive.
 
-Where device memory is host memory, gradients are read and parameters written where they are; an fp32
-parameter is then its own master weight. Elsewhere gradients wait on the host in their own element type
-(fp32 once they accumulate), so the device can free them at once.
+One rank whose tensors are host memory moves nothing (:attr:`Pipeline._direct`): gradients are read and parameters
+written where they are.
 """
 
-import hashlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from . import _kernels
-from .collectives import Collectives
 from .config import OffloadConfig
 from .cpu_adam import STATE_NAMES, AdamHyper, AdamStates
-from .device import Copy, Device, HostArray
-from .dtypes import FLOAT32, ElementType
-from .errors import GradientError, ParameterError, StateError
+from .device import Arrival, Copy, Device, HostArray
+from .dtypes import BY_NAME, BY_NUMPY, FLOAT32, ElementType
+from .errors import GradientError, StateError
 from .grad_norm import SumOfSquares, clip_coefficient
 from .host_memory import HostMemory, StagingRing
+from .layout import agree
+from .local_bucket import LocalBucket
 from .loss_scale import LossScaler
 from .memory_plan import MemoryPlan, MemoryReport, PlanRow
 from .partition import Bucket, ParamSpec, Piece, build_buckets
-from .step_state import BucketEvent, BucketLife, BucketState
-
-_STAGING_SLOTS = 2
+from .step_state import BucketEvent, BucketState
 
 
 @dataclass(frozen=True)
@@ -51,72 +48,26 @@ class StepReport:
     """The loss scale that these gradients carried."""
 
 
-@dataclass
-class _Work:
-    """One bucket of this rank: its shard, and its gradients in the present step."""
-
-    bucket: Bucket
-    pieces: tuple[Piece, ...]
-    segments: np.ndarray
-    """What the kernel is told of each piece, less what changes from step to step."""
-    life: BucketLife
-    home: np.ndarray | None
-    """Where host gradients of the shard are kept: fp32 if ``accumulates``, else of the bucket's element type.
-    None where the device's own memory serves."""
-    accumulates: bool
-    waiting: dict[int, Any] = field(default_factory=dict)
-    """Device gradients that arrived since the last launch, by parameter."""
-    gradients: list[HostArray | None] = field(default_factory=list)
-    """The host gradient of each piece."""
-
-    def __post_init__(self) -> None:
-        self.members = {piece.param: piece for piece in self.bucket.pieces}
-        """The bucket's piece of each parameter: it has one."""
-        self.position = {piece.param: i for i, piece in enumerate(self.pieces)}
-        """The index of a parameter's piece of this rank's shard."""
-        self.clear()
-
-    @property
-    def is_full(self) -> bool:
-        """Whether every parameter of the bucket has a gradient waiting."""
-        return len(self.waiting) == len(self.members)
-
-    def held(self) -> dict[ElementType, list[tuple[int, HostArray]]]:
-        """The host gradients, with the index of their piece, by element type."""
-        by_dtype: dict[ElementType, list[tuple[int, HostArray]]] = {}
-        for i, gradient in enumerate(self.gradients):
-            if gradient is not None:
-                by_dtype.setdefault(gradient.dtype, []).append((i, gradient))
-        return by_dtype
-
-    def clear(self) -> None:
-        self.waiting.clear()
-        self.gradients = [None] * len(self.pieces)
-
-
 class Pipeline:
-    """Optimizer states and the schedule of one rank's updates.
+    """Optimizer states and the schedule of one process's updates.
 
     Parameters are numbered in the order in which they were added. The tensors that cross this interface are
     the device's: one-dimensional and contiguous.
     """
 
-    def __init__(
-        self, config: OffloadConfig, device: Device, collectives: Collectives, scaler: LossScaler | None
-    ) -> None:
+    def __init__(self, config: OffloadConfig, device: Device, scaler: LossScaler | None) -> None:
         self.config = config
         self.device = device
-        self.collectives = collectives
         self.scaler = scaler
         self.op_order = config.op_order or "torch"
         self.params: list[ParamSpec] = []
         self.steps: list[np.ndarray] = []
         """Updates that each parameter has had: zero-dimensional float32 arrays, so that a front end can share them."""
         self.memory = HostMemory(config.threads)
-        self._states = AdamStates(self.memory)
-        self._works: list[_Work] = []
-        self._works_of: list[list[_Work]] = []
-        self._ring: StagingRing | None = None
+        self._states = AdamStates(self.memory, len(device.ranks))
+        self._works: list[LocalBucket] = []
+        self._works_of: list[list[LocalBucket]] = []
+        self._staging: StagingRing | None = None
         self._ring_bytes = 0
         self._planned_host_bytes = 0
         self._micro_steps = 0
@@ -127,7 +78,10 @@ class Pipeline:
         self._present: set[int] = set()
         """Parameters that had a gradient on this rank since the last update."""
         self._threads = config.threads
-        self._accumulates = config.gradient_accumulation_steps > 1
+        self._direct = device.addressable and device.world_size == 1
+        """Nothing is moved: kernels read gradients and write parameters where they are."""
+        self._sums = config.gradient_accumulation_steps > 1 or device.world_size > 1
+        """Gradients are summed on the host, in fp32."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise StateError(
@@ -142,15 +96,16 @@ class Pipeline:
         buckets = self._build(specs)
         host: dict[str, int] = dict.fromkeys((*STATE_NAMES, "gradients on the host", "staging"), 0)
         for bucket in buckets:
+            numel = len(self.device.ranks) * bucket.shard_numel
             for name in STATE_NAMES:
                 if not (name == "master" and self._without_master(bucket)):
-                    host[name] += 4 * bucket.shard_numel
-            if self._needs_home():
-                host["gradients on the host"] += self._home_dtype(bucket.dtype).itemsize * bucket.shard_numel
-        if self._stages:
-            host["staging"] = _STAGING_SLOTS * max(self._slot_bytes(buckets) - self._ring_bytes, 0)
+                    host[name] += 4 * numel
+            if self._has_home:
+                host["gradients on the host"] += self._home_dtype(bucket).itemsize * numel
+        if not self._direct:
+            host["staging"] = self.device.staging_slots * max(self._slot_bytes(buckets) - self._ring_bytes, 0)
         remedies = {
-            "gradients on the host": "gradient_accumulation_steps=1" if self._accumulates else "param_dtype='bfloat16'",
+            "gradients on the host": "gradient_accumulation_steps=1" if self._sums else "param_dtype='bfloat16'",
             "staging": "reduce_bucket_size",
         }
         rows = [PlanRow(what, "host", n_bytes, remedies.get(what, "more ranks")) for what, n_bytes in host.items()]
@@ -164,14 +119,16 @@ class Pipeline:
         The tensors may be of another element type than the specs (the model's own, before it is cast).
         """
         planned = self.plan(specs).host_bytes
-        if self._ranks > 1:
-            self._agree(specs, tensors)
+        agree(self.device.collectives, self.config, specs, [self.device.dtype(tensor).name for tensor in tensors])
+        self.device.start_alike(specs, tensors)
         buckets = self._build(specs)
         self._states.add(buckets, without_master=self._without_master)
         slot_bytes = self._slot_bytes(buckets)
-        if self._stages and slot_bytes > self._ring_bytes:
-            self._ring = None  # free before allocating its successor
-            self._ring = StagingRing(self.memory, slots=_STAGING_SLOTS, n_bytes=slot_bytes, pinned=self._pinned)
+        if not self._direct and slot_bytes > self._ring_bytes:
+            self._staging = None  # free before allocating its successor
+            self._staging = StagingRing(
+                self.memory, slots=self.device.staging_slots, n_bytes=slot_bytes, pinned=self._pinned
+            )
             self._ring_bytes = slot_bytes
         first = len(self.params)
         self.params += specs
@@ -179,13 +136,9 @@ class Pipeline:
         self.steps += [np.zeros((), np.float32) for _ in specs]
         self._works_of += [[] for _ in specs]
         for bucket in buckets:
-            home = None
-            if self._needs_home():
-                home = self._allocate_home(bucket, self._home_dtype(bucket.dtype))
-            pieces = bucket.shard(self.collectives.rank)
-            work = _Work(
-                bucket, pieces, self._segments(bucket, pieces), BucketLife(bucket.index), home, self._accumulates
-            )
+            home = self._allocate_home(bucket, self._home_dtype(bucket)) if self._has_home else None
+            pieces = bucket.shards(self.device.ranks)
+            work = LocalBucket(bucket, pieces, self._segments(bucket, pieces), self._wire(bucket), home)
             self._works.append(work)
             for param in work.members:
                 self._works_of[param].append(work)
@@ -194,7 +147,7 @@ class Pipeline:
                     self._load_master(work, piece, tensors[piece.param - first])
 
     def states(self, param: int) -> list[tuple[int, dict[str, np.ndarray]]]:
-        """This rank's states of a parameter: ``(start, {name: fp32 view})`` a contiguous run, ascending.
+        """This process's states of a parameter: ``(start, {name: fp32 view})`` a contiguous run, ascending.
 
         The names are those of ``cpu_adam.STATE_NAMES``; an fp32 parameter updated in place has no ``"master"``.
         """
@@ -209,7 +162,7 @@ class Pipeline:
         return [(start, {name: a[at : at + numel] for name, a in arena.items()}) for start, numel, at, arena in runs]
 
     def local_states(self, param: int) -> dict[str, np.ndarray]:
-        """This rank's part of a parameter's states, one-dimensional: the runs of :meth:`states`, end to end."""
+        """This process's part of a parameter's states, one-dimensional: the runs of :meth:`states`, end to end."""
         pieces = self._pieces_of(param)
         if not pieces:
             return {}
@@ -233,7 +186,7 @@ class Pipeline:
             master = self._master(work, piece)
             if master is not None:
                 theirs = np.empty(piece.numel, work.bucket.dtype.numpy)
-                self.device.to_host([Copy(tensor, piece.start, theirs)]).wait()
+                self.device.to_host([Copy(tensor, piece.start, piece.numel, 0)], theirs).wait()
                 changed = master.astype(theirs.dtype).view(np.uint8).reshape(piece.numel, -1)
                 changed = (changed != theirs.view(np.uint8).reshape(piece.numel, -1)).any(axis=1)
                 master[changed] = theirs[changed].astype(np.float32)
@@ -241,12 +194,18 @@ class Pipeline:
     # --- gradients ---------------------------------------------------------------------------------
 
     def check_gradient(self, param: int, gradient: Any) -> None:
-        """Raise :class:`GradientError` unless the gradient has as many elements as its parameter."""
-        numel, expected = self.device.numel(gradient), self.params[param].numel
-        if numel != expected:
+        """Raise :class:`GradientError` unless the gradient fits its parameter."""
+        spec = self.params[param]
+        numel, dtype = self.device.numel(gradient), self.device.dtype(gradient)
+        if numel != spec.numel:
             raise GradientError(
-                f"parameter {self.params[param].name!r}: gradient has {numel} elements, expected {expected}; "
+                f"parameter {spec.name!r}: gradient has {numel} elements, expected {spec.numel}; "
                 "was the parameter resized after wrap()?"
+            )
+        if dtype is not spec.dtype and not self._direct and self.config.communication_dtype is None:
+            raise GradientError(
+                f"parameter {spec.name!r}: gradient is {dtype}, expected {spec.dtype} as the parameter is: it would be "
+                f"rounded on its way; set communication_dtype={dtype.name!r}"
             )
 
     def add_gradient(self, param: int, gradient: Any) -> None:
@@ -278,10 +237,12 @@ class Pipeline:
             self._present.discard(param)
             for work in self._works_of[param]:
                 work.waiting.pop(param, None)
-                if param in work.position:
-                    work.gradients[work.position[param]] = None
+                for i in work.positions.get(param, ()):
+                    if work.gradients[i] is not None and work.home is not None:
+                        work.at_home(i).view()[:] = 0  # others of the bucket stay, and later micro-steps are added
+                    work.gradients[i] = None
         for work in touched:
-            if not work.waiting and not any(work.gradients):
+            if not work.waiting and not work.holds_gradients:
                 work.life.on(BucketEvent.DROP)
 
     def end_micro_step(self) -> bool:
@@ -311,101 +272,70 @@ class Pipeline:
         self._next = 0
         self._round_ended = True
 
-    def _launch(self, work: _Work) -> None:
-        """Bring what arrived in this bucket to its owner's host memory and keep it there."""
-        if self._ranks > 1:
-            self._reduce(work)
-        elif work.life.state is BucketState.FILLING:
-            self._fetch(work)
-
-    def _reduce(self, work: _Work) -> None:
-        """Exchange the bucket's slices; sum those of this rank's shard in rank order, in fp32, and divide once."""
+    def _launch(self, work: LocalBucket) -> None:
+        """Bring what arrived in this bucket to its owners' host memory and keep it there."""
+        if work.life.state is not BucketState.FILLING and self.device.world_size == 1:
+            return
         work.life.on(BucketEvent.REDUCE)
-        bucket, home = work.bucket, work.home
-        assert self._ring is not None
-        assert home is not None
-        dtype, shard = bucket.dtype.numpy, slice(0, bucket.shard_numel)
-        with (
-            self._ring.slot(bucket.padded_numel, dtype) as send,
-            self._ring.slot(bucket.padded_numel, dtype) as received,
-        ):
-            send[:] = 0
-            pieces = [work.members[param] for param in work.waiting]
-            copies = [Copy(work.waiting[p.param], p.start, send[p.offset : p.offset + p.numel]) for p in pieces]
-            self.device.to_host(copies).wait()
-            self.collectives.exchange(send, received, f"bucket {bucket.index}: exchange of gradients")
-            work.life.on(BucketEvent.COPY)
-            _kernels.reduce(
-                received,
-                self._ranks,
-                bucket.dtype,
-                home[shard],
-                divisor=float(self._ranks),
-                add=any(work.gradients),
-                threads=self._threads,
-            )
-        work.gradients = [HostArray.of(home[p.offset : p.offset + p.numel]) for p in work.pieces]
-        work.waiting.clear()
-        work.life.on(BucketEvent.ARRIVED)
-
-    def _fetch(self, work: _Work) -> None:
-        """The only rank's gradients are the sum: bring them to the host."""
-        work.life.on(BucketEvent.REDUCE)
-        work.life.on(BucketEvent.COPY)
-        arrived = [(work.position[param], work.members[param]) for param in work.waiting]
-        if self.device.addressable:
+        if self._direct:
             tensors = {param: self.device.host_array(tensor) for param, tensor in work.waiting.items()}
-            self._keep(work, [(i, tensors[piece.param].run(piece.start, piece.numel)) for i, piece in arrived])
+            arrived = [(i, p) for i, p in enumerate(work.pieces) if p.param in tensors]
+            self._keep(work, [(i, tensors[p.param].run(p.start, p.numel)) for i, p in arrived])
         else:
-            assert work.home is not None
-            direct: list[tuple[int, Piece]] = []
-            staged: list[tuple[int, Piece]] = []
-            for i, piece in arrived:
-                (direct if self._arrives_at_home(work, i, piece) else staged).append((i, piece))
-            hosts = [work.home[piece.offset : piece.offset + piece.numel] for _, piece in direct]
-            copies = [Copy(work.waiting[p.param], p.start, host) for (_, p), host in zip(direct, hosts, strict=True)]
-            self.device.to_host(copies).wait()
-            for (i, _), host in zip(direct, hosts, strict=True):
-                work.gradients[i] = HostArray.of(host)
-            self._keep_through_staging(work, staged)
+            self._reduce(work)
         work.waiting.clear()
         work.life.on(BucketEvent.ARRIVED)
 
-    def _arrives_at_home(self, work: _Work, i: int, piece: Piece) -> bool:
+    def _reduce(self, work: LocalBucket) -> None:
+        """Have the device reduce the bucket, and sum what arrives with what is held."""
+        assert self._staging is not None
         assert work.home is not None
-        return work.gradients[i] is None and work.home.dtype == self.device.dtype(work.waiting[piece.param]).numpy
+        bucket, arrival = work.bucket, self.device.arrival(work.wire)
+        if arrival == _as_it_stays(BY_NUMPY[work.home.dtype]) and not work.holds_gradients:
+            self.device.reduce(bucket, work.wire, work.waiting, work.home, self._staging).wait()
+        else:
+            numel = arrival.parts * work.home.size
+            with self._staging.slot(numel, arrival.dtype.numpy) as received:
+                self.device.reduce(bucket, work.wire, work.waiting, received, self._staging).wait()
+                self._sum(work, arrival, received)
+        work.gradients = [work.at_home(i) for i in range(len(work.pieces))]
 
-    def _keep_through_staging(self, work: _Work, staged: Sequence[tuple[int, Piece]]) -> None:
-        assert self._ring is not None
-        for i, piece in staged:
-            dtype = self.device.dtype(work.waiting[piece.param])
-            with self._ring.slot(piece.numel, dtype.numpy) as host:
-                self.device.to_host([Copy(work.waiting[piece.param], piece.start, host)]).wait()
-                self._keep(work, [(i, HostArray.of(host))])
+    def _sum(self, work: LocalBucket, arrival: Arrival, received: np.ndarray) -> None:
+        """Each shard's parts, summed in their order in fp32 and divided once, to where gradients wait."""
+        add = work.holds_gradients
+        home = self._promote(work)
+        n_ranks = len(self.device.ranks)
+        for parts, shard in zip(received.reshape(n_ranks, -1), home.reshape(n_ranks, -1), strict=True):
+            _kernels.reduce(
+                parts, arrival.parts, arrival.dtype, shard, divisor=arrival.divisor, add=add, threads=self._threads
+            )
 
-    def _keep(self, work: _Work, arrived: Sequence[tuple[int, HostArray]]) -> None:
-        """Hold first gradients where they are, unless gradients accumulate; sum further ones in fp32."""
+    def _promote(self, work: LocalBucket) -> np.ndarray:
+        """The fp32 home of gradients that are summed; where a sum was not announced, what is held moves there."""
+        if work.home is None or work.home.dtype != FLOAT32.numpy:
+            home = self._allocate_home(work.bucket, FLOAT32)
+            if work.home is not None and work.holds_gradients:
+                _kernels.cast_array(work.home, BY_NUMPY[work.home.dtype], home, FLOAT32, self._threads)
+            work.home = home
+        return work.home
+
+    def _keep(self, work: LocalBucket, arrived: Sequence[tuple[int, HostArray]]) -> None:
+        """Hold first gradients where they are, unless gradients are to be summed; sum further ones in fp32."""
         copies: dict[ElementType, list[tuple[int, int, int]]] = {}
         sums: dict[ElementType, list[tuple[int, int, int]]] = {}
         kept: dict[int, HostArray] = {}  # held gradients stay alive until they have been read
         for i, gradient in arrived:
-            held, piece = work.gradients[i], work.pieces[i]
-            if held is None and self.device.addressable and not work.accumulates:
+            held = work.gradients[i]
+            if held is None and not self._sums and work.home is None:
                 kept[i] = gradient
                 continue
-            if not work.accumulates:  # a second gradient, though gradient_accumulation_steps is 1
-                if work.home is None or work.home.dtype != FLOAT32.numpy:
-                    work.home = self._allocate_home(work.bucket, FLOAT32)
-                work.accumulates = True
-            assert work.home is not None
-            target = HostArray.of(work.home[piece.offset : piece.offset + piece.numel])
-            if held is None:
-                copies.setdefault(gradient.dtype, []).append((gradient.address, target.address, piece.numel))
-            else:
-                if held.address != target.address:
-                    copies.setdefault(held.dtype, []).append((held.address, target.address, piece.numel))
-                sums.setdefault(gradient.dtype, []).append((gradient.address, target.address, piece.numel))
-            kept[i] = target
+            self._promote(work)
+            kept[i] = target = work.at_home(i)
+            if held is None or held.address != target.address:
+                first = gradient if held is None else held
+                copies.setdefault(first.dtype, []).append((first.address, target.address, first.numel))
+            if held is not None:
+                sums.setdefault(gradient.dtype, []).append((gradient.address, target.address, gradient.numel))
         for dtype, rows in copies.items():
             _kernels.cast(_kernels.spans_of(rows), dtype, FLOAT32, threads=self._threads)
         for dtype, rows in sums.items():
@@ -477,19 +407,14 @@ class Pipeline:
                 for dtype, held in work.held().items():
                     spans = _kernels.spans_of([(g.address, 0, g.numel) for _, g in held])
                     squares.add(spans, dtype, threads=self._threads)
-        if self._ranks == 1:
-            return {p for work in self._works for p, i in work.position.items() if work.gradients[i] is not None}
+        if self.device.world_size == 1:
+            return set(self._present)
         flags = np.zeros(len(self.params), np.int64)
         flags[list(self._present)] = 1
         both = np.concatenate([squares.bins, flags])
-        self.collectives.sum_integers(both, "gradient norm")
+        self.device.collectives.sum_integers(both, "gradient norm")
         squares.bins, flags = both[: squares.bins.size], both[squares.bins.size :]
-        present = set(np.flatnonzero(flags).tolist())
-        for work in self._works:
-            for param, i in work.position.items():
-                if param not in present:
-                    work.gradients[i] = None
-        return present
+        return set(np.flatnonzero(flags).tolist())
 
     def _abort(self) -> None:
         self._begin()
@@ -513,91 +438,56 @@ class Pipeline:
         skip = self.config.skip_nonfinite
         return bool(skip) or self.config.gradient_clipping is not None or self.scaler is not None
 
-    def _update(self, work: _Work, scalars: "_Scalars", tensors: Sequence[Any], present: set[int]) -> None:
-        """One C pass over a shard, and the bucket's parameters to where they are read."""
+    def _update(self, work: LocalBucket, scalars: "_Scalars", tensors: Sequence[Any], present: set[int]) -> None:
+        """One C pass over the process's shards, and the bucket's parameters to where they are read."""
         work.life.on(BucketEvent.UPDATE)
-        if self.device.addressable and (self._ranks == 1 or self._without_master(work.bucket)):
-            held = [p.param for p, g in zip(work.pieces, work.gradients, strict=True) if g is not None]
-            arrays = {param: self.device.host_array(tensors[param]) for param in held}
-            self._run_adam(work, scalars, lambda piece: arrays[piece.param].run(piece.start, piece.numel).address)
+        if self._direct:
+            self._run_adam(work, scalars, tensors, None, present)
             work.life.on(BucketEvent.PUBLISH)
-            if self._ranks > 1:
-                assert self._ring is not None
-                with self._ring.slot(work.bucket.shard_numel, work.bucket.dtype.numpy) as out:
-                    mine = [p for p in work.pieces if p.param in present]
-                    copies = [Copy(tensors[p.param], p.start, out[p.offset : p.offset + p.numel]) for p in mine]
-                    self.device.to_host(copies).wait()
-                    self._publish(work, out, tensors, present)
         else:
-            assert self._ring is not None
-            with self._ring.slot(work.bucket.shard_numel, work.bucket.dtype.numpy) as out:
-                base, itemsize = _kernels.address(out), out.itemsize
-                self._run_adam(work, scalars, lambda piece: base + piece.offset * itemsize)
+            assert self._staging is not None
+            numel = len(self.device.ranks) * work.bucket.shard_numel
+            with self._staging.slot(numel, work.bucket.dtype.numpy) as out:
+                self._run_adam(work, scalars, tensors, out, present)
                 work.life.on(BucketEvent.PUBLISH)
-                self._publish(work, out, tensors, present)
+                self.device.publish(work.bucket, out, tensors, present, self._staging).wait()
         work.clear()
         work.life.on(BucketEvent.PUBLISHED)
 
-    def _publish(self, work: _Work, out: np.ndarray, tensors: Sequence[Any], present: set[int]) -> None:
-        """Gather the ranks' updated shards and write the parameters that have a gradient to the device."""
-        bucket = work.bucket
-        if self._ranks == 1:
-            self._write(work.pieces, out, tensors, present)
-            return
-        assert self._ring is not None
-        with self._ring.slot(bucket.padded_numel, bucket.dtype.numpy) as received:
-            self.collectives.gather(out, received, f"bucket {bucket.index}: gathering of parameters")
-            self._write(bucket.pieces, received, tensors, present)
+    def _run_adam(
+        self,
+        work: LocalBucket,
+        scalars: "_Scalars",
+        tensors: Sequence[Any],
+        out: np.ndarray | None,
+        present: set[int],
+    ) -> None:
+        """Run the kernel on the pieces that have a gradient.
 
-    def _write(self, pieces: Sequence[Piece], host: np.ndarray, tensors: Sequence[Any], present: set[int]) -> None:
-        written = [p for p in pieces if p.param in present]
-        self.device.to_device(
-            [Copy(tensors[p.param], p.start, host[p.offset : p.offset + p.numel]) for p in written]
-        ).wait()
-
-    def _run_adam(self, work: _Work, scalars: "_Scalars", output: Callable[[Piece], int]) -> None:
-        """Run the kernel on the pieces that have a gradient; ``output`` gives the address a piece is written to."""
+        Parameters are written to ``out``, or where it is None to the tensors themselves; those that are their own
+        master weights are written as such in any case.
+        """
         in_place = self._without_master(work.bucket)
         for dtype, held in work.held().items():
-            indices = [i for i, _ in held]
+            indices = [i for i, _ in held if work.pieces[i].param in present]
             pieces = [work.pieces[i] for i in indices]
             segments = work.segments[indices]
-            segments["grad"] = [gradient.address for _, gradient in held]
-            segments["master" if in_place else "param"] = [output(piece) for piece in pieces]
+            segments["grad"] = [gradient.address for i, gradient in held if work.pieces[i].param in present]
             segments["scalars"] = [scalars.index(piece.param) for piece in pieces]
+            if in_place or out is None:
+                arrays = [self.device.host_array(tensors[p.param]).run(p.start, p.numel) for p in pieces]
+                segments["master" if in_place else "param"] = [array.address for array in arrays]
+            if out is not None:
+                segments["param"] = [_kernels.address(out) + piece.offset * out.itemsize for piece in pieces]
             _kernels.adam(
                 segments,
                 scalars.table(),
                 grad_dtype=dtype,
-                param_dtype=None if in_place else work.bucket.dtype,
+                param_dtype=None if in_place and out is None else work.bucket.dtype,
                 op_order=self.op_order,
                 adam_mode=self.config.adam_mode,
                 threads=self._threads,
             )
-
-    def _agree(self, specs: Sequence[ParamSpec], tensors: Sequence[Any]) -> None:
-        """Make sure that all ranks add the same parameters, and start from rank 0's values."""
-        lines = [
-            f"{spec.name} {spec.numel} {spec.dtype} {spec.group} {self.device.dtype(t)}"
-            for spec, t in zip(specs, tensors, strict=True)
-        ]
-        digests = [int.from_bytes(hashlib.sha256(line.encode()).digest()[:7]) for line in lines]
-        mine = np.array([len(digests), self.config.reduce_bucket_size, *digests], np.int64)
-        length = np.array([mine.size], np.int64)
-        self.collectives.broadcast(length, "layout")
-        theirs = np.zeros(int(length[0]), np.int64)
-        theirs[: min(mine.size, theirs.size)] = mine[: theirs.size]
-        self.collectives.broadcast(theirs, "layout")
-        same = mine.size == theirs.size and bool((mine == theirs).all())
-        differing = np.array([0 if same else 1], np.int64)
-        self.collectives.sum_integers(differing, "layout")
-        if differing[0]:
-            raise ParameterError(_difference(mine, theirs, lines))
-        for spec, tensor in zip(specs, tensors, strict=True):
-            host = np.empty(spec.numel, self.device.dtype(tensor).numpy)
-            self.device.to_host([Copy(tensor, 0, host)]).wait()
-            self.collectives.broadcast(host, f"parameter {spec.name!r}: initial value")
-            self.device.to_device([Copy(tensor, 0, host)]).wait()
 
     # --- small decisions, each made here only --------------------------------------------------------
 
@@ -608,7 +498,7 @@ class Pipeline:
     def _build(self, specs: Sequence[ParamSpec]) -> list[Bucket]:
         return build_buckets(
             specs,
-            world_size=self.collectives.world_size,
+            world_size=self.device.world_size,
             bucket_numel=self.config.reduce_bucket_size,
             first_param=len(self.params),
             first_bucket=len(self._works),
@@ -619,33 +509,30 @@ class Pipeline:
         return self.device.updates_in_place and bucket.dtype is FLOAT32
 
     @property
-    def _ranks(self) -> int:
-        return self.collectives.world_size
+    def _has_home(self) -> bool:
+        return self._sums or not self._direct
 
-    @property
-    def _stages(self) -> bool:
-        """Whether data passes through staging: to another device, or to other ranks."""
-        return not self.device.addressable or self._ranks > 1
+    def _wire(self, bucket: Bucket) -> ElementType:
+        """The element type in which gradients travel."""
+        asked = self.config.communication_dtype
+        return bucket.dtype if asked is None or self.device.world_size == 1 else BY_NAME[asked]
 
-    def _needs_home(self) -> bool:
-        return self._accumulates or self._stages
-
-    def _home_dtype(self, bucket_dtype: ElementType) -> ElementType:
-        return FLOAT32 if self._accumulates or self._ranks > 1 else bucket_dtype
+    def _home_dtype(self, bucket: Bucket) -> ElementType:
+        return FLOAT32 if self._sums else self._wire(bucket)
 
     def _allocate_home(self, bucket: Bucket, dtype: ElementType) -> np.ndarray:
-        pinned = self._pinned and dtype is bucket.dtype  # copies arrive here only in the bucket's own type
-        return self.memory.allocate("gradients on the host", bucket.shard_numel, dtype.numpy, pinned=pinned)
+        pinned = self._pinned and self.device.arrival(self._wire(bucket)) == _as_it_stays(dtype)
+        numel = len(self.device.ranks) * bucket.shard_numel
+        return self.memory.allocate("gradients on the host", numel, dtype.numpy, pinned=pinned)
 
     def _slot_bytes(self, buckets: Sequence[Bucket]) -> int:
-        return max((bucket.padded_numel * bucket.dtype.itemsize for bucket in buckets), default=0)
+        return max((self.device.slot_bytes(bucket, self._wire(bucket)) for bucket in buckets), default=0)
 
-    def _pieces_of(self, param: int) -> list[tuple[_Work, Piece]]:
-        works = [work for work in self._works_of[param] if param in work.position]
-        found = [(work, work.pieces[work.position[param]]) for work in works]
+    def _pieces_of(self, param: int) -> list[tuple[LocalBucket, Piece]]:
+        found = [(work, work.pieces[i]) for work in self._works_of[param] for i in work.positions.get(param, ())]
         return sorted(found, key=lambda pair: pair[1].start)
 
-    def _master(self, work: _Work, piece: Piece) -> np.ndarray | None:
+    def _master(self, work: LocalBucket, piece: Piece) -> np.ndarray | None:
         arena, at = self._states.locate(work.bucket.index, piece.offset)
         return arena["master"][at : at + piece.numel] if "master" in arena else None
 
@@ -658,7 +545,7 @@ class Pipeline:
         segments["numel"] = [piece.numel for piece in pieces]
         return segments
 
-    def _load_master(self, work: _Work, piece: Piece, tensor: Any) -> None:
+    def _load_master(self, work: LocalBucket, piece: Piece, tensor: Any) -> None:
         master = self._master(work, piece)
         assert master is not None
         dtype = self.device.dtype(tensor)
@@ -666,10 +553,15 @@ class Pipeline:
             source = self.device.host_array(tensor).run(piece.start, piece.numel)
         else:
             host = np.empty(piece.numel, dtype.numpy)
-            self.device.to_host([Copy(tensor, piece.start, host)]).wait()
+            self.device.to_host([Copy(tensor, piece.start, piece.numel, 0)], host).wait()
             source = HostArray.of(host)
         rows = _kernels.spans_of([(source.address, _kernels.address(master), piece.numel)])
         _kernels.cast(rows, dtype, FLOAT32, threads=self._threads)
+
+
+def _as_it_stays(home: ElementType) -> Arrival:
+    """What can arrive where gradients wait, nothing left to be done."""
+    return Arrival(1, home, 1.0)
 
 
 class _Scalars:
@@ -696,17 +588,3 @@ class _Scalars:
 
     def table(self) -> np.ndarray:
         return np.array(self._values, dtype=_kernels.SCALARS)
-
-
-def _difference(mine: np.ndarray, theirs: np.ndarray, lines: Sequence[str]) -> str:
-    """Where this rank's layout first differs from rank 0's."""
-    expected = "expected the same model and configuration on every rank"
-    if mine.size > 1 and theirs.size > 1 and mine[1] != theirs[1]:
-        return f"reduce_bucket_size is {mine[1]} here and {theirs[1]} on rank 0; {expected}"
-    for i, line in enumerate(lines):
-        if i + 2 >= theirs.size or mine[i + 2] != theirs[i + 2]:
-            name, numel, dtype, group, _ = line.rsplit(" ", 4)
-            return f"parameter {name!r} ({numel} elements, {dtype}, group {group}) differs from rank 0's; {expected}"
-    if mine.size != theirs.size:
-        return f"{mine[0]} parameters here and {theirs[0]} on rank 0; {expected}"
-    return f"another rank's parameters differ from rank 0's; {expected}"

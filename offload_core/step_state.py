@@ -2,7 +2,7 @@
 
 Rules:
 
-- A bucket fills with gradients, is reduced over the ranks, copied to the host and waits there. More
+- A bucket fills with gradients, is reduced over the ranks to the host and waits there. More
   micro-steps may follow, each the same way. At the boundary it is updated and its parameters are published.
 - A rank that has no gradient for a bucket takes part in its reduction all the same.
 - Dropping is allowed whenever no update has begun: the gradients go, nothing else changes.
@@ -14,8 +14,7 @@ state          what is alive
 =============  =========================================================================
 EMPTY          no gradient
 FILLING        device gradients of some parameters; host gradients of earlier micro-steps
-REDUCING       the bucket on its way to its owners
-COPYING        the shard on its way to the host
+REDUCING       the bucket on its way to its owners' host memory
 ON_HOST        host gradients only
 UPDATING       host gradients; states are being written
 PUBLISHING     updated parameters on their way to the device
@@ -31,7 +30,6 @@ class BucketState(Enum):
     EMPTY = "empty"
     FILLING = "filling"
     REDUCING = "reducing"
-    COPYING = "copying"
     ON_HOST = "on host"
     UPDATING = "updating"
     PUBLISHING = "publishing"
@@ -40,7 +38,6 @@ class BucketState(Enum):
 class BucketEvent(Enum):
     GRADIENT = "gradient"
     REDUCE = "reduce"
-    COPY = "copy"
     ARRIVED = "arrived"
     UPDATE = "update"
     PUBLISH = "publish"
@@ -57,8 +54,7 @@ TRANSITIONS: dict[tuple[BucketState, BucketEvent], BucketState] = {
     (S.FILLING, E.REDUCE): S.REDUCING,
     (S.EMPTY, E.REDUCE): S.REDUCING,
     (S.ON_HOST, E.REDUCE): S.REDUCING,
-    (S.REDUCING, E.COPY): S.COPYING,
-    (S.COPYING, E.ARRIVED): S.ON_HOST,
+    (S.REDUCING, E.ARRIVED): S.ON_HOST,
     (S.ON_HOST, E.GRADIENT): S.FILLING,
     (S.ON_HOST, E.UPDATE): S.UPDATING,
     (S.UPDATING, E.PUBLISH): S.PUBLISHING,
@@ -66,7 +62,6 @@ TRANSITIONS: dict[tuple[BucketState, BucketEvent], BucketState] = {
     (S.EMPTY, E.DROP): S.EMPTY,
     (S.FILLING, E.DROP): S.EMPTY,
     (S.REDUCING, E.DROP): S.EMPTY,
-    (S.COPYING, E.DROP): S.EMPTY,
     (S.ON_HOST, E.DROP): S.EMPTY,
     **{(state, E.ABORT): S.EMPTY for state in S},
 }

@@ -80,6 +80,14 @@ class ThreadRank:
         self.sent_bytes += send.nbytes * (self.world_size - 1) // self.world_size
         self._share(what, send, read)
 
+    def reduce_scatter(self, send: np.ndarray, received: np.ndarray, what: str) -> None:
+        def read(arrays: Sequence[np.ndarray]) -> None:
+            parts = [array.reshape(self.world_size, -1)[self.rank] for array in arrays]
+            np.copyto(received, sum(parts[1:], start=parts[0]))
+
+        self.sent_bytes += send.nbytes * (self.world_size - 1) // self.world_size
+        self._share(what, send, read)
+
     def gather(self, send: np.ndarray, received: np.ndarray, what: str) -> None:
         parts = received.reshape(self.world_size, -1)
 

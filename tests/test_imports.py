@@ -12,8 +12,10 @@ LAYERS = [
     {"errors", "dtypes", "cpus", "_offload"},
     {"_kernels", "config", "partition", "step_state"},
     {"host_memory", "grad_norm", "loss_scale"},
-    {"memory_plan", "collectives", "device", "cpu_adam"},
-    {"fake_device", "pipeline", "thread_ranks"},
+    {"memory_plan", "collectives", "cpu_adam"},
+    {"device", "layout", "thread_ranks"},
+    {"local_bucket", "host_ranks", "fake_device"},
+    {"pipeline"},
 ]
 """The core's modules, lowest first: a module imports from layers below its own only."""
 

@@ -41,7 +41,7 @@ def test_shards_cover_a_bucket_and_have_one_aligned_length(params, world_size, b
         assert bucket.padded_numel < bucket_numel + ALIGNMENT * world_size
         owned = []
         for rank in range(world_size):
-            for piece in bucket.shard(rank):
+            for piece in bucket.shards([rank]):
                 assert piece.offset >= 0
                 assert piece.offset + piece.numel <= bucket.shard_numel
                 owned += [(piece.param, i, rank * bucket.shard_numel + piece.offset + i - piece.start)

@@ -14,8 +14,6 @@ from kernel_calls import INSTRUCTION_SETS, AdamState, using
 from oracles import assert_same_bits
 from strategies import element_types, float_arrays, law
 
-import offload_core.pipeline as pipeline_module
-from offload_core.collectives import SingleRank
 from offload_core.config import OffloadConfig
 from offload_core.cpu_adam import AdamHyper
 from offload_core.device import HostDevice
@@ -23,6 +21,8 @@ from offload_core.dtypes import BFLOAT16, FLOAT16, FLOAT32, ElementType
 from offload_core.errors import GradientError, StateError
 from offload_core.fake_device import FakeDevice, FakeTensor
 from offload_core.grad_norm import clip_coefficient
+from offload_core.host_ranks import HostRanks
+from offload_core.local_bucket import LocalBucket
 from offload_core.loss_scale import LossScaler
 from offload_core.partition import ParamSpec
 from offload_core.pipeline import Pipeline
@@ -84,7 +84,7 @@ class Subject:
     def __init__(self, device, masters, dtypes, groups, config, scaler=None, collectives=None):
         self.device = device
         self.put = FakeTensor if isinstance(device, FakeDevice) else np.copy
-        self.pipeline = Pipeline(config, device, collectives or SingleRank(), scaler)
+        self.pipeline = Pipeline(config, HostRanks(device, collectives), scaler)
         self.specs = [
             ParamSpec(f"p{i}", m.size, dtype, group)
             for i, (m, dtype, group) in enumerate(zip(masters, dtypes, groups, strict=True))
@@ -299,11 +299,11 @@ def test_a_gradient_of_the_wrong_length_is_refused_and_loses_nothing():
 
 @pytest.mark.parametrize("delayed", [0.0, 1e-3])
 def test_a_failed_copy_from_the_device_changes_no_state_and_can_be_dropped(delayed):
-    device = FakeDevice(max_delay=delayed, fail_at=frozenset({3}))  # 2 copies load the masters
+    device = FakeDevice(max_delay=delayed, fail_at=frozenset({2}))  # 2 copies load the masters
     subject = make(device)
     before = bits(subject)
     subject.add_gradient(1, np.ones(100, BFLOAT16.numpy))
-    with pytest.raises(OSError, match="copy 3 failed"):
+    with pytest.raises(OSError, match="copy 2 failed"):
         subject.add_gradient(0, np.ones(40, BFLOAT16.numpy))
     assert bits(subject) == before
     subject.pipeline.drop_gradients()
@@ -314,11 +314,11 @@ def test_a_failed_copy_from_the_device_changes_no_state_and_can_be_dropped(delay
 
 
 def test_after_a_failed_copy_to_the_device_the_next_step_publishes_the_masters():
-    device = FakeDevice(fail_at=frozenset({4}))
+    device = FakeDevice(fail_at=frozenset({3}))
     subject = make(device)
     for i in range(2):
         subject.add_gradient(i, np.ones(subject.specs[i].numel, BFLOAT16.numpy))
-    with pytest.raises(OSError, match="copy 4 failed"):
+    with pytest.raises(OSError, match="copy 3 failed"):
         subject.pipeline.step([AdamHyper(1e-2)], subject.tensors)
     for i in range(2):
         subject.add_gradient(i, np.ones(subject.specs[i].numel, BFLOAT16.numpy))
@@ -335,7 +335,7 @@ def test_an_interrupt_at_any_moment_of_a_step_leaves_a_pipeline_that_goes_on(mon
     for name in ("held", "_update", "_run_adam"):
         for after in (0, 1):
             subject = make(gradient_clipping=1.0, reduce_bucket_size=64)
-            owner = type(subject.pipeline) if name.startswith("_") else pipeline_module._Work
+            owner = type(subject.pipeline) if name.startswith("_") else LocalBucket
             original, count = getattr(owner, name), [0]
 
             def interrupted(*args, original=original, count=count, after=after):
@@ -418,4 +418,4 @@ def test_the_plan_is_what_is_allocated():
 
 def test_staging_is_bounded_by_the_bucket_size():
     subject = make(FakeDevice(), reduce_bucket_size=32)
-    assert subject.pipeline.memory.report()["staging"] == 2 * 32 * 2
+    assert subject.pipeline.memory.report()["staging"] == 32 * 2

@@ -22,7 +22,7 @@ def test_an_illegal_event_raises_with_names_and_changes_nothing(state, event):
 
 def test_a_step_returns_to_where_it_began():
     life = BucketLife(0)
-    for event in ("GRADIENT", "REDUCE", "COPY", "ARRIVED", "UPDATE", "PUBLISH", "PUBLISHED"):
+    for event in ("GRADIENT", "REDUCE", "ARRIVED", "UPDATE", "PUBLISH", "PUBLISHED"):
         life.on(BucketEvent[event])
     assert life.state is BucketState.EMPTY
 

@@ -1,4 +1,4 @@
-"""JAX arrays as the core's ``Device``, and the host buffers that new parameters are made from.
+"""JAX arrays as the core's ``TensorMemory``, and the host buffers that new parameters are made from.
 
 JAX arrays cannot be written, so every update writes its parameters to host buffers and puts those on the
 device. On the CPU the new arrays are the buffers themselves (``jax.device_put`` aliases 64-byte-aligned
@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from offload_core.device import Copy, Done, Event, HostArray
+from offload_core.device import Copy, Done, Event, HostArray, fill
 from offload_core.dtypes import BY_NUMPY, ElementType
 from offload_core.errors import HostMemoryError
 from offload_core.host_memory import HostMemory, available_bytes, format_bytes
@@ -46,14 +46,13 @@ class JaxDevice:
             return HostArray(address, tensor.size, self.dtype(tensor), tensor)
         return HostArray.of(np.ascontiguousarray(tensor))
 
-    def to_host(self, copies: Sequence[Copy]) -> Event:
-        for tensor, start, host in copies:
-            np.copyto(host, np.asarray(tensor).reshape(-1)[start : start + host.size])
+    def to_host(self, copies: Sequence[Copy], host: np.ndarray) -> Event:
+        fill(host, [(c.offset, np.asarray(c.tensor).reshape(-1)[c.start : c.start + c.numel]) for c in copies])
         return Done()
 
-    def to_device(self, copies: Sequence[Copy]) -> Event:
-        for tensor, start, host in copies:
-            np.copyto(tensor[start : start + host.size], host)
+    def to_device(self, host: np.ndarray, copies: Sequence[Copy]) -> Event:
+        for tensor, start, numel, offset in copies:
+            np.copyto(tensor[start : start + numel], host[offset : offset + numel])
         return Done()
 
 

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from offload_core.collectives import SingleRank
 from offload_core.config import OffloadConfig, check_hyperparameters
 from offload_core.cpu_adam import STATE_NAMES, AdamHyper
 from offload_core.dtypes import BY_NUMPY
 from offload_core.errors import GradientError, OffloadError, ParameterError, StateError
 from offload_core.host_memory import HostMemory, available_bytes
+from offload_core.host_ranks import HostRanks
 from offload_core.loss_scale import scaler_for
 from offload_core.memory_plan import MemoryReport, PlanRow
 from offload_core.partition import ParamSpec
@@ -124,9 +124,8 @@ class OffloadedParams:
             ParamSpec(self._paths[i], array.size, target or BY_NUMPY[array.dtype], group=int(not decayed[i]))
             for i, array in zip(positions, arrays, strict=True)
         ]
-        self._pipeline = Pipeline(
-            self.config, JaxDevice(), SingleRank(), scaler_for(self.config, [s.dtype for s in specs])
-        )
+        scaler = scaler_for(self.config, [s.dtype for s in specs])
+        self._pipeline = Pipeline(self.config, HostRanks(JaxDevice()), scaler)
         self._on_cpu = on_cpu(arrays[0])
         # On the CPU the buffers are the device parameters themselves: the device's account, not the host's.
         self._buffer_memory = HostMemory(self.config.threads) if self._on_cpu else self._pipeline.memory

@@ -10,11 +10,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from offload_core.dtypes import BY_NUMPY
 from offload_core.errors import CollectiveError
+
+from .tensors import TORCH_DTYPES
 
 _PATIENCE = 1.0
 """Seconds to wait for the group's thread to let go of a buffer."""
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.13
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class TorchRanks:
@@ -38,6 +42,15 @@ class TorchRanks:
     def exchange(self, send: np.ndarray, received: np.ndarray, what: str) -> None:
         self.sent_bytes += send.nbytes * (self.world_size - 1) // self.world_size
         self._run(what, dist.all_to_all_single, _bytes(received), _bytes(send))
+
+    def reduce_scatter(self, send: np.ndarray, received: np.ndarray, what: str) -> None:
+        self.sent_bytes += send.nbytes * (self.world_size - 1) // self.world_size
+        dtype = TORCH_DTYPES[BY_NUMPY[send.dtype]]
+
+        def typed(received: torch.Tensor, send: torch.Tensor, group: Any) -> None:
+            _reduce_scatter(received.view(dtype), send.view(dtype), group=group)
+
+        self._run(what, typed, _bytes(received), _bytes(send))
 
     def gather(self, send: np.ndarray, received: np.ndarray, what: str) -> None:
         self.sent_bytes += send.nbytes * (self.world_size - 1)

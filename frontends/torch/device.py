@@ -1,6 +1,7 @@
-"""Where torch tensors live, as the core's ``Device``: host memory, or a CUDA device behind copies."""
+"""Where torch tensors live, as the core's ``TensorMemory``: host memory, or a CUDA device behind copies."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -34,38 +35,55 @@ class TorchDevice:
 
 
 class HostTorchDevice(TorchDevice):
-    """CPU tensors: gradients are read and parameters written where they are."""
+    """CPU tensors: kernels read and write them where they are."""
 
     addressable = True
     updates_in_place = True
     wants_pinned = False
 
-    def to_host(self, copies: Sequence[Copy]) -> Event:
-        for tensor, start, host in copies:
-            as_torch(host).copy_(tensor[start : start + host.size])
+    def to_host(self, copies: Sequence[Copy], host: np.ndarray) -> Event:
+        fill(as_torch(host), copies)
         return Done()
 
-    def to_device(self, copies: Sequence[Copy]) -> Event:
-        for tensor, start, host in copies:
-            tensor[start : start + host.size].copy_(as_torch(host))
+    def to_device(self, host: np.ndarray, copies: Sequence[Copy]) -> Event:
+        spread(as_torch(host), copies)
         return Done()
+
+
+def fill(flat: torch.Tensor, copies: Sequence[Copy]) -> None:
+    """Write the copies' tensors to a flat tensor of the same device, cast to its element type, and zeros between."""
+    end = 0
+    for tensor, start, numel, offset in sorted(copies, key=lambda copy: copy.offset):
+        flat[end:offset].zero_()
+        end = offset + numel
+        flat[offset:end].copy_(tensor[start : start + numel])
+    flat[end:].zero_()
+
+
+def spread(flat: torch.Tensor, copies: Sequence[Copy]) -> None:
+    """Write runs of a flat tensor to the copies' tensors."""
+    for tensor, start, numel, offset in copies:
+        tensor[start : start + numel].copy_(flat[offset : offset + numel])
 
 
 class _CudaEvent:
-    """Ends when the stream has run the copies; keeps both sides alive till then."""
+    """Ends when the stream has run what was asked of it; keeps both sides alive till then."""
 
-    def __init__(self, stream: torch.cuda.Stream, copies: Sequence[Copy]) -> None:
+    def __init__(self, stream: torch.cuda.Stream, used: Any) -> None:
         self._event = torch.cuda.Event()
         self._event.record(stream)
-        self._copies = copies
+        self._used = used
 
     def wait(self) -> None:
         self._event.synchronize()
-        self._copies = ()
+        self._used = None
 
 
 class CudaDevice(TorchDevice):
-    """A CUDA device: non-blocking copies from and to pinned memory, one stream each way."""
+    """A CUDA device. A bucket is packed there and crosses in one copy, non-blocking, from or to pinned memory.
+
+    There is one stream each way. Tensors must not be given to other streams before the event.
+    """
 
     addressable = False
     updates_in_place = False
@@ -76,20 +94,30 @@ class CudaDevice(TorchDevice):
         self._to_host = torch.cuda.Stream(device)
         self._to_device = torch.cuda.Stream(device)
 
-    def to_host(self, copies: Sequence[Copy]) -> Event:
-        return self._run(self._to_host, copies, lambda device, host: host.copy_(device, non_blocking=True))
+    def to_host(self, copies: Sequence[Copy], host: np.ndarray) -> Event:
+        target = as_torch(host)
+        with self._on(self._to_host):
+            packed = torch.empty(target.numel(), dtype=target.dtype, device=self._device)
+            fill(packed, copies)
+            target.copy_(packed, non_blocking=True)
+        return _CudaEvent(self._to_host, (packed, copies))
 
-    def to_device(self, copies: Sequence[Copy]) -> Event:
-        return self._run(self._to_device, copies, lambda device, host: device.copy_(host, non_blocking=True))
+    def to_device(self, host: np.ndarray, copies: Sequence[Copy]) -> Event:
+        source = as_torch(host)
+        with self._on(self._to_device):
+            packed = torch.empty(source.numel(), dtype=source.dtype, device=self._device)
+            packed.copy_(source, non_blocking=True)
+            spread(packed, copies)
+        return _CudaEvent(self._to_device, (packed, copies))
 
-    def _run(self, stream: torch.cuda.Stream, copies: Sequence[Copy], copy: Callable[..., Any]) -> Event:
+    @contextmanager
+    def _on(self, stream: torch.cuda.Stream) -> Iterator[None]:
+        """What has been asked of the device so far comes first."""
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
-            for tensor, start, host in copies:
-                copy(tensor[start : start + host.size], as_torch(host))
-        return _CudaEvent(stream, copies)
+            yield
 
 
-def device_for(device: torch.device) -> HostTorchDevice | CudaDevice:
+def memory_of(device: torch.device) -> HostTorchDevice | CudaDevice:
     """The adapter for parameters on ``device``."""
     return HostTorchDevice() if device.type == "cpu" else CudaDevice(device)

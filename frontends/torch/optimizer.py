@@ -16,12 +16,13 @@ from offload_core.config import OffloadConfig, check_hyperparameters
 from offload_core.cpu_adam import AdamHyper
 from offload_core.errors import ConfigError, GradientError, ParameterError, StateError
 from offload_core.host_memory import available_bytes
+from offload_core.host_ranks import HostRanks
 from offload_core.memory_plan import MemoryReport
 from offload_core.partition import ParamSpec
 from offload_core.pipeline import Pipeline, StepReport
 
 from .collectives import TorchRanks
-from .device import device_for
+from .device import memory_of
 from .tensors import (
     ELEMENT_TYPES,
     TORCH_DTYPES,
@@ -162,7 +163,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
         self._device = first.device
         op_order = self.config.op_order or "torch"
         config = replace(self.config, op_order=op_order)
-        pipeline = Pipeline(config, device_for(first.device), self._collectives, None)
+        native = config.reduction == "native"
+        pipeline = Pipeline(config, HostRanks(memory_of(first.device), self._collectives, native=native), None)
         self._take_on(pipeline, [entry for entry in named if entry[1].requires_grad])
         self._pipeline = pipeline
 
@@ -555,7 +557,7 @@ def _refuse_engine_fields(config: OffloadConfig) -> None:
 def _state_views(pipeline: Pipeline, slot: _Slot) -> dict[str, torch.Tensor]:
     views: dict[str, torch.Tensor] = {"step": torch.from_numpy(pipeline.steps[slot.index])}
     states = pipeline.local_states(slot.index)
-    alone = pipeline.collectives.world_size == 1
+    alone = pipeline.device.world_size == 1
     if not states:  # a parameter of no elements, or none of them this rank's
         return views | {name: torch.empty(slot.param.shape if alone else 0) for name in ("exp_avg", "exp_avg_sq")}
     runs = {name: torch.from_numpy(array) for name, array in states.items()}

@@ -1,0 +1,114 @@
+"""Ranks that meet in host memory: the ``Device`` made of any memory and any host collectives."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+
+from .collectives import HostCollectives, SingleRank
+from .device import Arrival, Copy, Event, TensorMemory
+from .dtypes import ElementType
+from .host_memory import StagingRing
+from .partition import Bucket, ParamSpec
+
+_BROADCAST_BYTES = 64 * 2**20
+"""The most that is copied at a time to start all ranks alike."""
+
+
+class HostRanks:
+    """One rank a process. A bucket is copied to the host whole and its slices are exchanged there.
+
+    Args:
+        memory: where the tensors are.
+        collectives: between the ranks.
+        native: let the collectives' own reduce-scatter sum, in the gradients' element type and its own order.
+    """
+
+    def __init__(
+        self, memory: TensorMemory, collectives: HostCollectives | None = None, *, native: bool = False
+    ) -> None:
+        self.memory = memory
+        self.collectives: HostCollectives = collectives or SingleRank()
+        self.ranks = (self.collectives.rank,)
+        self.world_size = self.collectives.world_size
+        self.addressable = memory.addressable
+        self.updates_in_place = memory.updates_in_place
+        self.wants_pinned = memory.wants_pinned
+        self.dtype = memory.dtype
+        self.numel = memory.numel
+        self.host_array = memory.host_array
+        self.to_host = memory.to_host
+        self.native = native
+        self.staging_slots = 1 if self.world_size == 1 else 2
+
+    @property
+    def sent_bytes(self) -> int:
+        """As :attr:`Device.sent_bytes`."""
+        return self.collectives.sent_bytes
+
+    def start_alike(self, specs: Sequence[ParamSpec], tensors: Sequence[Any]) -> None:
+        if self.world_size == 1:
+            return
+        for spec, tensor in zip(specs, tensors, strict=True):
+            dtype = self.dtype(tensor)
+            chunk = _BROADCAST_BYTES // dtype.itemsize
+            for start in range(0, spec.numel, chunk):
+                copy = Copy(tensor, start, min(chunk, spec.numel - start), 0)
+                host = np.empty(copy.numel, dtype.numpy)
+                self.to_host([copy], host).wait()
+                self.collectives.broadcast(host, f"parameter {spec.name!r}: initial value")
+                self.memory.to_device(host, [copy]).wait()
+
+    def arrival(self, wire: ElementType) -> Arrival:
+        return Arrival(1 if self.native else self.world_size, wire, float(self.world_size))
+
+    def slot_bytes(self, bucket: Bucket, wire: ElementType) -> int:
+        return bucket.padded_numel * max(wire.itemsize, bucket.dtype.itemsize)
+
+    def reduce(
+        self, bucket: Bucket, wire: ElementType, gradients: Mapping[int, Any], out: np.ndarray, staging: StagingRing
+    ) -> Event:
+        copies = [Copy(gradients[p.param], p.start, p.numel, p.offset) for p in bucket.pieces if p.param in gradients]
+        if self.world_size == 1:
+            return self.to_host(copies, out)
+        with ExitStack() as slot:
+            send = slot.enter_context(staging.slot(bucket.padded_numel, wire.numpy))
+            copied = self.to_host(copies, send)
+            borrowed = slot.pop_all()  # till the exchange is done
+        meet = self.collectives.reduce_scatter if self.native else self.collectives.exchange
+
+        def finish() -> None:
+            with borrowed:
+                copied.wait()
+                meet(send, out, f"bucket {bucket.index}: exchange of gradients")
+
+        return Waiting(finish)
+
+    def publish(
+        self, bucket: Bucket, shards: np.ndarray, tensors: Sequence[Any], present: set[int], staging: StagingRing
+    ) -> Event:
+        copies = [Copy(tensors[p.param], p.start, p.numel, p.offset) for p in bucket.pieces if p.param in present]
+        if self.world_size == 1:
+            return self.memory.to_device(shards, copies)
+        with ExitStack() as slot:
+            received = slot.enter_context(staging.slot(bucket.padded_numel, bucket.dtype.numpy))
+            self.collectives.gather(shards, received, f"bucket {bucket.index}: gathering of parameters")
+            copied = self.memory.to_device(received, copies)
+            borrowed = slot.pop_all()  # till the copies are done
+
+        def finish() -> None:
+            with borrowed:
+                copied.wait()
+
+        return Waiting(finish)
+
+
+class Waiting:
+    """The event of what is done by the one who waits for it."""
+
+    def __init__(self, finish: Callable[[], None]) -> None:
+        self._finish = finish
+
+    def wait(self) -> None:
+        self._finish()

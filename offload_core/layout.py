@@ -1,0 +1,66 @@
+"""Whether all ranks were given the same model and configuration."""
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from .collectives import Collectives
+from .config import OffloadConfig
+from .errors import ParameterError
+from .partition import ParamSpec
+
+_EXPECTED = "expected the same model and configuration on every rank"
+_SHARED_FIELDS = (
+    "reduce_bucket_size",
+    "communication_dtype",
+    "reduction",
+    "op_order",
+    "adam_mode",
+    "gradient_clipping",
+    "gradient_accumulation_steps",
+    "skip_nonfinite",
+)
+
+
+def agree(collectives: Collectives, config: OffloadConfig, specs: Sequence[ParamSpec], given: Sequence[str]) -> None:
+    """Compare fingerprints of what all processes are about to add.
+
+    Args:
+        given: the element type in which each parameter's start value is given.
+
+    Raises:
+        ParameterError: on every process, naming where its own layout first differs from process 0's.
+    """
+    if collectives.world_size == 1:
+        return
+    lines = [f"{name}={getattr(config, name)!r}" for name in _SHARED_FIELDS]
+    lines += [f"{s.name} {s.numel} {s.dtype} {s.group} {d}" for s, d in zip(specs, given, strict=True)]
+    mine = np.array([_fingerprint(line) for line in lines], np.int64)
+    length = np.array([mine.size], np.int64)
+    collectives.broadcast(length, "layout")
+    theirs = np.zeros(int(length[0]), np.int64)
+    theirs[: mine.size] = mine[: theirs.size]
+    collectives.broadcast(theirs, "layout")
+    differing = np.array([0 if np.array_equal(mine, theirs) else 1], np.int64)
+    collectives.sum_integers(differing, "layout")
+    if differing[0]:
+        raise ParameterError(_difference(mine, theirs, config, specs))
+
+
+def _fingerprint(line: str) -> int:
+    return int.from_bytes(hashlib.sha256(line.encode()).digest()[:7])
+
+
+def _difference(mine: np.ndarray, theirs: np.ndarray, config: OffloadConfig, specs: Sequence[ParamSpec]) -> str:
+    n = len(_SHARED_FIELDS)
+    for i, name in enumerate(_SHARED_FIELDS):
+        if mine[i] != theirs[i]:
+            return f"{name} is {getattr(config, name)!r} here and differs from rank 0's; {_EXPECTED}"
+    for i, spec in enumerate(specs):
+        if n + i >= theirs.size or mine[n + i] != theirs[n + i]:
+            what = f"parameter {spec.name!r} ({spec.numel} elements, {spec.dtype}, group {spec.group})"
+            return f"{what} differs from rank 0's; {_EXPECTED}"
+    if mine.size != theirs.size:
+        return f"{len(specs)} parameters here and {theirs.size - n} on rank 0; {_EXPECTED}"
+    return f"another rank's parameters differ from rank 0's; {_EXPECTED}"
