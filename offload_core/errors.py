@@ -28,6 +28,14 @@ class HostMemoryError(OffloadError, MemoryError):
 class CollectiveError(OffloadError, RuntimeError):
     """A collective operation failed: a rank was lost, timed out, or differs from the others."""
 
+    @classmethod
+    def of(cls, rank: int, what: str, error: Exception) -> "CollectiveError":
+        """What a backend's error means to the one who trains."""
+        return cls(
+            f"rank {rank}: {what} failed ({error}); a rank was lost, or did not come in the group's time: "
+            "end this run and resume from the last checkpoint"
+        )
+
 
 class KernelError(OffloadError, RuntimeError):
     """The C library refused a call."""

@@ -13,7 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import frontends.torch.optimizer as optimizer_module
 from frontends.torch import wrap
+from frontends.torch.collectives import TorchRanks
+from frontends.torch.device import memory_of
+from frontends.torch.device_ranks import DeviceRanks, device_for
 from offload_core import CollectiveError
 
 
@@ -62,6 +66,42 @@ def stages(rank, world_size):
             report = engine.step()
             norms.append(report.grad_norm)
         result[stage] = [bits(engine.module), norms]
+    return result
+
+
+def on_devices(rank, world_size):
+    """Buckets exchanged between devices (here the CPU's own tensors) or through host memory: the same bits."""
+    result = {}
+    for name, device in (("host", device_for), ("device", lambda device, group, config: DeviceRanks(
+        memory_of(device), TorchRanks(group), group, native=config.reduction == "native"))):  # fmt: skip
+        optimizer_module.device_for = device
+        for reduction in ("ordered", "native"):
+            engine = wrap(make(), lr=1e-2, param_dtype="bfloat16", gradient_clipping=0.05, reduction=reduction,
+                          gradient_accumulation_steps=2, reduce_bucket_size=1000)  # fmt: skip
+            norms = []
+            for seed in range(6):
+                engine.backward(loss_of(engine, seed, rank))
+                norms.append(engine.step().grad_norm)
+            assert (
+                type(engine.optimizer.pipeline.device).__name__ == {"host": "HostRanks", "device": "DeviceRanks"}[name]
+            )
+            result[f"{name} {reduction}"] = [bits(engine.module), norms, engine.optimizer.pipeline.device.sent_bytes]
+    return result
+
+
+def narrow(rank, world_size):
+    """Gradients that travel in another element type: sent bytes, and equal to rounding them by hand."""
+    result = {}
+    for name, options in {"rounded": {}, "travelling": {"communication_dtype": "bfloat16"}}.items():
+        engine = wrap(make(), lr=1e-2, **options)
+        for seed in range(3):
+            if name == "rounded":
+                for p in engine.parameters():
+                    if seed == 0:
+                        p.register_hook(lambda g: g.bfloat16().float())
+            engine.backward(loss_of(engine, seed, rank))
+            engine.step()
+        result[name] = [bits(engine.module), engine.optimizer.pipeline.device.sent_bytes]
     return result
 
 

@@ -39,6 +39,22 @@ def test_four_ranks_agree_and_so_do_the_stages(tmp_path):
     assert len({json.dumps(stage) for result in results for stage in result.values()}) == 1
 
 
+def test_buckets_that_stay_on_the_device_give_the_same_bits(tmp_path):
+    results = run("on_devices", 3, tmp_path)
+    assert all(result == results[0] for result in results)
+    assert results[0]["device ordered"] == results[0]["host ordered"]
+    assert results[0]["device native"] == results[0]["host native"]
+    assert results[0]["host native"][0] != results[0]["host ordered"][0]  # summed in bfloat16
+
+
+def test_a_narrow_communication_dtype_rounds_what_travels(tmp_path):
+    for result in run("narrow", 2, tmp_path):
+        assert result["travelling"][0] == result["rounded"][0]
+        numel, steps = 7_312, 3
+        assert result["travelling"][1] == pytest.approx(steps * numel * (2 + 4) / 2, rel=0.01)
+        assert result["rounded"][1] == pytest.approx(steps * numel * (4 + 4) / 2, rel=0.01)
+
+
 def test_each_rank_resumes_its_part(tmp_path):
     results = run("state_dicts", 2, tmp_path)
     assert len({value for result in results for value in result.values()}) == 1

@@ -17,8 +17,8 @@ from .tensors import TORCH_DTYPES
 
 _PATIENCE = 1.0
 """Seconds to wait for the group's thread to let go of a buffer."""
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.13
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.13
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class TorchRanks:
@@ -34,8 +34,7 @@ class TorchRanks:
         self._first = dist.get_process_group_ranks(group)[0]
         if "gloo" not in dist.get_backend(group):
             group = dist.new_group(dist.get_process_group_ranks(group), backend="gloo")
-        # The default group is named by None: an object held past destroy_process_group() can abort the process's end.
-        self._group = None if group is dist.group.WORLD else group
+        self._group = held(group)
         self.sent_bytes = 0
         """Bytes of gradients and parameters that this rank sent to others."""
 
@@ -48,13 +47,13 @@ class TorchRanks:
         dtype = TORCH_DTYPES[BY_NUMPY[send.dtype]]
 
         def typed(received: torch.Tensor, send: torch.Tensor, group: Any) -> None:
-            _reduce_scatter(received.view(dtype), send.view(dtype), group=group)
+            reduce_scatter(received.view(dtype), send.view(dtype), group=group)
 
         self._run(what, typed, _bytes(received), _bytes(send))
 
     def gather(self, send: np.ndarray, received: np.ndarray, what: str) -> None:
         self.sent_bytes += send.nbytes * (self.world_size - 1)
-        self._run(what, _all_gather, _bytes(received), _bytes(send))
+        self._run(what, all_gather, _bytes(received), _bytes(send))
 
     def sum_integers(self, array: np.ndarray, what: str) -> None:
         self._run(what, dist.all_reduce, array.view())
@@ -69,16 +68,19 @@ class TorchRanks:
         try:
             collective(*tensors, group=self._group)
         except RuntimeError as error:
-            raise CollectiveError(
-                f"rank {self.rank}: {what} failed ({error}); a rank was lost, or did not come in the group's time: "
-                "end this run and resume from the last checkpoint"
-            ) from error
+            raise CollectiveError.of(self.rank, what, error) from error
         # The group's own thread lets go of the tensors after the wait. Were it the last to, it would need the
         # interpreter to free NumPy's memory, and abort the process where that is ending by then.
         del tensors
         deadline = time.monotonic() + _PATIENCE
         while any(reader() is not None for reader in readers) and time.monotonic() < deadline:
             time.sleep(0)
+
+
+def held(group: Any) -> Any:
+    """A process group to keep: the default one is named by None, for an object that is held past
+    ``destroy_process_group()`` can abort the process's end."""
+    return None if group is dist.group.WORLD else group
 
 
 def _bytes(array: np.ndarray) -> np.ndarray:

@@ -1,8 +1,8 @@
 """Where torch tensors live, as the core's ``TensorMemory``: host memory, or a CUDA device behind copies."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -19,8 +19,20 @@ def as_torch(host: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(host.view(np.uint8)).view(dtype)
 
 
+class Lane(Protocol):
+    """Where copies of one direction run, in the order in which they are asked for."""
+
+    def event(self, used: Any) -> Event:
+        """The end of what has been asked for so far; ``used`` is kept alive till it was waited for."""
+
+
 class TorchDevice:
-    """What both devices say of a tensor."""
+    """What both devices have in common."""
+
+    device: torch.device
+    addressable: bool
+    updates_in_place: bool
+    wants_pinned: bool
 
     def dtype(self, tensor: torch.Tensor) -> ElementType:
         return ELEMENT_TYPES[tensor.dtype]
@@ -33,13 +45,38 @@ class TorchDevice:
         assert tensor.is_contiguous()
         return HostArray(tensor.data_ptr(), tensor.numel(), self.dtype(tensor), tensor)
 
+    def to_host_lane(self) -> AbstractContextManager[Lane]:
+        """Work asked for inside comes after all that was asked of the device before."""
+        raise NotImplementedError
+
+    def to_device_lane(self) -> AbstractContextManager[Lane]:
+        """Likewise."""
+        raise NotImplementedError
+
+    def to_host(self, copies: Sequence[Copy], host: np.ndarray) -> Event:
+        raise NotImplementedError
+
+    def to_device(self, host: np.ndarray, copies: Sequence[Copy]) -> Event:
+        raise NotImplementedError
+
+
+class _AtOnce:
+    def event(self, used: Any) -> Event:
+        return Done()
+
 
 class HostTorchDevice(TorchDevice):
     """CPU tensors: kernels read and write them where they are."""
 
+    device = torch.device("cpu")
     addressable = True
     updates_in_place = True
     wants_pinned = False
+
+    def to_host_lane(self) -> AbstractContextManager[Lane]:
+        return nullcontext(_AtOnce())
+
+    to_device_lane = to_host_lane
 
     def to_host(self, copies: Sequence[Copy], host: np.ndarray) -> Event:
         fill(as_torch(host), copies)
@@ -67,8 +104,6 @@ def spread(flat: torch.Tensor, copies: Sequence[Copy]) -> None:
 
 
 class _CudaEvent:
-    """Ends when the stream has run what was asked of it; keeps both sides alive till then."""
-
     def __init__(self, stream: torch.cuda.Stream, used: Any) -> None:
         self._event = torch.cuda.Event()
         self._event.record(stream)
@@ -79,10 +114,18 @@ class _CudaEvent:
         self._used = None
 
 
+class _StreamLane:
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+
+    def event(self, used: Any) -> Event:
+        return _CudaEvent(self._stream, used)
+
+
 class CudaDevice(TorchDevice):
     """A CUDA device. A bucket is packed there and crosses in one copy, non-blocking, from or to pinned memory.
 
-    There is one stream each way. Tensors must not be given to other streams before the event.
+    There is one stream each way.
     """
 
     addressable = False
@@ -90,34 +133,39 @@ class CudaDevice(TorchDevice):
     wants_pinned = True
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         self._to_host = torch.cuda.Stream(device)
         self._to_device = torch.cuda.Stream(device)
 
+    def to_host_lane(self) -> AbstractContextManager[Lane]:
+        return self._lane(self._to_host)
+
+    def to_device_lane(self) -> AbstractContextManager[Lane]:
+        return self._lane(self._to_device)
+
+    @contextmanager
+    def _lane(self, stream: torch.cuda.Stream) -> Iterator[Lane]:
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            yield _StreamLane(stream)
+
     def to_host(self, copies: Sequence[Copy], host: np.ndarray) -> Event:
         target = as_torch(host)
-        with self._on(self._to_host):
-            packed = torch.empty(target.numel(), dtype=target.dtype, device=self._device)
+        with self.to_host_lane() as lane:
+            packed = torch.empty(target.numel(), dtype=target.dtype, device=self.device)
             fill(packed, copies)
             target.copy_(packed, non_blocking=True)
-        return _CudaEvent(self._to_host, (packed, copies))
+            return lane.event((packed, copies))
 
     def to_device(self, host: np.ndarray, copies: Sequence[Copy]) -> Event:
         source = as_torch(host)
-        with self._on(self._to_device):
-            packed = torch.empty(source.numel(), dtype=source.dtype, device=self._device)
+        with self.to_device_lane() as lane:
+            packed = torch.empty(source.numel(), dtype=source.dtype, device=self.device)
             packed.copy_(source, non_blocking=True)
             spread(packed, copies)
-        return _CudaEvent(self._to_device, (packed, copies))
-
-    @contextmanager
-    def _on(self, stream: torch.cuda.Stream) -> Iterator[None]:
-        """What has been asked of the device so far comes first."""
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
-            yield
+            return lane.event((packed, copies))
 
 
-def memory_of(device: torch.device) -> HostTorchDevice | CudaDevice:
+def memory_of(device: torch.device) -> TorchDevice:
     """The adapter for parameters on ``device``."""
     return HostTorchDevice() if device.type == "cpu" else CudaDevice(device)

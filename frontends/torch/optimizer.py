@@ -11,18 +11,15 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 
-from offload_core.collectives import SingleRank
 from offload_core.config import OffloadConfig, check_hyperparameters
 from offload_core.cpu_adam import AdamHyper
 from offload_core.errors import ConfigError, GradientError, ParameterError, StateError
 from offload_core.host_memory import available_bytes
-from offload_core.host_ranks import HostRanks
 from offload_core.memory_plan import MemoryReport
 from offload_core.partition import ParamSpec
 from offload_core.pipeline import Pipeline, StepReport
 
-from .collectives import TorchRanks
-from .device import memory_of
+from .device_ranks import device_for
 from .tensors import (
     ELEMENT_TYPES,
     TORCH_DTYPES,
@@ -125,7 +122,6 @@ class OffloadedAdamW(torch.optim.Optimizer):
         if not managed:
             _refuse_engine_fields(self.config)
         self.early_copy = early_copy
-        self._collectives = SingleRank() if process_group is None else TorchRanks(process_group)
         self.report: StepReport | None = None
         """What the last ``step`` did."""
         if isinstance(params, torch.Tensor):
@@ -140,9 +136,9 @@ class OffloadedAdamW(torch.optim.Optimizer):
             "weight_decay": self.config.weight_decay,
         }
         super().__init__(params, defaults)
-        self._build()
+        self._build(process_group)
 
-    def _build(self) -> None:
+    def _build(self, process_group: Any) -> None:
         """Make the pipeline and take on the trainable parameters of all groups."""
         slots: dict[torch.Tensor, _Slot] = {}
         self._slots = slots
@@ -163,8 +159,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         self._device = first.device
         op_order = self.config.op_order or "torch"
         config = replace(self.config, op_order=op_order)
-        native = config.reduction == "native"
-        pipeline = Pipeline(config, HostRanks(memory_of(first.device), self._collectives, native=native), None)
+        pipeline = Pipeline(config, device_for(first.device, process_group, config), None)
         self._take_on(pipeline, [entry for entry in named if entry[1].requires_grad])
         self._pipeline = pipeline
 
@@ -392,7 +387,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
     @torch._disable_dynamo
     def _update(self) -> StepReport:
         pipeline, hypers = self.pipeline, self.prepare()
-        others = self._collectives.world_size > 1  # they may have had a gradient where this rank had none
+        others = self.pipeline.device.world_size > 1  # they may have had a gradient where this rank had none
         updated = [slot for slot in self._slots.values() if others or slot.param.grad is not None]
         tensors = [flat(slot.param) for slot in self._slots.values()]
         for slot in self._slots.values():
@@ -483,11 +478,11 @@ class OffloadedAdamW(torch.optim.Optimizer):
             self.pipeline.scaler.load_state_dict(state_dict["loss_scale"])
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._collectives.world_size > 1:
+        if self.pipeline.device.world_size > 1:
             raise StateError(
                 "copying or pickling an optimizer of several ranks; expected its state_dict() to be copied"
             )
-        own = {"config": self.config, "early_copy": self.early_copy, "_collectives": self._collectives}
+        own = {"config": self.config, "early_copy": self.early_copy}
         return {**super().__getstate__(), **own, "scaler": self.pipeline.scaler}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -496,7 +491,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         if self._pipeline is None:
             super().__setstate__({**state, "state": defaultdict(dict)})
             self.report = None
-            self._build()
+            self._build(None)
             self.pipeline.scaler = self.__dict__.pop("scaler")
         else:
             for param, entry in entries.items():

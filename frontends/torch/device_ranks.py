@@ -1,0 +1,107 @@
+"""Ranks that exchange buckets between their devices (nccl), as the core's ``Device``."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from offload_core.config import OffloadConfig
+from offload_core.device import Arrival, Copy, Device, Event
+from offload_core.dtypes import FLOAT32, ElementType
+from offload_core.errors import CollectiveError
+from offload_core.host_memory import StagingRing
+from offload_core.host_ranks import HostRanks
+from offload_core.partition import Bucket
+
+from .collectives import TorchRanks, all_gather, held, reduce_scatter
+from .device import TorchDevice, as_torch, fill, memory_of, spread
+from .tensors import TORCH_DTYPES
+
+
+class DeviceRanks(HostRanks):
+    """One rank a process; only its own shards cross to the host and back.
+
+    The bucket's slices are exchanged and, in rank order and fp32, summed on the device.
+
+    Args:
+        group: a process group whose backend moves the device's memory.
+    """
+
+    def __init__(self, memory: TorchDevice, collectives: TorchRanks, group: Any, *, native: bool = False) -> None:
+        super().__init__(memory, collectives, native=native)
+        self._memory = memory
+        self._group = held(group)
+        self._sent_bytes = 0
+        self.staging_slots = 1
+
+    @property
+    def sent_bytes(self) -> int:
+        """As :attr:`Device.sent_bytes`."""
+        return self._sent_bytes
+
+    def arrival(self, wire: ElementType) -> Arrival:
+        return Arrival(1, wire, float(self.world_size)) if self.native else Arrival(1, FLOAT32, 1.0)
+
+    def slot_bytes(self, bucket: Bucket, wire: ElementType) -> int:
+        return bucket.shard_numel * max(bucket.dtype.itemsize, self.arrival(wire).dtype.itemsize)
+
+    def reduce(
+        self, bucket: Bucket, wire: ElementType, gradients: Mapping[int, Any], out: np.ndarray, staging: StagingRing
+    ) -> Event:
+        copies = [Copy(gradients[p.param], p.start, p.numel, p.offset) for p in bucket.pieces if p.param in gradients]
+        what = f"bucket {bucket.index}: exchange of gradients"
+        with self._memory.to_host_lane() as lane:
+            send = self._empty(bucket.padded_numel, wire)
+            fill(send, copies)
+            if self.native:
+                shard = self._empty(bucket.shard_numel, wire)
+                self._run(what, reduce_scatter, shard, send)
+            else:
+                received = torch.empty_like(send)
+                self._run(what, dist.all_to_all_single, received, send)
+                shard = self._mean(received.view(self.world_size, -1))
+            as_torch(out).copy_(shard, non_blocking=True)
+            self._sent_bytes += send.nbytes * (self.world_size - 1) // self.world_size
+            return lane.event((send, shard, copies))
+
+    def _mean(self, parts: torch.Tensor) -> torch.Tensor:
+        total = parts[0].float()
+        for part in parts[1:]:
+            total += part
+        # By a tensor: on CUDA, torch turns division by a number into multiplication by its reciprocal.
+        return total.div_(torch.full((1,), float(self.world_size), device=total.device))
+
+    def publish(
+        self, bucket: Bucket, shards: np.ndarray, tensors: Sequence[Any], present: set[int], staging: StagingRing
+    ) -> Event:
+        copies = [Copy(tensors[p.param], p.start, p.numel, p.offset) for p in bucket.pieces if p.param in present]
+        with self._memory.to_device_lane() as lane:
+            mine = self._empty(bucket.shard_numel, bucket.dtype)
+            mine.copy_(as_torch(shards), non_blocking=True)
+            gathered = self._empty(bucket.padded_numel, bucket.dtype)
+            self._run(f"bucket {bucket.index}: gathering of parameters", all_gather, gathered, mine)
+            spread(gathered, copies)
+            self._sent_bytes += mine.nbytes * (self.world_size - 1)
+            return lane.event((mine, gathered, copies))
+
+    def _empty(self, numel: int, dtype: ElementType) -> torch.Tensor:
+        return torch.empty(numel, dtype=TORCH_DTYPES[dtype], device=self._memory.device)
+
+    def _run(self, what: str, collective: Callable[..., Any], *tensors: torch.Tensor) -> None:
+        try:
+            collective(*tensors, group=self._group)
+        except RuntimeError as error:
+            raise CollectiveError.of(self.ranks[0], what, error) from error
+
+
+def device_for(device: torch.device, group: Any, config: OffloadConfig) -> Device:
+    """The core's ``Device`` for parameters on ``device`` and the ranks of a process group (None: one rank)."""
+    memory, native = memory_of(device), config.reduction == "native"
+    if group is None:
+        return HostRanks(memory)
+    collectives = TorchRanks(group)
+    if device.type == "cuda" and "nccl" in dist.get_backend(group):
+        return DeviceRanks(memory, collectives, group, native=native)
+    return HostRanks(memory, collectives, native=native)
