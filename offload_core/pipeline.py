@@ -245,12 +245,16 @@ class Pipeline:
             if not work.waiting and not work.holds_gradients:
                 work.life.on(BucketEvent.DROP)
 
-    def end_micro_step(self) -> bool:
+    def end_micro_step(self, *, reduce: bool = True) -> bool:
         """End a micro-step; whether it is the boundary, at which an update is due.
 
         Where gradients accumulate, none of the device's is referred to any more.
+
+        Args:
+            reduce: False where no gradient was added, on any rank alike: the ranks need not meet.
         """
-        self._end_round()
+        if reduce:
+            self._end_round()
         self._micro_steps = (self._micro_steps + 1) % self.config.gradient_accumulation_steps
         return self._micro_steps == 0
 
@@ -258,6 +262,11 @@ class Pipeline:
     def micro_steps(self) -> int:
         """Micro-steps since the last boundary."""
         return self._micro_steps
+
+    @property
+    def at_boundary(self) -> bool:
+        """Whether an update is due at the end of this micro-step."""
+        return self._micro_steps + 1 == self.config.gradient_accumulation_steps
 
     def _begin(self) -> None:
         """Nothing has arrived."""

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 
@@ -103,6 +104,55 @@ def narrow(rank, world_size):
             engine.step()
         result[name] = [bits(engine.module), engine.optimizer.pipeline.device.sent_bytes]
     return result
+
+
+def no_sync(rank, world_size):
+    """Reduction deferred to the boundary, against DistributedDataParallel's."""
+    steps = 4
+    engine = wrap(make(), lr=1e-2, stage=1, gradient_accumulation_steps=steps, reduce_bucket_size=3000)
+    pipeline = engine.optimizer.pipeline
+    ddp = nn.parallel.DistributedDataParallel(make())
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-2, fused=True)
+    sent = []
+    for seed in range(3 * steps):
+        last = seed % steps == steps - 1
+        with nullcontext() if last else engine.no_sync():
+            engine.backward(loss_of(engine, seed, rank))
+        engine.step()
+        sent.append(pipeline.device.sent_bytes)
+        with nullcontext() if last else ddp.no_sync():
+            (loss_of(ddp, seed, rank) / steps).backward()  # a power of two: exact wherever it is done
+        if last:
+            optimizer.step()
+            optimizer.zero_grad()
+    return {"ours": bits(engine.module), "theirs": bits(ddp.module), "sent": sent}
+
+
+def no_sync_in_between(rank, world_size):
+    """Gradients deferred on top of others that have left, and deferred ones that are discarded."""
+    engine = wrap(make(), lr=1e-2, stage=1, gradient_accumulation_steps=4)
+    engine.backward(loss_of(engine, 9, rank))
+    with engine.no_sync():
+        engine.backward(loss_of(engine, 9, rank))
+    engine.optimizer.zero_grad()
+    for seed in range(4):
+        with engine.no_sync() if seed == 1 else nullcontext():
+            engine.backward(loss_of(engine, seed, rank))
+        engine.step()
+
+    def gradients(seed, rank):
+        model = make()
+        loss_of(model, seed, rank).backward()
+        return [p.grad for p in model.parameters()]
+
+    by_hand = make()
+    g = {(seed, r): gradients(seed, r) for seed in range(4) for r in range(2)}
+    for i, p in enumerate(by_hand.parameters()):
+        first = (g[0, 0][i] + g[0, 1][i]) / 2
+        second = ((g[1, 0][i] + g[2, 0][i]) + (g[1, 1][i] + g[2, 1][i])) / 2
+        p.grad = ((first + second) + (g[3, 0][i] + g[3, 1][i]) / 2) / 4
+    torch.optim.AdamW(by_hand.parameters(), lr=1e-2, fused=True).step()
+    return {"ours": bits(engine.module), "by hand": bits(by_hand)}
 
 
 def state_dicts(rank, world_size):

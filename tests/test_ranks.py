@@ -18,8 +18,10 @@ from offload_core.device import HostDevice
 from offload_core.dtypes import BFLOAT16, FLOAT16, FLOAT32
 from offload_core.errors import CollectiveError, ParameterError
 from offload_core.fake_device import FakeDevice
+from offload_core.host_ranks import HostRanks
 from offload_core.loss_scale import LossScaler
-from offload_core.partition import round_up
+from offload_core.partition import ParamSpec, round_up
+from offload_core.pipeline import Pipeline
 from offload_core.thread_ranks import run_ranks
 
 
@@ -153,6 +155,49 @@ def test_memory_and_bytes_sent_are_what_theory_says(dtype, world_size):
         assert expected <= states <= 1.02 * expected
         assert held["staging"] == 2 * round_up(4096, 16 * world_size) * dtype.itemsize
         assert report.host_bytes == report.planned_host_bytes
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_gradient_dropped_between_micro_steps_does_not_come_back(world_size):
+    """Its neighbours in the bucket stay, and the next micro-step's is all it has."""
+    case = model(OffloadConfig(gradient_accumulation_steps=2))
+
+    def body(rank, first):
+        subject = Subject(FakeDevice(), case.masters, case.dtypes, case.groups, case.config, collectives=rank)
+        give(subject)
+        subject.pipeline.end_micro_step()
+        subject.pipeline.drop_gradients(first)
+        give(subject, 0.25)
+        subject.pipeline.step(case.hypers, subject.tensors, divisor=2.0)
+        return [p.tobytes() for p in subject.params()]
+
+    def by_hand(rank):
+        subject = make(case, rank)
+        for i, p in enumerate(subject.tensors):
+            subject.add_gradient(i, np.full(p.size, 0.25 if i == 1 else 0.75, p.dtype))
+        subject.pipeline.step(case.hypers, subject.tensors, divisor=2.0)
+        return [p.tobytes() for p in subject.params()]
+
+    assert run_ranks(world_size, lambda rank: body(rank, [1])) == run_ranks(world_size, by_hand)
+
+
+def test_a_native_reduction_sums_in_the_element_type_that_travels():
+    def body(rank, **options):
+        case = model(OffloadConfig(**options))
+        device = HostRanks(HostDevice(), rank, native=case.config.reduction == "native")
+        pipeline = Pipeline(case.config, device, None)
+        params = [m.astype(BFLOAT16.numpy) for m in case.masters]
+        pipeline.add_parameters([ParamSpec(f"p{i}", p.size, BFLOAT16) for i, p in enumerate(params)], params)
+        for i, p in enumerate(params):
+            gradient = 1.0 + rank.rank / 128  # the sum of three needs more bits than bfloat16 has
+            pipeline.add_gradient(i, np.full(p.size, gradient, p.dtype))
+        pipeline.step([AdamHyper(0.0)], params)
+        return [float(views["exp_avg"][0]) for i in range(3) for _, views in pipeline.states(i)]
+
+    ordered, native = (run_ranks(3, lambda rank, r=r: body(rank, reduction=r)) for r in ("ordered", "native"))
+    assert ordered[0][0] == np.float32(1 - 0.9) * np.float32((3.0 + 3 / 128) / 3)
+    assert native[0][0] != ordered[0][0]
+    assert native[0][0] == pytest.approx(ordered[0][0], rel=0.02)
 
 
 def test_a_nan_on_one_rank_makes_all_skip_together():

@@ -1,5 +1,6 @@
 """wrap(model): exactness, accumulation, mixed precision, loss scaling, and wrong input."""
 
+import contextlib
 import copy
 import gc
 import itertools
@@ -719,3 +720,20 @@ def test_no_params_are_refused():
             OffloadedAdamW(params)
     with pytest.raises(ParameterError, match="params: got a tensor"):
         OffloadedAdamW(nn.Parameter(torch.ones(3)))
+
+
+def test_no_sync_needs_stage_1():
+    engine = wrap(nn.Linear(4, 4))
+    with pytest.raises(StateError, match=r"no_sync\(\) in stage 2.*expected stage=1"), engine.no_sync():
+        pass
+
+
+def test_no_sync_on_one_rank_changes_nothing():
+    engines = [wrap(make(), stage=1, param_dtype="bfloat16", gradient_accumulation_steps=2) for _ in range(2)]
+    for _ in range(2):
+        for deferred, engine in zip((False, True), engines, strict=True):
+            with engine.no_sync() if deferred else contextlib.nullcontext():
+                engine.backward(loss_of(engine, 3))
+            engine.step()
+    for a, b in zip(*(engine.parameters() for engine in engines), strict=True):
+        assert torch.equal(a, b)

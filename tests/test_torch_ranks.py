@@ -55,6 +55,21 @@ def test_a_narrow_communication_dtype_rounds_what_travels(tmp_path):
         assert result["rounded"][1] == pytest.approx(steps * numel * (4 + 4) / 2, rel=0.01)
 
 
+def test_no_sync_defers_the_reduction_to_the_boundary_as_ddp_does(tmp_path):
+    first, second = run("no_sync", 2, tmp_path)
+    assert first["ours"] == first["theirs"] == second["ours"]
+    sent = first["sent"]
+    assert sent[0] == sent[2] == 0  # nothing but at the boundaries
+    assert sent[3] == sent[6] > 0
+    assert sent[7] == sent[10] == 2 * sent[3]
+    assert sent[11] == 3 * sent[3]
+
+
+def test_deferred_gradients_join_those_that_have_left_or_are_discarded_with_them(tmp_path):
+    first, second = run("no_sync_in_between", 2, tmp_path)
+    assert first["ours"] == first["by hand"] == second["ours"]
+
+
 def test_each_rank_resumes_its_part(tmp_path):
     results = run("state_dicts", 2, tmp_path)
     assert len({value for result in results for value in result.values()}) == 1

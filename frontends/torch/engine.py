@@ -1,6 +1,7 @@
 """``wrap(model) -> Engine``: a module, its offloaded optimizer, accumulation and loss scaling."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -126,7 +127,7 @@ class Engine(nn.Module):
             GradientError: averaged and summed gradients are mixed; nothing was updated.
         """
         optimizer = self.optimizer
-        optimizer.prepare()
+        optimizer.prepare(boundary=optimizer.pipeline.at_boundary)
         if not optimizer.fresh:
             raise StateError(
                 "step() without backward(): no gradient arrived since the last step(); expected "
@@ -138,12 +139,35 @@ class Engine(nn.Module):
                 "sums, were used for one update; expected one of them throughout: discard the gradients with "
                 "engine.optimizer.zero_grad()"
             )
-        optimizer.fresh = False
-        if not optimizer.pipeline.end_micro_step():
+        reduce = optimizer.reduces or optimizer.pipeline.at_boundary
+        optimizer.begin_micro_step()
+        if not optimizer.pipeline.end_micro_step(reduce=reduce):
             return StepReport(updated=False, skipped="accumulating", loss_scale=optimizer.pipeline.loss_scale)
         optimizer.step()
         assert optimizer.report is not None
         return optimizer.report
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside leave their gradients in ``p.grad``, to be reduced with the next backward outside.
+
+        As in ``DistributedDataParallel``: all ranks must do alike, gradients are summed in the parameters' own element
+        type, and a whole gradient of the model is kept. On one rank there is nothing to defer.
+
+        Raises:
+            StateError: in stage 2, which keeps no whole gradients.
+        """
+        if self.config.stage != 1:
+            raise StateError(
+                f"no_sync() in stage {self.config.stage}, which keeps no whole gradients; expected stage=1, or no "
+                "no_sync(): gradient_accumulation_steps then sums each rank's shard in fp32"
+            )
+        before = self.optimizer.deferring
+        self.optimizer.deferring = self.optimizer.pipeline.device.world_size > 1
+        try:
+            yield
+        finally:
+            self.optimizer.deferring = before
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard the gradients at an accumulation boundary; between micro-steps keep what has been accumulated.

@@ -51,6 +51,8 @@ class _Slot:
     """Gradients taken in backwards since the last update."""
     averaged: int = 0
     """Of these, how many came through ``scaled_backward``."""
+    deferred: torch.Tensor | None = None
+    """``p.grad`` where it holds gradients that are to leave later, on top of those that have left."""
     version: int = 0
     address: int = 0
 
@@ -60,6 +62,17 @@ class _Slot:
     @property
     def changed_outside(self) -> bool:
         return (self.version, self.address) != (self.param._version, self.param.data_ptr())
+
+    def forget(self) -> None:
+        """No gradient has arrived."""
+        self.arrived = self.averaged = 0
+        self.deferred = None
+
+    def continues(self, gradient: torch.Tensor | None) -> bool:
+        """Whether ``p.grad``, as it is now, is the deferred gradient (with ``create_graph`` autograd replaces it)."""
+        return (
+            gradient is not None and self.deferred is not None and (gradient is self.deferred or gradient.requires_grad)
+        )
 
     def release(self) -> None:
         """Take the stand-in off the parameter."""
@@ -145,6 +158,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
         self._hook_handles: list[Any] = []
         self._lock = threading.RLock()
         self._scaling = False
+        self.deferring = False
+        """Whether gradients stay in ``p.grad`` for the time being."""
         self._forget_arrivals()
         weakref.finalize(self, _let_go, self._hook_handles, slots)
         groups = range(len(self.param_groups))
@@ -257,7 +272,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         The first one is in ``p.grad`` then and makes way for the stand-in; autograd adds the next ones to the stand-in,
         which passes them on.
         """
-        this = weakref.ref(self)
+        this, param = weakref.ref(self), slot.param
 
         def accumulated(param: torch.Tensor) -> None:
             optimizer = this()
@@ -271,7 +286,9 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
         def added(gradient: torch.Tensor) -> None:
             optimizer = this()
-            if optimizer is not None:
+            if optimizer is not None and optimizer.deferring:
+                slot.deferred = param.grad = gradient.clone()
+            elif optimizer is not None:
                 optimizer._arrived(slot, gradient, first=False)
 
         slot.taken.when_added(added)
@@ -292,27 +309,37 @@ class OffloadedAdamW(torch.optim.Optimizer):
                     f"parameter {slot.name!r}: gradient of a plain loss.backward() under loss scaling, which would be "
                     "unscaled without having been scaled; expected engine.backward(loss)"
                 )
-            if first:  # what came before was discarded or replaced by hand
+            if first and not slot.continues(gradient):  # what came before was discarded or replaced by hand
                 self._drop([slot])
-            self._take(slot, gradient)
+            if self.deferring:
+                slot.deferred, self.fresh = gradient, True
+            else:
+                self._take(slot, gradient)
             slot.arrived += 1
             slot.averaged += self._scaling
 
     def _drop(self, slots: Sequence[_Slot]) -> None:
         self.pipeline.drop_gradients([slot.index for slot in slots])
         for slot in slots:
-            slot.arrived = slot.averaged = 0
+            slot.forget()
 
     def _take(self, slot: _Slot, gradient: torch.Tensor) -> None:
         self.pipeline.add_gradient(slot.index, flat_like(gradient, slot.param))
         slot.param.grad = slot.taken
-        self.fresh = True
+        slot.deferred = None
+        self.fresh = self.reduces = True
 
     def _forget_arrivals(self) -> None:
-        self.fresh = False
-        """Whether a gradient was taken since the engine's last step."""
+        self.begin_micro_step()
         for slot in self._slots.values():
-            slot.arrived = slot.averaged = 0
+            slot.forget()
+
+    def begin_micro_step(self) -> None:
+        """What comes from now on is the next micro-step's."""
+        self.fresh = False
+        """Whether a gradient has arrived."""
+        self.reduces = False
+        """Whether one has left for its owners."""
 
     @property
     def averaged(self) -> bool:
@@ -358,8 +385,10 @@ class OffloadedAdamW(torch.optim.Optimizer):
             self.report = self._update()
         return loss
 
-    def prepare(self) -> list[AdamHyper]:
+    def prepare(self, *, boundary: bool = True) -> list[AdamHyper]:
         """Check everything that ``step`` needs, and take the gradients that are in ``p.grad``.
+
+        Deferred ones are taken at the boundary only.
 
         Raises as ``step`` does; nothing has changed then.
         """
@@ -370,12 +399,14 @@ class OffloadedAdamW(torch.optim.Optimizer):
         present = [
             (slot, slot.param.grad if slot.param in trained else None)
             for slot in self._slots.values()
-            if slot.param.grad is not slot.taken or slot.param not in trained
+            if (slot.param.grad is not slot.taken or slot.param not in trained)
+            and (boundary or not slot.continues(slot.param.grad))
         ]
         for slot, gradient in present:
             if gradient is not None:
                 check_gradient(slot.name, slot.param, gradient)
-        self._drop([slot for slot, _ in present])  # p.grad says what counts: none, or another
+        # p.grad says what counts: none, or another
+        self._drop([slot for slot, gradient in present if not slot.continues(gradient)])
         for slot, gradient in present:
             if gradient is not None:
                 if self.early_copy:
