@@ -29,6 +29,7 @@ from bench.data import Corpus, held_out_batches, load_corpus, training_batch
 from bench.presets import PRESETS
 from bench.ranks import Ranks
 from bench.trainer import ITEM_SIZES, OffloadTrainer, Settings, Step, Trainer
+from offload_core.cpus import default_threads
 from offload_core.errors import CollectiveError, OffloadError
 from offload_core.host_memory import format_bytes
 from offload_core.memory_plan import format_table
@@ -69,7 +70,8 @@ def main(arguments: list[str] | None = None) -> int:
 def fail(message: str, echo: bool = False) -> int:
     """Say what is wrong; an `echo` follows from what went wrong on another rank."""
     leave_the_word_to_others(echo)
-    print(f"bench.train: {message}", file=sys.stderr)
+    rank = Ranks.launched().rank
+    print(f"bench.train{f' (rank {rank})' if rank else ''}: {message}", file=sys.stderr)
     return 1
 
 
@@ -165,7 +167,7 @@ def run(settings: Settings, out: Path, at_end: ExitStack) -> int:
     if settings.context >= shortest:
         raise OffloadError(f"--context {settings.context}: the text has {shortest} bytes, expected fewer than that")
     launched = Ranks.launched().world_size
-    several = f", {launched} ranks, ZeRO stage {settings.stage}" if launched > 1 else ""
+    several = f"; {launched} ranks of {default_threads()} threads, ZeRO stage {settings.stage}" if launched > 1 else ""
     print(
         f"{settings.preset}, {settings.gpt.numel:,} parameters in {settings.param_dtype}, through frontends."
         f"{settings.frontend}{several}\ntext: {len(corpus.training):,} bytes of {corpus.training_files} files to train "
@@ -275,6 +277,7 @@ def train(
             bar.set_postfix_str(describe(replace(done, loss=losses[0]), tokens / seconds), refresh=False)
             bar.update()
             if interrupted:
+                interrupt.asked = True  # it may still be on its way to this rank
                 break
     return records, interrupted
 
