@@ -397,27 +397,28 @@ def report_memory(settings: Settings, offloaded: OffloadTrainer) -> dict[str, An
 
 
 def report_ranks(settings: Settings, ranks: Ranks, offloaded: OffloadTrainer, steps: int) -> dict[str, Any]:
-    """What each rank sent and needed."""
+    """What each rank sent and needed; at the top of the summary stands rank 0."""
+    sent, resident, device = "sent_bytes_a_step", "peak_resident_bytes", "peak_device_bytes"
     on_device = offloaded.peak_device_bytes()
     mine = [offloaded.sent_bytes / steps, peak_resident_bytes(), math.nan if on_device is None else on_device]
-    names = ("sent_bytes_a_step", "peak_resident_bytes", "peak_device_bytes")
     rows = [
-        {name: None if math.isnan(value) else round(value) for name, value in zip(names, row, strict=True)}
+        {
+            name: None if math.isnan(value) else round(value)
+            for name, value in zip((sent, resident, device), row, strict=True)
+        }
         for row in ranks.gather(mine).tolist()
     ]
     both = " (both loops)" if settings.compare else ""
     if ranks.world_size == 1:
         if on_device is not None:
             print(f"peak device memory{both}: {format_bytes(on_device)}")
-        print(f"peak resident memory of the process{both}: {format_bytes(rows[0]['peak_resident_bytes'])}")
+        print(f"peak resident memory of the process{both}: {format_bytes(rows[0][resident])}")
     else:
-        header = ["rank", "bytes sent a step", f"peak resident memory{both}"]
-        lines = [[str(i), f"{row[names[0]]:,}", format_bytes(row[names[1]])] for i, row in enumerate(rows)]
-        if on_device is not None:
-            header.append(f"peak device memory{both}")
-            lines = [[*line, format_bytes(row[names[2]])] for line, row in zip(lines, rows, strict=True)]
-        print(f"\n{format_table(lines, header)}")
-    return {**{name: rows[0][name] for name in names[1:]}, "ranks": rows}
+        columns = [resident] if on_device is None else [resident, device]
+        header = ["rank", "bytes sent a step", f"peak resident memory{both}", f"peak device memory{both}"]
+        lines = [[str(i), f"{row[sent]:,}", *(format_bytes(row[c]) for c in columns)] for i, row in enumerate(rows)]
+        print(f"\n{format_table(lines, header[: len(lines[0])])}")
+    return {resident: rows[0][resident], device: rows[0][device], "ranks": rows}
 
 
 def peak_resident_bytes() -> int:

@@ -14,6 +14,9 @@ import pytest
 from bench import train
 from bench.data import held_out_batches, is_held_out, training_batch
 from bench.presets import PRESETS, learning_rate
+from bench.ranks import Ranks
+from bench.trainer import check_room
+from offload_core.errors import HostMemoryError
 
 ROOT = Path(__file__).parents[1]
 FEW = ["--steps=3", "--micro-batch=2", "--context=32", "--eval-batches=2", "--sample-bytes=8", "--device=cpu"]
@@ -70,6 +73,7 @@ def test_a_run_learns_and_reports(frontend: str, param_dtype: str, compare: bool
     assert 0 < summary["held_out_loss"] < records[0]["loss"]
     assert summary["numel"] == PRESETS["tiny"].gpt.numel
     assert summary["host_bytes"] >= 8 * summary["numel"]
+    assert [row["sent_bytes_a_step"] for row in summary["ranks"]] == [0]
     assert f"held-out loss: {summary['held_out_loss']:.4f}" in printed
     assert "host bytes a parameter" in printed
     assert summary["sample"] in printed
@@ -283,6 +287,16 @@ def test_a_model_larger_than_memory_is_refused_in_one_line(
     assert complaint.count("\n") == 1
     assert "needs at least 1.9 GiB of host memory" in complaint
     assert not any(tmp_path.iterdir())
+
+
+def test_ranks_on_one_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks hold the parameters and gradients twice, the states once."""
+    settings, _ = train.parse(["--preset=gpt2-124m"])
+    monkeypatch.setattr("bench.trainer.available_bytes", lambda: 2**31)
+    check_room(settings, Ranks(), on_host=True)
+    with pytest.raises(HostMemoryError, match=r"needs at least 2\.3 GiB of host memory for 2 ranks"):
+        check_room(settings, Ranks(0, 2, 0, 2), on_host=True)
+    check_room(settings, Ranks(0, 2, 0, 1), on_host=True)
 
 
 def test_no_framework_is_imported_unless_chosen() -> None:
