@@ -2,6 +2,7 @@
 
 python -m bench.train --frontend torch
 python -m bench.train --frontend jax --param-dtype bfloat16 --compare
+torchrun --nproc-per-node 2 -m bench.train --stage 2
 """
 
 import argparse
@@ -16,47 +17,69 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack, redirect_stdout
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 import numpy as np
 
 from bench.data import Corpus, held_out_batches, load_corpus, training_batch
 from bench.presets import PRESETS
+from bench.ranks import Ranks
 from bench.trainer import ITEM_SIZES, OffloadTrainer, Settings, Step, Trainer
-from offload_core.errors import OffloadError
+from offload_core.cpus import default_threads
+from offload_core.errors import CollectiveError, OffloadError
 from offload_core.host_memory import format_bytes
+from offload_core.memory_plan import format_table
 
 INTERRUPTED = 130
 PROMPT = b"\ndef "
 TEMPERATURE = 0.8
+PATIENCE = 5.0
+"""Seconds a rank leaves to the launcher to end it, before it says what another has most likely said."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    settings, out = parse(arguments)
-    try:
-        return run(settings, out)
-    except OffloadError as error:
-        return fail(str(error))
-    except KeyboardInterrupt:
-        print("\nbench.train: interrupted", file=sys.stderr)
-        return INTERRUPTED
-    except ModuleNotFoundError as error:
-        if error.name not in ("torch", "jax", "optax", "tqdm"):
-            raise
-        return fail(f"{error.name} is not installed; `make setup` installs what training needs")
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        first_line = str(error).strip().partition("\n")[0]
-        return fail(f"out of memory: {first_line}; take a smaller --micro-batch, or --activation-checkpointing")
+    with ExitStack() as at_end:  # other ranks learn of an error by losing this one: after it has been said
+        if Ranks.launched().rank > 0:
+            at_end.enter_context(redirect_stdout(at_end.enter_context(open(os.devnull, "w"))))
+        settings, out = parse(arguments)
+        try:
+            return run(settings, out, at_end)
+        except CollectiveError as error:
+            return fail(str(error), echo=True)
+        except OffloadError as error:
+            return fail(str(error))
+        except KeyboardInterrupt:
+            if Ranks.launched().rank == 0:
+                print("\nbench.train: interrupted", file=sys.stderr)
+            return INTERRUPTED
+        except ModuleNotFoundError as error:
+            if error.name not in ("torch", "jax", "optax", "tqdm"):
+                raise
+            return fail(f"{error.name} is not installed; `make setup` installs what training needs")
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            first_line = str(error).strip().partition("\n")[0]
+            return fail(f"out of memory: {first_line}; take a smaller --micro-batch, or --activation-checkpointing")
 
 
-def fail(message: str) -> int:
-    print(f"bench.train: {message}", file=sys.stderr)
+def fail(message: str, echo: bool = False) -> int:
+    """Say what is wrong; an `echo` follows from what went wrong on another rank."""
+    leave_the_word_to_others(echo)
+    rank = Ranks.launched().rank
+    print(f"bench.train{f' (rank {rank})' if rank else ''}: {message}", file=sys.stderr)
     return 1
+
+
+def leave_the_word_to_others(echo: bool = False) -> None:
+    """Most errors meet all ranks alike: rank 0 says so and ends, and the launcher then ends the others."""
+    launched = Ranks.launched()
+    if launched.world_size > 1 and (echo or launched.rank > 0):
+        time.sleep(PATIENCE)
 
 
 def is_out_of_memory(error: Exception) -> bool:
@@ -66,6 +89,12 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 # --- command line --------------------------------------------------------------------------------------
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        leave_the_word_to_others()
+        super().error(message)
 
 
 def parse(arguments: list[str] | None) -> tuple[Settings, Path]:
@@ -82,20 +111,21 @@ def parse(arguments: list[str] | None) -> tuple[Settings, Path]:
             raise argparse.ArgumentTypeError(f"got {text}, expected a finite number of at least 0")
         return float(text)
 
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m bench.train",
         description="Train a byte-level GPT on the Python standard library's source, AdamW's states in host memory.",
         epilog="What is left out comes from the preset. Ctrl-C ends a run early, evaluation included; "
-        "a second one ends it at once.",
+        "a second one ends it at once. Under torchrun (--frontend torch) each rank draws micro-batches of its own: "
+        "an update sees ranks x accumulate x micro-batch windows.",
         allow_abbrev=False,
     )
     add = parser.add_argument
     add("--frontend", choices=("torch", "jax"), default="torch")
     add("--preset", choices=tuple(PRESETS), default="tiny")
     add("--param-dtype", choices=tuple(ITEM_SIZES), help="of the device parameters")
-    add("--stage", type=int, choices=(1, 2, 3), default=2, help="ZeRO stage (default: 2)")
+    add("--stage", type=int, choices=(1, 2), default=2, help="ZeRO stage (default: 2)")
     add("--steps", type=at_least(1), help="optimizer updates")
-    add("--micro-batch", type=at_least(1), help="windows a micro-step")
+    add("--micro-batch", type=at_least(1), help="windows a micro-step and rank")
     add("--context", type=at_least(1), help="bytes a window")
     add("--accumulate", type=at_least(1), default=1, help="micro-steps an update (default: 1)")
     add("--clip", type=number, default=1.0, help="bound on the gradient norm, 0 for none (default: 1)")
@@ -131,28 +161,33 @@ def parse(arguments: list[str] | None) -> tuple[Settings, Path]:
 # --- the run -------------------------------------------------------------------------------------------
 
 
-def run(settings: Settings, out: Path) -> int:
+def run(settings: Settings, out: Path, at_end: ExitStack) -> int:
     corpus = load_corpus()
     shortest = min(len(corpus.training), len(corpus.held_out))
     if settings.context >= shortest:
         raise OffloadError(f"--context {settings.context}: the text has {shortest} bytes, expected fewer than that")
+    launched = Ranks.launched().world_size
+    several = f"; {launched} ranks of {default_threads()} threads, ZeRO stage {settings.stage}" if launched > 1 else ""
     print(
         f"{settings.preset}, {settings.gpt.numel:,} parameters in {settings.param_dtype}, through frontends."
-        f"{settings.frontend}\ntext: {len(corpus.training):,} bytes of {corpus.training_files} files to train on, "
-        f"{len(corpus.held_out):,} of {corpus.held_out_files} held out",
+        f"{settings.frontend}{several}\ntext: {len(corpus.training):,} bytes of {corpus.training_files} files to train "
+        f"on, {len(corpus.held_out):,} of {corpus.held_out_files} held out",
         flush=True,
     )
     framework = importlib.import_module(f"bench.train_{settings.frontend}")
-    offloaded, plain = framework.make_trainers(settings)
+    ranks = at_end.enter_context(framework.join(settings))
+    offloaded, plain = framework.make_trainers(settings, ranks)
 
-    out.mkdir(parents=True, exist_ok=True)
-    interrupt = Interrupt()
-    with (out / "metrics.jsonl").open("w", buffering=1) as metrics:
-        records = train(settings, corpus, offloaded, plain, metrics, interrupt)
-    summary = finish(settings, corpus, offloaded, plain, records, interrupt.asked)
-    (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    writes = ranks.rank == 0
+    if writes:
+        out.mkdir(parents=True, exist_ok=True)
+    with open(out / "metrics.jsonl" if writes else os.devnull, "w", buffering=1) as metrics:
+        records, interrupted = train(settings, ranks, corpus, offloaded, plain, metrics)
+    summary = finish(settings, ranks, corpus, offloaded, plain, records, interrupted)
+    if writes:
+        (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     print(f"\nwritten to {out}")
-    return INTERRUPTED if interrupt.asked else 0
+    return INTERRUPTED if interrupted else 0
 
 
 class Interrupt:
@@ -193,30 +228,41 @@ class Interrupt:
 
 def train(
     settings: Settings,
+    ranks: Ranks,
     corpus: Corpus,
     offloaded: Trainer,
     plain: Trainer | None,
     metrics: TextIO,
-    interrupt: Interrupt,
-) -> list[dict[str, Any]]:
-    """Train to the end or to Ctrl-C; one record a step, as written to `metrics`."""
+) -> tuple[list[dict[str, Any]], bool]:
+    """Train to the end or to a rank's Ctrl-C, and whether it came; one record a step, as written to `metrics`."""
     from tqdm import tqdm
 
     records = []
-    tokens = settings.accumulate * settings.micro_batch * settings.context
+    micro_batches = settings.accumulate * ranks.world_size
+    tokens = micro_batches * settings.micro_batch * settings.context
+    interrupted = False
     # A log file gets a line now and then, a terminal a moving bar.
     often = {"mininterval": 0.2} if sys.stderr.isatty() else {"mininterval": 10.0, "ascii": True}
-    with interrupt, tqdm(total=settings.steps, unit="step", dynamic_ncols=True, **often) as bar:
+    bar = tqdm(total=settings.steps, unit="step", dynamic_ncols=True, disable=ranks.rank > 0, **often)
+    with Interrupt() as interrupt, bar:
         for step in range(settings.steps):
-            first = step * settings.accumulate
+            # Each rank takes its turns in the micro-batches that one rank alone would accumulate.
+            first = step * micro_batches
             batches = [
                 training_batch(corpus.training, settings.seed, i, settings.micro_batch, settings.context)
-                for i in range(first, first + settings.accumulate)
+                for i in range(first + ranks.rank, first + micro_batches, ranks.world_size)
             ]
             done, seconds = timed(offloaded, batches)
+            losses = [done.loss]
+            if plain is not None:
+                # Step by step, so that what slows the machine for a while slows both.
+                other, plain_seconds = timed(plain, batches)
+                losses.append(other.loss)
+            *losses, asked = ranks.gather([*losses, interrupt.asked]).mean(axis=0).tolist()
+            interrupted = asked > 0
             record = {
                 "step": step,
-                "loss": finite(done.loss),
+                "loss": finite(losses[0]),
                 "grad_norm": finite(done.grad_norm),
                 "lr": done.lr,
                 "tokens": tokens,
@@ -224,17 +270,16 @@ def train(
                 "skipped": done.skipped,
             }
             if plain is not None:
-                # Step by step, so that what slows the machine for a while slows both.
-                other, plain_seconds = timed(plain, batches)
-                record |= {"plain_loss": finite(other.loss), "plain_grad_norm": finite(other.grad_norm)}
+                record |= {"plain_loss": finite(losses[1]), "plain_grad_norm": finite(other.grad_norm)}
                 record |= {"plain_seconds": plain_seconds}
             records.append(record)
             metrics.write(json.dumps(record) + "\n")
-            bar.set_postfix_str(describe(done, tokens / seconds), refresh=False)
+            bar.set_postfix_str(describe(replace(done, loss=losses[0]), tokens / seconds), refresh=False)
             bar.update()
-            if interrupt.asked:
+            if interrupted:
+                interrupt.asked = True  # it may still be on its way to this rank
                 break
-    return records
+    return records, interrupted
 
 
 def timed(trainer: Trainer, batches: list[np.ndarray]) -> tuple[Step, float]:
@@ -258,6 +303,7 @@ def finite(value: float | None) -> float | None:
 
 def finish(
     settings: Settings,
+    ranks: Ranks,
     corpus: Corpus,
     offloaded: OffloadTrainer,
     plain: Trainer | None,
@@ -270,7 +316,7 @@ def finish(
     eval_batches = min(settings.eval_batches, 8) if interrupted else settings.eval_batches
     sample_bytes = min(settings.sample_bytes, 64) if interrupted else settings.sample_bytes
     batches = held_out_batches(corpus.held_out, eval_batches, settings.micro_batch, settings.context)
-    held_out = float(np.mean([offloaded.loss(batch) for batch in batches]))
+    held_out = mean_loss(ranks, offloaded, batches)
     seconds = sum(record["seconds"] for record in records)
     rate = median_rate(records, "seconds")
     print(f"\nheld-out loss: {held_out:.4f} nats a byte, after {len(records)} steps in {seconds:.1f} s")
@@ -287,7 +333,7 @@ def finish(
     if plain is None:
         print(f"tokens/s (median step): {rate:,.0f}")
     else:
-        plain_held_out = float(np.mean([plain.loss(batch) for batch in batches]))
+        plain_held_out = mean_loss(ranks, plain, batches)
         plain_rate = median_rate(records, "plain_seconds")
         print(f"{'':12}{'held-out loss':>15}{'tokens/s (median step)':>25}")
         print(f"{'offloaded':12}{held_out:15.6f}{rate:25,.0f}")
@@ -296,12 +342,19 @@ def finish(
         print(f"training losses that differ in any bit: {len(differing)} of {len(records)}")
         summary |= {"plain_held_out_loss": finite(plain_held_out), "plain_tokens_per_second": plain_rate}
 
-    if sample_bytes:
+    if sample_bytes and ranks.rank == 0:
         text = sample(offloaded, settings, sample_bytes)
         print(f"\n--- sample, temperature {TEMPERATURE} ---\n{text}\n---")
         summary["sample"] = text
 
-    return summary | report_memory(settings, offloaded)
+    return summary | report_memory(settings, offloaded) | report_ranks(settings, ranks, offloaded, len(records))
+
+
+def mean_loss(ranks: Ranks, trainer: Trainer, batches: list[np.ndarray]) -> float:
+    """The ranks share the batches; the mean is that of one rank, in its order."""
+    turn = range(ranks.rank, len(batches), ranks.world_size)
+    mine = [trainer.loss(batch) if i in turn else 0.0 for i, batch in enumerate(batches)]
+    return float(np.mean(ranks.gather(mine).sum(axis=0)))
 
 
 def median_rate(records: list[dict[str, Any]], key: str) -> float:
@@ -330,25 +383,51 @@ def printable(byte: int) -> str:
 
 def report_memory(settings: Settings, offloaded: OffloadTrainer) -> dict[str, Any]:
     report = offloaded.memory_report()
-    peak_rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    peak_device = offloaded.peak_device_bytes()
     print(f"\nmemory\n{report}")
     print(
         f"host bytes a parameter: {report.host_bytes / report.numel:.2f}, "
         f"planned {report.planned_host_bytes / report.numel:.2f}"
     )
-    both = " (both loops)" if settings.compare else ""
-    if peak_device is not None:
-        print(f"peak device memory{both}: {format_bytes(peak_device)}")
-    print(f"peak resident memory of the process{both}: {format_bytes(peak_rss)}")
     return {
         "numel": report.numel,
         "device_bytes": report.device_bytes,
         "host_bytes": report.host_bytes,
         "planned_host_bytes": report.planned_host_bytes,
-        "peak_device_bytes": peak_device,
-        "peak_resident_bytes": peak_rss,
     }
+
+
+def report_ranks(settings: Settings, ranks: Ranks, offloaded: OffloadTrainer, steps: int) -> dict[str, Any]:
+    """What each rank sent and needed; at the top of the summary stands rank 0."""
+    sent, resident, device = "sent_bytes_a_step", "peak_resident_bytes", "peak_device_bytes"
+    on_device = offloaded.peak_device_bytes()
+    mine = [offloaded.sent_bytes / steps, peak_resident_bytes(), math.nan if on_device is None else on_device]
+    rows = [
+        {
+            name: None if math.isnan(value) else round(value)
+            for name, value in zip((sent, resident, device), row, strict=True)
+        }
+        for row in ranks.gather(mine).tolist()
+    ]
+    both = " (both loops)" if settings.compare else ""
+    if ranks.world_size == 1:
+        if on_device is not None:
+            print(f"peak device memory{both}: {format_bytes(on_device)}")
+        print(f"peak resident memory of the process{both}: {format_bytes(rows[0][resident])}")
+    else:
+        columns = [resident] if on_device is None else [resident, device]
+        header = ["rank", "bytes sent a step", f"peak resident memory{both}", f"peak device memory{both}"]
+        lines = [[str(i), f"{row[sent]:,}", *(format_bytes(row[c]) for c in columns)] for i, row in enumerate(rows)]
+        print(f"\n{format_table(lines, header[: len(lines[0])])}")
+    return {resident: rows[0][resident], device: rows[0][device], "ranks": rows}
+
+
+def peak_resident_bytes() -> int:
+    """Of this program alone: in `getrusage` a process starts from what its launcher had."""
+    try:
+        status = Path("/proc/self/status").read_text()
+        return 1024 * next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:"))
+    except (OSError, StopIteration):
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 if __name__ == "__main__":

@@ -1,31 +1,79 @@
 """Training through `frontends.torch`, and the plain PyTorch loop to compare it with."""
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from bench.gpt_torch import GPT
 from bench.presets import BETAS, WEIGHT_DECAY, learning_rate
+from bench.ranks import Ranks
 from bench.trainer import Settings, Step, check_room
 from frontends.torch import wrap
-from offload_core.errors import ConfigError
+from offload_core.cpus import default_threads
+from offload_core.errors import CollectiveError, ConfigError
 from offload_core.memory_plan import MemoryReport
 
 
-def make_trainers(settings: Settings) -> tuple["Offloaded", "Plain | None"]:
-    device = choose_device(settings.device)
-    check_room(settings, on_host=device.type == "cpu")
+class ProcessGroup(Ranks):
+    """The ranks of `torch.distributed`."""
+
+    def gather(self, values: Sequence[float]) -> np.ndarray:
+        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+        mine = torch.tensor(values, dtype=torch.float64, device=device)
+        rows = [torch.empty_like(mine) for _ in range(self.world_size)]
+        try:
+            dist.all_gather(rows, mine)
+        except RuntimeError as error:
+            raise CollectiveError(f"rank {self.rank} lost another rank ({error})") from error
+        return torch.stack(rows).cpu().numpy()
+
+
+@contextmanager
+def join(settings: Settings) -> Iterator[Ranks]:
+    """Meet the other ranks, where a launcher started several, and leave them at the end."""
+    ranks = ProcessGroup.launched()
+    if ranks.world_size == 1:
+        yield Ranks()
+        return
+    # Launchers set OMP_NUM_THREADS to 1, however many processors a rank has.
+    torch.set_num_threads(default_threads())
+    device = choose_device(settings.device, ranks)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    try:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    except (ValueError, RuntimeError) as error:
+        raise CollectiveError(f"rank {ranks.rank} did not meet the others ({error}); start them by torchrun") from error
+    try:
+        yield ranks
+    finally:
+        dist.destroy_process_group()
+
+
+def make_trainers(settings: Settings, ranks: Ranks) -> tuple["Offloaded", "Plain | None"]:
+    device = choose_device(settings.device, ranks)
+    check_room(settings, ranks, on_host=device.type == "cpu")
     offloaded = Offloaded(settings, device)
-    return offloaded, Plain(settings, device) if settings.compare else None
+    return offloaded, Plain(settings, ranks, device) if settings.compare else None
 
 
-def choose_device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and not torch.cuda.is_available():
+def choose_device(name: str, ranks: Ranks) -> torch.device:
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name == "cuda" and not gpus:
         raise ConfigError("--device cuda: torch sees no CUDA device; use --device cpu or auto")
-    return torch.device(name)
+    if name == "cpu" or not gpus:
+        return torch.device("cpu")
+    if ranks.local_world_size > gpus:
+        raise ConfigError(
+            f"{ranks.local_world_size} ranks on this machine and {gpus} CUDA devices; expected at most one rank a "
+            "device: start fewer, or use --device cpu"
+        )
+    return torch.device("cuda", ranks.local_rank)
 
 
 def make_model(settings: Settings, device: torch.device) -> GPT:
@@ -92,6 +140,10 @@ class Offloaded(TorchTrainer):
             self.schedule.step()
         return Step(torch.stack(losses).mean().item(), report.grad_norm, lr, report.skipped)
 
+    @property
+    def sent_bytes(self) -> int:
+        return self.engine.sent_bytes
+
     def memory_report(self) -> MemoryReport:
         return self.engine.memory_report()
 
@@ -100,10 +152,14 @@ class Offloaded(TorchTrainer):
 
 
 class Plain(TorchTrainer):
-    """`torch.optim.AdamW(fused=True)`; below fp32 it holds fp32 master weights by hand, on the device."""
+    """`torch.optim.AdamW(fused=True)`; below fp32 it holds fp32 master weights by hand, on the device.
 
-    def __init__(self, settings: Settings, device: torch.device):
+    Several ranks average the summed gradients, in fp32, and each updates the whole model.
+    """
+
+    def __init__(self, settings: Settings, ranks: Ranks, device: torch.device):
         self.device = device
+        self.ranks = ranks
         self.clip = settings.clip
         self.model = make_model(settings, device)
         self.parameters = list(self.model.parameters())
@@ -128,6 +184,10 @@ class Plain(TorchTrainer):
         if len(batches) > 1:
             for master in self.masters:
                 master.grad.mul_(1 / len(batches))
+        if self.ranks.world_size > 1:
+            for master in self.masters:
+                dist.all_reduce(master.grad)
+                master.grad.div_(self.ranks.world_size)
         norm = None if self.clip is None else torch.nn.utils.clip_grad_norm_(self.masters, self.clip).item()
         self.optimizer.step()
         self.optimizer.zero_grad()

@@ -6,6 +6,7 @@ from typing import Protocol
 import numpy as np
 
 from bench.presets import GPTConfig
+from bench.ranks import Ranks
 from offload_core.errors import HostMemoryError
 from offload_core.host_memory import available_bytes, format_bytes
 from offload_core.memory_plan import MemoryReport
@@ -64,6 +65,11 @@ class OffloadTrainer(Trainer, Protocol):
 
     device_name: str
 
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of gradients and parameters that this rank has sent to other ranks."""
+        ...
+
     def memory_report(self) -> MemoryReport: ...
 
     def peak_device_bytes(self) -> int | None:
@@ -71,22 +77,23 @@ class OffloadTrainer(Trainer, Protocol):
         ...
 
 
-def check_room(settings: Settings, on_host: bool) -> None:
+def check_room(settings: Settings, ranks: Ranks, on_host: bool) -> None:
     """Refuse a model that cannot fit before it is made: the front end plans only when it sees the parameters.
 
-    This is the least that any run needs; what a front end adds, it checks by itself.
+    This is the least that the ranks on this machine need; what a front end adds, it checks by itself.
     """
-    numel, item = settings.gpt.numel, ITEM_SIZES[settings.param_dtype]
-    # An fp32 parameter in host memory may be its own master weight.
-    needs = {"Adam states": 8 * numel}
+    numel, item, here = settings.gpt.numel, ITEM_SIZES[settings.param_dtype], ranks.local_world_size
+    # States are partitioned. An fp32 parameter in host memory may be its own master weight.
+    needs = {"Adam states": 8 * numel * here // ranks.world_size}
     if not (on_host and item == 4):
-        needs["master weights"] = 4 * numel
+        needs["master weights"] = 4 * numel * here // ranks.world_size
     if on_host:
-        needs["parameters"] = needs["gradients"] = item * numel
+        needs["parameters"] = needs["gradients"] = item * numel * here
     needed, available = sum(needs.values()), available_bytes()
     if needed > available:
         parts = ", ".join(f"{what} {format_bytes(n)}" for what, n in needs.items())
+        of_ranks = f" for {here} ranks" if here > 1 else ""
         raise HostMemoryError(
-            f"{settings.preset} in {settings.param_dtype} needs at least {format_bytes(needed)} of host memory "
-            f"({parts}), and {format_bytes(available)} is available; take a smaller --preset"
+            f"{settings.preset} in {settings.param_dtype} needs at least {format_bytes(needed)} of host memory"
+            f"{of_ranks} ({parts}), and {format_bytes(available)} is available; take a smaller --preset"
         )

@@ -14,6 +14,9 @@ import pytest
 from bench import train
 from bench.data import held_out_batches, is_held_out, training_batch
 from bench.presets import PRESETS, learning_rate
+from bench.ranks import Ranks
+from bench.trainer import check_room
+from offload_core.errors import HostMemoryError
 
 ROOT = Path(__file__).parents[1]
 FEW = ["--steps=3", "--micro-batch=2", "--context=32", "--eval-batches=2", "--sample-bytes=8", "--device=cpu"]
@@ -34,6 +37,13 @@ def records_of(out: Path) -> list[dict]:
     text = (out / "metrics.jsonl").read_text()
     assert text.endswith("\n")
     return [json.loads(line) for line in text.splitlines()]
+
+
+def torchrun(*program: str) -> subprocess.CompletedProcess[str]:
+    """Two ranks of a program."""
+    needs("torch")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    return subprocess.run([*launcher, *program], cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
 def needs(framework: str) -> None:
@@ -63,6 +73,7 @@ def test_a_run_learns_and_reports(frontend: str, param_dtype: str, compare: bool
     assert 0 < summary["held_out_loss"] < records[0]["loss"]
     assert summary["numel"] == PRESETS["tiny"].gpt.numel
     assert summary["host_bytes"] >= 8 * summary["numel"]
+    assert [row["sent_bytes_a_step"] for row in summary["ranks"]] == [0]
     assert f"held-out loss: {summary['held_out_loss']:.4f}" in printed
     assert "host bytes a parameter" in printed
     assert summary["sample"] in printed
@@ -78,6 +89,109 @@ def test_without_clipping_the_losses_are_those_of_torch_adamw_bit_for_bit(tmp_pa
     _, records, summary = run("--compare", "--clip=0", "--accumulate=2", out=tmp_path)
     assert [record["loss"] for record in records] == [record["plain_loss"] for record in records]
     assert summary["held_out_loss"] == summary["plain_held_out_loss"]
+
+
+@pytest.fixture(scope="module")
+def of_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
+    out = tmp_path_factory.mktemp("two") / "ranks"
+    return torchrun("-m", "bench.train", *FEW, "--clip=0", "--compare", f"--out={out}"), out
+
+
+def test_two_ranks_report_once_what_each_sent_and_needed(of_two_ranks) -> None:
+    done, out = of_two_ranks
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count(" 0/3 [") == 1, "a bar a rank"
+    assert done.stdout.count("held-out loss: ") == done.stdout.count("--- sample") == 1
+    summary = json.loads((out / "summary.json").read_text())
+    assert np.isfinite(summary["held_out_loss"])
+    # Of every parameter a rank sends the other half: its gradient, then its new value.
+    theory = summary["numel"] // 2 * (4 + 4)
+    table = done.stdout.partition("peak resident memory")[2].splitlines()[1:3]
+    for rank, (row, line) in enumerate(zip(summary["ranks"], table, strict=True)):
+        assert row["sent_bytes_a_step"] == pytest.approx(theory, rel=0.01)
+        assert 50 * 2**20 < row["peak_resident_bytes"] < 2 * 2**30
+        assert line.split()[:2] == [str(rank), f"{row['sent_bytes_a_step']:,}"]
+        assert line.endswith("MiB")
+
+
+def test_two_ranks_have_the_losses_of_torch_adamw_on_their_averaged_gradients_bit_for_bit(of_two_ranks) -> None:
+    _, out = of_two_ranks
+    records, summary = records_of(out), json.loads((out / "summary.json").read_text())
+    assert [record["loss"] for record in records] == [record["plain_loss"] for record in records]
+    assert summary["held_out_loss"] == summary["plain_held_out_loss"]
+
+
+def test_stage_1_does_what_stage_2_does(of_two_ranks, tmp_path: Path) -> None:
+    out = tmp_path / "stage1"
+    done = torchrun("-m", "bench.train", *FEW, "--clip=0", "--stage=1", f"--out={out}")
+    assert done.returncode == 0, done.stderr
+    held_out = [json.loads((folder / "summary.json").read_text())["held_out_loss"] for folder in (out, of_two_ranks[1])]
+    assert held_out[0] == held_out[1]
+
+
+def test_two_ranks_see_the_text_of_one_that_accumulates(of_two_ranks, tmp_path: Path) -> None:
+    _, records, summary = run("--clip=0", "--accumulate=2", out=tmp_path)
+    together = records_of(of_two_ranks[1])
+    assert [record["tokens"] for record in together] == [record["tokens"] for record in records]
+    assert [r["loss"] for r in together] == pytest.approx([r["loss"] for r in records], abs=1e-4)
+    theirs = json.loads((of_two_ranks[1] / "summary.json").read_text())
+    assert theirs["held_out_loss"] == pytest.approx(summary["held_out_loss"], abs=1e-4)
+
+
+def test_what_all_ranks_find_wrong_is_said_once() -> None:
+    done = torchrun("-m", "bench.train", "--stage=3")
+    assert done.returncode != 0
+    assert done.stderr.count("error: argument --stage: invalid choice: 3") == 1
+
+
+def test_what_one_rank_finds_wrong_is_said_by_it_and_ends_all(tmp_path: Path) -> None:
+    script = tmp_path / "failing.py"
+    script.write_text(
+        "import os, sys\n"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
+        "from bench import train, train_torch\n"
+        "from offload_core.errors import GradientError\n"
+        "def step(self, batches): raise GradientError('bad weather')\n"
+        "if os.environ['RANK'] == '1': train_torch.Offloaded.step = step\n"
+        "train.PATIENCE = 2.0\n"
+        "sys.exit(train.main(sys.argv[1:]))\n"
+    )
+    done = torchrun(str(script), *FEW, f"--out={tmp_path / 'run'}")
+    assert done.returncode != 0
+    said = [line for line in done.stderr.splitlines() if "bench.train" in line]
+    assert len(said) == 1, done.stderr
+    assert said[0].endswith("bench.train (rank 1): bad weather")
+
+
+def test_a_rank_computes_with_its_share_of_the_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though launchers set OMP_NUM_THREADS=1."""
+    needs("torch")
+    import torch
+
+    from bench import train_torch
+
+    monkeypatch.setattr(train_torch, "default_threads", lambda: 3)
+    monkeypatch.setattr(train_torch.dist, "init_process_group", lambda backend: None)
+    monkeypatch.setattr(train_torch.dist, "destroy_process_group", lambda: None)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    before = torch.get_num_threads()
+    try:
+        with train_torch.join(train.parse(["--device=cpu"])[0]) as ranks:
+            assert (ranks.rank, ranks.world_size) == (1, 2)
+            assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_several_ranks_through_jax_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    needs("jax")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert train.main(["--frontend=jax", "--device=cpu", f"--out={tmp_path}"]) == 1
+    assert "2 ranks through JAX are not built yet" in capsys.readouterr().err
 
 
 def test_ctrl_c_ends_a_run_cleanly(tmp_path: Path) -> None:
@@ -142,6 +256,7 @@ def test_a_run_that_was_not_interrupted_leaves_ctrl_c_as_it_was() -> None:
         (["--steps=0"], "expected at least 1"),
         (["--lr=nan"], "expected a finite number"),
         (["--clip=-1"], "expected a finite number"),
+        (["--stage=3"], "invalid choice: 3"),
         (["--param-dtype=float16", "--compare"], "no plain loop for float16"),
         (["--frontend=keras"], "invalid choice: 'keras'"),
     ],
@@ -172,6 +287,16 @@ def test_a_model_larger_than_memory_is_refused_in_one_line(
     assert complaint.count("\n") == 1
     assert "needs at least 1.9 GiB of host memory" in complaint
     assert not any(tmp_path.iterdir())
+
+
+def test_ranks_on_one_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks hold the parameters and gradients twice, the states once."""
+    settings, _ = train.parse(["--preset=gpt2-124m"])
+    monkeypatch.setattr("bench.trainer.available_bytes", lambda: 2**31)
+    check_room(settings, Ranks(), on_host=True)
+    with pytest.raises(HostMemoryError, match=r"needs at least 2\.3 GiB of host memory for 2 ranks"):
+        check_room(settings, Ranks(0, 2, 0, 2), on_host=True)
+    check_room(settings, Ranks(0, 2, 0, 1), on_host=True)
 
 
 def test_no_framework_is_imported_unless_chosen() -> None:

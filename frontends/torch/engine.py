@@ -178,6 +178,11 @@ class Engine(nn.Module):
         if self.optimizer.pipeline.micro_steps == 0:
             self.optimizer.zero_grad(set_to_none)
 
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of gradients and parameters that this rank has sent to other ranks."""
+        return self.optimizer.sent_bytes
+
     def memory_report(self) -> MemoryReport:
         """Planned and measured bytes, on the device and on the host."""
         return self.optimizer.memory_report()

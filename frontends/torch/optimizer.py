@@ -187,6 +187,11 @@ class OffloadedAdamW(torch.optim.Optimizer):
             raise StateError("this optimizer was closed; expected an open one: wrap the model anew")
         return self._pipeline
 
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of gradients and parameters that this rank has sent to other ranks."""
+        return self._collectives.sent_bytes if isinstance(self._collectives, TorchRanks) else 0
+
     def memory_report(self) -> MemoryReport:
         """Planned and measured bytes."""
         return self.pipeline.memory_report(sum(slot.param.nbytes for slot in self._slots.values()))
