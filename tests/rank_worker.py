@@ -86,7 +86,7 @@ def on_devices(rank, world_size):
             assert (
                 type(engine.optimizer.pipeline.device).__name__ == {"host": "HostRanks", "device": "DeviceRanks"}[name]
             )
-            result[f"{name} {reduction}"] = [bits(engine.module), norms, engine.optimizer.pipeline.device.sent_bytes]
+            result[f"{name} {reduction}"] = [bits(engine.module), norms, engine.sent_bytes]
     return result
 
 
@@ -102,7 +102,7 @@ def narrow(rank, world_size):
                         p.register_hook(lambda g: g.bfloat16().float())
             engine.backward(loss_of(engine, seed, rank))
             engine.step()
-        result[name] = [bits(engine.module), engine.optimizer.pipeline.device.sent_bytes]
+        result[name] = [bits(engine.module), engine.sent_bytes]
     return result
 
 

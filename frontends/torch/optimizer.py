@@ -190,7 +190,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
     @property
     def sent_bytes(self) -> int:
         """Bytes of gradients and parameters that this rank has sent to other ranks."""
-        return self._collectives.sent_bytes if isinstance(self._collectives, TorchRanks) else 0
+        return self.pipeline.device.sent_bytes
 
     def memory_report(self) -> MemoryReport:
         """Planned and measured bytes."""
