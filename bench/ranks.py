@@ -4,7 +4,7 @@ Every contender has processes of its own, which live through the whole run; whos
 others wait in a read. Turns are shuffled within each round, so that the machine's drift hits all alike.
 
 DeepSpeed is no dependency: `make bench-ranks` installs it. A contender that cannot run is reported, and the exit
-status is 1.
+status is 1. "Others CPU" tells how quiet the machine was.
 """
 
 import argparse
@@ -16,9 +16,12 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from bench.cpu_adam import commit, machine
 from bench.presets import GPTConfig
@@ -101,13 +104,16 @@ class Result:
         """Of each round, of each step but its first: the mean over the ranks."""
         self.peak, self.idle = 0, 0.0
         self.sent: list[float] = []
+        self.others: list[float] = []
+        """Processors that whatever else runs on the machine took during each turn."""
 
-    def add(self, answers: list[dict[str, Any]], sent: int) -> None:
+    def add(self, answers: list[dict[str, Any]], sent: int, busy: float, seconds: float) -> None:
         steps = list(zip(*(answer["steps"] for answer in answers), strict=True))
         self.rounds.append([{k: statistics.mean(rank[k] for rank in s) for k in s[0]} for s in steps[1:]])
         self.sent.append(sent / len(steps))
+        self.others.append(max(busy - sum(answer["cpu"] for answer in answers), 0.0) / seconds)
         self.peak = max([self.peak, *(answer["peak"] for answer in answers)])
-        self.idle = max([self.idle, *(answer["idle"] for answer in answers)])
+        self.idle = max(answer["idle"] for answer in answers)
 
     def seconds(self, phase: str) -> list[float]:
         return [step[phase] for steps in self.rounds for step in steps]
@@ -126,6 +132,7 @@ class Result:
             "peak_rss": self.peak,
             "setup_peak_rss": self.setup_peak,
             "idle_cpu": self.idle,
+            "others_cpu": statistics.median(self.others),
             "loopback_bytes_a_step": statistics.median(self.sent),
         }
 
@@ -151,14 +158,15 @@ def measure(
         for i in range(rounds):
             print(f"round {i + 1} of {rounds}", file=sys.stderr)
             for name in order.sample(list(groups), len(groups)):
-                before = loopback_bytes()
+                sent, busy, start = loopback_bytes(), busy_seconds(), time.perf_counter()
                 try:
                     answers = groups[name].run(steps + 1)
                 except ContenderError as error:
                     failures[name] = str(error)
                     del groups[name], results[name]
                 else:
-                    results[name].add(answers, loopback_bytes() - before)
+                    seconds = time.perf_counter() - start
+                    results[name].add(answers, loopback_bytes() - sent, busy_seconds() - busy, seconds)
     finally:
         for group in groups.values():
             group.close()
@@ -171,16 +179,22 @@ def loopback_bytes() -> int:
     return next(int(line.split()[9]) for line in lines if line.strip().startswith("lo:"))
 
 
+def busy_seconds() -> float:
+    """Processor time of the whole machine."""
+    times = psutil.cpu_times()
+    return times.user + times.nice + times.system + times.irq + times.softirq
+
+
 def compare(results: dict[str, Result]) -> dict[str, dict[str, Any]]:
-    """How many times faster a step of ours is than each other's: of the medians, and of the rounds' medians."""
+    """How many times longer each other's step takes than ours: of the medians, the 20th percentiles, and by round."""
     if OURS not in results:
         return {}
     ours, others = results[OURS], {name: result for name, result in results.items() if name != OURS}
     compared = {}
     for name, other in others.items():
         by_round = [other.median_of_round(i) / ours.median_of_round(i) for i in range(len(ours.rounds))]
-        ratio = other.quantiles("total")[1] / ours.quantiles("total")[1]
-        compared[name] = {"ratio": ratio, "by_round": [round(r, 3) for r in by_round]}
+        low, middle, _ = (a / b for a, b in zip(other.quantiles("total"), ours.quantiles("total"), strict=True))
+        compared[name] = {"ratio": middle, "of_p20": low, "by_round": [round(r, 3) for r in by_round]}
     return compared
 
 
@@ -189,16 +203,18 @@ def show(results: dict[str, Result], failures: dict[str, str], compared: dict[st
     for name, result in results.items():
         cells = [tuple(1e3 * s for s in result.quantiles(phase)) for phase in PHASES]
         print(f"{name:26}" + "".join(f"{f'{mid:.1f} ({low:.1f} to {high:.1f})':>24}" for low, mid, high in cells))
-    print(f"{'':26}{'peak RSS':>12}{'and setup':>12}{'MB a step':>12}{'idle CPU':>12}{'loss':>12}{'norm':>12}")
+    columns = ("peak RSS", "and setup", "MB a step", "idle CPU", "others CPU", "loss", "norm")
+    print(f"{'':26}" + "".join(f"{column:>12}" for column in columns))
     for name, result in results.items():
         known = result.record()
         row = [f"{known[k] / 2**20:.0f} MiB" for k in ("peak_rss", "setup_peak_rss")]
         row += [f"{known['loopback_bytes_a_step'] / 1e6:.1f}", f"{100 * result.idle:.2f} %"]
+        row += [f"{100 * known['others_cpu']:.0f} %"]
         row += [f"{known['last'][k]:.4f}" for k in ("loss", "grad_norm")]
         print(f"{name:26}" + "".join(f"{cell:>12}" for cell in row))
     for name, ratio in compared.items():
-        by_round = ratio["by_round"]
-        print(f"{name} / {OURS}: {ratio['ratio']:.2f} (rounds: {min(by_round):.2f} to {max(by_round):.2f})")
+        rounds = f"{min(ratio['by_round']):.2f} to {max(ratio['by_round']):.2f}"
+        print(f"{name} / {OURS}: {ratio['ratio']:.2f} (of the p20: {ratio['of_p20']:.2f}; rounds: {rounds})")
     peers = [ratio["ratio"] for name, ratio in compared.items() if name in DEEPSPEED]
     if peers:
         print(f"fastest DeepSpeed / {OURS}: {min(peers):.2f} (target: at least {TARGET})")
@@ -211,8 +227,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--contenders", nargs="+", default=list(CONTENDERS), choices=CONTENDERS, metavar="NAME")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1, help="of each rank (default: 1)")
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--steps", type=int, default=8, help="counted in each round of each contender (default: 8)")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=4, help="counted in each round of each contender (default: 4)")
     parser.add_argument("--warm-up", type=int, default=5, help="steps before the first round (default: 5)")
     parser.add_argument("--micro-batch", type=int, default=2)
     parser.add_argument("--context", type=int, default=64)
