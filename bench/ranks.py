@@ -11,12 +11,14 @@ import argparse
 import json
 import os
 import random
+import select
 import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,7 @@ import psutil
 
 from bench.cpu_adam import commit, machine
 from bench.presets import GPTConfig
-from bench.rank_contenders import CONTENDERS, DEEPSPEED, OURS, deepspeed_config
+from bench.rank_contenders import CONTENDERS, DEEPSPEED, OURS, TOKENS, deepspeed_config
 
 PHASES = ("forward", "backward", "step", "total")
 TARGET = 1.5
@@ -70,25 +72,34 @@ class Group:
 
     def answers(self) -> list[dict[str, Any]]:
         """One from each rank."""
-        lines = [process.stdout.readline() for process in self._processes]
-        if not all(lines):
-            self.close()
-            self._log.seek(0)
-            raise ContenderError("".join(self._log.readlines()[-_LOG_LINES:]).rstrip() or "ended without a word")
-        return [json.loads(line) for line in lines]
+        answers: dict[Any, dict[str, Any]] = {}
+        outputs = [process.stdout for process in self._processes]
+        while len(answers) < len(outputs):
+            for output in select.select([o for o in outputs if o not in answers], [], [])[0]:
+                line = output.readline()
+                if not line:  # one is gone; the others may be waiting for it
+                    self.close(0.0)
+                    self._log.seek(0)
+                    words = "".join(self._log.readlines()[-_LOG_LINES:]).rstrip()
+                    raise ContenderError(words or "ended without a word")
+                answers[output] = json.loads(line)
+        return [answers[output] for output in outputs]
 
     def run(self, steps: int) -> list[dict[str, Any]]:
         for process in self._processes:
-            process.stdin.write(json.dumps({"steps": steps}) + "\n")
-            process.stdin.flush()
+            with suppress(BrokenPipeError):  # it has ended: `answers` finds out
+                process.stdin.write(json.dumps({"steps": steps}) + "\n")
+                process.stdin.flush()
         return self.answers()
 
-    def close(self) -> None:
+    def close(self, patience: float = 10.0) -> None:
+        """End the ranks; kill those that have not ended after so many seconds."""
         for process in self._processes:
-            process.stdin.close()
+            with suppress(BrokenPipeError):
+                process.stdin.close()
         for process in self._processes:
             try:
-                process.wait(10)
+                process.wait(patience)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
@@ -240,6 +251,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     for name in ("ranks", "threads", "rounds", "micro_batch", "context", "layers", "width", "vocabulary"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')}: got {getattr(args, name)}, expected at least 1")
+    if args.vocabulary < TOKENS:
+        parser.error(f"--vocabulary: got {args.vocabulary}, expected at least {TOKENS}, the tokens drawn")
+    if args.width % GPT_34M.heads:
+        parser.error(f"--width: got {args.width}, expected a multiple of the {GPT_34M.heads} heads")
     if args.steps < 2:
         parser.error(f"--steps: got {args.steps}, expected at least 2: there is a spread to report")
     return args
