@@ -7,8 +7,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 SITE_STAMP := $(VENV)/.requirements
 BUILD_STAMP := $(VENV)/.built
+PEERS_STAMP := $(VENV)/.peers
 
-.PHONY: train test test-all lint bench setup clean
+.PHONY: train test test-all lint bench bench-ranks setup clean
 .DELETE_ON_ERROR:
 
 train: setup
@@ -24,6 +25,9 @@ lint: setup
 
 bench: setup
 	$(BIN)/python -m bench.cpu_adam $(ARGS)
+
+bench-ranks: setup $(PEERS_STAMP)
+	$(BIN)/python -m bench.ranks $(ARGS)
 
 setup: $(BUILD_STAMP)
 
@@ -41,6 +45,11 @@ $(SITE_STAMP): pyproject.toml constraints.txt
 $(BUILD_STAMP): $(SITE_STAMP) setup.py offload_core/_ffi_build.py $(wildcard c_src/*.c c_src/*.h)
 	$(BIN)/python setup.py --quiet build_ext --inplace
 	touch $@
+
+# Without it bench.ranks measures the others, and ends with what DeepSpeed said.
+$(PEERS_STAMP): $(SITE_STAMP)
+	if DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation -e '.[peers]'; \
+	    then touch $@; else echo "make: DeepSpeed could not be installed" >&2; fi
 
 clean:
 	rm -rf $(VENV) build *.egg-info offload_core/_offload*.so offload_core/_offload.c .hypothesis

@@ -26,8 +26,8 @@ from typing import Any, NoReturn, TextIO
 import numpy as np
 
 from bench.data import Corpus, held_out_batches, load_corpus, training_batch
+from bench.launch import Ranks
 from bench.presets import PRESETS
-from bench.ranks import Ranks
 from bench.trainer import ITEM_SIZES, OffloadTrainer, Settings, Step, Trainer
 from offload_core.cpus import default_threads
 from offload_core.errors import CollectiveError, OffloadError

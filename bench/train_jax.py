@@ -11,8 +11,8 @@ import numpy as np
 import optax
 
 from bench.gpt_jax import Params, init_params, logits_of, loss_of
+from bench.launch import Ranks
 from bench.presets import BETAS, WEIGHT_DECAY, learning_rate
-from bench.ranks import Ranks
 from bench.trainer import Settings, Step, check_room
 from frontends.jax import wrap
 from offload_core.errors import ConfigError

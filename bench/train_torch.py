@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from bench.gpt_torch import GPT
+from bench.launch import Ranks
 from bench.presets import BETAS, WEIGHT_DECAY, learning_rate
-from bench.ranks import Ranks
 from bench.trainer import Settings, Step, check_room
 from frontends.torch import wrap
 from offload_core.cpus import default_threads

@@ -5,8 +5,8 @@ from typing import Protocol
 
 import numpy as np
 
+from bench.launch import Ranks
 from bench.presets import GPTConfig
-from bench.ranks import Ranks
 from offload_core.errors import HostMemoryError
 from offload_core.host_memory import available_bytes, format_bytes
 from offload_core.memory_plan import MemoryReport

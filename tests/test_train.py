@@ -14,8 +14,8 @@ import pytest
 
 from bench import train
 from bench.data import held_out_batches, is_held_out, training_batch
+from bench.launch import Ranks
 from bench.presets import PRESETS, learning_rate
-from bench.ranks import Ranks
 from bench.trainer import check_room
 from offload_core.errors import HostMemoryError
 

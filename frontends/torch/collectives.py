@@ -53,7 +53,17 @@ class TorchRanks:
 
     def gather(self, send: np.ndarray, received: np.ndarray, what: str) -> None:
         self.sent_bytes += send.nbytes * (self.world_size - 1)
-        self._run(what, all_gather, _bytes(received), _bytes(send))
+
+        def broadcasts(received: torch.Tensor, send: torch.Tensor, group: Any) -> None:
+            # gloo's all-gather takes 2.5 times as long: it passes all data through memory of its own.
+            parts = received.view(self.world_size, -1)
+            parts[self.rank] = send
+            sources = range(self.world_size)
+            pending = [dist.broadcast(parts[r], group_src=r, group=group, async_op=True) for r in sources]
+            for work in pending:
+                work.wait()
+
+        self._run(what, broadcasts, _bytes(received), _bytes(send))
 
     def sum_integers(self, array: np.ndarray, what: str) -> None:
         self._run(what, dist.all_reduce, array.view())

@@ -1,0 +1,56 @@
+"""``bench.ranks`` on a model too small to time: every contender trains alike, and one that cannot run is named."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SMALL = ["--rounds=1", "--steps=2", "--warm-up=1", "--layers=1", "--width=64", "--vocabulary=256", "--context=16"]
+
+
+def run(*arguments: str, path: Path = ROOT) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "bench.ranks", *SMALL, *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(path)}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
+
+
+@pytest.fixture(autouse=True)
+def _torch() -> None:
+    if importlib.util.find_spec("torch") is None:
+        pytest.skip("torch is not installed")
+
+
+def test_contenders_train_alike_and_one_that_cannot_run_is_named(tmp_path: Path) -> None:
+    (tmp_path / "deepspeed.py").write_text("raise ImportError('no such peer')\n")
+    out = tmp_path / "result.jsonl"
+    done = run("--contenders", "offload-core", "DeepSpeed", "DDP, no offload", f"--json={out}", path=tmp_path)
+    assert done.returncode == 1, f"{done.stdout}\n{done.stderr}"
+    assert "DeepSpeed: COULD NOT RUN" in done.stdout
+    assert "no such peer" in done.stdout
+
+    record = json.loads(out.read_text())
+    assert "no such peer" in record["could_not_run"]["DeepSpeed"]
+    ours, plain = (record["results"][name] for name in ("offload-core", "DDP, no offload"))
+    assert ours["last"] == pytest.approx(plain["last"], rel=1e-2)
+    assert record["compared"].keys() == {"DDP, no offload"}
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("--ranks=0", "--ranks: got 0, expected at least 1"),
+        ("--steps=1", "--steps: got 1, expected at least 2"),
+        ("--width=60", "--width: got 60, expected a multiple of the 8 heads"),
+        ("--vocabulary=64", "--vocabulary: got 64, expected at least 256"),
+        ("--contenders=Megatron", "invalid choice: 'Megatron'"),
+    ],
+)
+def test_a_wrong_argument_is_named(argument: str, message: str) -> None:
+    done = run(argument)
+    assert done.returncode == 2
+    assert message in done.stderr
