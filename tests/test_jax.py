@@ -95,7 +95,7 @@ def assert_same_run(offloaded, eager):
 
 def generations(offloaded):
     """Parameter buffers in existence, whoever holds them."""
-    return offloaded._buffer_memory.n_bytes // offloaded._buffers.generation_bytes
+    return offloaded._placement.buffer_memory.n_bytes // offloaded._placement.buffers.generation_bytes
 
 
 # --- the same bits as eager optax --------------------------------------------------------------------

@@ -259,7 +259,7 @@ def test_an_update_without_memory_for_it_is_refused(monkeypatch):
         raise HostMemoryError("parameter buffers: the system refused")
 
     with monkeypatch.context() as patch:
-        patch.setattr(offloaded._buffer_memory, "allocate", allocate)
+        patch.setattr(offloaded._placement.buffer_memory, "allocate", allocate)
         before = offloaded.to_pytree()
         with pytest.raises(HostMemoryError, match="parameter buffers"):
             offloaded.update(make_grads(seed=3))

@@ -4,5 +4,6 @@ from offload_core.config import OffloadConfig
 from offload_core.pipeline import StepReport
 
 from .offloaded import OffloadedParams, ScaledGradients, wrap
+from .placement import RankGradients
 
-__all__ = ["OffloadConfig", "OffloadedParams", "ScaledGradients", "StepReport", "wrap"]
+__all__ = ["OffloadConfig", "OffloadedParams", "RankGradients", "ScaledGradients", "StepReport", "wrap"]

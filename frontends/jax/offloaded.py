@@ -8,19 +8,19 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from offload_core.config import OffloadConfig, check_hyperparameters
 from offload_core.cpu_adam import STATE_NAMES, AdamHyper
 from offload_core.dtypes import BY_NUMPY
 from offload_core.errors import GradientError, OffloadError, ParameterError, StateError
-from offload_core.host_memory import HostMemory, available_bytes
-from offload_core.host_ranks import HostRanks
+from offload_core.host_memory import available_bytes
 from offload_core.loss_scale import scaler_for
-from offload_core.memory_plan import MemoryReport, PlanRow
+from offload_core.memory_plan import MemoryReport
 from offload_core.partition import ParamSpec
 from offload_core.pipeline import Pipeline, StepReport
 
-from .device import JaxDevice, ParameterBuffers, on_cpu
+from .placement import RankGradients, placement_for
 
 Mask = Any
 """A pytree of booleans with the parameters' structure or a prefix of it, or a function from the parameters to one."""
@@ -32,6 +32,8 @@ def wrap(
     *,
     mask: Mask | None = None,
     trainable: Mask | None = None,
+    mesh: Mesh | None = None,
+    axis: str | None = None,
     **overrides: Any,
 ) -> "OffloadedParams":
     """Put the optimizer states of a pytree of parameters in host memory.
@@ -43,12 +45,15 @@ def wrap(
         mask: which parameters weight decay applies to, as in ``optax.adamw``: booleans in the parameters' structure
             or a prefix of it, or a function from the parameters to them; None: all.
         trainable: which parameters are trained, likewise; None: all. The others pass through.
+        mesh: partition the optimizer states over the devices of one of its axes, which may belong to several
+            processes. Parameters and other ``jax.Array`` leaves are replicated on it; the values of rank 0 are taken.
+        axis: its name; None: the mesh's only axis.
         overrides: fields of ``OffloadConfig``; ``lr`` may be an optax schedule.
 
     Raises:
         ConfigError, ParameterError, HostMemoryError, StateError (under jit): before anything is allocated.
     """
-    return OffloadedParams(params, config, mask=mask, trainable=trainable, **overrides)
+    return OffloadedParams(params, config, mask=mask, trainable=trainable, mesh=mesh, axis=axis, **overrides)
 
 
 @jax.tree_util.register_pytree_node_class
@@ -83,8 +88,6 @@ class _Leaf:
     position: int
     shape: tuple[int, ...]
     dtype: Any
-    placement: Any
-    """The sharding to put new arrays on; None where the array was not committed to a device."""
 
 
 class OffloadedParams:
@@ -101,6 +104,8 @@ class OffloadedParams:
         *,
         mask: Mask | None = None,
         trainable: Mask | None = None,
+        mesh: Mesh | None = None,
+        axis: str | None = None,
         **overrides: Any,
     ) -> None:
         _refuse_jit("wrap()")
@@ -110,6 +115,7 @@ class OffloadedParams:
         """What the last :meth:`update` did."""
         self.count = 0
         """Updates made so far."""
+        self._placement = placement_for(self.config, mesh, axis)
         flat, self._treedef = _flatten(params)
         self._paths = [path for path, _ in flat]
         leaves = [leaf for _, leaf in flat]
@@ -119,34 +125,28 @@ class OffloadedParams:
         if not positions:
             raise ParameterError("params: no leaf is a trainable floating-point array; expected at least one")
         target = self.config.target_dtype
-        arrays = [jnp.asarray(leaves[i]) for i in positions]
+        arrays = [self._placement.place(self._paths[i], leaves[i]) for i in positions]
         specs = [
             ParamSpec(self._paths[i], array.size, target or BY_NUMPY[array.dtype], group=int(not decayed[i]))
             for i, array in zip(positions, arrays, strict=True)
         ]
         scaler = scaler_for(self.config, [s.dtype for s in specs])
-        self._pipeline = Pipeline(self.config, HostRanks(JaxDevice()), scaler)
-        self._on_cpu = on_cpu(arrays[0])
-        # On the CPU the buffers are the device parameters themselves: the device's account, not the host's.
-        self._buffer_memory = HostMemory(self.config.threads) if self._on_cpu else self._pipeline.memory
-        self._buffers = ParameterBuffers(self._buffer_memory, specs)
-        self._plan(specs)
-        self._pipeline.add_parameters(specs, arrays)
-        cast = [array.astype(spec.dtype.numpy) for array, spec in zip(arrays, specs, strict=True)]
-        self._leaves = [
-            _Leaf(i, array.shape, array.dtype, array.sharding if array.committed else None)
-            for i, array in zip(positions, cast, strict=True)
-        ]
-        for i, array in zip(positions, cast, strict=True):
-            leaves[i] = array
-        self._all_leaves = leaves
-
-    def _plan(self, specs: Sequence[ParamSpec]) -> None:
+        self._pipeline = Pipeline(self.config, self._placement.device, scaler)
         plan = self._pipeline.plan(specs)
-        row = PlanRow("parameter buffers", "host", 2 * self._buffers.generation_bytes, "param_dtype='bfloat16'")
-        plan = replace(plan, rows=(*plan.rows, row))
-        plan.check(available_bytes())
-        self._planned_host_bytes = plan.host_bytes - (row.n_bytes if self._on_cpu else 0)
+        self._planned_host_bytes = plan.host_bytes
+        rows = self._placement.plan(specs, arrays, self._pipeline.memory)
+        replace(plan, rows=(*plan.rows, *rows)).check(available_bytes())
+        self._planned_host_bytes += self._placement.planned_host_bytes
+        tensors = self._placement.start(arrays)
+        self._pipeline.add_parameters(specs, tensors)
+        arrays = self._placement.started(tensors)
+        self._leaves = []
+        for i in set(range(len(leaves))) - set(positions):
+            leaves[i] = self._placement.pass_through(leaves[i])
+        for i, array, spec in zip(positions, arrays, specs, strict=True):
+            leaves[i] = array.astype(spec.dtype.numpy)
+            self._leaves.append(_Leaf(i, array.shape, leaves[i].dtype))
+        self._all_leaves = leaves
 
     @property
     def params(self) -> Any:
@@ -155,12 +155,28 @@ class OffloadedParams:
 
     # --- gradients ---------------------------------------------------------------------------------
 
-    def value_and_grad(self, fun: Callable[..., Any], *, has_aux: bool = False) -> Callable[..., Any]:
+    def value_and_grad(
+        self, fun: Callable[..., Any], *, has_aux: bool = False, in_specs: Any = None, check_vma: bool = True
+    ) -> Callable[..., Any]:
         """A compiled function of ``(params, *args, **kwargs)`` that returns ``fun``'s value and its gradients.
 
         As ``jax.jit(jax.value_and_grad(fun))`` for trees that also hold leaves that are not trained: their place in
         the gradients is None. Under loss scaling the gradients come as :class:`ScaledGradients`; the value is
         unscaled.
+
+        On a mesh each rank computes ``fun`` of its own part of the arguments inside ``shard_map``, and the gradients
+        come as :class:`RankGradients`, not yet averaged. The value and floating-point leaves of aux are the mean over
+        the ranks; other leaves of aux are rank 0's.
+
+        Args:
+            in_specs: on a mesh, how arguments after the parameters are cut: a ``PartitionSpec`` for all of them, or a
+                tuple of one for each (or for each of its subtrees). None: as they lie on the mesh, and whole where
+                they do not. Keyword arguments are always as they lie.
+            check_vma: on a mesh, that of ``jax.shard_map``. With False ``fun`` need not tell what varies over the axis
+                (a ``lax.scan`` may start from zeros), but may contain no collectives: their gradients would be wrong.
+
+        Raises (when called):
+            ParameterError: the parameters have another structure; no argument is split over the mesh axis.
         """
         positions = [leaf.position for leaf in self._leaves]
         trained_set = frozenset(positions)
@@ -177,7 +193,7 @@ class OffloadedParams:
             (_, out), gradients = jax.value_and_grad(scaled, has_aux=True)(trained)
             return out, gradients
 
-        compiled = jax.jit(compute, static_argnums=2)
+        compiled = self._placement.compile(compute, in_specs=in_specs, check_vma=check_vma)
 
         def call(params: Any, *args: Any, **kwargs: Any) -> Any:
             flat, treedef = _flatten(params)
@@ -191,7 +207,7 @@ class OffloadedParams:
             tree = [None] * len(leaves)
             for i, gradient in zip(positions, gradients, strict=True):
                 tree[i] = gradient
-            grads = jax.tree_util.tree_unflatten(treedef, tree)
+            grads = self._placement.as_gradients(jax.tree_util.tree_unflatten(treedef, tree))
             return out, (grads if scale is None else ScaledGradients(grads, scale))
 
         return call
@@ -204,7 +220,9 @@ class OffloadedParams:
         Args:
             grads: a pytree with the parameters' structure, from :meth:`value_and_grad` or ``jax.grad``; a leaf may
                 be None (no gradient: that parameter and its states stay). Each leaf has its parameter's dtype, or
-                float32. With ``gradient_accumulation_steps=N`` the update averages over N calls.
+                float32. On a mesh :class:`RankGradients` are averaged over the ranks, and a plain pytree, as
+                ``jax.grad`` under ``jax.jit`` gives, is the average already. With ``gradient_accumulation_steps=N``
+                the update averages over N calls.
 
         Raises (nothing has changed then):
             GradientError: the gradients do not fit.
@@ -215,10 +233,8 @@ class OffloadedParams:
         _refuse_jit("update()")
         gradients, hypers = self._check(grads), self._hypers()
         steps = self.config.gradient_accumulation_steps
-        buffers = self._buffers.take() if self._pipeline.micro_steps + 1 == steps else []
-        for gradient in gradients:
-            if not self._on_cpu and gradient is not None:
-                gradient.copy_to_host_async()
+        parameters = [self._all_leaves[leaf.position] for leaf in self._leaves]
+        targets = self._placement.targets(parameters) if self._pipeline.micro_steps + 1 == steps else []
         before = [float(t) for t in self._pipeline.steps]
         try:
             for i, gradient in enumerate(gradients):
@@ -228,15 +244,15 @@ class OffloadedParams:
             if not self._pipeline.end_micro_step():
                 self.report = StepReport(updated=False, skipped="accumulating", loss_scale=loss_scale)
                 return self.params
-            self.report = self._pipeline.step(hypers, buffers, divisor=float(steps))
+            self.report = self._pipeline.step(hypers, targets, divisor=float(steps))
         except BaseException:
             self.discard_gradients()
             raise
         if self.report.updated:
             self.count += 1
-            for leaf, buffer, t, earlier in zip(self._leaves, buffers, self._pipeline.steps, before, strict=True):
-                if float(t) != earlier:
-                    self._all_leaves[leaf.position] = jax.device_put(buffer.reshape(leaf.shape), leaf.placement)
+            for i, (leaf, target) in enumerate(zip(self._leaves, targets, strict=True)):
+                if float(self._pipeline.steps[i]) != before[i]:
+                    self._all_leaves[leaf.position] = self._placement.written(target, parameters[i])
         return self.params
 
     def discard_gradients(self) -> None:
@@ -258,11 +274,13 @@ class OffloadedParams:
                 "plain gradients under loss scaling, expected those of offloaded.value_and_grad(loss_fn): float16 "
                 "gradients of an unscaled loss underflow (or set loss_scale=1)"
             )
-        flat, treedef = _flatten(grads)
+        unreduced = isinstance(grads, RankGradients)
+        stack = [self._pipeline.device.world_size] if unreduced else []
+        flat, treedef = _flatten(grads.tree if unreduced else grads)
         if treedef != self._treedef:
             _check_paths(self._paths, flat, GradientError, "update: gradients")
         gradients = []
-        for leaf in self._leaves:
+        for i, leaf in enumerate(self._leaves):
             path, gradient = self._paths[leaf.position], flat[leaf.position][1]
             if isinstance(gradient, jax.core.Tracer):
                 raise GradientError(
@@ -271,16 +289,19 @@ class OffloadedParams:
             if gradient is not None:
                 if not _is_array(gradient):
                     raise GradientError(f"{path}: gradient is a {type(gradient).__name__}, expected an array or None")
-                if gradient.shape != leaf.shape or gradient.dtype not in (leaf.dtype, jnp.float32):
+                expected = [*stack, *leaf.shape]
+                if list(gradient.shape) != expected or gradient.dtype not in (leaf.dtype, jnp.float32):
+                    ranks = ", one a rank" if unreduced else ""
                     raise GradientError(
                         f"{path}: gradient is {gradient.dtype}{list(gradient.shape)}, expected "
-                        f"{leaf.dtype}{list(leaf.shape)} (or float32)"
+                        f"{leaf.dtype}{expected} (or float32){ranks}"
                     )
                 gradient = jnp.asarray(gradient)
                 if gradient.is_deleted():
                     raise GradientError(f"{path}: gradient was donated or deleted; expected one that is alive")
-                if len(gradient.devices()) > 1:
-                    raise GradientError(f"{path}: gradient lies on {len(gradient.devices())} devices, expected one")
+                like = self._all_leaves[leaf.position]
+                gradient = self._placement.as_gradient(path, gradient, like, unreduced=unreduced)
+                self._pipeline.check_gradient(i, gradient)
             gradients.append(gradient)
         if all(gradient is None for gradient in gradients):
             raise GradientError("update: every gradient is None, expected at least one array")
@@ -300,12 +321,13 @@ class OffloadedParams:
         """A copy of everything that training goes on from, as a pytree of NumPy arrays.
 
         Keys: ``count``; ``params``; ``master``, ``exp_avg``, ``exp_avg_sq`` (fp32) and ``steps``, each with the
-        parameters' structure and None where a leaf is not trained.
+        parameters' structure and None where a leaf is not trained. On a mesh they are whole: with several processes
+        each gets all of them from the others, so all must call this.
         """
         states: dict[str, list[Any]] = {name: [None] * len(self._all_leaves) for name in (*STATE_NAMES, "steps")}
         for i, leaf in enumerate(self._leaves):
-            for name, view in self._states(i).items():
-                states[name][leaf.position] = view.reshape(leaf.shape).copy()
+            for name, state in self._whole_states(i).items():
+                states[name][leaf.position] = state.reshape(leaf.shape)
             states["steps"][leaf.position] = self._pipeline.steps[i].copy()
         trees = {name: jax.tree_util.tree_unflatten(self._treedef, leaves) for name, leaves in states.items()}
         scaler = self._pipeline.scaler
@@ -313,7 +335,7 @@ class OffloadedParams:
         return {"count": self.count, "params": jax.tree.map(_to_numpy, self.params), **trees, **loss_scale}
 
     def load_pytree(self, tree: Mapping[str, Any]) -> Any:
-        """Load what :meth:`to_pytree` gave, and return the parameters.
+        """Load what :meth:`to_pytree` gave, and return the parameters. Any number of ranks may have written it.
 
         Raises:
             StateError: a key or a leaf is missing, or has another shape; nothing has changed.
@@ -327,8 +349,9 @@ class OffloadedParams:
         steps = self._leaves_of(tree, "steps", dict.fromkeys(trained, ()))
         self._pipeline.drop_gradients()
         for i, leaf in enumerate(self._leaves):
-            for name, view in self._states(i).items():
-                view.reshape(leaf.shape)[...] = states[name][leaf.position]
+            for start, views in self._pipeline.states(i):
+                for name, view in views.items():
+                    view[...] = np.reshape(states[name][leaf.position], -1)[start : start + view.size]
             self._pipeline.steps[i][...] = steps[leaf.position]
         for position, value in params.items():
             self._all_leaves[position] = _from_numpy(value, self._all_leaves[position])
@@ -337,9 +360,17 @@ class OffloadedParams:
         self.count = int(tree["count"])
         return self.params
 
-    def _states(self, i: int) -> dict[str, np.ndarray]:
-        runs = self._pipeline.states(i)
-        return runs[0][1] if runs else {name: np.empty(0, np.float32) for name in STATE_NAMES}
+    def _whole_states(self, i: int) -> dict[str, np.ndarray]:
+        """A parameter's states, one-dimensional; what other processes hold comes from there."""
+        numel = self._pipeline.params[i].numel
+        words = {name: np.zeros(-(-numel // 2), np.int64) for name in STATE_NAMES}
+        whole = {name: array.view(np.float32)[:numel] for name, array in words.items()}
+        for start, views in self._pipeline.states(i):
+            for name, view in views.items():
+                whole[name][start : start + view.size] = view
+        for name, array in words.items():  # the bits of one process, and zeros of the others
+            self._pipeline.device.collectives.sum_integers(array, f"{name} of {self._pipeline.params[i].name}")
+        return whole
 
     def _leaves_of(self, tree: Mapping[str, Any], name: str, shapes: Mapping[int, tuple[int, ...]]) -> dict[int, Any]:
         """The leaves of ``tree[name]`` at the positions of ``shapes``; checked to be of these shapes."""
@@ -356,10 +387,16 @@ class OffloadedParams:
         return {position: flat[position][1] for position in shapes}
 
     def memory_report(self) -> MemoryReport:
-        """Planned and measured bytes. On the CPU the parameters' buffers count as device memory."""
-        device_bytes = sum(self._all_leaves[leaf.position].nbytes for leaf in self._leaves)
+        """Planned and measured bytes of this process. On the CPU the parameters' buffers count as device memory."""
+        arrays = [self._all_leaves[leaf.position] for leaf in self._leaves]
+        device_bytes = sum(shard.data.nbytes for array in arrays for shard in array.addressable_shards)
         report = self._pipeline.memory_report(device_bytes)
         return replace(report, planned_host_bytes=self._planned_host_bytes)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of gradients and parameters that this process's ranks have sent to other ranks."""
+        return self._pipeline.device.sent_bytes
 
     # --- optax -------------------------------------------------------------------------------------
 
@@ -463,11 +500,6 @@ def _is_parameter(path: str, leaf: Any) -> bool:
         raise ParameterError(f"{path}: wrap() inside jit, grad or vmap; expected concrete arrays: call it outside")
     if leaf.dtype not in BY_NUMPY:
         raise ParameterError(f"{path} has dtype {leaf.dtype}, expected float32, bfloat16 or float16")
-    if isinstance(leaf, jax.Array) and len(leaf.devices()) > 1:
-        raise ParameterError(
-            f"{path} lies on {len(leaf.devices())} devices; expected one: sharded and replicated parameters are not "
-            "built yet in this version"
-        )
     return True
 
 

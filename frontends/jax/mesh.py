@@ -1,0 +1,390 @@
+"""Ranks that are the devices along a mesh axis: the core's ``Device`` made of XLA's collectives.
+
+A process holds the shards of the mesh's devices that are its own. Ranks are positions along the axis, in the
+mesh's order; device ids are not ranks. Buckets are exchanged and gathered by explicit collectives inside
+``shard_map``, compiled once a layout. On CPU devices XLA flushes subnormal numbers to zero, those sums included.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from offload_core.collectives import Collectives
+from offload_core.device import Arrival, Copy, Done, Event, HostArray, fill
+from offload_core.dtypes import BY_NUMPY, FLOAT32, ElementType
+from offload_core.errors import CollectiveError, ConfigError
+from offload_core.host_memory import StagingRing
+from offload_core.host_ranks import Waiting
+from offload_core.partition import Bucket, ParamSpec
+
+REPLICATED = PartitionSpec()
+
+
+class MeshAxis:
+    """The ranks along one axis of a mesh, and arrays that lie on them.
+
+    Args:
+        axis: its name; None: the mesh's only axis.
+
+    Raises:
+        ConfigError: there is no such axis, another one has more than one device, or none of the devices is here.
+    """
+
+    def __init__(self, mesh: Mesh, axis: str | None) -> None:
+        if not isinstance(mesh, Mesh):
+            raise ConfigError(f"mesh: got a {type(mesh).__name__}, expected a jax.sharding.Mesh")
+        names = ", ".join(map(repr, mesh.axis_names))
+        if axis is None and len(mesh.axis_names) != 1:
+            raise ConfigError(f"axis: got None for a mesh with the axes {names}; expected the name of one")
+        if axis is not None and axis not in mesh.axis_names:
+            raise ConfigError(f"axis: got {axis!r}, expected one of the mesh's: {names}")
+        self.name: str = mesh.axis_names[0] if axis is None else axis
+        others = {name: size for name, size in mesh.shape.items() if name != self.name and size > 1}
+        if others:
+            sizes = ", ".join(f"{name!r} of size {size}" for name, size in others.items())
+            raise ConfigError(
+                f"mesh: besides {self.name!r} it has the axis {sizes}; expected size 1: parameters sharded over other "
+                "axes are not built yet in this version, and replicated states would take their memory for each of "
+                "its devices; wrap on a mesh of one axis"
+            )
+        self.mesh = mesh
+        self.devices: list[jax.Device] = list(mesh.devices.flat)
+        self.world_size = len(self.devices)
+        self.ranks = tuple(r for r, d in enumerate(self.devices) if d.process_index == jax.process_index())
+        if not self.ranks:
+            raise ConfigError("mesh: none of its devices belongs to this process, expected at least one in each")
+        self.process_of = [device.process_index for device in self.devices]
+        """The process that holds each rank."""
+        self.on_cpu = self.devices[0].platform == "cpu"
+        self.split = PartitionSpec(mesh.axis_names)
+        """The first dimension cut into one part a rank (other axes have one device)."""
+        self.replicated_sharding = NamedSharding(mesh, REPLICATED)
+        self.split_sharding = NamedSharding(mesh, self.split)
+
+    def map(self, function: Any, in_specs: Any, out_specs: Any) -> Any:
+        """``shard_map`` that takes the output's replication at its word."""
+        return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+    def replicate(self, value: Any) -> jax.Array:
+        """A global array of this process's value on each of its devices; processes are to give the same one.
+
+        What is replicated on the mesh already stays as it is.
+        """
+        if isinstance(value, jax.Array) and value.sharding.is_equivalent_to(self.replicated_sharding, value.ndim):
+            return value
+        if isinstance(value, jax.Array) and not value.is_fully_addressable:
+            return jax.device_put(value, self.replicated_sharding)
+        if not isinstance(value, jax.Array):
+            value = np.array(value)  # which device_put may alias
+        if len(self.ranks) == self.world_size:
+            return jax.device_put(value, self.replicated_sharding)
+        local = [jax.device_put(value, self.devices[rank]) for rank in self.ranks]
+        return jax.make_array_from_single_device_arrays(value.shape, self.replicated_sharding, local)
+
+    def stack(self, parts: Sequence[Any]) -> jax.Array:
+        """A global array, one part a rank end to end, of the parts of this process's ranks.
+
+        On CPU devices the array may be the parts' own memory.
+        """
+        local = [jax.device_put(part, self.devices[rank]) for part, rank in zip(parts, self.ranks, strict=True)]
+        shape = (self.world_size * local[0].shape[0], *local[0].shape[1:])
+        return jax.make_array_from_single_device_arrays(shape, self.split_sharding, local)
+
+    def parts(self, stacked: jax.Array) -> list[jax.Array]:
+        """This process's parts of a global array that is split over the axis, rank after rank."""
+        on = {shard.device: shard.data for shard in stacked.addressable_shards}
+        return [on[self.devices[rank]] for rank in self.ranks]
+
+
+def ordered_mean(parts: jax.Array) -> jax.Array:
+    """The mean over the first dimension: summed in its order in fp32 (at least), divided once.
+
+    The divisor is hidden from XLA, which would multiply by its reciprocal.
+    """
+    parts = parts.astype(jnp.promote_types(parts.dtype, jnp.float32))
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total / lax.optimization_barrier(jnp.full(total.shape, parts.shape[0], total.dtype))
+
+
+class JaxProcesses:
+    """The core's ``Collectives`` between the processes whose devices an axis has. The first rank's is number 0."""
+
+    def __init__(self, axis: MeshAxis) -> None:
+        processes = list(dict.fromkeys(axis.process_of))
+        self.rank = processes.index(jax.process_index())
+        self.world_size = len(processes)
+        self._axis = axis
+        self._sum = jax.jit(axis.map(lambda x: lax.psum(x, axis.name), axis.split, REPLICATED))
+
+    def sum_integers(self, array: np.ndarray, what: str) -> None:
+        if self.world_size == 1:
+            return
+        # x64 is off: in limbs of 16 bits, whose sums over fewer than 32768 processes are int32.
+        shifts = np.arange(0, 64, 16, dtype=np.uint64)
+        limbs = ((array.view(np.uint64)[:, None] >> shifts) & np.uint64(0xFFFF)).astype(np.int32)
+        parts = [limbs[None] if i == 0 else np.zeros_like(limbs)[None] for i in range(len(self._axis.ranks))]
+        try:
+            total = np.asarray(self._sum(self._axis.stack(parts)).addressable_data(0))[0]
+        except jax.errors.JaxRuntimeError as error:
+            raise CollectiveError.of(self._axis.ranks[0], what, error) from error
+        array[:] = (total.astype(np.uint64) << shifts).sum(axis=1, dtype=np.uint64).view(np.int64)
+
+    def broadcast(self, array: np.ndarray, what: str) -> None:
+        if self.world_size == 1:
+            return
+        words = np.zeros(-(-array.nbytes // 8), np.int64)
+        if self.rank == 0:
+            words.view(np.uint8)[: array.nbytes] = array.reshape(-1).view(np.uint8)
+        self.sum_integers(words, what)
+        array.reshape(-1).view(np.uint8)[:] = words.view(np.uint8)[: array.nbytes]
+
+
+@dataclass
+class MeshParameter:
+    """A parameter on the mesh: the value it has, and what has come of the next one."""
+
+    array: jax.Array
+    """Replicated over the mesh."""
+    partial: jax.Array | None = None
+    """Zeros where nothing has come."""
+    received: int = 0
+    """Elements of ``partial`` that have come."""
+
+
+@dataclass(frozen=True)
+class MeshGradient:
+    """A gradient on the mesh."""
+
+    array: jax.Array
+    """``[world_size, *shape]``, a slice a rank, if ``unreduced``; else ``shape``, replicated: the mean already."""
+    unreduced: bool
+    numel: int
+    travels_as: ElementType
+    """The array's element type; a mean, which does not travel, takes its parameter's."""
+
+
+class _Run(NamedTuple):
+    """A piece of a bucket, to XLA: elements ``[start, start + numel)`` of an array, at ``offset`` of the bucket."""
+
+    start: int
+    numel: int
+    offset: int
+
+
+class _Write(NamedTuple):
+    """What to do with a gathered piece."""
+
+    run: _Run
+    shape: tuple[int, ...]
+    """Of the parameter."""
+    is_whole: bool
+    """Whether the piece is all of it."""
+
+
+class JaxMeshDevice:
+    """The core's ``Device`` on a mesh axis.
+
+    Every rank sends each other rank its slice of a bucket (all-to-all) and sums what it receives, in rank order in
+    fp32. Parameters that straddle buckets are put together in place as their pieces come.
+
+    Args:
+        native: let XLA's reduce-scatter sum instead, in the element type that travels and its own order.
+    """
+
+    addressable = False
+    updates_in_place = False
+    wants_pinned = False
+    staging_slots = 1  # the pipeline's
+
+    def __init__(self, axis: MeshAxis, *, native: bool = False) -> None:
+        self.axis = axis
+        self.ranks = axis.ranks
+        self.world_size = axis.world_size
+        self.collectives: Collectives = JaxProcesses(axis)
+        self.sent_bytes = 0
+        self._native = native
+        # Made once: each compiles once for every layout of a bucket.
+        self._reduce_unreduced = jax.jit(self._reduction(self._exchange, axis.split), static_argnums=(1, 2, 3))
+        self._reduce_mean = jax.jit(self._reduction(self._own_slice, REPLICATED), static_argnums=(1, 2, 3))
+        self._gather = jax.jit(self._gather_and_write, static_argnums=2, donate_argnums=1)
+        self._of_rank_0 = jax.jit(axis.map(self._take_rank_0s, REPLICATED, REPLICATED))
+
+    # --- parameters ----------------------------------------------------------------------------------
+
+    def dtype(self, tensor: MeshParameter | MeshGradient) -> ElementType:
+        if isinstance(tensor, MeshGradient):
+            return tensor.travels_as
+        return BY_NUMPY[np.dtype(tensor.array.dtype)]
+
+    def numel(self, tensor: MeshParameter | MeshGradient) -> int:
+        return tensor.numel if isinstance(tensor, MeshGradient) else int(tensor.array.size)
+
+    def host_array(self, tensor: Any) -> HostArray:
+        raise TypeError("parameters of a mesh are not in host memory")
+
+    def to_host(self, copies: Sequence[Copy], host: np.ndarray) -> Event:
+        local = [(c, c.tensor.array.addressable_data(0).reshape(-1)) for c in copies]
+        # Cut on the device: an array keeps the host copy that NumPy made of it.
+        fill(host, [(c.offset, np.asarray(flat[c.start : c.start + c.numel])) for c, flat in local])
+        return Done()
+
+    def start_alike(self, specs: Sequence[ParamSpec], tensors: Sequence[MeshParameter]) -> None:
+        if self.collectives.world_size == 1:
+            return
+        for spec, tensor in zip(specs, tensors, strict=True):
+            try:
+                tensor.array = jax.block_until_ready(self._of_rank_0(tensor.array))
+            except jax.errors.JaxRuntimeError as error:
+                raise self._lost(f"parameter {spec.name!r}: initial value", error) from error
+
+    def _take_rank_0s(self, value: jax.Array) -> jax.Array:
+        bits = lax.bitcast_convert_type(value, jnp.uint32 if value.dtype.itemsize == 4 else jnp.uint16)
+        mine = jnp.where(lax.axis_index(self.axis.name) == 0, bits.astype(jnp.uint32), 0)
+        return lax.bitcast_convert_type(lax.psum(mine, self.axis.name).astype(bits.dtype), value.dtype)
+
+    # --- gradients -----------------------------------------------------------------------------------
+
+    def arrival(self, wire: ElementType) -> Arrival:
+        return Arrival(1, FLOAT32, 1.0)
+
+    def slot_bytes(self, bucket: Bucket, wire: ElementType) -> int:
+        return len(self.ranks) * bucket.shard_numel * FLOAT32.itemsize
+
+    def reduce(
+        self,
+        bucket: Bucket,
+        wire: ElementType,
+        gradients: Mapping[int, MeshGradient],
+        out: np.ndarray,
+        staging: StagingRing,
+    ) -> Event:
+        pieces = [piece for piece in bucket.pieces if piece.param in gradients]
+        arrays = [gradients[piece.param].array for piece in pieces]
+        runs = tuple(_Run(piece.start, piece.numel, piece.offset) for piece in pieces)
+        unreduced = any(gradients[piece.param].unreduced for piece in pieces)
+        if not pieces:
+            out[:] = 0
+            return Done()
+        what = f"bucket {bucket.index}: exchange of gradients"
+        try:
+            program = self._reduce_unreduced if unreduced else self._reduce_mean
+            shards = self.axis.parts(program(arrays, runs, bucket.shard_numel, wire.numpy))
+        except jax.errors.JaxRuntimeError as error:
+            raise self._lost(what, error) from error
+        if unreduced:
+            self._count_sent(bucket.shard_numel * wire.itemsize)
+        for shard in shards:
+            shard.copy_to_host_async()
+
+        def finish() -> None:
+            try:
+                for shard, part in zip(shards, out.reshape(len(shards), -1), strict=True):
+                    np.copyto(part, np.asarray(shard))
+            except jax.errors.JaxRuntimeError as error:
+                raise self._lost(what, error) from error
+
+        return Waiting(finish)
+
+    def _reduction(self, to_shard: Any, spec: PartitionSpec) -> Any:
+        def reduce(arrays: list[jax.Array], runs: tuple[_Run, ...], shard_numel: int, wire: np.dtype) -> jax.Array:
+            def each(arrays: list[jax.Array]) -> jax.Array:
+                cuts = [array.reshape(-1)[r.start : r.start + r.numel] for array, r in zip(arrays, runs, strict=True)]
+                return to_shard(cuts, runs, shard_numel, wire)
+
+            return self.axis.map(each, spec, self.axis.split)(arrays)
+
+        return reduce
+
+    def _exchange(self, cuts: list[jax.Array], runs: tuple[_Run, ...], shard_numel: int, wire: np.dtype) -> jax.Array:
+        flat = _pack([cut.astype(wire) for cut in cuts], runs, self.world_size * shard_numel)
+        if self._native:
+            total = lax.psum_scatter(flat, self.axis.name, tiled=True).astype(jnp.float32)
+            return total / self.world_size
+        slices = flat.reshape(self.world_size, shard_numel)
+        return ordered_mean(lax.all_to_all(slices, self.axis.name, split_axis=0, concat_axis=0, tiled=True))
+
+    def _own_slice(self, cuts: list[jax.Array], runs: tuple[_Run, ...], shard_numel: int, wire: np.dtype) -> jax.Array:
+        """Of a mean, which all ranks have: summing equal values and dividing might change them."""
+        flat = _pack([cut.astype(jnp.float32) for cut in cuts], runs, self.world_size * shard_numel)
+        return lax.dynamic_slice_in_dim(flat, lax.axis_index(self.axis.name) * shard_numel, shard_numel)
+
+    # --- publishing ----------------------------------------------------------------------------------
+
+    def publish(
+        self,
+        bucket: Bucket,
+        shards: np.ndarray,
+        tensors: Sequence[MeshParameter],
+        present: set[int],
+        staging: StagingRing,
+    ) -> Event:
+        pieces = [piece for piece in bucket.pieces if piece.param in present]
+        written = [tensors[piece.param] for piece in pieces]
+        writes = []
+        for piece, tensor in zip(pieces, written, strict=True):
+            run = _Run(piece.start, piece.numel, piece.offset)
+            writes.append(_Write(run, tensor.array.shape, piece.numel == tensor.array.size))
+        if self.axis.on_cpu:
+            shards = shards.copy()  # device_put aliases host memory there: this becomes the array's
+        what = f"bucket {bucket.index}: gathering of parameters"
+        try:
+            stacked = self.axis.stack(list(shards.reshape(len(self.ranks), -1)))
+            results = self._gather(stacked, [tensor.partial for tensor in written], tuple(writes))
+        except jax.errors.JaxRuntimeError as error:
+            raise self._lost(what, error) from error
+        for piece, tensor, result in zip(pieces, written, results, strict=True):
+            tensor.received += piece.numel
+            tensor.partial = result  # its own last value, if any, was donated
+            if tensor.received == result.size:
+                tensor.array, tensor.partial = result, None
+        self._count_sent(bucket.shard_numel * bucket.dtype.itemsize)
+
+        def finish() -> None:
+            try:
+                jax.block_until_ready((stacked, results))
+            except jax.errors.JaxRuntimeError as error:
+                raise self._lost(what, error) from error
+
+        return Waiting(finish)
+
+    def _gather_and_write(
+        self, shards: jax.Array, partials: list[jax.Array | None], writes: tuple[_Write, ...]
+    ) -> list[jax.Array]:
+        def each(shard: jax.Array, partials: list[jax.Array | None]) -> list[jax.Array]:
+            flat = lax.all_gather(shard, self.axis.name, tiled=True)
+            results = []
+            for (run, shape, is_whole), partial in zip(writes, partials, strict=True):
+                value = flat[run.offset : run.offset + run.numel]
+                if partial is not None or not is_whole:
+                    into = jnp.zeros(math.prod(shape), flat.dtype) if partial is None else partial.reshape(-1)
+                    value = lax.dynamic_update_slice_in_dim(into, value, run.start, axis=0)
+                results.append(value.reshape(shape))
+            return results
+
+        return self.axis.map(each, (self.axis.split, REPLICATED), REPLICATED)(shards, partials)
+
+    def _count_sent(self, shard_bytes: int) -> None:
+        """Each of this process's ranks sent a shard of this size to every other rank."""
+        self.sent_bytes += len(self.ranks) * (self.world_size - 1) * shard_bytes
+
+    def _lost(self, what: str, error: Exception) -> CollectiveError:
+        return CollectiveError.of(self.ranks[0], what, error)
+
+
+def _pack(cuts: Sequence[jax.Array], runs: Sequence[_Run], numel: int) -> jax.Array:
+    """A flat bucket: the cuts at their offsets, zeros elsewhere."""
+    dtype = cuts[0].dtype
+    filled, end = [], 0
+    for cut, run in zip(cuts, runs, strict=True):
+        filled += [jnp.zeros(run.offset - end, dtype), cut] if run.offset > end else [cut]
+        end = run.offset + run.numel
+    return jnp.concatenate([*filled, jnp.zeros(numel - end, dtype)])
