@@ -1,0 +1,62 @@
+"""ZeRO stages 1 and 2 in JAX: ranks are devices of a mesh, of one process or of two.
+
+The number of devices is settled when JAX starts, so the laws of jax_mesh_worker.py are checked in processes of their
+own, all of them in one run.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax_mesh_worker
+import pytest
+
+WORKER = Path(jax_mesh_worker.__file__)
+
+
+def run_workers(folder, n_devices, n_processes):
+    """The outcomes of all laws, one dictionary a process."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        address = f"localhost:{probe.getsockname()[1]}"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(WORKER.parent.parent), str(WORKER.parent)])}
+    workers = []
+    for process in range(n_processes):
+        peers = [address, str(process)] if n_processes > 1 else []
+        command = [sys.executable, str(WORKER), str(folder / f"{process}.json"), str(n_devices), *peers]
+        with (folder / f"{process}.log").open("w") as log:
+            workers.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
+    try:
+        for worker in workers:
+            worker.wait(timeout=300)
+    finally:
+        for worker in workers:
+            worker.kill()
+    logs = "\n".join((folder / f"{process}.log").read_text()[-3000:] for process in range(n_processes))
+    assert [worker.returncode for worker in workers] == [0] * n_processes, logs
+    return [json.loads((folder / f"{process}.json").read_text()) for process in range(n_processes)]
+
+
+@pytest.fixture(scope="module")
+def on_eight_devices(tmp_path_factory):
+    return run_workers(tmp_path_factory.mktemp("eight"), 8, 1)
+
+
+@pytest.fixture(scope="module")
+def in_two_processes(tmp_path_factory):
+    return run_workers(tmp_path_factory.mktemp("two"), 2, 2)
+
+
+@pytest.mark.parametrize("law", [check.__name__ for check in jax_mesh_worker.ONE_PROCESS])
+def test_on_eight_devices(law, on_eight_devices):
+    for outcome in on_eight_devices:
+        assert outcome[law] == "passed", outcome[law]
+
+
+@pytest.mark.parametrize("law", [check.__name__ for check in jax_mesh_worker.TWO_PROCESSES])
+def test_in_two_processes(law, in_two_processes):
+    for outcome in in_two_processes:
+        assert outcome[law] == "passed", outcome[law]
