@@ -333,10 +333,9 @@ class JaxMeshDevice:
         for piece, tensor in zip(pieces, written, strict=True):
             run = _Run(piece.start, piece.numel, piece.offset)
             writes.append(_Write(run, tensor.array.shape, piece.numel == tensor.array.size))
-        if self.axis.on_cpu:
-            shards = shards.copy()  # device_put aliases host memory there: this becomes the array's
         what = f"bucket {bucket.index}: gathering of parameters"
         try:
+            # May be the staging memory itself, which nothing reads once the results are there.
             stacked = self.axis.stack(list(shards.reshape(len(self.ranks), -1)))
             results = self._gather(stacked, [tensor.partial for tensor in written], tuple(writes))
         except jax.errors.JaxRuntimeError as error:
@@ -350,7 +349,7 @@ class JaxMeshDevice:
 
         def finish() -> None:
             try:
-                jax.block_until_ready((stacked, results))
+                jax.block_until_ready(results)
             except jax.errors.JaxRuntimeError as error:
                 raise self._lost(what, error) from error
 
