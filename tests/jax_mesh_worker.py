@@ -131,6 +131,7 @@ def assert_equals_one_device(mesh, dtype, steps=4, **fields):
     world_size = mesh.devices.size
     micro_steps = fields.get("gradient_accumulation_steps", 1)
     start = tree_of(0)
+    fields |= {"mask": functools.partial(jax.tree.map, lambda p: p.ndim > 1)}
     ours = wrap(start, **HYPER, mesh=mesh, param_dtype=dtype, **fields)
     with jax.default_device(jax.local_devices()[0]):
         theirs = wrap(start, **HYPER, param_dtype=dtype, **fields)
@@ -323,10 +324,12 @@ def without_the_cast_to_varying_gradients_would_be_summed():
 
 
 @one_process
+@two_processes
 def training_on_a_mesh_is_training_on_the_whole_batch():
-    mesh = mesh_of(8)
+    mesh = mesh_of(jax.device_count())
     ours = wrap(tree_of(3), lr=1e-2, mesh=mesh)
-    theirs = wrap(tree_of(3), lr=1e-2)
+    with jax.default_device(jax.local_devices()[0]):
+        theirs = wrap(tree_of(3), lr=1e-2)
     by_ours, by_theirs = ours.value_and_grad(loss_fn, in_specs=P("dp")), theirs.value_and_grad(loss_fn)
     losses = []
     for seed in range(20):
@@ -488,6 +491,42 @@ def all_start_from_rank_0s_values():
         assert_same_tree(params, expected)
 
 
+@one_process
+@two_processes
+def what_is_not_trained_passes_through_and_the_rest_may_come_from_anywhere():
+    mesh = mesh_of(4)
+    local = jax.local_devices()[-1]
+    tree = {
+        "cut": split(np.arange(8, dtype=np.float32), mesh),
+        "one": jax.device_put(np.ones(3, np.float32), local),
+        "numpy": np.ones((), np.float32),
+        "ids": jax.device_put(np.arange(3), local),
+        "key": jax.device_put(jax.random.key(1), local),
+        "table": np.arange(3),
+        "none": None,
+        "name": "relu",
+    }
+    offloaded = wrap(tree, mesh=mesh)
+    params = offloaded.params
+    assert_same_replicas([params[k] for k in ("cut", "one", "numpy", "ids")], mesh)
+    assert_same_tree(params["cut"], np.arange(8, dtype=np.float32))
+    assert all(params[k] is tree[k] for k in ("table", "none", "name"))
+
+    def fun(params, x):
+        assert params["name"] == "relu"
+        noise = jax.random.normal(params["key"], (3,))
+        return (params["cut"].sum() + (noise * params["one"]).sum() * params["numpy"] * params["table"].sum()) * x.sum()
+
+    _, grads = offloaded.value_and_grad(fun)(params, split(np.ones(4, np.float32), mesh))
+    updated = offloaded.update(grads)
+    assert jax.tree.structure(updated) == jax.tree.structure(params)
+    assert all(updated[k] is params[k] for k in ("ids", "key", "table", "none", "name"))
+    assert_same_replicas([updated[k] for k in ("cut", "one", "numpy", "ids")], mesh)
+    assert jax.random.key_data(updated["key"]).tolist() == jax.random.key_data(jax.random.key(1)).tolist()
+    saved = offloaded.to_pytree()
+    assert_same_tree(wrap(tree, mesh=mesh).load_pytree(saved)["cut"], saved["params"]["cut"])
+
+
 @two_processes
 def another_model_in_another_process_is_named():
     mesh = mesh_of(4)
@@ -533,6 +572,7 @@ def published_bytes(offloaded):
 
 
 @one_process
+@two_processes
 def as_optax_works_on_a_mesh():
     mesh = mesh_of(4)
     params = tree_of(0)
@@ -572,7 +612,7 @@ def device_put_aliases_and_publishing_does_not():
     device = JaxMeshDevice(MeshAxis(mesh_of(1), None))
     ring = StagingRing(HostMemory(1), slots=1, n_bytes=1 << 16, pinned=False)
     (bucket,) = build_buckets([ParamSpec("w", 64, FLOAT32)], world_size=1, bucket_numel=64)
-    target = MeshParameter(jax.device_put(jnp.zeros(64), device.axis.replicated_sharding))
+    target = MeshParameter(jax.device_put(jnp.zeros(64), NamedSharding(device.axis.mesh, P())))
     memory[:] = np.arange(64)
     device.publish(bucket, memory, [target], {0}, ring).wait()
     memory[:] = -1
@@ -675,7 +715,7 @@ def straddling_parameters_are_put_together_in_place():
     ring = StagingRing(HostMemory(1), slots=1, n_bytes=1 << 20, pinned=False)
     buckets = build_buckets([ParamSpec("w", 1000, FLOAT32)], world_size=2, bucket_numel=320)
     assert len(buckets) == 4
-    target = MeshParameter(jax.device_put(jnp.zeros((10, 100)), device.axis.replicated_sharding))
+    target = MeshParameter(jax.device_put(jnp.zeros((10, 100)), NamedSharding(device.axis.mesh, P())))
     value = np.random.default_rng(0).standard_normal(1000).astype(np.float32)
     places = []
     for bucket in buckets:

@@ -65,28 +65,32 @@ class MeshAxis:
         self.on_cpu = self.devices[0].platform == "cpu"
         self.split = PartitionSpec(mesh.axis_names)
         """The first dimension cut into one part a rank (other axes have one device)."""
-        self.replicated_sharding = NamedSharding(mesh, REPLICATED)
-        self.split_sharding = NamedSharding(mesh, self.split)
 
     def map(self, function: Any, in_specs: Any, out_specs: Any) -> Any:
         """``shard_map`` that takes the output's replication at its word."""
         return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
-    def replicate(self, value: Any) -> jax.Array:
-        """A global array of this process's value on each of its devices; processes are to give the same one.
+    def put(self, value: Any, spec: PartitionSpec) -> jax.Array:
+        """A global array, cut as ``spec`` says. What lies so already stays as it is.
 
-        What is replicated on the mesh already stays as it is.
+        A value that only this process has is taken as the whole, the same on all processes.
         """
-        if isinstance(value, jax.Array) and value.sharding.is_equivalent_to(self.replicated_sharding, value.ndim):
-            return value
-        if isinstance(value, jax.Array) and not value.is_fully_addressable:
-            return jax.device_put(value, self.replicated_sharding)
+        sharding = NamedSharding(self.mesh, spec)
         if not isinstance(value, jax.Array):
             value = np.array(value)  # which device_put may alias
+        elif value.sharding.is_equivalent_to(sharding, value.ndim):
+            return value
+        elif not value.is_fully_addressable:
+            return jax.device_put(value, sharding)
         if len(self.ranks) == self.world_size:
-            return jax.device_put(value, self.replicated_sharding)
-        local = [jax.device_put(value, self.devices[rank]) for rank in self.ranks]
-        return jax.make_array_from_single_device_arrays(value.shape, self.replicated_sharding, local)
+            return jax.device_put(value, sharding)
+        places = sharding.addressable_devices_indices_map(value.shape)
+        local = [jax.device_put(value[index], device) for device, index in places.items()]
+        return jax.make_array_from_single_device_arrays(value.shape, sharding, local)
+
+    def replicate(self, value: Any) -> jax.Array:
+        """A global array, whole on every device."""
+        return self.put(value, REPLICATED)
 
     def stack(self, parts: Sequence[Any]) -> jax.Array:
         """A global array, one part a rank end to end, of the parts of this process's ranks.
@@ -95,7 +99,7 @@ class MeshAxis:
         """
         local = [jax.device_put(part, self.devices[rank]) for part, rank in zip(parts, self.ranks, strict=True)]
         shape = (self.world_size * local[0].shape[0], *local[0].shape[1:])
-        return jax.make_array_from_single_device_arrays(shape, self.split_sharding, local)
+        return jax.make_array_from_single_device_arrays(shape, NamedSharding(self.mesh, self.split), local)
 
     def parts(self, stacked: jax.Array) -> list[jax.Array]:
         """This process's parts of a global array that is split over the axis, rank after rank."""

@@ -171,7 +171,8 @@ class OffloadedParams:
         Args:
             in_specs: on a mesh, how arguments after the parameters are cut: a ``PartitionSpec`` for all of them, or a
                 tuple of one for each (or for each of its subtrees). None: as they lie on the mesh, and whole where
-                they do not. Keyword arguments are always as they lie.
+                they do not. Keyword arguments are always as they lie. With several processes an array of one
+                process alone is taken as the whole, which all are to have.
             check_vma: on a mesh, that of ``jax.shard_map``. With False ``fun`` need not tell what varies over the axis
                 (a ``lax.scan`` may start from zeros), but may contain no collectives: their gradients would be wrong.
 
@@ -354,7 +355,7 @@ class OffloadedParams:
                     view[...] = np.reshape(states[name][leaf.position], -1)[start : start + view.size]
             self._pipeline.steps[i][...] = steps[leaf.position]
         for position, value in params.items():
-            self._all_leaves[position] = _from_numpy(value, self._all_leaves[position])
+            self._all_leaves[position] = self._placement.pass_through(_from_numpy(value, self._all_leaves[position]))
         if self._pipeline.scaler is not None and "loss_scale" in tree:
             self._pipeline.scaler.load_state_dict(tree["loss_scale"])
         self.count = int(tree["count"])
@@ -432,6 +433,7 @@ class OffloadedParams:
             updates = [_no_update(leaf) for leaf in before]
             for leaf in self._leaves:
                 updates[leaf.position] = _exact_update(before[leaf.position], self._all_leaves[leaf.position])
+            updates = [self._placement.pass_through(update) for update in updates]
             return jax.tree_util.tree_unflatten(self._treedef, updates), OffloadState(
                 jnp.asarray(self.count, jnp.int32)
             )
@@ -562,11 +564,11 @@ def _numpy_shape(leaf: Any) -> tuple[int, ...]:
 
 
 def _from_numpy(value: Any, like: Any) -> Any:
-    """A new array with what ``_to_numpy`` gave, of the type and in the place of another."""
+    """A new array with what ``_to_numpy`` gave, of the type and, if all of that is here, in the place of another."""
     if isinstance(like, np.ndarray):
         return np.array(value, like.dtype)
     if _is_key(like):
         array = jax.random.wrap_key_data(jnp.array(value), impl=jax.random.key_impl(like))
     else:
         array = jnp.array(np.asarray(value).astype(like.dtype))
-    return jax.device_put(array, like.sharding) if like.committed else array
+    return jax.device_put(array, like.sharding) if like.committed and like.is_fully_addressable else array

@@ -200,7 +200,7 @@ class OnMesh:
     def as_gradient(self, path: str, gradient: jax.Array, like: jax.Array, *, unreduced: bool) -> Any:
         if not unreduced:
             return MeshGradient(self._axis.replicate(gradient), False, like.size, BY_NUMPY[np.dtype(like.dtype)])
-        gradient = jax.device_put(gradient, self._axis.split_sharding)
+        gradient = self._axis.put(gradient, self._axis.split)
         return MeshGradient(gradient, True, like.size, BY_NUMPY[np.dtype(gradient.dtype)])
 
     def targets(self, arrays: Sequence[jax.Array]) -> list[Any]:
@@ -265,7 +265,10 @@ class OnMesh:
                 f"compute the same; expected the batch to be: jax.device_put(batch, NamedSharding(mesh, P({axis!r}))), "
                 f"or value_and_grad(fun, in_specs=P({axis!r}))"
             )
-        leaves = [self._put(leaf, spec) for (_, leaf), spec in zip(flat, specs, strict=True)]
+        leaves = [
+            self._axis.put(leaf, spec) if isinstance(leaf, jax.Array | np.ndarray) else leaf
+            for (_, leaf), spec in zip(flat, specs, strict=True)
+        ]
         return _Split(treedef, tuple(specs)), leaves
 
     def _spec_of(self, leaf: Any) -> PartitionSpec:
@@ -289,13 +292,6 @@ class OnMesh:
                 f"expected a PartitionSpec for each, or for each of its subtrees\n{error}"
             ) from None
         return jax.tree.leaves(full, is_leaf=is_spec)
-
-    def _put(self, leaf: Any, spec: PartitionSpec) -> Any:
-        if not isinstance(leaf, jax.Array | np.ndarray):
-            return leaf
-        if any(name is not None for name in spec):
-            return jax.device_put(leaf, NamedSharding(self._axis.mesh, spec))
-        return self._axis.replicate(leaf)
 
     def _mean_over_ranks(self, stacked: Any) -> Any:
         """The mean of floating-point leaves; of others rank 0's."""
