@@ -527,7 +527,7 @@ class Pipeline:
         return bucket.dtype if asked is None or self.device.world_size == 1 else BY_NAME[asked]
 
     def _home_dtype(self, bucket: Bucket) -> ElementType:
-        return FLOAT32 if self._sums else self._wire(bucket)
+        return FLOAT32 if self._sums else self.device.arrival(self._wire(bucket)).dtype
 
     def _allocate_home(self, bucket: Bucket, dtype: ElementType) -> np.ndarray:
         pinned = self._pinned and self.device.arrival(self._wire(bucket)) == _as_it_stays(dtype)
