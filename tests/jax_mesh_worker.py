@@ -169,6 +169,10 @@ def varieties():
 @one_process
 def a_mesh_of_one_device_is_one_device():
     assert_equals_one_device(mesh_of(1), "bfloat16", reduce_bucket_size=250, gradient_accumulation_steps=2)
+    offloaded = assert_equals_one_device(mesh_of(1), "bfloat16")
+    report = offloaded.memory_report()
+    assert report.host_bytes == report.planned_host_bytes
+    assert offloaded.sent_bytes == 0
 
 
 def _equals(world_size):
