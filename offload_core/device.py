@@ -4,7 +4,7 @@ Tensors are the front end's: one-dimensional, contiguous, and opaque here. A pro
 (torch) or of several (JAX: one for each local device).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -13,7 +13,7 @@ import numpy as np
 from . import _kernels
 from .collectives import Collectives
 from .dtypes import BY_NUMPY, ElementType
-from .host_memory import StagingRing
+from .host_memory import Lease
 from .partition import Bucket, ParamSpec
 
 
@@ -55,12 +55,31 @@ class Event(Protocol):
     def wait(self) -> None:
         """Block until it is done; raise what went wrong."""
 
+    def order(self) -> None:
+        """See to it that what this thread asks of the device from now on comes after; may block, need not."""
+
 
 class Done:
     """The event of what was done at once."""
 
     def wait(self) -> None:
         pass
+
+    def order(self) -> None:
+        pass
+
+
+class Waiting:
+    """The event of what is done by the one who waits for it."""
+
+    def __init__(self, finish: Callable[[], None]) -> None:
+        self._finish = finish
+
+    def wait(self) -> None:
+        self._finish()
+
+    def order(self) -> None:
+        self._finish()
 
 
 class Arrival(NamedTuple):
@@ -98,8 +117,19 @@ class TensorMemory(Protocol):
         """
         ...
 
-    def to_device(self, host: np.ndarray, copies: Sequence[Copy]) -> Event:
-        """Start writing runs of ``host`` to the tensors. Both sides must stay as they are until the event."""
+    def to_device(self, host: np.ndarray, copies: Sequence[Copy], after: Event) -> Event:
+        """Start writing runs of ``host`` to the tensors, after a mark.
+
+        Both sides must stay as they are until the event.
+        """
+        ...
+
+    def mark(self) -> Event:
+        """The end of what this thread has asked of the device so far."""
+        ...
+
+    def synchronize(self) -> None:
+        """Block until no copy is on its way, whether or not it succeeds."""
         ...
 
 
@@ -144,6 +174,14 @@ class Device(Protocol):
         """As :meth:`TensorMemory.to_host`: reads parameters."""
         ...
 
+    def mark(self) -> Event:
+        """As :meth:`TensorMemory.mark`."""
+        ...
+
+    def synchronize(self) -> None:
+        """As :meth:`TensorMemory.synchronize`."""
+        ...
+
     def start_alike(self, specs: Sequence[ParamSpec], tensors: Sequence[Any]) -> None:
         """Give every rank's parameters rank 0's values."""
         ...
@@ -157,7 +195,7 @@ class Device(Protocol):
         ...
 
     def reduce(
-        self, bucket: Bucket, wire: ElementType, gradients: Mapping[int, Any], out: np.ndarray, staging: StagingRing
+        self, bucket: Bucket, wire: ElementType, gradients: Mapping[int, Any], out: np.ndarray, staging: Lease
     ) -> Event:
         """Start bringing every rank's gradients of a bucket to its shards' owners.
 
@@ -166,7 +204,7 @@ class Device(Protocol):
             gradients: this process's, by parameter; one that is absent counts as zeros.
             out: the host memory to fill, for each of ``ranks`` its shard as :meth:`arrival` says. The mean over
                 ranks has one definition: summed in rank order in fp32, divided once.
-            staging: buffers of :meth:`slot_bytes` to borrow.
+            staging: buffers of :meth:`slot_bytes` to borrow; who waits for the event gives them back.
 
         Returns:
             The event after which ``out`` is filled; neither it nor the gradients may be touched before.
@@ -174,7 +212,13 @@ class Device(Protocol):
         ...
 
     def publish(
-        self, bucket: Bucket, shards: np.ndarray, tensors: Sequence[Any], present: set[int], staging: StagingRing
+        self,
+        bucket: Bucket,
+        shards: np.ndarray,
+        tensors: Sequence[Any],
+        present: set[int],
+        staging: Lease,
+        after: Event,
     ) -> Event:
         """Start bringing updated shards to every rank's parameters.
 
@@ -182,6 +226,7 @@ class Device(Protocol):
             shards: the shards of ``ranks``, of the bucket's element type, end to end.
             tensors: all parameters, as they were given to ``Pipeline.step``.
             present: the parameters to write; others stay as they are.
+            after: a :meth:`mark` that writing comes after.
 
         Returns:
             The event after which the parameters are written; ``shards`` may not be touched before.
@@ -209,10 +254,16 @@ class HostDevice:
         fill(host, [(c.offset, c.tensor[c.start : c.start + c.numel]) for c in copies])
         return Done()
 
-    def to_device(self, host: np.ndarray, copies: Sequence[Copy]) -> Event:
+    def to_device(self, host: np.ndarray, copies: Sequence[Copy], after: Event) -> Event:
         for tensor, start, numel, offset in copies:
             np.copyto(tensor[start : start + numel], host[offset : offset + numel])
         return Done()
+
+    def mark(self) -> Event:
+        return Done()
+
+    def synchronize(self) -> None:
+        pass
 
 
 def fill(host: np.ndarray, runs: Sequence[tuple[int, np.ndarray]]) -> None:

@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
-from .device import Copy, Event, HostArray, fill
+from .device import Copy, Done, Event, HostArray, fill
 from .dtypes import BY_NUMPY, ElementType
 
 
@@ -30,6 +30,8 @@ class _CopyEvent:
 
     def wait(self) -> None:
         self._future.result()
+
+    order = wait
 
 
 class FakeDevice:
@@ -72,7 +74,7 @@ class FakeDevice:
         runs = [(c.offset, c.tensor.memory[c.start : c.start + c.numel]) for c in copies]
         return self._enqueue("to_host", lambda: fill(host, runs))
 
-    def to_device(self, host: np.ndarray, copies: Sequence[Copy]) -> Event:
+    def to_device(self, host: np.ndarray, copies: Sequence[Copy], after: Event) -> Event:
         runs = [(c.tensor.memory[c.start : c.start + c.numel], host[c.offset : c.offset + c.numel]) for c in copies]
         for destination, _ in runs:
             destination.view(np.uint8)[:] = 0xFF
@@ -83,6 +85,13 @@ class FakeDevice:
                 np.copyto(destination, source)
 
         return self._enqueue("to_device", write)
+
+    def mark(self) -> Event:
+        return Done()
+
+    def synchronize(self) -> None:
+        for lane in self._lanes.values():
+            lane.submit(lambda: None).result()
 
     def _enqueue(self, way: str, copy: Callable[[], None]) -> Event:
         with self._lock:

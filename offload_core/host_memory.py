@@ -3,9 +3,8 @@
 import ctypes
 import mmap
 import weakref
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import Counter, deque
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -75,20 +74,37 @@ class HostMemory:
 class StagingRing:
     """A bounded set of equal host buffers that device copies pass through, made once.
 
-    A slot is free when its last reader said so by leaving :meth:`slot`.
+    Whoever borrows has seen to it that there is a free one; threads may borrow and give back at the same time.
     """
 
     def __init__(self, memory: HostMemory, *, slots: int, n_bytes: int, pinned: bool) -> None:
-        self._free = [memory.allocate("staging", n_bytes, np.dtype(np.uint8), pinned=pinned) for _ in range(slots)]
+        allocate = partial(memory.allocate, "staging", n_bytes, np.dtype(np.uint8), pinned=pinned)
+        self._free = deque(allocate() for _ in range(slots))
 
-    @contextmanager
-    def slot(self, numel: int, dtype: np.dtype) -> Iterator[np.ndarray]:
-        """Borrow a buffer, seen as ``numel`` elements of ``dtype``."""
-        buffer = self._free.pop()
-        try:
-            yield buffer[: numel * dtype.itemsize].view(dtype)
-        finally:
-            self._free.append(buffer)
+    def lease(self) -> "Lease":
+        """A set of buffers to be borrowed and given back together."""
+        return Lease(self._free)
+
+
+class Lease:
+    """Buffers of a :class:`StagingRing` in one use; :meth:`release` when their last reader is done."""
+
+    def __init__(self, free: deque[np.ndarray]) -> None:
+        self._free = free
+        self._borrowed: list[np.ndarray] = []
+
+    def __len__(self) -> int:
+        return len(self._borrowed)
+
+    def borrow(self, numel: int, dtype: np.dtype) -> np.ndarray:
+        """A buffer seen as ``numel`` elements of ``dtype``."""
+        self._borrowed.append(self._free.pop())
+        return self._borrowed[-1][: numel * dtype.itemsize].view(dtype)
+
+    def release(self) -> None:
+        """Give the buffers back."""
+        while self._borrowed:
+            self._free.append(self._borrowed.pop())
 
 
 def available_bytes() -> int:

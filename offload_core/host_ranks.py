@@ -1,15 +1,14 @@
 """Ranks that meet in host memory: the ``Device`` made of any memory and any host collectives."""
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from .collectives import HostCollectives, SingleRank
-from .device import Arrival, Copy, Event, TensorMemory
+from .device import Arrival, Copy, Event, TensorMemory, Waiting
 from .dtypes import ElementType
-from .host_memory import StagingRing
+from .host_memory import Lease
 from .partition import Bucket, ParamSpec
 
 _BROADCAST_BYTES = 64 * 2**20
@@ -39,6 +38,8 @@ class HostRanks:
         self.numel = memory.numel
         self.host_array = memory.host_array
         self.to_host = memory.to_host
+        self.mark = memory.mark
+        self.synchronize = memory.synchronize
         self.native = native
         self.staging_slots = 1 if self.world_size == 1 else 2
 
@@ -58,7 +59,7 @@ class HostRanks:
                 host = np.empty(copy.numel, dtype.numpy)
                 self.to_host([copy], host).wait()
                 self.collectives.broadcast(host, f"parameter {spec.name!r}: initial value")
-                self.memory.to_device(host, [copy]).wait()
+                self.memory.to_device(host, [copy], self.mark()).wait()
 
     def arrival(self, wire: ElementType) -> Arrival:
         return Arrival(1 if self.native else self.world_size, wire, float(self.world_size))
@@ -67,48 +68,33 @@ class HostRanks:
         return bucket.padded_numel * max(wire.itemsize, bucket.dtype.itemsize)
 
     def reduce(
-        self, bucket: Bucket, wire: ElementType, gradients: Mapping[int, Any], out: np.ndarray, staging: StagingRing
+        self, bucket: Bucket, wire: ElementType, gradients: Mapping[int, Any], out: np.ndarray, staging: Lease
     ) -> Event:
         copies = [Copy(gradients[p.param], p.start, p.numel, p.offset) for p in bucket.pieces if p.param in gradients]
         if self.world_size == 1:
             return self.to_host(copies, out)
-        with ExitStack() as slot:
-            send = slot.enter_context(staging.slot(bucket.padded_numel, wire.numpy))
-            copied = self.to_host(copies, send)
-            borrowed = slot.pop_all()  # till the exchange is done
+        send = staging.borrow(bucket.padded_numel, wire.numpy)
+        copied = self.to_host(copies, send)
         meet = self.collectives.reduce_scatter if self.native else self.collectives.exchange
 
         def finish() -> None:
-            with borrowed:
-                copied.wait()
-                meet(send, out, f"bucket {bucket.index}: exchange of gradients")
+            copied.wait()
+            meet(send, out, f"bucket {bucket.index}: exchange of gradients")
 
         return Waiting(finish)
 
     def publish(
-        self, bucket: Bucket, shards: np.ndarray, tensors: Sequence[Any], present: set[int], staging: StagingRing
+        self,
+        bucket: Bucket,
+        shards: np.ndarray,
+        tensors: Sequence[Any],
+        present: set[int],
+        staging: Lease,
+        after: Event,
     ) -> Event:
         copies = [Copy(tensors[p.param], p.start, p.numel, p.offset) for p in bucket.pieces if p.param in present]
         if self.world_size == 1:
-            return self.memory.to_device(shards, copies)
-        with ExitStack() as slot:
-            received = slot.enter_context(staging.slot(bucket.padded_numel, bucket.dtype.numpy))
-            self.collectives.gather(shards, received, f"bucket {bucket.index}: gathering of parameters")
-            copied = self.memory.to_device(received, copies)
-            borrowed = slot.pop_all()  # till the copies are done
-
-        def finish() -> None:
-            with borrowed:
-                copied.wait()
-
-        return Waiting(finish)
-
-
-class Waiting:
-    """The event of what is done by the one who waits for it."""
-
-    def __init__(self, finish: Callable[[], None]) -> None:
-        self._finish = finish
-
-    def wait(self) -> None:
-        self._finish()
+            return self.memory.to_device(shards, copies, after)
+        received = staging.borrow(bucket.padded_numel, bucket.dtype.numpy)
+        self.collectives.gather(shards, received, f"bucket {bucket.index}: gathering of parameters")
+        return self.memory.to_device(received, copies, after)

@@ -1,17 +1,20 @@
 """What a process holds of one bucket: its shards' states, and their gradients in the present step."""
 
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from .device import HostArray
+from .device import Event, HostArray
 from .dtypes import ElementType
+from .grad_norm import SumOfSquares
+from .host_memory import Lease
 from .partition import Bucket, Piece
 from .step_state import BucketLife
 
 
-@dataclass
+@dataclass(eq=False)
 class LocalBucket:
     """A bucket as one process sees it."""
 
@@ -28,8 +31,18 @@ class LocalBucket:
     life: BucketLife = field(init=False)
     waiting: dict[int, Any] = field(default_factory=dict)
     """Device gradients that arrived since the last launch, by parameter."""
+    launched: bool = False
+    """Whether it has been launched in the present round."""
     gradients: list[HostArray | None] = field(init=False)
     """The host gradient of each piece."""
+    squares: SumOfSquares | None = None
+    """Of the gradients; None where they were not looked at since they changed."""
+    task: "Future[Any] | None" = None
+    """The last that was asked for on this bucket: until it has ended the bucket is its own."""
+    lease: Lease | None = None
+    """Staging that its last journey goes through."""
+    written: "Future[Event] | None" = None
+    """The start of the last publication; its result orders reads after it."""
 
     def __post_init__(self) -> None:
         self.life = BucketLife(self.bucket.index)
@@ -64,7 +77,13 @@ class LocalBucket:
                 by_dtype.setdefault(gradient.dtype, []).append((i, gradient))
         return by_dtype
 
+    def release(self) -> None:
+        """Give back the staging."""
+        if self.lease is not None:
+            self.lease.release()
+
     def clear(self) -> None:
         """Forget all gradients."""
-        self.waiting.clear()
+        self.waiting = {}
+        self.squares = None
         self.gradients = [None] * len(self.pieces)

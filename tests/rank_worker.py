@@ -110,7 +110,6 @@ def no_sync(rank, world_size):
     """Reduction deferred to the boundary, against DistributedDataParallel's."""
     steps = 4
     engine = wrap(make(), lr=1e-2, stage=1, gradient_accumulation_steps=steps, reduce_bucket_size=3000)
-    pipeline = engine.optimizer.pipeline
     ddp = nn.parallel.DistributedDataParallel(make())
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-2, fused=True)
     sent = []
@@ -119,7 +118,7 @@ def no_sync(rank, world_size):
         with nullcontext() if last else engine.no_sync():
             engine.backward(loss_of(engine, seed, rank))
         engine.step()
-        sent.append(pipeline.device.sent_bytes)
+        sent.append(engine.sent_bytes)
         with nullcontext() if last else ddp.no_sync():
             (loss_of(ddp, seed, rank) / steps).backward()  # a power of two: exact wherever it is done
         if last:

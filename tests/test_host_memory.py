@@ -58,15 +58,20 @@ def test_a_refused_mapping_is_one_clear_error():
         HostMemory(1).allocate("states", 2**53, np.dtype(np.uint8))
 
 
-def test_staging_slots_are_lent_one_at_a_time_and_come_back_after_errors():
+def test_staging_slots_are_lent_one_at_a_time_and_come_back_together():
     ring = StagingRing(HostMemory(1), slots=2, n_bytes=64, pinned=False)
-    with ring.slot(16, np.dtype(np.float32)) as a, ring.slot(8, np.dtype(np.uint16)) as b:
-        assert (a.size, a.dtype, b.size, b.dtype) == (16, np.float32, 8, np.uint16)
-        assert not np.shares_memory(a, b)
-    with pytest.raises(ZeroDivisionError), ring.slot(1, np.dtype(np.uint8)):
-        raise ZeroDivisionError
-    with ring.slot(1, np.dtype(np.uint8)), ring.slot(1, np.dtype(np.uint8)):
-        pass
+    lease = ring.lease()
+    a, b = lease.borrow(16, np.dtype(np.float32)), lease.borrow(8, np.dtype(np.uint16))
+    assert (a.size, a.dtype, b.size, b.dtype) == (16, np.float32, 8, np.uint16)
+    assert not np.shares_memory(a, b)
+    with pytest.raises(IndexError):
+        ring.lease().borrow(1, np.dtype(np.uint8))
+    lease.release()
+    lease.release()  # what is given back is given back once
+    again = ring.lease().borrow(1, np.dtype(np.uint8)), ring.lease().borrow(1, np.dtype(np.uint8))
+    assert not np.shares_memory(*again)
+    with pytest.raises(IndexError):
+        ring.lease().borrow(1, np.dtype(np.uint8))
 
 
 FAKE_DRIVER = """

@@ -10,11 +10,13 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = [
     {"errors", "dtypes", "cpus", "_offload"},
-    {"_kernels", "config", "partition", "step_state"},
+    {"_kernels", "config", "partition", "step_state", "tasks"},
     {"host_memory", "grad_norm", "loss_scale"},
     {"memory_plan", "collectives", "cpu_adam"},
     {"device", "layout", "thread_ranks"},
     {"local_bucket", "host_ranks", "fake_device"},
+    {"buckets"},
+    {"gradients", "updates"},
     {"pipeline"},
 ]
 """The core's modules, lowest first: a module imports from layers below its own only."""

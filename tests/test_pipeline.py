@@ -26,6 +26,7 @@ from offload_core.local_bucket import LocalBucket
 from offload_core.loss_scale import LossScaler
 from offload_core.partition import ParamSpec
 from offload_core.pipeline import Pipeline
+from offload_core.updates import Updates
 
 STATES = ("master", "exp_avg", "exp_avg_sq")
 
@@ -100,6 +101,7 @@ class Subject:
         self.pipeline.add_gradient(i, self.put(gradient))
 
     def params(self):
+        self.pipeline.finish()
         return [t.memory if isinstance(t, FakeTensor) else t for t in self.tensors]
 
     def states(self, i):
@@ -135,6 +137,7 @@ def cases(draw):
         gradient_accumulation_steps=draw(st.sampled_from([1, accumulation])),  # 1: more arrive than announced
         reduce_bucket_size=draw(st.sampled_from([1, 17, 100, 1 << 20])),
         num_threads=draw(st.integers(1, 3)),
+        schedule=draw(st.sampled_from(["serial", "overlap"])),
     )
     hypers = [AdamHyper(1e-2, (0.9, 0.99), 1e-8, 0.1), AdamHyper(1e-3, (0.5, 0.95), 1e-6, 0.0)]
     steps = []
@@ -297,29 +300,51 @@ def test_a_gradient_of_the_wrong_length_is_refused_and_loses_nothing():
     assert subject.pipeline.step([AdamHyper(1e-2)], subject.tensors).updated
 
 
+@pytest.mark.parametrize("schedule", ["serial", "overlap"])
 @pytest.mark.parametrize("delayed", [0.0, 1e-3])
-def test_a_failed_copy_from_the_device_changes_no_state_and_can_be_dropped(delayed):
-    device = FakeDevice(max_delay=delayed, fail_at=frozenset({2}))  # 2 copies load the masters
-    subject = make(device)
+def test_a_failed_copy_from_the_device_changes_no_state_and_can_be_dropped(delayed, schedule):
+    device = FakeDevice(max_delay=delayed, fail_at=frozenset({5}))  # 4 copies load the masters
+    subject = make(device, schedule=schedule, reduce_bucket_size=64)
     before = bits(subject)
-    subject.add_gradient(1, np.ones(100, BFLOAT16.numpy))
-    with pytest.raises(OSError, match="copy 2 failed"):
-        subject.add_gradient(0, np.ones(40, BFLOAT16.numpy))
+
+    def one_step():
+        for i in (1, 0):
+            subject.add_gradient(i, np.ones(subject.specs[i].numel, BFLOAT16.numpy))
+        subject.pipeline.step([AdamHyper(1e-2)], subject.tensors)
+        subject.pipeline.finish()
+
+    with pytest.raises(OSError, match="copy 5 failed"):
+        one_step()
     assert bits(subject) == before
     subject.pipeline.drop_gradients()
-    for i in range(2):
-        subject.add_gradient(i, np.ones(subject.specs[i].numel, BFLOAT16.numpy))
-    assert subject.pipeline.step([AdamHyper(1e-2)], subject.tensors).updated
+    for _ in range(2):
+        for i in range(2):
+            subject.add_gradient(i, np.ones(subject.specs[i].numel, BFLOAT16.numpy))
+        assert subject.pipeline.step([AdamHyper(1e-2)], subject.tensors).updated
+    expected = make(FakeDevice(), schedule="serial", reduce_bucket_size=64)
+    for _ in range(2):
+        for i in range(2):
+            expected.add_gradient(i, np.ones(subject.specs[i].numel, BFLOAT16.numpy))
+        expected.pipeline.step([AdamHyper(1e-2)], expected.tensors)
+    assert bits(subject) == bits(expected)
     device.close()
 
 
-def test_after_a_failed_copy_to_the_device_the_next_step_publishes_the_masters():
-    device = FakeDevice(fail_at=frozenset({3}))
-    subject = make(device)
+@pytest.mark.parametrize("schedule", ["serial", "overlap"])
+@pytest.mark.parametrize("failing", [7, 8, 9])  # after 4 copies that load the masters and 3 of gradients
+def test_after_a_failed_copy_to_the_device_the_next_step_publishes_the_masters(failing, schedule):
+    device = FakeDevice(max_delay=1e-3, fail_at=frozenset({failing}))
+    subject = make(device, schedule=schedule, reduce_bucket_size=64)
     for i in range(2):
         subject.add_gradient(i, np.ones(subject.specs[i].numel, BFLOAT16.numpy))
-    with pytest.raises(OSError, match="copy 3 failed"):
+
+    def one_step():
         subject.pipeline.step([AdamHyper(1e-2)], subject.tensors)
+        subject.pipeline.finish()
+
+    with pytest.raises(OSError, match=f"copy {failing} failed"):
+        one_step()
+    subject.pipeline.finish()  # it is said once
     for i in range(2):
         subject.add_gradient(i, np.ones(subject.specs[i].numel, BFLOAT16.numpy))
     assert subject.pipeline.step([AdamHyper(1e-2)], subject.tensors).updated
@@ -332,10 +357,10 @@ def test_an_interrupt_at_any_moment_of_a_step_leaves_a_pipeline_that_goes_on(mon
     class Interrupt(BaseException):
         pass
 
-    for name in ("held", "_update", "_run_adam"):
+    for name in ("held", "_update_bucket", "_run_adam"):
         for after in (0, 1):
             subject = make(gradient_clipping=1.0, reduce_bucket_size=64)
-            owner = type(subject.pipeline) if name.startswith("_") else LocalBucket
+            owner = Updates if name.startswith("_") else LocalBucket
             original, count = getattr(owner, name), [0]
 
             def interrupted(*args, original=original, count=count, after=after):
@@ -416,6 +441,7 @@ def test_the_plan_is_what_is_allocated():
                 assert report.host_bytes == report.planned_host_bytes
 
 
-def test_staging_is_bounded_by_the_bucket_size():
-    subject = make(FakeDevice(), reduce_bucket_size=32)
-    assert subject.pipeline.memory.report()["staging"] == 32 * 2
+@pytest.mark.parametrize(("schedule", "buckets"), [("serial", 1), ("overlap", 2)])
+def test_staging_is_bounded_by_the_bucket_size(schedule, buckets):
+    subject = make(FakeDevice(), reduce_bucket_size=32, schedule=schedule)
+    assert subject.pipeline.memory.report()["staging"] == buckets * 32 * 2

@@ -50,10 +50,16 @@ class JaxDevice:
         fill(host, [(c.offset, np.asarray(c.tensor).reshape(-1)[c.start : c.start + c.numel]) for c in copies])
         return Done()
 
-    def to_device(self, host: np.ndarray, copies: Sequence[Copy]) -> Event:
+    def to_device(self, host: np.ndarray, copies: Sequence[Copy], after: Event) -> Event:
         for tensor, start, numel, offset in copies:
             np.copyto(tensor[start : start + numel], host[offset : offset + numel])
         return Done()
+
+    def mark(self) -> Event:
+        return Done()
+
+    def synchronize(self) -> None:
+        pass
 
 
 def on_cpu(array: jax.Array) -> bool:

@@ -17,11 +17,10 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from offload_core.collectives import Collectives
-from offload_core.device import Arrival, Copy, Done, Event, HostArray, fill
+from offload_core.device import Arrival, Copy, Done, Event, HostArray, Waiting, fill
 from offload_core.dtypes import BY_NUMPY, FLOAT32, ElementType
 from offload_core.errors import CollectiveError, ConfigError
-from offload_core.host_memory import StagingRing
-from offload_core.host_ranks import Waiting
+from offload_core.host_memory import Lease
 from offload_core.partition import Bucket, ParamSpec
 
 REPLICATED = PartitionSpec()
@@ -241,6 +240,12 @@ class JaxMeshDevice:
         fill(host, [(c.offset, np.asarray(flat[c.start : c.start + c.numel])) for c, flat in local])
         return Done()
 
+    def mark(self) -> Event:
+        return Done()
+
+    def synchronize(self) -> None:
+        pass
+
     def start_alike(self, specs: Sequence[ParamSpec], tensors: Sequence[MeshParameter]) -> None:
         if self.collectives.world_size == 1:
             return
@@ -269,7 +274,7 @@ class JaxMeshDevice:
         wire: ElementType,
         gradients: Mapping[int, MeshGradient],
         out: np.ndarray,
-        staging: StagingRing,
+        staging: Lease,
     ) -> Event:
         pieces = [piece for piece in bucket.pieces if piece.param in gradients]
         arrays = [gradients[piece.param].array for piece in pieces]
@@ -329,7 +334,8 @@ class JaxMeshDevice:
         shards: np.ndarray,
         tensors: Sequence[MeshParameter],
         present: set[int],
-        staging: StagingRing,
+        staging: Lease,
+        after: Event,
     ) -> Event:
         pieces = [piece for piece in bucket.pieces if piece.param in present]
         written = [tensors[piece.param] for piece in pieces]
@@ -353,7 +359,8 @@ class JaxMeshDevice:
 
         def finish() -> None:
             try:
-                jax.block_until_ready(results)
+                # What a later bucket went on writing to was donated; its present value comes after.
+                jax.block_until_ready([t.array if t.partial is None else t.partial for t in written])
             except jax.errors.JaxRuntimeError as error:
                 raise self._lost(what, error) from error
 

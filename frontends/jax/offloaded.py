@@ -246,6 +246,7 @@ class OffloadedParams:
                 self.report = StepReport(updated=False, skipped="accumulating", loss_scale=loss_scale)
                 return self.params
             self.report = self._pipeline.step(hypers, targets, divisor=float(steps))
+            self._pipeline.finish()
         except BaseException:
             self.discard_gradients()
             raise

@@ -4,6 +4,7 @@ import functools
 import time
 import weakref
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -24,17 +25,22 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 class TorchRanks:
     """The ranks of a process group, exchanging host memory.
 
-    Data moves as bytes, so every element type does. A group whose backend moves device memory only (nccl) is given a
-    gloo group of the same ranks; making it is collective.
+    Data moves as bytes, so every element type does. They talk in a gloo group of their own, for they may do so while
+    the user's program talks in ``group``; making it is collective.
     """
 
     def __init__(self, group: Any) -> None:
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self._first = dist.get_process_group_ranks(group)[0]
-        if "gloo" not in dist.get_backend(group):
-            group = dist.new_group(dist.get_process_group_ranks(group), backend="gloo")
-        self._group = held(group)
+        own = dist.new_group(
+            dist.get_process_group_ranks(group),
+            timeout=_timeout(group),
+            backend="gloo",
+            use_local_synchronization=True,
+        )
+        # Held by the registry of groups alone: one held past destroy_process_group() can abort the process's end.
+        self._group = weakref.ref(own)
         self.sent_bytes = 0
         """Bytes of gradients and parameters that this rank sent to others."""
 
@@ -76,7 +82,7 @@ class TorchRanks:
         tensors = [torch.from_numpy(view) for view in views]
         del views
         try:
-            collective(*tensors, group=self._group)
+            collective(*tensors, group=self._group())
         except RuntimeError as error:
             raise CollectiveError.of(self.rank, what, error) from error
         # The group's own thread lets go of the tensors after the wait. Were it the last to, it would need the
@@ -87,10 +93,15 @@ class TorchRanks:
             time.sleep(0)
 
 
-def held(group: Any) -> Any:
-    """A process group to keep: the default one is named by None, for an object that is held past
-    ``destroy_process_group()`` can abort the process's end."""
-    return None if group is dist.group.WORLD else group
+def _timeout(group: Any) -> timedelta | None:
+    """The time that a group's ranks wait for each other; None where its backend does not tell."""
+    group = group or dist.group.WORLD
+    for device in ("cpu", "cuda"):
+        try:
+            return group._get_backend(torch.device(device)).options._timeout
+        except (AttributeError, RuntimeError):
+            continue
+    return None
 
 
 def _bytes(array: np.ndarray) -> np.ndarray:

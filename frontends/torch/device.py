@@ -46,17 +46,23 @@ class TorchDevice:
         return HostArray(tensor.data_ptr(), tensor.numel(), self.dtype(tensor), tensor)
 
     def to_host_lane(self) -> AbstractContextManager[Lane]:
-        """Work asked for inside comes after all that was asked of the device before."""
+        """What is asked for inside comes after all that this thread has asked of the device."""
         raise NotImplementedError
 
-    def to_device_lane(self) -> AbstractContextManager[Lane]:
-        """Likewise."""
+    def to_device_lane(self, after: Event) -> AbstractContextManager[Lane]:
+        """What is asked for inside comes after a mark."""
         raise NotImplementedError
+
+    def mark(self) -> Event:
+        return Done()
+
+    def synchronize(self) -> None:
+        pass
 
     def to_host(self, copies: Sequence[Copy], host: np.ndarray) -> Event:
         raise NotImplementedError
 
-    def to_device(self, host: np.ndarray, copies: Sequence[Copy]) -> Event:
+    def to_device(self, host: np.ndarray, copies: Sequence[Copy], after: Event) -> Event:
         raise NotImplementedError
 
 
@@ -76,13 +82,14 @@ class HostTorchDevice(TorchDevice):
     def to_host_lane(self) -> AbstractContextManager[Lane]:
         return nullcontext(_AtOnce())
 
-    to_device_lane = to_host_lane
+    def to_device_lane(self, after: Event) -> AbstractContextManager[Lane]:
+        return nullcontext(_AtOnce())
 
     def to_host(self, copies: Sequence[Copy], host: np.ndarray) -> Event:
         fill(as_torch(host), copies)
         return Done()
 
-    def to_device(self, host: np.ndarray, copies: Sequence[Copy]) -> Event:
+    def to_device(self, host: np.ndarray, copies: Sequence[Copy], after: Event) -> Event:
         spread(as_torch(host), copies)
         return Done()
 
@@ -113,6 +120,9 @@ class _CudaEvent:
         self._event.synchronize()
         self._used = None
 
+    def order(self) -> None:
+        torch.cuda.current_stream().wait_event(self._event)
+
 
 class _StreamLane:
     def __init__(self, stream: torch.cuda.Stream) -> None:
@@ -137,16 +147,23 @@ class CudaDevice(TorchDevice):
         self._to_host = torch.cuda.Stream(device)
         self._to_device = torch.cuda.Stream(device)
 
-    def to_host_lane(self) -> AbstractContextManager[Lane]:
-        return self._lane(self._to_host)
+    def mark(self) -> Event:
+        return _CudaEvent(torch.cuda.current_stream(self.device), None)
 
-    def to_device_lane(self) -> AbstractContextManager[Lane]:
-        return self._lane(self._to_device)
+    def synchronize(self) -> None:
+        self._to_host.synchronize()
+        self._to_device.synchronize()
+
+    def to_host_lane(self) -> AbstractContextManager[Lane]:
+        return self._lane(self._to_host, self.mark())
+
+    def to_device_lane(self, after: Event) -> AbstractContextManager[Lane]:
+        return self._lane(self._to_device, after)
 
     @contextmanager
-    def _lane(self, stream: torch.cuda.Stream) -> Iterator[Lane]:
-        stream.wait_stream(torch.cuda.current_stream(self.device))
+    def _lane(self, stream: torch.cuda.Stream, after: Event) -> Iterator[Lane]:
         with torch.cuda.stream(stream):
+            after.order()
             yield _StreamLane(stream)
 
     def to_host(self, copies: Sequence[Copy], host: np.ndarray) -> Event:
@@ -157,9 +174,9 @@ class CudaDevice(TorchDevice):
             target.copy_(packed, non_blocking=True)
             return lane.event((packed, copies))
 
-    def to_device(self, host: np.ndarray, copies: Sequence[Copy]) -> Event:
+    def to_device(self, host: np.ndarray, copies: Sequence[Copy], after: Event) -> Event:
         source = as_torch(host)
-        with self.to_device_lane() as lane:
+        with self.to_device_lane(after) as lane:
             packed = torch.empty(source.numel(), dtype=source.dtype, device=self.device)
             packed.copy_(source, non_blocking=True)
             spread(packed, copies)

@@ -11,11 +11,11 @@ from offload_core.config import OffloadConfig
 from offload_core.device import Arrival, Copy, Device, Event
 from offload_core.dtypes import FLOAT32, ElementType
 from offload_core.errors import CollectiveError
-from offload_core.host_memory import StagingRing
+from offload_core.host_memory import Lease
 from offload_core.host_ranks import HostRanks
 from offload_core.partition import Bucket
 
-from .collectives import TorchRanks, all_gather, held, reduce_scatter
+from .collectives import TorchRanks, all_gather, reduce_scatter
 from .device import TorchDevice, as_torch, fill, memory_of, spread
 from .tensors import TORCH_DTYPES
 
@@ -32,7 +32,8 @@ class DeviceRanks(HostRanks):
     def __init__(self, memory: TorchDevice, collectives: TorchRanks, group: Any, *, native: bool = False) -> None:
         super().__init__(memory, collectives, native=native)
         self._memory = memory
-        self._group = held(group)
+        # The default group is named by None, for the same reason as in TorchRanks.
+        self._group = None if group is dist.group.WORLD else group
         self._sent_bytes = 0
         self.staging_slots = 1
 
@@ -48,7 +49,7 @@ class DeviceRanks(HostRanks):
         return bucket.shard_numel * max(bucket.dtype.itemsize, self.arrival(wire).dtype.itemsize)
 
     def reduce(
-        self, bucket: Bucket, wire: ElementType, gradients: Mapping[int, Any], out: np.ndarray, staging: StagingRing
+        self, bucket: Bucket, wire: ElementType, gradients: Mapping[int, Any], out: np.ndarray, staging: Lease
     ) -> Event:
         copies = [Copy(gradients[p.param], p.start, p.numel, p.offset) for p in bucket.pieces if p.param in gradients]
         what = f"bucket {bucket.index}: exchange of gradients"
@@ -74,10 +75,16 @@ class DeviceRanks(HostRanks):
         return total.div_(torch.full((1,), float(self.world_size), device=total.device))
 
     def publish(
-        self, bucket: Bucket, shards: np.ndarray, tensors: Sequence[Any], present: set[int], staging: StagingRing
+        self,
+        bucket: Bucket,
+        shards: np.ndarray,
+        tensors: Sequence[Any],
+        present: set[int],
+        staging: Lease,
+        after: Event,
     ) -> Event:
         copies = [Copy(tensors[p.param], p.start, p.numel, p.offset) for p in bucket.pieces if p.param in present]
-        with self._memory.to_device_lane() as lane:
+        with self._memory.to_device_lane(after) as lane:
             mine = self._empty(bucket.shard_numel, bucket.dtype)
             mine.copy_(as_torch(shards), non_blocking=True)
             gathered = self._empty(bucket.padded_numel, bucket.dtype)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._dynamo.eval_frame import OptimizedModule
 from torch.utils._pytree import tree_map_only
 
 from offload_core.config import OffloadConfig
@@ -91,9 +92,15 @@ class Engine(nn.Module):
         pipeline = self.optimizer.pipeline
         pipeline.scaler = scaler_for(self.config, [spec.dtype for spec in pipeline.params])
         self.module = model
+        self._traced = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own forward; with ``param_dtype``, floating-point tensor arguments are cast to it."""
+        """The module's own forward; with ``param_dtype``, floating-point tensor arguments are cast to it.
+
+        Each layer waits for the update of its own parameters only.
+        """
+        if torch.compiler.is_compiling():
+            self._traced = True
         if self.config.target_dtype is not None:
             dtype = TORCH_DTYPES[self.config.target_dtype]
             args, kwargs = tree_map_only(
@@ -143,6 +150,8 @@ class Engine(nn.Module):
         optimizer.begin_micro_step()
         if not optimizer.pipeline.end_micro_step(reduce=reduce):
             return StepReport(updated=False, skipped="accumulating", loss_scale=optimizer.pipeline.loss_scale)
+        # Compiled code looks at parameters in ways of its own.
+        optimizer.reads_wait = not self._traced and not any(map(_is_compiled, self.module.modules()))
         optimizer.step()
         assert optimizer.report is not None
         return optimizer.report
@@ -190,3 +199,7 @@ class Engine(nn.Module):
     def close(self) -> None:
         """Let the model go: remove the hooks and free the host memory; the parameters keep their values."""
         self.optimizer.close()
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return isinstance(module, OptimizedModule) or module._compiled_call_impl is not None

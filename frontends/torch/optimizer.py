@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from offload_core.partition import ParamSpec
 from offload_core.pipeline import Pipeline, StepReport
 
 from .device_ranks import device_for
+from .pending import make_pending, settle
 from .tensors import (
     ELEMENT_TYPES,
     TORCH_DTYPES,
@@ -80,6 +82,35 @@ class _Slot:
             self.param.grad = None
 
 
+class _States(defaultdict):
+    """States by parameter. Whoever looks at them waits for the last update to end."""
+
+    def __init__(self, finish: Callable[[], None]) -> None:
+        super().__init__(dict)
+        self._finish = weakref.WeakMethod(finish)
+
+    def _wait(self) -> None:
+        finish = self._finish()
+        if finish is not None:
+            finish()
+
+    def __getitem__(self, param: Any) -> Any:
+        self._wait()
+        return super().__getitem__(param)
+
+    def get(self, param: Any, default: Any = None) -> Any:
+        self._wait()
+        return super().get(param, default)
+
+    def items(self) -> Any:
+        self._wait()
+        return super().items()
+
+    def values(self) -> Any:
+        self._wait()
+        return super().values()
+
+
 @dataclass(frozen=True)
 class _Hidden:
     """A state entry on its way through ``Optimizer.load_state_dict``, which would cast bare tensors."""
@@ -135,6 +166,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
         if not managed:
             _refuse_engine_fields(self.config)
         self.early_copy = early_copy
+        self.reads_wait = False
+        """Whether an update may still be running when ``step`` returns: whoever reads a parameter then waits."""
         self.report: StepReport | None = None
         """What the last ``step`` did."""
         if isinstance(params, torch.Tensor):
@@ -155,13 +188,14 @@ class OffloadedAdamW(torch.optim.Optimizer):
         """Make the pipeline and take on the trainable parameters of all groups."""
         slots: dict[torch.Tensor, _Slot] = {}
         self._slots = slots
+        self.state = _States(self._finish)
         self._hook_handles: list[Any] = []
         self._lock = threading.RLock()
         self._scaling = False
         self.deferring = False
         """Whether gradients stay in ``p.grad`` for the time being."""
         self._forget_arrivals()
-        weakref.finalize(self, _let_go, self._hook_handles, slots)
+        weakref.finalize(self, _let_go, self._hook_handles, slots).atexit = False
         groups = range(len(self.param_groups))
         named = [entry for g in groups for entry in self._named(g)]
         if not any(param.requires_grad for _, param, _ in named):
@@ -178,6 +212,10 @@ class OffloadedAdamW(torch.optim.Optimizer):
         self._take_on(pipeline, [entry for entry in named if entry[1].requires_grad])
         self._pipeline = pipeline
 
+    def _finish(self) -> None:
+        if self._pipeline is not None:
+            self._pipeline.finish()
+
     # --- parameters --------------------------------------------------------------------------------
 
     @property
@@ -190,6 +228,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
     @property
     def sent_bytes(self) -> int:
         """Bytes of gradients and parameters that this rank has sent to other ranks."""
+        self._finish()
         return self.pipeline.device.sent_bytes
 
     def memory_report(self) -> MemoryReport:
@@ -264,6 +303,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
     def close(self) -> None:
         """Let the parameters go: remove the hooks, discard gradients on the host, free the states."""
+        self._finish()
         _let_go(self._hook_handles, self._slots)
         self._forget_arrivals()
         self.state.clear()
@@ -425,15 +465,20 @@ class OffloadedAdamW(torch.optim.Optimizer):
         pipeline, hypers = self.pipeline, self.prepare()
         others = self.pipeline.device.world_size > 1  # they may have had a gradient where this rank had none
         updated = [slot for slot in self._slots.values() if others or slot.param.grad is not None]
-        tensors = [flat(slot.param) for slot in self._slots.values()]
+        # Of .data: the pipeline's writes are counted below, once, and not when they happen.
+        tensors = [flat(slot.param.data) for slot in self._slots.values()]
         for slot in self._slots.values():
             if slot.changed_outside:
                 pipeline.adopt(slot.index, tensors[slot.index])
         divisor = float(self.config.gradient_accumulation_steps) if self.averaged else 1.0
         try:
             report = pipeline.step(hypers, tensors, divisor=divisor, groups=self._groups())
-        finally:
+            if not self.reads_wait:
+                pipeline.finish()
+        except BaseException:
             pipeline.drop_gradients()
+            raise
+        finally:
             for slot in self._slots.values():
                 slot.release()
             self._forget_arrivals()
@@ -442,6 +487,9 @@ class OffloadedAdamW(torch.optim.Optimizer):
                 increment_version(slot.param)  # autograd must know, as after any in-place update
         for slot in self._slots.values():
             slot.note()
+        if report.updated and not pipeline.finished:
+            for slot in updated:
+                make_pending(slot.param, partial(pipeline.await_param, slot.index))
         return report
 
     def _groups(self) -> list[int]:
@@ -518,8 +566,9 @@ class OffloadedAdamW(torch.optim.Optimizer):
             raise StateError(
                 "copying or pickling an optimizer of several ranks; expected its state_dict() to be copied"
             )
-        own = {"config": self.config, "early_copy": self.early_copy}
-        return {**super().__getstate__(), **own, "scaler": self.pipeline.scaler}
+        own = {"config": self.config, "early_copy": self.early_copy, "reads_wait": self.reads_wait}
+        state = {"state": defaultdict(dict, self.state)}
+        return {**super().__getstate__(), **state, **own, "scaler": self.pipeline.scaler}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Called by ``load_state_dict`` with hidden entries, and by copy and pickle on an empty object."""
@@ -617,6 +666,7 @@ def _let_go(handles: list[Any], slots: dict[torch.Tensor, _Slot]) -> None:
         handle.remove()
     handles.clear()
     for slot in slots.values():
+        settle(slot.param)
         slot.release()
         slot.taken.when_added(None)
         if _OWNED.get(id(slot.param)) is slot:

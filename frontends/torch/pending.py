@@ -1,0 +1,82 @@
+"""Parameters whose update is still on its way: whoever reads one waits for it.
+
+While an update runs behind the caller's back, a parameter's class is :class:`PendingParameter`. Any torch function
+that could see its values first waits for that parameter (alone) and gives it its own class back; what asks for shape,
+gradient and the like does not wait. So the first layer of the next forward starts while the last is being updated, and
+state_dict(), evaluation or a read by hand see finished values.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+_WAITS: dict[int, Callable[[], None]] = {}
+"""What to do before a pending parameter is read, by ``id``."""
+
+_PROPERTIES = ("grad", "shape", "dtype", "device", "requires_grad", "layout", "ndim", "is_leaf", "grad_fn", "is_cuda",
+               "is_cpu", "is_sparse", "is_meta", "is_quantized", "nbytes", "itemsize", "names", "_version",
+               "_backward_hooks", "_post_accumulate_grad_hooks")  # fmt: skip
+_METHODS = ("size", "dim", "numel", "nelement", "stride", "is_contiguous", "is_floating_point", "is_complex",
+            "element_size", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "is_inference",
+            "storage_offset", "__len__", "__hash__")  # fmt: skip
+
+
+def _metadata() -> frozenset[Any]:
+    properties = [getattr(torch.Tensor, name) for name in _PROPERTIES if hasattr(torch.Tensor, name)]
+    accessors = [getattr(p, way) for p in properties for way in ("__get__", "__set__", "__delete__") if hasattr(p, way)]
+    return frozenset([*accessors, *(getattr(torch.Tensor, name) for name in _METHODS)])
+
+
+_METADATA = _metadata()
+
+
+class PendingParameter(nn.Parameter):
+    """An ``nn.Parameter`` until somebody reads it."""
+
+    def __new__(cls, data: Any = None, requires_grad: bool = True) -> nn.Parameter:  # type: ignore[misc]
+        return nn.Parameter(data, requires_grad)  # who makes another of this type wants a plain one
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        settle(self)
+        return copy.deepcopy(self, memo)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, PendingParameter):
+                settle(leaf)
+        return func(*args, **(kwargs or {}))
+
+
+def make_pending(param: torch.Tensor, wait: Callable[[], None]) -> None:
+    """Have whoever reads the parameter call ``wait`` first; a parameter of a class of its own waits now."""
+    if type(param) is nn.Parameter:
+        _WAITS[id(param)] = wait
+        param.__class__ = PendingParameter
+    else:
+        wait()
+
+
+def settle(param: torch.Tensor) -> None:
+    """Wait for the parameter, if it is pending."""
+    wait = _WAITS.get(id(param))
+    if wait is None:
+        return
+    try:
+        wait()
+    finally:
+        forget(param)
+
+
+def forget(param: torch.Tensor) -> None:
+    """The parameter is no longer pending."""
+    if isinstance(param, PendingParameter):
+        param.__class__ = nn.Parameter  # type: ignore[assignment]
+    _WAITS.pop(id(param), None)

@@ -1,0 +1,264 @@
+"""What a process holds of all buckets: states, gradients' homes, staging; and who may touch them when."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from . import _kernels
+from .config import OffloadConfig
+from .cpu_adam import STATE_NAMES, AdamStates
+from .device import Arrival, Copy, Device, HostArray
+from .dtypes import BY_NAME, BY_NUMPY, FLOAT32, ElementType
+from .host_memory import HostMemory, StagingRing
+from .layout import agree
+from .local_bucket import LocalBucket
+from .memory_plan import MemoryPlan, PlanRow
+from .partition import Bucket, ParamSpec, Piece, build_buckets
+from .tasks import Background, Inline
+
+T = TypeVar("T")
+
+
+class LocalBuckets:
+    """The buckets of one process, and the thread that works on them behind the caller's back.
+
+    Who asks for something to be done on a bucket gives it away until :meth:`claim`.
+    """
+
+    def __init__(self, config: OffloadConfig, device: Device) -> None:
+        self.config = config
+        self.device = device
+        self.threads = config.threads
+        self.params: list[ParamSpec] = []
+        self.all: list[LocalBucket] = []
+        self.of: list[list[LocalBucket]] = []
+        """The buckets that hold a part of each parameter."""
+        self.memory = HostMemory(config.threads)
+        self.planned_host_bytes = 0
+        self.staging: StagingRing | None = None
+        self._ring_bytes = 0
+        self.in_staging: deque[LocalBucket] = deque()
+        """Buckets on their way to the host that may still hold staging, oldest first."""
+        self._states = AdamStates(self.memory, len(device.ranks))
+        self.direct = device.addressable and device.world_size == 1
+        """Nothing is moved: kernels read gradients and write parameters where they are."""
+        self.sums = config.gradient_accumulation_steps > 1 or device.world_size > 1
+        """Gradients are summed on the host, in fp32."""
+        self.tasks = Inline() if self.direct or config.schedule == "serial" else Background()
+
+    # --- parameters and states ---------------------------------------------------------------------
+
+    def plan(self, specs: Sequence[ParamSpec]) -> MemoryPlan:
+        """What :meth:`add` of ``specs`` would allocate, and what the device holds besides."""
+        buckets = self._build(specs)
+        host: dict[str, int] = dict.fromkeys((*STATE_NAMES, "gradients on the host", "staging"), 0)
+        for bucket in buckets:
+            numel = len(self.device.ranks) * bucket.shard_numel
+            for name in STATE_NAMES:
+                if not (name == "master" and self.without_master(bucket)):
+                    host[name] += 4 * numel
+            if self._has_home:
+                host["gradients on the host"] += self._home_dtype(bucket).itemsize * numel
+        if not self.direct:
+            host["staging"] = self._staging_slots * max(self._slot_bytes(buckets) - self._ring_bytes, 0)
+        remedies = {
+            "gradients on the host": "gradient_accumulation_steps=1" if self.sums else "param_dtype='bfloat16'",
+            "staging": "reduce_bucket_size",
+        }
+        rows = [PlanRow(what, "host", n_bytes, remedies.get(what, "more ranks")) for what, n_bytes in host.items()]
+        on_device = sum(spec.numel * spec.dtype.itemsize for spec in specs)
+        rows += [PlanRow(what, "device", on_device, "param_dtype='bfloat16'") for what in ("parameters", "gradients")]
+        return MemoryPlan(tuple(rows), sum(spec.numel for spec in specs))
+
+    def add(self, specs: Sequence[ParamSpec], tensors: Sequence[Any]) -> list[LocalBucket]:
+        """Take on parameters, as :meth:`Pipeline.add_parameters`; the new buckets."""
+        planned = self.plan(specs).host_bytes
+        self.run(lambda: self._agree_on_start(specs, tensors))
+        buckets = self._build(specs)
+        self._states.add(buckets, without_master=self.without_master)
+        slot_bytes = self._slot_bytes(buckets)
+        if not self.direct and slot_bytes > self._ring_bytes:
+            self.staging = None  # free before allocating its successor
+            self.staging = StagingRing(self.memory, slots=self._staging_slots, n_bytes=slot_bytes, pinned=self._pinned)
+            self._ring_bytes = slot_bytes
+        first = len(self.params)
+        self.params += specs
+        self.planned_host_bytes += planned
+        self.of += [[] for _ in specs]
+        for bucket in buckets:
+            home = self._allocate_home(bucket, self._home_dtype(bucket)) if self._has_home else None
+            pieces = bucket.shards(self.device.ranks)
+            work = LocalBucket(bucket, pieces, self._segments(bucket, pieces), self._wire(bucket), home)
+            self.all.append(work)
+            for param in work.members:
+                self.of[param].append(work)
+            if not self.without_master(bucket):
+                for piece in pieces:
+                    self._load_master(work, piece, tensors[piece.param - first])
+        return self.all[-len(buckets) :] if buckets else []
+
+    def _agree_on_start(self, specs: Sequence[ParamSpec], tensors: Sequence[Any]) -> None:
+        agree(self.device.collectives, self.config, specs, [self.device.dtype(tensor).name for tensor in tensors])
+        self.device.start_alike(specs, tensors)
+
+    def states(self, param: int) -> list[tuple[int, dict[str, np.ndarray]]]:
+        """This process's states of a parameter: ``(start, {name: fp32 view})`` a contiguous run, ascending.
+
+        The names are those of ``cpu_adam.STATE_NAMES``; an fp32 parameter updated in place has no ``"master"``.
+        """
+        runs: list[tuple[int, int, int, dict[str, np.ndarray]]] = []
+        for work, piece in self._pieces_of(param):
+            arena, at = self._states.locate(work.bucket.index, piece.offset)
+            start, numel = piece.start, piece.numel
+            if runs and runs[-1][3] is arena and runs[-1][0] + runs[-1][1] == start and runs[-1][2] + runs[-1][1] == at:
+                before = runs.pop()
+                start, numel, at = before[0], before[1] + numel, before[2]
+            runs.append((start, numel, at, arena))
+        return [(start, {name: a[at : at + numel] for name, a in arena.items()}) for start, numel, at, arena in runs]
+
+    def local_states(self, param: int) -> dict[str, np.ndarray]:
+        """This process's part of a parameter's states, one-dimensional: the runs of :meth:`states`, end to end."""
+        pieces = self._pieces_of(param)
+        if not pieces:
+            return {}
+        arena, at = self._states.locate(pieces[0][0].bucket.index, pieces[0][1].offset)
+        numel = sum(piece.numel for _, piece in pieces)
+        last, end = self._states.locate(pieces[-1][0].bucket.index, pieces[-1][1].offset)
+        assert last is arena
+        assert end + pieces[-1][1].numel == at + numel
+        return {name: array[at : at + numel] for name, array in arena.items()}
+
+    def reload_master(self, param: int, tensor: Any) -> None:
+        """Take a parameter's master weights from the device parameter."""
+        for work, piece in self._pieces_of(param):
+            if not self.without_master(work.bucket):
+                self._load_master(work, piece, tensor)
+
+    def adopt(self, param: int, tensor: Any) -> None:
+        """Follow a change made to a device parameter from outside: where its bits are not those of the rounded
+        master weight, the master weight takes its value. The rest keep their low bits."""
+        for work, piece in self._pieces_of(param):
+            master = self._master(work, piece)
+            if master is not None:
+                theirs = np.empty(piece.numel, work.bucket.dtype.numpy)
+                self.device.to_host([Copy(tensor, piece.start, piece.numel, 0)], theirs).wait()
+                changed = master.astype(theirs.dtype).view(np.uint8).reshape(piece.numel, -1)
+                changed = (changed != theirs.view(np.uint8).reshape(piece.numel, -1)).any(axis=1)
+                master[changed] = theirs[changed].astype(np.float32)
+
+    # --- who may touch a bucket ----------------------------------------------------------------------
+
+    def claim(self, work: LocalBucket) -> None:
+        """Wait until nothing that was asked for uses the bucket; raise what went wrong."""
+        task, work.task = work.task, None
+        if task is not None:
+            try:
+                task.result()
+            except BaseException:
+                self.recover()
+                raise
+
+    def recover(self) -> None:
+        """After a failure: let everything that was asked for end, and take back what it had."""
+        self.tasks.recover()
+        self.device.synchronize()
+        self.in_staging.clear()
+        for work in self.all:
+            work.release()
+
+    def run(self, task: Callable[[], T]) -> T:
+        """The result of a task that comes after all that was asked for."""
+        try:
+            return self.tasks.submit(task).result()
+        except BaseException:
+            self.recover()
+            raise
+
+    def promote(self, work: LocalBucket) -> np.ndarray:
+        """The fp32 home of gradients that are summed; where a sum was not announced, what is held moves there."""
+        if work.home is None or work.home.dtype != FLOAT32.numpy:
+            home = self._allocate_home(work.bucket, FLOAT32)
+            if work.home is not None and work.holds_gradients:
+                _kernels.cast_array(work.home, BY_NUMPY[work.home.dtype], home, FLOAT32, self.threads)
+            work.home = home
+        return work.home
+
+    # --- small decisions, each made here only --------------------------------------------------------
+
+    @property
+    def _pinned(self) -> bool:
+        return self.config.pin_memory and self.device.wants_pinned
+
+    def _build(self, specs: Sequence[ParamSpec]) -> list[Bucket]:
+        return build_buckets(
+            specs,
+            world_size=self.device.world_size,
+            bucket_numel=self.config.reduce_bucket_size,
+            first_param=len(self.params),
+            first_bucket=len(self.all),
+        )
+
+    def without_master(self, bucket: Bucket) -> bool:
+        """Whether the bucket's parameters are their own master weights."""
+        return self.device.updates_in_place and bucket.dtype is FLOAT32
+
+    @property
+    def _staging_slots(self) -> int:
+        return self.device.staging_slots * self.tasks.depth
+
+    @property
+    def _has_home(self) -> bool:
+        return self.sums or not self.direct
+
+    def _wire(self, bucket: Bucket) -> ElementType:
+        """The element type in which gradients travel."""
+        asked = self.config.communication_dtype
+        return bucket.dtype if asked is None or self.device.world_size == 1 else BY_NAME[asked]
+
+    def _home_dtype(self, bucket: Bucket) -> ElementType:
+        return FLOAT32 if self.sums else self.device.arrival(self._wire(bucket)).dtype
+
+    def _allocate_home(self, bucket: Bucket, dtype: ElementType) -> np.ndarray:
+        pinned = self._pinned and self.device.arrival(self._wire(bucket)) == as_it_stays(dtype)
+        numel = len(self.device.ranks) * bucket.shard_numel
+        return self.memory.allocate("gradients on the host", numel, dtype.numpy, pinned=pinned)
+
+    def _slot_bytes(self, buckets: Sequence[Bucket]) -> int:
+        return max((self.device.slot_bytes(bucket, self._wire(bucket)) for bucket in buckets), default=0)
+
+    def _pieces_of(self, param: int) -> list[tuple[LocalBucket, Piece]]:
+        found = [(work, work.pieces[i]) for work in self.of[param] for i in work.positions.get(param, ())]
+        return sorted(found, key=lambda pair: pair[1].start)
+
+    def _master(self, work: LocalBucket, piece: Piece) -> np.ndarray | None:
+        arena, at = self._states.locate(work.bucket.index, piece.offset)
+        return arena["master"][at : at + piece.numel] if "master" in arena else None
+
+    def _segments(self, bucket: Bucket, pieces: Sequence[Piece]) -> np.ndarray:
+        segments = np.zeros(len(pieces), _kernels.SEGMENT)
+        for i, piece in enumerate(pieces):
+            arena, at = self._states.locate(bucket.index, piece.offset)
+            for name, array in arena.items():
+                segments[name][i] = _kernels.address(array) + at * array.itemsize
+        segments["numel"] = [piece.numel for piece in pieces]
+        return segments
+
+    def _load_master(self, work: LocalBucket, piece: Piece, tensor: Any) -> None:
+        master = self._master(work, piece)
+        assert master is not None
+        dtype = self.device.dtype(tensor)
+        if self.device.addressable:
+            source = self.device.host_array(tensor).run(piece.start, piece.numel)
+        else:
+            host = np.empty(piece.numel, dtype.numpy)
+            self.device.to_host([Copy(tensor, piece.start, piece.numel, 0)], host).wait()
+            source = HostArray.of(host)
+        rows = _kernels.spans_of([(source.address, _kernels.address(master), piece.numel)])
+        _kernels.cast(rows, dtype, FLOAT32, threads=self.threads)
+
+
+def as_it_stays(home: ElementType) -> Arrival:
+    """What can arrive where gradients wait, nothing left to be done."""
+    return Arrival(1, home, 1.0)

@@ -1,0 +1,250 @@
+"""The torch front end on a device whose copies take their time: whoever reads, reads finished values."""
+
+import copy
+import gc
+import io
+import weakref
+
+import pytest
+import torch
+import torch._dynamo.testing
+from slow_torch_device import SlowTorchDevice
+from test_torch_optimizer import batch, loss_of, make, same_bits
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import frontends.torch.device_ranks as device_ranks
+from frontends.torch import OffloadedAdamW, wrap
+from frontends.torch.pending import PendingParameter
+
+OPTIONS = {"lr": 1e-2, "param_dtype": "bfloat16", "reduce_bucket_size": 64}
+
+
+@pytest.fixture
+def device(monkeypatch):
+    slow = SlowTorchDevice()
+    monkeypatch.setattr(device_ranks, "memory_of", lambda device: slow)
+    return slow
+
+
+def pending(engine):
+    return [isinstance(p, PendingParameter) for p in engine.module.parameters()]
+
+
+def one_step(engine, seed=0):
+    engine.backward(loss_of(engine, seed))
+    return engine.step()
+
+
+def reference(steps, **options):
+    """The same run with everything in place."""
+    engine = wrap(make(), **{**OPTIONS, "schedule": "serial", **options})
+    reports = [one_step(engine, seed) for seed in range(steps)]
+    return engine, reports
+
+
+def assert_equal(engine, other):
+    for a, b in zip(engine.parameters(), other.parameters(), strict=True):
+        assert same_bits(a, b)
+    for a, b in zip(engine.optimizer.state.values(), other.optimizer.state.values(), strict=True):
+        assert set(a) >= {"exp_avg", "exp_avg_sq", "step"}
+        for name in set(a) & set(b):
+            assert same_bits(a[name], b[name]), name
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"gradient_clipping": 0.05}, {"gradient_accumulation_steps": 2}, {"param_dtype": "float16"}],
+    ids=str,
+)
+@pytest.mark.parametrize("schedule", ["overlap", "serial"])
+def test_twelve_steps_equal_those_in_place(device, monkeypatch, options, schedule):
+    engine = wrap(make(), **{**OPTIONS, "schedule": schedule, **options})
+    reports = [one_step(engine, seed) for seed in range(12)]
+    assert any(pending(engine)) == (schedule == "overlap" and reports[-1].updated)
+    monkeypatch.undo()
+    expected, expected_reports = reference(12, **options)
+    assert reports == expected_reports
+    assert_equal(engine, expected)
+
+
+def saved(model):
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    return list(torch.load(file).values())
+
+
+READS = {
+    "a sum": lambda model: [p.sum() for p in model.parameters()],
+    "no_grad": lambda model: [torch.no_grad()(lambda: model(batch(0, torch.bfloat16)))()],
+    "state_dict": lambda model: list(model.state_dict().values()),
+    "torch.save": saved,
+    "deepcopy": lambda model: list(copy.deepcopy(model).parameters()),
+    "data": lambda model: [p.data.clone() for p in model.parameters()],
+    "numpy": lambda model: [torch.from_numpy(p.detach().float().numpy()) for p in model.parameters()],
+    "a list of them": lambda model: list(torch._foreach_mul(list(model.parameters()), 1.0)),
+    "functional_call": lambda model: [
+        torch.func.functional_call(model, dict(model.named_parameters()), (batch(0, torch.bfloat16),))
+    ],
+    "parameters_to_vector": lambda model: [nn.utils.parameters_to_vector(model.parameters())],
+    "item": lambda model: [torch.tensor(p.view(-1)[0].item()) for p in model.parameters()],
+    "repr": lambda model: [torch.tensor(hash(repr(list(model.parameters()))))],
+    "chunks": lambda model: [c for p in model.parameters() for c in torch.split(p, 3)],
+    "to": lambda model: list(copy.deepcopy(model).to(torch.float32).parameters()),
+}
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_a_read_by_hand_after_a_step_sees_finished_values(device, read):
+    engine = wrap(make(), **OPTIONS)
+    one_step(engine)
+    assert all(pending(engine))
+    got = read(engine.module)
+    assert not any(pending(engine))
+    engine.optimizer.pipeline.finish()
+    for a, b in zip(got, read(engine.module), strict=True):
+        assert type(a) is type(b)
+        assert same_bits(a, b)
+
+
+def test_what_sees_no_values_does_not_wait(device):
+    engine = wrap(make(), **OPTIONS)
+    device.gate.clear()
+    one_step(engine)
+    for p in engine.module.parameters():
+        assert p.grad is None
+        assert (p.shape, p.dtype, p.device, p.numel(), p.requires_grad) is not None
+        assert isinstance(p, nn.Parameter)
+        assert p in {p}
+    engine.zero_grad()
+    engine.module.zero_grad()
+    assert all(pending(engine))
+    device.gate.set()
+    engine.module.state_dict()
+
+
+def test_a_layer_waits_for_its_own_parameters_only(device):
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    engine = wrap(model, lr=1e-2, param_dtype="bfloat16", reduce_bucket_size=64)
+    x = torch.ones(2, 8, dtype=torch.bfloat16)
+    for _ in range(2):  # the order is learnt
+        engine.backward(engine(x).sum())
+        device.gate.clear()
+        engine.step()
+        assert all(pending(engine))
+        written = [engine.optimizer.pipeline._buckets.of[i][0] for i in range(3)]
+        device.gate.set()
+        model[0].weight.sum()
+        assert pending(engine) == [False, True, True]
+        model[1].weight.sum()
+        assert pending(engine) == [False, False, True]
+        assert written[0] is not written[1]
+    # what the forward needs first is updated first
+    order = [work.bucket.pieces[0].param for work in reversed(engine.optimizer.pipeline._gradients.order)]
+    assert order == [0, 1, 2]
+
+
+def test_states_are_finished_when_they_are_read(device):
+    engine = wrap(make(), **OPTIONS)
+    device.delay = 0.02
+    one_step(engine)
+    state = engine.optimizer.state[engine.module[0].weight]
+    assert engine.optimizer.pipeline.finished
+    assert state["exp_avg"].abs().sum() > 0
+    one_step(engine, 1)
+    saved = engine.optimizer.state_dict()
+    assert engine.optimizer.pipeline.finished
+    assert saved["state"][0]["step"] == 2
+
+
+def test_the_optimizer_alone_has_finished_when_step_returns(device):
+    model = make().to(torch.bfloat16)
+    optimizer = OffloadedAdamW(model.parameters(), lr=1e-2, reduce_bucket_size=64)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    assert optimizer.pipeline.finished
+    assert not any(isinstance(p, PendingParameter) for p in model.parameters())
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_a_failed_copy_is_an_error_of_the_next_forward_once(device):
+    engine = wrap(make(), **OPTIONS)
+    one_step(engine)
+    engine.optimizer.pipeline.finish()
+    device.fails = True
+    one_step(engine, 1)
+    with pytest.raises(OSError, match="the copy failed"):
+        engine(batch(2, torch.bfloat16))
+    device.fails = False
+    assert not any(pending(engine)) or engine.module.state_dict()
+    engine.optimizer.zero_grad()
+    for p in engine.module.parameters():
+        p.grad = torch.ones_like(p)
+    assert engine.step().updated  # publishes the master weights again
+    states = engine.optimizer.state
+    for p in engine.module.parameters():
+        assert same_bits(p, states[p]["master"].to(torch.bfloat16))
+
+
+def test_activation_checkpointing_reads_finished_values(device):
+    class Checkpointed(nn.Module):
+        def __init__(self, model):
+            super().__init__()
+            self.model = model
+
+        def forward(self, x):
+            for layer in self.model:
+                x = checkpoint(layer, x, use_reentrant=False)
+            return x
+
+    plain, checkpointed = wrap(make(), **OPTIONS), wrap(Checkpointed(make()), **OPTIONS)
+    for seed in range(4):
+        for engine in (plain, checkpointed):
+            engine.backward(engine(batch(seed, torch.bfloat16)).float().pow(2).mean())
+            assert engine.step().updated
+    for a, b in zip(plain.parameters(), checkpointed.parameters(), strict=True):
+        assert same_bits(a, b)
+
+
+@pytest.mark.parametrize("how", ["the engine", "the model", "a layer", "a function"])
+def test_compiled_models_do_not_compile_again_and_see_finished_values(device, monkeypatch, how):
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounter()
+    model = make()
+    if how == "the model":
+        engine = forward = wrap(torch.compile(model, backend=counter), **OPTIONS)
+    elif how == "a layer":
+        model[0] = torch.compile(model[0], backend=counter)
+        engine = forward = wrap(model, **OPTIONS)
+    else:
+        engine = wrap(model, **OPTIONS)
+        forward = torch.compile(engine if how == "the engine" else lambda x: engine(x), backend=counter)
+    frames = []
+    for seed in range(5):
+        engine.backward(forward(batch(seed, torch.bfloat16)).float().pow(2).mean())
+        assert engine.step().updated
+        frames.append(counter.frame_count)
+    assert frames[1] == frames[-1] > 0
+    monkeypatch.undo()
+    expected, _ = reference(5)
+    for a, b in zip(engine.parameters(), expected.parameters(), strict=True):
+        assert same_bits(a, b)
+
+
+def test_an_engine_can_be_dropped_or_closed_while_an_update_runs(device):
+    engine = wrap(make(), **OPTIONS)
+    model = engine.module
+    device.delay = 0.02
+    one_step(engine)
+    engine.close()
+    assert not any(isinstance(p, PendingParameter) for p in model.parameters())
+    assert all(p.isfinite().all() for p in model.parameters())
+    engine = wrap(model, **OPTIONS)
+    one_step(engine)
+    gone = weakref.ref(engine)
+    del engine
+    gc.collect()
+    assert gone() is None
+    assert all(p.isfinite().all() for p in model.parameters())
+    assert not any(isinstance(p, PendingParameter) for p in model.parameters())
