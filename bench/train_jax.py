@@ -1,8 +1,9 @@
 """Training through `frontends.jax`, and the plain optax loop to compare it with."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -122,6 +123,9 @@ class Offloaded(JaxTrainer):
 
     def memory_report(self) -> MemoryReport:
         return self.offloaded.memory_report()
+
+    def trace(self, path: Path) -> AbstractContextManager[None]:
+        return self.offloaded.trace(path)
 
     def peak_device_bytes(self) -> int | None:
         return (self.device.memory_stats() or {}).get("peak_bytes_in_use")

@@ -13,6 +13,7 @@ from .cpu_adam import AdamHyper
 from .device import Done, Event
 from .local_bucket import LocalBucket
 from .step_state import BucketEvent
+from .trace import COMPUTE, UPDATE
 
 
 class Scalars:
@@ -83,13 +84,15 @@ class Updates:
     ) -> Event:
         work.life.on(BucketEvent.UPDATE)
         if self._buckets.direct:
-            self._run_adam(work, scalars, tensors, None, present)
+            with self._buckets.trace.span(UPDATE, "", work.bucket.index):
+                self._run_adam(work, scalars, tensors, None, present)
             work.life.on(BucketEvent.PUBLISH)
             return Done()
         assert self._buckets.staging is not None
         work.lease = self._buckets.staging.lease()
         out = work.lease.borrow(len(self._buckets.device.ranks) * work.bucket.shard_numel, work.bucket.dtype.numpy)
-        self._run_adam(work, scalars, tensors, out, present)
+        with self._buckets.trace.span(UPDATE, "", work.bucket.index):
+            self._run_adam(work, scalars, tensors, out, present)
         work.life.on(BucketEvent.PUBLISH)
         return self._buckets.device.publish(work.bucket, out, tensors, present, work.lease, after)
 
@@ -112,7 +115,8 @@ class Updates:
         """
         for work in self._buckets.of[param]:
             if work.written is not None:
-                work.written.result().order()
+                with self._buckets.trace.span(COMPUTE, "wait", work.bucket.index):
+                    work.written.result().order()
 
     def _run_adam(
         self,
