@@ -25,6 +25,9 @@ from offload_core.partition import Bucket, ParamSpec
 
 REPLICATED = PartitionSpec()
 
+_RUNTIME_ERRORS = (jax.errors.JaxRuntimeError, ValueError)
+"""What a lost peer surfaces as: gloo's errors come as ``ValueError`` from some of JAX's ways of waiting."""
+
 
 class MeshAxis:
     """The ranks along one axis of a mesh, and arrays that lie on them.
@@ -137,7 +140,7 @@ class JaxProcesses:
         parts = [limbs[None] if i == 0 else np.zeros_like(limbs)[None] for i in range(len(self._axis.ranks))]
         try:
             total = np.asarray(self._sum(self._axis.stack(parts)).addressable_data(0))[0]
-        except jax.errors.JaxRuntimeError as error:
+        except _RUNTIME_ERRORS as error:
             raise CollectiveError.of(self._axis.ranks[0], what, error) from error
         array[:] = (total.astype(np.uint64) << shifts).sum(axis=1, dtype=np.uint64).view(np.int64)
 
@@ -252,7 +255,7 @@ class JaxMeshDevice:
         for spec, tensor in zip(specs, tensors, strict=True):
             try:
                 tensor.array = jax.block_until_ready(self._of_rank_0(tensor.array))
-            except jax.errors.JaxRuntimeError as error:
+            except _RUNTIME_ERRORS as error:
                 raise self._lost(f"parameter {spec.name!r}: initial value", error) from error
 
     def _take_rank_0s(self, value: jax.Array) -> jax.Array:
@@ -287,7 +290,7 @@ class JaxMeshDevice:
         try:
             program = self._reduce_unreduced if unreduced else self._reduce_mean
             shards = self.axis.parts(program(arrays, runs, bucket.shard_numel, wire.numpy))
-        except jax.errors.JaxRuntimeError as error:
+        except _RUNTIME_ERRORS as error:
             raise self._lost(what, error) from error
         if unreduced:
             self._count_sent(bucket.shard_numel * wire.itemsize)
@@ -298,7 +301,7 @@ class JaxMeshDevice:
             try:
                 for shard, part in zip(shards, out.reshape(len(shards), -1), strict=True):
                     np.copyto(part, np.asarray(shard))
-            except jax.errors.JaxRuntimeError as error:
+            except _RUNTIME_ERRORS as error:
                 raise self._lost(what, error) from error
 
         return Waiting(finish)
@@ -348,7 +351,7 @@ class JaxMeshDevice:
             # May be the staging memory itself, which nothing reads once the results are there.
             stacked = self.axis.stack(list(shards.reshape(len(self.ranks), -1)))
             results = self._gather(stacked, [tensor.partial for tensor in written], tuple(writes))
-        except jax.errors.JaxRuntimeError as error:
+        except _RUNTIME_ERRORS as error:
             raise self._lost(what, error) from error
         for piece, tensor, result in zip(pieces, written, results, strict=True):
             tensor.received += piece.numel
@@ -361,7 +364,7 @@ class JaxMeshDevice:
             try:
                 # What a later bucket went on writing to was donated; its present value comes after.
                 jax.block_until_ready([t.array if t.partial is None else t.partial for t in written])
-            except jax.errors.JaxRuntimeError as error:
+            except _RUNTIME_ERRORS as error:
                 raise self._lost(what, error) from error
 
         return Waiting(finish)
