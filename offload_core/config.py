@@ -62,8 +62,9 @@ class OffloadConfig:
     gradient_accumulation_steps: int = 1
     """Micro-steps an update averages over, accumulated in fp32."""
     skip_nonfinite: bool | None = None
-    """Skip an update whose gradients hold an inf or a NaN. None: where the gradients are examined anyway,
-    that is with clipping or loss scaling; True examines them always, at the cost of one more pass."""
+    """Skip an update whose gradients hold an inf or a NaN. None: where the gradients are examined anyway, that is with
+    clipping, loss scaling or gradients that travel as float16; True examines them always, at the cost of one more
+    pass."""
     loss_scale: float | str | None = None
     """``"dynamic"``, a fixed factor, or None: dynamic for float16 parameters, else 1."""
     initial_loss_scale: float = 65536.0

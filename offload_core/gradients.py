@@ -83,9 +83,10 @@ class Gradients:
 
     def drop(self, params: Sequence[int] | None = None) -> None:
         """Forget the gradients of these parameters, or of all."""
-        touched = (
-            self._buckets.all if params is None else [work for param in params for work in self._buckets.of[param]]
-        )
+        if params is not None:  # what only other ranks had is theirs: this rank may own its sum
+            params = [param for param in params if param in self.present]
+        of, everything = self._buckets.of, self._buckets.all
+        touched = everything if params is None else [work for param in params for work in of[param]]
         self._reclaim(touched)
         if params is None:
             self.begin()

@@ -24,9 +24,11 @@ from .buckets import LocalBuckets
 from .config import OffloadConfig
 from .cpu_adam import AdamHyper
 from .device import Device
-from .errors import StateError
+from .dtypes import FLOAT16
+from .errors import CollectiveError, StateError
 from .grad_norm import SumOfSquares, clip_coefficient
 from .gradients import Gradients
+from .layout import fingerprint
 from .loss_scale import LossScaler
 from .memory_plan import MemoryPlan, MemoryReport
 from .partition import ParamSpec
@@ -66,6 +68,8 @@ class Pipeline:
         self._buckets = LocalBuckets(config, device)
         self._gradients = Gradients(self._buckets, lambda: self._examines)
         self._updates = Updates(self._buckets, self.op_order)
+        self._broken: CollectiveError | None = None
+        """What an update broke off with among ranks."""
         self.params = self._buckets.params
         self.memory = self._buckets.memory
 
@@ -181,7 +185,7 @@ class Pipeline:
         for work in buckets.all:
             buckets.claim(work)  # a gradient that was lost on its way is an error here, before anything changes
         loss_scale = self.loss_scale
-        squares, present = self._agree_on_gradients()
+        squares, present = self._agree_on_gradients((hypers, groups, divisor, loss_scale))
         works = [work for work in reversed(gradients.order) if not present.isdisjoint(work.members)]
         if not works:
             self.drop_gradients()
@@ -210,13 +214,15 @@ class Pipeline:
             self._updates.start(works, scalars, tensors, present)
             if not buckets.tasks.behind:
                 self.finish()
-        except BaseException:
-            self._abort()
+        except BaseException as error:
+            self._abort(error)
             raise
         return StepReport(True, None, norm, coefficient, loss_scale)
 
-    def _agree_on_gradients(self) -> tuple[SumOfSquares, set[int]]:
+    def _agree_on_gradients(self, terms: tuple[Any, ...]) -> tuple[SumOfSquares, set[int]]:
         """The squares of all gradients, and the parameters that have one on any rank.
+
+        Raises :class:`StateError` on every rank where ``terms``, what the update is made with, are not the same.
 
         A gradient that no rank had is no gradient: its parameter stays as it is. Ranks learn rank 0's order of
         arrival on the way.
@@ -233,15 +239,25 @@ class Pipeline:
         if self.device.collectives.rank:
             order[:] = 0
 
+        hypers, *others = terms
+        scalars = [hyper.scalars(1, op_order=self.op_order, grad_scale=1.0) for hyper in hypers]
+        mine = fingerprint(f"{scalars} {others}")
+
         def agree() -> np.ndarray:
             if self._examines:
                 gradients.add_squares(squares)
-            agreed = np.concatenate([squares.bins, flags, order])
+            agreed = np.concatenate([squares.bins, flags, order, [mine]])
             self.device.collectives.sum_integers(agreed, "gradient norm")
             return agreed
 
         agreed = self._buckets.run(agree)
-        squares.bins, flags, order = np.split(agreed, np.cumsum([squares.bins.size, flags.size]))
+        sizes = [squares.bins.size, flags.size, order.size]
+        squares.bins, flags, order, [theirs] = np.split(agreed, np.cumsum(sizes))
+        if theirs != mine * self.device.collectives.world_size:
+            raise StateError(
+                f"ranks differ in what they update with; here: {hypers}, gradients over {terms[2]}, loss scale "
+                f"{terms[3]}; expected the same hyperparameters, micro-steps and loss scale on every rank"
+            )
         gradients.order = [self._buckets.all[i] for i in order]
         return squares, set(np.flatnonzero(flags).tolist())
 
@@ -255,10 +271,15 @@ class Pipeline:
 
         Raises what went wrong in its updates.
         """
+        if self._broken is not None:
+            raise StateError(
+                f"the last update broke off ({self._broken}): parameters and states are partly of one step, partly of "
+                "the next; expected no further use: resume from the last checkpoint"
+            )
         try:
             self._updates.finish()
-        except BaseException:
-            self._abort()
+        except BaseException as error:
+            self._abort(error)
             raise
 
     def await_param(self, param: int) -> None:
@@ -272,7 +293,9 @@ class Pipeline:
             self.finish()
             raise
 
-    def _abort(self) -> None:
+    def _abort(self, error: BaseException) -> None:
+        if isinstance(error, CollectiveError):  # other ranks went another way: there is no going on
+            self._broken = error
         self._buckets.recover()
         self._gradients.begin()
         self._updates.forget()
@@ -295,4 +318,6 @@ class Pipeline:
     def _examines(self) -> bool:
         """Whether every update looks at all gradients first."""
         skip = self.config.skip_nonfinite
-        return bool(skip) or self.config.gradient_clipping is not None or self.scaler is not None
+        narrow = self.config.communication_dtype == FLOAT16.name and self.device.world_size > 1  # may overflow
+        wanted = (skip is None and narrow) or bool(skip)
+        return wanted or self.config.gradient_clipping is not None or self.scaler is not None
