@@ -14,7 +14,7 @@ One rank whose tensors are host memory moves nothing (``LocalBuckets.direct``): 
 written where they are, and nothing is done behind the caller's back.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,7 @@ from .layout import fingerprint
 from .loss_scale import LossScaler
 from .memory_plan import MemoryPlan, MemoryReport
 from .partition import ParamSpec
-from .step_state import BucketEvent
+from .step_state import BucketEvent, BucketState
 from .updates import Scalars, Updates
 
 
@@ -70,6 +70,8 @@ class Pipeline:
         self._updates = Updates(self._buckets, self.op_order)
         self._broken: CollectiveError | None = None
         """What an update broke off with among ranks."""
+        self._expected: tuple[Any, ...] | None = None
+        """What the announced :meth:`step` is called with."""
         self.params = self._buckets.params
         self.memory = self._buckets.memory
 
@@ -129,13 +131,18 @@ class Pipeline:
 
         Where the device is addressable the gradient is not copied: it must stay as it is until the update.
         """
-        self.finish()  # so that ranks meet for one thing at a time
+        if self._gradients.pristine:
+            self._or_abort(self._updates.finish_publications)  # so that ranks meet for one thing at a time
+        self._refuse_if_used(param)
         self._gradients.add(param, gradient)
 
     def drop_gradients(self, params: Sequence[int] | None = None) -> None:
         """Forget the gradients of these parameters, or of all."""
-        if self.finished:  # else none has come since the update began
-            self._gradients.drop(params)
+        if self._gradients.pristine:
+            return
+        for param in range(len(self.params)) if params is None else params:
+            self._refuse_if_used(param)
+        self._gradients.drop(params)
 
     def end_micro_step(self, *, reduce: bool = True) -> bool:
         """End a micro-step; whether it is the boundary, at which an update is due.
@@ -179,6 +186,7 @@ class Pipeline:
             groups: the parameter group of each parameter; None: as they were added.
         """
         buckets, gradients = self._buckets, self._gradients
+        self.check_expected(hypers, divisor=divisor, groups=groups)
         self.finish()
         if not gradients.round_ended:
             gradients.end_round()
@@ -187,37 +195,96 @@ class Pipeline:
         loss_scale = self.loss_scale
         squares, present = self._agree_on_gradients((hypers, groups, divisor, loss_scale))
         works = [work for work in reversed(gradients.order) if not present.isdisjoint(work.members)]
-        if not works:
-            self.drop_gradients()
-            return StepReport(updated=False, skipped="no gradients", loss_scale=loss_scale)
-        norm, coefficient = None, 1.0
-        if self._examines:
+        norm, coefficient, skipped = None, 1.0, None if works else "no gradients"
+        if works and self._examines:
             if self.scaler:
                 self.scaler.update(overflow=not squares.finite)
+            norm = squares.norm() / (loss_scale * divisor) if squares.finite else squares.norm()
             if not squares.finite:
-                self.drop_gradients()
-                return StepReport(updated=False, skipped="overflow", grad_norm=squares.norm(), loss_scale=loss_scale)
-            norm = squares.norm() / (loss_scale * divisor)
-            if self.config.gradient_clipping is not None:
+                skipped = "overflow"
+            elif self.config.gradient_clipping is not None:
                 coefficient = clip_coefficient(norm, self.config.gradient_clipping)
-        groups = [spec.group for spec in self.params] if groups is None else groups
+        if skipped:
+            self.drop_gradients()
+            self._or_abort(lambda: self._updates.publish(buckets.all, tensors))
+            return StepReport(updated=False, skipped=skipped, grad_norm=norm, loss_scale=loss_scale)
+        delays = self.config.schedule == "delayed" and max(map(float, self.steps)) >= self.config.delay_warmup_steps
+        scalars = self._scalars(hypers, groups, present, coefficient / (loss_scale * divisor))
         for param in present:
             self.steps[param] += 1
-        steps = {param: int(self.steps[param]) for param in present}
-        scale = coefficient / (loss_scale * divisor)
-        scalars = Scalars(hypers, groups, steps, op_order=self.op_order, grad_scale=scale)
-        for work in set(buckets.all).difference(works):
+        ahead = [work for work in works if work.life.state is BucketState.UPDATED]
+        for work in [*ahead, *set(buckets.all).difference(works)]:
             work.clear()
-            work.life.on(BucketEvent.DROP)
+            work.life.on(BucketEvent.END if work in ahead else BucketEvent.DROP)
         gradients.begin()
-        try:
-            self._updates.start(works, scalars, tensors, present)
+
+        def start() -> None:
+            self._updates.publish(reversed(gradients.order), tensors)
+            rest = [work for work in works if work not in ahead]
+            if delays:
+                self._updates.start_ahead(rest, scalars, present)
+            else:
+                self._updates.start(rest, scalars, tensors, present)
             if not buckets.tasks.behind:
                 self.finish()
+
+        self._or_abort(start)
+        return StepReport(True, None, norm, coefficient, loss_scale)
+
+    def expect_step(
+        self, hypers: Sequence[AdamHyper], *, divisor: float = 1.0, groups: Sequence[int] | None = None
+    ) -> None:
+        """Announce the arguments of the :meth:`step` that ends this micro-step.
+
+        With ``update_in_backward`` states are updated as gradients arrive; then nothing may go another way.
+        """
+        early = self.config.update_in_backward and self.at_boundary and not self._examines and not self._buckets.direct
+        if not early or (not self._gradients.pristine and self.config.gradient_accumulation_steps == 1):
+            return
+        everything = range(len(self.params))
+        scalars = self._scalars(hypers, groups, everything, 1.0 / divisor)
+        self._expected = (list(hypers), divisor, groups)
+        self._gradients.when_settled = lambda work: self._updates.advance(work, scalars, everything)
+
+    def check_expected(
+        self, hypers: Sequence[AdamHyper], *, divisor: float = 1.0, groups: Sequence[int] | None = None
+    ) -> None:
+        """Raise :class:`StateError` where gradients were used with other arguments than these of :meth:`step`."""
+        if self._gradients.when_settled is not None and self._expected != (list(hypers), divisor, groups):
+            raise StateError(
+                "hyperparameters, parameter groups or the loss's share changed between backward() and step(), and "
+                "update_in_backward=True has used them; expected them as they were: set them back, or before backward()"
+            )
+
+    def _scalars(
+        self, hypers: Sequence[AdamHyper], groups: Sequence[int] | None, params: Iterable[int], grad_scale: float
+    ) -> Scalars:
+        groups = [spec.group for spec in self.params] if groups is None else groups
+        steps = {param: int(self.steps[param]) + 1 for param in params}
+        return Scalars(hypers, groups, steps, op_order=self.op_order, grad_scale=grad_scale)
+
+    def _refuse_if_used(self, param: int) -> None:
+        if self._gradients.when_settled is None:
+            return
+        for work in self._buckets.of[param]:
+            if work.launched or work.life.state is BucketState.UPDATED:
+                raise StateError(
+                    f"parameter {self.params[param].name!r}: its gradient has been used, for update_in_backward=True; "
+                    "expected engine.step() next: set update_in_backward=False to discard gradients or to add to them"
+                )
+
+    def flush(self, tensors: Sequence[Any]) -> None:
+        """Wait for everything, and write to the parameters what ``schedule="delayed"`` still holds back."""
+        self.finish()
+        self._or_abort(lambda: self._updates.publish(self._buckets.all, tensors))
+        self.finish()
+
+    def _or_abort(self, act: Callable[[], None]) -> None:
+        try:
+            act()
         except BaseException as error:
             self._abort(error)
             raise
-        return StepReport(True, None, norm, coefficient, loss_scale)
 
     def _agree_on_gradients(self, terms: tuple[Any, ...]) -> tuple[SumOfSquares, set[int]]:
         """The squares of all gradients, and the parameters that have one on any rank.
@@ -276,11 +343,7 @@ class Pipeline:
                 f"the last update broke off ({self._broken}): parameters and states are partly of one step, partly of "
                 "the next; expected no further use: resume from the last checkpoint"
             )
-        try:
-            self._updates.finish()
-        except BaseException as error:
-            self._abort(error)
-            raise
+        self._or_abort(self._updates.finish)
 
     def await_param(self, param: int) -> None:
         """See to it that what this thread asks of the device from now on reads the parameter as updated.

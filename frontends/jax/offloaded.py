@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from offload_core.config import OffloadConfig, check_hyperparameters
 from offload_core.cpu_adam import STATE_NAMES, AdamHyper
 from offload_core.dtypes import BY_NUMPY
-from offload_core.errors import GradientError, OffloadError, ParameterError, StateError
+from offload_core.errors import ConfigError, GradientError, OffloadError, ParameterError, StateError
 from offload_core.host_memory import available_bytes
 from offload_core.loss_scale import scaler_for
 from offload_core.memory_plan import MemoryReport
@@ -111,6 +111,10 @@ class OffloadedParams:
         _refuse_jit("wrap()")
         self.config = OffloadConfig.resolve(config, **overrides)
         self.config = replace(self.config, op_order=self.config.op_order or "optax")
+        if self.config.schedule == "delayed":
+            raise ConfigError(
+                "schedule='delayed' is built for torch only so far; expected 'overlap' or 'serial' in JAX"
+            )
         self.report: StepReport | None = None
         """What the last :meth:`update` did."""
         self.count = 0

@@ -139,6 +139,8 @@ class Engine(nn.Module):
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             got = f"of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
             raise GradientError(f"backward: the loss is {got}, expected a tensor of one element: take its mean or sum")
+        if self.config.update_in_backward:
+            self.optimizer.expect_step()
         with self.optimizer.scaled_backward() as scale:
             (loss if scale is None else loss.float() * scale).backward(**kwargs)
 
@@ -208,6 +210,10 @@ class Engine(nn.Module):
     def sent_bytes(self) -> int:
         """Bytes of gradients and parameters that this rank has sent to other ranks."""
         return self.optimizer.sent_bytes
+
+    def flush(self) -> None:
+        """Wait until parameters and states are those of the last step; see ``OffloadedAdamW.flush``."""
+        self.optimizer.flush()
 
     def memory_report(self) -> MemoryReport:
         """Planned and measured bytes, on the device and on the host."""

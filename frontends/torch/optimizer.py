@@ -216,6 +216,13 @@ class OffloadedAdamW(torch.optim.Optimizer):
         if self._pipeline is not None:
             self._pipeline.finish()
 
+    def flush(self) -> None:
+        """Wait until parameters and states are those of the last ``step``, also under ``schedule="delayed"``.
+
+        That holds back the parameters of the last step; afterwards the next forward sees them a step early.
+        """
+        self.pipeline.flush([flat(slot.param.data) for slot in self._slots.values()])
+
     # --- parameters --------------------------------------------------------------------------------
 
     @property
@@ -306,7 +313,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
     def close(self) -> None:
         """Let the parameters go: remove the hooks, discard gradients on the host, free the states."""
-        self._finish()
+        if self._pipeline is not None:
+            self.flush()
         _let_go(self._hook_handles, self._slots)
         self._forget_arrivals()
         self.state.clear()
@@ -411,9 +419,9 @@ class OffloadedAdamW(torch.optim.Optimizer):
     @torch._disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As ``torch.optim.Optimizer.zero_grad``; gradients on the host are discarded too."""
+        self.pipeline.drop_gradients()
         for slot in self._slots.values():
             slot.release()
-        self.pipeline.drop_gradients()
         self._forget_arrivals()
         super().zero_grad(set_to_none)
 
@@ -441,6 +449,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
         Raises as ``step`` does; nothing has changed then.
         """
         pipeline, hypers = self.pipeline, self._hypers()
+        if boundary:
+            pipeline.check_expected(hypers, divisor=self._divisor, groups=self._groups())
         self._take_on_unfrozen()
         self._check_unchanged()
         trained = {param for group in self.param_groups for param in group["params"]}
@@ -463,6 +473,17 @@ class OffloadedAdamW(torch.optim.Optimizer):
                     pipeline.add_gradient(slot.index, flat_like(gradient, slot.param))
         return hypers
 
+    @property
+    def _divisor(self) -> float:
+        """What the gradients that wait are divided by."""
+        return float(self.config.gradient_accumulation_steps) if self.averaged else 1.0
+
+    def expect_step(self) -> None:
+        """Announce that ``step`` follows the backward that now begins."""
+        self.pipeline.expect_step(
+            self._hypers(), divisor=float(self.config.gradient_accumulation_steps), groups=self._groups()
+        )
+
     @torch._disable_dynamo
     def _update(self) -> StepReport:
         pipeline, hypers = self.pipeline, self.prepare()
@@ -473,9 +494,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
         for slot in self._slots.values():
             if slot.changed_outside:
                 pipeline.adopt(slot.index, tensors[slot.index])
-        divisor = float(self.config.gradient_accumulation_steps) if self.averaged else 1.0
         try:
-            report = pipeline.step(hypers, tensors, divisor=divisor, groups=self._groups())
+            report = pipeline.step(hypers, tensors, divisor=self._divisor, groups=self._groups())
             if not self.reads_wait:
                 pipeline.finish()
         except BaseException:
@@ -547,6 +567,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
         Gradients that wait for the next update are not part of it. Under loss scaling it has a ``"loss_scale"``.
         """
+        self.flush()
         scaler, device = self.pipeline.scaler, self.pipeline.device
         state = super().state_dict()
         if device.world_size > 1:
@@ -561,6 +582,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         The model's parameters are left alone: a master weight is taken where the parameter is what it rounds to,
         and else (torch's own states have none) from the parameter.
         """
+        self.flush()
         device = self.pipeline.device
         own = {"rank": device.ranks[0], "world_size": device.world_size}
         saved = state_dict.get("partition")
