@@ -199,6 +199,58 @@ def explicit_axes_are_taken_like_auto_ones():
     assert offloaded.report.updated
 
 
+@one_process
+def arrays_of_an_equivalent_mesh_or_device_are_taken_without_a_copy():
+    """To Explicit axes P("dp") on a mesh of one device is another type than P(), and so are other meshes' names."""
+    for axis_type in (AxisType.Explicit, AxisType.Auto):
+        for n in (1, 2):
+            mesh = mesh_of(n, axis_type)
+            other = jax.make_mesh((n,), ("batch",), axis_types=(axis_type,), devices=jax.devices()[:n])
+            x, stacked = batch_of(0), tree_of(1, stack=(n,))
+            offloaded, twin = (wrap(tree_of(0), mesh=mesh) for _ in range(2))
+            value_and_grad = offloaded.value_and_grad(loss_fn, in_specs=P("dp"))
+            expected = value_and_grad(offloaded.params, x)
+            for batch in (jnp.asarray(x), split(x, mesh), replicated(x, mesh)):
+                assert_same_tree(value_and_grad(offloaded.params, batch), expected)
+            elsewhere = jax.device_put(x, NamedSharding(other, P("batch")))
+            assert_same_tree(value_and_grad(offloaded.params, elsewhere), expected)
+            key = jax.device_put(jax.random.key(3), NamedSharding(other, P()))
+            assert MeshAxis(mesh, None).replicate(key) == jax.random.key(3)
+            put = MeshAxis(mesh, None).put(elsewhere, P("dp"))
+            assert put.sharding == NamedSharding(mesh, P("dp"))
+            assert addresses([put]) == addresses([elsewhere])
+
+            given = jax.tree.map(lambda a: jax.device_put(a, NamedSharding(other, P("batch"))), stacked)  # noqa: B023
+            for grads in (given, jax.tree.map(jnp.asarray, stacked)):
+                offloaded.update(RankGradients(grads))
+                twin.update(RankGradients(split(stacked, mesh)))
+            given = jax.tree.map(lambda a: jax.device_put(a[0], NamedSharding(other, P())), stacked)  # noqa: B023
+            assert_same_tree(offloaded.update(given), twin.update(jax.tree.map(lambda a: a[0], stacked)))
+
+
+@one_process
+@two_processes
+def value_and_grad_may_be_part_of_a_compiled_function():
+    for axis_type in (AxisType.Explicit, AxisType.Auto):
+        for n in (jax.device_count(), 1)[: 3 - jax.process_count()]:
+            mesh = mesh_of(n, axis_type)
+            offloaded = wrap(tree_of(0), mesh=mesh)
+            value_and_grad = offloaded.value_and_grad(loss_fn, in_specs=P("dp"))
+            expected = value_and_grad(offloaded.params, batch_of(0))
+            for batch in (batch_of(0), split(batch_of(0), mesh)):
+                value, grads = jax.jit(value_and_grad)(offloaded.params, batch)
+                np.testing.assert_allclose(value, expected[0], rtol=1e-6)
+                for got, wanted in zip(jax.tree.leaves(grads), jax.tree.leaves(expected[1]), strict=True):
+                    for a, b in zip(got.addressable_shards, wanted.addressable_shards, strict=True):
+                        np.testing.assert_allclose(a.data, b.data, rtol=1e-4, atol=1e-7)
+                assert isinstance(grads, RankGradients)
+            if axis_type == AxisType.Explicit:  # whose arrays say how they lie there, too
+                value, grads = jax.jit(offloaded.value_and_grad(loss_fn))(offloaded.params, split(batch_of(0), mesh))
+                np.testing.assert_allclose(value, expected[0], rtol=1e-6)
+            offloaded.update(grads)
+            assert offloaded.report.updated
+
+
 @two_processes
 def two_processes_have_the_bits_of_one_device_too():
     for dtype, fields in varieties():
@@ -837,6 +889,10 @@ def a_batch_that_is_not_split_is_refused():
     for batch in (batch_of(0), jnp.asarray(batch_of(0)), replicated(batch_of(0), mesh)):
         with refuses(ParameterError, *words):
             value_and_grad(offloaded.params, batch)
+    unknown = "value_and_grad under jit", "'dp' is not known", "outside jit", "already compiled", "in_specs=P('dp')"
+    for batch in (batch_of(0), split(batch_of(0), mesh)):
+        with refuses(StateError, *unknown):
+            jax.jit(value_and_grad)(offloaded.params, batch)
     with refuses(ConfigError, "in_specs", "1 arguments after the parameters"):
         offloaded.value_and_grad(loss_fn, in_specs=(P("dp"), P()))(offloaded.params, batch_of(0))
     with refuses(ConfigError, "in_specs without a mesh"):
