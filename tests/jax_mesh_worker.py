@@ -25,7 +25,7 @@ from frontends.jax import RankGradients, ScaledGradients, wrap
 from frontends.jax.mesh import JaxMeshDevice, MeshAxis, MeshGradient, MeshParameter, _Run
 from offload_core.device import Done
 from offload_core.dtypes import BFLOAT16, FLOAT32
-from offload_core.errors import ConfigError, GradientError, ParameterError, StateError
+from offload_core.errors import CollectiveError, ConfigError, GradientError, ParameterError, StateError
 from offload_core.host_memory import HostMemory, StagingRing
 from offload_core.partition import ParamSpec, build_buckets
 
@@ -925,6 +925,73 @@ def gradients_that_do_not_fit_change_nothing():
         one.update(good)
     assert offloaded.report.updated
     assert_same_tree(offloaded.to_pytree(), twin.to_pytree())
+
+
+@two_processes
+def gradients_of_processes_that_differ_are_refused_in_all():
+    """Their programs would be different ones, and wait for each other for ever."""
+    mesh = mesh_of(4)
+    first = jax.process_index() == 0
+    offloaded, twin = (
+        wrap(tree_of(0), **HYPER, mesh=mesh, param_dtype="bfloat16", gradient_accumulation_steps=2) for _ in range(2)
+    )
+    good = RankGradients(split(tree_of(1, jnp.bfloat16, (4,)), mesh))
+    plain = tree_of(2, jnp.bfloat16)
+
+    def but(tree, leaf, value):
+        return {**tree, "layers": [{**tree["layers"][0], leaf: value}, tree["layers"][1]]}
+
+    wide = plain["layers"][0]["w"].astype(np.float32)
+    cases = (
+        (
+            but(good.tree, "b", None),
+            ["['layers'][0]['b']: 1 of 2 processes gave", "zeros", "gave one" if first else "gave none"],
+        ),
+        (jax.tree.map(lambda _: None, good.tree), ["['embed']: 1 of 2 processes gave"]),
+        (but(good.tree, "b", "x"), ["1 of 2 processes raised" if first else "gradient is a str"]),
+        ({"w": 1}, ["1 of 2 processes raised" if first else "the tree has"]),
+    )
+    for one in (offloaded, twin):
+        one.update(good)
+    for tree, words in cases:
+        with refuses(GradientError, *words):
+            offloaded.update(good if first else RankGradients(tree))
+    with refuses(GradientError, "1 of 2 processes gave RankGradients"):
+        offloaded.update(good if first else plain)
+    with refuses(GradientError, "['layers'][0]['w']: 1 of 2", "not bfloat16", "float32" if first else "bfloat16"):
+        offloaded.update(but(plain, "w", wide) if first else plain)
+    for one in (offloaded, twin):
+        one.update(good)
+    assert offloaded.report.updated
+    assert_same_tree(offloaded.to_pytree(), twin.to_pytree())
+
+
+@one_process
+def a_rank_lost_in_mid_update_is_an_error_whatever_the_pipeline_refuses_then():
+    offloaded = wrap(tree_of(0), **HYPER, mesh=mesh_of(4), reduce_bucket_size=100)
+    pipeline = offloaded._pipeline
+    device, before = pipeline.device, offloaded.params
+    gather, calls = device._gather, []
+
+    def lost(*arguments):
+        calls.append(arguments)
+        if len(calls) == 3:
+            raise ValueError("connection closed by peer")
+        return gather(*arguments)
+
+    def refuse(params=None):
+        raise StateError("a rank was lost")
+
+    device._gather, pipeline.drop_gradients = lost, refuse
+    with refuses(CollectiveError, "gathering of parameters", "connection closed by peer"):
+        offloaded.update(RankGradients(split(tree_of(1, stack=(4,)), mesh_of(4))))
+    assert (offloaded.count, len(calls)) == (0, 3)
+    assert all(a is b for a, b in zip(jax.tree.leaves(offloaded.params), jax.tree.leaves(before), strict=True))
+
+    pipeline.finish = refuse  # as a pipeline that goes on no more
+    for use in (lambda: offloaded.update(tree_of(1)), offloaded.discard_gradients, offloaded.to_pytree):
+        with refuses(StateError, "a rank was lost"):
+            use()
 
 
 @one_process
