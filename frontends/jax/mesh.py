@@ -73,15 +73,21 @@ class MeshAxis:
         return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
     def put(self, value: Any, spec: PartitionSpec) -> jax.Array:
-        """A global array, cut as ``spec`` says. What lies so already stays as it is.
+        """A global array, cut as ``spec`` says. What lies so already is not copied.
 
         A value that only this process has is taken as the whole, the same on all processes.
         """
         sharding = NamedSharding(self.mesh, spec)
+        if isinstance(value, jax.core.Tracer):
+            return jax.device_put(value, sharding)
         if not isinstance(value, jax.Array):
             value = np.array(value)  # which device_put may alias
-        elif value.sharding.is_equivalent_to(sharding, value.ndim):
+        elif value.sharding == sharding:
             return value
+        elif value.sharding.is_equivalent_to(sharding, value.ndim):
+            # The same memory, said in this mesh's names: to Explicit axes another mesh's are another type.
+            shards = [shard.data for shard in value.addressable_shards]
+            return jax.make_array_from_single_device_arrays(value.shape, sharding, shards)
         elif not value.is_fully_addressable:
             return jax.device_put(value, sharding)
         if len(self.ranks) == self.world_size:
