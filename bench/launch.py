@@ -1,8 +1,11 @@
-"""The processes that train one model together, as a launcher (torchrun) tells each of them in its environment."""
+"""The ranks that train one model together: processes, or the devices of one or several processes.
+
+A launcher (torchrun) tells each process of the others in its environment.
+"""
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from typing import Self
 
 import numpy as np
@@ -13,19 +16,35 @@ class Ranks:
     """This process's place among the ranks; without a launcher it is the only one."""
 
     rank: int = 0
+    """The first of its own."""
     world_size: int = 1
     local_rank: int = 0
     """The place among the ranks on this machine."""
     local_world_size: int = 1
+    here: int = 1
+    """Ranks of this process, one after another."""
 
     @classmethod
     def launched(cls) -> Self:
-        """As the environment says: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE."""
+        """One rank a process, as the environment says: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE."""
         if not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
             return cls()
-        return cls(**{f.name: int(os.environ.get(f.name.upper(), f.default)) for f in fields(cls)})
+        names = ("rank", "world_size", "local_rank", "local_world_size")
+        return cls(**{name: int(os.environ[name.upper()]) for name in names if name.upper() in os.environ})
+
+    def times(self, n: int) -> Self:
+        """With `n` ranks for each of these."""
+        places = {"rank": n * self.rank, "local_rank": n * self.local_rank, "here": n * self.here}
+        return replace(self, world_size=n * self.world_size, local_world_size=n * self.local_world_size, **places)
+
+    def turn(self, first: int) -> range:
+        """What falls to this process where each rank in turn takes one, rank 0 the one at `first`."""
+        return range(first + self.rank, first + self.rank + self.here)
 
     def gather(self, values: Sequence[float]) -> np.ndarray:
-        """Every rank's values, float64, a row a rank, the same array on all; all ranks call it alike."""
-        assert self.world_size == 1, "a framework's own subclass gathers among several"
+        """Every process's values, float64, a row a process, the same array on all; all processes call it alike."""
+        assert self.world_size == self.here, "a framework's own subclass gathers among several processes"
         return np.array([values], np.float64)
+
+    def part(self) -> None:
+        """The end, for all alike: no process needs another from here on. One that failed does not come here."""

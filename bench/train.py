@@ -2,6 +2,7 @@
 
 python -m bench.train --frontend torch
 python -m bench.train --frontend jax --param-dtype bfloat16 --compare
+python -m bench.train --frontend jax --devices 4
 torchrun --nproc-per-node 2 -m bench.train --stage 2
 """
 
@@ -19,6 +20,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext, redirect_stdout
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, TextIO
@@ -125,8 +127,9 @@ def parse(arguments: list[str] | None) -> tuple[Settings, Files]:
         prog="python -m bench.train",
         description="Train a byte-level GPT on the Python standard library's source, AdamW's states in host memory.",
         epilog="What is left out comes from the preset. Ctrl-C ends a run early, evaluation included; "
-        "a second one ends it at once. Under torchrun (--frontend torch) each rank draws micro-batches of its own: "
-        "an update sees ranks x accumulate x micro-batch windows.",
+        "a second one ends it at once. Ranks are processes that torchrun starts, or any launcher that sets RANK, "
+        "WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT; in JAX each process has --devices of "
+        "them. Each rank draws micro-batches of its own: an update sees ranks x accumulate x micro-batch windows.",
         allow_abbrev=False,
     )
     add = parser.add_argument
@@ -144,6 +147,9 @@ def parse(arguments: list[str] | None) -> tuple[Settings, Files]:
     add("--seed", type=at_least(0), default=0)
     add("--activation-checkpointing", action=argparse.BooleanOptionalAction)
     add("--device", choices=("cpu", "cuda", "auto"), default="auto")
+    add(
+        "--devices", type=at_least(1), default=1, help="of each JAX process, a rank each; CPUs are divided (default: 1)"
+    )
     add("--compare", action="store_true", help="train with the framework's own AdamW beside it, step by step")
     add("--out", type=Path, help="folder of metrics.jsonl and summary.json (default: a new one in runs/)")
     add("--trace", type=Path, help=f"record step {TRACED_STEP}, or the last, to this file, for https://ui.perfetto.dev")
@@ -160,6 +166,8 @@ def parse(arguments: list[str] | None) -> tuple[Settings, Files]:
     if gpt.positions is not None:
         gpt = replace(gpt, positions=max(gpt.positions, chosen["context"]))
     settings = Settings(gpt=gpt, **chosen)
+    if settings.devices > 1 and settings.frontend == "torch":
+        parser.error("--devices: in torch a process has one; expected --frontend jax, or torchrun --nproc-per-node")
     if settings.compare and settings.param_dtype == "float16":
         parser.error("--compare has no plain loop for float16; expected --param-dtype float32 or bfloat16")
     if out is None:
@@ -179,8 +187,8 @@ def run(settings: Settings, files: Files, at_end: ExitStack) -> int:
     shortest = min(len(corpus.training), len(corpus.held_out))
     if settings.context >= shortest:
         raise OffloadError(f"--context {settings.context}: the text has {shortest} bytes, expected fewer than that")
-    launched = Ranks.launched().world_size
-    several = f"; {launched} ranks of {default_threads()} threads, ZeRO stage {settings.stage}" if launched > 1 else ""
+    n = Ranks.launched().times(settings.devices).world_size
+    several = f"; {n} ranks, {default_threads()} threads a process, ZeRO stage {settings.stage}" if n > 1 else ""
     print(
         f"{settings.preset}, {settings.gpt.numel:,} parameters in {settings.param_dtype}, through frontends."
         f"{settings.frontend}{several}\ntext: {len(corpus.training):,} bytes of {corpus.training_files} files to train "
@@ -200,6 +208,7 @@ def run(settings: Settings, files: Files, at_end: ExitStack) -> int:
     if writes:
         (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     print(f"\nwritten to {out}")
+    ranks.part()
     return INTERRUPTED if interrupted else 0
 
 
@@ -255,6 +264,8 @@ def train(
     micro_batches = settings.accumulate * ranks.world_size
     traced = min(TRACED_STEP, settings.steps - 1)
     tokens = micro_batches * settings.micro_batch * settings.context
+    windows = {"batch": settings.micro_batch, "context": settings.context}
+    draw = partial(training_batch, corpus.training, settings.seed, **windows)
     interrupted = False
     # A log file gets a line now and then, a terminal a moving bar.
     often = {"mininterval": 0.2} if sys.stderr.isatty() else {"mininterval": 10.0, "ascii": True}
@@ -263,10 +274,8 @@ def train(
         for step in range(settings.steps):
             # Each rank takes its turns in the micro-batches that one rank alone would accumulate.
             first = step * micro_batches
-            batches = [
-                training_batch(corpus.training, settings.seed, i, settings.micro_batch, settings.context)
-                for i in range(first + ranks.rank, first + micro_batches, ranks.world_size)
-            ]
+            rounds = range(first, first + micro_batches, ranks.world_size)
+            batches = [np.concatenate([draw(i) for i in ranks.turn(start)]) for start in rounds]
             with offloaded.trace(trace) if trace and step == traced else nullcontext():
                 done, seconds = timed(offloaded, batches)
             losses = [done.loss]
@@ -368,9 +377,13 @@ def finish(
 
 def mean_loss(ranks: Ranks, trainer: Trainer, batches: list[np.ndarray]) -> float:
     """The ranks share the batches; the mean is that of one rank, in its order."""
-    turn = range(ranks.rank, len(batches), ranks.world_size)
-    mine = [trainer.loss(batch) if i in turn else 0.0 for i, batch in enumerate(batches)]
-    return float(np.mean(ranks.gather(mine).sum(axis=0)))
+    rounds = range(0, len(batches), ranks.world_size)
+    mine = np.zeros(len(rounds) * ranks.world_size)
+    for first in rounds:
+        turn = ranks.turn(first)
+        # Where batches run out, the last one keeps a rank busy until the others are done.
+        mine[turn] = trainer.losses(np.concatenate([batches[min(i, len(batches) - 1)] for i in turn]))
+    return float(np.mean(ranks.gather(mine).sum(axis=0)[: len(batches)]))
 
 
 def median_rate(records: list[dict[str, Any]], key: str) -> float:
@@ -422,7 +435,7 @@ def report_ranks(settings: Settings, ranks: Ranks, offloaded: OffloadTrainer, st
             name: None if math.isnan(value) else round(value)
             for name, value in zip((sent, resident, device), row, strict=True)
         }
-        for row in ranks.gather(mine).tolist()
+        for row in ranks.gather(mine).repeat(ranks.here, axis=0).tolist()
     ]
     both = " (both loops)" if settings.compare else ""
     if ranks.world_size == 1:
@@ -431,7 +444,8 @@ def report_ranks(settings: Settings, ranks: Ranks, offloaded: OffloadTrainer, st
         print(f"peak resident memory of the process{both}: {format_bytes(rows[0][resident])}")
     else:
         columns = [resident] if on_device is None else [resident, device]
-        header = ["rank", "bytes sent a step", f"peak resident memory{both}", f"peak device memory{both}"]
+        whose = " of its process" if ranks.here > 1 else ""
+        header = ["rank", "bytes sent a step", f"peak resident memory{whose}{both}", f"peak device memory{both}"]
         lines = [[str(i), f"{row[sent]:,}", *(format_bytes(row[c]) for c in columns)] for i, row in enumerate(rows)]
         print(f"\n{format_table(lines, header[: len(lines[0])])}")
     return {resident: rows[0][resident], device: rows[0][device], "ranks": rows}

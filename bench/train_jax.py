@@ -1,6 +1,9 @@
 """Training through `frontends.jax`, and the plain optax loop to compare it with."""
 
-from collections.abc import Callable, Iterator
+import atexit
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
@@ -10,43 +13,116 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.experimental.multihost_utils import process_allgather
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from bench.gpt_jax import Params, init_params, logits_of, loss_of
 from bench.launch import Ranks
 from bench.presets import BETAS, WEIGHT_DECAY, learning_rate
 from bench.trainer import Settings, Step, check_room
 from frontends.jax import wrap
-from offload_core.errors import ConfigError
+from offload_core.cpus import default_threads
+from offload_core.errors import CollectiveError, ConfigError
 from offload_core.memory_plan import MemoryReport
 
 
 @contextmanager
+def losing_a_rank() -> Iterator[None]:
+    """What gloo says of it comes as one of several errors."""
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        if "Gloo" not in str(error):
+            raise
+        raise CollectiveError(f"another rank was lost ({error})") from error
+
+
+class MeshRanks(Ranks):
+    """The devices of a mesh, in one process or in those of `jax.distributed`."""
+
+    @losing_a_rank()
+    def gather(self, values: Sequence[float]) -> np.ndarray:
+        words = np.array(values, np.float64).view(np.uint32)  # JAX has no float64 here
+        return np.asarray(process_allgather(words)).reshape(-1, words.size).view(np.float64)
+
+    def part(self) -> None:
+        jax.distributed.shutdown()
+
+
+@contextmanager
 def join(settings: Settings) -> Iterator[Ranks]:
-    """The only rank: several are not built yet."""
-    launched = Ranks.launched()
+    """Meet the other processes, where a launcher started several."""
+    launched = MeshRanks.launched()
+    ranks = launched.times(settings.devices)
+    if settings.device != "auto":
+        # The CPU stays in the list: the front end computes scalars there.
+        jax.config.update("jax_platforms", "cpu" if settings.device == "cpu" else f"{settings.device},cpu")
+    if ranks.world_size > 1:
+        jax.config.update("jax_num_cpu_devices", settings.devices)
     if launched.world_size > 1:
-        raise ConfigError(
-            f"{launched.world_size} ranks through JAX are not built yet in this version; use --frontend torch, or "
-            "start one process"
-        )
-    yield launched
+        meet(launched.rank, launched.world_size, ranks.local_rank + np.arange(settings.devices))
+    yield ranks
+
+
+def meet(process: int, processes: int, local_devices: np.ndarray) -> None:
+    """Start `jax.distributed`, whose first process listens where torch's store would, or beside that of torchrun."""
+    os.environ.setdefault("NPROC", str(default_threads()))  # else XLA takes all processors in each process
+    jax.config.update("jax_enable_preemption_service", False)  # it ignores the launcher's SIGTERM
+    try:
+        port = int(os.environ["MASTER_PORT"]) + (os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
+        address = f"{os.environ['MASTER_ADDR']}:{port}"
+        jax.distributed.initialize(address, processes, process, local_devices.tolist())
+    except (KeyError, ValueError, RuntimeError) as error:
+        raise CollectiveError(
+            f"rank {process} did not meet the others ({type(error).__name__}: {error}); start them by torchrun"
+        ) from error
+    atexit.register(leave)
+
+
+def leave() -> None:
+    """End a process that failed: at its exit JAX would wait minutes for the others, which wait for it."""
+    if jax.distributed.is_initialized():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
 
 
 def make_trainers(settings: Settings, ranks: Ranks) -> tuple["Offloaded", "Plain | None"]:
-    device = choose_device(settings.device)
-    check_room(settings, ranks, on_host=device.platform == "cpu")
-    offloaded = Offloaded(settings, device)
-    return offloaded, Plain(settings, device) if settings.compare else None
+    devices = choose_devices(settings)
+    with stdout_to_stderr():  # gloo's word, from all ranks, that they are connected
+        ranks.gather([0])
+    check_room(settings, ranks, on_host=devices[0].platform == "cpu")
+    offloaded = Offloaded(settings, devices)
+    return offloaded, Plain(settings, devices) if settings.compare else None
 
 
-def choose_device(name: str) -> jax.Device:
-    if name != "auto":
-        # The CPU stays in the list: the front end computes scalars there.
-        jax.config.update("jax_platforms", "cpu" if name == "cpu" else f"{name},cpu")
+@contextmanager
+def stdout_to_stderr() -> Iterator[None]:
+    """Of code that is not Python."""
+    kept = os.dup(1)
+    os.dup2(2, 1)
     try:
-        return jax.devices(None if name == "auto" else name)[0]
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def choose_devices(settings: Settings) -> list[jax.Device]:
+    """Of all processes, in the order of the ranks."""
+    name = None if settings.device == "auto" else settings.device
+    try:
+        here = jax.local_devices(backend=name)
     except (RuntimeError, AssertionError):  # the latter where JAX was installed without that platform
         raise ConfigError(f"--device {name}: JAX has no such device here; use --device cpu or auto") from None
+    if len(here) < settings.devices:
+        raise ConfigError(
+            f"--devices {settings.devices}: this process has {len(here)} of JAX's {here[0].platform} devices; expected "
+            "at most as many, or --device cpu"
+        )
+    processes = range(jax.process_count())
+    return [device for p in processes for device in jax.local_devices(p, name)[: settings.devices]]
 
 
 def make_params(settings: Settings) -> Params:
@@ -62,12 +138,19 @@ class JaxTrainer:
 
     params: Params
 
-    def __init__(self, settings: Settings):
+    def __init__(self, settings: Settings, devices: list[jax.Device]):
+        self.mesh = Mesh(np.array(devices), ("rank",)) if len(devices) > 1 else None
         self.context = settings.context
         self.schedule = make_schedule(settings)
         model: dict[str, Any] = {"config": settings.gpt, "activation_checkpointing": settings.activation_checkpointing}
         self.loss_fn = partial(loss_of, **model)
-        self._loss = jax.jit(self.loss_fn)
+
+        def losses(params: Params, batch: jax.Array) -> jax.Array:
+            return self.loss_fn(params, batch)[None]
+
+        if self.mesh is not None:
+            losses = jax.shard_map(losses, mesh=self.mesh, in_specs=(P(), P("rank")), out_specs=P("rank"))
+        self._losses = jax.jit(losses)
 
         @jax.jit
         def logits_at(params: Params, text: jax.Array, last: jax.Array) -> jax.Array:
@@ -75,23 +158,29 @@ class JaxTrainer:
 
         self._logits_at = logits_at
 
-    def loss(self, batch: np.ndarray) -> float:
-        return float(self._loss(self.params, batch))
+    def on_devices(self, batch: np.ndarray) -> Any:
+        """The windows of all ranks, of which each process has its own."""
+        if self.mesh is None:
+            return batch
+        return jax.make_array_from_process_local_data(NamedSharding(self.mesh, P("rank")), batch)
+
+    def losses(self, batch: np.ndarray) -> np.ndarray:
+        losses = self._losses(self.params, self.on_devices(batch))
+        return np.concatenate([shard.data for shard in losses.addressable_shards])
 
     def next_byte_logits(self, text: np.ndarray) -> np.ndarray:
         # Padded to one length, so that it is compiled once; a causal model never sees the padding.
         padded = np.zeros(self.context, np.int32)
         padded[: len(text)] = text
-        return np.asarray(self._logits_at(self.params, padded, len(text) - 1))
+        params = jax.tree.map(lambda p: p.addressable_data(0), self.params)  # one process asks: none may wait
+        return np.asarray(self._logits_at(params, padded, len(text) - 1))
 
 
 class Offloaded(JaxTrainer):
-    sent_bytes = 0  # one device
-
-    def __init__(self, settings: Settings, device: jax.Device):
-        super().__init__(settings)
-        self.device = device
-        self.device_name = device.device_kind
+    def __init__(self, settings: Settings, devices: list[jax.Device]):
+        super().__init__(settings, devices)
+        self.devices = [device for device in devices if device.process_index == jax.process_index()]
+        self.device_name = devices[0].device_kind
         self.offloaded = wrap(
             make_params(settings),
             lr=self.schedule,
@@ -101,6 +190,7 @@ class Offloaded(JaxTrainer):
             gradient_accumulation_steps=settings.accumulate,
             param_dtype=settings.param_dtype,
             stage=settings.stage,
+            mesh=self.mesh,
         )
         self.value_and_grad = self.offloaded.value_and_grad(self.loss_fn)
         self.updates = 0
@@ -109,17 +199,22 @@ class Offloaded(JaxTrainer):
     def params(self) -> Params:  # type: ignore[override]
         return self.offloaded.params
 
+    @losing_a_rank()
     def step(self, batches: list[np.ndarray]) -> Step:
         lr = float(self.schedule(self.updates))
         losses = []
         for batch in batches:
-            loss, grads = self.value_and_grad(self.offloaded.params, batch)
+            loss, grads = self.value_and_grad(self.offloaded.params, self.on_devices(batch))
             self.offloaded.update(grads)
             losses.append(loss)
         report = self.offloaded.report
         assert report is not None
         self.updates += report.updated
         return Step(float(np.mean(losses)), report.grad_norm, lr, report.skipped)
+
+    @property
+    def sent_bytes(self) -> int:
+        return self.offloaded.sent_bytes // len(self.devices)
 
     def memory_report(self) -> MemoryReport:
         return self.offloaded.memory_report()
@@ -128,18 +223,24 @@ class Offloaded(JaxTrainer):
         return self.offloaded.trace(path)
 
     def peak_device_bytes(self) -> int | None:
-        return (self.device.memory_stats() or {}).get("peak_bytes_in_use")
+        peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in self.devices]
+        return None if None in peaks else max(peaks)
 
 
 class Plain(JaxTrainer):
-    """`optax.adamw`, compiled, on fp32 master weights on the device."""
+    """`optax.adamw`, compiled, on fp32 master weights on the device.
 
-    def __init__(self, settings: Settings, device: jax.Device):
-        super().__init__(settings)
+    On several, XLA sums the gradients, and each updates the whole model.
+    """
+
+    def __init__(self, settings: Settings, devices: list[jax.Device]):
+        super().__init__(settings, devices)
         dtype, clip = jnp.dtype(settings.param_dtype), settings.clip
         optimizer = optax.adamw(self.schedule, *BETAS, weight_decay=WEIGHT_DECAY)
         self.masters = jax.tree.map(lambda p: p.astype(jnp.float32), make_params(settings))
         self.state = optimizer.init(self.masters)
+        if self.mesh is not None:
+            self.masters, self.state = jax.device_put((self.masters, self.state), NamedSharding(self.mesh, P()))
         # fp32 parameters are their own masters.
         self._cast = jax.jit(partial(jax.tree.map, lambda p: p.astype(dtype))) if dtype != jnp.float32 else None
         self.value_and_grad = jax.jit(jax.value_and_grad(self.loss_fn))
@@ -161,9 +262,11 @@ class Plain(JaxTrainer):
     def _renew_params(self) -> None:
         self.params = self.masters if self._cast is None else self._cast(self.masters)
 
+    @losing_a_rank()
     def step(self, batches: list[np.ndarray]) -> Step:
         lr = float(self.schedule(self.updates))
-        losses, grads = zip(*(self.value_and_grad(self.params, batch) for batch in batches), strict=True)
+        placed = map(self.on_devices, batches)
+        losses, grads = zip(*(self.value_and_grad(self.params, batch) for batch in placed), strict=True)
         self.masters, self.state, norm = self._update(self.masters, self.state, list(grads))
         self._renew_params()
         self.updates += 1

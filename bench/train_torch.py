@@ -104,8 +104,8 @@ class TorchTrainer:
         return windows[:, :-1], windows[:, 1:]
 
     @torch.no_grad()
-    def loss(self, batch: np.ndarray) -> float:
-        return self.model(*self.on_device(batch)).item()
+    def losses(self, batch: np.ndarray) -> np.ndarray:
+        return np.array([self.model(*self.on_device(batch)).item()])
 
     @torch.no_grad()
     def next_byte_logits(self, text: np.ndarray) -> np.ndarray:

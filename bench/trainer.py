@@ -24,6 +24,8 @@ class Settings:
     preset: str
     gpt: GPTConfig
     device: str
+    devices: int
+    """Of each process."""
     param_dtype: str
     stage: int
     seed: int
@@ -51,11 +53,18 @@ class Step:
 
 
 class Trainer(Protocol):
-    """A model and its optimizer. Batches are int32 of (micro_batch, context + 1), one for each micro-step."""
+    """A model and its optimizer.
 
-    def step(self, batches: list[np.ndarray]) -> Step: ...
+    Batches are int32 of (windows, context + 1), `micro_batch` windows for each rank of this process, in their order.
+    """
 
-    def loss(self, batch: np.ndarray) -> float: ...
+    def step(self, batches: list[np.ndarray]) -> Step:
+        """An update, of a batch for each micro-step."""
+        ...
+
+    def losses(self, batch: np.ndarray) -> np.ndarray:
+        """The loss of each of this process's ranks on its own windows; all ranks call it alike."""
+        ...
 
     def next_byte_logits(self, text: np.ndarray) -> np.ndarray:
         """fp32 logits of the 256 bytes that may follow `text`, which is at most `context` long."""
@@ -69,7 +78,7 @@ class OffloadTrainer(Trainer, Protocol):
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes of gradients and parameters that this rank has sent to other ranks."""
+        """Bytes of gradients and parameters that each of this process's ranks has sent to other ranks."""
         ...
 
     def memory_report(self) -> MemoryReport: ...
@@ -79,7 +88,7 @@ class OffloadTrainer(Trainer, Protocol):
         ...
 
     def peak_device_bytes(self) -> int | None:
-        """The most that the framework held on the device; None where it keeps no count (the CPU)."""
+        """The most that the framework held on a device; None where it keeps no count (the CPU)."""
         ...
 
 

@@ -211,7 +211,8 @@ class LocalBuckets:
 
     def without_master(self, bucket: Bucket) -> bool:
         """Whether the bucket's parameters are their own master weights."""
-        return self.device.updates_in_place and bucket.dtype is FLOAT32
+        ahead = self.config.schedule == "delayed" or self.config.update_in_backward  # masters may be, of parameters
+        return self.device.updates_in_place and bucket.dtype is FLOAT32 and not ahead
 
     @property
     def _staging_slots(self) -> int:

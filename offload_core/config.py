@@ -18,18 +18,17 @@ _CHOICES: dict[str, tuple] = {
     "param_dtype": (None, *BY_NAME),
     "communication_dtype": (None, *BY_NAME),
     "reduction": ("ordered", "native"),
+    "schedule": ("overlap", "serial", "delayed"),
 }
 
 # What the design names and this version does not build yet.
 _NOT_YET: dict[str, tuple[tuple, str]] = {
     "stage": ((3,), "stages 1 and 2"),
-    "schedule": (("delayed",), "schedule='overlap' and schedule='serial'"),
     "offload_optimizer": ((None, "nvme"), "offload_optimizer='cpu'"),
     "offload_param": (("cpu", "nvme"), "offload_param=None"),
 }
 _BUILT: dict[str, tuple] = {
     "stage": (1, 2),
-    "schedule": ("overlap", "serial"),
     "offload_optimizer": ("cpu",),
     "offload_param": (None,),
 }
@@ -62,8 +61,9 @@ class OffloadConfig:
     gradient_accumulation_steps: int = 1
     """Micro-steps an update averages over, accumulated in fp32."""
     skip_nonfinite: bool | None = None
-    """Skip an update whose gradients hold an inf or a NaN. None: where the gradients are examined anyway,
-    that is with clipping or loss scaling; True examines them always, at the cost of one more pass."""
+    """Skip an update whose gradients hold an inf or a NaN. None: where the gradients are examined anyway, that is with
+    clipping, loss scaling or gradients that travel as float16; True examines them always, at the cost of one more
+    pass."""
     loss_scale: float | str | None = None
     """``"dynamic"``, a fixed factor, or None: dynamic for float16 parameters, else 1."""
     initial_loss_scale: float = 65536.0
@@ -78,7 +78,16 @@ class OffloadConfig:
     reduce-scatter, in the element type that travels."""
     schedule: str = "overlap"
     """``"overlap"`` hides copies, reduction and the update behind what the device computes; ``"serial"`` does one thing
-    after the other. The bits are the same. On one rank on the CPU there is nothing to hide."""
+    after the other. The bits are the same. On one rank on the CPU there is nothing to hide. ``"delayed"`` is another
+    algorithm: after ``delay_warmup_steps`` each step's gradients change the parameters one step later, so that the
+    update has a whole step to hide behind (one-step delayed parameter update, ZeRO-Offload, section 5.2 of
+    arXiv:2101.06840)."""
+    delay_warmup_steps: int = 40
+    """``schedule="delayed"``: the first updates, which are not delayed."""
+    update_in_backward: bool = False
+    """``schedule="overlap"`` without clipping or loss scaling: update states as soon as a bucket's gradient is on the
+    host, during backward. The bits are the same, but hyperparameters may not change, nor gradients be discarded or
+    added to, between ``engine.backward()`` and ``engine.step()``: that is an error. In JAX it has no effect."""
     offload_optimizer: str | None = "cpu"
     offload_param: str | None = None
     pin_memory: bool = True
@@ -116,7 +125,14 @@ class OffloadConfig:
                 raise ConfigError(f"loss_scale: got {self.loss_scale!r}, expected 'dynamic', a number or None")
             _number("loss_scale", self.loss_scale, above=0.0)
         _number("initial_loss_scale", self.initial_loss_scale, above=0.0)
-        for name in ("pin_memory", "skip_nonfinite"):
+        if not hasattr(self.delay_warmup_steps, "__index__") or self.delay_warmup_steps < 0:
+            raise ConfigError(f"delay_warmup_steps: got {self.delay_warmup_steps!r}, expected an integer of at least 0")
+        if self.update_in_backward and self.gradient_clipping is not None:
+            raise ConfigError(
+                f"update_in_backward=True with gradient_clipping={self.gradient_clipping!r}: the norm of all gradients "
+                "is known only after backward; expected one of them"
+            )
+        for name in ("pin_memory", "skip_nonfinite", "update_in_backward"):
             value = getattr(self, name)
             if not isinstance(value, bool) and not (name == "skip_nonfinite" and value is None):
                 raise ConfigError(f"{name}: got {value!r}, expected True or False")

@@ -32,8 +32,8 @@ class CollectiveError(OffloadError, RuntimeError):
     def of(cls, rank: int, what: str, error: Exception) -> "CollectiveError":
         """What a backend's error means to the one who trains."""
         return cls(
-            f"rank {rank}: {what} failed ({error}); a rank was lost, or did not come in the group's time: "
-            "end this run and resume from the last checkpoint"
+            f"rank {rank}: {what} failed ({error}); a rank was lost, did not come in the group's time, or "
+            "made another number of backwards or steps: end this run and resume from the last checkpoint"
         )
 
 

@@ -42,6 +42,10 @@ class Gradients:
         """Likewise in the round before."""
         self.round_ended = False
         """Whether the round of the last gradient has ended."""
+        self.pristine = True
+        """Whether nothing was added or launched since the last update."""
+        self.when_settled: Callable[[LocalBucket], None] | None = None
+        """What is done at once with a bucket whose gradients, all of them, are those of the update."""
 
     def check(self, param: int, gradient: Any) -> None:
         """Raise :class:`GradientError` unless the gradient fits its parameter."""
@@ -67,7 +71,7 @@ class Gradients:
         works = self._buckets.of[param]
         if any(param in work.waiting or work.launched for work in works):
             self.end_round()  # the parameter's second gradient of this round: it begins the next one
-        self.round_ended = False
+        self.round_ended = self.pristine = False
         self.present.add(param)
         for work in works:
             self._buckets.claim(work)
@@ -84,9 +88,10 @@ class Gradients:
 
     def drop(self, params: Sequence[int] | None = None) -> None:
         """Forget the gradients of these parameters, or of all."""
-        touched = (
-            self._buckets.all if params is None else [work for param in params for work in self._buckets.of[param]]
-        )
+        if params is not None:  # what only other ranks had is theirs: this rank may own its sum
+            params = [param for param in params if param in self.present]
+        of, everything = self._buckets.of, self._buckets.all
+        touched = everything if params is None else [work for param in params for work in of[param]]
         self._reclaim(touched)
         if params is None:
             self.begin()
@@ -134,7 +139,9 @@ class Gradients:
         self._begin_round()
         self._buckets.in_staging.clear()
         self.round_ended = False
+        self.pristine = True
         self.present.clear()
+        self.when_settled = None
 
     def _begin_round(self) -> None:
         self._next = 0
@@ -157,6 +164,7 @@ class Gradients:
         work.launched = True
         if work.life.state is not BucketState.FILLING and self._buckets.device.world_size == 1:
             return
+        self.pristine = False
         work.life.on(BucketEvent.REDUCE)
         work.squares = None
         gradients, work.waiting = work.waiting, {}
@@ -181,6 +189,7 @@ class Gradients:
         received = work.home if stays else work.lease.borrow(numel, arrival.dtype.numpy)
         event = self._buckets.device.reduce(bucket, work.wire, gradients, received, work.lease)
         look = self._examined() and self.at_boundary
+        then = self.when_settled if len(gradients) == len(work.members) else None
 
         def settle() -> None:
             event.wait()
@@ -192,6 +201,8 @@ class Gradients:
             if look:
                 work.squares = self._squares(work)
             work.life.on(BucketEvent.ARRIVED)
+            if then is not None:
+                then(work)
 
         if len(work.lease):
             self._buckets.in_staging.append(work)

@@ -20,7 +20,16 @@ _SHARED_FIELDS = (
     "gradient_clipping",
     "gradient_accumulation_steps",
     "skip_nonfinite",
+    "lr",
+    "betas",
+    "eps",
+    "eps_root",
+    "weight_decay",
+    "loss_scale",
+    "initial_loss_scale",
+    "loss_scale_window",
 )
+"""Schedules and the like, which have no value to compare, are compared at every step (``fingerprint``)."""
 
 
 def agree(collectives: Collectives, config: OffloadConfig, specs: Sequence[ParamSpec], given: Sequence[str]) -> None:
@@ -34,9 +43,10 @@ def agree(collectives: Collectives, config: OffloadConfig, specs: Sequence[Param
     """
     if collectives.world_size == 1:
         return
-    lines = [f"{name}={getattr(config, name)!r}" for name in _SHARED_FIELDS]
-    lines += [f"{s.name} {s.numel} {s.dtype} {s.group} {d}" for s, d in zip(specs, given, strict=True)]
-    mine = np.array([_fingerprint(line) for line in lines], np.int64)
+    values = [getattr(config, name) for name in _SHARED_FIELDS]
+    lines = [f"{name}={'a function' if callable(v) else v!r}" for name, v in zip(_SHARED_FIELDS, values, strict=True)]
+    lines += [f"{s.name} {s.numel} {s.dtype} {s.group} {s.layout} {d}" for s, d in zip(specs, given, strict=True)]
+    mine = np.array([fingerprint(line) for line in lines], np.int64)
     length = np.array([mine.size], np.int64)
     collectives.broadcast(length, "layout")
     theirs = np.zeros(int(length[0]), np.int64)
@@ -48,8 +58,9 @@ def agree(collectives: Collectives, config: OffloadConfig, specs: Sequence[Param
         raise ParameterError(_difference(mine, theirs, config, specs))
 
 
-def _fingerprint(line: str) -> int:
-    return int.from_bytes(hashlib.sha256(line.encode()).digest()[:7])
+def fingerprint(line: str) -> int:
+    """40 bits of a hash: as many ranks' as there are can be summed."""
+    return int.from_bytes(hashlib.sha256(line.encode()).digest()[:5])
 
 
 def _difference(mine: np.ndarray, theirs: np.ndarray, config: OffloadConfig, specs: Sequence[ParamSpec]) -> str:
@@ -59,7 +70,8 @@ def _difference(mine: np.ndarray, theirs: np.ndarray, config: OffloadConfig, spe
             return f"{name} is {getattr(config, name)!r} here and differs from rank 0's; {_EXPECTED}"
     for i, spec in enumerate(specs):
         if n + i >= theirs.size or mine[n + i] != theirs[n + i]:
-            what = f"parameter {spec.name!r} ({spec.numel} elements, {spec.dtype}, group {spec.group})"
+            shape = f"{spec.layout}, " if spec.layout else ""
+            what = f"parameter {spec.name!r} ({shape}{spec.numel} elements, {spec.dtype}, group {spec.group})"
             return f"{what} differs from rank 0's; {_EXPECTED}"
     if mine.size != theirs.size:
         return f"{len(specs)} parameters here and {theirs.size - n} on rank 0; {_EXPECTED}"

@@ -39,6 +39,8 @@ class LocalBucket:
     """Of the gradients; None where they were not looked at since they changed."""
     task: "Future[Any] | None" = None
     """The last that was asked for on this bucket: until it has ended the bucket is its own."""
+    behind: set[int] = field(default_factory=set)
+    """Parameters whose master weights are ahead of the device's."""
     lease: Lease | None = None
     """Staging that its last journey goes through."""
     written: "Future[Event] | None" = None

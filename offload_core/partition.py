@@ -22,6 +22,8 @@ class ParamSpec:
     numel: int
     dtype: ElementType
     group: int = 0
+    layout: str = ""
+    """Its shape, and its order in memory: what else must be the same on every rank."""
 
 
 @dataclass(frozen=True)

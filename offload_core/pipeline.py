@@ -15,7 +15,7 @@ written where they are, and nothing is done behind the caller's back.
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -26,13 +26,15 @@ from .buckets import LocalBuckets
 from .config import OffloadConfig
 from .cpu_adam import AdamHyper
 from .device import Device
-from .errors import StateError
+from .dtypes import FLOAT16
+from .errors import CollectiveError, StateError
 from .grad_norm import SumOfSquares, clip_coefficient
 from .gradients import Gradients
+from .layout import fingerprint
 from .loss_scale import LossScaler
 from .memory_plan import MemoryPlan, MemoryReport
 from .partition import ParamSpec
-from .step_state import BucketEvent
+from .step_state import BucketEvent, BucketState
 from .trace import REDUCTION
 from .updates import Scalars, Updates
 
@@ -69,6 +71,10 @@ class Pipeline:
         self._buckets = LocalBuckets(config, device)
         self._gradients = Gradients(self._buckets, lambda: self._examines)
         self._updates = Updates(self._buckets, self.op_order)
+        self._broken: CollectiveError | None = None
+        """What an update broke off with among ranks."""
+        self._expected: tuple[Any, ...] | None = None
+        """What the announced :meth:`step` is called with."""
         self.params = self._buckets.params
         self.memory = self._buckets.memory
 
@@ -128,13 +134,18 @@ class Pipeline:
 
         Where the device is addressable the gradient is not copied: it must stay as it is until the update.
         """
-        self.finish()  # so that ranks meet for one thing at a time
+        if self._gradients.pristine:
+            self._or_abort(self._updates.finish_publications)  # so that ranks meet for one thing at a time
+        self._refuse_if_used(param)
         self._gradients.add(param, gradient)
 
     def drop_gradients(self, params: Sequence[int] | None = None) -> None:
         """Forget the gradients of these parameters, or of all."""
-        if self.finished:  # else none has come since the update began
-            self._gradients.drop(params)
+        if self._gradients.pristine:
+            return
+        for param in range(len(self.params)) if params is None else params:
+            self._refuse_if_used(param)
+        self._gradients.drop(params)
 
     def end_micro_step(self, *, reduce: bool = True) -> bool:
         """End a micro-step; whether it is the boundary, at which an update is due.
@@ -178,48 +189,110 @@ class Pipeline:
             groups: the parameter group of each parameter; None: as they were added.
         """
         buckets, gradients = self._buckets, self._gradients
+        self.check_expected(hypers, divisor=divisor, groups=groups)
         self.finish()
         if not gradients.round_ended:
             gradients.end_round()
         for work in buckets.all:
             buckets.claim(work)  # a gradient that was lost on its way is an error here, before anything changes
         loss_scale = self.loss_scale
-        squares, present = self._agree_on_gradients()
+        squares, present = self._agree_on_gradients((hypers, groups, divisor, loss_scale))
         works = [work for work in reversed(gradients.order) if not present.isdisjoint(work.members)]
-        if not works:
-            self.drop_gradients()
-            return StepReport(updated=False, skipped="no gradients", loss_scale=loss_scale)
-        norm, coefficient = None, 1.0
-        if self._examines:
+        norm, coefficient, skipped = None, 1.0, None if works else "no gradients"
+        if works and self._examines:
             if self.scaler:
                 self.scaler.update(overflow=not squares.finite)
+            norm = squares.norm() / (loss_scale * divisor) if squares.finite else squares.norm()
             if not squares.finite:
-                self.drop_gradients()
-                return StepReport(updated=False, skipped="overflow", grad_norm=squares.norm(), loss_scale=loss_scale)
-            norm = squares.norm() / (loss_scale * divisor)
-            if self.config.gradient_clipping is not None:
+                skipped = "overflow"
+            elif self.config.gradient_clipping is not None:
                 coefficient = clip_coefficient(norm, self.config.gradient_clipping)
-        groups = [spec.group for spec in self.params] if groups is None else groups
+        if skipped:
+            self.drop_gradients()
+            self._or_abort(lambda: self._updates.publish(buckets.all, tensors))
+            return StepReport(updated=False, skipped=skipped, grad_norm=norm, loss_scale=loss_scale)
+        delays = self.config.schedule == "delayed" and max(map(float, self.steps)) >= self.config.delay_warmup_steps
+        scalars = self._scalars(hypers, groups, present, coefficient / (loss_scale * divisor))
         for param in present:
             self.steps[param] += 1
-        steps = {param: int(self.steps[param]) for param in present}
-        scale = coefficient / (loss_scale * divisor)
-        scalars = Scalars(hypers, groups, steps, op_order=self.op_order, grad_scale=scale)
-        for work in set(buckets.all).difference(works):
+        ahead = [work for work in works if work.life.state is BucketState.UPDATED]
+        for work in [*ahead, *set(buckets.all).difference(works)]:
             work.clear()
-            work.life.on(BucketEvent.DROP)
+            work.life.on(BucketEvent.END if work in ahead else BucketEvent.DROP)
         gradients.begin()
-        try:
-            self._updates.start(works, scalars, tensors, present)
+
+        def start() -> None:
+            self._updates.publish(reversed(gradients.order), tensors)
+            rest = [work for work in works if work not in ahead]
+            if delays:
+                self._updates.start_ahead(rest, scalars, present)
+            else:
+                self._updates.start(rest, scalars, tensors, present)
             if not buckets.tasks.behind:
                 self.finish()
-        except BaseException:
-            self._abort()
-            raise
+
+        self._or_abort(start)
         return StepReport(True, None, norm, coefficient, loss_scale)
 
-    def _agree_on_gradients(self) -> tuple[SumOfSquares, set[int]]:
+    def expect_step(
+        self, hypers: Sequence[AdamHyper], *, divisor: float = 1.0, groups: Sequence[int] | None = None
+    ) -> None:
+        """Announce the arguments of the :meth:`step` that ends this micro-step.
+
+        With ``update_in_backward`` states are updated as gradients arrive; then nothing may go another way.
+        """
+        early = self.config.update_in_backward and self.at_boundary and not self._examines and not self._buckets.direct
+        if not early or (not self._gradients.pristine and self.config.gradient_accumulation_steps == 1):
+            return
+        everything = range(len(self.params))
+        scalars = self._scalars(hypers, groups, everything, 1.0 / divisor)
+        self._expected = (list(hypers), divisor, groups)
+        self._gradients.when_settled = lambda work: self._updates.advance(work, scalars, everything)
+
+    def check_expected(
+        self, hypers: Sequence[AdamHyper], *, divisor: float = 1.0, groups: Sequence[int] | None = None
+    ) -> None:
+        """Raise :class:`StateError` where gradients were used with other arguments than these of :meth:`step`."""
+        if self._gradients.when_settled is not None and self._expected != (list(hypers), divisor, groups):
+            raise StateError(
+                "hyperparameters, parameter groups or the loss's share changed between backward() and step(), and "
+                "update_in_backward=True has used them; expected them as they were: set them back, or before backward()"
+            )
+
+    def _scalars(
+        self, hypers: Sequence[AdamHyper], groups: Sequence[int] | None, params: Iterable[int], grad_scale: float
+    ) -> Scalars:
+        groups = [spec.group for spec in self.params] if groups is None else groups
+        steps = {param: int(self.steps[param]) + 1 for param in params}
+        return Scalars(hypers, groups, steps, op_order=self.op_order, grad_scale=grad_scale)
+
+    def _refuse_if_used(self, param: int) -> None:
+        if self._gradients.when_settled is None:
+            return
+        for work in self._buckets.of[param]:
+            if work.launched or work.life.state is BucketState.UPDATED:
+                raise StateError(
+                    f"parameter {self.params[param].name!r}: its gradient has been used, for update_in_backward=True; "
+                    "expected engine.step() next: set update_in_backward=False to discard gradients or to add to them"
+                )
+
+    def flush(self, tensors: Sequence[Any]) -> None:
+        """Wait for everything, and write to the parameters what ``schedule="delayed"`` still holds back."""
+        self.finish()
+        self._or_abort(lambda: self._updates.publish(self._buckets.all, tensors))
+        self.finish()
+
+    def _or_abort(self, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except BaseException as error:
+            self._abort(error)
+            raise
+
+    def _agree_on_gradients(self, terms: tuple[Any, ...]) -> tuple[SumOfSquares, set[int]]:
         """The squares of all gradients, and the parameters that have one on any rank.
+
+        Raises :class:`StateError` on every rank where ``terms``, what the update is made with, are not the same.
 
         A gradient that no rank had is no gradient: its parameter stays as it is. Ranks learn rank 0's order of
         arrival on the way.
@@ -236,16 +309,26 @@ class Pipeline:
         if self.device.collectives.rank:
             order[:] = 0
 
+        hypers, *others = terms
+        scalars = [hyper.scalars(1, op_order=self.op_order, grad_scale=1.0) for hyper in hypers]
+        mine = fingerprint(f"{scalars} {others}")
+
         def agree() -> np.ndarray:
             if self._examines:
                 gradients.add_squares(squares)
-            agreed = np.concatenate([squares.bins, flags, order])
+            agreed = np.concatenate([squares.bins, flags, order, [mine]])
             with self.device.trace.span(REDUCTION, "norm of all ranks"):
                 self.device.collectives.sum_integers(agreed, "gradient norm")
             return agreed
 
         agreed = self._buckets.run(agree)
-        squares.bins, flags, order = np.split(agreed, np.cumsum([squares.bins.size, flags.size]))
+        sizes = [squares.bins.size, flags.size, order.size]
+        squares.bins, flags, order, [theirs] = np.split(agreed, np.cumsum(sizes))
+        if theirs != mine * self.device.collectives.world_size:
+            raise StateError(
+                f"ranks differ in what they update with; here: {hypers}, gradients over {terms[2]}, loss scale "
+                f"{terms[3]}; expected the same hyperparameters, micro-steps and loss scale on every rank"
+            )
         gradients.order = [self._buckets.all[i] for i in order]
         return squares, set(np.flatnonzero(flags).tolist())
 
@@ -259,11 +342,12 @@ class Pipeline:
 
         Raises what went wrong in its updates.
         """
-        try:
-            self._updates.finish()
-        except BaseException:
-            self._abort()
-            raise
+        if self._broken is not None:
+            raise StateError(
+                f"the last update broke off ({self._broken}): parameters and states are partly of one step, partly of "
+                "the next; expected no further use: resume from the last checkpoint"
+            )
+        self._or_abort(self._updates.finish)
 
     def await_param(self, param: int) -> None:
         """See to it that what this thread asks of the device from now on reads the parameter as updated.
@@ -276,7 +360,9 @@ class Pipeline:
             self.finish()
             raise
 
-    def _abort(self) -> None:
+    def _abort(self, error: BaseException) -> None:
+        if isinstance(error, CollectiveError):  # other ranks went another way: there is no going on
+            self._broken = error
         self._buckets.recover()
         self._gradients.begin()
         self._updates.forget()
@@ -307,4 +393,6 @@ class Pipeline:
     def _examines(self) -> bool:
         """Whether every update looks at all gradients first."""
         skip = self.config.skip_nonfinite
-        return bool(skip) or self.config.gradient_clipping is not None or self.scaler is not None
+        narrow = self.config.communication_dtype == FLOAT16.name and self.device.world_size > 1  # may overflow
+        wanted = (skip is None and narrow) or bool(skip)
+        return wanted or self.config.gradient_clipping is not None or self.scaler is not None

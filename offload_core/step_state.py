@@ -6,6 +6,8 @@ Rules:
   micro-steps may follow, each the same way. At the boundary it is updated and its parameters are published.
 - A rank that has no gradient for a bucket takes part in its reduction all the same.
 - Dropping is allowed whenever no update has begun: the gradients go, nothing else changes.
+- An update may also end without publication (``updated``): its parameters follow later, whatever the bucket's
+  gradients do then. Gradients that were used can neither be dropped nor joined by others before the step's ``end``.
 - Between ``update`` and ``published`` master weights and device parameters may differ. ``published`` ends it; an
   error ends it too (``abort``): the next update publishes the master weights again.
 
@@ -18,6 +20,7 @@ REDUCING       the bucket on its way to its owners' host memory
 ON_HOST        host gradients only
 UPDATING       host gradients; states are being written
 PUBLISHING     updated parameters on their way to the device
+UPDATED        states that are ahead of the device's parameters; the gradients were used
 =============  =========================================================================
 """
 
@@ -33,6 +36,7 @@ class BucketState(Enum):
     ON_HOST = "on host"
     UPDATING = "updating"
     PUBLISHING = "publishing"
+    UPDATED = "updated"
 
 
 class BucketEvent(Enum):
@@ -42,6 +46,8 @@ class BucketEvent(Enum):
     UPDATE = "update"
     PUBLISH = "publish"
     PUBLISHED = "published"
+    UPDATED = "updated"
+    END = "end"
     DROP = "drop"
     ABORT = "abort"
 
@@ -59,6 +65,8 @@ TRANSITIONS: dict[tuple[BucketState, BucketEvent], BucketState] = {
     (S.ON_HOST, E.UPDATE): S.UPDATING,
     (S.UPDATING, E.PUBLISH): S.PUBLISHING,
     (S.PUBLISHING, E.PUBLISHED): S.EMPTY,
+    (S.UPDATING, E.UPDATED): S.UPDATED,
+    (S.UPDATED, E.END): S.EMPTY,
     (S.EMPTY, E.DROP): S.EMPTY,
     (S.FILLING, E.DROP): S.EMPTY,
     (S.REDUCING, E.DROP): S.EMPTY,

@@ -1,7 +1,7 @@
 """A step's updates: one C pass over each bucket's shards, and the new parameters on their way to the device."""
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,6 +11,8 @@ from . import _kernels
 from .buckets import LocalBuckets
 from .cpu_adam import AdamHyper
 from .device import Done, Event
+from .dtypes import FLOAT32
+from .host_memory import Lease
 from .local_bucket import LocalBucket
 from .step_state import BucketEvent
 from .trace import COMPUTE, UPDATE
@@ -57,56 +59,113 @@ class Updates:
     def __init__(self, buckets: LocalBuckets, op_order: str) -> None:
         self._buckets = buckets
         self._op_order = op_order
-        self._updating: Sequence[LocalBucket] = ()
-        """Buckets whose update was asked for and not yet seen to have ended."""
+        self._publishing: list[LocalBucket] = []
+        """Buckets whose publication was asked for and not yet seen to have ended."""
+        self._advancing: list[LocalBucket] = []
+        """Likewise those that are updated and not published."""
 
     def start(self, works: Sequence[LocalBucket], scalars: Scalars, tensors: Sequence[Any], present: set[int]) -> None:
-        """One C pass over the process's shards, and the parameters to where they are read, bucket after bucket.
+        """One C pass over the process's shards, and the parameters to where they are read, bucket after bucket."""
 
-        While one bucket's parameters travel the next is updated.
-        """
-        self._updating = works
+        def update(work: LocalBucket, after: Event) -> Event:
+            work.life.on(BucketEvent.UPDATE)
+            if self._buckets.direct:
+                self._run_adam(work, scalars, present, tensors, None)
+                work.life.on(BucketEvent.PUBLISH)
+                return Done()
+            out = self._borrow(work)
+            self._run_adam(work, scalars, present, tensors, out)
+            work.life.on(BucketEvent.PUBLISH)
+            return self._buckets.device.publish(work.bucket, out, tensors, present, self._lease(work), after)
+
+        def end(work: LocalBucket) -> None:
+            work.clear()
+            work.life.on(BucketEvent.PUBLISHED)
+
+        self._travel(works, update, end)
+
+    def start_ahead(self, works: Sequence[LocalBucket], scalars: Scalars, present: set[int]) -> None:
+        """Update states; the parameters follow with :meth:`publish`."""
+        self._advancing += works
+        for work in works:
+            work.task = self._buckets.tasks.submit(partial(self._advance_and_end, work, scalars, present))
+
+    def advance(self, work: LocalBucket, scalars: Scalars, present: Collection[int]) -> None:
+        """Update one bucket's states, at once."""
+        work.life.on(BucketEvent.UPDATE)
+        self._run_adam(work, scalars, present, None, None)
+        work.behind |= work.members.intersection(present)
+        work.life.on(BucketEvent.UPDATED)
+
+    def _advance_and_end(self, work: LocalBucket, scalars: Scalars, present: Collection[int]) -> None:
+        self.advance(work, scalars, present)
+        work.clear()
+        work.life.on(BucketEvent.END)
+
+    def publish(self, works: Iterable[LocalBucket], tensors: Sequence[Any]) -> None:
+        """Bring master weights that are ahead to the parameters."""
+
+        def round_and_publish(work: LocalBucket, after: Event) -> Event:
+            behind, work.behind = work.behind, set()
+            pieces = [(i, piece) for i, piece in enumerate(work.pieces) if piece.param in behind]
+            out = None if self._buckets.direct else self._borrow(work)
+            rows = []
+            for i, piece in pieces:
+                if out is None:
+                    address = (
+                        self._buckets.device.host_array(tensors[piece.param]).run(piece.start, piece.numel).address
+                    )
+                else:
+                    address = _kernels.address(out) + piece.offset * out.itemsize
+                rows.append((int(work.segments["master"][i]), address, piece.numel))
+            threads = self._buckets.threads
+            with self._buckets.trace.span(UPDATE, "round", work.bucket.index):
+                _kernels.cast(_kernels.spans_of(rows), FLOAT32, work.bucket.dtype, threads=threads)
+            if out is None:
+                return Done()
+            return self._buckets.device.publish(work.bucket, out, tensors, behind, self._lease(work), after)
+
+        self._travel([work for work in works if work.behind], round_and_publish, lambda work: None)
+
+    def _travel(
+        self,
+        works: Sequence[LocalBucket],
+        start: Callable[[LocalBucket, Event], Event],
+        end: Callable[[LocalBucket], None],
+    ) -> None:
+        """While one bucket's parameters travel, start with the next."""
+        self._publishing += works
         after = self._buckets.device.mark()
         travelling: deque[LocalBucket] = deque()
         for work in works:
             if len(travelling) == self._buckets.tasks.depth:
-                self._await_publication(travelling.popleft())
-            work.written = self._buckets.tasks.submit(
-                partial(self._update_bucket, work, scalars, tensors, present, after)
-            )
-            work.task = work.written
+                self._await_publication(travelling.popleft(), end)
+            work.written = work.task = self._buckets.tasks.submit(partial(start, work, after))
             travelling.append(work)
         for work in travelling:
-            self._await_publication(work)
+            self._await_publication(work, end)
 
-    def _update_bucket(
-        self, work: LocalBucket, scalars: Scalars, tensors: Sequence[Any], present: set[int], after: Event
-    ) -> Event:
-        work.life.on(BucketEvent.UPDATE)
-        if self._buckets.direct:
-            with self._buckets.trace.span(UPDATE, "", work.bucket.index):
-                self._run_adam(work, scalars, tensors, None, present)
-            work.life.on(BucketEvent.PUBLISH)
-            return Done()
-        assert self._buckets.staging is not None
-        work.lease = self._buckets.staging.lease()
-        out = work.lease.borrow(len(self._buckets.device.ranks) * work.bucket.shard_numel, work.bucket.dtype.numpy)
-        with self._buckets.trace.span(UPDATE, "", work.bucket.index):
-            self._run_adam(work, scalars, tensors, out, present)
-        work.life.on(BucketEvent.PUBLISH)
-        return self._buckets.device.publish(work.bucket, out, tensors, present, work.lease, after)
-
-    def _await_publication(self, work: LocalBucket) -> None:
+    def _await_publication(self, work: LocalBucket, end: Callable[[LocalBucket], None]) -> None:
         written = work.written
         assert written is not None
 
-        def end() -> None:
+        def arrived() -> None:
             written.result().wait()
             work.release()
-            work.clear()
-            work.life.on(BucketEvent.PUBLISHED)
+            end(work)
 
-        work.task = self._buckets.tasks.submit(end)
+        work.task = self._buckets.tasks.submit(arrived)
+
+    def _borrow(self, work: LocalBucket) -> np.ndarray:
+        """Staging for the process's shards of a bucket."""
+        assert self._buckets.staging is not None
+        work.lease = self._buckets.staging.lease()
+        numel = len(self._buckets.device.ranks) * work.bucket.shard_numel
+        return work.lease.borrow(numel, work.bucket.dtype.numpy)
+
+    def _lease(self, work: LocalBucket) -> Lease:
+        assert work.lease is not None
+        return work.lease
 
     def await_param(self, param: int) -> None:
         """See to it that what this thread asks of the device from now on reads the parameter as updated.
@@ -122,14 +181,14 @@ class Updates:
         self,
         work: LocalBucket,
         scalars: Scalars,
-        tensors: Sequence[Any],
+        present: Collection[int],
+        tensors: Sequence[Any] | None,
         out: np.ndarray | None,
-        present: set[int],
     ) -> None:
         """Run the kernel on the pieces that have a gradient.
 
-        Parameters are written to ``out``, or where it is None to the tensors themselves; those that are their own
-        master weights are written as such in any case.
+        Parameters are written to ``out``, or where it is None to ``tensors``, or where that is None too nowhere; those
+        that are their own master weights are written as such in any case.
         """
         in_place = self._buckets.without_master(work.bucket)
         for dtype, held in work.held().items():
@@ -138,33 +197,42 @@ class Updates:
             segments = work.segments[indices]
             segments["grad"] = [gradient.address for i, gradient in held if work.pieces[i].param in present]
             segments["scalars"] = [scalars.row(piece.param) for piece in pieces]
-            if in_place or out is None:
+            if tensors is not None and (in_place or out is None):
                 arrays = [self._buckets.device.host_array(tensors[p.param]).run(p.start, p.numel) for p in pieces]
                 segments["master" if in_place else "param"] = [array.address for array in arrays]
             if out is not None:
                 segments["param"] = [_kernels.address(out) + piece.offset * out.itemsize for piece in pieces]
-            _kernels.adam(
-                segments,
-                scalars.table,
-                grad_dtype=dtype,
-                param_dtype=None if in_place and out is None else work.bucket.dtype,
-                op_order=self._op_order,
-                adam_mode=self._buckets.config.adam_mode,
-                threads=self._buckets.threads,
-            )
+            rounds = out is not None or (tensors is not None and not in_place)
+            with self._buckets.trace.span(UPDATE, "", work.bucket.index):
+                _kernels.adam(
+                    segments,
+                    scalars.table,
+                    grad_dtype=dtype,
+                    param_dtype=work.bucket.dtype if rounds else None,
+                    op_order=self._op_order,
+                    adam_mode=self._buckets.config.adam_mode,
+                    threads=self._buckets.threads,
+                )
 
     @property
     def finished(self) -> bool:
         """Whether nothing may still be on its way."""
-        return not self._updating
+        return not self._publishing and not self._advancing
 
-    def finish(self) -> None:
-        """Wait until all has ended; raise what went wrong."""
-        updating, self._updating = self._updating, ()
-        for work in updating:
+    def finish_publications(self) -> None:
+        """Wait until parameters have been written; raise what went wrong."""
+        publishing, self._publishing = self._publishing, []
+        for work in publishing:
             self._buckets.claim(work)
             work.written = None
 
+    def finish(self) -> None:
+        """Wait until all has ended; raise what went wrong."""
+        self.finish_publications()
+        advancing, self._advancing = self._advancing, []
+        for work in advancing:
+            self._buckets.claim(work)
+
     def forget(self) -> None:
         """Nothing is on its way."""
-        self._updating = ()
+        self._publishing, self._advancing = [], []

@@ -25,7 +25,7 @@ from frontends.jax import RankGradients, ScaledGradients, wrap
 from frontends.jax.mesh import JaxMeshDevice, MeshAxis, MeshGradient, MeshParameter, _Run
 from offload_core.device import Done
 from offload_core.dtypes import BFLOAT16, FLOAT32
-from offload_core.errors import ConfigError, GradientError, ParameterError, StateError
+from offload_core.errors import CollectiveError, ConfigError, GradientError, ParameterError, StateError
 from offload_core.host_memory import HostMemory, StagingRing
 from offload_core.partition import ParamSpec, build_buckets
 
@@ -197,6 +197,58 @@ def explicit_axes_are_taken_like_auto_ones():
     offloaded = assert_equals_one_device(mesh, "bfloat16", reduce_bucket_size=100)
     offloaded.update(offloaded.value_and_grad(loss_fn)(offloaded.params, split(batch_of(0), mesh))[1])
     assert offloaded.report.updated
+
+
+@one_process
+def arrays_of_an_equivalent_mesh_or_device_are_taken_without_a_copy():
+    """To Explicit axes P("dp") on a mesh of one device is another type than P(), and so are other meshes' names."""
+    for axis_type in (AxisType.Explicit, AxisType.Auto):
+        for n in (1, 2):
+            mesh = mesh_of(n, axis_type)
+            other = jax.make_mesh((n,), ("batch",), axis_types=(axis_type,), devices=jax.devices()[:n])
+            x, stacked = batch_of(0), tree_of(1, stack=(n,))
+            offloaded, twin = (wrap(tree_of(0), mesh=mesh) for _ in range(2))
+            value_and_grad = offloaded.value_and_grad(loss_fn, in_specs=P("dp"))
+            expected = value_and_grad(offloaded.params, x)
+            for batch in (jnp.asarray(x), split(x, mesh), replicated(x, mesh)):
+                assert_same_tree(value_and_grad(offloaded.params, batch), expected)
+            elsewhere = jax.device_put(x, NamedSharding(other, P("batch")))
+            assert_same_tree(value_and_grad(offloaded.params, elsewhere), expected)
+            key = jax.device_put(jax.random.key(3), NamedSharding(other, P()))
+            assert MeshAxis(mesh, None).replicate(key) == jax.random.key(3)
+            put = MeshAxis(mesh, None).put(elsewhere, P("dp"))
+            assert put.sharding == NamedSharding(mesh, P("dp"))
+            assert addresses([put]) == addresses([elsewhere])
+
+            given = jax.tree.map(lambda a: jax.device_put(a, NamedSharding(other, P("batch"))), stacked)  # noqa: B023
+            for grads in (given, jax.tree.map(jnp.asarray, stacked)):
+                offloaded.update(RankGradients(grads))
+                twin.update(RankGradients(split(stacked, mesh)))
+            given = jax.tree.map(lambda a: jax.device_put(a[0], NamedSharding(other, P())), stacked)  # noqa: B023
+            assert_same_tree(offloaded.update(given), twin.update(jax.tree.map(lambda a: a[0], stacked)))
+
+
+@one_process
+@two_processes
+def value_and_grad_may_be_part_of_a_compiled_function():
+    for axis_type in (AxisType.Explicit, AxisType.Auto):
+        for n in (jax.device_count(), 1)[: 3 - jax.process_count()]:
+            mesh = mesh_of(n, axis_type)
+            offloaded = wrap(tree_of(0), mesh=mesh)
+            value_and_grad = offloaded.value_and_grad(loss_fn, in_specs=P("dp"))
+            expected = value_and_grad(offloaded.params, batch_of(0))
+            for batch in (batch_of(0), split(batch_of(0), mesh)):
+                value, grads = jax.jit(value_and_grad)(offloaded.params, batch)
+                np.testing.assert_allclose(value, expected[0], rtol=1e-6)
+                for got, wanted in zip(jax.tree.leaves(grads), jax.tree.leaves(expected[1]), strict=True):
+                    for a, b in zip(got.addressable_shards, wanted.addressable_shards, strict=True):
+                        np.testing.assert_allclose(a.data, b.data, rtol=1e-4, atol=1e-7)
+                assert isinstance(grads, RankGradients)
+            if axis_type == AxisType.Explicit:  # whose arrays say how they lie there, too
+                value, grads = jax.jit(offloaded.value_and_grad(loss_fn))(offloaded.params, split(batch_of(0), mesh))
+                np.testing.assert_allclose(value, expected[0], rtol=1e-6)
+            offloaded.update(grads)
+            assert offloaded.report.updated
 
 
 @two_processes
@@ -837,6 +889,10 @@ def a_batch_that_is_not_split_is_refused():
     for batch in (batch_of(0), jnp.asarray(batch_of(0)), replicated(batch_of(0), mesh)):
         with refuses(ParameterError, *words):
             value_and_grad(offloaded.params, batch)
+    unknown = "value_and_grad under jit", "'dp' is not known", "outside jit", "already compiled", "in_specs=P('dp')"
+    for batch in (batch_of(0), split(batch_of(0), mesh)):
+        with refuses(StateError, *unknown):
+            jax.jit(value_and_grad)(offloaded.params, batch)
     with refuses(ConfigError, "in_specs", "1 arguments after the parameters"):
         offloaded.value_and_grad(loss_fn, in_specs=(P("dp"), P()))(offloaded.params, batch_of(0))
     with refuses(ConfigError, "in_specs without a mesh"):
@@ -869,6 +925,73 @@ def gradients_that_do_not_fit_change_nothing():
         one.update(good)
     assert offloaded.report.updated
     assert_same_tree(offloaded.to_pytree(), twin.to_pytree())
+
+
+@two_processes
+def gradients_of_processes_that_differ_are_refused_in_all():
+    """Their programs would be different ones, and wait for each other for ever."""
+    mesh = mesh_of(4)
+    first = jax.process_index() == 0
+    offloaded, twin = (
+        wrap(tree_of(0), **HYPER, mesh=mesh, param_dtype="bfloat16", gradient_accumulation_steps=2) for _ in range(2)
+    )
+    good = RankGradients(split(tree_of(1, jnp.bfloat16, (4,)), mesh))
+    plain = tree_of(2, jnp.bfloat16)
+
+    def but(tree, leaf, value):
+        return {**tree, "layers": [{**tree["layers"][0], leaf: value}, tree["layers"][1]]}
+
+    wide = plain["layers"][0]["w"].astype(np.float32)
+    cases = (
+        (
+            but(good.tree, "b", None),
+            ["['layers'][0]['b']: 1 of 2 processes gave", "zeros", "gave one" if first else "gave none"],
+        ),
+        (jax.tree.map(lambda _: None, good.tree), ["['embed']: 1 of 2 processes gave"]),
+        (but(good.tree, "b", "x"), ["1 of 2 processes raised" if first else "gradient is a str"]),
+        ({"w": 1}, ["1 of 2 processes raised" if first else "the tree has"]),
+    )
+    for one in (offloaded, twin):
+        one.update(good)
+    for tree, words in cases:
+        with refuses(GradientError, *words):
+            offloaded.update(good if first else RankGradients(tree))
+    with refuses(GradientError, "1 of 2 processes gave RankGradients"):
+        offloaded.update(good if first else plain)
+    with refuses(GradientError, "['layers'][0]['w']: 1 of 2", "not bfloat16", "float32" if first else "bfloat16"):
+        offloaded.update(but(plain, "w", wide) if first else plain)
+    for one in (offloaded, twin):
+        one.update(good)
+    assert offloaded.report.updated
+    assert_same_tree(offloaded.to_pytree(), twin.to_pytree())
+
+
+@one_process
+def a_rank_lost_in_mid_update_is_an_error_whatever_the_pipeline_refuses_then():
+    offloaded = wrap(tree_of(0), **HYPER, mesh=mesh_of(4), reduce_bucket_size=100)
+    pipeline = offloaded._pipeline
+    device, before = pipeline.device, offloaded.params
+    gather, calls = device._gather, []
+
+    def lost(*arguments):
+        calls.append(arguments)
+        if len(calls) == 3:
+            raise ValueError("connection closed by peer")
+        return gather(*arguments)
+
+    def refuse(params=None):
+        raise StateError("a rank was lost")
+
+    device._gather, pipeline.drop_gradients = lost, refuse
+    with refuses(CollectiveError, "gathering of parameters", "connection closed by peer"):
+        offloaded.update(RankGradients(split(tree_of(1, stack=(4,)), mesh_of(4))))
+    assert (offloaded.count, len(calls)) == (0, 3)
+    assert all(a is b for a, b in zip(jax.tree.leaves(offloaded.params), jax.tree.leaves(before), strict=True))
+
+    pipeline.finish = refuse  # as a pipeline that goes on no more
+    for use in (lambda: offloaded.update(tree_of(1)), offloaded.discard_gradients, offloaded.to_pytree):
+        with refuses(StateError, "a rank was lost"):
+            use()
 
 
 @one_process

@@ -19,7 +19,7 @@ from frontends.torch import wrap
 from frontends.torch.collectives import TorchRanks
 from frontends.torch.device import memory_of
 from frontends.torch.device_ranks import DeviceRanks, device_for
-from offload_core import CollectiveError
+from offload_core import CollectiveError, ParameterError, StateError
 
 
 def make(seed=0):
@@ -154,6 +154,42 @@ def no_sync_in_between(rank, world_size):
     return {"ours": bits(engine.module), "by hand": bits(by_hand)}
 
 
+def _through(model, seed, layers):
+    h = batch(seed, 0)[:, :16]
+    for layer in layers:
+        h = model[layer](h)
+    return h.pow(2).mean()
+
+
+def unused_on_a_rank(rank, world_size):
+    """A layer that only rank 0 uses, in the first micro-step of an update only."""
+    result = {}
+    for steps, bucket in ((1, 10_000), (2, 10_000), (1, 1), (2, 1)):
+        torch.manual_seed(0)
+        models = [nn.ModuleList(nn.Linear(16, 16) for _ in range(3)) for _ in range(2)]
+        models[1].load_state_dict(models[0].state_dict())
+        ours, by_hand = models
+        engine = wrap(ours, lr=1e-2, gradient_accumulation_steps=steps, reduce_bucket_size=bucket)
+        optimizer = torch.optim.AdamW(by_hand.parameters(), lr=1e-2, fused=True)
+        for update in range(2):
+            total = [torch.zeros_like(p) for p in by_hand.parameters()]
+            for micro_step in range(steps):
+                seed = 10 * update + micro_step
+                used = [(0, 1, 2) if r == 0 and micro_step == 0 else (0, 2) for r in range(world_size)]
+                engine.backward(_through(ours, seed, used[rank]))
+                engine.step()
+                by_hand.zero_grad()
+                for layers in used:  # p.grad is summed in rank order; divisions by powers of two are exact
+                    (_through(by_hand, seed, layers) / world_size / steps).backward()
+                for t, p in zip(total, by_hand.parameters(), strict=True):
+                    t += 0 if p.grad is None else p.grad
+            for t, p in zip(total, by_hand.parameters(), strict=True):
+                p.grad = t
+            optimizer.step()
+        result[f"{steps} micro-steps, buckets of {bucket}"] = bits(ours) == bits(by_hand)
+    return result
+
+
 def state_dicts(rank, world_size):
     """Each rank saves its part; a new engine goes on with it."""
     engine = wrap(make(), lr=1e-2, param_dtype="bfloat16")
@@ -230,6 +266,104 @@ def differing(rank, world_size):
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
     return {"error": None}
+
+
+def killed_in_gather(rank, world_size):
+    """A rank that goes while parameters are gathered: what is half done is not to be had any more."""
+    engine = wrap(make(), reduce_bucket_size=1000, param_dtype="bfloat16")
+    engine.backward(loss_of(engine, 0, rank))
+    engine.step()
+    engine.optimizer.state_dict()
+    collectives = engine.optimizer.pipeline.device.collectives
+    gather = collectives.gather
+
+    def gathering(send, received, what):
+        if rank == 1 and "bucket 2" in what:
+            os.kill(os.getpid(), signal.SIGKILL)
+        gather(send, received, what)
+
+    collectives.gather = gathering
+    engine.backward(loss_of(engine, 1, rank))
+    said = []
+    for act in (lambda: (engine.step(), engine.optimizer.pipeline.finish()), engine.optimizer.state_dict,
+                lambda: engine.backward(loss_of(engine, 2, rank)), engine.step):  # fmt: skip
+        try:
+            act()
+        except (CollectiveError, StateError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return {"said": said}
+
+
+def differing_settings(rank, world_size):
+    """What must be the same on every rank, at wrap and at every step."""
+    said = {}
+
+    def attempt(name, act):
+        try:
+            act()
+            said[name] = None
+        except (ParameterError, StateError) as error:
+            said[name] = f"{type(error).__name__}: {error}"
+
+    attempt("lr", lambda: wrap(make(), lr=1e-2 if rank == 0 else 1e-4))
+    attempt("loss_scale", lambda: wrap(make(), loss_scale=128.0 if rank == 0 else 1))
+    attempt("shape", lambda: wrap(nn.Linear(32, 64, bias=False) if rank == 0 else nn.Linear(64, 32, bias=False)))
+    channels_last = torch.channels_last if rank else torch.contiguous_format
+    attempt("order", lambda: wrap(nn.Conv2d(4, 4, 3, bias=False).to(memory_format=channels_last)))
+    engine = wrap(make(), lr=1e-2)
+    before = bits(engine.module)
+    engine.backward(loss_of(engine, 0, rank))
+    engine.optimizer.param_groups[0]["lr"] = 1e-2 if rank == 0 else 1e-4
+    attempt("lr at a step", engine.step)
+    engine.optimizer.param_groups[0]["lr"] = 1e-2
+    engine.optimizer.zero_grad()
+    assert bits(engine.module) == before
+    engine.backward(loss_of(engine, 0, rank))
+    assert engine.step().updated
+    return {"said": said, "bits": bits(engine.module)}
+
+
+def frozen_and_unfrozen(rank, world_size):
+    """Frozen parameters and buffers start alike; one that is unfrozen may have its first gradient on one rank only."""
+    model = make(seed=rank)
+    model[2].weight.requires_grad_(False)
+    model.register_buffer("mine", torch.full((3,), rank))
+    model.register_buffer("empty", torch.zeros(0))
+    engine = wrap(model, lr=1e-2)
+    at_first = bits(engine.module)
+    assert model.mine.tolist() == [0, 0, 0]
+    engine.backward(loss_of(engine, 0, rank))
+    engine.step()
+    model[2].weight.requires_grad_(True)
+    loss = loss_of(engine, 1, rank)
+    inputs = [p for p in model.parameters() if rank == 0 or p is not model[2].weight]
+    engine.backward(loss, inputs=inputs)
+    engine.step()
+    return {"first": at_first, "last": bits(engine.module)}
+
+
+def others_states(rank, world_size):
+    """States of another rank are refused; whole ones, as torch's own AdamW has them, are cut."""
+    engine, plain = wrap(make(), lr=1e-2), make()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
+    for seed in range(2):
+        g = [torch.autograd.grad(loss_of(plain, seed, r), list(plain.parameters())) for r in range(world_size)]
+        for p, a, b in zip(plain.parameters(), *g, strict=True):
+            p.grad = (a + b) / 2
+        optimizer.step()
+        if seed == 0:
+            engine.module.load_state_dict(plain.state_dict())
+            engine.optimizer.load_state_dict(optimizer.state_dict())
+            engine.backward(loss_of(engine, 1, rank))
+            engine.step()
+    saved = engine.optimizer.state_dict()
+    saved["partition"] = {"rank": 1 - rank, "world_size": 2}
+    try:
+        engine.optimizer.load_state_dict(saved)
+        said = None
+    except StateError as error:
+        said = str(error)
+    return {"said": said, "ours": bits(engine.module), "theirs": bits(plain)}
 
 
 if __name__ == "__main__":

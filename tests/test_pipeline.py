@@ -26,6 +26,7 @@ from offload_core.local_bucket import LocalBucket
 from offload_core.loss_scale import LossScaler
 from offload_core.partition import ParamSpec
 from offload_core.pipeline import Pipeline
+from offload_core.step_state import BucketState
 from offload_core.updates import Updates
 
 STATES = ("master", "exp_avg", "exp_avg_sq")
@@ -217,7 +218,7 @@ def make(device=None, dtype: ElementType = BFLOAT16, scaler=None, **fields):
 
 
 def bits(subject):
-    arrays = subject.params() + [a for i in range(2) for a in subject.states(i)]
+    arrays = subject.params() + [a for i in range(len(subject.specs)) for a in subject.states(i)]
     return [a.tobytes() for a in arrays] + [float(t) for t in subject.pipeline.steps]
 
 
@@ -353,14 +354,110 @@ def test_after_a_failed_copy_to_the_device_the_next_step_publishes_the_masters(f
     device.close()
 
 
+class Delayed(Naive):
+    """The definition of the delayed update: from the warm-up on, gradients change the parameters one step later."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.seen = [state[0].copy() for state in self.states]
+        self.before = [state[0].copy() for state in self.states]
+
+    def step(self, divisor):
+        done = max(self.steps)
+        if all(g is None for g in self.sums):
+            self.seen = [state[0].copy() for state in self.states]
+            return None
+        before = [state[0].copy() for state in self.states]
+        norm = super().step(divisor)
+        delays = done >= self.config.delay_warmup_steps
+        self.seen = before if delays else [state[0].copy() for state in self.states]
+        return norm
+
+    def params(self):
+        return [oracles.cast(seen, dtype) for seen, dtype in zip(self.seen, self.dtypes, strict=True)]
+
+
+@law(60)
+@given(cases(), st.integers(0, 3), st.sampled_from(["host", "fake"]))
+def test_the_delayed_schedule_is_what_its_definition_says(case, warmup, where):
+    case = replace(case, config=replace(case.config, schedule="delayed", delay_warmup_steps=warmup))
+    device = HostDevice() if where == "host" else FakeDevice(max_delay=1e-4)
+    subject = Subject(device, case.masters, case.dtypes, case.groups, case.config)
+    naive = Delayed(case.masters, case.dtypes, case.groups, case.config, case.hypers)
+    for micro_steps in [*case.steps, *case.steps]:
+        for arrivals in micro_steps:
+            for i, gradient in arrivals:
+                subject.add_gradient(i, gradient)
+                naive.add_gradient(i, gradient)
+            subject.pipeline.end_micro_step()
+        report = subject.pipeline.step(case.hypers, subject.tensors, divisor=float(len(micro_steps)))
+        assert report.grad_norm == naive.step(float(len(micro_steps)))
+        for i, expected in enumerate(naive.params()):
+            assert_same_bits(f"parameter {i}", subject.params()[i], expected)
+    subject.pipeline.flush(subject.tensors)
+    for i, states in enumerate(naive.states):
+        assert_same_bits(f"flushed parameter {i}", subject.params()[i], oracles.cast(states[0], case.dtypes[i]))
+        for name, got, expected in zip(STATES, subject.states(i), states, strict=True):
+            assert_same_bits(f"{name} of parameter {i}", got, expected)
+    if where == "fake":
+        device.close()
+
+
+@law(60)
+@given(cases())
+def test_updating_in_backward_gives_the_bits_of_updating_at_the_step(case):
+    config = replace(case.config, gradient_clipping=None, schedule="overlap")
+    subjects = []
+    for early in (True, False):
+        device = FakeDevice(max_delay=1e-4)
+        subject = Subject(device, case.masters, case.dtypes, case.groups, replace(config, update_in_backward=early))
+        for micro_steps in case.steps:
+            for i, gradient in ((i, g) for arrivals in micro_steps[:-1] for i, g in arrivals):
+                subject.add_gradient(i, gradient)
+            for _ in range(config.gradient_accumulation_steps - 1):
+                subject.pipeline.end_micro_step()
+            if len(micro_steps) == 1 or config.gradient_accumulation_steps > 1:
+                subject.pipeline.expect_step(case.hypers, divisor=float(len(micro_steps)))
+            for i, gradient in micro_steps[-1]:
+                subject.add_gradient(i, gradient)
+            subject.pipeline.end_micro_step()
+            subject.pipeline.step(case.hypers, subject.tensors, divisor=float(len(micro_steps)))
+        subjects.append(subject)
+    assert bits(subjects[0]) == bits(subjects[1])
+    for subject in subjects:
+        subject.device.close()
+
+
+def test_what_update_in_backward_has_used_cannot_be_taken_back():
+    subject = make(FakeDevice(), update_in_backward=True, reduce_bucket_size=32)
+    hypers = [AdamHyper(1e-2)]
+    subject.pipeline.expect_step(hypers)
+    subject.add_gradient(1, np.ones(100, BFLOAT16.numpy))
+    subject.pipeline._buckets.run(lambda: None)
+    assert subject.pipeline._buckets.all[0].life.state is BucketState.UPDATED
+    with pytest.raises(StateError, match=r"'p1': its gradient has been used, for update_in_backward=True"):
+        subject.pipeline.drop_gradients([1])
+    with pytest.raises(StateError, match=r"'p1': its gradient has been used"):
+        subject.pipeline.drop_gradients()
+    with pytest.raises(StateError, match=r"'p1': its gradient has been used"):
+        subject.add_gradient(1, np.ones(100, BFLOAT16.numpy))
+    with pytest.raises(StateError, match=r"hyperparameters.*changed between backward\(\) and step\(\)"):
+        subject.pipeline.step([AdamHyper(2e-2)], subject.tensors)
+    assert subject.pipeline.step(hypers, subject.tensors).updated
+    reference = make(HostDevice(), reduce_bucket_size=32)
+    reference.add_gradient(1, np.ones(100, BFLOAT16.numpy))
+    reference.pipeline.step(hypers, reference.tensors)
+    assert bits(subject) == bits(reference)
+
+
 def test_an_interrupt_at_any_moment_of_a_step_leaves_a_pipeline_that_goes_on(monkeypatch):
     class Interrupt(BaseException):
         pass
 
-    for name in ("held", "_update_bucket", "_run_adam"):
+    for name in ("held", "_travel", "_run_adam"):
         for after in (0, 1):
             subject = make(gradient_clipping=1.0, reduce_bucket_size=64)
-            owner = Updates if name.startswith("_") else LocalBucket
+            owner = LocalBucket if name == "held" else Updates
             original, count = getattr(owner, name), [0]
 
             def interrupted(*args, original=original, count=count, after=after):

@@ -531,7 +531,6 @@ def test_integer_parameters_are_refused_where_they_are_asked_to_train():
         ("param_dtype: got 'int8', expected one of", {"param_dtype": "int8"}),
         ("stage=3 is not built yet", {"stage": 3}),
         ("stage: got 4, expected one of 1, 2, 3", {"stage": 4}),
-        ("schedule='delayed' is not built yet", {"schedule": "delayed"}),
         ("loss_scale: got 'static'", {"loss_scale": "static"}),
         ("num_threads: got 0", {"num_threads": 0}),
         ("gradient_clipping: got '1.0', expected a number", {"gradient_clipping": "1.0"}),

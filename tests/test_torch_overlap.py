@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import frontends.torch.device_ranks as device_ranks
 from frontends.torch import OffloadedAdamW, wrap
 from frontends.torch.pending import PendingParameter
+from offload_core import StateError
 
 OPTIONS = {"lr": 1e-2, "param_dtype": "bfloat16", "reduce_bucket_size": 64}
 
@@ -248,3 +249,70 @@ def test_an_engine_can_be_dropped_or_closed_while_an_update_runs(device):
     assert gone() is None
     assert all(p.isfinite().all() for p in model.parameters())
     assert not any(isinstance(p, PendingParameter) for p in model.parameters())
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_updating_in_backward_gives_the_same_bits(device, monkeypatch, accumulation):
+    options = {"gradient_accumulation_steps": accumulation}
+    engine = wrap(make(), **OPTIONS, **options, update_in_backward=True)
+    for seed in range(8):
+        engine.backward(loss_of(engine, seed))
+        engine.optimizer.pipeline._buckets.run(lambda: None)
+        states = {work.life.state.value for work in engine.optimizer.pipeline._buckets.all}
+        assert states == ({"updated"} if (seed + 1) % accumulation == 0 else {"on host"})
+        engine.step()
+    monkeypatch.undo()
+    expected, _ = reference(8, **options)
+    assert_equal(engine, expected)
+
+
+def test_what_was_used_in_backward_cannot_be_discarded_or_joined(device):
+    engine = wrap(make(), **OPTIONS, update_in_backward=True)
+    engine.backward(loss_of(engine, 0))
+    with pytest.raises(StateError, match="its gradient has been used, for update_in_backward=True"):
+        engine.zero_grad()
+    with pytest.raises(StateError, match="its gradient has been used"):
+        engine.backward(loss_of(engine, 1))
+    engine.optimizer.param_groups[0]["lr"] = 0.5
+    with pytest.raises(StateError, match="hyperparameters"):
+        engine.step()
+    engine.optimizer.param_groups[0]["lr"] = OPTIONS["lr"]
+    assert engine.step().updated
+
+
+@pytest.mark.parametrize("where", ["slow", "in place"])
+@pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
+def test_delayed_parameters_are_a_step_behind_until_they_are_flushed(device, monkeypatch, where, param_dtype):
+    """Against a loop by hand: gradients of the parameters one step old, from the warm-up on."""
+    if where == "in place":
+        monkeypatch.undo()
+    dtype = getattr(torch, param_dtype)
+    engine = wrap(make(), **{**OPTIONS, "param_dtype": param_dtype}, schedule="delayed", delay_warmup_steps=3)
+    masters, seen = make(), make().to(dtype)
+    optimizer = torch.optim.AdamW(masters.parameters(), lr=OPTIONS["lr"], fused=True)
+    for seed in range(8):
+        one_step(engine, seed)
+        before = [p.detach().clone() for p in masters.parameters()]
+        loss_of(seen, seed).backward()
+        for master, p in zip(masters.parameters(), seen.parameters(), strict=True):
+            master.grad = p.grad.float()
+            p.grad = None
+        optimizer.step()
+        with torch.no_grad():
+            now = before if seed >= 3 else list(masters.parameters())
+            for p, value in zip(seen.parameters(), now, strict=True):
+                p.copy_(value)
+        for ours, theirs in zip(engine.module.parameters(), seen.parameters(), strict=True):
+            assert same_bits(ours, theirs)
+    saved = engine.optimizer.state_dict()  # consistent: flushed
+    for i, (ours, master) in enumerate(zip(engine.module.parameters(), masters.parameters(), strict=True)):
+        assert same_bits(saved["state"][i]["master"], master)
+        assert same_bits(ours, master.to(dtype))
+    resumed = wrap(copy.deepcopy(engine.module), **{**OPTIONS, "param_dtype": param_dtype}, schedule="delayed",
+                   delay_warmup_steps=3)  # fmt: skip
+    resumed.optimizer.load_state_dict(copy.deepcopy(saved))
+    for seed in range(8, 11):
+        for either in (engine, resumed):
+            one_step(either, seed)
+    for a, b in zip(engine.parameters(), resumed.parameters(), strict=True):
+        assert same_bits(a, b)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -24,7 +25,7 @@ def run(scenario: str, world_size: int, folder: Path) -> list[dict | None]:
     for rank, log in enumerate(logs):
         file = folder / f"{rank}.json"
         results.append(json.loads(file.read_text()) if file.exists() else None)
-        if not file.exists() and scenario != "killed":
+        if not file.exists() and not scenario.startswith("killed"):
             raise AssertionError(f"rank {rank} ended without a result:\n{log}")
     return results
 
@@ -70,6 +71,11 @@ def test_deferred_gradients_join_those_that_have_left_or_are_discarded_with_them
     assert first["ours"] == first["by hand"] == second["ours"]
 
 
+def test_a_parameter_that_one_rank_alone_uses_is_updated_on_all(tmp_path):
+    for result in run("unused_on_a_rank", 2, tmp_path):
+        assert all(result.values()), result
+
+
 def test_each_rank_resumes_its_part(tmp_path):
     results = run("state_dicts", 2, tmp_path)
     assert len({value for result in results for value in result.values()}) == 1
@@ -86,6 +92,40 @@ def test_a_killed_rank_is_an_error_on_the_others_within_the_timeout(tmp_path):
         assert "exchange of gradients failed" in survivor["error"]
         assert "bucket" in survivor["error"]
         assert survivor["unchanged"]
+
+
+def test_after_a_rank_was_lost_in_mid_update_nothing_half_done_is_to_be_had(tmp_path):
+    results = run("killed_in_gather", 3, tmp_path)
+    assert results[1] is None
+    for survivor in (results[0], results[2]):
+        first, *others = survivor["said"]
+        assert re.match(r"CollectiveError: .*bucket 2: gathering of parameters failed", first)
+        assert len(others) == 3
+        assert all(re.match("StateError: the last update broke off .*last checkpoint", said) for said in others)
+
+
+def test_settings_that_differ_are_refused_on_every_rank(tmp_path):
+    first, second = run("differing_settings", 2, tmp_path)
+    for result in (first, second):
+        assert all(result["said"].values())
+    assert "lr is 0.0001 here and differs from rank 0's" in second["said"]["lr"]
+    assert "loss_scale is 1 here" in second["said"]["loss_scale"]
+    assert "'weight' ([32, 64], 2048 elements" in second["said"]["shape"]
+    assert "in memory order [0, 2, 3, 1]" in second["said"]["order"]
+    assert "ranks differ in what they update with; here: [AdamHyper(lr=0.0001" in second["said"]["lr at a step"]
+    assert first["bits"] == second["bits"]
+
+
+def test_frozen_parameters_start_alike_and_are_unfrozen_together(tmp_path):
+    first, second = run("frozen_and_unfrozen", 2, tmp_path)
+    assert first == second
+    assert first["first"] != first["last"]
+
+
+def test_states_of_another_rank_are_refused_and_whole_ones_are_cut(tmp_path):
+    for rank, result in enumerate(run("others_states", 2, tmp_path)):
+        assert result["said"].startswith(f"load_state_dict: the states of rank {1 - rank} of 2, expected those of rank")
+        assert result["ours"] == result["theirs"]
 
 
 def test_a_rank_that_runs_out_of_batches_is_a_clear_timeout_on_the_others(tmp_path):

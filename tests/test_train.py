@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import re
 import signal
 import subprocess
@@ -38,6 +39,11 @@ def records_of(out: Path) -> list[dict]:
     text = (out / "metrics.jsonl").read_text()
     assert text.endswith("\n")
     return [json.loads(line) for line in text.splitlines()]
+
+
+def through_jax(*arguments: str, out: Path) -> tuple[str, list[dict], dict]:
+    needs("jax")
+    return run("--frontend=jax", *arguments, out=out)
 
 
 def torchrun(*program: str) -> subprocess.CompletedProcess[str]:
@@ -153,19 +159,21 @@ def test_what_all_ranks_find_wrong_is_said_once() -> None:
     assert done.stderr.count("error: argument --stage: invalid choice: 3") == 1
 
 
-def test_what_one_rank_finds_wrong_is_said_by_it_and_ends_all(tmp_path: Path) -> None:
+@pytest.mark.parametrize("frontend", ["torch", "jax"])
+def test_what_one_rank_finds_wrong_is_said_by_it_and_ends_all(frontend: str, tmp_path: Path) -> None:
+    needs(frontend)
     script = tmp_path / "failing.py"
     script.write_text(
         "import os, sys\n"
         f"sys.path.insert(0, {str(ROOT)!r})\n"
-        "from bench import train, train_torch\n"
+        f"from bench import train, train_{frontend} as trainers\n"
         "from offload_core.errors import GradientError\n"
         "def step(self, batches): raise GradientError('bad weather')\n"
-        "if os.environ['RANK'] == '1': train_torch.Offloaded.step = step\n"
+        "if os.environ['RANK'] == '1': trainers.Offloaded.step = step\n"
         "train.PATIENCE = 2.0\n"
         "sys.exit(train.main(sys.argv[1:]))\n"
     )
-    done = torchrun(str(script), *FEW, f"--out={tmp_path / 'run'}")
+    done = torchrun(str(script), *FEW, f"--frontend={frontend}", f"--out={tmp_path / 'run'}")
     assert done.returncode != 0
     said = [line for line in done.stderr.splitlines() if "bench.train" in line]
     assert len(said) == 1, done.stderr
@@ -193,14 +201,83 @@ def test_a_rank_computes_with_its_share_of_the_processors(monkeypatch: pytest.Mo
         torch.set_num_threads(before)
 
 
-def test_several_ranks_through_jax_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_four_devices_of_a_jax_process_train_like_one_that_accumulates(tmp_path: Path) -> None:
+    printed, records, summary = through_jax("--devices=4", out=tmp_path / "four")
+    _, alone, of_one = through_jax("--accumulate=4", out=tmp_path / "one")
+    assert [record["tokens"] for record in records] == [record["tokens"] for record in alone]
+    assert [r["loss"] for r in records] == pytest.approx([r["loss"] for r in alone], rel=1e-4)
+    assert summary["held_out_loss"] == pytest.approx(of_one["held_out_loss"], rel=1e-4)
+    table = printed.partition("peak resident memory of its process")[2].splitlines()[1:5]
+    for rank, (row, line) in enumerate(zip(summary["ranks"], table, strict=True)):
+        assert row["sent_bytes_a_step"] == pytest.approx(summary["numel"] * 3 / 4 * (4 + 4), rel=0.01)
+        assert row["peak_resident_bytes"] == summary["peak_resident_bytes"]
+        assert line.split()[:2] == [str(rank), f"{row['sent_bytes_a_step']:,}"]
+
+
+IN_BF16 = ["--param-dtype=bfloat16", "--accumulate=2"]
+
+
+@pytest.fixture(scope="module")
+def of_two_jax_processes(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
     needs("jax")
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert train.main(["--frontend=jax", "--device=cpu", f"--out={tmp_path}"]) == 1
-    assert "2 ranks through JAX are not built yet" in capsys.readouterr().err
+    out = tmp_path_factory.mktemp("two") / "processes"
+    return torchrun("-m", "bench.train", *FEW, "--frontend=jax", *IN_BF16, f"--out={out}"), out
+
+
+def test_two_jax_processes_report_once_what_each_sent_and_needed(of_two_jax_processes) -> None:
+    done, out = of_two_jax_processes
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("tiny, ")
+    assert "[Gloo]" not in done.stdout
+    assert len(re.findall(r" 3/3 \[[^\r\n]*\n", done.stderr)) == 1, "a bar a rank"
+    assert done.stdout.count("held-out loss: ") == done.stdout.count("--- sample") == 1
+    summary = json.loads((out / "summary.json").read_text())
+    # Of every parameter the other half: a gradient each micro-step, then the new value.
+    theory = summary["numel"] / 2 * (2 * 2 + 2)
+    assert [row["sent_bytes_a_step"] for row in summary["ranks"]] == pytest.approx([theory] * 2, rel=0.01)
+
+
+def test_two_jax_processes_have_the_losses_of_one_with_two_devices_bit_for_bit(
+    of_two_jax_processes, tmp_path: Path
+) -> None:
+    _, records, summary = through_jax(*IN_BF16, "--devices=2", "--compare", out=tmp_path)
+    _, out = of_two_jax_processes
+    theirs = json.loads((out / "summary.json").read_text())
+    assert [record["loss"] for record in records] == [record["loss"] for record in records_of(out)]
+    assert summary["held_out_loss"] == theirs["held_out_loss"]
+    assert summary["ranks"][1]["sent_bytes_a_step"] == theirs["ranks"][1]["sent_bytes_a_step"]
+    for record in records:
+        assert record["loss"] == pytest.approx(record["plain_loss"], abs=5e-3)
+
+
+@pytest.mark.parametrize(("launcher", "port"), [({}, 4000), ({"TORCHELASTIC_USE_AGENT_STORE": "True"}, 4001)])
+def test_jax_processes_meet_where_the_launcher_leaves_room(
+    launcher: dict[str, str], port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each with its share of the processors, its own devices, and an ear for the launcher's SIGTERM."""
+    needs("jax")
+    from bench import train_jax
+
+    met, configured = [], {}
+    monkeypatch.setattr(train_jax, "default_threads", lambda: 3)
+    monkeypatch.setattr(train_jax.jax.distributed, "initialize", lambda *place: met.append(place))
+    monkeypatch.setattr(train_jax.jax.config, "update", configured.__setitem__)
+    monkeypatch.setattr(train_jax.atexit, "register", lambda function: None)
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    monkeypatch.setenv("NPROC", "")  # for it to be as it was at the end
+    monkeypatch.delenv("NPROC")
+    environment = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", **launcher}
+    for name, value in {**environment, "MASTER_ADDR": "there", "MASTER_PORT": "4000"}.items():
+        monkeypatch.setenv(name, value)
+    with train_jax.join(train.parse(["--frontend=jax", "--device=cpu", "--devices=2"])[0]) as ranks:
+        assert (ranks.rank, ranks.world_size, ranks.local_world_size, list(ranks.turn(8))) == (6, 8, 4, [14, 15])
+    assert met == [(f"there:{port}", 4, 3, [2, 3])]
+    assert configured == {
+        "jax_platforms": "cpu",
+        "jax_num_cpu_devices": 2,
+        "jax_enable_preemption_service": False,
+    }
+    assert os.environ["NPROC"] == "3"
 
 
 def test_ctrl_c_ends_a_run_cleanly(tmp_path: Path) -> None:
@@ -269,6 +346,7 @@ def test_a_run_that_was_not_interrupted_leaves_ctrl_c_as_it_was() -> None:
         (["--stage=3"], "invalid choice: 3"),
         (["--param-dtype=float16", "--compare"], "no plain loop for float16"),
         (["--frontend=keras"], "invalid choice: 'keras'"),
+        (["--devices=2"], "in torch a process has one"),
     ],
 )
 def test_bad_arguments_exit_2(arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,6 +26,9 @@ from offload_core.trace import TO_DEVICE, TO_HOST, Trace
 
 REPLICATED = PartitionSpec()
 
+_RUNTIME_ERRORS = (jax.errors.JaxRuntimeError, ValueError)
+"""What a lost peer surfaces as: gloo's errors come as ``ValueError`` from some of JAX's ways of waiting."""
+
 
 class MeshAxis:
     """The ranks along one axis of a mesh, and arrays that lie on them.
@@ -71,15 +74,21 @@ class MeshAxis:
         return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
     def put(self, value: Any, spec: PartitionSpec) -> jax.Array:
-        """A global array, cut as ``spec`` says. What lies so already stays as it is.
+        """A global array, cut as ``spec`` says. What lies so already is not copied.
 
         A value that only this process has is taken as the whole, the same on all processes.
         """
         sharding = NamedSharding(self.mesh, spec)
+        if isinstance(value, jax.core.Tracer):
+            return jax.device_put(value, sharding)
         if not isinstance(value, jax.Array):
             value = np.array(value)  # which device_put may alias
-        elif value.sharding.is_equivalent_to(sharding, value.ndim):
+        elif value.sharding == sharding:
             return value
+        elif value.sharding.is_equivalent_to(sharding, value.ndim):
+            # The same memory, said in this mesh's names: to Explicit axes another mesh's are another type.
+            shards = [shard.data for shard in value.addressable_shards]
+            return jax.make_array_from_single_device_arrays(value.shape, sharding, shards)
         elif not value.is_fully_addressable:
             return jax.device_put(value, sharding)
         if len(self.ranks) == self.world_size:
@@ -138,7 +147,7 @@ class JaxProcesses:
         parts = [limbs[None] if i == 0 else np.zeros_like(limbs)[None] for i in range(len(self._axis.ranks))]
         try:
             total = np.asarray(self._sum(self._axis.stack(parts)).addressable_data(0))[0]
-        except jax.errors.JaxRuntimeError as error:
+        except _RUNTIME_ERRORS as error:
             raise CollectiveError.of(self._axis.ranks[0], what, error) from error
         array[:] = (total.astype(np.uint64) << shifts).sum(axis=1, dtype=np.uint64).view(np.int64)
 
@@ -254,7 +263,7 @@ class JaxMeshDevice:
         for spec, tensor in zip(specs, tensors, strict=True):
             try:
                 tensor.array = jax.block_until_ready(self._of_rank_0(tensor.array))
-            except jax.errors.JaxRuntimeError as error:
+            except _RUNTIME_ERRORS as error:
                 raise self._lost(f"parameter {spec.name!r}: initial value", error) from error
 
     def _take_rank_0s(self, value: jax.Array) -> jax.Array:
@@ -294,7 +303,7 @@ class JaxMeshDevice:
         try:
             program = self._reduce_unreduced if unreduced else self._reduce_mean
             shards = self.axis.parts(program(arrays, runs, bucket.shard_numel, wire.numpy))
-        except jax.errors.JaxRuntimeError as error:
+        except _RUNTIME_ERRORS as error:
             raise self._lost(what, error) from error
         if unreduced:
             self._count_sent(bucket.shard_numel * wire.itemsize)
@@ -305,7 +314,7 @@ class JaxMeshDevice:
             try:
                 for shard, part in zip(shards, out.reshape(len(shards), -1), strict=True):
                     np.copyto(part, np.asarray(shard))
-            except jax.errors.JaxRuntimeError as error:
+            except _RUNTIME_ERRORS as error:
                 raise self._lost(what, error) from error
 
         return Waiting(finish)
@@ -362,7 +371,7 @@ class JaxMeshDevice:
             # May be the staging memory itself, which nothing reads once the results are there.
             stacked = self.axis.stack(list(shards.reshape(len(self.ranks), -1)))
             results = self._gather(stacked, [tensor.partial for tensor in written], tuple(writes))
-        except jax.errors.JaxRuntimeError as error:
+        except _RUNTIME_ERRORS as error:
             raise self._lost(what, error) from error
         for piece, tensor, result in zip(pieces, written, results, strict=True):
             tensor.received += piece.numel
@@ -375,7 +384,7 @@ class JaxMeshDevice:
             try:
                 # What a later bucket went on writing to was donated; its present value comes after.
                 jax.block_until_ready([t.array if t.partial is None else t.partial for t in written])
-            except jax.errors.JaxRuntimeError as error:
+            except _RUNTIME_ERRORS as error:
                 raise self._lost(what, error) from error
 
         return Waiting(finish)

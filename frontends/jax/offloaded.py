@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from offload_core.config import OffloadConfig, check_hyperparameters
 from offload_core.cpu_adam import STATE_NAMES, AdamHyper
 from offload_core.dtypes import BY_NUMPY
-from offload_core.errors import GradientError, OffloadError, ParameterError, StateError
+from offload_core.errors import ConfigError, GradientError, OffloadError, ParameterError, StateError
 from offload_core.host_memory import available_bytes
 from offload_core.loss_scale import scaler_for
 from offload_core.memory_plan import MemoryReport
@@ -114,6 +114,10 @@ class OffloadedParams:
         _refuse_jit("wrap()")
         self.config = OffloadConfig.resolve(config, **overrides)
         self.config = replace(self.config, op_order=self.config.op_order or "optax")
+        if self.config.schedule == "delayed":
+            raise ConfigError(
+                "schedule='delayed' is built for torch only so far; expected 'overlap' or 'serial' in JAX"
+            )
         self.report: StepReport | None = None
         """What the last :meth:`update` did."""
         self.count = 0
@@ -224,23 +228,28 @@ class OffloadedParams:
 
         Args:
             grads: a pytree with the parameters' structure, from :meth:`value_and_grad` or ``jax.grad``; a leaf may
-                be None (no gradient: that parameter and its states stay). Each leaf has its parameter's dtype, or
-                float32. On a mesh :class:`RankGradients` are averaged over the ranks, and a plain pytree, as
-                ``jax.grad`` under ``jax.jit`` gives, is the average already. With ``gradient_accumulation_steps=N``
-                the update averages over N calls.
+                be None (no gradient: that parameter and its states stay), in all processes alike. Each leaf has its
+                parameter's dtype, or float32. On a mesh :class:`RankGradients` are averaged over the ranks, and a
+                plain pytree, as ``jax.grad`` under ``jax.jit`` gives, is the average already;
+                :class:`RankGradients` in float32 of narrower parameters need
+                ``communication_dtype="float32"``. With ``gradient_accumulation_steps=N`` the update averages over
+                N calls.
 
         Raises (nothing has changed then):
-            GradientError: the gradients do not fit.
+            GradientError: the gradients do not fit, or (in all processes) those of several processes not each other.
             ConfigError: the schedule's learning rate is out of range.
             StateError: under jit.
             HostMemoryError: old parameters are still held, and there is no memory for more.
+
+        Raises (some parameters and states may have changed):
+            CollectiveError: a process was lost.
         """
         _refuse_jit("update()")
         with self._span("update"):
             return self._update(grads)
 
     def _update(self, grads: Any) -> Any:
-        gradients, hypers = self._check(grads), self._hypers()
+        gradients, hypers = self._check(grads)
         steps = self.config.gradient_accumulation_steps
         parameters = [self._all_leaves[leaf.position] for leaf in self._leaves]
         targets = self._placement.targets(parameters) if self._pipeline.micro_steps + 1 == steps else []
@@ -256,7 +265,8 @@ class OffloadedParams:
             self.report = self._pipeline.step(hypers, targets, divisor=float(steps))
             self._pipeline.finish()
         except BaseException:
-            self.discard_gradients()
+            with suppress(StateError):  # a pipeline that lost a rank may refuse even that
+                self.discard_gradients()
             raise
         if self.report.updated:
             self.count += 1
@@ -285,8 +295,68 @@ class OffloadedParams:
         """Forget the gradients accumulated since the last update."""
         self._pipeline.drop_gradients()
 
-    def _check(self, grads: Any) -> list[Any]:
-        """The gradient of each parameter, or None; everything checked."""
+    def _check(self, grads: Any) -> tuple[list[Any], list[AdamHyper]]:
+        """The gradient of each parameter, or None, where the pipeline takes it; everything checked.
+
+        What is wrong in one process is an error in all: alone, it would leave the others waiting.
+        """
+        self._pipeline.finish()  # if it can go on at all: ranks meet next
+        try:
+            arrays, unreduced = self._arrays_of(grads)
+            hypers = self._hypers()
+        except Exception:
+            self._check_alike(None, unreduced=False)
+            raise
+        self._check_alike(arrays, unreduced=unreduced)
+        if all(array is None for array in arrays):
+            raise GradientError("update: every gradient is None, expected at least one array")
+        gradients = []
+        for i, (leaf, gradient) in enumerate(zip(self._leaves, arrays, strict=True)):
+            if gradient is not None:
+                path, like = self._paths[leaf.position], self._all_leaves[leaf.position]
+                gradient = self._placement.as_gradient(path, gradient, like, unreduced=unreduced)
+                self._pipeline.check_gradient(i, gradient)
+            gradients.append(gradient)
+        return gradients, hypers
+
+    def _check_alike(self, arrays: Sequence[Any] | None, *, unreduced: bool) -> None:
+        """Raise :class:`GradientError` in every process unless all have alike gradients; None: refused here."""
+        collectives = self._pipeline.device.collectives
+        n = collectives.world_size
+        if n == 1:
+            return
+        flags = np.zeros(2 + 2 * len(self._leaves), np.int64)  # what all must answer alike: 1 for yes
+        flags[:2] = arrays is None, unreduced
+        given, of_other_dtype = flags[2::2], flags[3::2]
+        if arrays is not None:
+            given[:] = [array is not None for array in arrays]
+            pairs = zip(arrays, self._leaves, strict=True)
+            of_other_dtype[:] = [array is not None and array.dtype != leaf.dtype for array, leaf in pairs]
+        collectives.sum_integers(flags, "what gradients there are")
+        if arrays is None:
+            return
+        if flags[0]:
+            raise GradientError(f"update: {flags[0]} of {n} processes raised an error of their own; expected none to")
+        if flags[1] % n:
+            raise GradientError(
+                f"update: {flags[1]} of {n} processes gave RankGradients, the others plain ones; expected one of these"
+            )
+        for leaf, gradient, of_all, other_of_all in zip(self._leaves, arrays, given, of_other_dtype, strict=True):
+            path = self._paths[leaf.position]
+            if of_all % n:
+                got = "none" if gradient is None else "one"
+                raise GradientError(
+                    f"{path}: {of_all} of {n} processes gave a gradient, the others None (this one gave {got}); "
+                    "expected it of all or of none: give zeros where there is none"
+                )
+            if other_of_all % n:
+                raise GradientError(
+                    f"{path}: {other_of_all} of {n} processes gave a gradient that is not {leaf.dtype} (this one is "
+                    f"{gradient.dtype}), the others one that is; expected one dtype"
+                )
+
+    def _arrays_of(self, grads: Any) -> tuple[list[jax.Array | None], bool]:
+        """The gradient of each parameter as it was given, or None, and whether they are each rank's own."""
         scaler = self._pipeline.scaler
         if isinstance(grads, ScaledGradients):
             if grads.scale != self._pipeline.loss_scale:
@@ -306,7 +376,7 @@ class OffloadedParams:
         if treedef != self._treedef:
             _check_paths(self._paths, flat, GradientError, "update: gradients")
         gradients = []
-        for i, leaf in enumerate(self._leaves):
+        for leaf in self._leaves:
             path, gradient = self._paths[leaf.position], flat[leaf.position][1]
             if isinstance(gradient, jax.core.Tracer):
                 raise GradientError(
@@ -325,13 +395,8 @@ class OffloadedParams:
                 gradient = jnp.asarray(gradient)
                 if gradient.is_deleted():
                     raise GradientError(f"{path}: gradient was donated or deleted; expected one that is alive")
-                like = self._all_leaves[leaf.position]
-                gradient = self._placement.as_gradient(path, gradient, like, unreduced=unreduced)
-                self._pipeline.check_gradient(i, gradient)
             gradients.append(gradient)
-        if all(gradient is None for gradient in gradients):
-            raise GradientError("update: every gradient is None, expected at least one array")
-        return gradients
+        return gradients, unreduced
 
     def _hypers(self) -> list[AdamHyper]:
         """One for decayed parameters, one for those that ``mask`` excludes."""

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from offload_core.config import OffloadConfig
 from offload_core.device import Device
 from offload_core.dtypes import BY_NUMPY
-from offload_core.errors import ConfigError, GradientError, ParameterError
+from offload_core.errors import ConfigError, GradientError, ParameterError, StateError
 from offload_core.host_memory import HostMemory
 from offload_core.host_ranks import HostRanks
 from offload_core.memory_plan import PlanRow
@@ -260,6 +260,12 @@ class OnMesh:
         elif self._axis.world_size > 1 and not any(self._axis.name in _names(spec) for spec in specs):
             axis, first = self._axis.name, next((leaf for _, leaf in flat if hasattr(leaf, "shape")), None)
             got = "" if first is None else f" (the first array is {first.dtype}{list(first.shape)})"
+            if any(isinstance(leaf, jax.core.Tracer) for _, leaf in flat):
+                raise StateError(
+                    f"value_and_grad under jit: how its arguments lie on the mesh axis {axis!r} is not known there; "
+                    "expected a call outside jit (it is already compiled), or "
+                    f"value_and_grad(fun, in_specs=P({axis!r}))"
+                )
             raise ParameterError(
                 f"value_and_grad: no argument is split over the mesh axis {axis!r}{got}, so that all ranks would "
                 f"compute the same; expected the batch to be: jax.device_put(batch, NamedSharding(mesh, P({axis!r}))), "
@@ -272,7 +278,8 @@ class OnMesh:
         return _Split(treedef, tuple(specs)), leaves
 
     def _spec_of(self, leaf: Any) -> PartitionSpec:
-        sharding = getattr(leaf, "sharding", None) if isinstance(leaf, jax.Array) else None
+        of = jax.typeof(leaf) if isinstance(leaf, jax.core.Tracer) else leaf  # a type tells of Explicit axes alone
+        sharding = getattr(of, "sharding", None) if isinstance(leaf, jax.Array) else None
         if not isinstance(sharding, NamedSharding) or sharding.mesh.axis_names != self._axis.mesh.axis_names:
             return REPLICATED
         return sharding.spec if sharding.mesh.shape == self._axis.mesh.shape else REPLICATED

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from offload_core.dtypes import BY_NUMPY
-from offload_core.errors import CollectiveError
+from offload_core.errors import CollectiveError, ConfigError
 
 from .tensors import TORCH_DTYPES
 
@@ -31,6 +31,11 @@ class TorchRanks:
 
     def __init__(self, group: Any) -> None:
         self.rank = dist.get_rank(group)
+        if self.rank < 0:
+            raise ConfigError(
+                "process_group: this process is not one of its ranks; expected wrap() on its members only, or a group "
+                "that this process belongs to"
+            )
         self.world_size = dist.get_world_size(group)
         self._first = dist.get_process_group_ranks(group)[0]
         own = dist.new_group(

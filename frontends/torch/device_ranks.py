@@ -119,6 +119,14 @@ def device_for(device: torch.device, group: Any, config: OffloadConfig) -> Devic
     if group is None:
         return HostRanks(memory)
     collectives = TorchRanks(group)
-    if device.type == "cuda" and "nccl" in dist.get_backend(group):
+    if device.type == "cuda" and _moves(group, device):
         return DeviceRanks(memory, collectives, group, native=native)
     return HostRanks(memory, collectives, native=native)
+
+
+def _moves(group: Any, device: torch.device) -> bool:
+    """Whether the group has a backend for the device's memory."""
+    try:
+        return "nccl" in (group or dist.group.WORLD)._get_backend(device).name().lower()  # type: ignore[union-attr]
+    except RuntimeError:
+        return False

@@ -1,5 +1,6 @@
 """``wrap(model) -> Engine``: a module, its offloaded optimizer, accumulation and loss scaling."""
 
+import itertools
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -51,6 +52,9 @@ def wrap(
 class Engine(nn.Module):
     """A module that trains with offloaded AdamW: ``loss = engine(batch); engine.backward(loss); engine.step()``.
 
+    All ranks start from rank 0's parameters and buffers; buffers that a forward changes (BatchNorm's) are each rank's
+    own afterwards.
+
     Gradients leave for the host during backward; ``p.grad`` is then a stand-in that raises when used. To look at a
     gradient, hang a hook on the parameter (``p.register_hook``).
     """
@@ -83,6 +87,7 @@ class Engine(nn.Module):
             params, config=config, early_copy=True, managed=True, process_group=process_group, **overrides
         )
         self.config = self.optimizer.config
+        self._start_alike(model)
         if self.config.target_dtype is not None:
             dtype = TORCH_DTYPES[self.config.target_dtype]
             for param in model.parameters():  # frozen ones and buffers take part in the same products
@@ -95,6 +100,18 @@ class Engine(nn.Module):
         pipeline.scaler = scaler_for(self.config, [spec.dtype for spec in pipeline.params])
         self.module = model
         self._traced = False
+
+    def _start_alike(self, model: nn.Module) -> None:
+        """Frozen parameters and buffers too start from rank 0's values."""
+        if self.optimizer.pipeline.device.world_size == 1:
+            return
+        for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+            if tensor not in self.optimizer.state:
+                host = tensor.detach().cpu().contiguous()
+                values = host.view(-1).view(torch.uint8).numpy() if host.numel() else host.numpy()
+                self.optimizer.pipeline.device.collectives.broadcast(values, f"{name!r}: initial value")
+                with torch.no_grad():
+                    tensor.copy_(host)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward; with ``param_dtype``, floating-point tensor arguments are cast to it.
@@ -124,6 +141,8 @@ class Engine(nn.Module):
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             got = f"of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
             raise GradientError(f"backward: the loss is {got}, expected a tensor of one element: take its mean or sum")
+        if self.config.update_in_backward:
+            self.optimizer.expect_step()
         with self._span("backward"), self.optimizer.scaled_backward() as scale:
             (loss if scale is None else loss.float() * scale).backward(**kwargs)
 
@@ -230,6 +249,10 @@ class Engine(nn.Module):
     def sent_bytes(self) -> int:
         """Bytes of gradients and parameters that this rank has sent to other ranks."""
         return self.optimizer.sent_bytes
+
+    def flush(self) -> None:
+        """Wait until parameters and states are those of the last step; see ``OffloadedAdamW.flush``."""
+        self.optimizer.flush()
 
     def memory_report(self) -> MemoryReport:
         """Planned and measured bytes, on the device and on the host."""

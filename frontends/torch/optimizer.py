@@ -216,6 +216,13 @@ class OffloadedAdamW(torch.optim.Optimizer):
         if self._pipeline is not None:
             self._pipeline.finish()
 
+    def flush(self) -> None:
+        """Wait until parameters and states are those of the last ``step``, also under ``schedule="delayed"``.
+
+        That holds back the parameters of the last step; afterwards the next forward sees them a step early.
+        """
+        self.pipeline.flush([flat(slot.param.data) for slot in self._slots.values()])
+
     # --- parameters --------------------------------------------------------------------------------
 
     @property
@@ -286,7 +293,10 @@ class OffloadedAdamW(torch.optim.Optimizer):
         for name, param, _ in named:
             check_param(name, param)
         target = self.config.target_dtype
-        specs = [ParamSpec(name, p.numel(), target or ELEMENT_TYPES[p.dtype], g) for name, p, g in named]
+        specs = [
+            ParamSpec(name, p.numel(), target or ELEMENT_TYPES[p.dtype], g, layout=f"{list(p.shape)}{_order_of(p)}")
+            for name, p, g in named
+        ]
         pipeline.plan(specs).check(available_bytes())
         first = len(pipeline.params)
         pipeline.add_parameters(specs, [flat(param) for _, param, _ in named])
@@ -303,7 +313,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
     def close(self) -> None:
         """Let the parameters go: remove the hooks, discard gradients on the host, free the states."""
-        self._finish()
+        if self._pipeline is not None:
+            self.flush()
         _let_go(self._hook_handles, self._slots)
         self._forget_arrivals()
         self.state.clear()
@@ -408,9 +419,9 @@ class OffloadedAdamW(torch.optim.Optimizer):
     @torch._disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As ``torch.optim.Optimizer.zero_grad``; gradients on the host are discarded too."""
+        self.pipeline.drop_gradients()
         for slot in self._slots.values():
             slot.release()
-        self.pipeline.drop_gradients()
         self._forget_arrivals()
         super().zero_grad(set_to_none)
 
@@ -438,6 +449,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
         Raises as ``step`` does; nothing has changed then.
         """
         pipeline, hypers = self.pipeline, self._hypers()
+        if boundary:
+            pipeline.check_expected(hypers, divisor=self._divisor, groups=self._groups())
         self._take_on_unfrozen()
         self._check_unchanged()
         trained = {param for group in self.param_groups for param in group["params"]}
@@ -460,6 +473,17 @@ class OffloadedAdamW(torch.optim.Optimizer):
                     pipeline.add_gradient(slot.index, flat_like(gradient, slot.param))
         return hypers
 
+    @property
+    def _divisor(self) -> float:
+        """What the gradients that wait are divided by."""
+        return float(self.config.gradient_accumulation_steps) if self.averaged else 1.0
+
+    def expect_step(self) -> None:
+        """Announce that ``step`` follows the backward that now begins."""
+        self.pipeline.expect_step(
+            self._hypers(), divisor=float(self.config.gradient_accumulation_steps), groups=self._groups()
+        )
+
     @torch._disable_dynamo
     def _update(self) -> StepReport:
         pipeline, hypers = self.pipeline, self.prepare()
@@ -470,9 +494,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
         for slot in self._slots.values():
             if slot.changed_outside:
                 pipeline.adopt(slot.index, tensors[slot.index])
-        divisor = float(self.config.gradient_accumulation_steps) if self.averaged else 1.0
         try:
-            report = pipeline.step(hypers, tensors, divisor=divisor, groups=self._groups())
+            report = pipeline.step(hypers, tensors, divisor=self._divisor, groups=self._groups())
             if not self.reads_wait:
                 pipeline.finish()
         except BaseException:
@@ -512,12 +535,13 @@ class OffloadedAdamW(torch.optim.Optimizer):
         return hypers
 
     def _take_on_unfrozen(self) -> None:
-        """States for parameters that were frozen and have a gradient now."""
+        """States for parameters that were frozen and have a gradient now; among ranks, that may have one."""
+        alone = self.pipeline.device.world_size == 1
         unknown = [
             entry
             for g in range(len(self.param_groups))
             for entry in self._named(g)
-            if entry[1] not in self._slots and entry[1].grad is not None
+            if entry[1] not in self._slots and (entry[1].grad is not None if alone else entry[1].requires_grad)
         ]
         if unknown:
             self._check_new(unknown, self._device)
@@ -543,16 +567,30 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
         Gradients that wait for the next update are not part of it. Under loss scaling it has a ``"loss_scale"``.
         """
-        scaler = self.pipeline.scaler
-        return super().state_dict() | ({} if scaler is None else {"loss_scale": scaler.state_dict()})
+        self.flush()
+        scaler, device = self.pipeline.scaler, self.pipeline.device
+        state = super().state_dict()
+        if device.world_size > 1:
+            state["partition"] = {"rank": device.ranks[0], "world_size": device.world_size}
+        return state if scaler is None else state | {"loss_scale": scaler.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load states of this class or of ``torch.optim.AdamW``, in fp32 and on the host, whatever the parameters are.
 
+        Among ranks each loads its own part, or takes it from whole states.
+
         The model's parameters are left alone: a master weight is taken where the parameter is what it rounds to,
         and else (torch's own states have none) from the parameter.
         """
-        self.pipeline  # noqa: B018 - raises where closed
+        self.flush()
+        device = self.pipeline.device
+        own = {"rank": device.ranks[0], "world_size": device.world_size}
+        saved = state_dict.get("partition")
+        if saved is not None and saved != own:
+            raise StateError(
+                f"load_state_dict: the states of rank {saved['rank']} of {saved['world_size']}, expected those of rank "
+                f"{own['rank']} of {own['world_size']}: each rank saves and loads its own"
+            )
         hide = self.register_load_state_dict_pre_hook(_hide_state)  # the last of the hooks to run
         try:
             super().load_state_dict(state_dict)
@@ -581,6 +619,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
         else:
             for param, entry in entries.items():
                 slot = self._slots.get(param)
+                if slot and self.pipeline.device.world_size > 1:
+                    entries[param] = entry = self._own_part(slot, entry)
                 _check_entry(slot.name if slot else "?", self.state[param]["exp_avg"] if slot else param, entry)
             super().__setstate__({**state, "state": self.state})
             for group in self.param_groups:
@@ -594,6 +634,18 @@ class OffloadedAdamW(torch.optim.Optimizer):
             for slot in self._slots.values():
                 self._load(slot, entries.get(slot.param, {}))
 
+    def _own_part(self, slot: _Slot, entry: Mapping[str, Any]) -> dict[str, Any]:
+        """Of whole states, what this rank holds of them."""
+
+        def part(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor) or value.shape != slot.param.shape or value.dim() == 0:
+                return value
+            whole = flat_like(value, slot.param)
+            runs = [(start, views["exp_avg"].size) for start, views in self.pipeline.states(slot.index)]
+            return torch.cat([whole[start : start + numel] for start, numel in runs] or [whole[:0]])
+
+        return {name: part(value) for name, value in entry.items()}
+
     def _load(self, slot: _Slot, entry: Mapping[str, Any]) -> None:
         views = self.state[slot.param]
         for name, view in views.items():
@@ -605,6 +657,11 @@ class OffloadedAdamW(torch.optim.Optimizer):
                 view.zero_()
         self.pipeline.adopt(slot.index, flat(slot.param))
         slot.note()
+
+
+def _order_of(param: torch.Tensor) -> str:
+    order = memory_order(param)
+    return "" if order is None else f" in memory order {order}"
 
 
 def cast_param(param: torch.Tensor, dtype: torch.dtype) -> None:
