@@ -26,11 +26,10 @@ the boundary rounds masters to parameters (r: 6 bytes) in the order of the next 
 
     in backward = flow(b, c, a) + flow(r, c, f)
 
-``delayed`` publishes at a boundary what the step before changed, and updates after that, behind forward and backward.
-It does so in the order of forward, while the first gradient of backward is the last layer's, whose old one is still to
-be read: it waits for all updates:
+``delayed`` publishes at a boundary what the step before changed, and after that updates behind forward and backward, in
+the order of backward: a bucket's new gradient comes to where its old one has been read. Norms come after all updates:
 
-    delayed = max(flow(r, c, f), flow(r, c) + K a - b) + flow(b, c, n)
+    delayed = max(flow(r, c, f) + flow(b, c, n), flow(r, c) + max(flow(a, b, c, n) - b, K a + K n))
 
 The limit, where each of four resources (compute, the link's two ways, the host) works through the whole step:
 
@@ -122,13 +121,14 @@ def flow(buckets: int, *stages: float) -> float:
 def model(buckets: int, t: Times) -> dict[str, float]:
     """Seconds a step."""
     forward = flow(buckets, t.round, t.copy, t.forward)
-    updated = flow(buckets, t.round, t.copy) + buckets * t.advance
+    published = flow(buckets, t.round, t.copy)
+    behind = max(flow(buckets, t.advance, t.backward, t.copy, t.norm) - t.backward, buckets * (t.advance + t.norm))
     to_host = flow(buckets, t.backward, t.copy, t.norm)
     return {
         "serial": buckets * (t.forward + t.backward + 2 * t.copy + t.norm + t.update),
         "overlap": to_host + flow(buckets, t.update, t.copy, t.forward),
         "in backward": flow(buckets, t.backward, t.copy, t.advance) + forward,
-        "delayed": max(forward, updated - t.backward) + to_host,
+        "delayed": max(forward + to_host, published + behind),
         "limit": flow(buckets, t.forward + t.backward, t.copy, t.update, t.copy),
     }
 

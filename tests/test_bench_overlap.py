@@ -34,10 +34,14 @@ def test_the_models_are_what_the_machine_takes(buckets, t):
     boundary = through(in_backward, [t.copy, t.advance])[-1]
     assert expected["in backward"] == through([boundary] * buckets, [t.round, t.copy, t.forward])[-1]
     forward = through([0.0] * buckets, [t.round, t.copy, t.forward])[-1]
-    updated = through([0.0] * buckets, [t.round, t.copy])[-1] + buckets * t.advance
-    first = max(forward + t.backward, updated)
-    gradients = [first + i * t.backward for i in range(buckets)]
-    assert expected["delayed"] == through(gradients, [t.copy, t.norm])[-1]
+    published = through([0.0] * buckets, [t.round, t.copy])[-1]
+    updated = through([published] * buckets, [t.advance])
+    at, arrived = forward, []
+    for i in range(buckets):
+        at = max(at + t.backward, updated[i])
+        arrived.append(at)
+    on_host = [max(at, updated[-1]) for at in through(arrived, [t.copy])]
+    assert expected["delayed"] == through(on_host, [t.norm])[-1]
     assert expected["serial"] == buckets * (t.forward + t.backward + 2 * t.copy + t.norm + t.update)
     assert expected["limit"] <= expected["overlap"] <= expected["serial"]
 
