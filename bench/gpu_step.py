@@ -1,7 +1,7 @@
 """Training steps on one GPU: AdamW in the GPU, and ours by schedule, over tokens a step; copies; exactness.
 
-Run by ``bench/on_gpu.sh``. Writes JSON and Markdown to --out; ends non-zero where bits differ. ``--device cpu --model toy``
-only shows that it runs.
+Run by ``bench/on_gpu.sh``. Writes JSON and Markdown to --out; ends non-zero where bits differ. ``--device cpu`` with
+``--model toy`` only shows that it runs.
 """
 
 import argparse
