@@ -18,8 +18,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, redirect_stdout
-from dataclasses import asdict, replace
+from contextlib import ExitStack, nullcontext, redirect_stdout
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -39,6 +39,8 @@ from offload_core.memory_plan import format_table
 INTERRUPTED = 130
 PROMPT = b"\ndef "
 TEMPERATURE = 0.8
+TRACED_STEP = 3
+"""Counted from 0: by then what is compiled has been, and the order of gradients is known."""
 PATIENCE = 5.0
 """Seconds a rank leaves to the launcher to end it, before it says what another has most likely said."""
 
@@ -47,9 +49,9 @@ def main(arguments: list[str] | None = None) -> int:
     with ExitStack() as at_end:  # other ranks learn of an error by losing this one: after it has been said
         if Ranks.launched().rank > 0:
             at_end.enter_context(redirect_stdout(at_end.enter_context(open(os.devnull, "w"))))
-        settings, out = parse(arguments)
+        settings, files = parse(arguments)
         try:
-            return run(settings, out, at_end)
+            return run(settings, files, at_end)
         except CollectiveError as error:
             return fail(str(error), echo=True)
         except OffloadError as error:
@@ -93,13 +95,21 @@ def is_out_of_memory(error: Exception) -> bool:
 # --- command line --------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Files:
+    """Where a run writes."""
+
+    out: Path
+    trace: Path | None
+
+
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         leave_the_word_to_others()
         super().error(message)
 
 
-def parse(arguments: list[str] | None) -> tuple[Settings, Path]:
+def parse(arguments: list[str] | None) -> tuple[Settings, Files]:
     def at_least(least: int) -> Callable[[str], int]:
         def integer(text: str) -> int:
             if int(text) < least:
@@ -142,6 +152,7 @@ def parse(arguments: list[str] | None) -> tuple[Settings, Path]:
     )
     add("--compare", action="store_true", help="train with the framework's own AdamW beside it, step by step")
     add("--out", type=Path, help="folder of metrics.jsonl and summary.json (default: a new one in runs/)")
+    add("--trace", type=Path, help=f"record step {TRACED_STEP}, or the last, to this file, for https://ui.perfetto.dev")
     add("--eval-batches", type=at_least(1), help="held-out micro-batches")
     add("--sample-bytes", type=at_least(0), default=200, help="bytes to generate at the end (default: 200)")
     given = vars(parser.parse_args(arguments))
@@ -149,7 +160,7 @@ def parse(arguments: list[str] | None) -> tuple[Settings, Path]:
     preset = PRESETS[given["preset"]]
     of_preset = {name: value for name, value in vars(preset).items() if name != "gpt"}
     chosen = of_preset | {name: value for name, value in given.items() if value is not None}
-    out = chosen.pop("out", None)
+    out, trace = chosen.pop("out", None), chosen.pop("trace", None)
     chosen["clip"] = chosen["clip"] or None
     gpt = preset.gpt
     if gpt.positions is not None:
@@ -163,14 +174,16 @@ def parse(arguments: list[str] | None) -> tuple[Settings, Path]:
         out = Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{settings.preset}-{settings.frontend}"
     if (out / "metrics.jsonl").exists():
         parser.error(f"--out {out} holds the metrics of another run; name another folder")
-    return settings, out
+    if trace is not None and not trace.parent.is_dir():
+        parser.error(f"--trace {trace}: there is no folder {trace.parent}; expected one that exists")
+    return settings, Files(out, trace)
 
 
 # --- the run -------------------------------------------------------------------------------------------
 
 
-def run(settings: Settings, out: Path, at_end: ExitStack) -> int:
-    corpus = load_corpus()
+def run(settings: Settings, files: Files, at_end: ExitStack) -> int:
+    out, corpus = files.out, load_corpus()
     shortest = min(len(corpus.training), len(corpus.held_out))
     if settings.context >= shortest:
         raise OffloadError(f"--context {settings.context}: the text has {shortest} bytes, expected fewer than that")
@@ -190,7 +203,7 @@ def run(settings: Settings, out: Path, at_end: ExitStack) -> int:
     if writes:
         out.mkdir(parents=True, exist_ok=True)
     with open(out / "metrics.jsonl" if writes else os.devnull, "w", buffering=1) as metrics:
-        records, interrupted = train(settings, ranks, corpus, offloaded, plain, metrics)
+        records, interrupted = train(settings, ranks, corpus, offloaded, plain, metrics, files.trace)
     summary = finish(settings, ranks, corpus, offloaded, plain, records, interrupted)
     if writes:
         (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
@@ -239,15 +252,17 @@ def train(
     settings: Settings,
     ranks: Ranks,
     corpus: Corpus,
-    offloaded: Trainer,
+    offloaded: OffloadTrainer,
     plain: Trainer | None,
     metrics: TextIO,
+    trace: Path | None,
 ) -> tuple[list[dict[str, Any]], bool]:
     """Train to the end or to a rank's Ctrl-C, and whether it came; one record a step, as written to `metrics`."""
     from tqdm import tqdm
 
     records = []
     micro_batches = settings.accumulate * ranks.world_size
+    traced = min(TRACED_STEP, settings.steps - 1)
     tokens = micro_batches * settings.micro_batch * settings.context
     windows = {"batch": settings.micro_batch, "context": settings.context}
     draw = partial(training_batch, corpus.training, settings.seed, **windows)
@@ -261,7 +276,8 @@ def train(
             first = step * micro_batches
             rounds = range(first, first + micro_batches, ranks.world_size)
             batches = [np.concatenate([draw(i) for i in ranks.turn(start)]) for start in rounds]
-            done, seconds = timed(offloaded, batches)
+            with offloaded.trace(trace) if trace and step == traced else nullcontext():
+                done, seconds = timed(offloaded, batches)
             losses = [done.loss]
             if plain is not None:
                 # Step by step, so that what slows the machine for a while slows both.

@@ -4,8 +4,9 @@ import atexit
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -217,6 +218,9 @@ class Offloaded(JaxTrainer):
 
     def memory_report(self) -> MemoryReport:
         return self.offloaded.memory_report()
+
+    def trace(self, path: Path) -> AbstractContextManager[None]:
+        return self.offloaded.trace(path)
 
     def peak_device_bytes(self) -> int | None:
         peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in self.devices]

@@ -1,7 +1,8 @@
 """Training through `frontends.torch`, and the plain PyTorch loop to compare it with."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -146,6 +147,9 @@ class Offloaded(TorchTrainer):
 
     def memory_report(self) -> MemoryReport:
         return self.engine.memory_report()
+
+    def trace(self, path: Path) -> AbstractContextManager[None]:
+        return self.engine.trace(path)
 
     def peak_device_bytes(self) -> int | None:
         return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None

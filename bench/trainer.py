@@ -1,6 +1,8 @@
 """What the training program asks of a framework, and what it tells it."""
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -80,6 +82,10 @@ class OffloadTrainer(Trainer, Protocol):
         ...
 
     def memory_report(self) -> MemoryReport: ...
+
+    def trace(self, path: Path) -> AbstractContextManager[None]:
+        """Record what is done inside to a file; every rank writes its own."""
+        ...
 
     def peak_device_bytes(self) -> int | None:
         """The most that the framework held on a device; None where it keeps no count (the CPU)."""

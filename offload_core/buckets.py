@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import numpy as np
@@ -17,6 +18,7 @@ from .local_bucket import LocalBucket
 from .memory_plan import MemoryPlan, PlanRow
 from .partition import Bucket, ParamSpec, Piece, build_buckets
 from .tasks import Background, Inline
+from .trace import COMPUTE
 
 T = TypeVar("T")
 
@@ -30,6 +32,7 @@ class LocalBuckets:
     def __init__(self, config: OffloadConfig, device: Device) -> None:
         self.config = config
         self.device = device
+        self.trace = device.trace
         self.threads = config.threads
         self.params: list[ParamSpec] = []
         self.all: list[LocalBucket] = []
@@ -155,10 +158,16 @@ class LocalBuckets:
         task, work.task = work.task, None
         if task is not None:
             try:
-                task.result()
+                self._wait_for(task, "wait", work.bucket.index)
             except BaseException:
                 self.recover()
                 raise
+
+    def _wait_for(self, task: "Future[T]", what: str, bucket: int | None = None) -> T:
+        if task.done():
+            return task.result()
+        with self.trace.span(COMPUTE, what, bucket):
+            return task.result()
 
     def recover(self) -> None:
         """After a failure: let everything that was asked for end, and take back what it had."""
@@ -171,7 +180,7 @@ class LocalBuckets:
     def run(self, task: Callable[[], T]) -> T:
         """The result of a task that comes after all that was asked for."""
         try:
-            return self.tasks.submit(task).result()
+            return self._wait_for(self.tasks.submit(task), "wait")
         except BaseException:
             self.recover()
             raise

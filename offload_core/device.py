@@ -4,6 +4,7 @@ Tensors are the front end's: one-dimensional, contiguous, and opaque here. A pro
 (torch) or of several (JAX: one for each local device).
 """
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -15,6 +16,7 @@ from .collectives import Collectives
 from .dtypes import BY_NUMPY, ElementType
 from .host_memory import Lease
 from .partition import Bucket, ParamSpec
+from .trace import Span, Trace
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,38 @@ class Waiting:
         self._finish()
 
 
+class _Watched:
+    """An event that is noted in a trace when it has been waited for."""
+
+    def __init__(self, event: Event, note: Callable[[], None]) -> None:
+        self._event = event
+        self._note = note
+
+    def wait(self) -> None:
+        self._event.wait()
+        self._note()
+
+    def order(self) -> None:
+        self._event.order()
+
+
+def traced(trace: Trace, lane: str, bucket: int, n_bytes: int, start: Callable[[], Event]) -> Event:
+    """Start a copy, and have the trace note when it ran: as its event knows (``ran``, nanoseconds), or as seen."""
+    if not trace.on:
+        return start()
+    asked = time.perf_counter_ns()
+    event = start()
+
+    def note() -> None:
+        began, ended = getattr(event, "ran", None) or (max(asked, trace.end_of(lane)), time.perf_counter_ns())
+        trace.note(Span(lane, "", bucket, n_bytes, began, ended))
+
+    if isinstance(event, Done):
+        note()
+        return event
+    return _Watched(event, note)
+
+
 class Arrival(NamedTuple):
     """What :meth:`Device.reduce` brings of a shard."""
 
@@ -146,6 +180,11 @@ class Device(Protocol):
     world_size: int
     staging_slots: int
     """Staging buffers in use at a time, the pipeline's own included."""
+
+    @property
+    def trace(self) -> Trace:
+        """Where it notes copies and what ranks do together, and its pipeline the rest."""
+        ...
 
     @property
     def ranks(self) -> tuple[int, ...]:

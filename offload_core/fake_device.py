@@ -28,6 +28,11 @@ class _CopyEvent:
     def __init__(self, future: Future) -> None:
         self._future = future
 
+    @property
+    def ran(self) -> tuple[int, int]:
+        """From and until when, in nanoseconds."""
+        return self._future.result()
+
     def wait(self) -> None:
         self._future.result()
 
@@ -40,6 +45,7 @@ class FakeDevice:
     Args:
         seed: of the delays.
         max_delay: seconds that a copy may lag behind, at most.
+        bandwidth: bytes a second of each lane; None: what copying takes.
         fail_at: the numbers (counted from 0, both directions together) of the copies that fail.
     """
 
@@ -47,13 +53,23 @@ class FakeDevice:
     updates_in_place = False
     wants_pinned = False
 
-    def __init__(self, *, seed: int = 0, max_delay: float = 0.0, fail_at: frozenset[int] = frozenset()) -> None:
+    def __init__(
+        self,
+        *,
+        seed: int = 0,
+        max_delay: float = 0.0,
+        bandwidth: float | None = None,
+        fail_at: frozenset[int] = frozenset(),
+    ) -> None:
         self._random = random.Random(seed)
         self._max_delay = max_delay
+        self._bandwidth = bandwidth
         self._fail_at = fail_at
         self._copies = 0
         self._lock = threading.Lock()
         self._lanes = {way: ThreadPoolExecutor(1, thread_name_prefix=way) for way in ("to_host", "to_device")}
+        self._free = dict.fromkeys(self._lanes, 0.0)
+        """When each lane is through with what it was asked for: what it oversleeps does not add up."""
 
     def close(self) -> None:
         """End the lanes' threads."""
@@ -72,7 +88,7 @@ class FakeDevice:
     def to_host(self, copies: Sequence[Copy], host: np.ndarray) -> Event:
         host.view(np.uint8)[:] = 0xFF  # a NaN in every element type
         runs = [(c.offset, c.tensor.memory[c.start : c.start + c.numel]) for c in copies]
-        return self._enqueue("to_host", lambda: fill(host, runs))
+        return self._enqueue("to_host", host.nbytes, lambda: fill(host, runs))
 
     def to_device(self, host: np.ndarray, copies: Sequence[Copy], after: Event) -> Event:
         runs = [(c.tensor.memory[c.start : c.start + c.numel], host[c.offset : c.offset + c.numel]) for c in copies]
@@ -84,7 +100,7 @@ class FakeDevice:
                 assert destination.dtype == source.dtype
                 np.copyto(destination, source)
 
-        return self._enqueue("to_device", write)
+        return self._enqueue("to_device", host.nbytes, write)
 
     def mark(self) -> Event:
         return Done()
@@ -93,15 +109,21 @@ class FakeDevice:
         for lane in self._lanes.values():
             lane.submit(lambda: None).result()
 
-    def _enqueue(self, way: str, copy: Callable[[], None]) -> Event:
+    def _enqueue(self, way: str, n_bytes: int, copy: Callable[[], None]) -> Event:
+        asked = time.perf_counter()
         with self._lock:
             number, self._copies = self._copies, self._copies + 1
             delay = self._random.uniform(0, self._max_delay)
+        if self._bandwidth is not None:
+            delay += n_bytes / self._bandwidth
 
-        def run() -> None:
-            time.sleep(delay)
+        def run() -> tuple[int, int]:
+            began = time.perf_counter_ns()
+            self._free[way] = max(asked, self._free[way]) + delay
+            time.sleep(max(self._free[way] - time.perf_counter(), 0.0))
             if number in self._fail_at:
                 raise OSError(f"fake device: copy {number} failed as asked")
             copy()
+            return began, time.perf_counter_ns()
 
         return _CopyEvent(self._lanes[way].submit(run))

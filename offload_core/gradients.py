@@ -13,6 +13,7 @@ from .errors import GradientError
 from .grad_norm import SumOfSquares
 from .local_bucket import LocalBucket
 from .step_state import BucketEvent, BucketState
+from .trace import REDUCTION
 
 
 class Gradients:
@@ -193,7 +194,8 @@ class Gradients:
         def settle() -> None:
             event.wait()
             if not stays:
-                self._sum(work, arrival, received)
+                with self._buckets.trace.span(REDUCTION, "sum", bucket.index, received.nbytes):
+                    self._sum(work, arrival, received)
             work.release()
             work.gradients = [work.at_home(i) for i in range(len(work.pieces))]
             if look:
@@ -242,9 +244,10 @@ class Gradients:
 
     def _squares(self, work: LocalBucket) -> SumOfSquares:
         squares = SumOfSquares()
-        for dtype, held in work.held().items():
-            spans = _kernels.spans_of([(g.address, 0, g.numel) for _, g in held])
-            squares.add(spans, dtype, threads=self._buckets.threads)
+        with self._buckets.trace.span(REDUCTION, "norm", work.bucket.index):
+            for dtype, held in work.held().items():
+                spans = _kernels.spans_of([(g.address, 0, g.numel) for _, g in held])
+                squares.add(spans, dtype, threads=self._buckets.threads)
         return squares
 
     def add_squares(self, total: SumOfSquares) -> None:

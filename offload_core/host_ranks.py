@@ -1,15 +1,17 @@
 """Ranks that meet in host memory: the ``Device`` made of any memory and any host collectives."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from .collectives import HostCollectives, SingleRank
-from .device import Arrival, Copy, Event, TensorMemory, Waiting
+from .device import Arrival, Copy, Event, TensorMemory, Waiting, traced
 from .dtypes import ElementType
 from .host_memory import Lease
 from .partition import Bucket, ParamSpec
+from .trace import GATHER, REDUCTION, TO_DEVICE, TO_HOST, Trace
 
 _BROADCAST_BYTES = 64 * 2**20
 """The most that is copied at a time to start all ranks alike."""
@@ -41,6 +43,7 @@ class HostRanks:
         self.mark = memory.mark
         self.synchronize = memory.synchronize
         self.native = native
+        self.trace = Trace(self.collectives.rank, self.world_size)
         self.staging_slots = 1 if self.world_size == 1 else 2
 
     @property
@@ -72,14 +75,15 @@ class HostRanks:
     ) -> Event:
         copies = [Copy(gradients[p.param], p.start, p.numel, p.offset) for p in bucket.pieces if p.param in gradients]
         if self.world_size == 1:
-            return self.to_host(copies, out)
+            return traced(self.trace, TO_HOST, bucket.index, out.nbytes, lambda: self.to_host(copies, out))
         send = staging.borrow(bucket.padded_numel, wire.numpy)
-        copied = self.to_host(copies, send)
+        copied = traced(self.trace, TO_HOST, bucket.index, send.nbytes, lambda: self.to_host(copies, send))
         meet = self.collectives.reduce_scatter if self.native else self.collectives.exchange
 
         def finish() -> None:
             copied.wait()
-            meet(send, out, f"bucket {bucket.index}: exchange of gradients")
+            with self.trace.span(REDUCTION, "exchange", bucket.index, send.nbytes):
+                meet(send, out, f"bucket {bucket.index}: exchange of gradients")
 
         return Waiting(finish)
 
@@ -93,8 +97,10 @@ class HostRanks:
         after: Event,
     ) -> Event:
         copies = [Copy(tensors[p.param], p.start, p.numel, p.offset) for p in bucket.pieces if p.param in present]
-        if self.world_size == 1:
-            return self.memory.to_device(shards, copies, after)
-        received = staging.borrow(bucket.padded_numel, bucket.dtype.numpy)
-        self.collectives.gather(shards, received, f"bucket {bucket.index}: gathering of parameters")
-        return self.memory.to_device(received, copies, after)
+        whole = shards
+        if self.world_size > 1:
+            whole = staging.borrow(bucket.padded_numel, bucket.dtype.numpy)
+            with self.trace.span(GATHER, "", bucket.index, whole.nbytes):
+                self.collectives.gather(shards, whole, f"bucket {bucket.index}: gathering of parameters")
+        to_device = partial(self.memory.to_device, whole, copies, after)
+        return traced(self.trace, TO_DEVICE, bucket.index, whole.nbytes, to_device)

@@ -14,7 +14,9 @@ One rank whose tensors are host memory moves nothing (``LocalBuckets.direct``): 
 written where they are, and nothing is done behind the caller's back.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +35,7 @@ from .loss_scale import LossScaler
 from .memory_plan import MemoryPlan, MemoryReport
 from .partition import ParamSpec
 from .step_state import BucketEvent, BucketState
+from .trace import REDUCTION
 from .updates import Scalars, Updates
 
 
@@ -314,7 +317,8 @@ class Pipeline:
             if self._examines:
                 gradients.add_squares(squares)
             agreed = np.concatenate([squares.bins, flags, order, [mine]])
-            self.device.collectives.sum_integers(agreed, "gradient norm")
+            with self.device.trace.span(REDUCTION, "norm of all ranks"):
+                self.device.collectives.sum_integers(agreed, "gradient norm")
             return agreed
 
         agreed = self._buckets.run(agree)
@@ -366,6 +370,14 @@ class Pipeline:
             work.task = work.written = None
             work.clear()
             work.life.on(BucketEvent.ABORT)
+
+    @contextmanager
+    def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:
+        """Record what is done inside to a file, as :meth:`Trace.to_file`; both its ends wait for the last update."""
+        self.finish()
+        with self.device.trace.to_file(path):
+            yield
+            self.finish()
 
     @property
     def loss_scale(self) -> float:

@@ -15,6 +15,7 @@ from .dtypes import FLOAT32
 from .host_memory import Lease
 from .local_bucket import LocalBucket
 from .step_state import BucketEvent
+from .trace import COMPUTE, UPDATE
 
 
 class Scalars:
@@ -118,7 +119,8 @@ class Updates:
                     address = _kernels.address(out) + piece.offset * out.itemsize
                 rows.append((int(work.segments["master"][i]), address, piece.numel))
             threads = self._buckets.threads
-            _kernels.cast(_kernels.spans_of(rows), FLOAT32, work.bucket.dtype, threads=threads)
+            with self._buckets.trace.span(UPDATE, "round", work.bucket.index):
+                _kernels.cast(_kernels.spans_of(rows), FLOAT32, work.bucket.dtype, threads=threads)
             if out is None:
                 return Done()
             return self._buckets.device.publish(work.bucket, out, tensors, behind, self._lease(work), after)
@@ -172,7 +174,8 @@ class Updates:
         """
         for work in self._buckets.of[param]:
             if work.written is not None:
-                work.written.result().order()
+                with self._buckets.trace.span(COMPUTE, "wait", work.bucket.index):
+                    work.written.result().order()
 
     def _run_adam(
         self,
@@ -199,15 +202,17 @@ class Updates:
                 segments["master" if in_place else "param"] = [array.address for array in arrays]
             if out is not None:
                 segments["param"] = [_kernels.address(out) + piece.offset * out.itemsize for piece in pieces]
-            _kernels.adam(
-                segments,
-                scalars.table,
-                grad_dtype=dtype,
-                param_dtype=work.bucket.dtype if out is not None or (tensors is not None and not in_place) else None,
-                op_order=self._op_order,
-                adam_mode=self._buckets.config.adam_mode,
-                threads=self._buckets.threads,
-            )
+            rounds = out is not None or (tensors is not None and not in_place)
+            with self._buckets.trace.span(UPDATE, "", work.bucket.index):
+                _kernels.adam(
+                    segments,
+                    scalars.table,
+                    grad_dtype=dtype,
+                    param_dtype=work.bucket.dtype if rounds else None,
+                    op_order=self._op_order,
+                    adam_mode=self._buckets.config.adam_mode,
+                    threads=self._buckets.threads,
+                )
 
     @property
     def finished(self) -> bool:

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = [
     {"errors", "dtypes", "cpus", "_offload"},
-    {"_kernels", "config", "partition", "step_state", "tasks"},
+    {"_kernels", "config", "partition", "step_state", "tasks", "trace"},
     {"host_memory", "grad_norm", "loss_scale"},
     {"memory_plan", "collectives", "cpu_adam"},
     {"device", "layout", "thread_ranks"},

@@ -91,6 +91,14 @@ def test_a_run_learns_and_reports(frontend: str, param_dtype: str, compare: bool
             assert record["loss"] == pytest.approx(record["plain_loss"], abs=5e-3)
 
 
+@pytest.mark.parametrize(("frontend", "call"), [("torch", "step"), ("jax", "update")])
+def test_one_step_is_traced(frontend: str, call: str, tmp_path: Path) -> None:
+    needs(frontend)
+    run(f"--frontend={frontend}", "--accumulate=2", f"--trace={tmp_path / 'step.json'}", out=tmp_path / "out")
+    spans = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
+    assert [span["name"] for span in spans].count(call) == 2, "of each micro-step"
+
+
 def test_without_clipping_the_losses_are_those_of_torch_adamw_bit_for_bit(tmp_path: Path) -> None:
     needs("torch")
     _, records, summary = run("--compare", "--clip=0", "--accumulate=2", out=tmp_path)
@@ -330,6 +338,7 @@ def test_a_run_that_was_not_interrupted_leaves_ctrl_c_as_it_was() -> None:
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
+        (["--trace=no/such/folder/step.json"], "there is no folder"),
         (["--preset=gpt3"], "invalid choice: 'gpt3'"),
         (["--steps=0"], "expected at least 1"),
         (["--lr=nan"], "expected a finite number"),

@@ -17,11 +17,12 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from offload_core.collectives import Collectives
-from offload_core.device import Arrival, Copy, Done, Event, HostArray, Waiting, fill
+from offload_core.device import Arrival, Copy, Done, Event, HostArray, Waiting, fill, traced
 from offload_core.dtypes import BY_NUMPY, FLOAT32, ElementType
 from offload_core.errors import CollectiveError, ConfigError
 from offload_core.host_memory import Lease
 from offload_core.partition import Bucket, ParamSpec
+from offload_core.trace import TO_DEVICE, TO_HOST, Trace
 
 REPLICATED = PartitionSpec()
 
@@ -222,6 +223,7 @@ class JaxMeshDevice:
         self.ranks = axis.ranks
         self.world_size = axis.world_size
         self.collectives: Collectives = JaxProcesses(axis)
+        self.trace = Trace(self.ranks[0], self.collectives.world_size)
         self.sent_bytes = 0
         self._native = native
         # Made once: each compiles once for every layout of a bucket.
@@ -285,6 +287,11 @@ class JaxMeshDevice:
         out: np.ndarray,
         staging: Lease,
     ) -> Event:
+        return traced(self.trace, TO_HOST, bucket.index, out.nbytes, lambda: self._reduce(bucket, wire, gradients, out))
+
+    def _reduce(
+        self, bucket: Bucket, wire: ElementType, gradients: Mapping[int, MeshGradient], out: np.ndarray
+    ) -> Event:
         pieces = [piece for piece in bucket.pieces if piece.param in gradients]
         arrays = [gradients[piece.param].array for piece in pieces]
         runs = tuple(_Run(piece.start, piece.numel, piece.offset) for piece in pieces)
@@ -345,6 +352,13 @@ class JaxMeshDevice:
         present: set[int],
         staging: Lease,
         after: Event,
+    ) -> Event:
+        return traced(
+            self.trace, TO_DEVICE, bucket.index, shards.nbytes, lambda: self._publish(bucket, shards, tensors, present)
+        )
+
+    def _publish(
+        self, bucket: Bucket, shards: np.ndarray, tensors: Sequence[MeshParameter], present: set[int]
     ) -> Event:
         pieces = [piece for piece in bucket.pieces if piece.param in present]
         written = [tensors[piece.param] for piece in pieces]

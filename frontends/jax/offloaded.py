@@ -1,7 +1,8 @@
 """``wrap(params) -> OffloadedParams``: a pytree of parameters whose optimizer states live in host memory."""
 
+import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from offload_core.loss_scale import scaler_for
 from offload_core.memory_plan import MemoryReport
 from offload_core.partition import ParamSpec
 from offload_core.pipeline import Pipeline, StepReport
+from offload_core.trace import COMPUTE
 
 from .placement import RankGradients, placement_for
 
@@ -209,7 +211,8 @@ class OffloadedParams:
             trained = [leaves[i] for i in positions]
             static, traced = _Static.split(treedef, [None if i in trained_set else x for i, x in enumerate(leaves)])
             scale = self._pipeline.scaler.scale if self._pipeline.scaler else None
-            out, gradients = compiled(trained, traced, static, scale, args, kwargs)
+            with self._span("value_and_grad"):
+                out, gradients = compiled(trained, traced, static, scale, args, kwargs)
             tree = [None] * len(leaves)
             for i, gradient in zip(positions, gradients, strict=True):
                 tree[i] = gradient
@@ -242,6 +245,10 @@ class OffloadedParams:
             CollectiveError: a process was lost.
         """
         _refuse_jit("update()")
+        with self._span("update"):
+            return self._update(grads)
+
+    def _update(self, grads: Any) -> Any:
         gradients, hypers = self._check(grads)
         steps = self.config.gradient_accumulation_steps
         parameters = [self._all_leaves[leaf.position] for leaf in self._leaves]
@@ -267,6 +274,22 @@ class OffloadedParams:
                 if float(self._pipeline.steps[i]) != before[i]:
                     self._all_leaves[leaf.position] = self._placement.written(target, parameters[i])
         return self.params
+
+    def trace(self, path: str | os.PathLike[str]) -> AbstractContextManager[None]:
+        """Record the steps inside to a file for https://ui.perfetto.dev: ``with offloaded.trace("step.json"): ...``
+
+        There are lanes for compute (``value_and_grad`` while JAX launches it, and ``update``), copies to the host,
+        reduction, update, gather and copies to the device; on a mesh the collectives are in those of the copies. With
+        several processes each writes a file of its own, ``step.rank0.json`` and so on.
+
+        Raises:
+            StateError: a trace is being recorded already.
+            OSError: the file cannot be written.
+        """
+        return self._pipeline.trace(path)
+
+    def _span(self, what: str) -> AbstractContextManager[None]:
+        return self._pipeline.device.trace.span(COMPUTE, what)
 
     def discard_gradients(self) -> None:
         """Forget the gradients accumulated since the last update."""

@@ -1,6 +1,7 @@
 """Ranks that exchange buckets between their devices (nccl), as the core's ``Device``."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -8,12 +9,13 @@ import torch
 import torch.distributed as dist
 
 from offload_core.config import OffloadConfig
-from offload_core.device import Arrival, Copy, Device, Event
+from offload_core.device import Arrival, Copy, Device, Event, traced
 from offload_core.dtypes import FLOAT32, ElementType
 from offload_core.errors import CollectiveError
 from offload_core.host_memory import Lease
 from offload_core.host_ranks import HostRanks
 from offload_core.partition import Bucket
+from offload_core.trace import TO_DEVICE, TO_HOST
 
 from .collectives import TorchRanks, all_gather, reduce_scatter
 from .device import TorchDevice, as_torch, fill, memory_of, spread
@@ -52,6 +54,10 @@ class DeviceRanks(HostRanks):
         self, bucket: Bucket, wire: ElementType, gradients: Mapping[int, Any], out: np.ndarray, staging: Lease
     ) -> Event:
         copies = [Copy(gradients[p.param], p.start, p.numel, p.offset) for p in bucket.pieces if p.param in gradients]
+        start = partial(self._reduce, bucket, wire, copies, out)
+        return traced(self.trace, TO_HOST, bucket.index, out.nbytes, start)
+
+    def _reduce(self, bucket: Bucket, wire: ElementType, copies: Sequence[Copy], out: np.ndarray) -> Event:
         what = f"bucket {bucket.index}: exchange of gradients"
         with self._memory.to_host_lane() as lane:
             send = self._empty(bucket.padded_numel, wire)
@@ -84,6 +90,10 @@ class DeviceRanks(HostRanks):
         after: Event,
     ) -> Event:
         copies = [Copy(tensors[p.param], p.start, p.numel, p.offset) for p in bucket.pieces if p.param in present]
+        start = partial(self._publish, bucket, shards, copies, after)
+        return traced(self.trace, TO_DEVICE, bucket.index, shards.nbytes, start)
+
+    def _publish(self, bucket: Bucket, shards: np.ndarray, copies: Sequence[Copy], after: Event) -> Event:
         with self._memory.to_device_lane(after) as lane:
             mine = self._empty(bucket.shard_numel, bucket.dtype)
             mine.copy_(as_torch(shards), non_blocking=True)

@@ -1,8 +1,9 @@
 """``wrap(model) -> Engine``: a module, its offloaded optimizer, accumulation and loss scaling."""
 
 import itertools
+import os
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from offload_core.errors import GradientError, ParameterError, StateError
 from offload_core.loss_scale import scaler_for
 from offload_core.memory_plan import MemoryReport
 from offload_core.pipeline import StepReport
+from offload_core.trace import COMPUTE
 
 from .optimizer import OffloadedAdamW, cast_param
 from .tensors import TORCH_DTYPES
@@ -141,7 +143,7 @@ class Engine(nn.Module):
             raise GradientError(f"backward: the loss is {got}, expected a tensor of one element: take its mean or sum")
         if self.config.update_in_backward:
             self.optimizer.expect_step()
-        with self.optimizer.scaled_backward() as scale:
+        with self._span("backward"), self.optimizer.scaled_backward() as scale:
             (loss if scale is None else loss.float() * scale).backward(**kwargs)
 
     @torch._disable_dynamo
@@ -152,6 +154,10 @@ class Engine(nn.Module):
             StateError: no gradient arrived since the last call.
             GradientError: averaged and summed gradients are mixed; nothing was updated.
         """
+        with self._span("step"):
+            return self._step()
+
+    def _step(self) -> StepReport:
         optimizer = self.optimizer
         optimizer.prepare(boundary=optimizer.pipeline.at_boundary)
         if not optimizer.fresh:
@@ -174,6 +180,39 @@ class Engine(nn.Module):
         optimizer.step()
         assert optimizer.report is not None
         return optimizer.report
+
+    @contextmanager
+    def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:
+        """Record the steps inside to a file for https://ui.perfetto.dev: ``with engine.trace("step.json"): ...``
+
+        There are lanes for compute (forward, backward, step, and where they wait), copies to the host, reduction,
+        update, gather and copies to the device. Both ends wait for the last update. Among several ranks each writes a
+        file of its own, ``step.rank0.json`` and so on.
+
+        Times are the host's: on CUDA forward and backward are in it while they are launched, and a copy until the
+        thread that waits for it saw its end.
+
+        Raises:
+            StateError: a trace is being recorded already.
+            OSError: the file cannot be written.
+        """
+        running = ExitStack()
+
+        @torch._disable_dynamo
+        def begin(module: nn.Module, args: Any) -> None:
+            running.enter_context(self._span("forward"))
+
+        @torch._disable_dynamo
+        def end(module: nn.Module, args: Any, output: Any) -> None:
+            running.close()
+
+        with ExitStack() as hooks, self.optimizer.pipeline.trace(path), running:
+            hooks.callback(self.register_forward_pre_hook(begin).remove)
+            hooks.callback(self.register_forward_hook(end, always_call=True).remove)
+            yield
+
+    def _span(self, what: str) -> AbstractContextManager[None]:
+        return self.optimizer.pipeline.device.trace.span(COMPUTE, what)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
