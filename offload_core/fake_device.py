@@ -1,8 +1,8 @@
 """An asynchronous device made of threads, for tests and simulations.
 
-It has its own memory and two copy lanes that finish late and out of step. A copy's destination is spoilt
-when the copy is asked for and its source is read only when the copy runs, so a reader or a writer that does
-not wait for the event sees wrong bits here, not on the first GPU.
+It has its own memory, a lane of its own work and two of copies, which finish late and out of step. A copy's
+destination is spoilt when the copy is asked for (when what it comes after has ended), and its source is read only when
+the copy runs. A reader or a writer that does not wait for the event sees wrong bits here, not on the first GPU.
 """
 
 import random
@@ -24,14 +24,18 @@ class FakeTensor:
         self.memory = memory.copy()
 
 
-class _CopyEvent:
-    def __init__(self, future: Future) -> None:
+class _LaneEvent:
+    """The end of what a lane does; ``order`` holds back the device's own work, not the caller."""
+
+    def __init__(self, device: "FakeDevice", future: Future) -> None:
+        self._device = device
         self._future = future
 
     def wait(self) -> None:
         self._future.result()
 
-    order = wait
+    def order(self) -> None:
+        self._device.compute(self._future.exception)
 
 
 class FakeDevice:
@@ -53,7 +57,10 @@ class FakeDevice:
         self._fail_at = fail_at
         self._copies = 0
         self._lock = threading.Lock()
-        self._lanes = {way: ThreadPoolExecutor(1, thread_name_prefix=way) for way in ("to_host", "to_device")}
+        ways = ("to_host", "to_device", "compute")
+        self._lanes = {way: ThreadPoolExecutor(1, thread_name_prefix=way) for way in ways}
+        self._computing: Future | None = None
+        """The last of the device's own work."""
 
     def close(self) -> None:
         """End the lanes' threads."""
@@ -70,28 +77,47 @@ class FakeDevice:
         raise TypeError("a FakeTensor is not in host memory")
 
     def to_host(self, copies: Sequence[Copy], host: np.ndarray) -> Event:
+        after = self.mark()
         host.view(np.uint8)[:] = 0xFF  # a NaN in every element type
         runs = [(c.offset, c.tensor.memory[c.start : c.start + c.numel]) for c in copies]
-        return self._enqueue("to_host", lambda: fill(host, runs))
+
+        def read() -> None:
+            after.wait()
+            fill(host, runs)
+
+        return self._enqueue("to_host", read)
 
     def to_device(self, host: np.ndarray, copies: Sequence[Copy], after: Event) -> Event:
         runs = [(c.tensor.memory[c.start : c.start + c.numel], host[c.offset : c.offset + c.numel]) for c in copies]
-        for destination, _ in runs:
-            destination.view(np.uint8)[:] = 0xFF
+
+        def spoil() -> None:
+            after.wait()
+            for destination, _ in runs:
+                destination.view(np.uint8)[:] = 0xFF
 
         def write() -> None:
             for destination, source in runs:
                 assert destination.dtype == source.dtype
                 np.copyto(destination, source)
 
+        if isinstance(after, Done):
+            spoil()
+        else:
+            self._lanes["to_device"].submit(spoil)
         return self._enqueue("to_device", write)
 
+    def compute(self, work: Callable[[], object]) -> Event:
+        """Have the device do work of its own, after all that it was given before."""
+        self._computing = self._lanes["compute"].submit(work)
+        return _LaneEvent(self, self._computing)
+
     def mark(self) -> Event:
-        return Done()
+        computing = self._computing
+        return Done() if computing is None or computing.done() else _LaneEvent(self, computing)
 
     def synchronize(self) -> None:
-        for lane in self._lanes.values():
-            lane.submit(lambda: None).result()
+        for way in ("to_host", "to_device"):
+            self._lanes[way].submit(lambda: None).result()
 
     def _enqueue(self, way: str, copy: Callable[[], None]) -> Event:
         with self._lock:
@@ -104,4 +130,4 @@ class FakeDevice:
                 raise OSError(f"fake device: copy {number} failed as asked")
             copy()
 
-        return _CopyEvent(self._lanes[way].submit(run))
+        return _LaneEvent(self, self._lanes[way].submit(run))
