@@ -141,6 +141,8 @@ class Pipeline:
         Args:
             reduce: False where no gradient was added, on any rank alike: the ranks need not meet.
         """
+        if reduce:
+            self.finish()
         return self._gradients.end_micro_step(reduce=reduce)
 
     @property

@@ -353,6 +353,22 @@ def test_after_a_failed_copy_to_the_device_the_next_step_publishes_the_masters(f
     device.close()
 
 
+def test_an_update_that_failed_is_an_error_of_the_end_of_a_micro_step_too():
+    device = FakeDevice(fail_at=frozenset({7}))
+    subject = make(device, schedule="overlap", reduce_bucket_size=64)
+    for i in range(2):
+        subject.add_gradient(i, np.ones(subject.specs[i].numel, BFLOAT16.numpy))
+    subject.pipeline.step([AdamHyper(1e-2)], subject.tensors)
+    with pytest.raises(OSError, match="copy 7 failed"):
+        subject.pipeline.end_micro_step()
+    for i in range(2):
+        subject.add_gradient(i, np.ones(subject.specs[i].numel, BFLOAT16.numpy))
+    assert subject.pipeline.step([AdamHyper(1e-2)], subject.tensors).updated
+    for i in range(2):
+        assert_same_bits(f"parameter {i}", subject.params()[i], oracles.cast(subject.states(i)[0], BFLOAT16))
+    device.close()
+
+
 def test_an_interrupt_at_any_moment_of_a_step_leaves_a_pipeline_that_goes_on(monkeypatch):
     class Interrupt(BaseException):
         pass
