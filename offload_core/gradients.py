@@ -86,11 +86,14 @@ class Gradients:
         touched = (
             self._buckets.all if params is None else [work for param in params for work in self._buckets.of[param]]
         )
-        self._reclaim(touched)
         if params is None:
+            self._reclaim(touched)
             self.begin()
             for work in touched:
                 work.clear()
+        else:
+            for work in touched:
+                self._buckets.claim(work)  # whose others are kept
         for param in params or ():
             self.present.discard(param)
             for work in self._buckets.of[param]:

@@ -129,7 +129,10 @@ class Pipeline:
         self._gradients.add(param, gradient)
 
     def drop_gradients(self, params: Sequence[int] | None = None) -> None:
-        """Forget the gradients of these parameters, or of all."""
+        """Forget the gradients of these parameters, or of all.
+
+        Raises, where others are kept, what went wrong on their way; nothing is forgotten then.
+        """
         if self.finished:  # else none has come since the update began
             self._gradients.drop(params)
 

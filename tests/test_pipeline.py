@@ -369,6 +369,19 @@ def test_an_update_that_failed_is_an_error_of_the_end_of_a_micro_step_too():
     device.close()
 
 
+def test_a_gradient_that_was_lost_on_its_way_is_not_forgotten_with_its_neighbour():
+    device = FakeDevice(fail_at=frozenset({2}))  # 2 copies load the masters
+    subject = make(device, schedule="overlap", gradient_accumulation_steps=2)
+    before = bits(subject)
+    for i in range(2):
+        subject.add_gradient(i, np.ones(subject.specs[i].numel, BFLOAT16.numpy))
+    with pytest.raises(OSError, match="copy 2 failed"):
+        subject.pipeline.drop_gradients([0])
+    subject.pipeline.drop_gradients()
+    assert bits(subject) == before
+    device.close()
+
+
 def test_an_interrupt_at_any_moment_of_a_step_leaves_a_pipeline_that_goes_on(monkeypatch):
     class Interrupt(BaseException):
         pass
