@@ -167,8 +167,12 @@ class Gradients:
             arrived = [(i, p) for i, p in enumerate(work.pieces) if p.param in tensors]
             self._keep(work, [(i, tensors[p.param].run(p.start, p.numel)) for i, p in arrived])
             work.life.on(BucketEvent.ARRIVED)
-        else:
+            return
+        try:
             self._reduce(work, gradients)
+        except BaseException:
+            self._buckets.recover()
+            raise
 
     def _reduce(self, work: LocalBucket, gradients: Mapping[int, Any]) -> None:
         """Have the device reduce the bucket, and sum what arrives with what is held."""

@@ -369,6 +369,25 @@ def test_an_update_that_failed_is_an_error_of_the_end_of_a_micro_step_too():
     device.close()
 
 
+@pytest.mark.parametrize("schedule", ["serial", "overlap"])
+def test_a_gradient_that_is_lost_on_its_way_gives_its_staging_back(schedule):
+    device = FakeDevice(fail_at=frozenset({2, 3, 4}))  # 2 copies load the masters
+    subject = make(device, schedule=schedule, gradient_accumulation_steps=2)
+
+    def one_step():
+        for i in range(2):
+            subject.add_gradient(i, np.ones(subject.specs[i].numel, BFLOAT16.numpy))
+        return subject.pipeline.step([AdamHyper(1e-2)], subject.tensors)
+
+    for _ in range(3):
+        with pytest.raises(OSError, match="failed as asked"):
+            one_step()
+        subject.pipeline.drop_gradients()
+    assert one_step().updated
+    subject.pipeline.finish()
+    device.close()
+
+
 def test_a_gradient_that_was_lost_on_its_way_is_not_forgotten_with_its_neighbour():
     device = FakeDevice(fail_at=frozenset({2}))  # 2 copies load the masters
     subject = make(device, schedule="overlap", gradient_accumulation_steps=2)
