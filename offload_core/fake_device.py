@@ -62,6 +62,12 @@ class FakeDevice:
         self._computing: Future | None = None
         """The last of the device's own work."""
 
+    def fail_after(self, copies: int | None) -> None:
+        """The copy that comes after so many more fails; None: no other than those that have been asked for."""
+        with self._lock:
+            asked = {number for number in self._fail_at if number < self._copies}
+            self._fail_at = frozenset(asked if copies is None else asked | {self._copies + copies})
+
     def close(self) -> None:
         """End the lanes' threads."""
         for lane in self._lanes.values():

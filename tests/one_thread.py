@@ -6,6 +6,7 @@ random moments, in an order that no thread's own order forbids.
 """
 
 import random
+import threading
 from collections import deque
 from concurrent.futures import Future
 
@@ -37,6 +38,15 @@ class Threads:
             return  # what is being done does only what it waits for
         while (ready := [thread for thread in self._threads if thread.queue]) and self._random.random() < 0.6:
             self._random.choice(ready).do_next()
+
+
+class ThreadsOfRanks(threading.local, Threads):
+    """Where ranks are threads: those that each of them makes are played by ``here``, which it sets."""
+
+    here: Threads
+
+    def __call__(self, max_workers: int, thread_name_prefix: str = "") -> "_Thread":
+        return self.here(max_workers, thread_name_prefix)
 
 
 class _Thread:

@@ -20,7 +20,7 @@ from offload_core.dtypes import BFLOAT16
 from offload_core.errors import CollectiveError, ParameterError
 from offload_core.fake_device import FakeDevice, FakeTensor
 from offload_core.partition import ParamSpec
-from offload_core.step_state import BucketState
+from offload_core.step_state import TRANSITIONS, BucketEvent, BucketLife, BucketState
 from offload_core.thread_ranks import run_ranks
 
 # --- scenarios -------------------------------------------------------------------------------------
@@ -218,7 +218,13 @@ def a_gradient_that_is_lost():
     loads = count_of_loads()
     last = len(Twin().pipeline._buckets.all) - 1
     for number in (0, 1, last):
-        for meet, options in (("step", {}), ("step", {"gradient_clipping": 0.5}), ("drop", {}), ("add", {})):
+        for meet, options in (
+            ("step", {}),
+            ("step", {"gradient_clipping": 0.5}),
+            ("add", {}),
+            ("add", {"schedule": "serial", "gradient_accumulation_steps": 2}),
+            ("drop", {}),
+        ):
             twin = Twin(fail_at=[loads + number], **options)
             failed = 0
             try:
@@ -257,6 +263,7 @@ def a_parameter_that_does_not_arrive():
         "add a parameter": lambda twin, last: twin.pipeline.add_parameters(
             [ParamSpec("new", 3, BFLOAT16)], [FakeTensor(np.ones(3, BFLOAT16.numpy))]
         ),
+        "end a micro-step": lambda twin, last: twin.pipeline.end_micro_step(),
         "read states": lambda twin, last: twin.pipeline.states(0),
         "read a parameter": lambda twin, last: twin.pipeline.await_param(last),
         "drop": lambda twin, last: (twin.pipeline.drop_gradients(), twin.pipeline.finish()),
@@ -294,7 +301,7 @@ def a_parameter_that_does_not_arrive():
 
 
 def an_interrupt():
-    """Between two buckets, or when gradients are looked at: what was asked for ends first."""
+    """Between two buckets, in one, or when gradients are looked at: what was asked for ends first."""
 
     class Interrupt(BaseException):
         pass
@@ -302,12 +309,12 @@ def an_interrupt():
     def interrupt(*args):
         raise Interrupt
 
-    for owner, name in (("_updates", "_await_publication"), ("_gradients", "add_squares")):
+    for owner, name in (("_updates", "_await_publication"), ("_updates", "_run_adam"), ("_gradients", "add_squares")):
         twin = Twin(gradient_clipping=0.5)
         twin.add(1, 0)
         setattr(getattr(twin.pipeline, owner), name, interrupt)
         with pytest.raises(Interrupt):
-            twin.update()
+            update_and_call(twin, lambda twin, _: twin.pipeline.finish(), None)
         delattr(getattr(twin.pipeline, owner), name)
         twin.pipeline.drop_gradients()
         twin.check_at_rest()
@@ -363,7 +370,8 @@ def ranks():
                     expected = twin.naive.states[i][STATES.index(name)][start : start + view.size]
                     assert_same_bits(f"{name} of parameter {i}", view, expected)
 
-    for options in ({}, {"gradient_clipping": 0.5}, {"gradient_accumulation_steps": 2}):
+    accumulating = {"gradient_accumulation_steps": 2}
+    for options in ({}, {"gradient_clipping": 0.5}, accumulating, {**accumulating, "reduce_bucket_size": 1000}):
         on_ranks(lambda rank, options=options: body(rank, options))
 
 
@@ -462,6 +470,21 @@ def test_the_sound_core_passes(monkeypatch):
     Threads().play(monkeypatch)
     for scenario in SCENARIOS:
         scenario()
+
+
+def test_the_scenarios_walk_the_whole_transition_table(monkeypatch):
+    Threads().play(monkeypatch)
+    walked, on = set(), BucketLife.on
+
+    def recording(life, event):
+        walked.add((life.state, event))
+        on(life, event)
+
+    monkeypatch.setattr(BucketLife, "on", recording)
+    for scenario in SCENARIOS:
+        scenario()
+    while_filling = {(state, BucketEvent.ABORT) for state in (BucketState.FILLING, BucketState.REDUCING)}
+    assert walked == set(TRANSITIONS) - while_filling  # no update is on its way then
 
 
 @pytest.mark.parametrize("mutant", [*CORE_WAITS, *CORE_CHANGES], ids=str)
