@@ -137,6 +137,12 @@ def parse(arguments: list[str] | None) -> tuple[Settings, Files]:
     add("--preset", choices=tuple(PRESETS), default="tiny")
     add("--param-dtype", choices=tuple(ITEM_SIZES), help="of the device parameters")
     add("--stage", type=int, choices=(1, 2), default=2, help="ZeRO stage (default: 2)")
+    add(
+        "--schedule",
+        choices=("overlap", "serial", "delayed"),
+        default="overlap",
+        help="of the update (default: overlap)",
+    )
     add("--steps", type=at_least(1), help="optimizer updates")
     add("--micro-batch", type=at_least(1), help="windows a micro-step and rank")
     add("--context", type=at_least(1), help="bytes a window")

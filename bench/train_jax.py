@@ -190,6 +190,7 @@ class Offloaded(JaxTrainer):
             gradient_accumulation_steps=settings.accumulate,
             param_dtype=settings.param_dtype,
             stage=settings.stage,
+            schedule=settings.schedule,
             mesh=self.mesh,
         )
         self.value_and_grad = self.offloaded.value_and_grad(self.loss_fn)

@@ -28,6 +28,7 @@ class Settings:
     """Of each process."""
     param_dtype: str
     stage: int
+    schedule: str
     seed: int
     steps: int
     micro_batch: int

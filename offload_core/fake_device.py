@@ -1,8 +1,8 @@
 """An asynchronous device made of threads, for tests and simulations.
 
-It has its own memory and two copy lanes that finish late and out of step. A copy's destination is spoilt
-when the copy is asked for and its source is read only when the copy runs, so a reader or a writer that does
-not wait for the event sees wrong bits here, not on the first GPU.
+It has its own memory, a lane of its own work and two of copies, which finish late and out of step. A copy's
+destination is spoilt when the copy is asked for (when what it comes after has ended), and its source is read only when
+the copy runs. A reader or a writer that does not wait for the event sees wrong bits here, not on the first GPU.
 """
 
 import random
@@ -24,8 +24,11 @@ class FakeTensor:
         self.memory = memory.copy()
 
 
-class _CopyEvent:
-    def __init__(self, future: Future) -> None:
+class _LaneEvent:
+    """The end of what a lane does; ``order`` holds back the device's own work, not the caller."""
+
+    def __init__(self, device: "FakeDevice", future: Future) -> None:
+        self._device = device
         self._future = future
 
     @property
@@ -36,7 +39,8 @@ class _CopyEvent:
     def wait(self) -> None:
         self._future.result()
 
-    order = wait
+    def order(self) -> None:
+        self._device.compute(self._future.exception)
 
 
 class FakeDevice:
@@ -67,9 +71,18 @@ class FakeDevice:
         self._fail_at = fail_at
         self._copies = 0
         self._lock = threading.Lock()
-        self._lanes = {way: ThreadPoolExecutor(1, thread_name_prefix=way) for way in ("to_host", "to_device")}
+        ways = ("to_host", "to_device", "compute")
+        self._lanes = {way: ThreadPoolExecutor(1, thread_name_prefix=way) for way in ways}
         self._free = dict.fromkeys(self._lanes, 0.0)
         """When each lane is through with what it was asked for: what it oversleeps does not add up."""
+        self._computing: Future | None = None
+        """The last of the device's own work."""
+
+    def fail_after(self, copies: int | None) -> None:
+        """The copy that comes after so many more fails; None: no other than those that have been asked for."""
+        with self._lock:
+            asked = {number for number in self._fail_at if number < self._copies}
+            self._fail_at = frozenset(asked if copies is None else asked | {self._copies + copies})
 
     def close(self) -> None:
         """End the lanes' threads."""
@@ -86,28 +99,47 @@ class FakeDevice:
         raise TypeError("a FakeTensor is not in host memory")
 
     def to_host(self, copies: Sequence[Copy], host: np.ndarray) -> Event:
+        after = self.mark()
         host.view(np.uint8)[:] = 0xFF  # a NaN in every element type
         runs = [(c.offset, c.tensor.memory[c.start : c.start + c.numel]) for c in copies]
-        return self._enqueue("to_host", host.nbytes, lambda: fill(host, runs))
+
+        def read() -> None:
+            after.wait()
+            fill(host, runs)
+
+        return self._enqueue("to_host", host.nbytes, read)
 
     def to_device(self, host: np.ndarray, copies: Sequence[Copy], after: Event) -> Event:
         runs = [(c.tensor.memory[c.start : c.start + c.numel], host[c.offset : c.offset + c.numel]) for c in copies]
-        for destination, _ in runs:
-            destination.view(np.uint8)[:] = 0xFF
+
+        def spoil() -> None:
+            after.wait()
+            for destination, _ in runs:
+                destination.view(np.uint8)[:] = 0xFF
 
         def write() -> None:
             for destination, source in runs:
                 assert destination.dtype == source.dtype
                 np.copyto(destination, source)
 
+        if isinstance(after, Done):
+            spoil()
+        else:
+            self._lanes["to_device"].submit(spoil)
         return self._enqueue("to_device", host.nbytes, write)
 
+    def compute(self, work: Callable[[], object]) -> Event:
+        """Have the device do work of its own, after all that it was given before."""
+        self._computing = self._lanes["compute"].submit(work)
+        return _LaneEvent(self, self._computing)
+
     def mark(self) -> Event:
-        return Done()
+        computing = self._computing
+        return Done() if computing is None or computing.done() else _LaneEvent(self, computing)
 
     def synchronize(self) -> None:
-        for lane in self._lanes.values():
-            lane.submit(lambda: None).result()
+        for way in ("to_host", "to_device"):
+            self._lanes[way].submit(lambda: None).result()
 
     def _enqueue(self, way: str, n_bytes: int, copy: Callable[[], None]) -> Event:
         asked = time.perf_counter()
@@ -126,4 +158,4 @@ class FakeDevice:
             copy()
             return began, time.perf_counter_ns()
 
-        return _CopyEvent(self._lanes[way].submit(run))
+        return _LaneEvent(self, self._lanes[way].submit(run))

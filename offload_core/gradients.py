@@ -92,11 +92,14 @@ class Gradients:
             params = [param for param in params if param in self.present]
         of, everything = self._buckets.of, self._buckets.all
         touched = everything if params is None else [work for param in params for work in of[param]]
-        self._reclaim(touched)
         if params is None:
+            self._reclaim(touched)
             self.begin()
             for work in touched:
                 work.clear()
+        else:
+            for work in touched:
+                self._buckets.claim(work)  # whose others are kept
         for param in params or ():
             self.present.discard(param)
             for work in self._buckets.of[param]:
@@ -173,8 +176,12 @@ class Gradients:
             arrived = [(i, p) for i, p in enumerate(work.pieces) if p.param in tensors]
             self._keep(work, [(i, tensors[p.param].run(p.start, p.numel)) for i, p in arrived])
             work.life.on(BucketEvent.ARRIVED)
-        else:
+            return
+        try:
             self._reduce(work, gradients)
+        except BaseException:
+            self._buckets.recover()
+            raise
 
     def _reduce(self, work: LocalBucket, gradients: Mapping[int, Any]) -> None:
         """Have the device reduce the bucket, and sum what arrives with what is held."""

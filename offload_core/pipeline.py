@@ -134,13 +134,21 @@ class Pipeline:
 
         Where the device is addressable the gradient is not copied: it must stay as it is until the update.
         """
-        if self._gradients.pristine:
-            self._or_abort(self._updates.finish_publications)  # so that ranks meet for one thing at a time
+        self._begin_gradients()
         self._refuse_if_used(param)
         self._gradients.add(param, gradient)
 
+    def _begin_gradients(self) -> None:
+        """Before the first of a step: parameters have been written, so that ranks meet for one thing at a time."""
+        if self._gradients.pristine:
+            self._refuse_if_broken()
+            self._or_abort(self._updates.finish_publications)
+
     def drop_gradients(self, params: Sequence[int] | None = None) -> None:
-        """Forget the gradients of these parameters, or of all."""
+        """Forget the gradients of these parameters, or of all.
+
+        Raises, where others are kept, what went wrong on their way; nothing is forgotten then.
+        """
         if self._gradients.pristine:
             return
         for param in range(len(self.params)) if params is None else params:
@@ -155,6 +163,8 @@ class Pipeline:
         Args:
             reduce: False where no gradient was added, on any rank alike: the ranks need not meet.
         """
+        if reduce:
+            self._begin_gradients()
         return self._gradients.end_micro_step(reduce=reduce)
 
     @property
@@ -343,11 +353,7 @@ class Pipeline:
 
         Raises what went wrong in its updates.
         """
-        if self._broken is not None:
-            raise StateError(
-                f"the last update broke off ({self._broken}): parameters and states are partly of one step, partly of "
-                "the next; expected no further use: resume from the last checkpoint"
-            )
+        self._refuse_if_broken()
         self._or_abort(self._updates.finish)
 
     def await_param(self, param: int) -> None:
@@ -360,6 +366,13 @@ class Pipeline:
         except BaseException:
             self.finish()
             raise
+
+    def _refuse_if_broken(self) -> None:
+        if self._broken is not None:
+            raise StateError(
+                f"the last update broke off ({self._broken}): parameters and states are partly of one step, partly of "
+                "the next; expected no further use: resume from the last checkpoint"
+            )
 
     def _abort(self, error: BaseException) -> None:
         if isinstance(error, CollectiveError):  # other ranks went another way: there is no going on

@@ -231,6 +231,20 @@ def failure(engine, act):
     return {"error": None}
 
 
+def growth(rank, world_size):
+    """Of memory, threads and descriptors."""
+    from held import growth_of
+
+    engine = wrap(nn.Linear(8, 8), param_dtype="bfloat16", reduce_bucket_size=50)
+    x = torch.ones(2, 8)
+
+    def step():
+        engine.backward(engine(x).sum())
+        engine.step()
+
+    return growth_of(step, 600)
+
+
 def killed(rank, world_size):
     engine = wrap(make(), reduce_bucket_size=1000)
     engine.backward(loss_of(engine, 0, rank))

@@ -450,6 +450,54 @@ def test_what_update_in_backward_has_used_cannot_be_taken_back():
     assert bits(subject) == bits(reference)
 
 
+def test_an_update_that_failed_is_an_error_of_the_end_of_a_micro_step_too():
+    device = FakeDevice(fail_at=frozenset({7}))
+    subject = make(device, schedule="overlap", reduce_bucket_size=64)
+    for i in range(2):
+        subject.add_gradient(i, np.ones(subject.specs[i].numel, BFLOAT16.numpy))
+    subject.pipeline.step([AdamHyper(1e-2)], subject.tensors)
+    with pytest.raises(OSError, match="copy 7 failed"):
+        subject.pipeline.end_micro_step()
+    for i in range(2):
+        subject.add_gradient(i, np.ones(subject.specs[i].numel, BFLOAT16.numpy))
+    assert subject.pipeline.step([AdamHyper(1e-2)], subject.tensors).updated
+    for i in range(2):
+        assert_same_bits(f"parameter {i}", subject.params()[i], oracles.cast(subject.states(i)[0], BFLOAT16))
+    device.close()
+
+
+@pytest.mark.parametrize("schedule", ["serial", "overlap"])
+def test_a_gradient_that_is_lost_on_its_way_gives_its_staging_back(schedule):
+    device = FakeDevice(fail_at=frozenset({2, 3, 4}))  # 2 copies load the masters
+    subject = make(device, schedule=schedule, gradient_accumulation_steps=2)
+
+    def one_step():
+        for i in range(2):
+            subject.add_gradient(i, np.ones(subject.specs[i].numel, BFLOAT16.numpy))
+        return subject.pipeline.step([AdamHyper(1e-2)], subject.tensors)
+
+    for _ in range(3):
+        with pytest.raises(OSError, match="failed as asked"):
+            one_step()
+        subject.pipeline.drop_gradients()
+    assert one_step().updated
+    subject.pipeline.finish()
+    device.close()
+
+
+def test_a_gradient_that_was_lost_on_its_way_is_not_forgotten_with_its_neighbour():
+    device = FakeDevice(fail_at=frozenset({2}))  # 2 copies load the masters
+    subject = make(device, schedule="overlap", gradient_accumulation_steps=2)
+    before = bits(subject)
+    for i in range(2):
+        subject.add_gradient(i, np.ones(subject.specs[i].numel, BFLOAT16.numpy))
+    with pytest.raises(OSError, match="copy 2 failed"):
+        subject.pipeline.drop_gradients([0])
+    subject.pipeline.drop_gradients()
+    assert bits(subject) == before
+    device.close()
+
+
 def test_an_interrupt_at_any_moment_of_a_step_leaves_a_pipeline_that_goes_on(monkeypatch):
     class Interrupt(BaseException):
         pass

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from one_thread import Threads, ThreadsOfRanks
 from oracles import assert_same_bits
 from strategies import law
 from test_pipeline import STATES, Case, Naive, Subject, cases
@@ -16,12 +17,13 @@ from offload_core.config import OffloadConfig
 from offload_core.cpu_adam import AdamHyper
 from offload_core.device import HostDevice
 from offload_core.dtypes import BFLOAT16, FLOAT16, FLOAT32
-from offload_core.errors import CollectiveError, ParameterError
+from offload_core.errors import CollectiveError, ParameterError, StateError
 from offload_core.fake_device import FakeDevice
 from offload_core.host_ranks import HostRanks
 from offload_core.loss_scale import LossScaler
 from offload_core.partition import ParamSpec, round_up
 from offload_core.pipeline import Pipeline
+from offload_core.step_state import BucketState
 from offload_core.thread_ranks import run_ranks
 
 
@@ -77,8 +79,8 @@ def run_naive(case: Case):
     return naive, norms
 
 
-def run_rank(case: Case, collectives, make_device=HostDevice):
-    subject = Subject(make_device(), case.masters, case.dtypes, case.groups, case.config, collectives=collectives)
+def run_rank(case: Case, collectives, device):
+    subject = Subject(device, case.masters, case.dtypes, case.groups, case.config, collectives=collectives)
     norms = []
     for micro_steps in case.steps:
         for arrivals in micro_steps:
@@ -87,12 +89,13 @@ def run_rank(case: Case, collectives, make_device=HostDevice):
             subject.pipeline.end_micro_step()
         report = subject.pipeline.step(case.hypers, subject.tensors, divisor=float(len(micro_steps)))
         norms.append(report.grad_norm)
+    subject.pipeline.finish()
     return subject, norms
 
 
-def assert_equals_the_unsharded_run(ranks: list[Case], make_device=HostDevice):
+def assert_equals_the_unsharded_run(ranks: list[Case], device_of=lambda rank: HostDevice()):
     naive, norms = run_naive(averaged(ranks))
-    results = run_ranks(len(ranks), lambda rank: run_rank(ranks[rank.rank], rank, make_device))
+    results = run_ranks(len(ranks), lambda rank: run_rank(ranks[rank.rank], rank, device_of(rank.rank)))
     for i, (expected, states) in enumerate(zip(naive.params(), naive.states, strict=True)):
         covered = 0
         for subject, got_norms in results:
@@ -116,7 +119,66 @@ def test_any_number_of_ranks_equals_the_unsharded_loop_on_the_averaged_gradients
 @law(30)
 @given(rank_cases())
 def test_ranks_on_a_device_of_late_copies_equal_it_too(ranks):
-    assert_equals_the_unsharded_run(ranks, lambda: FakeDevice(max_delay=1e-4))
+    assert_equals_the_unsharded_run(ranks, lambda rank: FakeDevice(max_delay=1e-4))
+
+
+@law(60)
+@given(rank_cases(), st.none() | st.integers(0, 2**32 - 1))
+def test_whatever_the_order_in_which_threads_of_ranks_get_on_they_equal_it_too(ranks, seed):
+    threads = ThreadsOfRanks()
+
+    def device_of(rank):
+        threads.here = Threads(None if seed is None else seed + rank)
+        return FakeDevice()
+
+    with pytest.MonkeyPatch.context() as patch:
+        threads.play(patch)
+        overlapped = [replace(case, config=replace(case.config, schedule="overlap")) for case in ranks]
+        assert_equals_the_unsharded_run(overlapped, device_of)
+
+
+@pytest.mark.parametrize("schedule", ["serial", "overlap"])
+@pytest.mark.parametrize("failing", [0, 1, 2, 3, 5, 8, 9])
+def test_a_rank_whose_copy_fails_is_an_error_on_all_and_nobody_hangs(failing, schedule):
+    """The rank that it happened to says what it was, the others that a rank was lost.
+
+    All can read states, unless an update was under way.
+    """
+    case = model(OffloadConfig(reduce_bucket_size=500, schedule=schedule))
+    told = []
+
+    def body(rank):
+        fails = rank.rank == 1
+        subject = Subject(FakeDevice(max_delay=1e-3, seed=rank.rank), *case_arguments(case), collectives=rank)
+        if fails:
+            subject.device.fail_after(failing)
+        try:
+            for _ in range(2):
+                give(subject)
+                subject.pipeline.step(case.hypers, subject.tensors)
+                subject.pipeline.finish()
+        except CollectiveError as error:
+            told.append((rank.rank, str(error)))
+        except OSError:
+            rank._group.lose()  # as a process that ends does
+            told.append((rank.rank, "its own"))
+        subject.pipeline.drop_gradients()
+        assert subject.pipeline.finished
+        assert {work.life.state for work in subject.pipeline._buckets.all} == {BucketState.EMPTY}
+        assert len(subject.pipeline._buckets.staging._free) == subject.pipeline._buckets._staging_slots
+        if subject.pipeline._broken:  # in mid-update
+            with pytest.raises(StateError, match="the last update broke off"):
+                subject.pipeline.states(0)
+        else:
+            for i in range(3):
+                for _, views in subject.pipeline.states(i):
+                    assert all(np.isfinite(view).all() for view in views.values())
+        subject.device.close()
+
+    run_ranks(3, body, timeout=10)
+    assert dict(told)[1] == "its own"
+    assert all("a rank was lost" in message for rank, message in told if rank != 1)
+    assert len(told) == 3
 
 
 def model(config, dtype=BFLOAT16, sizes=(40, 100, 999)):
@@ -125,8 +187,12 @@ def model(config, dtype=BFLOAT16, sizes=(40, 100, 999)):
     return Case(masters, [dtype] * len(sizes), [0] * len(sizes), config, [AdamHyper(1e-2)], [])
 
 
+def case_arguments(case):
+    return case.masters, case.dtypes, case.groups, case.config
+
+
 def make(case, rank, scaler=None):
-    return Subject(HostDevice(), case.masters, case.dtypes, case.groups, case.config, scaler, collectives=rank)
+    return Subject(HostDevice(), *case_arguments(case), scaler, collectives=rank)
 
 
 def give(subject, value=0.5):

@@ -1,0 +1,26 @@
+"""What a process holds, and what steps add to it."""
+
+import gc
+import os
+import threading
+
+import psutil
+
+WARM_UP, STEPS = 400, 2000
+
+
+def held():
+    """Bytes of memory, Python's threads, the process's, and file descriptors."""
+    gc.collect()
+    process = psutil.Process()
+    return process.memory_info().rss, threading.active_count(), process.num_threads(), len(os.listdir("/proc/self/fd"))
+
+
+def growth_of(step, steps=STEPS):
+    """What these many calls add to them, after those that warm up."""
+    for _ in range(WARM_UP):
+        step()
+    before = held()
+    for _ in range(steps):
+        step()
+    return [after - b for after, b in zip(held(), before, strict=True)]

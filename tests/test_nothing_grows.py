@@ -1,0 +1,93 @@
+"""2,000 steps leave memory, threads and file descriptors as the first ones did."""
+
+import gc
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import pytest
+import torch
+from held import growth_of
+from slow_torch_device import SlowTorchDevice
+from test_torch_ranks import run
+from torch import nn
+
+import frontends.torch.device_ranks as device_ranks
+from frontends.jax import wrap as wrap_pytree
+from frontends.torch import wrap
+
+SLACK = 2**20
+"""Bytes that allocators may round up: half a KiB a step is as much."""
+
+
+def assert_little(growth):
+    memory, *others = growth
+    assert memory < SLACK
+    assert others == [0, 0, 0]
+
+
+def assert_nothing_grows(step):
+    assert_little(growth_of(step))
+
+
+def engine_step(**options):
+    engine = wrap(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)), reduce_bucket_size=50, **options)
+    x = torch.ones(2, 8, dtype=engine.module[0].weight.dtype)
+
+    def step():
+        engine.backward(engine(x).sum())
+        engine.step()
+
+    step.engine = engine
+    return step
+
+
+@pytest.mark.parametrize("options", [{}, {"param_dtype": "bfloat16", "gradient_clipping": 1.0}], ids=str)
+def test_in_place(options):
+    assert_nothing_grows(engine_step(**options))
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2, "gradient_clipping": 1.0}], ids=str)
+def test_behind_the_callers_back(monkeypatch, options):
+    monkeypatch.setattr(device_ranks, "memory_of", lambda device: SlowTorchDevice(0.0))
+    assert_nothing_grows(engine_step(param_dtype="bfloat16", **options))
+
+
+def test_threads_end_with_their_engines(monkeypatch):
+    slow = SlowTorchDevice(0.0)
+    monkeypatch.setattr(device_ranks, "memory_of", lambda device: slow)
+    before = working()
+    for closed in (True, False) * 10:
+        step = engine_step(param_dtype="bfloat16")
+        step()
+        assert working() - before
+        if closed:
+            step.engine.close()
+        del step
+    deadline = time.monotonic() + 30
+    while working() - before and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.01)
+    assert not working() - before
+
+
+def working():
+    return {thread for thread in threading.enumerate() if thread.name.startswith("offload")}
+
+
+def test_jax():
+    params = {"w": jnp.ones((8, 8), jnp.bfloat16), "b": jnp.zeros(8, jnp.bfloat16)}
+    with jax.default_device(jax.devices("cpu")[0]):
+        offloaded = wrap_pytree(params, lr=1e-2, reduce_bucket_size=50, gradient_clipping=1.0)
+        gradients = jax.tree.map(jnp.ones_like, params)
+
+        def step():
+            offloaded.update(gradients)
+
+        assert_nothing_grows(step)
+
+
+def test_two_ranks(tmp_path):
+    for growth in run("growth", 2, tmp_path):
+        assert_little(growth)

@@ -1,0 +1,264 @@
+"""Any sequence of calls, on a device of late and failing copies: the pipeline is what the naive loop is."""
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from one_thread import Threads
+from oracles import assert_same_bits
+from strategies import element_types
+from test_pipeline import STATES, Naive, Subject
+
+from offload_core.config import OffloadConfig
+from offload_core.cpu_adam import AdamHyper
+from offload_core.fake_device import FakeDevice, FakeTensor
+from offload_core.loss_scale import LossScaler
+from offload_core.partition import ParamSpec
+from offload_core.step_state import BucketState
+
+SIZES = (1, 3, 16, 33, 70)
+HYPERS = [AdamHyper(1e-2, (0.9, 0.99), 1e-8, 0.1)]
+params = st.integers(0, 5)  # modulo their number
+seeds = st.integers(0, 2**32 - 1)
+
+
+class Anything(RuleBasedStateMachine):
+    """Threads are played by one, so that an example that fails does so again."""
+
+    @initialize(
+        schedule=st.sampled_from(["overlap", "overlap", "serial"]),
+        threads=st.none() | seeds,
+        models=st.lists(st.tuples(element_types, st.sampled_from(SIZES)), min_size=1, max_size=3),
+        clipping=st.sampled_from([None, 0.5, 1e3]),
+        skip=st.sampled_from([None, True]),
+        scale=st.none() | st.just(8.0),
+        accumulation=st.integers(1, 2),
+        bucket=st.sampled_from([1, 20, 1000]),
+    )
+    def begin(self, schedule, threads, models, clipping, skip, scale, accumulation, bucket):
+        self.patch = pytest.MonkeyPatch()
+        Threads(threads).play(self.patch)
+        self.rng = np.random.default_rng(0)
+        self.device = FakeDevice()
+        self.config = OffloadConfig(
+            schedule=schedule, op_order="torch", gradient_clipping=clipping, skip_nonfinite=skip, num_threads=1,
+            gradient_accumulation_steps=accumulation, reduce_bucket_size=bucket,
+        )  # fmt: skip
+        self.scalers = [LossScaler(scale, window=2) if scale else None for _ in range(2)]
+        dtypes, groups = [dtype for dtype, _ in models], [0] * len(models)
+        masters = [self.rng.standard_normal(size).astype(np.float32) for _, size in models]
+        self.subject = Subject(self.device, masters, dtypes, groups, self.config, self.scalers[0])
+        self.pipeline = self.subject.pipeline
+        self.naive = Naive(masters, dtypes, groups, self.config, HYPERS)
+        self.before = None
+        """The states before the last update."""
+        self.failing = False
+
+    def teardown(self):
+        if hasattr(self, "patch"):
+            try:
+                self.wait_for_all()
+                self.whole_step()
+            finally:
+                self.patch.undo()
+
+    # --- gradients -----------------------------------------------------------------------------------
+
+    @rule(i=params, seed=seeds, poison=st.sampled_from([None] * 12 + [np.inf, np.nan]))
+    def add_gradient(self, i, seed, poison=None):
+        i %= len(self.naive.states)
+        rng = np.random.default_rng(seed)
+        values = (rng.standard_normal(self.subject.specs[i].numel) * 0.1).astype(self.naive.dtypes[i].numpy)
+        if poison is not None:
+            values[rng.integers(values.size)] = poison
+        gradient = FakeTensor(np.full_like(values, np.nan))
+        self.device.compute(lambda: np.copyto(gradient.memory, values))
+        if self.succeeds(lambda: self.pipeline.add_gradient(i, gradient)):
+            self.naive.add_gradient(i, values)
+
+    @rule(seed=seeds)
+    def add_all(self, seed):
+        for i in reversed(range(len(self.naive.states))):
+            self.add_gradient(i, seed + i)
+
+    @rule()
+    def end_micro_step(self):
+        self.succeeds(self.pipeline.end_micro_step)
+
+    @rule(which=st.none() | st.lists(params, max_size=2))
+    def drop(self, which):
+        dropped = range(len(self.naive.states)) if which is None else [i % len(self.naive.states) for i in which]
+        if self.succeeds(lambda: self.pipeline.drop_gradients(None if which is None else dropped)):
+            for i in dropped:
+                self.naive.sums[i] = None
+
+    # --- updates -------------------------------------------------------------------------------------
+
+    @rule(divisor=st.sampled_from([1.0, 2.0, 3.0]))
+    def step(self, divisor):
+        pipeline, reports, scale, scaler = self.pipeline, [], self.pipeline.loss_scale, self.scalers[1]
+        examined = self.config.gradient_clipping is not None or self.config.skip_nonfinite or scaler
+        gradients = [g for g in self.naive.sums if g is not None]
+        finite = all(np.isfinite(g).all() for g in gradients)
+        skipped = None if gradients and (finite or not examined) else "overflow" if gradients else "no gradients"
+
+        def update():
+            if gradients and scaler:
+                scaler.update(overflow=not finite)
+            if skipped:
+                self.naive.sums = [None] * len(self.naive.sums)
+                return None
+            self.before = [[a.copy() for a in states] for states in self.naive.states]
+            return self.naive.step(divisor * scale)
+
+        step = lambda: reports.append(pipeline.step(HYPERS, list(self.subject.tensors), divisor=divisor))  # noqa: E731
+        if self.succeeds(step, update):
+            norm, [report] = update(), reports
+            assert (report.skipped, report.updated, report.loss_scale) == (skipped, not skipped, scale)
+            assert norm is None or report.grad_norm == norm
+
+    @rule()
+    def wait_for_all(self):
+        if self.succeeds(self.pipeline.finish):
+            assert self.pipeline.finished
+            states = {work.life.state for work in self.pipeline._buckets.all}
+            assert not states & {BucketState.UPDATING, BucketState.PUBLISHING}
+            self.compare()
+
+    # --- reads ---------------------------------------------------------------------------------------
+
+    @rule(i=params)
+    def read_parameter(self, i):
+        i %= len(self.naive.states)
+        seen = []
+        if not self.succeeds(lambda: self.pipeline.await_param(i)):
+            return
+        self.device.compute(lambda: seen.append(self.subject.tensors[i].memory.copy())).wait()
+        if not self.failing:
+            assert_same_bits(f"parameter {i}", seen[0], self.naive.params()[i])
+
+    @rule(i=params)
+    def read_states(self, i):
+        i %= len(self.naive.states)
+        if self.succeeds(lambda: self.pipeline.states(i)):
+            self.compare_states(i)
+
+    # --- changes from outside --------------------------------------------------------------------------
+
+    @precondition(lambda self: not self.failing)
+    @rule(i=params, seed=seeds)
+    def change(self, i, seed):
+        self.pipeline.finish()
+        i %= len(self.naive.states)
+        at = seed % self.subject.specs[i].numel
+        if self.naive.params()[i][at] != 7:
+            self.subject.tensors[i].memory[at] = 7
+            self.naive.states[i][0][at] = 7
+        self.pipeline.adopt(i, self.subject.tensors[i])
+
+    @precondition(lambda self: not self.failing)
+    @rule(i=params)
+    def reload(self, i):
+        i %= len(self.naive.states)
+        self.naive.states[i][0][:] = self.naive.params()[i].astype(np.float32)
+        self.pipeline.reload_master(i, FakeTensor(self.naive.params()[i]))
+
+    @precondition(lambda self: not self.failing and len(self.naive.states) < 6)
+    @rule(dtype=element_types, size=st.sampled_from(SIZES))
+    def add_parameter(self, dtype, size):
+        master = self.rng.standard_normal(size).astype(np.float32)
+        self.subject.specs.append(ParamSpec(f"p{len(self.naive.states)}", size, dtype))
+        self.subject.tensors.append(FakeTensor(master.astype(dtype.numpy)))
+        self.pipeline.add_parameters(self.subject.specs[-1:], [FakeTensor(master)])
+        self.naive.states.append([master.copy(), np.zeros_like(master), np.zeros_like(master)])
+        self.naive.dtypes = [*self.naive.dtypes, dtype]
+        self.naive.groups = [*self.naive.groups, 0]
+        self.naive.steps.append(0)
+        self.naive.sums.append(None)
+
+    # --- failures --------------------------------------------------------------------------------------
+
+    @rule(copies=st.integers(0, 8))
+    def a_copy_will_fail(self, copies):
+        self.device.fail_after(copies)
+        self.failing = True
+
+    def succeeds(self, call, update=None):
+        """Whether the call did; where a copy failed, all is as ``Pipeline.step`` says, and a whole step repairs it.
+
+        ``update`` is what the naive loop does where the call began an update before it failed.
+        """
+        updating = not self.pipeline.finished
+        steps = [float(n) for n in self.pipeline.steps]
+        try:
+            call()
+        except OSError:
+            assert self.failing
+        else:
+            return True
+        if steps != [float(n) for n in self.pipeline.steps]:
+            update()
+            updating = True
+        self.device.fail_after(None)
+        self.failing = False
+        self.pipeline.drop_gradients()
+        self.naive.sums = [None] * len(self.naive.sums)
+        assert self.pipeline.finished
+        self.compare_at_rest()
+        if updating:
+            self.compare_with_half_an_update()
+        else:
+            self.compare()
+        self.whole_step()
+        return False
+
+    def compare_with_half_an_update(self):
+        """Buckets up to one are updated, the others as they were. It is what goes on."""
+        order = list(reversed(self.pipeline._gradients.order))
+        done = []
+        for work in order:
+            same = [True, True]
+            for piece in work.bucket.pieces:
+                run = slice(piece.start, piece.start + piece.numel)
+                mine = self.pipeline._buckets.local_states(piece.param)
+                for k, theirs in enumerate((self.before, self.naive.states)):
+                    pairs = zip(STATES, theirs[piece.param], strict=True)
+                    same[k] &= all(np.array_equal(mine[name][run], a[run], equal_nan=True) for name, a in pairs)
+            assert any(same), f"bucket {work.bucket.index} is neither as before nor updated"
+            if not all(same):
+                done.append(same[1])
+        assert done == sorted(done, reverse=True), "a bucket was updated after one that was not"
+        for i in range(len(self.naive.states)):
+            mine = self.pipeline._buckets.local_states(i)
+            self.naive.states[i] = [mine[name].copy() for name in STATES]
+
+    def whole_step(self):
+        """Every parameter is published again."""
+        self.drop(None)
+        self.add_all(1)
+        self.step(1.0)
+        self.wait_for_all()
+        self.compare_at_rest()
+
+    # --- what holds --------------------------------------------------------------------------------------
+
+    def compare(self):
+        for i, expected in enumerate(self.naive.params()):
+            assert_same_bits(f"parameter {i}", self.subject.tensors[i].memory, expected)
+            self.compare_states(i)
+
+    def compare_states(self, i):
+        mine = self.pipeline._buckets.local_states(i)
+        for name, theirs in zip(STATES, self.naive.states[i], strict=True):
+            assert_same_bits(f"{name} of parameter {i}", mine[name], theirs)
+        assert self.pipeline.steps[i] == self.naive.steps[i]
+
+    def compare_at_rest(self):
+        buckets = self.pipeline._buckets
+        assert {work.life.state for work in buckets.all} == {BucketState.EMPTY}
+        assert len(buckets.staging._free) == buckets._staging_slots
+
+
+Anything.TestCase.settings = settings(deadline=None, max_examples=100, stateful_step_count=30)
+test_any_sequence_of_calls_equals_the_naive_loop = Anything.TestCase

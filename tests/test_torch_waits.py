@@ -1,0 +1,177 @@
+"""Every wait of the torch front end is needed, as in ``test_waits.py``."""
+
+import copy
+import functools
+import threading
+
+import pytest
+import slow_torch_device
+import torch
+from one_thread import Threads
+from slow_torch_device import SlowTorchDevice, _Copied
+from test_torch_optimizer import batch, loss_of, make, same_bits
+from torch import nn
+from wait_mutants import Change, assert_noticed, waits_of
+
+import frontends.torch.device_ranks as device_ranks
+import frontends.torch.optimizer as optimizer_module
+from frontends.torch import OffloadedAdamW, wrap
+from frontends.torch.pending import PendingParameter
+from offload_core.host_ranks import HostRanks
+from offload_core.thread_ranks import run_ranks
+
+OPTIONS = {"lr": 1e-2, "param_dtype": "bfloat16", "reduce_bucket_size": 64}
+
+
+def two_steps(engine):
+    for seed in range(2):
+        engine.backward(loss_of(engine, seed))
+        engine.step()
+    return engine
+
+
+@functools.cache
+def expected():
+    """The parameters and the states after two steps in place."""
+    engine = two_steps(wrap(make(), **{**OPTIONS, "schedule": "serial"}))
+    return [p.detach().clone() for p in engine.parameters()], [
+        engine.optimizer.state[p]["exp_avg"].clone() for p in engine.parameters()
+    ]
+
+
+def assert_parameters(params):
+    for got, want in zip(params, expected()[0], strict=True):
+        assert same_bits(got, want)
+
+
+def assert_states(states):
+    for got, want in zip(states, expected()[1], strict=True):
+        assert same_bits(got["exp_avg"], want)
+
+
+def a_forward():
+    engine = two_steps(wrap(make(), **OPTIONS))
+    assert all(isinstance(p, PendingParameter) for p in engine.parameters())
+    x = batch(0, torch.bfloat16)
+    got = engine(x)
+    assert not any(isinstance(p, PendingParameter) for p in engine.parameters())
+    assert same_bits(got, engine(x))
+    assert_parameters(engine.parameters())
+
+
+def a_copy():
+    engine = two_steps(wrap(make(), **OPTIONS))
+    assert_parameters([copy.deepcopy(p) for p in engine.module.parameters()])
+
+
+def states():
+    for read in (
+        lambda state: [state[p] for p in state],
+        lambda state: [state.get(p) for p in state],
+        lambda state: list(dict(state.items()).values()),
+        lambda state: list(state.values()),
+    ):
+        engine = two_steps(wrap(make(), **OPTIONS))
+        assert_states(read(engine.optimizer.state))
+
+
+def an_engine_that_is_closed_or_dropped():
+    engine = two_steps(wrap(make(), **OPTIONS))
+    params = list(engine.module.parameters())
+    engine.close()
+    assert_parameters(params)
+    params = list(two_steps(wrap(make(), **OPTIONS)).module.parameters())
+    assert not any(isinstance(p, PendingParameter) for p in params)
+    assert_parameters(params)
+
+
+def an_engine_that_is_closed_while_its_device_still_writes():
+    """Streams are put in order without blocking anyone, as on CUDA: what is freed must be out of use all the same."""
+    engine = wrap(make(), **OPTIONS)
+    engine.backward(loss_of(engine, 0))
+    engine.step()
+    engine.backward(loss_of(engine, 1))
+    engine.optimizer.pipeline.finish()
+    order, _Copied.order = _Copied.order, lambda event: None
+    try:
+        engine.step()
+        engine.close()
+    finally:
+        _Copied.order = order
+    assert_parameters(engine.module.parameters())
+
+
+def parameters_of_a_class_of_their_own():
+    class Mine(nn.Parameter):
+        pass
+
+    model = make()
+    for p in model.parameters():
+        p.__class__ = Mine
+    two_steps(wrap(model, **OPTIONS))
+    with torch._C.DisableTorchFunctionSubclass():
+        assert_parameters(model.parameters())
+
+
+def the_optimizer_alone():
+    model = make().to(torch.bfloat16)
+    optimizer = OffloadedAdamW(model.parameters(), lr=1e-2, reduce_bucket_size=64)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    assert optimizer.pipeline.finished
+    assert not any(isinstance(p, PendingParameter) for p in model.parameters())
+
+
+RANK = threading.local()
+
+
+def bytes_sent():
+    def body(rank):
+        RANK.collectives = rank
+        engine = two_steps(wrap(make(), **OPTIONS))
+        sent = engine.sent_bytes
+        engine.optimizer.pipeline.finish()
+        assert sent == engine.sent_bytes > 0
+
+    def device_for(device, group, config):
+        return HostRanks(SlowTorchDevice(0.0), RANK.collectives)
+
+    original, optimizer_module.device_for = optimizer_module.device_for, device_for
+    try:
+        run_ranks(2, body, timeout=10)
+    finally:
+        optimizer_module.device_for = original
+
+
+SCENARIOS = [
+    a_forward,
+    a_copy,
+    states,
+    an_engine_that_is_closed_or_dropped,
+    an_engine_that_is_closed_while_its_device_still_writes,
+    parameters_of_a_class_of_their_own,
+    the_optimizer_alone,
+    bytes_sent,
+]
+MUTANTS = [
+    *waits_of("frontends.torch.pending"),
+    *waits_of("frontends.torch.optimizer"),
+    Change("frontends.torch.optimizer", "OffloadedAdamW._update", "make_pending(", "(lambda *_: None)("),
+]
+
+
+@pytest.fixture(autouse=True)
+def late(monkeypatch):
+    expected()
+    Threads().play(monkeypatch, slow_torch_device)
+    monkeypatch.setattr(device_ranks, "memory_of", lambda device: SlowTorchDevice(0.0))
+
+
+def test_the_sound_front_end_passes():
+    for scenario in SCENARIOS:
+        scenario()
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=str)
+def test_a_wait_of_the_torch_front_end_that_is_taken_out_is_noticed(mutant):
+    assert_noticed(mutant, SCENARIOS)

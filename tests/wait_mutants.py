@@ -1,0 +1,150 @@
+"""Mutants of Python code that wait for one thing less, and the check that a scenario notices.
+
+The waits are found in the sources. A mutant is made by giving one function other code, and is gone afterwards.
+"""
+
+import ast
+import importlib
+import inspect
+import types
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+WAITS = {"wait", "order", "result", "claim", "finish", "_finish", "_wait", "recover", "synchronize", "_reclaim", "meet",
+         "wait_for", "await_param", "_await_publication", "_abort", "settle"}  # fmt: skip
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A call that waits and whose value nobody needs; it is taken out, its arguments are not."""
+
+    module: str
+    function: str
+    """The outermost one around it, as ``Class.method``."""
+    line: int
+    column: int
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.function}: {self.text}"
+
+    def tree(self) -> ast.AST:
+        return _Removed(self).visit(ast.parse(source_of(self.module)))
+
+
+@dataclass(frozen=True)
+class Change:
+    """Another text in one function: what makes a wait effective, where it is no call of its own."""
+
+    module: str
+    function: str
+    old: str
+    new: str
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.function}: {self.old} -> {self.new}"
+
+    def tree(self) -> ast.AST:
+        source = source_of(self.module)
+        nodes = ast.parse(source).body
+        for name in self.function.split("."):
+            [node] = [n for n in nodes if isinstance(n, ast.FunctionDef | ast.ClassDef) and n.name == name]
+            nodes = node.body
+        lines = source.splitlines(keepends=True)
+        before, after = lines[: node.lineno - 1], lines[node.end_lineno :]
+        body = "".join(lines[node.lineno - 1 : node.end_lineno])
+        assert body.count(self.old) == 1, f"{self.module} no longer holds what this mutant replaces"
+        return ast.parse("".join([*before, body.replace(self.old, self.new), *after]))
+
+
+def source_of(module: str) -> str:
+    return (ROOT / (module.replace(".", "/") + ".py")).read_text()
+
+
+def is_wait(node: ast.AST) -> bool:
+    if not isinstance(node, ast.Call):
+        return False
+    return getattr(node.func, "attr", getattr(node.func, "id", None)) in WAITS
+
+
+def waits_of(module: str) -> Iterator[Wait]:
+    def visit(node: ast.AST, path: tuple[str, ...]) -> Iterator[Wait]:
+        if isinstance(node, ast.Expr | ast.Return | ast.Lambda):
+            value = node.body if isinstance(node, ast.Lambda) else node.value
+            if value is not None and is_wait(value):
+                function = ".".join(path[: 2 if path[0].lstrip("_")[0].isupper() else 1])
+                yield Wait(module, function, value.lineno, value.col_offset, ast.unparse(value))
+        for child in ast.iter_child_nodes(node):
+            named = isinstance(child, ast.FunctionDef | ast.ClassDef)
+            yield from visit(child, (*path, child.name) if named else path)
+
+    yield from visit(ast.parse(source_of(module)), ())
+
+
+class _Removed(ast.NodeTransformer):
+    def __init__(self, wait: Wait) -> None:
+        self._wait = wait
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        if (node.lineno, node.col_offset) != (self._wait.line, self._wait.column):
+            return node
+        if ast.unparse(node) != self._wait.text:
+            return node  # "future.result()" of "future.result().wait()" begins at the same place
+        called = node.func.value if isinstance(node.func, ast.Attribute) else node.func
+        parts = [called, *node.args, *(keyword.value for keyword in node.keywords), ast.Constant(None)]
+        return ast.Subscript(ast.Tuple(parts, ast.Load()), ast.Constant(-1), ast.Load())
+
+
+def functions_of(module: types.ModuleType) -> Iterator[types.FunctionType]:
+    classes = [c for c in vars(module).values() if inspect.isclass(c) and c.__module__ == module.__name__]
+    for owner in [module, *classes]:
+        for value in vars(owner).values():
+            function = value.fget if isinstance(value, property) else inspect.unwrap(getattr(value, "__func__", value))
+            if inspect.isfunction(function) and function.__module__ == module.__name__:
+                yield function
+
+
+def codes_of(code: types.CodeType) -> Iterator[types.CodeType]:
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield constant
+            yield from codes_of(constant)
+
+
+@contextmanager
+def made(mutant: Wait | Change) -> Iterator[None]:
+    """The function around the mutated place runs other code meanwhile."""
+    mutated = compile(ast.fix_missing_locations(mutant.tree()), f"<{mutant}>", "exec")
+    [code] = [c for c in codes_of(mutated) if c.co_qualname == mutant.function]
+    module = importlib.import_module(mutant.module)
+    [function] = {f for f in functions_of(module) if f.__qualname__ == mutant.function}
+    sound = function.__code__
+    assert sound.replace(co_filename="") != code.replace(co_filename="")
+    function.__code__ = code
+    try:
+        yield
+    finally:
+        function.__code__ = sound
+
+
+def who_notices(scenarios: Sequence[Callable[[], None]]) -> str | None:
+    """The first scenario that fails, and how."""
+    for scenario in scenarios:
+        try:
+            scenario()
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            return f"{scenario.__name__}: {type(error).__name__}: {str(error)[:80]!r}"
+    return None
+
+
+def assert_noticed(mutant: Wait | Change, scenarios: Sequence[Callable[[], None]]) -> None:
+    with made(mutant):
+        noticed = who_notices(scenarios)
+    print(f"{mutant}  =>  {noticed}")
+    assert noticed, "nothing notices it"
