@@ -2,7 +2,8 @@
 
 The model of K equal buckets. A step spends on each bucket f in forward, b in backward, c in its copy each way (2 bytes
 a parameter over the link's bandwidth), n in the norm (2 bytes over the host's, with clipping only) and u in the update
-(28 bytes over the host's). Buckets that go one after another through stages, each of which does one at a time, take
+(28 bytes over the host's: a gradient, three states read and written, a parameter). Buckets that go one after another
+through stages, each of which does one at a time, take
 
     flow(stages) = sum of the stages' times + (K - 1) x the longest of them.
 
@@ -15,25 +16,28 @@ start; they hide behind the next forward, which waits for one bucket at a time:
 
     overlap = flow(b, c, n) + flow(u, c, f)
 
-With clipping no schedule of these stages that keeps them exact is faster: no update can start before the last gradient
-has been looked at. Where compute dominates (b and f are the longest) this is T_compute + c + n + u + c, the issue's
+With clipping no schedule that keeps the stages exact is faster: no update can start before the last gradient has been
+looked at. Where compute dominates (b and f are the longest) this is T_compute + c + n + u + c, that is
 max(T_compute, T_update, T_link) + the last bucket's tail. Where the update or the link does it is more, as what comes
 before the boundary cannot hide what comes after: about T_backward + T_update, or T_to_host + T_to_device.
 
-Without clipping a bucket could be updated as soon as it is on the host. The pipeline does not do so yet: its updates
-start at the boundary, n being 0. What that would take is shown beside. In the order of arrival alone, which is the
-reverse of the next forward's, so that forward waits for all of them:
+``in backward`` (``update_in_backward=True``, without clipping) updates states as gradients arrive (a: 26 bytes), and at
+the boundary rounds masters to parameters (r: 6 bytes) in the order of the next forward:
 
-    early = flow(b, c, u, c) + K f
+    in backward = flow(b, c, a) + flow(r, c, f)
 
-And where what the next forward needs first overtakes the rest, each of the four resources (compute, the link's two
-ways, the host) works through the whole step:
+``delayed`` publishes at a boundary what the step before changed, and after that updates behind forward and backward, in
+the order of backward: a bucket's new gradient comes to where its old one has been read. Norms come after all updates:
+
+    delayed = max(flow(r, c, f) + flow(b, c, n), flow(r, c) + max(flow(a, b, c, n) - b, K a + K n))
+
+The limit, where each of four resources (compute, the link's two ways, the host) works through the whole step:
 
     limit = flow(f + b, c, u, c) = max(T_compute, T_update, T_link) + the tail
 
 The machine: tensors hold 1/scale of the parameters, and bandwidths are divided likewise. Compute, and what the kernels
 do not take of their time, is slept, and who overslept sleeps less the next time; the pipeline, its thread, the kernels
-and the copies' threads are the real ones. Schedules take turns, so that the machine's drift hits both.
+and the copies' threads are the real ones. Schedules take turns, so that the machine's drift hits all alike.
 """
 
 import argparse
@@ -41,7 +45,8 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -49,19 +54,24 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bench.cpu_adam import commit, machine
+from offload_core import _kernels
 from offload_core.config import OffloadConfig
 from offload_core.cpu_adam import AdamHyper
-from offload_core.dtypes import BFLOAT16
+from offload_core.dtypes import BFLOAT16, ElementType
 from offload_core.fake_device import FakeDevice, FakeTensor
 from offload_core.host_ranks import HostRanks
 from offload_core.partition import ParamSpec
 from offload_core.pipeline import Pipeline
 from offload_core.trace import COMPUTE
 
-SCHEDULES = ("overlap", "serial")
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "overlap": {},
+    "in backward": {"update_in_backward": True},
+    "delayed": {"schedule": "delayed", "delay_warmup_steps": 0},
+    "serial": {"schedule": "serial"},
+}
 TARGET = 0.08
-UPDATE_BYTES = 28
-"""A parameter: its gradient and the new parameter, 2 each, and three fp32 states, read and written."""
+KERNELS = ("adam", "sum_squares", "cast")
 GB = 1e9
 
 
@@ -91,13 +101,16 @@ class Times(NamedTuple):
     copy: float
     norm: float
     update: float
+    advance: float
+    """The update less the parameter."""
+    round: float
 
     @classmethod
     def of(cls, case: Case, params: int, buckets: int, clips: bool) -> "Times":
-        numel = params / buckets
-        norm = BFLOAT16.itemsize * numel / case.host if clips else 0.0
-        copy = BFLOAT16.itemsize * numel / case.link
-        return cls(case.forward / buckets, case.backward / buckets, copy, norm, UPDATE_BYTES * numel / case.host)
+        wide = params / buckets / case.host
+        copy = 2 * params / buckets / case.link
+        norm = 2 * wide if clips else 0.0
+        return cls(case.forward / buckets, case.backward / buckets, copy, norm, 28 * wide, 26 * wide, 6 * wide)
 
 
 def flow(buckets: int, *stages: float) -> float:
@@ -107,10 +120,15 @@ def flow(buckets: int, *stages: float) -> float:
 
 def model(buckets: int, t: Times) -> dict[str, float]:
     """Seconds a step."""
+    forward = flow(buckets, t.round, t.copy, t.forward)
+    published = flow(buckets, t.round, t.copy)
+    behind = max(flow(buckets, t.advance, t.backward, t.copy, t.norm) - t.backward, buckets * (t.advance + t.norm))
+    to_host = flow(buckets, t.backward, t.copy, t.norm)
     return {
-        "serial": buckets * (sum(t) + t.copy),
-        "overlap": flow(buckets, t.backward, t.copy, t.norm) + flow(buckets, t.update, t.copy, t.forward),
-        "early": flow(buckets, t.backward, t.copy, t.update, t.copy) + buckets * t.forward,
+        "serial": buckets * (t.forward + t.backward + 2 * t.copy + t.norm + t.update),
+        "overlap": to_host + flow(buckets, t.update, t.copy, t.forward),
+        "in backward": flow(buckets, t.backward, t.copy, t.advance) + forward,
+        "delayed": max(forward + to_host, published + behind),
         "limit": flow(buckets, t.forward + t.backward, t.copy, t.update, t.copy),
     }
 
@@ -126,16 +144,33 @@ class Sleeper:
         time.sleep(max(seconds - self._overslept, 0.0))
         self._overslept += time.perf_counter() - start - seconds
 
-    def lasting(self, seconds: float, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, made to take so long."""
 
-        def run(*args: Any) -> Any:
+@contextmanager
+def slow_kernels(bandwidth: float) -> Iterator[None]:
+    """Have kernels take as long as what they read and write does at so many bytes a second."""
+    host = Sleeper()
+
+    def lasting(kernel: Callable[..., None], bytes_of: Callable[..., int]) -> Callable[..., None]:
+        def run(spans: np.ndarray, *args: Any, **kwargs: Any) -> None:
             start = time.perf_counter()
-            result = function(*args)
-            self.sleep(seconds - (time.perf_counter() - start))
-            return result
+            kernel(spans, *args, **kwargs)
+            n_bytes = int(spans["numel"].sum()) * bytes_of(*args, **kwargs)
+            host.sleep(n_bytes / bandwidth - (time.perf_counter() - start))
 
         return run
+
+    def of_adam(scalars: Any, *, grad_dtype: ElementType, param_dtype: ElementType | None, **others: Any) -> int:
+        return 24 + grad_dtype.itemsize + (param_dtype.itemsize if param_dtype else 0)
+
+    before = {name: getattr(_kernels, name) for name in KERNELS}
+    _kernels.adam = lasting(_kernels.adam, of_adam)
+    _kernels.sum_squares = lasting(_kernels.sum_squares, lambda dtype, bins, threads: dtype.itemsize)
+    _kernels.cast = lasting(_kernels.cast, lambda src, dst, threads: src.itemsize + dst.itemsize)
+    try:
+        yield
+    finally:
+        for name, kernel in before.items():
+            setattr(_kernels, name, kernel)
 
 
 class Run:
@@ -146,19 +181,15 @@ class Run:
         self.times = Times.of(case, params, buckets, clips)
         self.layers = range(buckets)
         self.fake = FakeDevice(bandwidth=case.link / scale)
-        config = OffloadConfig(
-            reduce_bucket_size=numel, gradient_clipping=1.0 if clips else None, schedule=schedule, num_threads=1
-        )
+        clip = 1.0 if clips else None
+        options = SCHEDULES[schedule]
+        config = OffloadConfig(reduce_bucket_size=numel, gradient_clipping=clip, num_threads=1, **options)
         self.pipeline = Pipeline(config, HostRanks(self.fake), None)
         weights = np.ones(numel, BFLOAT16.numpy)
         self.tensors = [FakeTensor(weights) for _ in self.layers]
         self.gradients = [FakeTensor(weights) for _ in self.layers]
         self.pipeline.add_parameters([ParamSpec(f"layer {i}", numel, BFLOAT16) for i in self.layers], self.tensors)
-        updates, gradients = self.pipeline._updates, self.pipeline._gradients
-        self.device, host = Sleeper(), Sleeper()
-        updates._run_adam = host.lasting(self.times.update, updates._run_adam)
-        if clips:
-            gradients._squares = host.lasting(self.times.norm, gradients._squares)
+        self.device, self.hypers = Sleeper(), [AdamHyper(1e-3)]
 
     def compute(self, what: str, layer: int, seconds: float) -> None:
         with self.pipeline.device.trace.span(COMPUTE, f"{what} of layer {layer}"):
@@ -168,11 +199,12 @@ class Run:
         for layer in self.layers:
             self.pipeline.await_param(layer)
             self.compute("forward", layer, self.times.forward)
+        self.pipeline.expect_step(self.hypers)
         for layer in reversed(self.layers):
             self.compute("backward", layer, self.times.backward)
             self.pipeline.add_gradient(layer, self.gradients[layer])
         self.pipeline.end_micro_step()
-        assert self.pipeline.step([AdamHyper(1e-3)], self.tensors).updated
+        assert self.pipeline.step(self.hypers, self.tensors).updated
 
     def turn(self, steps: int) -> list[float]:
         """Seconds of so many steps in a row, each from the boundary before to its own."""
@@ -202,49 +234,54 @@ def measure(runs: dict[str, Run], rounds: int, steps: int) -> dict[str, list[flo
 
 def compare(
     name: str, params: int, buckets: int, scale: int, clips: bool, rounds: int, steps: int, traces: Path | None
-) -> dict[str, Any]:
-    """One line of the table."""
+) -> list[dict[str, Any]]:
+    """A line of the table for each schedule."""
     case = CASES[name]
-    runs = {schedule: Run(case, params, buckets, scale, clips, schedule) for schedule in SCHEDULES}
+    schedules = [schedule for schedule in SCHEDULES if not (clips and schedule == "in backward")]
+    runs = {schedule: Run(case, params, buckets, scale, clips, schedule) for schedule in schedules}
     try:
-        seconds = measure(runs, rounds, steps)
-        if traces is not None:
-            for schedule, run in runs.items():
-                label = f"{name}-{buckets}-{'clip' if clips else 'free'}-{schedule}.json"
+        with slow_kernels(case.host / scale):
+            seconds = measure(runs, rounds, steps)
+            for schedule, run in runs.items() if traces else ():
+                label = f"{name}-{buckets}-{'clip' if clips else 'free'}-{schedule.replace(' ', '-')}.json"
                 with run.pipeline.trace(traces / label):
                     run.turn(1)
     finally:
         for run in runs.values():
             run.close()
-    expected = model(buckets, runs["overlap"].times)
-    median = {schedule: statistics.median(s) for schedule, s in seconds.items()}
-    return {
-        "dominates": name,
-        "buckets": buckets,
-        "clipping": clips,
-        "case": case._asdict(),
-        "seconds": {schedule: [round(s, 6) for s in taken] for schedule, taken in seconds.items()},
-        "median": median,
-        "model": expected,
-        "deviation": {schedule: median[schedule] / expected[schedule] - 1 for schedule in SCHEDULES},
-    }
+    expected = model(buckets, runs["serial"].times)
+    rows = []
+    for schedule, taken in seconds.items():
+        median = statistics.median(taken)
+        rows.append(
+            {
+                "dominates": name,
+                "buckets": buckets,
+                "clipping": clips,
+                "schedule": schedule,
+                "seconds": [round(s, 6) for s in taken],
+                "median": median,
+                "model": expected[schedule],
+                "deviation": median / expected[schedule] - 1,
+                "limit": expected["limit"],
+            }
+        )
+    return rows
 
 
 def show(row: dict[str, Any]) -> str:
-    cells = [f"{row['dominates']:9}{row['buckets']:8}  {'yes' if row['clipping'] else 'no':8}"]
-    for schedule in SCHEDULES:
-        ms, expected = 1e3 * row["median"][schedule], 1e3 * row["model"][schedule]
-        cells.append(f"{ms:9.1f}{expected:8.1f}{100 * row['deviation'][schedule]:+7.1f}%")
-    cells.append(f"{row['median']['serial'] / row['median']['overlap']:9.2f}")
-    cells += [f"{1e3 * row['model'][name]:9.1f}" for name in ("early", "limit")]
-    return "".join(cells)
+    where = f"{row['dominates']:9}{row['buckets']:8}  {'yes' if row['clipping'] else 'no':10}{row['schedule']:12}"
+    low, high = min(row["seconds"]), max(row["seconds"])
+    times = f"{1e3 * row['median']:9.1f}{f'({1e3 * low:.1f} to {1e3 * high:.1f})':>18}{1e3 * row['model']:9.1f}"
+    limit = f"{1e3 * row['limit']:9.1f}{row['median'] / row['limit']:8.2f}"
+    return f"{where}{times}{100 * row['deviation']:+8.1f} %{limit}"
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.overlap", description=__doc__.splitlines()[0])
     parser.add_argument("--params", type=int, default=2**30, help="of the simulated model (default: 2^30)")
     parser.add_argument("--scale", type=int, default=2**10, help="how much smaller tensors are (default: 1024)")
-    parser.add_argument("--buckets", type=int, nargs="+", default=[8, 16])
+    parser.add_argument("--buckets", type=int, nargs="+", default=[16])
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="NAME")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=3, help="counted in each round of each schedule (default: 3)")
@@ -254,17 +291,21 @@ def main(arguments: list[str] | None = None) -> None:
     if args.trace:
         args.trace.mkdir(parents=True, exist_ok=True)
     print(f"{args.params:,} parameters, tensors {args.scale} times smaller; ms a step, median of {args.rounds} rounds")
-    heads = "".join(f"{schedule:>9}{'model':>8}{'':8}" for schedule in SCHEDULES)
-    print(f"{'dominates':9}{'buckets':>8}  {'clipping':8}{heads}{'gain':>9}{'early':>9}{'limit':>9}")
+    print(
+        f"{'dominates':9}{'buckets':>8}  {'clipping':10}{'schedule':12}{'measured':>9}{'':18}{'model':>9}{'off':>10}"
+        f"{'limit':>9}{'over it':>8}"
+    )
     rows = []
     for name in args.cases:
         for clips in (True, False):
             for buckets in args.buckets:
-                row = compare(name, args.params, buckets, args.scale, clips, args.rounds, args.steps, args.trace)
-                rows.append(row)
-                print(show(row), flush=True)
-    worst = max((abs(row["deviation"]["overlap"]) for row in rows), default=0.0)
-    print(f"overlap's largest deviation from its model: {100 * worst:.1f} % (target: at most {100 * TARGET:.0f} %)")
+                those = compare(name, args.params, buckets, args.scale, clips, args.rounds, args.steps, args.trace)
+                rows += those
+                print(*map(show, those), sep="\n", flush=True)
+    for schedule in SCHEDULES:
+        worst = max((abs(row["deviation"]) for row in rows if row["schedule"] == schedule), default=0.0)
+        target = f" (target: at most {100 * TARGET:.0f} %)" if schedule != "serial" else ""
+        print(f"{schedule}: at most {100 * worst:.1f} % off its model{target}")
     if args.json:
         record = {
             "bench": "overlap",
@@ -274,6 +315,7 @@ def main(arguments: list[str] | None = None) -> None:
             "scale": args.scale,
             "rounds": args.rounds,
             "steps": args.steps,
+            "cases": {name: CASES[name]._asdict() for name in args.cases},
             "results": rows,
         }
         args.json.parent.mkdir(parents=True, exist_ok=True)

@@ -157,11 +157,15 @@ class LocalBuckets:
         """Wait until nothing that was asked for uses the bucket; raise what went wrong."""
         task, work.task = work.task, None
         if task is not None:
-            try:
-                self._wait_for(task, "wait", work.bucket.index)
-            except BaseException:
-                self.recover()
-                raise
+            self.wait(task, work)
+
+    def wait(self, task: "Future[T]", work: LocalBucket) -> T:
+        """The result of what was asked for on a bucket."""
+        try:
+            return self._wait_for(task, "wait", work.bucket.index)
+        except BaseException:
+            self.recover()
+            raise
 
     def _wait_for(self, task: "Future[T]", what: str, bucket: int | None = None) -> T:
         if task.done():

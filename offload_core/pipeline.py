@@ -235,7 +235,8 @@ class Pipeline:
             self._updates.publish(reversed(gradients.order), tensors)
             rest = [work for work in works if work not in ahead]
             if delays:
-                self._updates.start_ahead(rest, scalars, present)
+                # In the order of backward, whose gradients come to where those of this step are still to be read.
+                self._updates.start_ahead(rest[::-1], scalars, present)
             else:
                 self._updates.start(rest, scalars, tensors, present)
             if not buckets.tasks.behind:

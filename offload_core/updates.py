@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -59,8 +60,8 @@ class Updates:
     def __init__(self, buckets: LocalBuckets, op_order: str) -> None:
         self._buckets = buckets
         self._op_order = op_order
-        self._publishing: list[LocalBucket] = []
-        """Buckets whose publication was asked for and not yet seen to have ended."""
+        self._publishing: list[tuple[LocalBucket, Future[None]]] = []
+        """Buckets whose publication was asked for and not yet seen to have ended, and the end of it."""
         self._advancing: list[LocalBucket] = []
         """Likewise those that are updated and not published."""
 
@@ -134,7 +135,6 @@ class Updates:
         end: Callable[[LocalBucket], None],
     ) -> None:
         """While one bucket's parameters travel, start with the next."""
-        self._publishing += works
         after = self._buckets.device.mark()
         travelling: deque[LocalBucket] = deque()
         for work in works:
@@ -154,7 +154,8 @@ class Updates:
             work.release()
             end(work)
 
-        work.task = self._buckets.tasks.submit(arrived)
+        work.task = task = self._buckets.tasks.submit(arrived)
+        self._publishing.append((work, task))
 
     def _borrow(self, work: LocalBucket) -> np.ndarray:
         """Staging for the process's shards of a bucket."""
@@ -222,8 +223,8 @@ class Updates:
     def finish_publications(self) -> None:
         """Wait until parameters have been written; raise what went wrong."""
         publishing, self._publishing = self._publishing, []
-        for work in publishing:
-            self._buckets.claim(work)
+        for work, arrived in publishing:  # the bucket itself may be on its way to the next update
+            self._buckets.wait(arrived, work)
             work.written = None
 
     def finish(self) -> None:
