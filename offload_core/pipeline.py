@@ -230,6 +230,7 @@ class Pipeline:
             work.clear()
             work.life.on(BucketEvent.END if work in ahead else BucketEvent.DROP)
         gradients.begin()
+        tensors = list(tensors)  # read later
 
         def start() -> None:
             self._updates.publish(reversed(gradients.order), tensors)

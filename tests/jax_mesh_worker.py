@@ -21,6 +21,7 @@ from jax.experimental import io_callback
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import frontends.jax.placement as placement
 from frontends.jax import RankGradients, ScaledGradients, wrap
 from frontends.jax.mesh import JaxMeshDevice, MeshAxis, MeshGradient, MeshParameter, _Run
 from offload_core.device import Done
@@ -744,6 +745,39 @@ def donating_parameters_and_gradients_works_because_no_view_is_left():
     for one in (offloaded, twin):
         one.update(grads[1])  # the next update needs none of the old parameters
     assert_same_tree(offloaded.to_pytree(), twin.to_pytree())
+
+
+@one_process
+def a_lone_accelerator_need_not_be_the_default_device():
+    """What is committed to it stays so, and what is not comes back there all the same."""
+    chosen, twin = jax.devices()[3], wrap(tree_of(0), **HYPER)
+    with pytest.MonkeyPatch.context() as patch, jax.default_device(chosen):
+        patch.setattr(placement, "on_cpu", lambda array: False)
+        params = jax.tree.map(jnp.asarray, tree_of(0))
+        params["embed"] = jax.device_put(params["embed"], chosen)
+        offloaded = wrap(params, **HYPER, reduce_bucket_size=100)
+    assert isinstance(offloaded._pipeline.device, JaxMeshDevice)
+    for seed in range(3):
+        updated = offloaded.update(tree_of(seed))  # NumPy's, which JAX puts elsewhere now
+        assert_same_tree(updated, twin.update(tree_of(seed)))
+        assert all(leaf.devices() == {chosen} for leaf in jax.tree.leaves(updated))
+        committed = [path for path, leaf in jax.tree_util.tree_leaves_with_path(updated) if leaf.committed]
+        assert [jax.tree_util.keystr(path) for path in committed] == ["['embed']"]
+    assert_same_tree(offloaded.to_pytree(), twin.to_pytree())
+
+
+@one_process
+def parameters_on_a_device_each_are_taken_and_stay_there():
+    twin = wrap(tree_of(0), **HYPER)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(placement, "on_cpu", lambda array: False)
+        devices = iter(jax.devices())
+        places = jax.tree.map(lambda _: next(devices), tree_of(0))
+        offloaded = wrap(jax.tree.map(jax.device_put, tree_of(0), places), **HYPER)
+        for seed in range(2):
+            updated = offloaded.update(jax.tree.map(jax.device_put, tree_of(seed), places))
+            assert_same_tree(updated, twin.update(tree_of(seed)))
+            assert jax.tree.map(lambda leaf: next(iter(leaf.devices())), updated) == places
 
 
 @one_process

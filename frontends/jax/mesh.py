@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from offload_core import _kernels
 from offload_core.collectives import Collectives
 from offload_core.device import Arrival, Copy, Done, Event, HostArray, Waiting, fill, traced
 from offload_core.dtypes import BY_NUMPY, FLOAT32, ElementType
@@ -115,6 +116,51 @@ class MeshAxis:
         on = {shard.device: shard.data for shard in stacked.addressable_shards}
         return [on[self.devices[rank]] for rank in self.ranks]
 
+    def compile(self, function: Any, **options: Any) -> Any:
+        """``jax.jit`` of a function made of :meth:`map`."""
+        return jax.jit(function, **options)
+
+    def own_slice(self, flat: jax.Array, numel: int) -> jax.Array:
+        """Inside :meth:`map`: this rank's of the slices of ``numel`` elements."""
+        return lax.dynamic_slice_in_dim(flat, lax.axis_index(self.name) * numel, numel)
+
+    def gather(self, shard: jax.Array) -> jax.Array:
+        """Inside :meth:`map`: all ranks' shards, end to end."""
+        return lax.all_gather(shard, self.name, tiled=True)
+
+
+class LoneDevice(MeshAxis):
+    """One device in an axis's place: nothing is exchanged, and what is computed there is not committed to it."""
+
+    def __init__(self, device: jax.Device) -> None:
+        super().__init__(Mesh(np.array([device]), ("lone",)), None)
+
+    def map(self, function: Any, in_specs: Any, out_specs: Any) -> Any:
+        return function
+
+    def stack(self, parts: Sequence[Any]) -> jax.Array:
+        (part,) = parts
+        with jax.default_device(self.devices[0]):
+            return jax.device_put(part, may_alias=False)  # a program may give its argument back as it is
+
+    def parts(self, stacked: jax.Array) -> list[jax.Array]:
+        return [stacked]
+
+    def compile(self, function: Any, **options: Any) -> Any:
+        compiled = jax.jit(function, **options)
+
+        def call(*args: Any) -> Any:
+            with jax.default_device(self.devices[0]):  # else arguments that are not committed go elsewhere
+                return compiled(*args)
+
+        return call
+
+    def own_slice(self, flat: jax.Array, numel: int) -> jax.Array:
+        return flat
+
+    def gather(self, shard: jax.Array) -> jax.Array:
+        return shard
+
 
 def ordered_mean(parts: jax.Array) -> jax.Array:
     """The mean over the first dimension: summed in its order in fp32 (at least), divided once.
@@ -211,6 +257,7 @@ class JaxMeshDevice:
 
     Args:
         native: let XLA's reduce-scatter sum instead, in the element type that travels and its own order.
+        threads: to widen gradients with, which leave the device in their own type where nothing was summed.
     """
 
     addressable = False
@@ -218,7 +265,7 @@ class JaxMeshDevice:
     wants_pinned = False
     staging_slots = 1  # the pipeline's
 
-    def __init__(self, axis: MeshAxis, *, native: bool = False) -> None:
+    def __init__(self, axis: MeshAxis, *, native: bool = False, threads: int = 1) -> None:
         self.axis = axis
         self.ranks = axis.ranks
         self.world_size = axis.world_size
@@ -226,10 +273,11 @@ class JaxMeshDevice:
         self.trace = Trace(self.ranks[0], self.collectives.world_size)
         self.sent_bytes = 0
         self._native = native
+        self._threads = threads
         # Made once: each compiles once for every layout of a bucket.
-        self._reduce_unreduced = jax.jit(self._reduction(self._exchange, axis.split), static_argnums=(1, 2, 3))
-        self._reduce_mean = jax.jit(self._reduction(self._own_slice, REPLICATED), static_argnums=(1, 2, 3))
-        self._gather = jax.jit(self._gather_and_write, static_argnums=2, donate_argnums=1)
+        self._reduce_unreduced = axis.compile(self._reduction(self._exchange, axis.split), static_argnums=(1, 2, 3))
+        self._reduce_mean = axis.compile(self._reduction(self._own_slice, REPLICATED), static_argnums=(1, 2, 3))
+        self._gather = axis.compile(self._gather_and_write, static_argnums=2, donate_argnums=1)
         self._of_rank_0 = jax.jit(axis.map(self._take_rank_0s, REPLICATED, REPLICATED))
 
     # --- parameters ----------------------------------------------------------------------------------
@@ -302,6 +350,8 @@ class JaxMeshDevice:
         what = f"bucket {bucket.index}: exchange of gradients"
         try:
             program = self._reduce_unreduced if unreduced else self._reduce_mean
+            if not unreduced:
+                wire = max((BY_NUMPY[array.dtype] for array in arrays), key=lambda dtype: dtype.itemsize)
             shards = self.axis.parts(program(arrays, runs, bucket.shard_numel, wire.numpy))
         except _RUNTIME_ERRORS as error:
             raise self._lost(what, error) from error
@@ -313,7 +363,8 @@ class JaxMeshDevice:
         def finish() -> None:
             try:
                 for shard, part in zip(shards, out.reshape(len(shards), -1), strict=True):
-                    np.copyto(part, np.asarray(shard))
+                    host = np.asarray(shard)
+                    _kernels.cast_array(host, BY_NUMPY[host.dtype], part, FLOAT32, self._threads)
             except _RUNTIME_ERRORS as error:
                 raise self._lost(what, error) from error
 
@@ -339,8 +390,8 @@ class JaxMeshDevice:
 
     def _own_slice(self, cuts: list[jax.Array], runs: tuple[_Run, ...], shard_numel: int, wire: np.dtype) -> jax.Array:
         """Of a mean, which all ranks have: summing equal values and dividing might change them."""
-        flat = _pack([cut.astype(jnp.float32) for cut in cuts], runs, self.world_size * shard_numel)
-        return lax.dynamic_slice_in_dim(flat, lax.axis_index(self.axis.name) * shard_numel, shard_numel)
+        flat = _pack([cut.astype(wire) for cut in cuts], runs, self.world_size * shard_numel)
+        return self.axis.own_slice(flat, shard_numel)
 
     # --- publishing ----------------------------------------------------------------------------------
 
@@ -393,7 +444,7 @@ class JaxMeshDevice:
         self, shards: jax.Array, partials: list[jax.Array | None], writes: tuple[_Write, ...]
     ) -> list[jax.Array]:
         def each(shard: jax.Array, partials: list[jax.Array | None]) -> list[jax.Array]:
-            flat = lax.all_gather(shard, self.axis.name, tiled=True)
+            flat = self.axis.gather(shard)
             results = []
             for (run, shape, is_whole), partial in zip(writes, partials, strict=True):
                 value = flat[run.offset : run.offset + run.numel]

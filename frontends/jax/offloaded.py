@@ -122,7 +122,6 @@ class OffloadedParams:
         """What the last :meth:`update` did."""
         self.count = 0
         """Updates made so far."""
-        self._placement = placement_for(self.config, mesh, axis)
         flat, self._treedef = _flatten(params)
         self._paths = [path for path, _ in flat]
         leaves = [leaf for _, leaf in flat]
@@ -132,6 +131,7 @@ class OffloadedParams:
         if not positions:
             raise ParameterError("params: no leaf is a trainable floating-point array; expected at least one")
         target = self.config.target_dtype
+        self._placement = placement_for(self.config, mesh, axis, [leaves[i] for i in positions])
         arrays = [self._placement.place(self._paths[i], leaves[i]) for i in positions]
         specs = [
             ParamSpec(self._paths[i], array.size, target or BY_NUMPY[array.dtype], group=int(not decayed[i]))
@@ -154,6 +154,9 @@ class OffloadedParams:
             leaves[i] = array.astype(spec.dtype.numpy)
             self._leaves.append(_Leaf(i, array.shape, leaves[i].dtype))
         self._all_leaves = leaves
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._pipeline.__reduce_ex__(protocol)  # which says what to do instead
 
     @property
     def params(self) -> Any:

@@ -20,7 +20,7 @@ from offload_core.memory_plan import PlanRow
 from offload_core.partition import ParamSpec
 
 from .device import JaxDevice, ParameterBuffers, on_cpu
-from .mesh import REPLICATED, JaxMeshDevice, MeshAxis, MeshGradient, MeshParameter, ordered_mean
+from .mesh import REPLICATED, JaxMeshDevice, LoneDevice, MeshAxis, MeshGradient, MeshParameter, ordered_mean
 
 
 @jax.tree_util.register_pytree_node_class
@@ -99,17 +99,24 @@ Compute = Callable[[list[Any], list[Any], Any, Any, tuple, dict[str, Any]], Any]
 """``(trained, traced, static, scale, args, kwargs) -> (out, gradients)``; ``static`` is hashable, the rest trees."""
 
 
-def placement_for(config: OffloadConfig, mesh: Mesh | None, axis: str | None) -> Placement:
-    """On the axis of a mesh, or on one device where there is no mesh."""
+def placement_for(config: OffloadConfig, mesh: Mesh | None, axis: str | None, leaves: Sequence[Any]) -> Placement:
+    """On the axis of a mesh, or where there is no mesh on the device that the leaves lie on."""
     if mesh is not None:
-        return OnMesh(MeshAxis(mesh, axis), native=config.reduction == "native")
+        return OnMesh(MeshAxis(mesh, axis), native=config.reduction == "native", threads=config.threads)
     if axis is not None:
         raise ConfigError(f"axis: got {axis!r} and no mesh; expected wrap(params, mesh=mesh, axis={axis!r})")
-    return OneDevice(config.threads)
+    arrays = [leaf if isinstance(leaf, jax.Array) else jnp.zeros(()) for leaf in leaves]  # NumPy's: where JAX puts them
+    devices = {device for array in arrays for device in array.devices()}
+    if len(devices) > 1 or on_cpu(arrays[0]):
+        return OneDevice(config.threads)
+    return OneAccelerator(devices.pop(), config.threads)
 
 
 class OneDevice:
-    """All on one device; new parameters are made from host buffers."""
+    """Nothing is moved in buckets: gradients are read where they are, and new parameters are made from host buffers.
+
+    For a device that is host memory, and for parameters that lie on a device each.
+    """
 
     def __init__(self, threads: int) -> None:
         self.device: Device = HostRanks(JaxDevice())
@@ -144,13 +151,7 @@ class OneDevice:
         return list(tensors)
 
     def as_gradient(self, path: str, gradient: jax.Array, like: jax.Array, *, unreduced: bool) -> Any:
-        if unreduced:
-            raise GradientError(
-                f"{path}: RankGradients without a mesh; expected plain gradients, or parameters of "
-                "wrap(params, mesh=mesh)"
-            )
-        if len(gradient.devices()) > 1:
-            raise GradientError(f"{path}: gradient lies on {len(gradient.devices())} devices, expected one")
+        _check_plain(path, gradient, unreduced=unreduced)
         if not self._on_cpu:
             gradient.copy_to_host_async()
         return gradient
@@ -170,11 +171,57 @@ class OneDevice:
         return tree
 
 
+class OneAccelerator(OneDevice):
+    """One device with memory of its own: to the user as any device, to the core as a mesh of it alone.
+
+    Its buckets are packed there, copied while others are summed or updated, and unpacked there.
+    """
+
+    def __init__(self, device: jax.Device, threads: int) -> None:
+        super().__init__(threads)
+        self._lone = LoneDevice(device)
+        self.device = JaxMeshDevice(self._lone, threads=threads)
+
+    def plan(self, specs: Sequence[ParamSpec], arrays: Sequence[jax.Array], memory: HostMemory) -> list[PlanRow]:
+        # JAX's own, out of the host's account: all buckets may be on their way at once.
+        n_bytes = sum(spec.numel * spec.dtype.itemsize for spec in specs)
+        return [PlanRow("gradients on their way", "host", n_bytes, "param_dtype='bfloat16'")]
+
+    def start(self, arrays: Sequence[jax.Array]) -> list[Any]:
+        return [MeshParameter(array) for array in arrays]
+
+    def started(self, tensors: Sequence[Any]) -> list[jax.Array]:
+        return [tensor.array for tensor in tensors]
+
+    def as_gradient(self, path: str, gradient: jax.Array, like: jax.Array, *, unreduced: bool) -> Any:
+        _check_plain(path, gradient, unreduced=unreduced)
+        # Where it is there already, the same memory: of no mesh, as those of other meshes cannot be packed together.
+        gradient = jax.device_put(gradient.addressable_data(0), self._lone.devices[0])
+        return MeshGradient(gradient, False, like.size, BY_NUMPY[np.dtype(like.dtype)])
+
+    def targets(self, arrays: Sequence[jax.Array]) -> list[Any]:
+        return self.start(arrays)
+
+    def written(self, target: Any, like: jax.Array) -> jax.Array:
+        new = target.array if like.size else self._lone.stack([np.empty(like.shape, like.dtype)])  # it is in no bucket
+        return jax.device_put(new, like.sharding) if like.committed else new
+
+
+def _check_plain(path: str, gradient: jax.Array, *, unreduced: bool) -> None:
+    """Raise :class:`GradientError` unless the gradient is of one device."""
+    if unreduced:
+        raise GradientError(
+            f"{path}: RankGradients without a mesh; expected plain gradients, or parameters of wrap(params, mesh=mesh)"
+        )
+    if len(gradient.devices()) > 1:
+        raise GradientError(f"{path}: gradient lies on {len(gradient.devices())} devices, expected one")
+
+
 class OnMesh:
     """Replicated along a mesh axis, whose devices are the ranks."""
 
-    def __init__(self, axis: MeshAxis, *, native: bool) -> None:
-        self.device: Device = JaxMeshDevice(axis, native=native)
+    def __init__(self, axis: MeshAxis, *, native: bool, threads: int) -> None:
+        self.device: Device = JaxMeshDevice(axis, native=native, threads=threads)
         self.planned_host_bytes = 0
         self._axis = axis
         self._mean = axis.map(self._mean_over_ranks, axis.split, REPLICATED)

@@ -1,0 +1,407 @@
+"""One device with memory of its own: the bits of the direct way, the user's placement, and what overlaps.
+
+CPU devices stand for it: they are taken for devices that are not host memory. Where there is a GPU it runs the same.
+"""
+
+import copy
+import functools
+import gc
+import itertools
+import pickle
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import oracles
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+from strategies import law
+
+import frontends.jax.placement as placement
+from frontends.jax import RankGradients, ScaledGradients, wrap
+from frontends.jax.mesh import JaxMeshDevice, LoneDevice
+from offload_core.device import Waiting
+from offload_core.errors import GradientError, StateError
+
+SHAPES = {"embed": (33, 17), "layers": [{"w": (17, 3), "b": (3,)}, {"w": (3, 1), "b": ()}], "empty": (0, 3)}
+HYPER = {"lr": 1e-2, "weight_decay": 0.1}
+PLATFORMS = ["cpu", *(pytest.param("gpu", marks=pytest.mark.gpu) for _ in range(jax.default_backend() == "gpu"))]
+
+
+@pytest.fixture(params=PLATFORMS)
+def device(request):
+    """Stands for an accelerator, or is one."""
+    device = jax.devices(request.param)[0]
+    with jax.default_device(device):
+        yield device
+
+
+def on_accelerator(tree, **fields):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(placement, "on_cpu", lambda array: False)
+        offloaded = wrap(tree, **{**HYPER, **fields})
+    assert isinstance(offloaded._pipeline.device, JaxMeshDevice)
+    return offloaded
+
+
+def direct(tree, **fields):
+    with jax.default_device(jax.devices("cpu")[0]):
+        offloaded = wrap(jax.tree.map(np.asarray, tree), **{**HYPER, **fields})
+    assert offloaded._pipeline.device.addressable
+    return offloaded
+
+
+def random_tree(seed, dtype=jnp.float32, scale=1.0):
+    rng = np.random.default_rng(seed)
+    shapes = functools.partial(jax.tree.map, is_leaf=lambda s: isinstance(s, tuple))
+    return shapes(lambda s: jnp.asarray((scale * rng.standard_normal(s)).astype(np.float32)).astype(dtype), SHAPES)
+
+
+def assert_same_tree(got, expected):
+    got, expected = (
+        [(jax.tree_util.keystr(path), np.array(leaf)) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
+        for tree in (got, expected)
+    )
+    assert [path for path, _ in got] == [path for path, _ in expected]
+    for (path, x), (_, y) in zip(got, expected, strict=True):
+        assert x.shape == y.shape, path
+        oracles.assert_same_bits(path, x.reshape(-1), y.reshape(-1))
+
+
+def loss_fn(params, x):
+    x = jnp.tanh(x @ params["embed"])
+    for layer in params["layers"]:
+        x = jnp.tanh(x @ layer["w"] + layer["b"])
+    return (x**2).sum() + 1
+
+
+# --- the same bits -------------------------------------------------------------------------------------
+
+CASES = {
+    "plain": {},
+    "serial": {"schedule": "serial"},
+    "small buckets": {"reduce_bucket_size": 100},
+    "clipping": {"gradient_clipping": 0.5, "reduce_bucket_size": 200},
+    "accumulation": {"gradient_accumulation_steps": 3, "reduce_bucket_size": 200},
+    "both": {"gradient_accumulation_steps": 2, "gradient_clipping": 1.0},
+    "adam": {"adam_mode": "adam"},
+    "schedule": {"lr": optax.warmup_cosine_decay_schedule(1e-4, 1e-2, 2, 10)},
+    "update_in_backward": {"update_in_backward": True, "reduce_bucket_size": 100},
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("fields", CASES.values(), ids=CASES.keys())
+def test_the_bits_are_those_of_the_direct_way(fields, dtype, device):
+    params = random_tree(0)
+    there, here = on_accelerator(params, param_dtype=dtype, **fields), direct(params, param_dtype=dtype, **fields)
+    for i in range(6):
+        grads = random_tree(10 + i, dtype)
+        assert_same_tree(there.update(grads), here.update(jax.tree.map(np.asarray, grads)))
+        assert there.report == here.report
+    assert_same_tree(there.to_pytree(), here.to_pytree())
+
+
+@law(8)
+@given(
+    st.sampled_from([64, 300, 1 << 20]),
+    st.sampled_from(["float32", "bfloat16", "float16"]),
+    st.lists(st.tuples(st.integers(0, 63), st.booleans()), min_size=2, max_size=5),
+    st.sampled_from([1, 2]),
+    st.sampled_from([None, 0.1]),
+)
+def test_gradients_may_be_missing_or_unrounded(bucket_size, dtype, updates, micro_steps, clipping):
+    """Any may be None, and fp32 ones are not rounded to their parameter's dtype."""
+    fields = {"reduce_bucket_size": bucket_size, "param_dtype": dtype, "gradient_clipping": clipping}
+    fields |= {"gradient_accumulation_steps": micro_steps, "loss_scale": 1}
+    params = random_tree(1)
+    there, here = on_accelerator(params, **fields), direct(params, **fields)
+    for i, (given_ones, in_fp32) in enumerate(updates):
+        leaves, treedef = jax.tree.flatten(random_tree(20 + i, "float32" if in_fp32 else dtype))
+        leaves = [leaf if given_ones >> j & 1 or not j else None for j, leaf in enumerate(leaves)]
+        grads = treedef.unflatten(leaves)
+        held = there.params
+        after = there.update(grads)
+        assert_same_tree(after, here.update(grads))
+        for leaf, old, new in zip(leaves, jax.tree.leaves(held), jax.tree.leaves(after), strict=True):
+            assert micro_steps > 1 or (leaf is not None) or new is old
+    assert_same_tree(there.to_pytree(), here.to_pytree())
+
+
+def test_gradients_that_differ_in_dtype_share_a_bucket(device):
+    params = random_tree(2)
+    there, here = on_accelerator(params, param_dtype="bfloat16"), direct(params, param_dtype="bfloat16")
+    for i in range(3):
+        grads = {**random_tree(30 + i, jnp.bfloat16), "embed": random_tree(30 + i)["embed"]}
+        assert_same_tree(there.update(grads), here.update(jax.tree.map(np.asarray, grads)))
+    assert_same_tree(there.to_pytree(), here.to_pytree())
+
+
+def test_gradients_leave_the_device_in_their_own_dtype(device):
+    offloaded = on_accelerator(random_tree(3), param_dtype="bfloat16")
+    reduce, arrived = offloaded._pipeline.device._reduce_mean, []
+    offloaded._pipeline.device._reduce_mean = lambda *args: arrived.append(reduce(*args)) or arrived[-1]
+    offloaded.update(random_tree(30, jnp.bfloat16))
+    offloaded.update(random_tree(31))
+    assert [array.dtype for array in arrived] == [jnp.bfloat16, jnp.float32]
+
+
+def test_float16_with_loss_scaling(device):
+    params = random_tree(4, jnp.float16, scale=0.1)
+    fields = {"initial_loss_scale": 1024.0, "loss_scale_window": 2, "reduce_bucket_size": 200}
+    there, here = on_accelerator(params, **fields), direct(params, **fields)
+    for i in range(6):
+        scale = there._pipeline.loss_scale
+        tree = jax.tree.map(lambda g, s=scale: g * jnp.float16(s), random_tree(40 + i, jnp.float16, scale=1e-3))
+        if i == 3:
+            tree["embed"] = tree["embed"].at[-1, -1].set(jnp.inf)
+        assert_same_tree(there.update(ScaledGradients(tree, scale)), here.update(ScaledGradients(tree, scale)))
+        assert there.report == here.report
+        assert there.report.skipped == ("overflow" if i == 3 else None)
+    assert_same_tree(there.to_pytree(), here.to_pytree())
+
+
+def test_states_go_from_one_way_to_the_other(device):
+    params, fields = random_tree(5), {"param_dtype": "bfloat16", "reduce_bucket_size": 100}
+    there, here = on_accelerator(params, **fields), direct(params, **fields)
+    for i in range(2):
+        there.update(random_tree(50 + i))
+    assert_same_tree(here.load_pytree(there.to_pytree()), there.params)
+    here.update(random_tree(52))
+    there.load_pytree(here.to_pytree())
+    for i in range(3, 6):
+        assert_same_tree(there.update(random_tree(50 + i)), here.update(random_tree(50 + i)))
+    assert_same_tree(there.to_pytree(), here.to_pytree())
+
+
+def test_as_optax_in_a_loop(device):
+    params = random_tree(6)
+    there, here = on_accelerator(params), direct(params)
+    tx = there.as_optax()
+    state = tx.init(params)
+    for i in range(4):
+        updates, state = tx.update(random_tree(60 + i), state, params)
+        params = optax.apply_updates(params, updates)
+        assert_same_tree(params, here.update(random_tree(60 + i)))
+    assert_same_tree(params, there.params)
+
+
+# --- to the user it is any device ------------------------------------------------------------------------
+
+
+def test_value_and_grad_is_plain_jit(device):
+    """Gradients are plain arrays, and nothing is asked of the batch."""
+    params = random_tree(7)
+    offloaded, x = on_accelerator(params), jnp.ones((3, 33))
+    loss, grads = offloaded.value_and_grad(loss_fn)(offloaded.params, x)
+    expected = direct(params).value_and_grad(loss_fn) if device.platform == "cpu" else jax.value_and_grad(loss_fn)
+    expected_loss, expected_grads = expected(params, x)
+    if device.platform == "cpu":
+        assert_same_tree([loss, grads], [expected_loss, expected_grads])
+    assert {leaf.sharding for leaf in jax.tree.leaves(grads)} == {SingleDeviceSharding(device)}
+    offloaded.update(grads)
+    with pytest.raises(GradientError, match="RankGradients without a mesh"):
+        offloaded.update(RankGradients(jax.tree.map(lambda g: g[None], grads)))
+
+
+def test_parameters_stay_where_the_user_has_them_and_are_not_copied(device):
+    mesh = jax.make_mesh((1,), ("x",), devices=[device])
+    place = functools.partial(jax.device_put, jnp.ones((4, 8)))
+    tree = {
+        "free": jnp.ones((4, 8)),
+        "whole bucket": jnp.ones(128),
+        "numpy": np.ones((4, 8), np.float32),
+        "committed": place(device),
+        "explicit": place(NamedSharding(mesh, PartitionSpec("x"))),
+        "of a mesh": place(NamedSharding(mesh, PartitionSpec())),
+        "empty": jnp.ones((0, 3)),
+        "empty and committed": jax.device_put(jnp.ones((0, 3)), device),
+    }
+    offloaded = on_accelerator(tree, reduce_bucket_size=128)
+    written, copied = offloaded._placement.written, []
+
+    def watched(target, like):
+        new = written(target, like)
+        copied.append(like.size and new.unsafe_buffer_pointer() != target.array.unsafe_buffer_pointer())
+        return new
+
+    offloaded._placement.written = watched
+    twin = direct(tree)
+    value_and_grad = offloaded.value_and_grad(lambda p: sum((leaf**2).sum() for leaf in jax.tree.leaves(p)))
+    for i in range(3):
+        if i == 1:  # gradients of the meshes that their parameters lie on
+            _, grads = value_and_grad(offloaded.params)
+            assert isinstance(grads["explicit"].sharding, NamedSharding)
+        else:
+            grads = jax.tree.map(lambda leaf: np.full(leaf.shape, 0.5, leaf.dtype), tree)
+        updated = offloaded.update(grads)
+        assert_same_tree(updated, twin.update(jax.tree.map(np.asarray, grads)))
+        for name, old in tree.items():
+            old, new = jnp.asarray(old), updated[name]
+            assert (new.sharding, new.committed, new.weak_type) == (old.sharding, old.committed, False), name
+            assert new.devices() == {device}
+    assert copied
+    assert not any(copied)
+
+
+def test_parameters_and_gradients_may_be_donated(device):
+    double = jax.jit(functools.partial(jax.tree.map, lambda x: 2 * x), donate_argnums=0)
+    computed = jax.jit(functools.partial(jax.tree.map, lambda x: x + 0))
+    params = random_tree(8)
+    there, here = on_accelerator(params, reduce_bucket_size=100), direct(params)
+    for i in range(5):
+        grads = computed(random_tree(80 + i))
+        expected = here.update(jax.tree.map(np.array, grads))
+        if i == 4:  # it needed none of the old parameters
+            break
+        updated = there.update(grads)
+        assert_same_tree(updated, expected)
+        tree = [grads, updated]
+        nonempty = [leaf for leaf in jax.tree.leaves(tree) if leaf.size]
+        before = {leaf.unsafe_buffer_pointer() for leaf in nonempty}
+        doubled = double(tree)
+        assert all(leaf.is_deleted() for leaf in nonempty)
+        assert {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(doubled) if leaf.size} == before
+        del tree, updated, nonempty, doubled
+    assert_same_tree(there.update(grads), expected)
+    assert_same_tree(there.to_pytree(), here.to_pytree())
+
+
+def test_kept_parameters_are_never_rewritten(device):
+    offloaded, kept = on_accelerator(random_tree(9), reduce_bucket_size=561), []
+    for i in range(6):
+        params = offloaded.update(random_tree(90 + i))
+        kept.append((params, jax.tree.map(lambda x: np.array(x, copy=True), params)))
+    for params, copies in kept:
+        assert_same_tree(params, copies)
+
+
+def test_nothing_grows_and_programs_are_compiled_once(device):
+    offloaded = on_accelerator(random_tree(10), gradient_clipping=1.0, reduce_bucket_size=100)
+    n_buckets, traced, kept = len(offloaded._pipeline._buckets.all), [], []
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("own_slice", "gather"):
+            method = getattr(LoneDevice, name)
+            patch.setattr(LoneDevice, name, lambda *args, f=method: traced.append(f) or f(*args))
+        for i in range(6):
+            offloaded.update(random_tree(100 + i))
+            gc.collect()
+            kept.append((len(jax.live_arrays()), offloaded.memory_report(), len(traced)))
+    assert kept[-1] == kept[1]
+    assert len(traced) <= 2 * n_buckets  # one program a bucket each way
+
+
+def test_the_host_holds_states_gradients_and_staging_alone(device):
+    numel = 300 * 1000
+    params = {"w": jnp.ones((300, 1000), jnp.bfloat16)}
+    offloaded = on_accelerator(params, reduce_bucket_size=30_000)
+    for i in range(2):
+        offloaded.update({"w": jnp.full((300, 1000), i, jnp.bfloat16)})
+    report = offloaded.memory_report()
+    assert set(report.host) == {"master", "exp_avg", "exp_avg_sq", "gradients on the host", "staging"}
+    assert report.host_bytes == report.planned_host_bytes
+    assert report.host_bytes - report.host["staging"] <= 1.01 * 16 * numel
+    assert report.host["staging"] <= 1.01 * 2 * 4 * 30_000
+    assert report.device_bytes == 2 * numel
+
+
+def test_copies_of_it_are_refused(device):
+    offloaded = on_accelerator(random_tree(11))
+    for attempt in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(StateError, match=r"to_pytree\(\) and load_pytree\(\) in JAX"):
+            attempt(offloaded)
+
+
+# --- what overlaps -----------------------------------------------------------------------------------------
+
+
+def many_buckets():
+    return {f"{i}": jnp.full(100, float(i)) for i in range(6)}
+
+
+class Recorder:
+    """What is asked of the device, in the order in which it happens."""
+
+    def __init__(self, offloaded):
+        self.events = []
+        self.device = offloaded._pipeline.device
+        self._reduce, self._publish = self.device.reduce, self.device.publish
+        self.device.reduce, self.device.publish = self.reduce, self.publish
+
+    def reduce(self, bucket, *args):
+        self.events.append(("copy", bucket.index))
+        return self.recorded("arrived", bucket.index, self._reduce(bucket, *args))
+
+    def publish(self, bucket, *args):
+        self.events.append(("publish", bucket.index))
+        return self.recorded("published", bucket.index, self._publish(bucket, *args))
+
+    def recorded(self, what, index, event):
+        def wait():
+            self.before_wait(what, index)
+            event.wait()
+            self.events.append((what, index))
+
+        return Waiting(wait)
+
+    def before_wait(self, what, index):
+        pass
+
+    def of(self, *kinds):
+        return [event for event in self.events if event[0] in kinds]
+
+
+@pytest.mark.parametrize("fields", [{}, {"gradient_clipping": 1.0}], ids=["unclipped", "clipped"])
+def test_every_copy_is_started_before_the_first_has_arrived(fields, device):
+    offloaded = on_accelerator(many_buckets(), reduce_bucket_size=100, **fields)
+    recorder, all_started = Recorder(offloaded), threading.Event()
+    reduce = recorder.device.reduce
+
+    def counted(*args):
+        event = reduce(*args)
+        if len(recorder.of("copy")) == 6:
+            all_started.set()
+        return event
+
+    def before_wait(what, index):  # no copy arrives until all were started
+        assert what == "published" or all_started.wait(30)
+
+    recorder.device.reduce, recorder.before_wait = counted, before_wait
+    offloaded.update(many_buckets())
+    order = [index for _, index in recorder.of("copy")]
+    assert recorder.events[:12] == [("copy", i) for i in order] + [("arrived", i) for i in order]
+
+
+def test_while_one_buckets_parameters_travel_the_next_is_updated(device):
+    """Nobody waits for a publication before the next bucket was updated and is on its way too."""
+    offloaded = on_accelerator(many_buckets(), reduce_bucket_size=100)
+    recorder = Recorder(offloaded)
+    offloaded.update(many_buckets())
+    events = recorder.of("publish", "published")
+    order = [index for what, index in events if what == "publish"]
+    expected = [("publish", order[0])]
+    for before, index in itertools.pairwise(order):
+        expected += [("publish", index), ("published", before)]
+    assert events == [*expected, ("published", order[-1])]
+
+
+def test_a_copy_that_fails_changes_nothing(device):
+    offloaded, twin = (on_accelerator(many_buckets(), reduce_bucket_size=100) for _ in range(2))
+    recorder = Recorder(offloaded)
+
+    def before_wait(what, index):
+        if what == "arrived" and index == 3:
+            raise RuntimeError("out of device memory")
+
+    recorder.before_wait = before_wait
+    before = offloaded.to_pytree()
+    with pytest.raises(RuntimeError, match="out of device memory"):
+        offloaded.update(many_buckets())
+    assert_same_tree(offloaded.to_pytree(), before)
+    recorder.before_wait = lambda what, index: None
+    assert_same_tree(offloaded.update(many_buckets()), twin.update(many_buckets()))
+    assert_same_tree(offloaded.to_pytree(), twin.to_pytree())
