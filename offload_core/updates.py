@@ -140,7 +140,7 @@ class Updates:
         for work in works:
             if len(travelling) == self._buckets.tasks.depth:
                 self._await_publication(travelling.popleft(), end)
-            work.written = work.task = self._buckets.tasks.submit(partial(start, work, after))
+            work.written = self._buckets.tasks.submit(partial(start, work, after))
             travelling.append(work)
         for work in travelling:
             self._await_publication(work, end)
@@ -154,8 +154,7 @@ class Updates:
             work.release()
             end(work)
 
-        work.task = task = self._buckets.tasks.submit(arrived)
-        self._publishing.append((work, task))
+        self._publishing.append((work, self._buckets.tasks.submit(arrived)))
 
     def _borrow(self, work: LocalBucket) -> np.ndarray:
         """Staging for the process's shards of a bucket."""

@@ -4,7 +4,11 @@ All threads are played by one, and everything is done as late as can be (``one_t
 every run: what it should have waited for has not even begun.
 """
 
+import json
+import tempfile
+from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,13 +19,15 @@ from wait_mutants import ROOT, Change, assert_noticed, waits_of
 
 from offload_core.config import OffloadConfig
 from offload_core.cpu_adam import AdamHyper
-from offload_core.device import Waiting
+from offload_core.device import Copy, Waiting
+from offload_core.device import traced as watched
 from offload_core.dtypes import BFLOAT16
 from offload_core.errors import CollectiveError, ParameterError
 from offload_core.fake_device import FakeDevice, FakeTensor
 from offload_core.partition import ParamSpec
 from offload_core.step_state import TRANSITIONS, BucketEvent, BucketLife, BucketState
 from offload_core.thread_ranks import run_ranks
+from offload_core.trace import REDUCTION, TO_DEVICE, TO_HOST, UPDATE
 
 # --- scenarios -------------------------------------------------------------------------------------
 
@@ -144,13 +150,17 @@ def reads(read: Callable[[Twin], None]):
     return scenario
 
 
-@reads
-def a_layer_reads_its_parameters(twin):
+def a_layer_reads_its_parameters_of(twin):
     for i in (0, 1):
         got = []
         twin.pipeline.await_param(i)
         twin.device.compute(lambda i=i, got=got: got.append(twin.tensors[i].memory.copy())).wait()
         assert_same_bits(f"parameter {i}", got[0], twin.naive.params()[i])
+
+
+@reads
+def a_layer_reads_its_parameters(twin):
+    a_layer_reads_its_parameters_of(twin)
 
 
 @reads
@@ -329,6 +339,83 @@ def an_interrupt():
         twin.check()
 
 
+def delayed():
+    for clips in (None, 0.5):
+        twin = Twin(schedule="delayed", delay_warmup_steps=1, gradient_clipping=clips)
+        for params in ([1, 0], [0, 1], [1], [0, 1]):
+            twin.step(*params)
+        twin.pipeline.flush(twin.tensors)
+        twin.check()
+        twin.check_at_rest()
+        twin.step(1, 0)
+        twin.pipeline.finish()
+        for i in (0, 1):
+            twin.check_states(i, twin.pipeline._buckets.local_states(i))
+
+
+def in_backward():
+    twin = Twin(update_in_backward=True)
+    for params in ([1, 0], [0, 1], [1], [0, 1]):
+        twin.pipeline.expect_step(twin.hypers)
+        twin.step(*params)
+    twin.pipeline.finish()
+    twin.check()
+    twin.check_at_rest()
+
+
+def a_flush_in_backward_that_fails():
+    buckets = len(Twin().pipeline._buckets.all)
+    twin = Twin(update_in_backward=True, fail_at=[count_of_loads() + buckets])
+    twin.pipeline.expect_step(twin.hypers)
+    twin.add(1, 0)
+    twin.pipeline._buckets.tasks.submit(lambda: None).result()  # all are updated
+    with pytest.raises(OSError, match="failed as asked"):
+        twin.pipeline.flush(twin.tensors)
+    twin.check_at_rest()
+
+
+def a_watched_event():
+    trace, done = Twin().pipeline.device.trace, []
+    with tempfile.TemporaryDirectory() as folder, trace.to_file(Path(folder) / "events.json"):
+        event = watched(trace, TO_HOST, 0, 0, lambda: Waiting(lambda: done.append(1)))
+        event.wait()
+        event.order()
+    assert done == [1, 1]
+
+
+def traced():
+    """The steps inside, whole, and no other."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "steps.json"
+        twin = Twin(gradient_clipping=0.5)
+        twin.step(1, 0)
+        with twin.pipeline.trace(path):
+            twin.step(0, 1)
+            a_layer_reads_its_parameters_of(twin)
+            twin.step(1, 0)
+        twin.check()
+        twin.step(0, 1)
+        lanes = Counter(event["cat"] for event in json.loads(path.read_text())["traceEvents"] if event["ph"] == "X")
+        buckets = len(twin.pipeline._buckets.all)
+        assert {lanes[lane] for lane in (TO_HOST, REDUCTION, UPDATE, TO_DEVICE)} == {2 * buckets}
+        twin.pipeline.finish()
+
+
+def a_copy_knows_when_it_ran():
+    twin = Twin()
+    began, ended = twin.device.to_host([Copy(twin.tensors[0], 0, 40, 0)], np.empty(40, BFLOAT16.numpy)).ran
+    assert began <= ended
+
+
+def an_error_that_was_there_before_anybody_asked():
+    twin = Twin(fail_at=[count_of_loads()])
+    twin.add(1, 0)
+    with pytest.raises(OSError, match="failed as asked"):
+        twin.pipeline._buckets.tasks.submit(lambda: None).result()
+    with pytest.raises(OSError, match="failed as asked"):
+        twin.update()
+
+
 def an_event_that_its_reader_brings_about():
     done = []
     Waiting(lambda: done.append(1)).order()
@@ -438,6 +525,13 @@ SCENARIOS = [
     a_gradient_that_is_lost,
     a_parameter_that_does_not_arrive,
     an_interrupt,
+    delayed,
+    in_backward,
+    a_flush_in_backward_that_fails,
+    a_watched_event,
+    traced,
+    a_copy_knows_when_it_ran,
+    an_error_that_was_there_before_anybody_asked,
     an_event_that_its_reader_brings_about,
     ranks,
     ranks_start_from_rank_0,
@@ -450,16 +544,16 @@ CORE_WAITS = [wait for file in sorted(ROOT.glob("offload_core/*.py")) for wait i
 CORE_CHANGES = [
     Change(f"offload_core.{module}", function, old, new)
     for module, function, old, new in [
-        ("updates", "Updates.start", "self._buckets.device.mark()", "Done()"),
-        ("updates", "Updates.start", "if len(travelling) == self._buckets.tasks.depth:", "if False:"),
-        ("updates", "Updates._await_publication", "work.task = ", ""),
+        ("updates", "Updates._travel", "self._buckets.device.mark()", "Done()"),
+        ("updates", "Updates._travel", "if len(travelling) == self._buckets.tasks.depth:", "if False:"),
+        ("updates", "Updates._await_publication", "self._publishing.append", "id"),
+        ("updates", "Updates.start_ahead", "work.task = ", ""),
         ("updates", "Updates._await_publication", "work.release()", "pass"),
         ("gradients", "Gradients._reduce", "if len(self._buckets.in_staging) == self._buckets.tasks.depth:", "if 0:"),
         ("gradients", "Gradients._reduce", "self._buckets.in_staging.append(work)", "pass"),
         ("gradients", "Gradients._reduce", "work.task = ", ""),
         ("gradients", "Gradients._reduce", "work.release()", "pass"),
         ("buckets", "LocalBuckets.recover", "work.release()", "pass"),
-        ("pipeline", "Pipeline.drop_gradients", "if self.finished:", "if True:"),
         ("tasks", "Background.submit", "if self._failure is not None:", "if False:"),
         ("tasks", "Background.recover", "self._failure = None", "pass"),
     ]
