@@ -198,6 +198,8 @@ class Run:
     def step(self) -> None:
         for layer in self.layers:
             self.pipeline.await_param(layer)
+            with self.pipeline.device.trace.span(COMPUTE, "the device waits"):  # as the caller computes in its place
+                self.fake.compute(lambda: None).wait()
             self.compute("forward", layer, self.times.forward)
         self.pipeline.expect_step(self.hypers)
         for layer in reversed(self.layers):
