@@ -30,14 +30,15 @@ class _LaneEvent:
     def __init__(self, device: "FakeDevice", future: Future) -> None:
         self._device = device
         self._future = future
+        self._ran: tuple[int, int] | None = None
 
     @property
-    def ran(self) -> tuple[int, int]:
-        """From and until when, in nanoseconds."""
-        return self._future.result()
+    def ran(self) -> tuple[int, int] | None:
+        """From and until when, in nanoseconds; None before somebody has waited for it."""
+        return self._ran
 
     def wait(self) -> None:
-        self._future.result()
+        self._ran = self._future.result()
 
     def order(self) -> None:
         self._device.compute(self._future.exception)

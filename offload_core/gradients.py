@@ -67,7 +67,6 @@ class Gradients:
 
         Where the device is addressable the gradient is not copied: it must stay as it is until the update.
         """
-        self.check(param, gradient)
         works = self._buckets.of[param]
         if any(param in work.waiting or work.launched for work in works):
             self.end_round()  # the parameter's second gradient of this round: it begins the next one

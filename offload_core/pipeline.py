@@ -18,7 +18,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -37,6 +37,8 @@ from .partition import ParamSpec
 from .step_state import BucketEvent, BucketState
 from .trace import REDUCTION
 from .updates import Scalars, Updates
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,8 @@ class Pipeline:
         """
         self._begin_gradients()
         self._refuse_if_used(param)
-        self._gradients.add(param, gradient)
+        self._gradients.check(param, gradient)
+        self._or_abort_early(lambda: self._gradients.add(param, gradient))
 
     def _begin_gradients(self) -> None:
         """Before the first of a step: parameters have been written, so that ranks meet for one thing at a time."""
@@ -165,7 +168,7 @@ class Pipeline:
         """
         if reduce:
             self._begin_gradients()
-        return self._gradients.end_micro_step(reduce=reduce)
+        return self._or_abort_early(lambda: self._gradients.end_micro_step(reduce=reduce))
 
     @property
     def micro_steps(self) -> int:
@@ -201,10 +204,14 @@ class Pipeline:
         buckets, gradients = self._buckets, self._gradients
         self.check_expected(hypers, divisor=divisor, groups=groups)
         self.finish()
-        if not gradients.round_ended:
-            gradients.end_round()
-        for work in buckets.all:
-            buckets.claim(work)  # a gradient that was lost on its way is an error here, before anything changes
+
+        def settle() -> None:
+            if not gradients.round_ended:
+                gradients.end_round()
+            for work in buckets.all:
+                buckets.claim(work)  # a gradient that was lost on its way is an error here, before anything changes
+
+        self._or_abort_early(settle)
         loss_scale = self.loss_scale
         squares, present = self._agree_on_gradients((hypers, groups, divisor, loss_scale))
         works = [work for work in reversed(gradients.order) if not present.isdisjoint(work.members)]
@@ -233,13 +240,12 @@ class Pipeline:
         tensors = list(tensors)  # read later
 
         def start() -> None:
-            self._updates.publish(reversed(gradients.order), tensors)
-            rest = [work for work in works if work not in ahead]
+            self._updates.publish([work for work in reversed(gradients.order) if work not in ahead], tensors)
             if delays:
                 # In the order of backward, whose gradients come to where those of this step are still to be read.
-                self._updates.start_ahead(rest[::-1], scalars, present)
+                self._updates.start_ahead(works[::-1], scalars, present)
             else:
-                self._updates.start(rest, scalars, tensors, present)
+                self._updates.start(works, scalars, tensors, present, ahead)
             if not buckets.tasks.behind:
                 self.finish()
 
@@ -252,9 +258,11 @@ class Pipeline:
         """Announce the arguments of the :meth:`step` that ends this micro-step.
 
         With ``update_in_backward`` states are updated as gradients arrive; then nothing may go another way.
+        A gradient that is lost after this is an error in mid-update, as :meth:`step` says.
         """
-        early = self.config.update_in_backward and self.at_boundary and not self._examines and not self._buckets.direct
-        if not early or (not self._gradients.pristine and self.config.gradient_accumulation_steps == 1):
+        early = self.config.update_in_backward and self.config.schedule != "delayed" and not self._examines
+        begun = not self._gradients.pristine and self.config.gradient_accumulation_steps == 1
+        if not early or begun or not self.at_boundary or self._buckets.direct:
             return
         everything = range(len(self.params))
         scalars = self._scalars(hypers, groups, everything, 1.0 / divisor)
@@ -299,6 +307,15 @@ class Pipeline:
             act()
         except BaseException as error:
             self._abort(error)
+            raise
+
+    def _or_abort_early(self, act: Callable[[], T]) -> T:
+        """Where states are updated as gradients arrive, one that is lost is an error in mid-update."""
+        try:
+            return act()
+        except BaseException as error:
+            if self._gradients.when_settled is not None:
+                self._abort(error)
             raise
 
     def _agree_on_gradients(self, terms: tuple[Any, ...]) -> tuple[SumOfSquares, set[int]]:
@@ -379,6 +396,10 @@ class Pipeline:
         if isinstance(error, CollectiveError):  # other ranks went another way: there is no going on
             self._broken = error
         self._buckets.recover()
+        if self._gradients.when_settled is not None:  # those that are ahead have had this update
+            ahead = [work.members for work in self._buckets.all if work.life.state is BucketState.UPDATED]
+            for param in frozenset().union(*ahead):
+                self.steps[param] += 1
         self._gradients.begin()
         self._updates.forget()
         for work in self._buckets.all:

@@ -65,10 +65,22 @@ class Updates:
         self._advancing: list[LocalBucket] = []
         """Likewise those that are updated and not published."""
 
-    def start(self, works: Sequence[LocalBucket], scalars: Scalars, tensors: Sequence[Any], present: set[int]) -> None:
-        """One C pass over the process's shards, and the parameters to where they are read, bucket after bucket."""
+    def start(
+        self,
+        works: Sequence[LocalBucket],
+        scalars: Scalars,
+        tensors: Sequence[Any],
+        present: set[int],
+        ahead: Collection[LocalBucket],
+    ) -> None:
+        """One C pass over the process's shards, and the parameters to where they are read, bucket after bucket.
+
+        Of those ``ahead`` the parameters only. Other ranks may have others ahead, and meet in one order all the same.
+        """
 
         def update(work: LocalBucket, after: Event) -> Event:
+            if work in ahead:
+                return self._round_and_publish(work, tensors, after)
             work.life.on(BucketEvent.UPDATE)
             if self._buckets.direct:
                 self._run_adam(work, scalars, present, tensors, None)
@@ -80,8 +92,9 @@ class Updates:
             return self._buckets.device.publish(work.bucket, out, tensors, present, self._lease(work), after)
 
         def end(work: LocalBucket) -> None:
-            work.clear()
-            work.life.on(BucketEvent.PUBLISHED)
+            if work not in ahead:
+                work.clear()
+                work.life.on(BucketEvent.PUBLISHED)
 
         self._travel(works, update, end)
 
@@ -106,27 +119,28 @@ class Updates:
     def publish(self, works: Iterable[LocalBucket], tensors: Sequence[Any]) -> None:
         """Bring master weights that are ahead to the parameters."""
 
-        def round_and_publish(work: LocalBucket, after: Event) -> Event:
-            behind, work.behind = work.behind, set()
-            pieces = [(i, piece) for i, piece in enumerate(work.pieces) if piece.param in behind]
-            out = None if self._buckets.direct else self._borrow(work)
-            rows = []
-            for i, piece in pieces:
-                if out is None:
-                    address = (
-                        self._buckets.device.host_array(tensors[piece.param]).run(piece.start, piece.numel).address
-                    )
-                else:
-                    address = _kernels.address(out) + piece.offset * out.itemsize
-                rows.append((int(work.segments["master"][i]), address, piece.numel))
-            threads = self._buckets.threads
-            with self._buckets.trace.span(UPDATE, "round", work.bucket.index):
-                _kernels.cast(_kernels.spans_of(rows), FLOAT32, work.bucket.dtype, threads=threads)
-            if out is None:
-                return Done()
-            return self._buckets.device.publish(work.bucket, out, tensors, behind, self._lease(work), after)
+        def start(work: LocalBucket, after: Event) -> Event:
+            return self._round_and_publish(work, tensors, after)
 
-        self._travel([work for work in works if work.behind], round_and_publish, lambda work: None)
+        self._travel([work for work in works if work.behind], start, lambda work: None)
+
+    def _round_and_publish(self, work: LocalBucket, tensors: Sequence[Any], after: Event) -> Event:
+        behind, work.behind = work.behind, set()
+        pieces = [(i, piece) for i, piece in enumerate(work.pieces) if piece.param in behind]
+        out = None if self._buckets.direct else self._borrow(work)
+        rows = []
+        for i, piece in pieces:
+            if out is None:
+                address = self._buckets.device.host_array(tensors[piece.param]).run(piece.start, piece.numel).address
+            else:
+                address = _kernels.address(out) + piece.offset * out.itemsize
+            rows.append((int(work.segments["master"][i]), address, piece.numel))
+        threads = self._buckets.threads
+        with self._buckets.trace.span(UPDATE, "round", work.bucket.index):
+            _kernels.cast(_kernels.spans_of(rows), FLOAT32, work.bucket.dtype, threads=threads)
+        if out is None:
+            return Done()
+        return self._buckets.device.publish(work.bucket, out, tensors, behind, self._lease(work), after)
 
     def _travel(
         self,

@@ -75,6 +75,19 @@ def states():
         assert_states(read(engine.optimizer.state))
 
 
+def a_checkpoint_of_delayed_parameters():
+    """They are level with the states that are saved, and with those that were there before others are loaded."""
+    saved = two_steps(wrap(make(), **{**OPTIONS, "schedule": "serial"})).optimizer.state_dict()
+    for act in (
+        lambda optimizer: optimizer.state_dict(),
+        lambda optimizer: optimizer.load_state_dict(copy.deepcopy(saved)),
+        lambda optimizer: optimizer.flush(),
+    ):
+        engine = two_steps(wrap(make(), **OPTIONS, schedule="delayed", delay_warmup_steps=1))
+        act(engine.optimizer)
+        assert_parameters(engine.parameters())
+
+
 def an_engine_that_is_closed_or_dropped():
     engine = two_steps(wrap(make(), **OPTIONS))
     params = list(engine.module.parameters())
@@ -147,6 +160,7 @@ SCENARIOS = [
     a_forward,
     a_copy,
     states,
+    a_checkpoint_of_delayed_parameters,
     an_engine_that_is_closed_or_dropped,
     an_engine_that_is_closed_while_its_device_still_writes,
     parameters_of_a_class_of_their_own,

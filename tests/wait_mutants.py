@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 WAITS = {"wait", "order", "result", "claim", "finish", "_finish", "_wait", "recover", "synchronize", "_reclaim", "meet",
-         "wait_for", "await_param", "_await_publication", "_abort", "settle"}  # fmt: skip
+         "wait_for", "await_param", "_await_publication", "_abort", "settle", "flush",
+         "finish_publications"}  # fmt: skip
 ROOT = Path(__file__).resolve().parent.parent
 
 
