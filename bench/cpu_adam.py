@@ -4,8 +4,6 @@ Every contender runs once a round, in turn, so that the machine's drift hits all
 """
 
 import argparse
-import json
-import platform
 import random
 import statistics
 import subprocess
@@ -20,6 +18,7 @@ import torch
 from cffi import FFI
 
 import offload_core
+from bench.record import append
 from offload_core import _kernels
 from offload_core.cpu_adam import AdamHyper
 from offload_core.cpus import available_cpus
@@ -108,23 +107,6 @@ def torch_fused(n: int) -> Callable[[], None]:
     return lambda: optimizer.step() and None
 
 
-def machine() -> str:
-    """The processor's own name, and how many this process may use."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        name = platform.machine()
-    return f"{name}, {available_cpus()} processors, {platform.system()} {platform.release()}"
-
-
-def commit() -> str:
-    """The checkout's commit, marked where files differ from it."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
-    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
-    return done.stdout.strip() or "unknown"
-
-
 def measure(contenders: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
     """Seconds of each contender in each round, after one round that is not counted.
 
@@ -184,21 +166,16 @@ def main() -> None:
         pairs = [a / b for a, b in zip(seconds[top], seconds[bottom], strict=True)]
         result[name] = statistics.median(pairs)
         print(f"  {name:34} {result[name]:8.3f} (target: at most {bound})")
-    if args.json:
-        record = {
-            "bench": "cpu_adam",
-            "machine": machine(),
-            "commit": commit(),
-            "torch": torch.__version__,
-            "instruction_set": widest,
-            "numel": args.numel,
-            "threads": args.threads,
-            "seconds": seconds,
-            "ratios": result,
-        }
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        with args.json.open("a") as file:
-            file.write(json.dumps(record) + "\n")
+    record = {
+        "bench": "cpu_adam",
+        "torch": torch.__version__,
+        "instruction_set": widest,
+        "numel": args.numel,
+        "threads": args.threads,
+        "seconds": seconds,
+        "ratios": result,
+    }
+    append(args.json, record)
 
 
 if __name__ == "__main__":

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.cpu_adam import commit, machine
 from bench.gpt_torch import GPT
 from bench.presets import GPT2_VOCABULARY, PRESETS, GPTConfig
+from bench.record import commit, machine
 from frontends.torch import wrap
 from offload_core.host_memory import HostMemory
 

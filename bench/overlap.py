@@ -41,7 +41,6 @@ and the copies' threads are the real ones. Schedules take turns, so that the mac
 """
 
 import argparse
-import json
 import random
 import statistics
 import time
@@ -53,7 +52,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from bench.cpu_adam import commit, machine
+from bench.record import append
 from offload_core import _kernels
 from offload_core.config import OffloadConfig
 from offload_core.cpu_adam import AdamHyper
@@ -308,21 +307,16 @@ def main(arguments: list[str] | None = None) -> None:
         worst = max((abs(row["deviation"]) for row in rows if row["schedule"] == schedule), default=0.0)
         target = f" (target: at most {100 * TARGET:.0f} %)" if schedule != "serial" else ""
         print(f"{schedule}: at most {100 * worst:.1f} % off its model{target}")
-    if args.json:
-        record = {
-            "bench": "overlap",
-            "machine": machine(),
-            "commit": commit(),
-            "params": args.params,
-            "scale": args.scale,
-            "rounds": args.rounds,
-            "steps": args.steps,
-            "cases": {name: CASES[name]._asdict() for name in args.cases},
-            "results": rows,
-        }
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        with args.json.open("a") as file:
-            file.write(json.dumps(record) + "\n")
+    record = {
+        "bench": "overlap",
+        "params": args.params,
+        "scale": args.scale,
+        "rounds": args.rounds,
+        "steps": args.steps,
+        "cases": {name: CASES[name]._asdict() for name in args.cases},
+        "results": rows,
+    }
+    append(args.json, record)
 
 
 if __name__ == "__main__":

@@ -25,9 +25,9 @@ from typing import Any
 
 import psutil
 
-from bench.cpu_adam import commit, machine
 from bench.presets import GPTConfig
 from bench.rank_contenders import CONTENDERS, DEEPSPEED, OURS, TOKENS, deepspeed_config
+from bench.record import append
 
 PHASES = ("forward", "backward", "step", "total")
 TARGET = 1.5
@@ -272,24 +272,19 @@ def main(arguments: list[str] | None = None) -> int:
         f"micro-batch {args.micro_batch} x {args.context} tokens, {args.rounds} rounds of {args.steps} steps"
     )
     show(results, failures, compared)
-    if args.json:
-        record = {
-            "bench": "ranks",
-            "machine": machine(),
-            "commit": commit(),
-            "versions": {key: version for result in results.values() for key, version in result.versions.items()},
-            "ranks": args.ranks,
-            "rounds": args.rounds,
-            "steps": args.steps,
-            **settings,
-            "deepspeed": {name: deepspeed_config(args.micro_batch, zero) for name, zero in DEEPSPEED.items()},
-            "results": {name: result.record() for name, result in results.items()},
-            "compared": compared,
-            "could_not_run": failures,
-        }
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        with args.json.open("a") as file:
-            file.write(json.dumps(record) + "\n")
+    record = {
+        "bench": "ranks",
+        "versions": {key: version for result in results.values() for key, version in result.versions.items()},
+        "ranks": args.ranks,
+        "rounds": args.rounds,
+        "steps": args.steps,
+        **settings,
+        "deepspeed": {name: deepspeed_config(args.micro_batch, zero) for name, zero in DEEPSPEED.items()},
+        "results": {name: result.record() for name, result in results.items()},
+        "compared": compared,
+        "could_not_run": failures,
+    }
+    append(args.json, record)
     return 1 if failures else 0
 
 

@@ -6,7 +6,6 @@ forward and backward only. The streaming limit is measured on fewer elements and
 """
 
 import argparse
-import json
 import random
 import statistics
 import time
@@ -17,9 +16,10 @@ from pathlib import Path
 import torch
 
 import offload_core
-from bench.cpu_adam import Buffers, build_stream, commit, machine
+from bench.cpu_adam import Buffers, build_stream
 from bench.gpt_torch import GPT
 from bench.presets import GPTConfig
+from bench.record import append, machine
 from frontends.torch import wrap
 from offload_core.cpus import available_cpus
 from offload_core.dtypes import BFLOAT16
@@ -122,14 +122,11 @@ def main() -> None:
         print(f"{name:16}", *(f"{part} {ms:8.1f} ms" for part, ms in parts.items()))
     for name, ratio in ratios.items():
         print(f"{name}: {ratio:.3f}")
-    if args.json:
-        record = {
-            "bench": "step", "machine": machine(), "commit": commit(), "torch": torch.__version__, "threads": threads,
-            "model": args.model, "kernels": asdict(offload_core.kernel_info()), "ms": times, "ratios": ratios,
-        }  # fmt: skip
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        with args.json.open("a") as file:
-            file.write(json.dumps(record) + "\n")
+    record = {
+        "bench": "step", "torch": torch.__version__, "threads": threads,
+        "model": args.model, "kernels": asdict(offload_core.kernel_info()), "ms": times, "ratios": ratios,
+    }  # fmt: skip
+    append(args.json, record)
 
 
 if __name__ == "__main__":

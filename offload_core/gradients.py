@@ -63,10 +63,7 @@ class Gradients:
             )
 
     def add(self, param: int, gradient: Any) -> None:
-        """Take a parameter's gradient of this micro-step; further ones before the next update are summed in fp32.
-
-        Where the device is addressable the gradient is not copied: it must stay as it is until the update.
-        """
+        """As :meth:`Pipeline.add_gradient`."""
         works = self._buckets.of[param]
         if any(param in work.waiting or work.launched for work in works):
             self.end_round()  # the parameter's second gradient of this round: it begins the next one
@@ -113,13 +110,7 @@ class Gradients:
                 work.life.on(BucketEvent.DROP)
 
     def end_micro_step(self, *, reduce: bool = True) -> bool:
-        """End a micro-step; whether it is the boundary, at which an update is due.
-
-        Where gradients accumulate, none of the device's is referred to any more.
-
-        Args:
-            reduce: False where no gradient was added, on any rank alike: the ranks need not meet.
-        """
+        """As :meth:`Pipeline.end_micro_step`."""
         if reduce:
             self.end_round()
         self._micro_steps = (self._micro_steps + 1) % self._buckets.config.gradient_accumulation_steps
@@ -265,7 +256,7 @@ class Gradients:
         return [*self._filled_before, *(work for work in self.order if work not in filled)]
 
     def _reclaim(self, works: Sequence[LocalBucket]) -> None:
-        """As :meth:`_claim`, where what went wrong does not matter."""
+        """As :meth:`LocalBuckets.claim`, where what went wrong does not matter: all that was asked for is dropped."""
         for work in works:
             try:
                 self._buckets.claim(work)

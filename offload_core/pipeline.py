@@ -192,8 +192,10 @@ class Pipeline:
     ) -> StepReport:
         """Update every parameter that has a gradient, or none.
 
-        An error in mid-update (a device copy that fails, an interrupt) leaves the buckets before it updated and the
-        others not; the gradients are gone, and the next step goes on from there.
+        With ``schedule="overlap"`` it returns while updates go on; what goes wrong in them is raised by whatever waits
+        for them. An error in mid-update (a device copy that fails, an interrupt) leaves the buckets before it updated
+        and the others not, the step counted for all; the gradients are gone, and the next step goes on from there.
+        Where another rank was lost there is no going on: everything then raises :class:`StateError`.
 
         Args:
             hypers: one for each parameter group.

@@ -169,6 +169,7 @@ SCENARIOS = [
 ]
 MUTANTS = [
     *waits_of("frontends.torch.pending"),
+    *waits_of("frontends.torch.states"),
     *waits_of("frontends.torch.optimizer"),
     Change("frontends.torch.optimizer", "OffloadedAdamW._update", "make_pending(", "(lambda *_: None)("),
 ]

@@ -4,7 +4,6 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
-from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +14,7 @@ from jax.sharding import Mesh
 from offload_core.config import OffloadConfig, check_hyperparameters
 from offload_core.cpu_adam import STATE_NAMES, AdamHyper
 from offload_core.dtypes import BY_NUMPY
-from offload_core.errors import ConfigError, GradientError, OffloadError, ParameterError, StateError
+from offload_core.errors import ConfigError, GradientError, ParameterError, StateError
 from offload_core.host_memory import available_bytes
 from offload_core.loss_scale import scaler_for
 from offload_core.memory_plan import MemoryReport
@@ -24,9 +23,19 @@ from offload_core.pipeline import Pipeline, StepReport
 from offload_core.trace import COMPUTE
 
 from .placement import RankGradients, placement_for
-
-Mask = Any
-"""A pytree of booleans with the parameters' structure or a prefix of it, or a function from the parameters to one."""
+from .trees import (
+    Mask,
+    Static,
+    check_paths,
+    flatten,
+    from_numpy,
+    is_array,
+    is_key,
+    is_parameter,
+    mask_leaves,
+    numpy_shape,
+    to_numpy,
+)
 
 
 def wrap(
@@ -122,12 +131,12 @@ class OffloadedParams:
         """What the last :meth:`update` did."""
         self.count = 0
         """Updates made so far."""
-        flat, self._treedef = _flatten(params)
+        flat, self._treedef = flatten(params)
         self._paths = [path for path, _ in flat]
         leaves = [leaf for _, leaf in flat]
-        trained = _mask_leaves(trainable, params, "trainable")
-        decayed = _mask_leaves(mask, params, "mask")
-        positions = [i for i, leaf in enumerate(leaves) if trained[i] and _is_parameter(self._paths[i], leaf)]
+        trained = mask_leaves(trainable, params, "trainable")
+        decayed = mask_leaves(mask, params, "mask")
+        positions = [i for i, leaf in enumerate(leaves) if trained[i] and is_parameter(self._paths[i], leaf)]
         if not positions:
             raise ParameterError("params: no leaf is a trainable floating-point array; expected at least one")
         target = self.config.target_dtype
@@ -192,7 +201,7 @@ class OffloadedParams:
         positions = [leaf.position for leaf in self._leaves]
         trained_set = frozenset(positions)
 
-        def compute(trained: list[Any], traced: list[Any], static: _Static, scale: Any, args: Any, kwargs: Any) -> Any:
+        def compute(trained: list[Any], traced: list[Any], static: Static, scale: Any, args: Any, kwargs: Any) -> Any:
             def scaled(trained: list[Any]) -> Any:
                 leaves = static.merge(traced)
                 for i, leaf in zip(positions, trained, strict=True):
@@ -207,12 +216,12 @@ class OffloadedParams:
         compiled = self._placement.compile(compute, in_specs=in_specs, check_vma=check_vma)
 
         def call(params: Any, *args: Any, **kwargs: Any) -> Any:
-            flat, treedef = _flatten(params)
+            flat, treedef = flatten(params)
             leaves = [leaf for _, leaf in flat]
             if treedef != self._treedef:
-                _check_paths(self._paths, flat, ParameterError, "value_and_grad: params")
+                check_paths(self._paths, flat, ParameterError, "value_and_grad: params")
             trained = [leaves[i] for i in positions]
-            static, traced = _Static.split(treedef, [None if i in trained_set else x for i, x in enumerate(leaves)])
+            static, traced = Static.split(treedef, [None if i in trained_set else x for i, x in enumerate(leaves)])
             scale = self._pipeline.scaler.scale if self._pipeline.scaler else None
             with self._span("value_and_grad"):
                 out, gradients = compiled(trained, traced, static, scale, args, kwargs)
@@ -375,9 +384,9 @@ class OffloadedParams:
             )
         unreduced = isinstance(grads, RankGradients)
         stack = [self._pipeline.device.world_size] if unreduced else []
-        flat, treedef = _flatten(grads.tree if unreduced else grads)
+        flat, treedef = flatten(grads.tree if unreduced else grads)
         if treedef != self._treedef:
-            _check_paths(self._paths, flat, GradientError, "update: gradients")
+            check_paths(self._paths, flat, GradientError, "update: gradients")
         gradients = []
         for leaf in self._leaves:
             path, gradient = self._paths[leaf.position], flat[leaf.position][1]
@@ -386,7 +395,7 @@ class OffloadedParams:
                     f"{path}: update() inside jit, grad or vmap; expected concrete arrays: call it outside"
                 )
             if gradient is not None:
-                if not _is_array(gradient):
+                if not is_array(gradient):
                     raise GradientError(f"{path}: gradient is a {type(gradient).__name__}, expected an array or None")
                 expected = [*stack, *leaf.shape]
                 if list(gradient.shape) != expected or gradient.dtype not in (leaf.dtype, jnp.float32):
@@ -426,7 +435,7 @@ class OffloadedParams:
         trees = {name: jax.tree_util.tree_unflatten(self._treedef, leaves) for name, leaves in states.items()}
         scaler = self._pipeline.scaler
         loss_scale = {} if scaler is None else {"loss_scale": scaler.state_dict()}
-        return {"count": self.count, "params": jax.tree.map(_to_numpy, self.params), **trees, **loss_scale}
+        return {"count": self.count, "params": jax.tree.map(to_numpy, self.params), **trees, **loss_scale}
 
     def load_pytree(self, tree: Mapping[str, Any]) -> Any:
         """Load what :meth:`to_pytree` gave, and return the parameters. Any number of ranks may have written it.
@@ -437,7 +446,7 @@ class OffloadedParams:
         if "count" not in tree:
             raise _missing("count", tree)
         trained = {leaf.position: leaf.shape for leaf in self._leaves}
-        arrays = {i: _numpy_shape(leaf) for i, leaf in enumerate(self._all_leaves) if _is_array(leaf)}
+        arrays = {i: numpy_shape(leaf) for i, leaf in enumerate(self._all_leaves) if is_array(leaf)}
         params = self._leaves_of(tree, "params", arrays)
         states = {name: self._leaves_of(tree, name, trained) for name in STATE_NAMES}
         steps = self._leaves_of(tree, "steps", dict.fromkeys(trained, ()))
@@ -448,7 +457,7 @@ class OffloadedParams:
                     view[...] = np.reshape(states[name][leaf.position], -1)[start : start + view.size]
             self._pipeline.steps[i][...] = steps[leaf.position]
         for position, value in params.items():
-            self._all_leaves[position] = self._placement.pass_through(_from_numpy(value, self._all_leaves[position]))
+            self._all_leaves[position] = self._placement.pass_through(from_numpy(value, self._all_leaves[position]))
         if self._pipeline.scaler is not None and "loss_scale" in tree:
             self._pipeline.scaler.load_state_dict(tree["loss_scale"])
         self.count = int(tree["count"])
@@ -470,9 +479,9 @@ class OffloadedParams:
         """The leaves of ``tree[name]`` at the positions of ``shapes``; checked to be of these shapes."""
         if name not in tree:
             raise _missing(name, tree)
-        flat, treedef = _flatten(tree[name])
+        flat, treedef = flatten(tree[name])
         if treedef != self._treedef:
-            _check_paths(self._paths, flat, StateError, f"load_pytree: {name}")
+            check_paths(self._paths, flat, StateError, f"load_pytree: {name}")
         for position, shape in shapes.items():
             path, value = flat[position]
             if value is None or np.shape(value) != shape:
@@ -505,9 +514,9 @@ class OffloadedParams:
         import optax
 
         def leaves_of(params: Any) -> list[Any]:
-            flat, treedef = _flatten(params)
+            flat, treedef = flatten(params)
             if treedef != self._treedef:
-                _check_paths(self._paths, flat, ParameterError, "as_optax(): params")
+                check_paths(self._paths, flat, ParameterError, "as_optax(): params")
             return [leaf for _, leaf in flat]
 
         def init(params: Any) -> OffloadState:
@@ -534,51 +543,6 @@ class OffloadedParams:
         return optax.GradientTransformation(init, update)
 
 
-class _Static:
-    """The leaves of a tree that jit must not trace, hashable; arrays are traced."""
-
-    def __init__(self, treedef: Any, leaves: tuple[Any, ...]) -> None:
-        self.treedef = treedef
-        self._leaves = leaves
-
-    @classmethod
-    def split(cls, treedef: Any, leaves: Sequence[Any]) -> tuple["_Static", list[Any]]:
-        traced = [leaf for leaf in leaves if _is_array(leaf)]
-        return cls(treedef, tuple(_TRACED if _is_array(leaf) else leaf for leaf in leaves)), traced
-
-    def merge(self, traced: Sequence[Any]) -> list[Any]:
-        arrays = iter(traced)
-        return [next(arrays) if leaf is _TRACED else leaf for leaf in self._leaves]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Static) and self.treedef == other.treedef and self._leaves == other._leaves
-
-    def __hash__(self) -> int:
-        return hash((self.treedef, self._leaves))
-
-
-_TRACED = object()
-
-
-def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array | np.ndarray | np.generic)
-
-
-def _flatten(tree: Any) -> tuple[list[tuple[str, Any]], Any]:
-    """Leaves with their paths, None being a leaf: gradients have it where a leaf is not trained."""
-    flat, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda leaf: leaf is None)
-    return [(jax.tree_util.keystr(path) or "the whole tree", leaf) for path, leaf in flat], treedef
-
-
-def _check_paths(
-    expected: Sequence[str], flat: Sequence[tuple[str, Any]], error: type[OffloadError], what: str
-) -> None:
-    """Trees of other node types are accepted if their leaves' paths agree; else name the first that differs."""
-    for e, g in zip_longest(expected, [path for path, _ in flat], fillvalue="nothing"):
-        if e != g:
-            raise error(f"{what}: the tree has {g} where {e} was expected; expected the wrapped structure")
-
-
 def _missing(name: str, tree: Mapping[str, Any]) -> StateError:
     return StateError(f"load_pytree: no {name!r}, expected what to_pytree() gave; got {', '.join(map(str, tree))}")
 
@@ -586,30 +550,6 @@ def _missing(name: str, tree: Mapping[str, Any]) -> StateError:
 def _refuse_jit(what: str) -> None:
     if isinstance(jnp.zeros(()), jax.core.Tracer):  # jit would run it once only, while it traces
         raise StateError(f"{what} under jit; expected a call outside: the states are in host memory")
-
-
-def _is_parameter(path: str, leaf: Any) -> bool:
-    if not _is_array(leaf) or not jnp.issubdtype(leaf.dtype, jnp.inexact):
-        return False
-    if isinstance(leaf, jax.core.Tracer):
-        raise ParameterError(f"{path}: wrap() inside jit, grad or vmap; expected concrete arrays: call it outside")
-    if leaf.dtype not in BY_NUMPY:
-        raise ParameterError(f"{path} has dtype {leaf.dtype}, expected float32, bfloat16 or float16")
-    return True
-
-
-def _mask_leaves(mask: Mask | None, params: Any, name: str) -> list[bool]:
-    if mask is None:
-        mask = True
-    elif callable(mask) and jax.tree_util.all_leaves([mask]):  # a module of booleans is callable, too
-        mask = mask(params)
-    try:
-        full = jax.tree.broadcast(mask, params, is_leaf=lambda leaf: leaf is None)
-    except ValueError as error:
-        raise ParameterError(
-            f"{name}: its structure differs from the parameters'; expected a boolean for every leaf\n{error}"
-        ) from None
-    return [bool(leaf) for _, leaf in _flatten(full)[0]]
 
 
 @jax.jit
@@ -637,31 +577,4 @@ def _exact_update(before: Any, after: Any) -> Any:
 
 def _no_update(leaf: Any) -> Any:
     """What changes no bit of an array when it is added, of any shape; None for other leaves."""
-    return jnp.asarray(-0.0).astype(leaf.dtype) if _is_array(leaf) and not _is_key(leaf) else None
-
-
-def _is_key(leaf: Any) -> bool:
-    """Whether the leaf is an array of ``jax.random.key`` (flax.nnx state has them), which NumPy cannot hold."""
-    return _is_array(leaf) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def _to_numpy(leaf: Any) -> Any:
-    if _is_key(leaf):
-        leaf = jax.random.key_data(leaf)
-    return np.array(leaf) if _is_array(leaf) else leaf
-
-
-def _numpy_shape(leaf: Any) -> tuple[int, ...]:
-    """The shape of ``_to_numpy(leaf)``."""
-    return jax.eval_shape(jax.random.key_data, leaf).shape if _is_key(leaf) else leaf.shape
-
-
-def _from_numpy(value: Any, like: Any) -> Any:
-    """A new array with what ``_to_numpy`` gave, of the type and, if all of that is here, in the place of another."""
-    if isinstance(like, np.ndarray):
-        return np.array(value, like.dtype)
-    if _is_key(like):
-        array = jax.random.wrap_key_data(jnp.array(value), impl=jax.random.key_impl(like))
-    else:
-        array = jnp.array(np.asarray(value).astype(like.dtype))
-    return jax.device_put(array, like.sharding) if like.committed and like.is_fully_addressable else array
+    return jnp.asarray(-0.0).astype(leaf.dtype) if is_array(leaf) and not is_key(leaf) else None

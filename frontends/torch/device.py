@@ -1,5 +1,6 @@
 """Where torch tensors live, as the core's ``TensorMemory``: host memory, or a CUDA device behind copies."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
@@ -26,7 +27,7 @@ class Lane(Protocol):
         """The end of what has been asked for so far; ``used`` is kept alive till it was waited for."""
 
 
-class TorchDevice:
+class TorchDevice(ABC):
     """What both devices have in common."""
 
     device: torch.device
@@ -45,25 +46,29 @@ class TorchDevice:
         assert tensor.is_contiguous()
         return HostArray(tensor.data_ptr(), tensor.numel(), self.dtype(tensor), tensor)
 
+    @abstractmethod
     def to_host_lane(self) -> AbstractContextManager[Lane]:
         """What is asked for inside comes after all that this thread has asked of the device."""
-        raise NotImplementedError
 
+    @abstractmethod
     def to_device_lane(self, after: Event) -> AbstractContextManager[Lane]:
         """What is asked for inside comes after a mark."""
-        raise NotImplementedError
 
+    @abstractmethod
     def mark(self) -> Event:
-        return Done()
+        """As ``TensorMemory.mark``."""
 
+    @abstractmethod
     def synchronize(self) -> None:
-        pass
+        """As ``TensorMemory.synchronize``."""
 
+    @abstractmethod
     def to_host(self, copies: Sequence[Copy], host: np.ndarray) -> Event:
-        raise NotImplementedError
+        """As ``TensorMemory.to_host``."""
 
+    @abstractmethod
     def to_device(self, host: np.ndarray, copies: Sequence[Copy], after: Event) -> Event:
-        raise NotImplementedError
+        """As ``TensorMemory.to_device``."""
 
 
 class _AtOnce:
@@ -84,6 +89,12 @@ class HostTorchDevice(TorchDevice):
 
     def to_device_lane(self, after: Event) -> AbstractContextManager[Lane]:
         return nullcontext(_AtOnce())
+
+    def mark(self) -> Event:
+        return Done()
+
+    def synchronize(self) -> None:
+        pass
 
     def to_host(self, copies: Sequence[Copy], host: np.ndarray) -> Event:
         fill(as_torch(host), copies)

@@ -22,6 +22,7 @@ from offload_core.pipeline import Pipeline, StepReport
 
 from .device_ranks import device_for
 from .pending import make_pending, settle
+from .states import Hidden, States, check_entry, hide_state, state_views
 from .tensors import (
     ELEMENT_TYPES,
     TORCH_DTYPES,
@@ -31,7 +32,6 @@ from .tensors import (
     flat,
     flat_like,
     memory_order,
-    shaped_like,
 )
 
 _OWNED: "weakref.WeakValueDictionary[int, _Slot]" = weakref.WeakValueDictionary()
@@ -80,42 +80,6 @@ class _Slot:
         """Take the stand-in off the parameter."""
         if self.param.grad is self.taken:
             self.param.grad = None
-
-
-class _States(defaultdict):
-    """States by parameter. Whoever looks at them waits for the last update to end."""
-
-    def __init__(self, finish: Callable[[], None]) -> None:
-        super().__init__(dict)
-        self._finish = weakref.WeakMethod(finish)
-
-    def _wait(self) -> None:
-        finish = self._finish()
-        if finish is not None:
-            finish()
-
-    def __getitem__(self, param: Any) -> Any:
-        self._wait()
-        return super().__getitem__(param)
-
-    def get(self, param: Any, default: Any = None) -> Any:
-        self._wait()
-        return super().get(param, default)
-
-    def items(self) -> Any:
-        self._wait()
-        return super().items()
-
-    def values(self) -> Any:
-        self._wait()
-        return super().values()
-
-
-@dataclass(frozen=True)
-class _Hidden:
-    """A state entry on its way through ``Optimizer.load_state_dict``, which would cast bare tensors."""
-
-    value: Any
 
 
 class OffloadedAdamW(torch.optim.Optimizer):
@@ -188,7 +152,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         """Make the pipeline and take on the trainable parameters of all groups."""
         slots: dict[torch.Tensor, _Slot] = {}
         self._slots = slots
-        self.state = _States(self._finish)
+        self.state = States(self._finish)
         self._hook_handles: list[Any] = []
         self._lock = threading.RLock()
         self._scaling = False
@@ -307,7 +271,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
             slot.note()
             self._slots[param] = slot
             _OWNED[id(param)] = slot
-            self.state[param] = _state_views(pipeline, slot)
+            self.state[param] = state_views(pipeline, slot.index, slot.param)
             if self.early_copy:
                 self._hook(slot)
 
@@ -591,7 +555,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
                 f"load_state_dict: the states of rank {saved['rank']} of {saved['world_size']}, expected those of rank "
                 f"{own['rank']} of {own['world_size']}: each rank saves and loads its own"
             )
-        hide = self.register_load_state_dict_pre_hook(_hide_state)  # the last of the hooks to run
+        hide = self.register_load_state_dict_pre_hook(hide_state)  # the last of the hooks to run
         try:
             super().load_state_dict(state_dict)
         finally:
@@ -610,7 +574,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Called by ``load_state_dict`` with hidden entries, and by copy and pickle on an empty object."""
-        entries = {p: e.value if isinstance(e, _Hidden) else e for p, e in state["state"].items()}
+        entries = {p: e.value if isinstance(e, Hidden) else e for p, e in state["state"].items()}
         if self._pipeline is None:
             super().__setstate__({**state, "state": defaultdict(dict)})
             self.report = None
@@ -621,7 +585,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
                 slot = self._slots.get(param)
                 if slot and self.pipeline.device.world_size > 1:
                     entries[param] = entry = self._own_part(slot, entry)
-                _check_entry(slot.name if slot else "?", self.state[param]["exp_avg"] if slot else param, entry)
+                check_entry(slot.name if slot else "?", self.state[param]["exp_avg"] if slot else param, entry)
             super().__setstate__({**state, "state": self.state})
             for group in self.param_groups:
                 for name, default in self.defaults.items():
@@ -689,33 +653,6 @@ def _refuse_engine_fields(config: OffloadConfig) -> None:
                 f"{name}={getattr(config, name)!r} is what an Engine does; expected it in wrap(model, ...): the "
                 "optimizer alone takes gradients as they are"
             )
-
-
-def _state_views(pipeline: Pipeline, slot: _Slot) -> dict[str, torch.Tensor]:
-    views: dict[str, torch.Tensor] = {"step": torch.from_numpy(pipeline.steps[slot.index])}
-    states = pipeline.local_states(slot.index)
-    alone = pipeline.device.world_size == 1
-    if not states:  # a parameter of no elements, or none of them this rank's
-        return views | {name: torch.empty(slot.param.shape if alone else 0) for name in ("exp_avg", "exp_avg_sq")}
-    runs = {name: torch.from_numpy(array) for name, array in states.items()}
-    return views | ({name: shaped_like(run, slot.param) for name, run in runs.items()} if alone else runs)
-
-
-def _check_entry(name: str, expected: torch.Tensor, entry: Mapping[str, Any]) -> None:
-    for key in ("exp_avg", "exp_avg_sq"):
-        value = entry.get(key)
-        if not isinstance(value, torch.Tensor) or value.shape != expected.shape:
-            got = tuple(value.shape) if isinstance(value, torch.Tensor) else value
-            raise StateError(
-                f"load_state_dict: parameter {name!r}: {key} is {got}, expected a tensor of shape "
-                f"{tuple(expected.shape)}; is this the state of another model, or of another optimizer?"
-            )
-    if "step" not in entry:
-        raise StateError(f"load_state_dict: parameter {name!r}: no 'step', expected the number of updates made")
-
-
-def _hide_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    return {**state_dict, "state": {key: _Hidden(entry) for key, entry in state_dict["state"].items()}}
 
 
 def _let_go(handles: list[Any], slots: dict[torch.Tensor, _Slot]) -> None:

@@ -1,0 +1,108 @@
+"""Pytrees as users give them: which leaves are parameters, arrays or neither, and what becomes of them in NumPy."""
+
+from collections.abc import Sequence
+from itertools import zip_longest
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from offload_core.dtypes import BY_NUMPY
+from offload_core.errors import OffloadError, ParameterError
+
+Mask = Any
+"""A pytree of booleans with the parameters' structure or a prefix of it, or a function from the parameters to one."""
+
+_TRACED = object()
+
+
+class Static:
+    """The leaves of a tree that jit must not trace, hashable; arrays are traced."""
+
+    def __init__(self, treedef: Any, leaves: tuple[Any, ...]) -> None:
+        self.treedef = treedef
+        self._leaves = leaves
+
+    @classmethod
+    def split(cls, treedef: Any, leaves: Sequence[Any]) -> tuple["Static", list[Any]]:
+        traced = [leaf for leaf in leaves if is_array(leaf)]
+        return cls(treedef, tuple(_TRACED if is_array(leaf) else leaf for leaf in leaves)), traced
+
+    def merge(self, traced: Sequence[Any]) -> list[Any]:
+        arrays = iter(traced)
+        return [next(arrays) if leaf is _TRACED else leaf for leaf in self._leaves]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Static) and self.treedef == other.treedef and self._leaves == other._leaves
+
+    def __hash__(self) -> int:
+        return hash((self.treedef, self._leaves))
+
+
+def is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic)
+
+
+def flatten(tree: Any) -> tuple[list[tuple[str, Any]], Any]:
+    """Leaves with their paths, None being a leaf: gradients have it where a leaf is not trained."""
+    flat, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda leaf: leaf is None)
+    return [(jax.tree_util.keystr(path) or "the whole tree", leaf) for path, leaf in flat], treedef
+
+
+def check_paths(expected: Sequence[str], flat: Sequence[tuple[str, Any]], error: type[OffloadError], what: str) -> None:
+    """Trees of other node types are accepted if their leaves' paths agree; else name the first that differs."""
+    for e, g in zip_longest(expected, [path for path, _ in flat], fillvalue="nothing"):
+        if e != g:
+            raise error(f"{what}: the tree has {g} where {e} was expected; expected the wrapped structure")
+
+
+def is_parameter(path: str, leaf: Any) -> bool:
+    if not is_array(leaf) or not jnp.issubdtype(leaf.dtype, jnp.inexact):
+        return False
+    if isinstance(leaf, jax.core.Tracer):
+        raise ParameterError(f"{path}: wrap() inside jit, grad or vmap; expected concrete arrays: call it outside")
+    if leaf.dtype not in BY_NUMPY:
+        raise ParameterError(f"{path} has dtype {leaf.dtype}, expected float32, bfloat16 or float16")
+    return True
+
+
+def mask_leaves(mask: Mask | None, params: Any, name: str) -> list[bool]:
+    if mask is None:
+        mask = True
+    elif callable(mask) and jax.tree_util.all_leaves([mask]):  # a module of booleans is callable, too
+        mask = mask(params)
+    try:
+        full = jax.tree.broadcast(mask, params, is_leaf=lambda leaf: leaf is None)
+    except ValueError as error:
+        raise ParameterError(
+            f"{name}: its structure differs from the parameters'; expected a boolean for every leaf\n{error}"
+        ) from None
+    return [bool(leaf) for _, leaf in flatten(full)[0]]
+
+
+def is_key(leaf: Any) -> bool:
+    """Whether the leaf is an array of ``jax.random.key`` (flax.nnx state has them), which NumPy cannot hold."""
+    return is_array(leaf) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def to_numpy(leaf: Any) -> Any:
+    if is_key(leaf):
+        leaf = jax.random.key_data(leaf)
+    return np.array(leaf) if is_array(leaf) else leaf
+
+
+def numpy_shape(leaf: Any) -> tuple[int, ...]:
+    """The shape of ``to_numpy(leaf)``."""
+    return jax.eval_shape(jax.random.key_data, leaf).shape if is_key(leaf) else leaf.shape
+
+
+def from_numpy(value: Any, like: Any) -> Any:
+    """A new array with what ``to_numpy`` gave, of the type and, if all of that is here, in the place of another."""
+    if isinstance(like, np.ndarray):
+        return np.array(value, like.dtype)
+    if is_key(like):
+        array = jax.random.wrap_key_data(jnp.array(value), impl=jax.random.key_impl(like))
+    else:
+        array = jnp.array(np.asarray(value).astype(like.dtype))
+    return jax.device_put(array, like.sharding) if like.committed and like.is_fully_addressable else array
