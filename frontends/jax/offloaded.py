@@ -123,6 +123,8 @@ class OffloadedParams:
         _refuse_jit("wrap()")
         self.config = OffloadConfig.resolve(config, **overrides)
         self.config = replace(self.config, op_order=self.config.op_order or "optax")
+        if self.config.stage == 3:
+            raise ConfigError("stage=3 is built for torch only so far; expected stage 1 or 2 in JAX")
         if self.config.schedule == "delayed":
             raise ConfigError(
                 "schedule='delayed' is built for torch only so far; expected 'overlap' or 'serial' in JAX"
