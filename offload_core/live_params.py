@@ -1,9 +1,9 @@
 """Which partitioned parameters are whole: gathered before they are used, released after, and what is kept or gathered
 ahead in between.
 
-Shards are gathered in one thread, over the ranks' own way (:class:`GatheringDevice`), in the order in which it was asked
-for. Every decision follows from the order of uses and from sizes, so that ranks which run the same modules gather in the
-same order; ``digest`` tells where they did not.
+Shards are gathered in one thread, apart from what else travels between ranks (:class:`GatheringDevice`), in the order
+in which it was asked for. Every decision follows from the order of uses and from sizes, so that ranks which run the same
+modules gather in the same order; ``digest`` tells where they did not.
 """
 
 import threading
@@ -151,7 +151,7 @@ class LiveParams:
         within = distance is not None and distance <= self._config.max_reuse_distance
         return within and self.numel <= self._config.max_live_parameters
 
-    def _make_room(self, numel: int, needed_in: int = -1) -> bool:
+    def _make_room(self, numel: int, needed_in: float = -1) -> bool:
         """Release idle parameters, those used last first, until ``numel`` elements fit; whether they do.
 
         Args:

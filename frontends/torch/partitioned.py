@@ -5,16 +5,17 @@ is released its storage has no bytes. Gathering gives the storage its bytes back
 what autograd saved of the parameter in forward, which shares the storage, has its values again in backward, and no
 version counter moves.
 
-[Note: who keeps a parameter whole] A module's run keeps its own parameters and those that were registered with it; in
-backward the same, from the first of its outputs' gradients until those of its inputs, or of its parameters where no
-input has one, are known. What is touched besides is kept by the innermost module that runs and registered with it, or
-in backward by the backward. Nothing else may touch a released parameter (``pending.py``).
+[Note: who keeps a parameter whole] A module's run keeps its own parameters and those that were registered with it; its
+backward does, from the first of its outputs' nodes until one runs that is older than its forward: autograd runs the
+youngest node that it can, so none of the module's is left then. What is touched besides is kept by the innermost module
+that runs, and registered with it; in backward by the backward, till its end. Nothing else may touch a released
+parameter (``pending.py``).
 """
 
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -33,7 +34,7 @@ from offload_core.pipeline import Pipeline
 from .device import as_torch
 from .device_ranks import device_for
 from .pending import forget, make_pending
-from .tensors import TORCH_DTYPES, flat, shaped_like, spec_of
+from .tensors import TORCH_DTYPES, flat, is_offloadable, shaped_like, spec_of
 
 _MODELS: "weakref.WeakValueDictionary[int, PartitionedModel]" = weakref.WeakValueDictionary()
 """What a parameter belongs to, by ``id``; it keeps the parameters alive, so no id is reused."""
@@ -99,16 +100,12 @@ class _Call:
 
     module: nn.Module | None
     params: list[PartitionedParameter]
-    inputs: int = 0
-    """Inputs that have a gradient."""
+    began: int = -1
+    """Nodes that its forward made have at least this number; -1: none is known to be older than all of them."""
     task: int | None = None
     """The backward in which it keeps its parameters."""
     differentiable: bool = False
     """Whether what that computes will be differentiated itself (``create_graph=True``)."""
-    awaited: int = 0
-    """Inputs whose gradient is not yet known in this backward."""
-    without_gradient: set[PartitionedParameter] = field(default_factory=set)
-    """Likewise parameters, where no input has a gradient."""
 
 
 class PartitionedModel:
@@ -152,9 +149,10 @@ class PartitionedModel:
 
     def takes(self, param: torch.Tensor) -> bool:
         """Whether the parameter is to be partitioned, or is."""
-        known = id(param) in self._owners and type(param) is nn.Parameter and param.is_floating_point()
-        large = param.numel() >= max(self._config.param_persistence_threshold, 1)
-        return id(param) in self._of or (known and large)
+        if id(param) in self._of:
+            return True
+        fits = id(param) in self._owners and type(param) is nn.Parameter and is_offloadable(param)
+        return fits and param.numel() >= max(self._config.param_persistence_threshold, 1)
 
     def __contains__(self, param: torch.Tensor) -> bool:
         return id(param) in self._of
@@ -199,7 +197,7 @@ class PartitionedModel:
             else:
                 shard = record.shard.to(TORCH_DTYPES[dtype])
             record.shard = shard
-            record.live.shard = self._world.host_array(shard) if shard.device.type == "cpu" else shard
+            record.live.shard = self._world.host_array(shard) if self._pipeline.host_shards else shard
             record.empty()
             self._of[id(record.param)] = record
             self._guard(record)
@@ -236,7 +234,9 @@ class PartitionedModel:
         Raises :class:`StateError` inside ``gathered_parameters``.
         """
         if self._open:
-            raise StateError("an update inside gathered_parameters(); expected it after: parameters are about to change")
+            raise StateError(
+                "an update inside gathered_parameters(); expected it after: parameters are about to change"
+            )
         self._forget_calls()
         return self.live.release_all()
 
@@ -272,9 +272,10 @@ class PartitionedModel:
         this = weakref.ref(self)
 
         @torch._disable_dynamo
-        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def before(module: nn.Module, args: Any) -> None:
             model = this()
-            return None if model is None else model._before_forward(module, args, kwargs)
+            if model is not None:
+                model._before_forward(module)
 
         @torch._disable_dynamo
         def after(module: nn.Module, args: Any, output: Any) -> None:
@@ -282,7 +283,7 @@ class PartitionedModel:
             if model is not None:
                 model._after_forward(module, output)
 
-        self._handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+        self._handles.append(module.register_forward_pre_hook(before, prepend=True))
         self._handles.append(module.register_forward_hook(after, always_call=True))
 
     def _hold(self, records: Sequence[PartitionedParameter]) -> None:
@@ -310,30 +311,16 @@ class PartitionedModel:
 
     # --- forward -------------------------------------------------------------------------------------
 
-    def _before_forward(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if not self._calls and _backward() is None:
+    def _before_forward(self, module: nn.Module) -> None:
+        task = _backward()
+        if task is not None:
+            self._end_passed(task)
+        elif not self._calls:
             self._forget_calls()
             self.live.begin_round((id(module), torch.is_grad_enabled()))
-        call = _Call(module, self._records_of(module))
+        call = _Call(module, self._records_of(module), torch._C._autograd._get_sequence_nr())
         self._hold(call.params)
         self._calls.append(call)
-        if not (call.params and torch.is_grad_enabled()):
-            return None
-
-        def marked(value: Any) -> Any:
-            """An input whose gradient, as far as this run gives it, will be noticed."""
-            if not isinstance(value, torch.Tensor) or isinstance(value, nn.Parameter) or not value.requires_grad:
-                return value
-            alias = value.view_as(value)
-            if alias.grad_fn is None:
-                return value
-            alias.grad_fn.register_prehook(partial(self._input_reached, call))
-            call.inputs += 1
-            return alias
-
-        return tuple(map(marked, args)), {name: marked(value) for name, value in kwargs.items()}
 
     def _after_forward(self, module: nn.Module, output: Any) -> None:
         if not self._calls or self._calls[-1].module is not module:
@@ -378,7 +365,8 @@ class PartitionedModel:
         ways = [t for tensor in tensors if tensor.requires_grad for t in (tensor, tensor._base) if t is not None]
         nodes = [t.grad_fn for t in ways if t.grad_fn is not None]
         for node in nodes:
-            node.register_prehook(partial(self._before_backward, call))
+            if node._sequence_nr() >= call.began:
+                node.register_prehook(partial(self._before_backward, call))
         if opaque and not nodes:
             self._keep_for_the_round(list(call.params))
 
@@ -410,32 +398,21 @@ class PartitionedModel:
         task = _backward()
         if task is None or call.task == task:
             return
+        self._end_passed(task)
         calls = self._calls_of(task)
         self._hold(call.params)
-        call.task, call.awaited, call.differentiable = task, call.inputs, torch.is_grad_enabled()
-        call.without_gradient = {record for record in call.params if record.param.requires_grad}
+        call.task, call.differentiable = task, torch.is_grad_enabled()
         calls.append(call)
 
-    def _input_reached(self, call: _Call, gradients: Any) -> None:
-        task = _backward()
-        if task is None or call.task != task:
-            return
-        call.awaited -= 1
-        if not call.awaited:
+    def _end_passed(self, task: int) -> None:
+        """Release what runs needed whose nodes have all been run."""
+        node = torch._C._current_autograd_node()
+        passed = [
+            call for call in self._backwards.get(task, ()) if node is not None and call.began > node._sequence_nr()
+        ]
+        for call in passed:
             self._backwards[task].remove(call)
             self._end(call)
-
-    def gradient_arrived(self, param: torch.Tensor) -> None:
-        """The parameter's gradient of this backward is complete."""
-        record, task = self._of.get(id(param)), _backward()
-        if record is None or task is None:
-            return
-        for call in list(self._backwards.get(task, ())):
-            if not call.inputs and record in call.without_gradient:
-                call.without_gradient.discard(record)
-                if not call.without_gradient:
-                    self._backwards[task].remove(call)
-                    self._end(call)
 
     def _end(self, call: _Call) -> None:
         call.task = None
@@ -503,9 +480,7 @@ class PartitionedModel:
                     self._pipeline.adopt(record.index, record.shard)
 
 
-def gathered_parameters(
-    params: torch.Tensor | Iterable[torch.Tensor], modifier_rank: int | None = None
-) -> Any:
+def gathered_parameters(params: torch.Tensor | Iterable[torch.Tensor], modifier_rank: int | None = None) -> Any:
     """A context in which partitioned parameters (stage 3) are whole: ``with gathered_parameters(layer.weight): ...``
 
     All ranks must enter it together, with the same parameters in the same order. What was taken from a parameter inside
@@ -569,7 +544,9 @@ def _leaves(output: Any) -> Iterator[Any]:
             yield leaf
         elif not isinstance(leaf, _PLAIN):
             yield leaf
-            yield from (value for value in tree_leaves(getattr(leaf, "__dict__", {})) if isinstance(value, torch.Tensor))
+            yield from (
+                value for value in tree_leaves(getattr(leaf, "__dict__", {})) if isinstance(value, torch.Tensor)
+            )
 
 
 def _storage_of(tensor: torch.Tensor) -> int | None:
