@@ -144,6 +144,11 @@ class LiveParams:
             digest, self.digest = self.digest, 0
             return digest
 
+    def forget_order(self) -> None:
+        """Expect nothing of the rounds to come: this rank's last ones may have been others than the others'."""
+        with self._lock:
+            self._order.forget()
+
     # --- decisions -----------------------------------------------------------------------------------
 
     def _stays(self, param: PartitionedParam) -> bool:

@@ -500,6 +500,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
                 pipeline.finish()
         except BaseException:
             pipeline.drop_gradients()
+            if self.partitioned is not None:
+                self.partitioned.live.forget_order()
             raise
         finally:
             for slot in self._slots.values():
