@@ -75,11 +75,11 @@ def ways(rank, world_size):
     engine = run()
     result = {"stage 2": whole_bits(engine)}
     engine = run(**STAGE_3, **NARROW)
-    result["stage 3"] = whole_bits(engine)
     parted = engine.optimizer.partitioned
     whole = sum(p.nbytes for p in engine.module.parameters() if p not in parted)
     n_bytes = sum(p.nbytes for p in engine.module.parameters() if p in parted)
     memory = {"bytes": engine.memory_report().device_bytes - whole, "of": n_bytes, "peak": parted.live.peak_numel}
+    result["stage 3"] = whole_bits(engine)
     result["offloaded"] = whole_bits(run(**STAGE_3, **NARROW, offload_param="cpu"))
     optimizer_module.device_for = partitioned_module.device_for = on_devices
     result["between devices"] = whole_bits(run(**STAGE_3, **NARROW))

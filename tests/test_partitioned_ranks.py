@@ -24,7 +24,8 @@ def test_every_way_to_hold_and_gather_shards_gives_the_same_bits(tmp_path):
     for result in (first, second):
         memory = result["memory"]
         assert memory["of"] / 2 <= memory["bytes"] <= memory["of"] / 2 * 1.05  # nothing but this rank's half
-        assert 0 < memory["peak"] <= 4000 + 32 * 128 + 128
+        # The root's embedding, and the two modules that are whole where a checkpointed one is computed again.
+        assert 0 < memory["peak"] <= 64 * 32 + 2 * (32 * 128 + 128) < memory["of"] / 2
 
 
 def test_one_rank_changes_parameters_for_all_and_masters_follow(tmp_path):
