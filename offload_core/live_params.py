@@ -9,7 +9,7 @@ modules gather in the same order; ``digest`` tells where they did not.
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -210,8 +210,9 @@ class LiveParams:
 
     def _release(self, param: PartitionedParam) -> None:
         gathering, param.gathering = param.gathering, None
-        if gathering is not None and gathering.exception() is None:
-            gathering.result().order()  # nothing writes to memory that others may have by then
+        if gathering is not None:
+            with suppress(Exception):  # whoever needs it has been told
+                gathering.result().order()  # nothing writes to memory that others may have by then
         param.memory.free()
         del self._whole[param]
         self._ahead.pop(param, None)

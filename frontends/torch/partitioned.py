@@ -141,7 +141,7 @@ class PartitionedModel:
         """Calls that keep their parameters until the next round."""
         self._open = 0
         """``gathered_parameters`` that have not ended."""
-        self._hooked: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+        self._hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._handles: list[Any] = []
         weakref.finalize(self, _abandon, self._handles, self._of, self.live).atexit = False
 
