@@ -91,10 +91,10 @@ class FakeDevice:
             lane.shutdown()
 
     def dtype(self, tensor: FakeTensor | np.ndarray) -> ElementType:
-        return BY_NUMPY[getattr(tensor, "memory", tensor).dtype]
+        return BY_NUMPY[(tensor.memory if isinstance(tensor, FakeTensor) else tensor).dtype]
 
     def numel(self, tensor: FakeTensor | np.ndarray) -> int:
-        return getattr(tensor, "memory", tensor).size
+        return (tensor.memory if isinstance(tensor, FakeTensor) else tensor).size
 
     def host_array(self, tensor: FakeTensor | np.ndarray) -> HostArray:
         if isinstance(tensor, FakeTensor):

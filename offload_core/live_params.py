@@ -2,8 +2,8 @@
 ahead in between.
 
 Shards are gathered in one thread, apart from what else travels between ranks (:class:`GatheringDevice`), in the order
-in which it was asked for. Every decision follows from the order of uses and from sizes, so that ranks which run the same
-modules gather in the same order; ``digest`` tells where they did not.
+in which it was asked for. Every decision follows from the order of uses and from sizes, so that ranks which run the
+same modules gather in the same order; ``digest`` tells where they did not.
 """
 
 import threading

@@ -515,8 +515,8 @@ def _gathered(params: Sequence[torch.Tensor], modifier_rank: int | None) -> Iter
 def register_external_parameter(module: nn.Module, param: torch.Tensor) -> None:
     """Say that a module's forward uses a parameter of another module, before ``wrap`` or after.
 
-    In stage 3 it is then whole while the module runs. Most such uses are noticed by themselves, at the cost of gathering
-    the parameter once more at the first.
+    In stage 3 it is then whole while the module runs. Most such uses are noticed by themselves, at the cost of
+    gathering the parameter once more at the first.
 
     Raises:
         ParameterError: ``module`` is no module or ``param`` no parameter.
