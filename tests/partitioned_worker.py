@@ -1,5 +1,8 @@
 """One rank of a real process group with partitioned parameters: SCENARIO RANK WORLD_SIZE FOLDER, as rank_worker.py."""
 
+import os
+import signal
+
 import torch
 import torch.distributed as dist
 from partitioned_models import MODELS, External, external_loss, gpt, gpt_loss
@@ -12,7 +15,7 @@ from frontends.torch import gathered_parameters, wrap
 from frontends.torch.collectives import TorchRanks
 from frontends.torch.device import memory_of
 from frontends.torch.device_ranks import DeviceRanks
-from offload_core import StateError
+from offload_core import CollectiveError, StateError
 
 NARROW = {"max_live_parameters": 4000, "prefetch_bucket_size": 2500, "max_reuse_distance": 3000}
 STAGE_3 = {"stage": 3, "param_persistence_threshold": 40, "reduce_bucket_size": 1000}
@@ -130,6 +133,20 @@ def other_order(rank, world_size):
     unchanged = whole_bits(engine) == before
     engine.backward(engine(torch.ones(2, 16), [0, 1]))
     return {"said": said, "unchanged": unchanged, "updated": engine.step().updated, "bits": whole_bits(engine)}
+
+
+def killed(rank, world_size):
+    """A rank that goes in the midst of a forward."""
+    engine = wrap(gpt(), **STAGE_3, **NARROW)
+    train(engine, gpt_loss, rank, 2)
+    if rank == 1:
+        engine.module.blocks[1].register_forward_pre_hook(lambda *args: os.kill(os.getpid(), signal.SIGKILL))
+    try:
+        gpt_loss(engine, 4)
+        said = None
+    except CollectiveError as error:
+        said = str(error)
+    return {"said": said, "live": engine.optimizer.partitioned.live.numel}
 
 
 if __name__ == "__main__":

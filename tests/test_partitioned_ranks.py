@@ -34,6 +34,14 @@ def test_one_rank_changes_parameters_for_all_and_masters_follow(tmp_path):
     assert first["stage 2"] == first["stage 3"]
 
 
+def test_a_rank_that_is_lost_in_forward_is_an_error_that_names_what_was_gathered(tmp_path):
+    survivor, lost = worker("killed", tmp_path)
+    assert lost is None
+    assert "parameter 'blocks." in survivor["said"]
+    assert "gathering of its shards failed" in survivor["said"]
+    assert survivor["live"] == 0
+
+
 def test_ranks_that_run_other_modules_are_told_before_anything_is_updated(tmp_path):
     first, second = worker("other_order", tmp_path)
     for result in (first, second):

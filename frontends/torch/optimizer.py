@@ -450,6 +450,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
         """
         pipeline, hypers = self.pipeline, self._hypers()
         if boundary:
+            if self.partitioned is not None:
+                self.partitioned.check_closed()
             pipeline.check_expected(hypers, divisor=self._divisor, groups=self._groups())
         self._take_on_unfrozen()
         self._check_unchanged()

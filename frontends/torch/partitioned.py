@@ -26,8 +26,10 @@ from torch.utils._pytree import tree_leaves
 
 from offload_core.buckets import PARAMETER_SHARDS
 from offload_core.errors import ParameterError, StateError
+from offload_core.host_memory import available_bytes
 from offload_core.layout import agree
 from offload_core.live_params import LiveParams, PartitionedParam
+from offload_core.memory_plan import MemoryPlan, PlanRow
 from offload_core.partition import ParamSpec, build_buckets
 from offload_core.pipeline import Pipeline
 
@@ -125,13 +127,13 @@ class PartitionedModel:
         self.live = LiveParams(config, self._world)
         self._torch_device = device
         self._of: dict[int, PartitionedParameter] = {}
-        self._owners: dict[int, tuple[str, str]] = {}
-        """The names of a parameter and of the module that has it."""
+        self._owners: dict[int, tuple[torch.Tensor, str, str]] = {}
+        """A parameter, its name, and the module that has it, in words."""
         self._model = weakref.ref(model)
         for name, module in model.named_modules():
             for own, param in module.named_parameters(recurse=False):
                 words = f"{type(module).__name__} {name!r}" if name else type(module).__name__
-                self._owners.setdefault(id(param), (f"{name}.{own}" if name else own, words))
+                self._owners.setdefault(id(param), (param, f"{name}.{own}" if name else own, words))
                 _MODELS[id(param)] = self
         self._calls: list[_Call] = []
         """Forwards that are running, innermost last."""
@@ -173,7 +175,7 @@ class PartitionedModel:
         with torch.no_grad():
             for spec, param in new:
                 self._world.start_alike([spec], [flat(param)])
-                words = self._owners[id(param)][1]
+                words = self._owners[id(param)][2]
                 record = PartitionedParameter(self.live, spec, param, words, self._config.reduce_bucket_size)
                 record.shard = torch.zeros(record.shard_numel, dtype=param.dtype, device=self._shards_device)
                 record.cut(record.shard)
@@ -206,8 +208,12 @@ class PartitionedModel:
     def keep_frozen(self, model: nn.Module) -> None:
         """Partition what is not trained."""
         target = self._config.target_dtype
-        named = [(name, p) for name, p in model.named_parameters() if self.takes(p)]
+        named = [(name, p) for name, p in model.named_parameters() if self.takes(p) and p not in self]
         found = self.cut([(spec_of(name, p, 0, target, partitioned=True), p) for name, p in named])
+        if self._config.offload_param == "cpu":
+            n_bytes = sum(record.shard_numel * record.spec.dtype.itemsize for record in found.values())
+            row = PlanRow(PARAMETER_SHARDS, "host", n_bytes, "more ranks")
+            self._pipeline.reserve(MemoryPlan((row,), sum(p.numel() for _, p in named)), available_bytes())
         self.keep_shards(found.values())
 
     def train(self, param: torch.Tensor, index: int) -> None:
@@ -227,16 +233,20 @@ class PartitionedModel:
         shards = 0 if self._config.offload_param == "cpu" else sum(r.shard.nbytes for r in self._of.values())
         return self.live.n_bytes + shards
 
+    def check_closed(self) -> None:
+        """Raise :class:`StateError` inside ``gathered_parameters``."""
+        if self._open:
+            raise StateError(
+                "an update inside gathered_parameters(); expected it after: parameters are about to change"
+            )
+
     def before_change(self) -> int:
         """Release everything, for parameters are about to change; a number that is the same on all ranks that
         gathered alike.
 
         Raises :class:`StateError` inside ``gathered_parameters``.
         """
-        if self._open:
-            raise StateError(
-                "an update inside gathered_parameters(); expected it after: parameters are about to change"
-            )
+        self.check_closed()
         self._forget_calls()
         return self.live.release_all()
 
@@ -464,7 +474,7 @@ class PartitionedModel:
         """Give all ranks one rank's values of these parameters."""
         for param in params:
             record = self._of.get(id(param))
-            name = self._owners[id(param)][0]
+            name = self._owners[id(param)][1]
             with torch.no_grad():
                 if record is None:
                     self._world.start_alike([spec_of(name, param, 0)], [flat(param)], source)
