@@ -102,6 +102,7 @@ class HostTorchDevice(TorchDevice):
         return Done()
 
     def to_device(self, host: np.ndarray, copies: Sequence[Copy], after: Event) -> Event:
+        after.order()
         spread(as_torch(host), copies)
         return Done()
 
