@@ -678,6 +678,8 @@ CORE_CHANGES = [
         ("pipeline", "Pipeline._begin_gradients", "self._updates.finish_publications", "lambda: None"),
         ("tasks", "Background.submit", "if self._failure is not None:", "if False:"),
         ("tasks", "Background.recover", "self._failure = None", "pass"),
+        ("live_params", "LiveParams._gather", "param.updated(), ", ""),
+        ("live_params", "LiveParams.acquire", "self.release_idle()", "pass"),
     ]
 ]
 
