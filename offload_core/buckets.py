@@ -42,13 +42,15 @@ class LocalBuckets:
         self.planned_host_bytes = 0
         self.staging: StagingRing | None = None
         self._ring_bytes = 0
-        self.in_staging: deque[LocalBucket] = deque()
-        """Buckets on their way to the host that may still hold staging, oldest first."""
+        self.in_staging: deque[tuple[LocalBucket, Future[None]]] = deque()
+        """Buckets on their way to the host that may still hold staging, and the end of it, oldest first."""
         self._states = AdamStates(self.memory, len(device.ranks))
         self.direct = device.addressable and device.world_size == 1
         """Nothing is moved: kernels read gradients and write parameters where they are."""
         self.sums = config.gradient_accumulation_steps > 1 or device.world_size > 1
         """Gradients are summed on the host, in fp32."""
+        self.emits = config.update_in_backward and config.schedule == "overlap" and not self.direct
+        """Parameters may leave for the device before their step."""
         self.tasks = Inline() if self.direct or config.schedule == "serial" else Background()
 
     # --- parameters and states ---------------------------------------------------------------------
@@ -215,12 +217,13 @@ class LocalBuckets:
 
     def without_master(self, bucket: Bucket) -> bool:
         """Whether the bucket's parameters are their own master weights."""
-        ahead = self.config.schedule == "delayed" or self.config.update_in_backward  # masters may be, of parameters
-        return self.device.updates_in_place and bucket.dtype is FLOAT32 and not ahead
+        apart = self.config.schedule == "delayed" or self.emits  # masters and parameters may be of different steps
+        return self.device.updates_in_place and bucket.dtype is FLOAT32 and not apart
 
     @property
     def _staging_slots(self) -> int:
-        return self.device.staging_slots * self.tasks.depth
+        ways = 2 if self.emits else 1  # at a time; else there is one after the other
+        return ways * self.device.staging_slots * self.tasks.depth
 
     @property
     def _has_home(self) -> bool:

@@ -68,7 +68,7 @@ class Twin:
         return values
 
     def expect_update(self):
-        self.pipeline.expect_step(self.hypers)
+        self.pipeline.expect_step(self.hypers, self.tensors)
 
     def update(self):
         self.pipeline.step(self.hypers, self.tensors)

@@ -22,7 +22,9 @@ def memory_order(tensor: torch.Tensor) -> list[int] | None:
     if tensor.is_contiguous():
         return None
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-    if not tensor.permute(order).is_contiguous():
+    with torch._C.DisableTorchFunctionSubclass():  # no read: a pending parameter need not be waited for
+        dense = tensor.permute(order).is_contiguous()
+    if not dense:
         raise ParameterError(
             f"parameter of shape {tuple(tensor.shape)} and strides {tensor.stride()} is a view with gaps or overlaps; "
             "expected a dense tensor: make it its own, with torch.nn.Parameter(p.detach().contiguous())"
