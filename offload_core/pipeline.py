@@ -181,7 +181,13 @@ class Pipeline:
         """
         if self._gradients.pristine:
             return
-        self._recall(params if params is None else [param for param in params if param in self._gradients.present])
+        try:
+            self._recall(params if params is None else [param for param in params if param in self._gradients.present])
+        except StateError:
+            raise
+        except Exception:  # all that was asked for is dropped
+            if params is not None:
+                raise
         self._gradients.drop(params)
         if params is None:
             self._announced = None
@@ -262,7 +268,7 @@ class Pipeline:
                 coefficient = clip_coefficient(norm, self.config.gradient_clipping)
         self._clips = coefficient != 1.0 or skipped == "overflow"
         if self._clips or recalled:
-            self._or_abort_early(self._recall)
+            self._recall()
         if skipped:
             self.drop_gradients()
             self._or_abort(lambda: updates.publish(buckets.all, tensors))
@@ -374,9 +380,13 @@ class Pipeline:
                 "read parameters before it"
             )
         self._updates.emits = False
-        for work in self._emitting:
-            self._buckets.claim(work)
-        self._updates.finish_publications()
+
+        def land() -> None:
+            for work in self._emitting:
+                self._buckets.claim(work)
+            self._updates.finish_publications()
+
+        self._or_abort(land)
         for work in self._emitting:
             if work.life.state is BucketState.EMITTED:
                 work.life.on(BucketEvent.RECALL)
@@ -517,13 +527,14 @@ class Pipeline:
             ahead = [work.members for work in self._buckets.all if work.life.state is BucketState.UPDATED]
             for param in frozenset().union(*ahead):
                 self.steps[param] += 1
+        lost = self._updates.forget()
         if self._buckets.emits:
-            for work in self._buckets.all:
-                if work.life.state in (BucketState.EMITTED, BucketState.UPDATING, BucketState.UPDATED):
-                    work.behind |= work.members
-                    self._recalled.add(work)
+            half_done = (BucketState.EMITTED, BucketState.UPDATING, BucketState.UPDATED)
+            lost.update(work for work in self._buckets.all if work.life.state in half_done)
+            for work in lost:
+                work.behind |= work.members
+            self._recalled |= lost
         self._gradients.begin()
-        self._updates.forget()
         self._announced = None
         self._emitting.clear()
         for work in self._buckets.all:

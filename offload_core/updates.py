@@ -284,10 +284,10 @@ class Updates:
     def finish_publications(self) -> None:
         """Wait until parameters have been written; raise what went wrong."""
         self.land()
-        publishing, self._publishing = self._publishing, []
-        for work, arrived in publishing:  # the bucket itself may be on its way to the next update
+        for work, arrived in self._publishing:  # the bucket itself may be on its way to the next update
             self._buckets.wait(arrived, work)
             work.written = None
+        self._publishing = []
 
     def finish(self) -> None:
         """Wait until all has ended; raise what went wrong."""
@@ -300,7 +300,10 @@ class Updates:
         for work in advancing:
             self._buckets.claim(work)
 
-    def forget(self) -> None:
-        """Nothing is on its way."""
+    def forget(self) -> set[LocalBucket]:
+        """After a failure: nothing is on its way any more. The buckets whose parameters may not have been written."""
+        lost = {work for work, arrived in self._publishing if arrived.exception() is not None}
+        lost.update(work for work, _ in self._travelling)
         self._travelling.clear()
         self._publishing, self._advancing = [], []
+        return lost
