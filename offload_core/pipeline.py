@@ -291,7 +291,6 @@ class Pipeline:
         tensors = list(tensors)  # read later
 
         def start() -> None:
-            updates.land()
             if delays:
                 updates.publish(reversed(gradients.order), tensors)
                 updates.start_ahead(works[::-1], scalars, present, emitted=False)
@@ -341,7 +340,8 @@ class Pipeline:
     def _emit(self, work: LocalBucket, full: bool) -> None:
         """A bucket was launched: have it emitted if a step was announced and all its gradients are there."""
         announced = self._announced
-        ready = full and announced is not None and self._updates.emits
+        known = max(work.members) < len(self._tensors)  # a parameter may have been added since
+        ready = full and known and announced is not None and self._updates.emits
         if not self._buckets.emits or not self.at_boundary or not (ready or self.device.world_size > 1):
             return
         if ready:
@@ -380,13 +380,7 @@ class Pipeline:
                 "read parameters before it"
             )
         self._updates.emits = False
-
-        def land() -> None:
-            for work in self._emitting:
-                self._buckets.claim(work)
-            self._updates.finish_publications()
-
-        self._or_abort(land)
+        self._or_abort(self._updates.finish_publications)
         for work in self._emitting:
             if work.life.state is BucketState.EMITTED:
                 work.life.on(BucketEvent.RECALL)

@@ -84,7 +84,6 @@ class Updates:
             scalars: None where this rank would not.
             tentatively: leave the states as they are.
         """
-        after = self._buckets.device.mark()
 
         def start() -> Event:
             emits = self.emits and scalars is not None
@@ -96,6 +95,7 @@ class Updates:
             self._run_adam(work, scalars, work.members, None, out, keep_states=tentatively)
             if not tentatively:
                 work.life.on(BucketEvent.UPDATED)
+            after = Done()  # the gradients came after all that had been launched before them
             return self._buckets.device.publish(
                 work.bucket, out, tensors, set(work.members), self._lease(work), after
             )
