@@ -110,7 +110,8 @@ def adam(
 ) -> None:
     """Update every segment (dtype ``SEGMENT``) in place, with the ``scalars`` (dtype ``SCALARS``) it names.
 
-    ``param_dtype=None`` writes no device parameter; ``keep_states`` writes nothing else, in the same bits. The memory behind the addresses must outlive the call.
+    ``param_dtype=None`` writes no device parameter; ``keep_states`` writes nothing else, in the same bits. The memory
+    behind the addresses must outlive the call.
     """
     assert segments.dtype == SEGMENT
     assert scalars.dtype == SCALARS

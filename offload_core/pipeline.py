@@ -20,7 +20,7 @@ written where they are, and nothing is done behind the caller's back.
 """
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -339,16 +339,16 @@ class Pipeline:
 
     def _emit(self, work: LocalBucket, full: bool) -> None:
         """A bucket was launched: have it emitted if a step was announced and all its gradients are there."""
-        announced = self._announced
-        known = max(work.members) < len(self._tensors)  # a parameter may have been added since
-        ready = full and known and announced is not None and self._updates.emits
-        if not self._buckets.emits or not self.at_boundary or not (ready or self.device.world_size > 1):
+        if not self._buckets.emits or not self.at_boundary:
             return
-        if ready:
+        announced, scalars = self._announced, None
+        known = max(work.members) < len(self._tensors)  # a parameter may have been added since
+        if announced is not None and full and known and self._updates.emits:
             self._emitting[work] = None
             announced.emitted(work.members)
-        scalars = announced.scalars if ready else None
-        self._updates.emit(work, scalars, self._tensors, tentatively=self._examines)
+            scalars = announced.scalars
+        if scalars is not None or self.device.world_size > 1:
+            self._updates.emit(work, scalars, self._tensors, tentatively=self._examines)
 
     def _as_announced(self, hypers: Sequence[AdamHyper], divisor: float, groups: Sequence[int] | None) -> bool:
         announced = self._announced
@@ -364,16 +364,16 @@ class Pipeline:
                 "update_in_backward=True has used them; expected them as they were: set them back, or before backward()"
             )
 
-    def _recall(self, params: Iterable[int] | None = None) -> None:
+    def _recall(self, params: Collection[int] | None = None) -> None:
         """What was emitted does not count, where that is any of these parameters: the step is to send them again.
 
         Raises :class:`StateError` where states have been updated, too.
         """
-        touched = self._emitting if params is None else {work: None for param in params for work in self._buckets.of[param]}
-        if touched.keys().isdisjoint(self._emitting):
+        touched = [work for work in self._emitting if params is None or not work.members.isdisjoint(params)]
+        if not touched:
             return
         if not self._examines:
-            param = min(min(work.members) for work in touched if work in self._emitting)
+            param = min(touched[0].members)
             raise StateError(
                 f"parameter {self.params[param].name!r}: its gradient has been used, for update_in_backward=True; "
                 "expected engine.step() next: set update_in_backward=False to discard gradients, to add to them or to "
@@ -428,9 +428,7 @@ class Pipeline:
                 self._abort(error)
             raise
 
-    def _agree_on_gradients(
-        self, terms: tuple[Any, ...]
-    ) -> tuple[SumOfSquares, set[int], bool]:
+    def _agree_on_gradients(self, terms: tuple[Any, ...]) -> tuple[SumOfSquares, set[int], bool]:
         """The squares of all gradients, the parameters that have one on any rank, and whether any rank has recalled.
 
         Raises :class:`StateError` on every rank where ``terms``, what the update is made with, are not the same.
@@ -496,8 +494,8 @@ class Pipeline:
             if self.device.world_size > 1:
                 raise StateError(
                     f"parameter {self.params[param].name!r} is read between backward() and step(), and "
-                    "update_in_backward=True has written to it; expected engine.step() or engine.zero_grad() before, on "
-                    "every rank: set update_in_backward=False to read it there"
+                    "update_in_backward=True has written to it; expected engine.step() or engine.zero_grad() before, "
+                    "on every rank: set update_in_backward=False to read it there"
                 )
             self.withdraw()
         try:

@@ -73,9 +73,7 @@ class Updates:
         self._advancing: list[LocalBucket] = []
         """Likewise those that are updated and not published."""
 
-    def emit(
-        self, work: LocalBucket, scalars: Scalars | None, tensors: Sequence[Any], *, tentatively: bool
-    ) -> None:
+    def emit(self, work: LocalBucket, scalars: Scalars | None, tensors: Sequence[Any], *, tentatively: bool) -> None:
         """Send a bucket's new parameters as soon as its gradients are on the host, where ``emits`` holds until then.
 
         Among ranks all call it alike, and nothing is done unless all would.
@@ -96,9 +94,7 @@ class Updates:
             if not tentatively:
                 work.life.on(BucketEvent.UPDATED)
             after = Done()  # the gradients came after all that had been launched before them
-            return self._buckets.device.publish(
-                work.bucket, out, tensors, set(work.members), self._lease(work), after
-            )
+            return self._buckets.device.publish(work.bucket, out, tensors, set(work.members), self._lease(work), after)
 
         work.task = self._send(work, start, lambda work: None)
 
@@ -111,9 +107,7 @@ class Updates:
         collectives.sum_integers(flags, f"bucket {work.bucket.index}: whether it is emitted")
         return int(flags[0]) == collectives.world_size
 
-    def start(
-        self, works: Sequence[LocalBucket], scalars: Scalars, tensors: Sequence[Any], present: set[int]
-    ) -> None:
+    def start(self, works: Sequence[LocalBucket], scalars: Scalars, tensors: Sequence[Any], present: set[int]) -> None:
         """One C pass over the process's shards, and the parameters to where they are read, bucket after bucket."""
 
         def update(work: LocalBucket, after: Event) -> Event:
@@ -133,9 +127,7 @@ class Updates:
 
         self._travel(works, update, end)
 
-    def start_ahead(
-        self, works: Sequence[LocalBucket], scalars: Scalars, present: set[int], *, emitted: bool
-    ) -> None:
+    def start_ahead(self, works: Sequence[LocalBucket], scalars: Scalars, present: set[int], *, emitted: bool) -> None:
         """Update states; the parameters were emitted, or follow with :meth:`publish`."""
 
         def update(work: LocalBucket) -> None:

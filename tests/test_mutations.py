@@ -76,7 +76,11 @@ MUTANTS = [
         VECTOR_SETS,
         ("update does nothing", "int64_t i = begin;", "int64_t i = end;"),
         ("main loop does nothing", "v_store(a->master + i, p);", ";"),
-        ("main loop does not keep states", "if (!keep_states) {\n            v_store(a->", "if (1) {\n            v_store(a->"),
+        (
+            "main loop does not keep states",
+            "if (!keep_states) {\n            v_store(a->",
+            "if (1) {\n            v_store(a->",
+        ),
         ("tail does not keep states", "if (!keep_states) {\n            v_store((", "if (1) {\n            v_store(("),
         ("tail skipped", "if (i < end) {", "if (0) {"),
         ("torch: betas swapped", "v_mul(*v, c->beta2))", "v_mul(*v, c->beta1))"),

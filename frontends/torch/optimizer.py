@@ -4,7 +4,7 @@ import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -693,7 +693,8 @@ def _let_go(handles: list[Any], slots: dict[torch.Tensor, _Slot]) -> None:
         handle.remove()
     handles.clear()
     for slot in slots.values():
-        settle(slot.param)
+        with suppress(StateError):  # the step that it was emitted for does not come
+            settle(slot.param)
         slot.release()
         slot.taken.when_added(None)
         if _OWNED.get(id(slot.param)) is slot:
