@@ -163,8 +163,10 @@ class Pipeline:
         """
         self._begin_gradients()
         self._gradients.check(param, gradient)
-        if self._gradients.begins_round(param):
-            self._recall([param] if self.device.world_size == 1 else None)
+        if self.device.world_size == 1:
+            self._recall([param])
+        elif self._gradients.begins_round(param):  # in which ranks meet for all buckets again
+            self._recall()
         self._or_abort_early(lambda: self._gradients.add(param, gradient))
 
     def _begin_gradients(self) -> None:
