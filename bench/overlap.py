@@ -16,17 +16,23 @@ start; they hide behind the next forward, which waits for one bucket at a time:
 
     overlap = flow(b, c, n) + flow(u, c, f)
 
-With clipping no schedule that keeps the stages exact is faster: no update can start before the last gradient has been
-looked at. Where compute dominates (b and f are the longest) this is T_compute + c + n + u + c, that is
+Where compute dominates (b and f are the longest) this is T_compute + c + n + u + c, that is
 max(T_compute, T_update, T_link) + the last bucket's tail. Where the update or the link does it is more, as what comes
 before the boundary cannot hide what comes after: about T_backward + T_update, or T_to_host + T_to_device.
 
-``in backward`` (``update_in_backward=True``, without clipping) updates states as gradients arrive (a: 26 bytes), and at
-the boundary rounds masters to parameters (r: 6 bytes) in the order of the next forward:
+``in backward`` (``update_in_backward=True``) updates a bucket and sends its parameters as soon as its gradients are on the
+host. With clipping it sends them tentatively (e: 16 bytes more, states only read) and updates states after the boundary,
+behind the next forward and backward (a: 26 bytes). Once the last gradient is there, those that wait for the host go as
+in ``overlap``. While the host keeps pace,
 
-    in backward = flow(b, c, a) + flow(r, c, f)
+    in backward = flow(b, c, n + e, c) + K f        (u for n + e without clipping)
 
-``delayed`` publishes at a boundary what the step before changed, and after that updates behind forward and backward, in
+and in general what :func:`in_backward` finds by going through a step bucket by bucket. Where compute dominates this is
+the limit below; where the update does it is, too, without clipping: what the host has not done by the boundary hides
+behind the forward. Where the link does, the forward comes on top of the limit: what it needs first is the last to come
+to the host and to go back.
+
+``delayed`` publishes at a boundary what the step before changed (r: masters rounded, 6 bytes), and after that updates (a) behind forward and backward, in
 the order of backward: a bucket's new gradient comes to where its old one has been read. Norms come after all updates:
 
     delayed = max(flow(r, c, f) + flow(b, c, n), flow(r, c) + max(flow(a, b, c, n) - b, K a + K n))
@@ -103,13 +109,16 @@ class Times(NamedTuple):
     advance: float
     """The update less the parameter."""
     round: float
+    emit: float
+    """The parameter, and states only read."""
 
     @classmethod
     def of(cls, case: Case, params: int, buckets: int, clips: bool) -> "Times":
         wide = params / buckets / case.host
         copy = 2 * params / buckets / case.link
         norm = 2 * wide if clips else 0.0
-        return cls(case.forward / buckets, case.backward / buckets, copy, norm, 28 * wide, 26 * wide, 6 * wide)
+        layer = case.forward / buckets, case.backward / buckets
+        return cls(*layer, copy, norm, 28 * wide, 26 * wide, 6 * wide, 16 * wide)
 
 
 def flow(buckets: int, *stages: float) -> float:
@@ -126,10 +135,49 @@ def model(buckets: int, t: Times) -> dict[str, float]:
     return {
         "serial": buckets * (t.forward + t.backward + 2 * t.copy + t.norm + t.update),
         "overlap": to_host + flow(buckets, t.update, t.copy, t.forward),
-        "in backward": flow(buckets, t.backward, t.copy, t.advance) + forward,
+        "in backward": in_backward(buckets, t),
         "delayed": max(forward + to_host, published + behind),
         "limit": flow(buckets, t.forward + t.backward, t.copy, t.update, t.copy),
     }
+
+
+def in_backward(buckets: int, t: Times) -> float:
+    """Seconds of a step among others like it. Buckets are counted in the order of backward."""
+    tentative = t.norm > 0
+    order = range(buckets)
+    now = host = to_host = to_device = 0.0
+    written, committed = [0.0] * buckets, [0.0] * buckets
+    ends = []
+
+    def send(bucket: int, seconds: float) -> None:
+        nonlocal host, to_device
+        host += seconds
+        to_device = written[bucket] = max(to_device, host) + t.copy
+
+    for _ in range(8):
+        for i in reversed(order):
+            now = max(now, written[i]) + t.forward
+        arrived = []
+        for i in order:
+            now = max(now + t.backward, committed[i])
+            to_host = max(to_host, now) + t.copy
+            arrived.append(to_host)
+        waiting = []
+        for i in order:
+            host = max(host, arrived[i]) + t.norm
+            if host < arrived[-1]:
+                send(i, t.emit if tentative else t.update)
+            else:
+                waiting.append(i)
+        now = max(now, host)
+        for i in reversed(waiting):
+            send(i, t.update)
+        for i in order:
+            if tentative and i not in waiting:
+                host += t.advance
+                committed[i] = host
+        ends.append(now)
+    return ends[-1] - ends[-2]
 
 
 class Sleeper:

@@ -7,7 +7,7 @@ import numpy as np
 
 from . import _kernels
 from .buckets import LocalBuckets, as_it_stays
-from .device import Arrival, HostArray
+from .device import Arrival, Done, Event, HostArray
 from .dtypes import BY_NUMPY, FLOAT32, ElementType
 from .errors import GradientError
 from .grad_norm import SumOfSquares
@@ -48,6 +48,8 @@ class Gradients:
         """Whether the round of the last gradient has ended."""
         self.pristine = True
         """Whether nothing was added or launched since the last update."""
+        self.last: Event = Done()
+        """The arrival of the bucket that was launched last."""
 
     def check(self, param: int, gradient: Any) -> None:
         """Raise :class:`GradientError` unless the gradient fits its parameter."""
@@ -193,7 +195,7 @@ class Gradients:
         work.lease = self._buckets.staging.lease()
         numel = arrival.parts * work.home.size
         received = work.home if stays else work.lease.borrow(numel, arrival.dtype.numpy)
-        event = self._buckets.device.reduce(bucket, work.wire, gradients, received, work.lease)
+        self.last = event = self._buckets.device.reduce(bucket, work.wire, gradients, received, work.lease)
         look = self._examined() and self.at_boundary
 
         def settle() -> None:

@@ -244,7 +244,8 @@ class Pipeline:
         buckets, gradients, updates = self._buckets, self._gradients, self._updates
         self.check_expected(hypers, divisor=divisor, groups=groups)
         self._refuse_if_broken()
-        updates.emits = False
+        # While gradients are on their way the host has time; after that what the next forward needs first comes first.
+        updates.emits = lambda: not gradients.last.done()
         self._or_abort(updates.finish if gradients.pristine else updates.finish_states)
 
         def settle() -> None:
@@ -337,7 +338,7 @@ class Pipeline:
         terms = (list(hypers), divisor, groups, self.loss_scale)
         self._announced = _Announcement(terms, scalars, list(tensors), emitted)
         self._tensors = self._announced.tensors
-        self._updates.emits = True
+        self._updates.emits = lambda: True
 
     def _emit(self, work: LocalBucket, full: bool) -> None:
         """A bucket was launched: have it emitted if a step was announced and all its gradients are there."""
@@ -345,7 +346,7 @@ class Pipeline:
             return
         announced, scalars = self._announced, None
         known = max(work.members) < len(self._tensors)  # a parameter may have been added since
-        if announced is not None and full and known and self._updates.emits:
+        if announced is not None and full and known and self._updates.emits():
             self._emitting[work] = None
             announced.emitted(work.members)
             scalars = announced.scalars
@@ -381,7 +382,7 @@ class Pipeline:
                 "expected engine.step() next: set update_in_backward=False to discard gradients, to add to them or to "
                 "read parameters before it"
             )
-        self._updates.emits = False
+        self._updates.emits = lambda: False
         self._or_abort(self._updates.finish_publications)
         for work in self._emitting:
             if work.life.state is BucketState.EMITTED:

@@ -64,8 +64,8 @@ class Updates:
     def __init__(self, buckets: LocalBuckets, op_order: str) -> None:
         self._buckets = buckets
         self._op_order = op_order
-        self.emits = False
-        """Whether buckets whose gradients arrive are still to be emitted; those that are not wait for the step."""
+        self.emits: Callable[[], bool] = lambda: False
+        """Whether buckets whose gradients have arrived are still emitted; those that are not wait for the step."""
         self._travelling: deque[tuple[LocalBucket, Callable[[LocalBucket], None]]] = deque()
         """Buckets that were sent and that nobody waits for yet, oldest first, and what is done when they arrive."""
         self._publishing: list[tuple[LocalBucket, Future[None]]] = []
@@ -84,8 +84,7 @@ class Updates:
         """
 
         def start() -> Event:
-            emits = self.emits and scalars is not None
-            if not self._all_ranks(emits, work):
+            if not self._all_ranks(scalars is not None and self.emits(), work):
                 return Done()
             assert scalars is not None
             work.life.on(BucketEvent.EMIT if tentatively else BucketEvent.UPDATE)

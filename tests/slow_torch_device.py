@@ -57,3 +57,6 @@ class _Copied:
         self._future.result()
 
     order = wait
+
+    def done(self):
+        return self._future.done()
