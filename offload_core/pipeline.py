@@ -163,10 +163,11 @@ class Pipeline:
         """
         self._begin_gradients()
         self._gradients.check(param, gradient)
-        if self.device.world_size == 1:
-            self._recall([param])
-        elif self._gradients.begins_round(param):  # in which ranks meet for all buckets again
-            self._recall()
+        if self._emitting:
+            if self.device.world_size == 1:
+                self._recall([param])
+            elif self._gradients.begins_round(param):  # in which ranks meet for all buckets again
+                self._recall()
         self._or_abort_early(lambda: self._gradients.add(param, gradient))
 
     def _begin_gradients(self) -> None:

@@ -481,6 +481,29 @@ def test_what_was_emitted_is_committed_sent_again_or_taken_back(dtype):
             each.device.close()
 
 
+def test_what_the_host_has_not_got_to_when_all_gradients_are_there_goes_in_the_order_of_the_next_forward(monkeypatch):
+    Threads().play(monkeypatch)
+    updated, run_adam = [], Updates._run_adam
+
+    def noting(updates, work, *args, **options):
+        updated.append(work.bucket.index)
+        run_adam(updates, work, *args, **options)
+
+    monkeypatch.setattr(Updates, "_run_adam", noting)
+    for gradients_are_there in (False, True):
+        subject = make(FakeDevice(), **EARLY)
+        subject.pipeline.expect_step(HYPER, subject.tensors)
+        for i in (1, 0):
+            subject.add_gradient(i, np.ones(subject.specs[i].numel, BFLOAT16.numpy))
+        if gradients_are_there:
+            subject.device.synchronize()
+        updated.clear()
+        subject.pipeline.step(HYPER, subject.tensors)
+        subject.pipeline.finish()
+        in_backward = [work.bucket.index for work in subject.pipeline._gradients.order]
+        assert updated == (in_backward[::-1] if gradients_are_there else in_backward)
+
+
 def test_what_was_emitted_tentatively_can_be_changed_discarded_joined_and_read():
     """As if nothing had been emitted."""
 
@@ -681,7 +704,7 @@ def test_any_gradient_bits_give_what_the_oracle_gives(gradient, op_order):
 def test_the_plan_is_what_is_allocated():
     for device in (HostDevice(), FakeDevice()):
         for dtype in (FLOAT32, BFLOAT16):
-            for fields in ({}, {"gradient_accumulation_steps": 2}, {"reduce_bucket_size": 64}):
+            for fields in ({}, {"gradient_accumulation_steps": 2}, {"reduce_bucket_size": 64}, EARLY):
                 subject = make(device, dtype, **fields)
                 report = subject.pipeline.memory_report(0)
                 assert report.host_bytes == report.planned_host_bytes

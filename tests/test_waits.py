@@ -748,6 +748,11 @@ def what_ranks_emit():
         twin.pipeline.end_micro_step()
         twin.pipeline.end_micro_step()
 
+    def another_gradient(twin, rank):
+        drawn = [twin.draw(0) for _ in range(2)]
+        twin.naive.add_gradient(0, (drawn[0].astype(np.float32) + drawn[1].astype(np.float32)) / 2)
+        twin.give(0, drawn[rank])
+
     def changed(twin, rank):
         if rank:
             twin.pipeline.adopt(1, FakeTensor(twin.naive.params()[1]))
@@ -757,7 +762,7 @@ def what_ranks_emit():
             twin.pipeline.await_param(0)
 
     for late in ((), (0,)):
-        for act in (lambda twin, rank: None, another_micro_step, changed, read):
+        for act in (lambda twin, rank: None, another_micro_step, another_gradient, changed, read):
             on_ranks(lambda rank, late=late, act=act: body(rank, late, act))
 
 
