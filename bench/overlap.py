@@ -173,8 +173,9 @@ def in_backward(buckets: int, t: Times) -> float:
         now = max(now, host)
         for i in reversed(waiting):
             send(i, t.update)
-        for i in order:
-            if tentative and i not in waiting:
+        if tentative:
+            host = max(host, to_device)  # staging is given back first
+            for i in order[: buckets - len(waiting)]:
                 host += t.advance
                 committed[i] = host
         ends.append(now)
