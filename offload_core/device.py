@@ -60,6 +60,9 @@ class Event(Protocol):
     def order(self) -> None:
         """See to it that what this thread asks of the device from now on comes after; may block, need not."""
 
+    def done(self) -> bool:
+        """Whether it is known to be done; never blocks."""
+
 
 class Done:
     """The event of what was done at once."""
@@ -69,6 +72,9 @@ class Done:
 
     def order(self) -> None:
         pass
+
+    def done(self) -> bool:
+        return True
 
 
 class Waiting:
@@ -82,6 +88,9 @@ class Waiting:
 
     def order(self) -> None:
         self._finish()
+
+    def done(self) -> bool:
+        return False
 
 
 class AfterAll:
@@ -98,6 +107,9 @@ class AfterAll:
         for event in self._events:
             event.order()
 
+    def done(self) -> bool:
+        return all(event.done() for event in self._events)
+
 
 class _Watched:
     """An event that is noted in a trace when it has been waited for."""
@@ -112,6 +124,9 @@ class _Watched:
 
     def order(self) -> None:
         self._event.order()
+
+    def done(self) -> bool:
+        return self._event.done()
 
 
 def traced(trace: Trace, lane: str, bucket: int, n_bytes: int, start: Callable[[], Event]) -> Event:

@@ -58,3 +58,6 @@ class _Copied:
         self._future.result()
 
     order = wait
+
+    def done(self):
+        return self._future.done()

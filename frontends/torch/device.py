@@ -136,6 +136,9 @@ class _CudaEvent:
     def order(self) -> None:
         torch.cuda.current_stream().wait_event(self._event)
 
+    def done(self) -> bool:
+        return self._event.query()
+
 
 class _StreamLane:
     def __init__(self, stream: torch.cuda.Stream) -> None:
