@@ -71,6 +71,9 @@ class Pipeline:
         self.steps: list[np.ndarray] = []
         """Updates that each parameter has had: zero-dimensional float32 arrays, so that a front end can share them."""
         self._buckets = LocalBuckets(config, device)
+        self.published: frozenset[int] = frozenset()
+        """Parameters that the last :meth:`step` or :meth:`flush` wrote: with ``schedule="delayed"`` those of the step
+        before."""
         self._gradients = Gradients(self._buckets, lambda: self._examines)
         self._updates = Updates(self._buckets, self.op_order)
         self._broken: CollectiveError | None = None
@@ -144,8 +147,7 @@ class Pipeline:
     def _begin_gradients(self) -> None:
         """Before the first of a step: parameters have been written, so that ranks meet for one thing at a time."""
         if self._gradients.pristine:
-            self._refuse_if_broken()
-            self._or_abort(self._updates.finish_publications)
+            self.finish_publications()
 
     def drop_gradients(self, params: Sequence[int] | None = None) -> None:
         """Forget the gradients of these parameters, or of all.
@@ -214,6 +216,7 @@ class Pipeline:
                 buckets.claim(work)  # a gradient that was lost on its way is an error here, before anything changes
 
         self._or_abort_early(settle)
+        self.published = self._behind
         loss_scale = self.loss_scale
         squares, present = self._agree_on_gradients((hypers, groups, divisor, loss_scale))
         works = [work for work in reversed(gradients.order) if not present.isdisjoint(work.members)]
@@ -239,6 +242,8 @@ class Pipeline:
             work.clear()
             work.life.on(BucketEvent.END if work in ahead else BucketEvent.DROP)
         gradients.begin()
+        # What is in no bucket has nothing to wait for.
+        self.published |= frozenset(param for param in present if not delays or not buckets.of[param])
         tensors = list(tensors)  # read later
 
         def start() -> None:
@@ -301,8 +306,14 @@ class Pipeline:
     def flush(self, tensors: Sequence[Any]) -> None:
         """Wait for everything, and write to the parameters what ``schedule="delayed"`` still holds back."""
         self.finish()
+        self.published = self._behind
         self._or_abort(lambda: self._updates.publish(self._buckets.all, tensors))
         self.finish()
+
+    @property
+    def _behind(self) -> frozenset[int]:
+        """Parameters that are yet to get the value of their master weights."""
+        return frozenset().union(*(work.behind for work in self._buckets.all))
 
     def _or_abort(self, act: Callable[[], None]) -> None:
         try:
@@ -375,6 +386,14 @@ class Pipeline:
         """
         self._refuse_if_broken()
         self._or_abort(self._updates.finish)
+
+    def finish_publications(self) -> None:
+        """Wait until all parameters that the last :meth:`step` writes are written; states may still be on their way.
+
+        Raises what went wrong.
+        """
+        self._refuse_if_broken()
+        self._or_abort(self._updates.finish_publications)
 
     def await_param(self, param: int) -> None:
         """See to it that what this thread asks of the device from now on reads the parameter as updated.

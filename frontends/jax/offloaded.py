@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from offload_core.config import OffloadConfig, check_hyperparameters
 from offload_core.cpu_adam import STATE_NAMES, AdamHyper
 from offload_core.dtypes import BY_NUMPY
-from offload_core.errors import ConfigError, GradientError, ParameterError, StateError
+from offload_core.errors import GradientError, ParameterError, StateError
 from offload_core.host_memory import available_bytes
 from offload_core.loss_scale import scaler_for
 from offload_core.memory_plan import MemoryReport
@@ -123,10 +123,6 @@ class OffloadedParams:
         _refuse_jit("wrap()")
         self.config = OffloadConfig.resolve(config, **overrides)
         self.config = replace(self.config, op_order=self.config.op_order or "optax")
-        if self.config.schedule == "delayed":
-            raise ConfigError(
-                "schedule='delayed' is built for torch only so far; expected 'overlap' or 'serial' in JAX"
-            )
         self.report: StepReport | None = None
         """What the last :meth:`update` did."""
         self.count = 0
@@ -247,6 +243,9 @@ class OffloadedParams:
                 ``communication_dtype="float32"``. With ``gradient_accumulation_steps=N`` the update averages over
                 N calls.
 
+        With ``schedule="delayed"`` it returns, from the warm-up on, the parameters that the update before made; this
+        one's states are updated while the next gradients are computed.
+
         Raises (nothing has changed then):
             GradientError: the gradients do not fit, or (in all processes) those of several processes not each other.
             ConfigError: the schedule's learning rate is out of range.
@@ -265,7 +264,6 @@ class OffloadedParams:
         steps = self.config.gradient_accumulation_steps
         parameters = [self._all_leaves[leaf.position] for leaf in self._leaves]
         targets = self._placement.targets(parameters) if self._pipeline.micro_steps + 1 == steps else []
-        before = [float(t) for t in self._pipeline.steps]
         try:
             for i, gradient in enumerate(gradients):
                 if gradient is not None:
@@ -275,16 +273,31 @@ class OffloadedParams:
                 self.report = StepReport(updated=False, skipped="accumulating", loss_scale=loss_scale)
                 return self.params
             self.report = self._pipeline.step(hypers, targets, divisor=float(steps))
-            self._pipeline.finish()
+            self._pipeline.finish_publications()
         except BaseException:
             with suppress(StateError):  # a pipeline that lost a rank may refuse even that
                 self.discard_gradients()
             raise
-        if self.report.updated:
-            self.count += 1
-            for i, (leaf, target) in enumerate(zip(self._leaves, targets, strict=True)):
-                if float(self._pipeline.steps[i]) != before[i]:
-                    self._all_leaves[leaf.position] = self._placement.written(target, parameters[i])
+        self.count += self.report.updated
+        self._take_published(targets)
+        return self.params
+
+    def _take_published(self, targets: Sequence[Any]) -> None:
+        for i in self._pipeline.published:
+            position = self._leaves[i].position
+            self._all_leaves[position] = self._placement.written(targets[i], self._all_leaves[position])
+
+    def flush(self) -> Any:
+        """Bring ``params`` to the last update, also under ``schedule="delayed"``, and return them.
+
+        That holds back the parameters of the last update; afterwards the next gradients see them an update early.
+        With several processes all must call this.
+        """
+        _refuse_jit("flush()")
+        if self.config.schedule == "delayed":
+            targets = self._placement.targets([self._all_leaves[leaf.position] for leaf in self._leaves])
+            self._pipeline.flush(targets)
+            self._take_published(targets)
         return self.params
 
     def trace(self, path: str | os.PathLike[str]) -> AbstractContextManager[None]:
@@ -312,7 +325,7 @@ class OffloadedParams:
 
         What is wrong in one process is an error in all: alone, it would leave the others waiting.
         """
-        self._pipeline.finish()  # if it can go on at all: ranks meet next
+        self._pipeline.finish_publications()  # if it can go on at all: ranks meet next
         try:
             arrays, unreduced = self._arrays_of(grads)
             hypers = self._hypers()
@@ -425,8 +438,10 @@ class OffloadedParams:
 
         Keys: ``count``; ``params``; ``master``, ``exp_avg``, ``exp_avg_sq`` (fp32) and ``steps``, each with the
         parameters' structure and None where a leaf is not trained. On a mesh they are whole: with several processes
-        each gets all of them from the others, so all must call this.
+        each gets all of them from the others, so all must call this. With ``schedule="delayed"`` it begins with
+        :meth:`flush`.
         """
+        self.flush()
         states: dict[str, list[Any]] = {name: [None] * len(self._all_leaves) for name in (*STATE_NAMES, "steps")}
         for i, leaf in enumerate(self._leaves):
             for name, state in self._whole_states(i).items():
@@ -451,6 +466,7 @@ class OffloadedParams:
         states = {name: self._leaves_of(tree, name, trained) for name in STATE_NAMES}
         steps = self._leaves_of(tree, "steps", dict.fromkeys(trained, ()))
         self._pipeline.drop_gradients()
+        self.flush()  # what is held back would follow
         for i, leaf in enumerate(self._leaves):
             for start, views in self._pipeline.states(i):
                 for name, view in views.items():
