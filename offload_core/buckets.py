@@ -104,7 +104,8 @@ class LocalBuckets:
 
     def _agree_on_start(self, specs: Sequence[ParamSpec], tensors: Sequence[Any]) -> None:
         agree(self.device.collectives, self.config, specs, [self.device.dtype(tensor).name for tensor in tensors])
-        self.device.start_alike(specs, tensors)
+        whole = [i for i, spec in enumerate(specs) if not spec.partitioned]
+        self.device.start_alike([specs[i] for i in whole], [tensors[i] for i in whole])
 
     def states(self, param: int) -> list[tuple[int, dict[str, np.ndarray]]]:
         """This process's states of a parameter: ``(start, {name: fp32 view})`` a contiguous run, ascending.
@@ -145,8 +146,7 @@ class LocalBuckets:
         for work, piece in self._pieces_of(param):
             master = self._master(work, piece)
             if master is not None:
-                theirs = np.empty(piece.numel, work.bucket.dtype.numpy)
-                self.device.to_host([Copy(tensor, piece.start, piece.numel, 0)], theirs).wait()
+                theirs = self._read(work, piece, tensor).view()
                 changed = master.astype(theirs.dtype).view(np.uint8).reshape(piece.numel, -1)
                 changed = (changed != theirs.view(np.uint8).reshape(piece.numel, -1)).any(axis=1)
                 master[changed] = theirs[changed].astype(np.float32)
@@ -262,15 +262,18 @@ class LocalBuckets:
     def _load_master(self, work: LocalBucket, piece: Piece, tensor: Any) -> None:
         master = self._master(work, piece)
         assert master is not None
-        dtype = self.device.dtype(tensor)
-        if self.device.addressable:
-            source = self.device.host_array(tensor).run(piece.start, piece.numel)
-        else:
-            host = np.empty(piece.numel, dtype.numpy)
-            self.device.to_host([Copy(tensor, piece.start, piece.numel, 0)], host).wait()
-            source = HostArray.of(host)
+        source = self._read(work, piece, tensor)
         rows = _kernels.spans_of([(source.address, _kernels.address(master), piece.numel)])
-        _kernels.cast(rows, dtype, FLOAT32, threads=self.threads)
+        _kernels.cast(rows, source.dtype, FLOAT32, threads=self.threads)
+
+    def _read(self, work: LocalBucket, piece: Piece, tensor: Any) -> HostArray:
+        """A piece of a parameter's tensor, of its own element type."""
+        start = work.bucket.in_tensor(piece, len(self.device.ranks))
+        if self.device.addressable:
+            return self.device.host_array(tensor).run(start, piece.numel)
+        host = np.empty(piece.numel, self.device.dtype(tensor).numpy)
+        self.device.to_host([Copy(tensor, start, piece.numel, 0)], host).wait()
+        return HostArray.of(host)
 
 
 def as_it_stays(home: ElementType) -> Arrival:

@@ -23,14 +23,14 @@ _CHOICES: dict[str, tuple] = {
 
 # What the design names and this version does not build yet.
 _NOT_YET: dict[str, tuple[tuple, str]] = {
-    "stage": ((3,), "stages 1 and 2"),
+    "stage": ((), ""),
     "offload_optimizer": ((None, "nvme"), "offload_optimizer='cpu'"),
-    "offload_param": (("cpu", "nvme"), "offload_param=None"),
+    "offload_param": (("nvme",), "offload_param='cpu'"),
 }
 _BUILT: dict[str, tuple] = {
-    "stage": (1, 2),
+    "stage": (1, 2, 3),
     "offload_optimizer": ("cpu",),
-    "offload_param": (None,),
+    "offload_param": (None, "cpu"),
 }
 
 
@@ -90,6 +90,10 @@ class OffloadConfig:
     added to, between ``engine.backward()`` and ``engine.step()``: that is an error. In JAX it has no effect."""
     offload_optimizer: str | None = "cpu"
     offload_param: str | None = None
+    """``"cpu"`` (stage 3): parameters wait in host memory, also those of one rank, and come to the device for the
+    modules that use them."""
+    param_persistence_threshold: int = 100_000
+    """Stage 3: parameters of fewer elements stay whole on every rank."""
     pin_memory: bool = True
     """Pin the staging buffers where the device copies from host memory."""
     num_threads: int | None = None
@@ -118,8 +122,14 @@ class OffloadConfig:
             _number("gradient_clipping", self.gradient_clipping, above=0.0)
         for name in ("gradient_accumulation_steps", "reduce_bucket_size", "loss_scale_window"):
             _integer(name, getattr(self, name))
+        _integer("param_persistence_threshold", self.param_persistence_threshold, least=0)
         if self.num_threads is not None:
             _integer("num_threads", self.num_threads)
+        if self.offload_param is not None and self.stage != 3:
+            raise ConfigError(
+                f"offload_param={self.offload_param!r} with stage={self.stage}: only stage 3 takes parameters apart; "
+                "expected stage=3"
+            )
         if self.loss_scale not in (None, "dynamic"):
             if isinstance(self.loss_scale, str):
                 raise ConfigError(f"loss_scale: got {self.loss_scale!r}, expected 'dynamic', a number or None")
@@ -224,6 +234,6 @@ def _number(
         raise ConfigError(f"{name}: got {value!r}, expected a finite number {' and '.join(b for b in bounds if b)}")
 
 
-def _integer(name: str, value: object) -> None:
-    if not hasattr(value, "__index__") or isinstance(value, bool) or operator.index(value) < 1:
-        raise ConfigError(f"{name}: got {value!r}, expected an integer of at least 1")
+def _integer(name: str, value: object, *, least: int = 1) -> None:
+    if not hasattr(value, "__index__") or isinstance(value, bool) or operator.index(value) < least:
+        raise ConfigError(f"{name}: got {value!r}, expected an integer of at least {least}")

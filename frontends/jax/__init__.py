@@ -3,7 +3,17 @@
 from offload_core.config import OffloadConfig
 from offload_core.pipeline import StepReport
 
+from .gather import gather_params, gathered
 from .offloaded import OffloadedParams, ScaledGradients, wrap
-from .placement import RankGradients
+from .on_mesh import RankGradients
 
-__all__ = ["OffloadConfig", "OffloadedParams", "RankGradients", "ScaledGradients", "StepReport", "wrap"]
+__all__ = [
+    "OffloadConfig",
+    "OffloadedParams",
+    "RankGradients",
+    "ScaledGradients",
+    "StepReport",
+    "gather_params",
+    "gathered",
+    "wrap",
+]

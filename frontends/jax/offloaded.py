@@ -22,7 +22,9 @@ from offload_core.partition import ParamSpec
 from offload_core.pipeline import Pipeline, StepReport
 from offload_core.trace import COMPUTE
 
-from .placement import RankGradients, placement_for
+from .on_mesh import RankGradients
+from .placement import placement_for
+from .shard_layout import ShardLayout
 from .trees import (
     Mask,
     Static,
@@ -100,6 +102,8 @@ class _Leaf:
     position: int
     shape: tuple[int, ...]
     dtype: Any
+    layout: ShardLayout | None
+    """How it is cut over ranks (stage 3)."""
 
 
 class OffloadedParams:
@@ -138,12 +142,16 @@ class OffloadedParams:
         target = self.config.target_dtype
         self._placement = placement_for(self.config, mesh, axis, [leaves[i] for i in positions])
         arrays = [self._placement.place(self._paths[i], leaves[i]) for i in positions]
-        specs = [
-            ParamSpec(self._paths[i], array.size, target or BY_NUMPY[array.dtype], group=int(not decayed[i]))
-            for i, array in zip(positions, arrays, strict=True)
-        ]
+        layouts = [self._placement.layout(array) for array in arrays]
+        specs = []
+        for i, array, layout in zip(positions, arrays, layouts, strict=True):
+            dtype, group = target or BY_NUMPY[array.dtype], int(not decayed[i])
+            numel = array.size if layout is None else layout.numel
+            cut = "" if layout is None else f"{list(array.shape)} cut along dimension {layout.dim}"
+            specs.append(ParamSpec(self._paths[i], numel, dtype, group, cut, partitioned=layout is not None))
         scaler = scaler_for(self.config, [s.dtype for s in specs])
-        self._pipeline = Pipeline(self.config, self._placement.device, scaler)
+        # To the core, parameters in the host memory of JAX's are the device's as any.
+        self._pipeline = Pipeline(replace(self.config, offload_param=None), self._placement.device, scaler)
         plan = self._pipeline.plan(specs)
         self._planned_host_bytes = plan.host_bytes
         rows = self._placement.plan(specs, arrays, self._pipeline.memory)
@@ -155,9 +163,9 @@ class OffloadedParams:
         self._leaves = []
         for i in set(range(len(leaves))) - set(positions):
             leaves[i] = self._placement.pass_through(leaves[i])
-        for i, array, spec in zip(positions, arrays, specs, strict=True):
-            leaves[i] = array.astype(spec.dtype.numpy)
-            self._leaves.append(_Leaf(i, array.shape, leaves[i].dtype))
+        for i, array, spec, layout in zip(positions, arrays, specs, layouts, strict=True):
+            leaves[i] = self._placement.cast(array, spec.dtype)
+            self._leaves.append(_Leaf(i, array.shape, leaves[i].dtype, layout))
         self._all_leaves = leaves
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -197,10 +205,19 @@ class OffloadedParams:
         positions = [leaf.position for leaf in self._leaves]
         trained_set = frozenset(positions)
 
-        def compute(trained: list[Any], traced: list[Any], static: Static, scale: Any, args: Any, kwargs: Any) -> Any:
+        def compute(
+            trained: list[Any],
+            traced: list[Any],
+            static: Static,
+            scale: Any,
+            args: Any,
+            kwargs: Any,
+            *,
+            seen: Any = list,
+        ) -> Any:
             def scaled(trained: list[Any]) -> Any:
                 leaves = static.merge(traced)
-                for i, leaf in zip(positions, trained, strict=True):
+                for i, leaf in zip(positions, seen(trained), strict=True):
                     leaves[i] = leaf
                 out = fun(jax.tree_util.tree_unflatten(static.treedef, leaves), *args, **kwargs)
                 value = out[0] if has_aux else out
@@ -410,7 +427,7 @@ class OffloadedParams:
             if gradient is not None:
                 if not is_array(gradient):
                     raise GradientError(f"{path}: gradient is a {type(gradient).__name__}, expected an array or None")
-                expected = [*stack, *leaf.shape]
+                expected = list(leaf.shape) if leaf.layout is not None else [*stack, *leaf.shape]
                 if list(gradient.shape) != expected or gradient.dtype not in (leaf.dtype, jnp.float32):
                     ranks = ", one a rank" if unreduced else ""
                     raise GradientError(
@@ -450,7 +467,17 @@ class OffloadedParams:
         trees = {name: jax.tree_util.tree_unflatten(self._treedef, leaves) for name, leaves in states.items()}
         scaler = self._pipeline.scaler
         loss_scale = {} if scaler is None else {"loss_scale": scaler.state_dict()}
-        return {"count": self.count, "params": jax.tree.map(to_numpy, self.params), **trees, **loss_scale}
+        trained = {leaf.position for leaf in self._leaves}
+        params = [
+            self._placement.to_numpy(leaf) if i in trained else to_numpy(leaf)
+            for i, leaf in enumerate(self._all_leaves)
+        ]
+        return {
+            "count": self.count,
+            "params": jax.tree_util.tree_unflatten(self._treedef, params),
+            **trees,
+            **loss_scale,
+        }
 
     def load_pytree(self, tree: Mapping[str, Any]) -> Any:
         """Load what :meth:`to_pytree` gave, and return the parameters. Any number of ranks may have written it.
@@ -468,19 +495,26 @@ class OffloadedParams:
         self._pipeline.drop_gradients()
         self.flush()  # what is held back would follow
         for i, leaf in enumerate(self._leaves):
-            for start, views in self._pipeline.states(i):
-                for name, view in views.items():
-                    view[...] = np.reshape(states[name][leaf.position], -1)[start : start + view.size]
+            for name in STATE_NAMES:
+                flat = np.reshape(states[name][leaf.position], -1)
+                if leaf.layout is not None:
+                    flat = leaf.layout.to_core(flat)
+                for start, views in self._pipeline.states(i):
+                    views[name][...] = flat[start : start + views[name].size]
             self._pipeline.steps[i][...] = steps[leaf.position]
         for position, value in params.items():
-            self._all_leaves[position] = self._placement.pass_through(from_numpy(value, self._all_leaves[position]))
+            like = self._all_leaves[position]
+            if position in trained:
+                self._all_leaves[position] = self._placement.restored(np.asarray(value), like)
+            else:
+                self._all_leaves[position] = self._placement.pass_through(from_numpy(value, like))
         if self._pipeline.scaler is not None and "loss_scale" in tree:
             self._pipeline.scaler.load_state_dict(tree["loss_scale"])
         self.count = int(tree["count"])
         return self.params
 
     def _whole_states(self, i: int) -> dict[str, np.ndarray]:
-        """A parameter's states, one-dimensional; what other processes hold comes from there."""
+        """A parameter's states; what other processes hold comes from there."""
         numel = self._pipeline.params[i].numel
         words = {name: np.zeros(-(-numel // 2), np.int64) for name in STATE_NAMES}
         whole = {name: array.view(np.float32)[:numel] for name, array in words.items()}
@@ -489,7 +523,8 @@ class OffloadedParams:
                 whole[name][start : start + view.size] = view
         for name, array in words.items():  # the bits of one process, and zeros of the others
             self._pipeline.device.collectives.sum_integers(array, f"{name} of {self._pipeline.params[i].name}")
-        return whole
+        layout = self._leaves[i].layout
+        return whole if layout is None else {name: layout.from_core(state) for name, state in whole.items()}
 
     def _leaves_of(self, tree: Mapping[str, Any], name: str, shapes: Mapping[int, tuple[int, ...]]) -> dict[int, Any]:
         """The leaves of ``tree[name]`` at the positions of ``shapes``; checked to be of these shapes."""
