@@ -53,7 +53,7 @@ class OffloadConfig:
     op_order: str | None = None
     """Whose rounding to reproduce, ``"torch"`` or ``"optax"``; None: the front end's own library."""
     stage: int = 2
-    """ZeRO stage: 1 partitions optimizer states, 2 gradients too. On one rank they are the same."""
+    """ZeRO stage: 1 partitions optimizer states, 2 gradients too, 3 parameters too. On one rank they are the same."""
     param_dtype: str | None = None
     """Element type of the device parameters; None keeps the model's."""
     gradient_clipping: float | None = None
@@ -94,6 +94,12 @@ class OffloadConfig:
     modules that use them."""
     param_persistence_threshold: int = 100_000
     """Stage 3: parameters of fewer elements stay whole on every rank."""
+    max_live_parameters: int = 1_000_000_000
+    """Stage 3: elements of parameters that are whole at a time, at most; what the running modules need comes first."""
+    prefetch_bucket_size: int = 50_000_000
+    """Stage 3: elements that are gathered before they are needed, at most."""
+    max_reuse_distance: int = 1_000_000_000
+    """Stage 3: a parameter stays whole where it is used again within so many elements of others."""
     pin_memory: bool = True
     """Pin the staging buffers where the device copies from host memory."""
     num_threads: int | None = None
@@ -122,21 +128,21 @@ class OffloadConfig:
             _number("gradient_clipping", self.gradient_clipping, above=0.0)
         for name in ("gradient_accumulation_steps", "reduce_bucket_size", "loss_scale_window"):
             _integer(name, getattr(self, name))
-        _integer("param_persistence_threshold", self.param_persistence_threshold, least=0)
-        if self.num_threads is not None:
-            _integer("num_threads", self.num_threads)
+        for name in ("param_persistence_threshold", "max_live_parameters", "prefetch_bucket_size", "max_reuse_distance"):
+            _integer(name, getattr(self, name), least=0)
         if self.offload_param is not None and self.stage != 3:
             raise ConfigError(
                 f"offload_param={self.offload_param!r} with stage={self.stage}: only stage 3 takes parameters apart; "
                 "expected stage=3"
             )
+        if self.num_threads is not None:
+            _integer("num_threads", self.num_threads)
         if self.loss_scale not in (None, "dynamic"):
             if isinstance(self.loss_scale, str):
                 raise ConfigError(f"loss_scale: got {self.loss_scale!r}, expected 'dynamic', a number or None")
             _number("loss_scale", self.loss_scale, above=0.0)
         _number("initial_loss_scale", self.initial_loss_scale, above=0.0)
-        if not hasattr(self.delay_warmup_steps, "__index__") or self.delay_warmup_steps < 0:
-            raise ConfigError(f"delay_warmup_steps: got {self.delay_warmup_steps!r}, expected an integer of at least 0")
+        _integer("delay_warmup_steps", self.delay_warmup_steps, least=0)
         if self.update_in_backward and self.gradient_clipping is not None:
             raise ConfigError(
                 f"update_in_backward=True with gradient_clipping={self.gradient_clipping!r}: the norm of all gradients "
