@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from offload_core.config import OffloadConfig, check_hyperparameters
 from offload_core.cpu_adam import STATE_NAMES, AdamHyper
 from offload_core.dtypes import BY_NUMPY
-from offload_core.errors import GradientError, ParameterError, StateError
+from offload_core.errors import ConfigError, GradientError, ParameterError, StateError
 from offload_core.host_memory import available_bytes
 from offload_core.loss_scale import scaler_for
 from offload_core.memory_plan import MemoryReport
@@ -22,7 +22,9 @@ from offload_core.partition import ParamSpec
 from offload_core.pipeline import Pipeline, StepReport
 from offload_core.trace import COMPUTE
 
+from .device import in_host_memory
 from .on_mesh import RankGradients
+from .optax_updates import OffloadState, exact_update, exact_update_of_shards, no_update
 from .placement import placement_for
 from .shard_layout import ShardLayout
 from .trees import (
@@ -32,7 +34,6 @@ from .trees import (
     flatten,
     from_numpy,
     is_array,
-    is_key,
     is_parameter,
     mask_leaves,
     numpy_shape,
@@ -87,12 +88,6 @@ class ScaledGradients:
     @classmethod
     def tree_unflatten(cls, scale: float, children: tuple[Any]) -> "ScaledGradients":
         return cls(children[0], scale)
-
-
-class OffloadState(NamedTuple):
-    """The state of :meth:`OffloadedParams.as_optax`: the number of updates it stands for, an int32 scalar."""
-
-    step: jax.Array
 
 
 @dataclass(frozen=True)
@@ -541,11 +536,18 @@ class OffloadedParams:
         return {position: flat[position][1] for position in shapes}
 
     def memory_report(self) -> MemoryReport:
-        """Planned and measured bytes of this process. On the CPU the parameters' buffers count as device memory."""
-        arrays = [self._all_leaves[leaf.position] for leaf in self._leaves]
-        device_bytes = sum(shard.data.nbytes for array in arrays for shard in array.addressable_shards)
-        report = self._pipeline.memory_report(device_bytes)
-        return replace(report, planned_host_bytes=self._planned_host_bytes)
+        """Planned and measured bytes of this process. On the CPU the parameters' buffers count as device memory.
+
+        With ``offload_param`` the plan has room for two generations of the parameters: old ones live until all new
+        ones are there.
+        """
+        n_bytes = {True: 0, False: 0}
+        for leaf in self._leaves:
+            array = self._all_leaves[leaf.position]
+            n_bytes[in_host_memory(array)] += sum(shard.data.nbytes for shard in array.addressable_shards)
+        report = self._pipeline.memory_report(n_bytes[False])
+        in_host = {"parameters": n_bytes[True]} if n_bytes[True] else {}
+        return replace(report, planned_host_bytes=self._planned_host_bytes, host={**report.host, **in_host})
 
     @property
     def sent_bytes(self) -> int:
@@ -561,8 +563,17 @@ class OffloadedParams:
         zero); the update of an array that is not trained is a zero. The states are here, not in the optax state,
         which only counts: a state that is not the last one raises :class:`StateError`, and so does ``update`` under
         ``jax.jit``.
+
+        Raises:
+            ConfigError: with ``offload_param``, whose parameters optax cannot compute with where they are.
         """
         import optax
+
+        if self.config.offload_param is not None:
+            raise ConfigError(
+                f"as_optax() with offload_param={self.config.offload_param!r}: apply_updates would compute in host "
+                "memory; expected offloaded.update(grads) in the loop instead"
+            )
 
         def leaves_of(params: Any) -> list[Any]:
             flat, treedef = flatten(params)
@@ -583,10 +594,14 @@ class OffloadedParams:
                 )
             before = leaves_of(self.params if params is None else params)
             self.update(grads)
-            updates = [_no_update(leaf) for leaf in before]
+            updates = [self._placement.pass_through(no_update(leaf)) for leaf in before]
             for leaf in self._leaves:
-                updates[leaf.position] = _exact_update(before[leaf.position], self._all_leaves[leaf.position])
-            updates = [self._placement.pass_through(update) for update in updates]
+                old, new = before[leaf.position], self._all_leaves[leaf.position]
+                updates[leaf.position] = (
+                    self._placement.pass_through(exact_update(old, new))
+                    if leaf.layout is None
+                    else exact_update_of_shards(old, new)
+                )
             return jax.tree_util.tree_unflatten(self._treedef, updates), OffloadState(
                 jnp.asarray(self.count, jnp.int32)
             )
@@ -612,20 +627,3 @@ def _bias_correction(beta: float, t: int) -> float:
     """1 - beta^t in XLA's float32 arithmetic on the CPU, where optax computes it too."""
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         return float(_bias_correction_jit(beta, jnp.asarray(t, jnp.int32)))
-
-
-def _exact_update(before: Any, after: Any) -> Any:
-    """An fp32 ``u`` such that ``before + u``, rounded to the parameters' dtype, has the bits of ``after``."""
-    p, q = np.asarray(before), np.asarray(after)
-    with np.errstate(all="ignore"):
-        p32, q32 = p.astype(np.float32), q.astype(np.float32)
-        u = np.where(q32 == p32, np.copysign(np.float32(0), q32), q32 - p32)  # -0 + 0 would be 0
-        for _ in range(2):  # the rounded difference is at most a unit off
-            u = np.where((p32 + u).astype(q.dtype) < q, np.nextafter(u, np.float32(np.inf)), u)
-            u = np.where((p32 + u).astype(q.dtype) > q, np.nextafter(u, np.float32(-np.inf)), u)
-    return jnp.array(u)
-
-
-def _no_update(leaf: Any) -> Any:
-    """What changes no bit of an array when it is added, of any shape; None for other leaves."""
-    return jnp.asarray(-0.0).astype(leaf.dtype) if is_array(leaf) and not is_key(leaf) else None

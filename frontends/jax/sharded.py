@@ -23,13 +23,11 @@ from offload_core.host_memory import HostMemory
 from offload_core.memory_plan import PlanRow
 from offload_core.partition import ALIGNMENT, Bucket, ParamSpec, round_up
 
+from .device import HOST_MEMORY, in_host_memory
 from .gather import Gathering, Shard
 from .mesh import RUNTIME_ERRORS, JaxMeshDevice, MeshAxis, MeshGradient, MeshParameter
 from .on_mesh import Differentiated, OnMesh, names
 from .shard_layout import ShardLayout
-
-HOST_MEMORY = "pinned_host"
-"""The memory kind of ``offload_param="cpu"``."""
 
 
 @dataclass
@@ -103,7 +101,7 @@ class ShardedMeshDevice(JaxMeshDevice):
             return super()._publish(bucket, shards, tensors, present)
         tensor: ShardedParameter = tensors[bucket.pieces[0].param]
         local = shards.reshape(len(self.ranks), -1)
-        if tensor.array.sharding.memory_kind == HOST_MEMORY:
+        if in_host_memory(tensor.array):
             self._write_to_host(bucket, local, tensor)
             return Done()
         layout, what = tensor.layout, f"bucket {bucket.index}: copies of parameters"
@@ -166,7 +164,7 @@ class ShardedMeshDevice(JaxMeshDevice):
 
 def read(array: jax.Array, start: int, stop: int) -> np.ndarray:
     """Elements of an array of one device, flattened."""
-    if array.sharding.memory_kind == HOST_MEMORY:
+    if in_host_memory(array):
         return np.asarray(array).reshape(-1)[start:stop]
     # Cut on the device: an array keeps the host copy that NumPy made of it.
     return np.asarray(array.reshape(-1)[start:stop])
@@ -228,12 +226,16 @@ class ShardedOnMesh(OnMesh):
 
     def plan(self, specs: Sequence[ParamSpec], arrays: Sequence[jax.Array], memory: HostMemory) -> list[PlanRow]:
         self._layouts = [self.layout(array) for array in arrays]
-        n_ranks, n_bytes = len(self._axis.ranks), {True: 0, False: 0}
+        # Old ones live until all new ones are there.
+        n_bytes, each = {"parameters": 0, "parameters of host devices": 0}, 2 * len(self._axis.ranks)
         for spec, layout in zip(specs, self._layouts, strict=True):
-            numel = spec.numel if layout is None else layout.local_numel
-            in_host = self._axis.on_cpu or (layout is not None and self._memory_kind is not None)
-            n_bytes[in_host] += 2 * n_ranks * numel * spec.dtype.itemsize  # the old ones live until all are there
-        return [PlanRow("parameters in host memory", "host", n_bytes[True], "param_dtype='bfloat16'")]
+            if layout is not None and self._memory_kind is not None:
+                n_bytes["parameters"] += each * layout.local_numel * spec.dtype.itemsize
+            elif self._axis.on_cpu:
+                numel = spec.numel if layout is None else layout.local_numel
+                n_bytes["parameters of host devices"] += each * numel * spec.dtype.itemsize
+        self.planned_host_bytes = n_bytes["parameters"]
+        return [PlanRow(what, "host", n, "param_dtype='bfloat16'") for what, n in n_bytes.items()]
 
     def start(self, arrays: Sequence[jax.Array]) -> list[Any]:
         return [
@@ -242,7 +244,7 @@ class ShardedOnMesh(OnMesh):
         ]
 
     def cast(self, array: jax.Array, dtype: ElementType) -> jax.Array:
-        if array.dtype == dtype.numpy or array.sharding.memory_kind != HOST_MEMORY:
+        if array.dtype == dtype.numpy or not in_host_memory(array):
             return super().cast(array, dtype)
         parts = [np.asarray(part).astype(dtype.numpy) for part in self._axis.parts(array)]
         return self._axis.of_parts(array.shape, array.sharding, parts)
