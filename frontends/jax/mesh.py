@@ -124,14 +124,9 @@ class MeshAxis:
         on = {shard.device: shard.data for shard in stacked.addressable_shards}
         return [on[self.devices[rank]] for rank in self.ranks]
 
-    def vary(self, array: jax.Array, *, cut: bool = False) -> jax.Array:
-        """Inside ``shard_map`` that checks what varies: the array, as one that may differ between ranks.
-
-        Args:
-            cut: it is a part of an array that is cut over the axis, and so known to.
-        """
-        alike = tuple(name for name in self.mesh.axis_names if not (cut and name == self.name))
-        return lax.pcast(array, alike, to="varying") if alike else array
+    def vary(self, array: jax.Array) -> jax.Array:
+        """Inside ``shard_map`` that checks what varies: an array that is alike on all ranks, as one that may differ."""
+        return lax.pcast(array, self.mesh.axis_names, to="varying")
 
     def compile(self, function: Any, **options: Any) -> Any:
         """``jax.jit`` of a function made of :meth:`map`."""

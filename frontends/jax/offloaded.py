@@ -159,7 +159,7 @@ class OffloadedParams:
         for i in set(range(len(leaves))) - set(positions):
             leaves[i] = self._placement.pass_through(leaves[i])
         for i, array, spec, layout in zip(positions, arrays, specs, layouts, strict=True):
-            leaves[i] = self._placement.cast(array, spec.dtype)
+            leaves[i] = self._placement.cast(array, spec.dtype, layout)
             self._leaves.append(_Leaf(i, array.shape, leaves[i].dtype, layout))
         self._all_leaves = leaves
 
@@ -351,7 +351,7 @@ class OffloadedParams:
         for i, (leaf, gradient) in enumerate(zip(self._leaves, arrays, strict=True)):
             if gradient is not None:
                 path, like = self._paths[leaf.position], self._all_leaves[leaf.position]
-                gradient = self._placement.as_gradient(path, gradient, like, unreduced=unreduced)
+                gradient = self._placement.as_gradient(path, gradient, like, leaf.layout, unreduced=unreduced)
                 self._pipeline.check_gradient(i, gradient)
             gradients.append(gradient)
         return gradients, hypers
@@ -462,9 +462,9 @@ class OffloadedParams:
         trees = {name: jax.tree_util.tree_unflatten(self._treedef, leaves) for name, leaves in states.items()}
         scaler = self._pipeline.scaler
         loss_scale = {} if scaler is None else {"loss_scale": scaler.state_dict()}
-        trained = {leaf.position for leaf in self._leaves}
+        layouts = {leaf.position: leaf.layout for leaf in self._leaves}
         params = [
-            self._placement.to_numpy(leaf) if i in trained else to_numpy(leaf)
+            self._placement.to_numpy(leaf, layouts[i]) if i in layouts else to_numpy(leaf)
             for i, leaf in enumerate(self._all_leaves)
         ]
         return {
@@ -497,10 +497,11 @@ class OffloadedParams:
                 for start, views in self._pipeline.states(i):
                     views[name][...] = flat[start : start + views[name].size]
             self._pipeline.steps[i][...] = steps[leaf.position]
+        layouts = {leaf.position: leaf.layout for leaf in self._leaves}
         for position, value in params.items():
             like = self._all_leaves[position]
             if position in trained:
-                self._all_leaves[position] = self._placement.restored(np.asarray(value), like)
+                self._all_leaves[position] = self._placement.restored(np.asarray(value), like, layouts[position])
             else:
                 self._all_leaves[position] = self._placement.pass_through(from_numpy(value, like))
         if self._pipeline.scaler is not None and "loss_scale" in tree:

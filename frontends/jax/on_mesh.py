@@ -82,13 +82,13 @@ class OnMesh:
     def layout(self, array: jax.Array) -> ShardLayout | None:
         return None
 
-    def cast(self, array: jax.Array, dtype: ElementType) -> jax.Array:
+    def cast(self, array: jax.Array, dtype: ElementType, layout: ShardLayout | None) -> jax.Array:
         return array.astype(dtype.numpy)
 
-    def restored(self, value: np.ndarray, like: jax.Array) -> jax.Array:
+    def restored(self, value: np.ndarray, like: jax.Array, layout: ShardLayout | None) -> jax.Array:
         return self._axis.replicate(from_numpy(value, like))
 
-    def to_numpy(self, array: jax.Array) -> np.ndarray:
+    def to_numpy(self, array: jax.Array, layout: ShardLayout | None) -> np.ndarray:
         return to_numpy(array)
 
     def pass_through(self, leaf: Any) -> Any:
@@ -106,7 +106,9 @@ class OnMesh:
     def started(self, tensors: Sequence[Any]) -> list[jax.Array]:
         return [tensor.array for tensor in tensors]
 
-    def as_gradient(self, path: str, gradient: jax.Array, like: jax.Array, *, unreduced: bool) -> Any:
+    def as_gradient(
+        self, path: str, gradient: jax.Array, like: jax.Array, layout: ShardLayout | None, *, unreduced: bool
+    ) -> Any:
         if not unreduced:
             return MeshGradient(self._axis.replicate(gradient), False, like.size, BY_NUMPY[np.dtype(like.dtype)])
         gradient = self._axis.put(gradient, self._axis.split)

@@ -35,18 +35,18 @@ class Placement(Protocol):
         ...
 
     def layout(self, array: jax.Array) -> ShardLayout | None:
-        """How a placed parameter is cut over ranks; None: it is not."""
+        """How a parameter that :meth:`place` gave is cut over ranks; None: it is not."""
         ...
 
-    def cast(self, array: jax.Array, dtype: ElementType) -> jax.Array:
+    def cast(self, array: jax.Array, dtype: ElementType, layout: ShardLayout | None) -> jax.Array:
         """A placed parameter in another element type."""
         ...
 
-    def restored(self, value: np.ndarray, like: jax.Array) -> jax.Array:
+    def restored(self, value: np.ndarray, like: jax.Array, layout: ShardLayout | None) -> jax.Array:
         """A value from :meth:`to_numpy`, where the parameter ``like`` lies."""
         ...
 
-    def to_numpy(self, array: jax.Array) -> np.ndarray:
+    def to_numpy(self, array: jax.Array, layout: ShardLayout | None) -> np.ndarray:
         """A parameter's value, whole; with several processes all must ask."""
         ...
 
@@ -74,7 +74,9 @@ class Placement(Protocol):
         """The arrays of :meth:`start`, alike on all ranks."""
         ...
 
-    def as_gradient(self, path: str, gradient: jax.Array, like: jax.Array, *, unreduced: bool) -> Any:
+    def as_gradient(
+        self, path: str, gradient: jax.Array, like: jax.Array, layout: ShardLayout | None, *, unreduced: bool
+    ) -> Any:
         """What the pipeline takes as a gradient of ``like``; ``GradientError`` if it lies where none can be read."""
         ...
 
@@ -138,13 +140,13 @@ class OneDevice:
     def layout(self, array: jax.Array) -> None:
         return None
 
-    def cast(self, array: jax.Array, dtype: ElementType) -> jax.Array:
+    def cast(self, array: jax.Array, dtype: ElementType, layout: ShardLayout | None) -> jax.Array:
         return array.astype(dtype.numpy)
 
-    def restored(self, value: np.ndarray, like: jax.Array) -> jax.Array:
+    def restored(self, value: np.ndarray, like: jax.Array, layout: ShardLayout | None) -> jax.Array:
         return from_numpy(value, like)
 
-    def to_numpy(self, array: jax.Array) -> np.ndarray:
+    def to_numpy(self, array: jax.Array, layout: ShardLayout | None) -> np.ndarray:
         return to_numpy(array)
 
     def pass_through(self, leaf: Any) -> Any:
@@ -165,7 +167,9 @@ class OneDevice:
     def started(self, tensors: Sequence[Any]) -> list[jax.Array]:
         return list(tensors)
 
-    def as_gradient(self, path: str, gradient: jax.Array, like: jax.Array, *, unreduced: bool) -> Any:
+    def as_gradient(
+        self, path: str, gradient: jax.Array, like: jax.Array, layout: ShardLayout | None, *, unreduced: bool
+    ) -> Any:
         _check_plain(path, gradient, unreduced=unreduced)
         if not self._on_cpu:
             gradient.copy_to_host_async()
@@ -208,7 +212,9 @@ class OneAccelerator(OneDevice):
     def started(self, tensors: Sequence[Any]) -> list[jax.Array]:
         return [tensor.array for tensor in tensors]
 
-    def as_gradient(self, path: str, gradient: jax.Array, like: jax.Array, *, unreduced: bool) -> Any:
+    def as_gradient(
+        self, path: str, gradient: jax.Array, like: jax.Array, layout: ShardLayout | None, *, unreduced: bool
+    ) -> Any:
         _check_plain(path, gradient, unreduced=unreduced)
         # Where it is there already, the same memory: of no mesh, as those of other meshes cannot be packed together.
         gradient = jax.device_put(gradient.addressable_data(0), self._lone.devices[0])

@@ -201,7 +201,8 @@ class ShardedOnMesh(OnMesh):
         return self._axis.put(leaf, self._cut_along(dim), self._memory_kind)
 
     def _cut_along(self, dim: int) -> PartitionSpec:
-        return PartitionSpec(*[None] * dim, self._axis.name)
+        all_names = self._axis.mesh.axis_names  # of which the others have one device
+        return PartitionSpec(*[None] * dim, all_names if len(all_names) > 1 else self._axis.name)
 
     def _dim_of(self, leaf: Any) -> int | None:
         """The dimension that a parameter is cut along: the one it is cut along already, or the first that divides.
@@ -219,7 +220,7 @@ class ShardedOnMesh(OnMesh):
 
     def layout(self, array: jax.Array) -> ShardLayout | None:
         spec = array.sharding.spec  # type: ignore[attr-defined]
-        dim = next((dim for dim, entry in enumerate(spec) if entry == self._axis.name), None)
+        dim = next((dim for dim, entry in enumerate(spec) if self._axis.name in names((entry,))), None)
         if dim is None:
             return None
         return ShardLayout(array.shape, dim, self._axis.world_size, self._bucket_numel)
@@ -243,22 +244,29 @@ class ShardedOnMesh(OnMesh):
             for array, layout in zip(arrays, self._layouts, strict=True)
         ]
 
-    def cast(self, array: jax.Array, dtype: ElementType) -> jax.Array:
-        if array.dtype == dtype.numpy or not in_host_memory(array):
-            return super().cast(array, dtype)
+    def cast(self, array: jax.Array, dtype: ElementType, layout: ShardLayout | None) -> jax.Array:
+        if layout is None or array.dtype == dtype.numpy:
+            return super().cast(array, dtype, layout)
+        if not in_host_memory(array):
+            return self._axis.put(array.astype(dtype.numpy), self._cut_along(layout.dim))
         parts = [np.asarray(part).astype(dtype.numpy) for part in self._axis.parts(array)]
         return self._axis.of_parts(array.shape, array.sharding, parts)
 
-    def restored(self, value: np.ndarray, like: jax.Array) -> jax.Array:
-        if self.layout(like) is None:
-            return super().restored(value, like)
-        sharding = like.sharding
-        return self._axis.put(value.astype(like.dtype), sharding.spec, sharding.memory_kind)  # type: ignore[attr-defined]
+    def written(self, target: Any, like: jax.Array) -> jax.Array:
+        if isinstance(target, MeshParameter):
+            return super().written(target, like)
+        # On one device XLA calls what is cut replicated.
+        return self._axis.put(target.array, self._cut_along(target.layout.dim), self._memory_kind)
 
-    def to_numpy(self, array: jax.Array) -> np.ndarray:
-        collectives, layout = self.device.collectives, self.layout(array)
+    def restored(self, value: np.ndarray, like: jax.Array, layout: ShardLayout | None) -> jax.Array:
+        if layout is None:
+            return super().restored(value, like, layout)
+        return self._axis.put(value.astype(like.dtype), self._cut_along(layout.dim), self._memory_kind)
+
+    def to_numpy(self, array: jax.Array, layout: ShardLayout | None) -> np.ndarray:
+        collectives = self.device.collectives
         if layout is None or collectives.world_size == 1:
-            return super().to_numpy(array)
+            return super().to_numpy(array, layout)
         words = np.zeros(-(-array.nbytes // 8), np.int64)  # the bits of one process, and zeros of the others
         whole = words.view(np.uint8)[: array.nbytes].view(array.dtype).reshape(array.shape)
         for shard in array.addressable_shards:
@@ -268,10 +276,11 @@ class ShardedOnMesh(OnMesh):
 
     # --- gradients -----------------------------------------------------------------------------------
 
-    def as_gradient(self, path: str, gradient: jax.Array, like: jax.Array, *, unreduced: bool) -> Any:
-        layout = self.layout(like)
+    def as_gradient(
+        self, path: str, gradient: jax.Array, like: jax.Array, layout: ShardLayout | None, *, unreduced: bool
+    ) -> Any:
         if layout is None:
-            return super().as_gradient(path, gradient, like, unreduced=unreduced)
+            return super().as_gradient(path, gradient, like, layout, unreduced=unreduced)
         gradient = self._axis.put(gradient, self._cut_along(layout.dim))
         return MeshGradient(gradient, False, layout.numel, BY_NUMPY[np.dtype(like.dtype)])
 
@@ -295,7 +304,6 @@ class ShardedOnMesh(OnMesh):
             found = []
             for leaf, array, layout in zip(leaves, trained, self._layouts, strict=True):
                 if layout is not None:
-                    array = self._axis.vary(array, cut=True) if varying else array
                     leaf = Shard(array, leaf, self._gathering(layout, array))
                 found.append(leaf)
             return found
