@@ -136,7 +136,8 @@ def parse(arguments: list[str] | None) -> tuple[Settings, Files]:
     add("--frontend", choices=("torch", "jax"), default="torch")
     add("--preset", choices=tuple(PRESETS), default="tiny")
     add("--param-dtype", choices=tuple(ITEM_SIZES), help="of the device parameters")
-    add("--stage", type=int, choices=(1, 2), default=2, help="ZeRO stage (default: 2)")
+    add("--stage", type=int, choices=(1, 2, 3), default=2, help="ZeRO stage (default: 2)")
+    add("--offload-param", choices=("cpu",), help="where parameters wait that a layer does not need (stage 3)")
     add(
         "--schedule",
         choices=("overlap", "serial", "delayed"),
@@ -165,7 +166,7 @@ def parse(arguments: list[str] | None) -> tuple[Settings, Files]:
 
     preset = PRESETS[given["preset"]]
     of_preset = {name: value for name, value in vars(preset).items() if name != "gpt"}
-    chosen = of_preset | {name: value for name, value in given.items() if value is not None}
+    chosen = {"offload_param": None} | of_preset | {name: value for name, value in given.items() if value is not None}
     out, trace = chosen.pop("out", None), chosen.pop("trace", None)
     chosen["clip"] = chosen["clip"] or None
     gpt = preset.gpt
@@ -373,7 +374,7 @@ def finish(
         print(f"training losses that differ in any bit: {len(differing)} of {len(records)}")
         summary |= {"plain_held_out_loss": finite(plain_held_out), "plain_tokens_per_second": plain_rate}
 
-    if sample_bytes and ranks.rank == 0:
+    if sample_bytes and (ranks.rank == 0 or settings.stage == 3):  # stage 3 needs what all ranks have
         text = sample(offloaded, settings, sample_bytes)
         print(f"\n--- sample, temperature {TEMPERATURE} ---\n{text}\n---")
         summary["sample"] = text

@@ -126,6 +126,7 @@ class Offloaded(TorchTrainer):
             gradient_accumulation_steps=settings.accumulate,
             param_dtype=settings.param_dtype,
             stage=settings.stage,
+            offload_param=settings.offload_param,
             schedule=settings.schedule,
         )
         self.schedule = make_schedule(self.engine.optimizer, settings)

@@ -62,10 +62,7 @@ class Shard:
                 "that its parameter is cut along; expected slices of other dimensions only, as lax.scan takes of the "
                 "first: gather before slicing, or place the parameter cut along another one before wrap()"
             )
-        array = lax.stop_gradient(self._array)
-        if jax.typeof(array).memory_space == jax.memory.Space.Host:
-            array = jax.device_put(array, jax.memory.Space.Device)
-        return _gather(self._how, array, self._tangent)
+        return _gather(self._how, _on_device(lax.stop_gradient(self._array)), self._tangent)
 
     def __repr__(self) -> str:
         return f"Shard({self._array!r}, {self._how})"
@@ -89,15 +86,24 @@ def _refuse(what: str) -> NoReturn:
 
 
 def gather_params(params: Any) -> Any:
-    """The tree with whole parameters in place of shards; any other leaf as it is.
+    """The tree with whole parameters in place of shards; arrays in host memory come to the device, others stay.
 
-    Inside the function that ``value_and_grad`` was given. What is gathered here lives as long as anything needs it,
+    Inside the function that ``value_and_grad`` was given there are shards; in a plain ``jax.jit`` of
+    ``offloaded.params`` (evaluation) there are sharded arrays, and XLA gathers. What is gathered here lives as long as anything needs it,
     backward included, and its gradients are summed over its uses before they are reduced: gather a parameter once for
     uses that are near each other (tied weights), and use :func:`gathered` for layers.
     """
-    return jax.tree.map(
-        lambda leaf: leaf.gather() if isinstance(leaf, Shard) else leaf, params, is_leaf=lambda x: isinstance(x, Shard)
-    )
+
+    def whole(leaf: Any) -> Any:
+        return leaf.gather() if isinstance(leaf, Shard) else _on_device(leaf)
+
+    return jax.tree.map(whole, params, is_leaf=lambda x: isinstance(x, Shard))
+
+
+def _on_device(leaf: Any) -> Any:
+    if isinstance(leaf, jax.Array) and jax.typeof(leaf).memory_space == jax.memory.Space.Host:
+        return jax.device_put(leaf, jax.memory.Space.Device)
+    return leaf
 
 
 def gathered(
