@@ -62,6 +62,11 @@ def wrap(
         trainable: which parameters are trained, likewise; None: all. The others pass through.
         mesh: partition the optimizer states over the devices of one of its axes, which may belong to several
             processes. Parameters and other ``jax.Array`` leaves are replicated on it; the values of rank 0 are taken.
+            With ``stage=3`` trained parameters of at least ``param_persistence_threshold`` elements are sharded over
+            the axis: along the dimension that they are sharded along already (such global arrays are taken as they
+            lie), else the first after the very first that its devices divide; where none does they are replicated.
+            The model gathers them (:func:`gathered`, :func:`gather_params`). ``offload_param="cpu"`` has the shards
+            in ``pinned_host`` memory.
         axis: its name; None: the mesh's only axis.
         overrides: fields of ``OffloadConfig``; ``lr`` may be an optax schedule.
 
@@ -552,7 +557,7 @@ class OffloadedParams:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes of gradients and parameters that this process's ranks have sent to other ranks."""
+        """Bytes of gradients and parameters that this process's ranks have sent to other ranks in updates."""
         return self._pipeline.device.sent_bytes
 
     # --- optax -------------------------------------------------------------------------------------
