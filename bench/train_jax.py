@@ -207,6 +207,7 @@ class Offloaded(JaxTrainer):
             param_dtype=settings.param_dtype,
             stage=settings.stage,
             offload_param=settings.offload_param,
+            param_persistence_threshold=settings.persistence_threshold,
             schedule=settings.schedule,
             mesh=self.mesh,
         )

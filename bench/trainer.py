@@ -29,6 +29,7 @@ class Settings:
     param_dtype: str
     stage: int
     offload_param: str | None
+    persistence_threshold: int
     schedule: str
     seed: int
     steps: int

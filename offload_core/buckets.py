@@ -166,7 +166,8 @@ class LocalBuckets:
         for work, piece in self._pieces_of(param):
             master = self._master(work, piece)
             if master is not None:
-                theirs = self._read(work, piece, tensor).view()
+                source = self._read(work, piece, tensor)
+                theirs = source.view()
                 changed = master.astype(theirs.dtype).view(np.uint8).reshape(piece.numel, -1)
                 changed = (changed != theirs.view(np.uint8).reshape(piece.numel, -1)).any(axis=1)
                 master[changed] = theirs[changed].astype(np.float32)

@@ -128,7 +128,12 @@ class OffloadConfig:
             _number("gradient_clipping", self.gradient_clipping, above=0.0)
         for name in ("gradient_accumulation_steps", "reduce_bucket_size", "loss_scale_window"):
             _integer(name, getattr(self, name))
-        for name in ("param_persistence_threshold", "max_live_parameters", "prefetch_bucket_size", "max_reuse_distance"):
+        for name in (
+            "param_persistence_threshold",
+            "max_live_parameters",
+            "prefetch_bucket_size",
+            "max_reuse_distance",
+        ):
             _integer(name, getattr(self, name), least=0)
         if self.offload_param is not None and self.stage != 3:
             raise ConfigError(

@@ -68,7 +68,7 @@ class AdamStates:
 
     def add(self, buckets: Sequence[Bucket], *, without_master: Callable[[Bucket], bool]) -> None:
         """Allocate the states of new buckets, zeroed; no master weights where the parameters serve as such."""
-        by_key: dict[tuple[int, str], list[Bucket]] = {}
+        by_key: dict[tuple[int, str, bool], list[Bucket]] = {}
         for bucket in buckets:
             by_key.setdefault(bucket.key, []).append(bucket)
         for alike in by_key.values():

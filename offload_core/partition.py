@@ -61,9 +61,9 @@ class Bucket:
         return self.shard_numel * self.world_size
 
     @property
-    def key(self) -> tuple[int, str]:
+    def key(self) -> tuple[int, str, bool]:
         """What all parameters of a bucket share."""
-        return (self.group, self.dtype.name)
+        return (self.group, self.dtype.name, self.partitioned)
 
     @property
     def start(self) -> int:

@@ -95,6 +95,11 @@ class Pipeline:
         """What :meth:`add_parameters` of ``specs`` would allocate, and what the device holds besides."""
         return self._buckets.plan(specs)
 
+    def reserve(self, plan: MemoryPlan, available: int) -> None:
+        """Plan with what the front end allocates in ``memory`` besides; raises as ``plan.check`` does."""
+        plan.check(available)
+        self._buckets.planned_host_bytes += plan.host_bytes
+
     def add_parameters(self, specs: Sequence[ParamSpec], tensors: Sequence[Any]) -> None:
         """Take on parameters: allocate their states, master weights starting from ``tensors``.
 
@@ -372,7 +377,8 @@ class Pipeline:
             raise StateError(
                 f"ranks differ in what they update with; here: {hypers}, gradients over {terms[2]}, loss scale "
                 f"{terms[3]}; expected the same hyperparameters, micro-steps and loss scale on every rank"
-                + ", and in stage 3 the same modules run in the same order" * bool(terms[4])
+                + ", and in stage 3 the same modules run in the same order"
+                * bool(terms[4])
             )
         gradients.order = [self._buckets.all[i] for i in order]
         return squares, set(np.flatnonzero(flags).tolist())
@@ -412,6 +418,11 @@ class Pipeline:
     def update_of(self, param: int) -> Event:
         """The end of the parameter's update, as far as it has been asked for; another thread may wait for it."""
         return self._updates.update_of(param)
+
+    @property
+    def host_shards(self) -> bool:
+        """Whether what this process holds of partitioned parameters is host memory."""
+        return self._buckets.host_shards
 
     def _refuse_if_broken(self) -> None:
         if self._broken is not None:

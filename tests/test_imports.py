@@ -10,12 +10,12 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = [
     {"errors", "dtypes", "cpus", "_offload"},
-    {"_kernels", "config", "partition", "step_state", "tasks", "trace"},
+    {"_kernels", "config", "partition", "step_state", "tasks", "trace", "use_order"},
     {"host_memory", "grad_norm", "loss_scale"},
     {"memory_plan", "collectives", "cpu_adam"},
     {"device", "layout", "thread_ranks"},
     {"local_bucket", "host_ranks", "fake_device"},
-    {"buckets"},
+    {"buckets", "live_params"},
     {"gradients", "updates"},
     {"pipeline"},
 ]

@@ -88,6 +88,7 @@ class HostTorchDevice(TorchDevice):
         return nullcontext(_AtOnce())
 
     def to_device_lane(self, after: Event) -> AbstractContextManager[Lane]:
+        after.order()
         return nullcontext(_AtOnce())
 
     def mark(self) -> Event:

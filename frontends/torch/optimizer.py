@@ -224,7 +224,9 @@ class OffloadedAdamW(torch.optim.Optimizer):
     def memory_report(self) -> MemoryReport:
         """Planned and measured bytes."""
         whole = sum(slot.param.nbytes for slot in self._slots.values() if not slot.partitioned)
-        return self.pipeline.memory_report(whole + (self.partitioned.device_bytes if self.partitioned is not None else 0))
+        return self.pipeline.memory_report(
+            whole + (self.partitioned.device_bytes if self.partitioned is not None else 0)
+        )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As ``torch.optim.Optimizer.add_param_group``; on an error nothing has changed."""
@@ -292,7 +294,12 @@ class OffloadedAdamW(torch.optim.Optimizer):
             elif target is not None:
                 cast_param(param, TORCH_DTYPES[target])
             slot = _Slot(
-                name, param, first + i, TakenGradient(param, name), memory_order(param), partitioned=specs[i].partitioned
+                name,
+                param,
+                first + i,
+                TakenGradient(param, name),
+                memory_order(param),
+                partitioned=specs[i].partitioned,
             )
             slot.note()
             self._slots[param] = slot
@@ -325,8 +332,6 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
         def accumulated(param: torch.Tensor) -> None:
             optimizer = this()
-            if optimizer is not None and optimizer.partitioned is not None:
-                optimizer.partitioned.gradient_arrived(param)
             if optimizer is not None and param.grad is not slot.taken:
                 optimizer._arrived(slot, param.grad, first=True)
             elif slot.taken.requires_grad:  # create_graph=True has hung its graph on the stand-in: take another
@@ -445,6 +450,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
         """
         pipeline, hypers = self.pipeline, self._hypers()
         if boundary:
+            if self.partitioned is not None:
+                self.partitioned.check_closed()
             pipeline.check_expected(hypers, divisor=self._divisor, groups=self._groups())
         self._take_on_unfrozen()
         self._check_unchanged()
@@ -495,6 +502,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
                 pipeline.finish()
         except BaseException:
             pipeline.drop_gradients()
+            if self.partitioned is not None:
+                self.partitioned.live.forget_order()
             raise
         finally:
             for slot in self._slots.values():
@@ -598,7 +607,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         if self.pipeline.device.world_size > 1 or self.partitioned is not None:
             raise StateError(
-                "copying or pickling an optimizer of several ranks or of partitioned parameters; expected its state_dict() to be copied"
+                "copying or pickling an optimizer of several ranks or of partitioned parameters; expected its "
+                "state_dict() to be copied"
             )
         own = {"config": self.config, "early_copy": self.early_copy, "reads_wait": self.reads_wait}
         state = {"state": defaultdict(dict, self.state)}

@@ -5,16 +5,17 @@ is released its storage has no bytes. Gathering gives the storage its bytes back
 what autograd saved of the parameter in forward, which shares the storage, has its values again in backward, and no
 version counter moves.
 
-[Note: who keeps a parameter whole] A module's run keeps its own parameters and those that were registered with it; in
-backward the same, from the first of its outputs' gradients until those of its inputs, or of its parameters where no
-input has one, are known. What is touched besides is kept by the innermost module that runs and registered with it, or
-in backward by the backward. Nothing else may touch a released parameter (``pending.py``).
+[Note: who keeps a parameter whole] A module's run keeps its own parameters and those that were registered with it; its
+backward does, from the first of its outputs' nodes until one runs that is older than its forward: autograd runs the
+youngest node that it can, so none of the module's is left then. What is touched besides is kept by the innermost module
+that runs, and registered with it; in backward by the backward, till its end. Nothing else may touch a released
+parameter (``pending.py``).
 """
 
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,15 +26,17 @@ from torch.utils._pytree import tree_leaves
 
 from offload_core.buckets import PARAMETER_SHARDS
 from offload_core.errors import ParameterError, StateError
+from offload_core.host_memory import available_bytes
 from offload_core.layout import agree
 from offload_core.live_params import LiveParams, PartitionedParam
+from offload_core.memory_plan import MemoryPlan, PlanRow
 from offload_core.partition import ParamSpec, build_buckets
 from offload_core.pipeline import Pipeline
 
 from .device import as_torch
 from .device_ranks import device_for
 from .pending import forget, make_pending
-from .tensors import TORCH_DTYPES, flat, shaped_like, spec_of
+from .tensors import TORCH_DTYPES, flat, is_offloadable, shaped_like, spec_of
 
 _MODELS: "weakref.WeakValueDictionary[int, PartitionedModel]" = weakref.WeakValueDictionary()
 """What a parameter belongs to, by ``id``; it keeps the parameters alive, so no id is reused."""
@@ -99,16 +102,12 @@ class _Call:
 
     module: nn.Module | None
     params: list[PartitionedParameter]
-    inputs: int = 0
-    """Inputs that have a gradient."""
+    began: int = -1
+    """Nodes that its forward made have at least this number; -1: none is known to be older than all of them."""
     task: int | None = None
     """The backward in which it keeps its parameters."""
     differentiable: bool = False
     """Whether what that computes will be differentiated itself (``create_graph=True``)."""
-    awaited: int = 0
-    """Inputs whose gradient is not yet known in this backward."""
-    without_gradient: set[PartitionedParameter] = field(default_factory=set)
-    """Likewise parameters, where no input has a gradient."""
 
 
 class PartitionedModel:
@@ -128,13 +127,13 @@ class PartitionedModel:
         self.live = LiveParams(config, self._world)
         self._torch_device = device
         self._of: dict[int, PartitionedParameter] = {}
-        self._owners: dict[int, tuple[str, str]] = {}
-        """The names of a parameter and of the module that has it."""
+        self._owners: dict[int, tuple[torch.Tensor, str, str]] = {}
+        """A parameter, its name, and the module that has it, in words."""
         self._model = weakref.ref(model)
         for name, module in model.named_modules():
             for own, param in module.named_parameters(recurse=False):
                 words = f"{type(module).__name__} {name!r}" if name else type(module).__name__
-                self._owners.setdefault(id(param), (f"{name}.{own}" if name else own, words))
+                self._owners.setdefault(id(param), (param, f"{name}.{own}" if name else own, words))
                 _MODELS[id(param)] = self
         self._calls: list[_Call] = []
         """Forwards that are running, innermost last."""
@@ -144,7 +143,7 @@ class PartitionedModel:
         """Calls that keep their parameters until the next round."""
         self._open = 0
         """``gathered_parameters`` that have not ended."""
-        self._hooked: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+        self._hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._handles: list[Any] = []
         weakref.finalize(self, _abandon, self._handles, self._of, self.live).atexit = False
 
@@ -152,9 +151,10 @@ class PartitionedModel:
 
     def takes(self, param: torch.Tensor) -> bool:
         """Whether the parameter is to be partitioned, or is."""
-        known = id(param) in self._owners and type(param) is nn.Parameter and param.is_floating_point()
-        large = param.numel() >= max(self._config.param_persistence_threshold, 1)
-        return id(param) in self._of or (known and large)
+        if id(param) in self._of:
+            return True
+        fits = id(param) in self._owners and type(param) is nn.Parameter and is_offloadable(param)
+        return fits and param.numel() >= max(self._config.param_persistence_threshold, 1)
 
     def __contains__(self, param: torch.Tensor) -> bool:
         return id(param) in self._of
@@ -175,7 +175,7 @@ class PartitionedModel:
         with torch.no_grad():
             for spec, param in new:
                 self._world.start_alike([spec], [flat(param)])
-                words = self._owners[id(param)][1]
+                words = self._owners[id(param)][2]
                 record = PartitionedParameter(self.live, spec, param, words, self._config.reduce_bucket_size)
                 record.shard = torch.zeros(record.shard_numel, dtype=param.dtype, device=self._shards_device)
                 record.cut(record.shard)
@@ -199,7 +199,7 @@ class PartitionedModel:
             else:
                 shard = record.shard.to(TORCH_DTYPES[dtype])
             record.shard = shard
-            record.live.shard = self._world.host_array(shard) if shard.device.type == "cpu" else shard
+            record.live.shard = self._world.host_array(shard) if self._pipeline.host_shards else shard
             record.empty()
             self._of[id(record.param)] = record
             self._guard(record)
@@ -208,8 +208,12 @@ class PartitionedModel:
     def keep_frozen(self, model: nn.Module) -> None:
         """Partition what is not trained."""
         target = self._config.target_dtype
-        named = [(name, p) for name, p in model.named_parameters() if self.takes(p)]
+        named = [(name, p) for name, p in model.named_parameters() if self.takes(p) and p not in self]
         found = self.cut([(spec_of(name, p, 0, target, partitioned=True), p) for name, p in named])
+        if self._config.offload_param == "cpu":
+            n_bytes = sum(record.shard_numel * record.spec.dtype.itemsize for record in found.values())
+            row = PlanRow(PARAMETER_SHARDS, "host", n_bytes, "more ranks")
+            self._pipeline.reserve(MemoryPlan((row,), sum(p.numel() for _, p in named)), available_bytes())
         self.keep_shards(found.values())
 
     def train(self, param: torch.Tensor, index: int) -> None:
@@ -229,14 +233,20 @@ class PartitionedModel:
         shards = 0 if self._config.offload_param == "cpu" else sum(r.shard.nbytes for r in self._of.values())
         return self.live.n_bytes + shards
 
+    def check_closed(self) -> None:
+        """Raise :class:`StateError` inside ``gathered_parameters``."""
+        if self._open:
+            raise StateError(
+                "an update inside gathered_parameters(); expected it after: parameters are about to change"
+            )
+
     def before_change(self) -> int:
         """Release everything, for parameters are about to change; a number that is the same on all ranks that
         gathered alike.
 
         Raises :class:`StateError` inside ``gathered_parameters``.
         """
-        if self._open:
-            raise StateError("an update inside gathered_parameters(); expected it after: parameters are about to change")
+        self.check_closed()
         self._forget_calls()
         return self.live.release_all()
 
@@ -272,9 +282,10 @@ class PartitionedModel:
         this = weakref.ref(self)
 
         @torch._disable_dynamo
-        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def before(module: nn.Module, args: Any) -> None:
             model = this()
-            return None if model is None else model._before_forward(module, args, kwargs)
+            if model is not None:
+                model._before_forward(module)
 
         @torch._disable_dynamo
         def after(module: nn.Module, args: Any, output: Any) -> None:
@@ -282,7 +293,7 @@ class PartitionedModel:
             if model is not None:
                 model._after_forward(module, output)
 
-        self._handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+        self._handles.append(module.register_forward_pre_hook(before, prepend=True))
         self._handles.append(module.register_forward_hook(after, always_call=True))
 
     def _hold(self, records: Sequence[PartitionedParameter]) -> None:
@@ -310,30 +321,16 @@ class PartitionedModel:
 
     # --- forward -------------------------------------------------------------------------------------
 
-    def _before_forward(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if not self._calls and _backward() is None:
+    def _before_forward(self, module: nn.Module) -> None:
+        task = _backward()
+        if task is not None:
+            self._end_passed(task)
+        elif not self._calls:
             self._forget_calls()
             self.live.begin_round((id(module), torch.is_grad_enabled()))
-        call = _Call(module, self._records_of(module))
+        call = _Call(module, self._records_of(module), torch._C._autograd._get_sequence_nr())
         self._hold(call.params)
         self._calls.append(call)
-        if not (call.params and torch.is_grad_enabled()):
-            return None
-
-        def marked(value: Any) -> Any:
-            """An input whose gradient, as far as this run gives it, will be noticed."""
-            if not isinstance(value, torch.Tensor) or isinstance(value, nn.Parameter) or not value.requires_grad:
-                return value
-            alias = value.view_as(value)
-            if alias.grad_fn is None:
-                return value
-            alias.grad_fn.register_prehook(partial(self._input_reached, call))
-            call.inputs += 1
-            return alias
-
-        return tuple(map(marked, args)), {name: marked(value) for name, value in kwargs.items()}
 
     def _after_forward(self, module: nn.Module, output: Any) -> None:
         if not self._calls or self._calls[-1].module is not module:
@@ -378,7 +375,8 @@ class PartitionedModel:
         ways = [t for tensor in tensors if tensor.requires_grad for t in (tensor, tensor._base) if t is not None]
         nodes = [t.grad_fn for t in ways if t.grad_fn is not None]
         for node in nodes:
-            node.register_prehook(partial(self._before_backward, call))
+            if node._sequence_nr() >= call.began:
+                node.register_prehook(partial(self._before_backward, call))
         if opaque and not nodes:
             self._keep_for_the_round(list(call.params))
 
@@ -410,32 +408,21 @@ class PartitionedModel:
         task = _backward()
         if task is None or call.task == task:
             return
+        self._end_passed(task)
         calls = self._calls_of(task)
         self._hold(call.params)
-        call.task, call.awaited, call.differentiable = task, call.inputs, torch.is_grad_enabled()
-        call.without_gradient = {record for record in call.params if record.param.requires_grad}
+        call.task, call.differentiable = task, torch.is_grad_enabled()
         calls.append(call)
 
-    def _input_reached(self, call: _Call, gradients: Any) -> None:
-        task = _backward()
-        if task is None or call.task != task:
-            return
-        call.awaited -= 1
-        if not call.awaited:
+    def _end_passed(self, task: int) -> None:
+        """Release what runs needed whose nodes have all been run."""
+        node = torch._C._current_autograd_node()
+        passed = [
+            call for call in self._backwards.get(task, ()) if node is not None and call.began > node._sequence_nr()
+        ]
+        for call in passed:
             self._backwards[task].remove(call)
             self._end(call)
-
-    def gradient_arrived(self, param: torch.Tensor) -> None:
-        """The parameter's gradient of this backward is complete."""
-        record, task = self._of.get(id(param)), _backward()
-        if record is None or task is None:
-            return
-        for call in list(self._backwards.get(task, ())):
-            if not call.inputs and record in call.without_gradient:
-                call.without_gradient.discard(record)
-                if not call.without_gradient:
-                    self._backwards[task].remove(call)
-                    self._end(call)
 
     def _end(self, call: _Call) -> None:
         call.task = None
@@ -487,7 +474,7 @@ class PartitionedModel:
         """Give all ranks one rank's values of these parameters."""
         for param in params:
             record = self._of.get(id(param))
-            name = self._owners[id(param)][0]
+            name = self._owners[id(param)][1]
             with torch.no_grad():
                 if record is None:
                     self._world.start_alike([spec_of(name, param, 0)], [flat(param)], source)
@@ -503,9 +490,7 @@ class PartitionedModel:
                     self._pipeline.adopt(record.index, record.shard)
 
 
-def gathered_parameters(
-    params: torch.Tensor | Iterable[torch.Tensor], modifier_rank: int | None = None
-) -> Any:
+def gathered_parameters(params: torch.Tensor | Iterable[torch.Tensor], modifier_rank: int | None = None) -> Any:
     """A context in which partitioned parameters (stage 3) are whole: ``with gathered_parameters(layer.weight): ...``
 
     All ranks must enter it together, with the same parameters in the same order. What was taken from a parameter inside
@@ -540,8 +525,8 @@ def _gathered(params: Sequence[torch.Tensor], modifier_rank: int | None) -> Iter
 def register_external_parameter(module: nn.Module, param: torch.Tensor) -> None:
     """Say that a module's forward uses a parameter of another module, before ``wrap`` or after.
 
-    In stage 3 it is then whole while the module runs. Most such uses are noticed by themselves, at the cost of gathering
-    the parameter once more at the first.
+    In stage 3 it is then whole while the module runs. Most such uses are noticed by themselves, at the cost of
+    gathering the parameter once more at the first.
 
     Raises:
         ParameterError: ``module`` is no module or ``param`` no parameter.
@@ -569,7 +554,9 @@ def _leaves(output: Any) -> Iterator[Any]:
             yield leaf
         elif not isinstance(leaf, _PLAIN):
             yield leaf
-            yield from (value for value in tree_leaves(getattr(leaf, "__dict__", {})) if isinstance(value, torch.Tensor))
+            yield from (
+                value for value in tree_leaves(getattr(leaf, "__dict__", {})) if isinstance(value, torch.Tensor)
+            )
 
 
 def _storage_of(tensor: torch.Tensor) -> int | None:

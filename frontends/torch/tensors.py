@@ -100,6 +100,15 @@ def check_param(name: str, param: torch.Tensor) -> None:
         raise ParameterError(f"{name!r}: {error}") from None
 
 
+def is_offloadable(param: torch.Tensor) -> bool:
+    """Whether :func:`check_param` finds nothing."""
+    try:
+        check_param("", param)
+    except ParameterError:
+        return False
+    return True
+
+
 def check_gradient(name: str, param: torch.Tensor, gradient: torch.Tensor) -> None:
     """Raise :class:`GradientError` unless the gradient fits its parameter."""
     if gradient.layout is not torch.strided:
