@@ -112,7 +112,7 @@ def loss_fn(params, x):
 # --- the same bits -----------------------------------------------------------------------------------
 
 
-def assert_equals_one_device(mesh, dtype, steps=4, **fields):
+def assert_equals_one_device(mesh, dtype, steps=3, **fields):
     """Several steps of random gradients, some missing, against one device and the averaged gradients."""
     world_size = mesh.devices.size
     micro_steps = fields.get("gradient_accumulation_steps", 1)
@@ -163,7 +163,7 @@ def parameters_in_host_memory_have_the_same_bits():
 @two_processes
 def sharded_parameters_of_two_processes_have_the_bits_of_one_device():
     fields = {"gradient_clipping": 0.5, "reduce_bucket_size": 500, "offload_param": "cpu"}
-    assert_equals_one_device(mesh_of(W), "bfloat16", steps=3, **fields)
+    assert_equals_one_device(mesh_of(W), "bfloat16", **fields)
 
 
 @one_process
@@ -270,17 +270,11 @@ def plain_gradients_of_sharded_parameters_are_the_average_already():
 @one_process
 def states_of_any_stage_and_number_of_ranks_are_loaded():
     straight, saved = wrap(tree_of(0), **HYPER), wrap(tree_of(0), **HYPER).to_pytree()
-    places = [
-        {"mesh": mesh_of(8), **STAGE3},
-        {"mesh": mesh_of(3)},
-        {"mesh": mesh_of(2), **STAGE3, "offload_param": "cpu"},
-        {},
-    ]
+    places = [{"mesh": mesh_of(8), **STAGE3}, {"mesh": mesh_of(2), **STAGE3, "offload_param": "cpu"}, {}]
     for i, place in enumerate(places):
         resumed = wrap(tree_of(99), **HYPER, **place, reduce_bucket_size=300)
         assert_same_tree(resumed.load_pytree(saved), saved["params"])
-        for seed in (2 * i, 2 * i + 1):
-            assert_same_tree(resumed.update(tree_of(seed)), straight.update(tree_of(seed)))
+        assert_same_tree(resumed.update(tree_of(i)), straight.update(tree_of(i)))
         saved = resumed.to_pytree()
         assert_same_tree(saved, straight.to_pytree())
 
@@ -379,11 +373,10 @@ def axes_of_size_one_beside_the_axis_change_nothing_at_stage_3():
     mesh = jax.sharding.Mesh(devices, ("replica", "dp", "tp"))
     losses = []
     for m, spec in ((mesh, P("dp", "tp")), (mesh_of(W), P("dp"))):
-        offloaded = wrap(tree_of(0, scale=0.3), **HYPER, **STAGE3, mesh=m, axis="dp")
-        value_and_grad = offloaded.value_and_grad(loss_fn, in_specs=spec)
-        for seed in range(2):
-            loss, grads = value_and_grad(offloaded.params, batch_of(seed))
-            offloaded.update(grads)
+        offloaded = wrap({"w": tree_of(0)["embed"]}, **HYPER, **STAGE3, mesh=m, axis="dp")
+        value_and_grad = offloaded.value_and_grad(lambda p, x: (x @ gather_params(p["w"])).var(), in_specs=spec)
+        loss, grads = value_and_grad(offloaded.params, batch_of(0))
+        offloaded.update(grads)
         losses.append([loss, *jax.tree.leaves(offloaded.params)])
     assert_same_tree(*losses)
 

@@ -89,9 +89,9 @@ def gather_params(params: Any) -> Any:
     """The tree with whole parameters in place of shards; arrays in host memory come to the device, others stay.
 
     Inside the function that ``value_and_grad`` was given there are shards; in a plain ``jax.jit`` of
-    ``offloaded.params`` (evaluation) there are sharded arrays, and XLA gathers. What is gathered here lives as long as anything needs it,
-    backward included, and its gradients are summed over its uses before they are reduced: gather a parameter once for
-    uses that are near each other (tied weights), and use :func:`gathered` for layers.
+    ``offloaded.params`` (evaluation) there are sharded arrays, and XLA gathers them. What is gathered here lives as
+    long as anything needs it, backward included, and its gradients are summed over its uses before they are reduced:
+    gather a parameter once for uses that are near each other (tied weights), and use :func:`gathered` for layers.
     """
 
     def whole(leaf: Any) -> Any:
