@@ -4,8 +4,8 @@ from offload_core.config import OffloadConfig
 from offload_core.pipeline import StepReport
 
 from .gather import gather_params, gathered
-from .offloaded import OffloadedParams, ScaledGradients, wrap
-from .on_mesh import RankGradients
+from .gradients import RankGradients, ScaledGradients
+from .offloaded import OffloadedParams, wrap
 
 __all__ = [
     "OffloadConfig",

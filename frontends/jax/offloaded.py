@@ -23,7 +23,7 @@ from offload_core.pipeline import Pipeline, StepReport
 from offload_core.trace import COMPUTE
 
 from .device import in_host_memory
-from .on_mesh import RankGradients
+from .gradients import RankGradients, ScaledGradients, check_alike
 from .optax_updates import OffloadState, exact_update, exact_update_of_shards, no_update
 from .placement import placement_for
 from .shard_layout import ShardLayout
@@ -74,25 +74,6 @@ def wrap(
         ConfigError, ParameterError, HostMemoryError, StateError (under jit): before anything is allocated.
     """
     return OffloadedParams(params, config, mask=mask, trainable=trainable, mesh=mesh, axis=axis, **overrides)
-
-
-@jax.tree_util.register_pytree_node_class
-@dataclass(frozen=True)
-class ScaledGradients:
-    """Gradients of a loss that was multiplied by ``scale`` (float16 parameters).
-
-    ``tree`` has the parameters' structure.
-    """
-
-    tree: Any
-    scale: float
-
-    def tree_flatten(self) -> tuple[tuple[Any], float]:
-        return (self.tree,), self.scale
-
-    @classmethod
-    def tree_unflatten(cls, scale: float, children: tuple[Any]) -> "ScaledGradients":
-        return cls(children[0], scale)
 
 
 @dataclass(frozen=True)
@@ -343,13 +324,15 @@ class OffloadedParams:
         What is wrong in one process is an error in all: alone, it would leave the others waiting.
         """
         self._pipeline.finish_publications()  # if it can go on at all: ranks meet next
+        collectives = self._pipeline.device.collectives
+        parameters = [(self._paths[leaf.position], leaf.dtype) for leaf in self._leaves]
         try:
             arrays, unreduced = self._arrays_of(grads)
             hypers = self._hypers()
         except Exception:
-            self._check_alike(None, unreduced=False)
+            check_alike(collectives, parameters, None, unreduced=False)
             raise
-        self._check_alike(arrays, unreduced=unreduced)
+        check_alike(collectives, parameters, arrays, unreduced=unreduced)
         if all(array is None for array in arrays):
             raise GradientError("update: every gradient is None, expected at least one array")
         gradients = []
@@ -360,42 +343,6 @@ class OffloadedParams:
                 self._pipeline.check_gradient(i, gradient)
             gradients.append(gradient)
         return gradients, hypers
-
-    def _check_alike(self, arrays: Sequence[Any] | None, *, unreduced: bool) -> None:
-        """Raise :class:`GradientError` in every process unless all have alike gradients; None: refused here."""
-        collectives = self._pipeline.device.collectives
-        n = collectives.world_size
-        if n == 1:
-            return
-        flags = np.zeros(2 + 2 * len(self._leaves), np.int64)  # what all must answer alike: 1 for yes
-        flags[:2] = arrays is None, unreduced
-        given, of_other_dtype = flags[2::2], flags[3::2]
-        if arrays is not None:
-            given[:] = [array is not None for array in arrays]
-            pairs = zip(arrays, self._leaves, strict=True)
-            of_other_dtype[:] = [array is not None and array.dtype != leaf.dtype for array, leaf in pairs]
-        collectives.sum_integers(flags, "what gradients there are")
-        if arrays is None:
-            return
-        if flags[0]:
-            raise GradientError(f"update: {flags[0]} of {n} processes raised an error of their own; expected none to")
-        if flags[1] % n:
-            raise GradientError(
-                f"update: {flags[1]} of {n} processes gave RankGradients, the others plain ones; expected one of these"
-            )
-        for leaf, gradient, of_all, other_of_all in zip(self._leaves, arrays, given, of_other_dtype, strict=True):
-            path = self._paths[leaf.position]
-            if of_all % n:
-                got = "none" if gradient is None else "one"
-                raise GradientError(
-                    f"{path}: {of_all} of {n} processes gave a gradient, the others None (this one gave {got}); "
-                    "expected it of all or of none: give zeros where there is none"
-                )
-            if other_of_all % n:
-                raise GradientError(
-                    f"{path}: {other_of_all} of {n} processes gave a gradient that is not {leaf.dtype} (this one is "
-                    f"{gradient.dtype}), the others one that is; expected one dtype"
-                )
 
     def _arrays_of(self, grads: Any) -> tuple[list[jax.Array | None], bool]:
         """The gradient of each parameter as it was given, or None, and whether they are each rank's own."""

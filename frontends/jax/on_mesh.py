@@ -1,7 +1,6 @@
 """Parameters replicated along a mesh axis, whose devices are the ranks, and each rank's own gradients of them."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -18,28 +17,10 @@ from offload_core.host_memory import HostMemory
 from offload_core.memory_plan import PlanRow
 from offload_core.partition import ParamSpec
 
+from .gradients import RankGradients
 from .mesh import REPLICATED, JaxMeshDevice, MeshAxis, MeshGradient, MeshParameter, ordered_mean
 from .shard_layout import ShardLayout
 from .trees import from_numpy, to_numpy
-
-
-@jax.tree_util.register_pytree_node_class
-@dataclass(frozen=True)
-class RankGradients:
-    """Each rank's own gradients on a mesh axis, not yet averaged.
-
-    ``tree`` has the parameters' structure; a leaf is ``[world_size, *shape]``, its first dimension split over the axis.
-    Of a parameter that is sharded itself (stage 3) it is the mean, in fp32, sharded as the parameter.
-    """
-
-    tree: Any
-
-    def tree_flatten(self) -> tuple[tuple[Any], None]:
-        return (self.tree,), None
-
-    @classmethod
-    def tree_unflatten(cls, aux: None, children: tuple[Any]) -> "RankGradients":
-        return cls(children[0])
 
 
 class Compute(Protocol):
