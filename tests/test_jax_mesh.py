@@ -32,7 +32,7 @@ def run_workers(folder, n_devices, n_processes):
             workers.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
     try:
         for worker in workers:
-            worker.wait(timeout=300)
+            worker.wait(timeout=900)
     finally:
         for worker in workers:
             worker.kill()
