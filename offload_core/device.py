@@ -6,7 +6,6 @@ Tensors are the front end's: one-dimensional, contiguous, and opaque here. A pro
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -83,19 +82,6 @@ class Waiting:
 
     def order(self) -> None:
         self._finish()
-
-
-class Started:
-    """The event of what another thread is to start."""
-
-    def __init__(self, start: "Future[Event]") -> None:
-        self._start = start
-
-    def wait(self) -> None:
-        self._start.result().wait()
-
-    def order(self) -> None:
-        self._start.result().order()
 
 
 class AfterAll:

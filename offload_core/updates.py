@@ -11,7 +11,7 @@ import numpy as np
 from . import _kernels
 from .buckets import LocalBuckets
 from .cpu_adam import AdamHyper
-from .device import AfterAll, Done, Event, Started
+from .device import Done, Event, Waiting
 from .dtypes import FLOAT32
 from .host_memory import Lease
 from .local_bucket import LocalBucket
@@ -193,7 +193,13 @@ class Updates:
 
     def update_of(self, param: int) -> Event:
         """The end of the parameter's update, as far as it has been asked for."""
-        return AfterAll([Started(work.written) for work in self._buckets.of[param] if work.written is not None])
+        written = [work.written for work in self._buckets.of[param] if work.written is not None]
+
+        def order() -> None:
+            for start in written:
+                start.result().order()
+
+        return Waiting(order)
 
     def _run_adam(
         self,

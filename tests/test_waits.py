@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import test_live_params
 from one_thread import Threads
 from oracles import assert_same_bits
 from test_pipeline import STATES, Delayed, Naive, Subject
@@ -654,6 +655,7 @@ SCENARIOS = [
     ranks_start_from_rank_0,
     ranks_that_differ_and_then_agree,
     a_rank_whose_copy_fails,
+    *test_live_params.SCENARIOS,
 ]
 
 

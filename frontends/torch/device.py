@@ -102,6 +102,7 @@ class HostTorchDevice(TorchDevice):
         return Done()
 
     def to_device(self, host: np.ndarray, copies: Sequence[Copy], after: Event) -> Event:
+        after.order()
         spread(as_torch(host), copies)
         return Done()
 
@@ -189,6 +190,10 @@ class CudaDevice(TorchDevice):
     def to_device(self, host: np.ndarray, copies: Sequence[Copy], after: Event) -> Event:
         source = as_torch(host)
         with self.to_device_lane(after) as lane:
+            if len(copies) == 1 and copies[0].numel == source.numel():
+                [(tensor, start, numel, _)] = copies
+                tensor[start : start + numel].copy_(source, non_blocking=True)
+                return lane.event(copies)
             packed = torch.empty(source.numel(), dtype=source.dtype, device=self.device)
             packed.copy_(source, non_blocking=True)
             spread(packed, copies)

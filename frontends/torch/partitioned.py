@@ -13,7 +13,7 @@ parameter (``pending.py``).
 """
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -26,10 +26,8 @@ from torch.utils._pytree import tree_leaves
 
 from offload_core.buckets import PARAMETER_SHARDS
 from offload_core.errors import ParameterError, StateError
-from offload_core.host_memory import available_bytes
 from offload_core.layout import agree
 from offload_core.live_params import LiveParams, PartitionedParam
-from offload_core.memory_plan import MemoryPlan, PlanRow
 from offload_core.partition import ParamSpec, build_buckets
 from offload_core.pipeline import Pipeline
 
@@ -164,7 +162,7 @@ class PartitionedModel:
         record = self._of.get(id(param))
         return None if record is None else record.shard
 
-    def cut(self, entries: Iterable[tuple[ParamSpec, torch.Tensor]]) -> dict[torch.Tensor, PartitionedParameter]:
+    def cut(self, entries: Sequence[tuple[ParamSpec, torch.Tensor]]) -> dict[torch.Tensor, PartitionedParameter]:
         """The partitioned ones among these, with this rank's shards of them.
 
         New ones stay whole (of rank 0's values) and of their element type till :meth:`keep_shards`.
@@ -200,21 +198,37 @@ class PartitionedModel:
                 shard = record.shard.to(TORCH_DTYPES[dtype])
             record.shard = shard
             record.live.shard = self._world.host_array(shard) if self._pipeline.host_shards else shard
+            gradient, record.param.grad = record.param.grad, None
             record.empty()
+            record.param.grad = None if gradient is None else gradient.to(TORCH_DTYPES[dtype])
             self._of[id(record.param)] = record
             self._guard(record)
         self._hook_all()
 
-    def keep_frozen(self, model: nn.Module) -> None:
-        """Partition what is not trained."""
+    def _frozen(self, trained: Collection[torch.Tensor]) -> list[tuple[ParamSpec, torch.Tensor]]:
+        ids = {id(param) for param in trained}
+        owned = [
+            (name, param) for param, name, _ in self._owners.values() if id(param) not in ids and self.takes(param)
+        ]
         target = self._config.target_dtype
-        named = [(name, p) for name, p in model.named_parameters() if self.takes(p) and p not in self]
-        found = self.cut([(spec_of(name, p, 0, target, partitioned=True), p) for name, p in named])
-        if self._config.offload_param == "cpu":
-            n_bytes = sum(record.shard_numel * record.spec.dtype.itemsize for record in found.values())
-            row = PlanRow(PARAMETER_SHARDS, "host", n_bytes, "more ranks")
-            self._pipeline.reserve(MemoryPlan((row,), sum(p.numel() for _, p in named)), available_bytes())
-        self.keep_shards(found.values())
+        return [(spec_of(name, param, 0, target, partitioned=True), param) for name, param in owned]
+
+    def plan_frozen(self, trained: Collection[torch.Tensor]) -> int:
+        """Host bytes that :meth:`keep_frozen` will allocate; they are part of the plan from now on."""
+        if self._config.offload_param is None:
+            return 0
+        n_bytes = 0
+        for spec, _ in self._frozen(trained):
+            buckets = build_buckets(
+                [spec], world_size=self._world.world_size, bucket_numel=self._config.reduce_bucket_size
+            )
+            n_bytes += sum(bucket.shard_numel for bucket in buckets) * spec.dtype.itemsize
+        self._pipeline.reserve(n_bytes)
+        return n_bytes
+
+    def keep_frozen(self, trained: Collection[torch.Tensor]) -> None:
+        """Partition what is not trained."""
+        self.keep_shards(self.cut(self._frozen(trained)).values())
 
     def train(self, param: torch.Tensor, index: int) -> None:
         """The parameter is the pipeline's of that number."""
