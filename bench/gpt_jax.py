@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from bench.presets import GPTConfig
+from frontends.jax import gather_params, gathered
 
 Params = dict[str, Any]
 
@@ -49,23 +50,27 @@ def init_params(key: Array, config: GPTConfig, dtype: Any) -> Params:
 
 
 def logits_of(params: Params, inputs: Array, config: GPTConfig, activation_checkpointing: bool) -> Array:
-    """fp32 logits of the next byte, (batch, length, vocabulary), for int32 inputs of (batch, length)."""
+    """fp32 logits of the next byte, (batch, length, vocabulary), for int32 inputs of (batch, length).
+
+    Parameters may be shards where activations are checkpointed.
+    """
     length = inputs.shape[1]
-    x = params["embedding"][inputs]
+    outside = gather_params({name: leaf for name, leaf in params.items() if name != "blocks"})
+    x = outside["embedding"][inputs]
     rotation = None
     if config.positions:
-        x = x + params["position"][:length]
+        x = x + outside["position"][:length]
     else:
         rotation = rotation_at(jnp.arange(length), config.width // config.heads, x.dtype)
 
-    def body(x: Array, block: Params) -> tuple[Array, None]:
-        return apply_block(block, x, config.heads, rotation), None
+    def block_fn(block: Params, x: Array) -> Array:
+        return apply_block(block, x, config.heads, rotation)
 
     if activation_checkpointing:
-        body = jax.checkpoint(body)
-    x, _ = jax.lax.scan(body, x, params["blocks"])
-    x = apply_norm(params["norm"], x)
-    return jnp.einsum("btd,vd->btv", x, params["embedding"], preferred_element_type=jnp.float32)
+        block_fn = gathered(block_fn)
+    x, _ = jax.lax.scan(lambda x, block: (block_fn(block, x), None), x, params["blocks"])
+    x = apply_norm(outside["norm"], x)
+    return jnp.einsum("btd,vd->btv", x, outside["embedding"], preferred_element_type=jnp.float32)
 
 
 def loss_of(params: Params, batch: Array, config: GPTConfig, activation_checkpointing: bool) -> Array:

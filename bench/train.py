@@ -138,7 +138,7 @@ def parse(arguments: list[str] | None) -> tuple[Settings, Files]:
     add("--preset", choices=tuple(PRESETS), default="tiny")
     add("--param-dtype", choices=tuple(ITEM_SIZES), help="of the device parameters")
     add("--stage", type=int, choices=(1, 2, 3), default=2, help="ZeRO stage (default: 2)")
-    add("--offload-param", choices=("cpu",), help="stage 3: parameters wait in host memory (torch)")
+    add("--offload-param", choices=("cpu",), help="stage 3: parameters wait in host memory")
     add(
         "--persistence-threshold",
         type=at_least(0),

@@ -139,20 +139,34 @@ class JaxTrainer:
     params: Params
 
     def __init__(self, settings: Settings, devices: list[jax.Device]):
-        self.mesh = Mesh(np.array(devices), ("rank",)) if len(devices) > 1 else None
+        self.mesh = Mesh(np.array(devices), ("rank",)) if len(devices) > 1 or settings.stage == 3 else None
         self.context = settings.context
         self.schedule = make_schedule(settings)
-        model: dict[str, Any] = {"config": settings.gpt, "activation_checkpointing": settings.activation_checkpointing}
+        # What is gathered for a layer is gathered for backward again.
+        checkpointing = settings.activation_checkpointing or settings.stage == 3
+        model: dict[str, Any] = {"config": settings.gpt, "activation_checkpointing": checkpointing}
         self.loss_fn = partial(loss_of, **model)
 
         def losses(params: Params, batch: jax.Array) -> jax.Array:
             return self.loss_fn(params, batch)[None]
 
-        if self.mesh is not None:
-            losses = jax.shard_map(losses, mesh=self.mesh, in_specs=(P(), P("rank")), out_specs=P("rank"))
-        self._losses = jax.jit(losses)
+        def losses_of_ranks(params: Params, batch: jax.Array) -> jax.Array:
+            """Parameters are sharded, and XLA gathers what it needs of them."""
+            return jax.vmap(self.loss_fn, (None, 0))(params, batch.reshape(len(devices), -1, batch.shape[-1]))
 
-        @jax.jit
+        on_ranks = None if self.mesh is None else NamedSharding(self.mesh, P("rank"))
+        if settings.stage == 3:
+            self._losses = jax.jit(losses_of_ranks, out_shardings=on_ranks)
+        elif self.mesh is not None:
+            self._losses = jax.jit(
+                jax.shard_map(losses, mesh=self.mesh, in_specs=(P(), P("rank")), out_specs=P("rank"))
+            )
+        else:
+            self._losses = jax.jit(losses)
+        self._sharded = settings.stage == 3
+        on_all = NamedSharding(self.mesh, P()) if self.mesh is not None and self._sharded else None
+
+        @partial(jax.jit, out_shardings=on_all)
         def logits_at(params: Params, text: jax.Array, last: jax.Array) -> jax.Array:
             return logits_of(params, text[None], **model)[0, last, :256]
 
@@ -172,8 +186,10 @@ class JaxTrainer:
         # Padded to one length, so that it is compiled once; a causal model never sees the padding.
         padded = np.zeros(self.context, np.int32)
         padded[: len(text)] = text
-        params = jax.tree.map(lambda p: p.addressable_data(0), self.params)  # one process asks: none may wait
-        return np.asarray(self._logits_at(params, padded, len(text) - 1))
+        params = self.params
+        if not self._sharded:
+            params = jax.tree.map(lambda p: p.addressable_data(0), params)  # one process asks: none may wait
+        return np.asarray(self._logits_at(params, padded, len(text) - 1).addressable_data(0))
 
 
 class Offloaded(JaxTrainer):
@@ -191,6 +207,7 @@ class Offloaded(JaxTrainer):
             param_dtype=settings.param_dtype,
             stage=settings.stage,
             offload_param=settings.offload_param,
+            param_persistence_threshold=settings.persistence_threshold,
             schedule=settings.schedule,
             mesh=self.mesh,
         )

@@ -70,7 +70,10 @@ class Trainer(Protocol):
         ...
 
     def next_byte_logits(self, text: np.ndarray) -> np.ndarray:
-        """fp32 logits of the 256 bytes that may follow `text`, which is at most `context` long."""
+        """fp32 logits of the 256 bytes that may follow `text`, which is at most `context` long.
+
+        One rank calls it, at stage 3 all.
+        """
         ...
 
 

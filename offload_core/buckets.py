@@ -301,7 +301,7 @@ class LocalBuckets:
 
     def _read(self, work: LocalBucket, piece: Piece, tensor: Any) -> HostArray:
         """A piece of a parameter's tensor, of its own element type."""
-        start = work.bucket.in_tensor(piece)
+        start = work.bucket.in_tensor(piece, len(self.device.ranks))
         if self.host_shards if work.bucket.partitioned else self.device.addressable:
             return self.device.host_array(tensor).run(start, piece.numel)
         host = np.empty(piece.numel, self.device.dtype(tensor).numpy)

@@ -76,9 +76,10 @@ class Bucket:
         before, which have no padding."""
         return self.start // self.world_size
 
-    def in_tensor(self, piece: Piece) -> int:
-        """Where a piece of one rank's (:meth:`shards`) begins in the tensor that the rank holds of its parameter."""
-        return self.shard_start + piece.offset if self.partitioned else piece.start
+    def in_tensor(self, piece: Piece, n_ranks: int = 1) -> int:
+        """Where a piece of ``n_ranks`` ranks' (:meth:`shards`) begins in what their process holds of its parameter:
+        all of it, or if it is partitioned these ranks' shards of bucket after bucket."""
+        return n_ranks * self.shard_start + piece.offset if self.partitioned else piece.start
 
     def shards(self, ranks: Sequence[int]) -> tuple[Piece, ...]:
         """The pieces that ``ranks`` own, their offsets counted in these ranks' shards laid end to end.

@@ -87,6 +87,9 @@ class Pipeline:
         self.steps: list[np.ndarray] = []
         """Updates that each parameter has had: zero-dimensional float32 arrays, so that a front end can share them."""
         self._buckets = LocalBuckets(config, device)
+        self.published: frozenset[int] = frozenset()
+        """Parameters that the last :meth:`step` or :meth:`flush` wrote: with ``schedule="delayed"`` those of the step
+        before."""
         self._gradients = Gradients(self._buckets, lambda: self._examines, self._emit)
         self._updates = Updates(self._buckets, self.op_order)
         self._broken: CollectiveError | None = None
@@ -177,8 +180,7 @@ class Pipeline:
     def _begin_gradients(self) -> None:
         """Before the first of a step: parameters have been written, so that ranks meet for one thing at a time."""
         if self._gradients.pristine:
-            self._refuse_if_broken()
-            self._or_abort(self._updates.finish_publications)
+            self.finish_publications()
 
     def drop_gradients(self, params: Sequence[int] | None = None) -> None:
         """Forget the gradients of these parameters, or of all.
@@ -264,6 +266,7 @@ class Pipeline:
                 self._recall()
 
         self._or_abort_early(settle)
+        self.published = self._behind
         loss_scale = self.loss_scale
         squares, present, recalled = self._agree_on_gradients((hypers, groups, divisor, loss_scale, gathered))
         works = [work for work in reversed(gradients.order) if not present.isdisjoint(work.members)]
@@ -298,6 +301,8 @@ class Pipeline:
         self._announced = None
         self._emitting.clear()
         self._recalled.clear()
+        # What is in no bucket has nothing to wait for.
+        self.published |= frozenset(param for param in present if not delays or not buckets.of[param])
         tensors = list(tensors)  # read later
 
         def start() -> None:
@@ -418,9 +423,15 @@ class Pipeline:
         """Wait for everything, and write to the parameters what ``schedule="delayed"`` still holds back."""
         self.finish()
         self._recall()
+        self.published = self._behind
         self._or_abort(lambda: self._updates.publish(self._buckets.all, tensors))
         self._recalled.clear()
         self.finish()
+
+    @property
+    def _behind(self) -> frozenset[int]:
+        """Parameters that are yet to get the value of their master weights."""
+        return frozenset().union(*(work.behind for work in self._buckets.all))
 
     def _or_abort(self, act: Callable[[], None]) -> None:
         try:
@@ -495,6 +506,14 @@ class Pipeline:
         """
         self._refuse_if_broken()
         self._or_abort(self._updates.finish)
+
+    def finish_publications(self) -> None:
+        """Wait until all parameters that the last :meth:`step` writes are written; states may still be on their way.
+
+        Raises what went wrong.
+        """
+        self._refuse_if_broken()
+        self._or_abort(self._updates.finish_publications)
 
     def await_param(self, param: int) -> None:
         """See to it that what this thread asks of the device from now on reads the parameter as updated.

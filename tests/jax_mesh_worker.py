@@ -259,6 +259,28 @@ def two_processes_have_the_bits_of_one_device_too():
 
 
 @one_process
+@two_processes
+def delayed_parameters_are_those_of_a_step_before_from_the_warm_up_on():
+    mesh, fields = mesh_of(4), {"param_dtype": "bfloat16", "gradient_clipping": 0.5, "reduce_bucket_size": 300}
+    ours = wrap(tree_of(0), **HYPER, **fields, mesh=mesh, schedule="delayed", delay_warmup_steps=2)
+    with jax.default_device(jax.local_devices()[0]):
+        theirs = wrap(tree_of(0), **HYPER, **fields)
+    for step in range(5):
+        grads = tree_of(step, jnp.bfloat16, (4,))
+        before = theirs.params
+        after = theirs.update(jax.tree.map(averaged, grads))
+        params = ours.update(RankGradients(split(grads, mesh)))
+        assert_same_tree(params, before if step >= 2 else after)
+        assert_same_replicas(params, mesh)
+    assert_same_tree(ours.to_pytree(), theirs.to_pytree())
+    assert_same_replicas(ours.params, mesh)
+    resumed = wrap(tree_of(99), **HYPER, **fields, mesh=mesh, schedule="delayed", delay_warmup_steps=2)
+    resumed.load_pytree(theirs.to_pytree())
+    for seed in range(5, 8):
+        assert_same_tree(resumed.update(tree_of(seed)), ours.update(tree_of(seed)))
+
+
+@one_process
 def axes_of_size_one_beside_the_axis_change_nothing():
     devices = np.array(jax.devices()[:4]).reshape(1, 4, 1)
     mesh = Mesh(devices, ("replica", "dp", "tp"))
@@ -1037,7 +1059,8 @@ def a_state_that_does_not_fit_is_refused():
         offloaded.load_pytree(saved)
 
 
-def main():
+def run():
+    """Check the laws of this module's lists, and write what became of each."""
     results, n_devices, *peers = sys.argv[1:]
     faulthandler.enable()
     jax.config.update("jax_num_cpu_devices", int(n_devices))
@@ -1058,4 +1081,6 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    import jax_stage3_laws  # which adds its laws to those of jax_mesh_worker, another module than __main__
+
+    jax_stage3_laws.run()

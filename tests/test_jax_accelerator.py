@@ -16,7 +16,7 @@ import numpy as np
 import optax
 import oracles
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from strategies import law
@@ -148,6 +148,84 @@ def test_gradients_leave_the_device_in_their_own_dtype(device):
     offloaded.update(random_tree(30, jnp.bfloat16))
     offloaded.update(random_tree(31))
     assert [array.dtype for array in arrived] == [jnp.bfloat16, jnp.float32]
+
+
+class Delayed:
+    """The definition of the delayed update, of one that is not: from the warm-up on its parameters of a step before.
+
+    The warm-up ends with the parameter that has had most updates.
+    """
+
+    def __init__(self, twin, warmup):
+        self.twin, self.warmup = twin, warmup
+        self.params = twin.params
+
+    def update(self, grads):
+        before, done = self.twin.params, max(jax.tree.leaves(self.twin.to_pytree()["steps"]))
+        after = self.twin.update(grads)
+        if self.twin.report.skipped == "accumulating":
+            return self.params
+        self.params = before if self.twin.report.updated and done >= self.warmup else after
+        return self.params
+
+
+@law(12)
+@example(on_accelerator, "float32", 2, 1, None, [(1, False), (4, False), (1, False), (1, False)])
+@given(
+    st.sampled_from([on_accelerator, direct]),
+    st.sampled_from(["float32", "bfloat16"]),
+    st.integers(0, 3),
+    st.sampled_from([1, 2]),
+    st.sampled_from([None, 0.1]),
+    st.lists(st.tuples(st.integers(1, 63), st.booleans()), min_size=4, max_size=6),
+)
+def test_the_delayed_schedule_is_what_its_definition_says(place, dtype, warmup, micro_steps, clipping, updates):
+    fields = {"param_dtype": dtype, "gradient_accumulation_steps": micro_steps, "gradient_clipping": clipping}
+    fields |= {"reduce_bucket_size": 300}
+    params = random_tree(0)
+    offloaded = place(params, **fields, schedule="delayed", delay_warmup_steps=warmup)
+    definition = Delayed(direct(params, **fields), warmup)
+    for i, (given_ones, overflows) in enumerate(updates):
+        leaves, treedef = jax.tree.flatten(random_tree(10 + i, dtype))
+        if overflows and clipping:
+            leaves = [leaf * jnp.inf for leaf in leaves]
+        grads = treedef.unflatten([leaf if given_ones >> j & 1 else None for j, leaf in enumerate(leaves)])
+        kept, copies = offloaded.params, jax.tree.map(lambda x: np.array(x, copy=True), offloaded.params)
+        assert_same_tree(offloaded.update(grads), definition.update(jax.tree.map(np.asarray, grads)))
+        assert_same_tree(kept, copies)
+        assert offloaded.report == definition.twin.report
+    assert_same_tree(offloaded.to_pytree(), definition.twin.to_pytree())
+    assert_same_tree(offloaded.params, definition.twin.params)
+    assert_same_tree(offloaded.flush(), definition.twin.params)
+
+
+@pytest.mark.parametrize("place", [on_accelerator, direct])
+def test_states_of_the_delayed_schedule_are_loaded_over_what_it_holds_back(place, device):
+    params, fields = random_tree(0), {"schedule": "delayed", "delay_warmup_steps": 1, "param_dtype": "bfloat16"}
+    saving, loading = place(params, **fields), place(params, **fields)
+    for i in range(3):
+        saving.update(random_tree(20 + i))
+        loading.update(random_tree(30 + i))
+    assert_same_tree(loading.load_pytree(saving.to_pytree()), saving.params)
+    for i in range(3):
+        assert_same_tree(loading.update(random_tree(40 + i)), saving.update(random_tree(40 + i)))
+    assert_same_tree(loading.to_pytree(), saving.to_pytree())
+
+
+def test_a_delayed_update_goes_on_after_update_has_returned(device):
+    offloaded, returned = on_accelerator(random_tree(0), schedule="delayed", delay_warmup_steps=0), threading.Event()
+    advance = offloaded._pipeline._updates.advance
+
+    def after_it_returned(*args):
+        assert returned.wait(30)
+        advance(*args)
+
+    offloaded._pipeline._updates.advance = after_it_returned
+    offloaded.update(random_tree(1))
+    assert not offloaded._pipeline.finished
+    returned.set()
+    offloaded.flush()
+    assert offloaded._pipeline.finished
 
 
 def test_float16_with_loss_scaling(device):

@@ -1,7 +1,7 @@
-"""ZeRO stages 1 and 2 in JAX: ranks are devices of a mesh, of one process or of two.
+"""ZeRO in JAX: ranks are devices of a mesh, of one process or of two.
 
-The number of devices is settled when JAX starts, so the laws of jax_mesh_worker.py are checked in processes of their
-own, all of them in one run.
+The number of devices is settled when JAX starts, so the laws of jax_mesh_worker.py and jax_stage3_laws.py are checked
+in processes of their own, all of them in one run.
 """
 
 import json
@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import jax_mesh_worker
+import jax_stage3_laws  # noqa: F401 (adds its laws)
 import pytest
 
 WORKER = Path(jax_mesh_worker.__file__)
@@ -31,7 +32,7 @@ def run_workers(folder, n_devices, n_processes):
             workers.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
     try:
         for worker in workers:
-            worker.wait(timeout=300)
+            worker.wait(timeout=900)
     finally:
         for worker in workers:
             worker.kill()

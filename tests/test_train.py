@@ -251,6 +251,16 @@ def test_two_jax_processes_have_the_losses_of_one_with_two_devices_bit_for_bit(
         assert record["loss"] == pytest.approx(record["plain_loss"], abs=5e-3)
 
 
+def test_stage_3_in_jax_has_the_losses_of_stage_2_bit_for_bit(of_two_jax_processes, tmp_path: Path) -> None:
+    """With parameters in host memory; evaluated where XLA does the gathering."""
+    _, records, summary = through_jax(*IN_BF16, "--devices=2", "--stage=3", "--offload-param=cpu", out=tmp_path)
+    _, out = of_two_jax_processes
+    theirs = json.loads((out / "summary.json").read_text())
+    assert [record["loss"] for record in records] == [record["loss"] for record in records_of(out)]
+    assert summary["held_out_loss"] == pytest.approx(theirs["held_out_loss"], rel=1e-3)
+    assert summary["device_bytes"] < theirs["device_bytes"]
+
+
 @pytest.mark.parametrize(("launcher", "port"), [({}, 4000), ({"TORCHELASTIC_USE_AGENT_STORE": "True"}, 4001)])
 def test_jax_processes_meet_where_the_launcher_leaves_room(
     launcher: dict[str, str], port: int, monkeypatch: pytest.MonkeyPatch

@@ -871,7 +871,7 @@ CORE_CHANGES = [
         ("gradients", "Gradients._reduce", "work.release()", "pass"),
         ("buckets", "LocalBuckets.recover", "work.release()", "pass"),
         ("pipeline", "Pipeline.drop_gradients", "if self._gradients.pristine:", "if False:"),
-        ("pipeline", "Pipeline._begin_gradients", "self._updates.finish_publications", "lambda: None"),
+        ("pipeline", "Pipeline.finish_publications", "self._updates.finish_publications", "lambda: None"),
         ("tasks", "Background.submit", "if self._failure is not None:", "if False:"),
         ("tasks", "Background.recover", "self._failure = None", "pass"),
         ("live_params", "LiveParams._gather", "param.updated(), ", ""),

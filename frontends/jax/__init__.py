@@ -3,7 +3,17 @@
 from offload_core.config import OffloadConfig
 from offload_core.pipeline import StepReport
 
-from .offloaded import OffloadedParams, ScaledGradients, wrap
-from .placement import RankGradients
+from .gather import gather_params, gathered
+from .gradients import RankGradients, ScaledGradients
+from .offloaded import OffloadedParams, wrap
 
-__all__ = ["OffloadConfig", "OffloadedParams", "RankGradients", "ScaledGradients", "StepReport", "wrap"]
+__all__ = [
+    "OffloadConfig",
+    "OffloadedParams",
+    "RankGradients",
+    "ScaledGradients",
+    "StepReport",
+    "gather_params",
+    "gathered",
+    "wrap",
+]

@@ -22,6 +22,8 @@ from offload_core.host_memory import HostMemory, available_bytes, format_bytes
 from offload_core.partition import ParamSpec, round_up
 
 _ALIGNMENT = 64
+HOST_MEMORY = "pinned_host"
+"""JAX's memory kind of ``offload_param="cpu"``."""
 _PATIENCE = 50
 """Milliseconds to wait for the runtime to let go of a buffer, before another is allocated."""
 
@@ -65,6 +67,11 @@ class JaxDevice:
 def on_cpu(array: jax.Array) -> bool:
     """Whether the array lies in host memory."""
     return next(iter(array.devices())).platform == "cpu"
+
+
+def in_host_memory(array: jax.Array) -> bool:
+    """Whether the array lies where ``offload_param="cpu"`` puts parameters, and not in its device's own memory."""
+    return array.sharding.memory_kind == HOST_MEMORY
 
 
 def _is_row_major(array: jax.Array) -> bool:

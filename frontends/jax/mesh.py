@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from offload_core import _kernels
 from offload_core.collectives import Collectives
@@ -27,7 +27,7 @@ from offload_core.trace import TO_DEVICE, TO_HOST, Trace
 
 REPLICATED = PartitionSpec()
 
-_RUNTIME_ERRORS = (jax.errors.JaxRuntimeError, ValueError)
+RUNTIME_ERRORS = (jax.errors.JaxRuntimeError, ValueError)
 """What a lost peer surfaces as: gloo's errors come as ``ValueError`` from some of JAX's ways of waiting."""
 
 
@@ -74,12 +74,12 @@ class MeshAxis:
         """``shard_map`` that takes the output's replication at its word."""
         return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
-    def put(self, value: Any, spec: PartitionSpec) -> jax.Array:
+    def put(self, value: Any, spec: PartitionSpec, memory_kind: str | None = None) -> jax.Array:
         """A global array, cut as ``spec`` says. What lies so already is not copied.
 
         A value that only this process has is taken as the whole, the same on all processes.
         """
-        sharding = NamedSharding(self.mesh, spec)
+        sharding = NamedSharding(self.mesh, spec, memory_kind=memory_kind)
         if isinstance(value, jax.core.Tracer):
             return jax.device_put(value, sharding)
         if not isinstance(value, jax.Array):
@@ -95,8 +95,17 @@ class MeshAxis:
         if len(self.ranks) == self.world_size:
             return jax.device_put(value, sharding)
         places = sharding.addressable_devices_indices_map(value.shape)
-        local = [jax.device_put(value[index], device) for device, index in places.items()]
-        return jax.make_array_from_single_device_arrays(value.shape, sharding, local)
+        return self.of_parts(value.shape, sharding, [value[places[self.devices[rank]]] for rank in self.ranks])
+
+    def of_parts(self, shape: tuple[int, ...], sharding: jax.sharding.Sharding, parts: Sequence[Any]) -> jax.Array:
+        """A global array, of what lies on each of this process's ranks.
+
+        On CPU devices, and in host memory, the array may be the parts' own memory.
+        """
+        kind = sharding.memory_kind
+        places = [SingleDeviceSharding(self.devices[rank], memory_kind=kind) for rank in self.ranks]
+        local = [jax.device_put(part, place) for part, place in zip(parts, places, strict=True)]
+        return jax.make_array_from_single_device_arrays(shape, sharding, local)
 
     def replicate(self, value: Any) -> jax.Array:
         """A global array, whole on every device."""
@@ -107,14 +116,17 @@ class MeshAxis:
 
         On CPU devices the array may be the parts' own memory.
         """
-        local = [jax.device_put(part, self.devices[rank]) for part, rank in zip(parts, self.ranks, strict=True)]
-        shape = (self.world_size * local[0].shape[0], *local[0].shape[1:])
-        return jax.make_array_from_single_device_arrays(shape, NamedSharding(self.mesh, self.split), local)
+        shape = (self.world_size * parts[0].shape[0], *parts[0].shape[1:])
+        return self.of_parts(shape, NamedSharding(self.mesh, self.split), parts)
 
     def parts(self, stacked: jax.Array) -> list[jax.Array]:
-        """This process's parts of a global array that is split over the axis, rank after rank."""
+        """This process's parts of a global array that is cut over the axis, rank after rank."""
         on = {shard.device: shard.data for shard in stacked.addressable_shards}
         return [on[self.devices[rank]] for rank in self.ranks]
+
+    def vary(self, array: jax.Array) -> jax.Array:
+        """Inside ``shard_map`` that checks what varies: an array that is alike on all ranks, as one that may differ."""
+        return lax.pcast(array, self.mesh.axis_names, to="varying")
 
     def compile(self, function: Any, **options: Any) -> Any:
         """``jax.jit`` of a function made of :meth:`map`."""
@@ -193,7 +205,7 @@ class JaxProcesses:
         parts = [limbs[None] if i == 0 else np.zeros_like(limbs)[None] for i in range(len(self._axis.ranks))]
         try:
             total = np.asarray(self._sum(self._axis.stack(parts)).addressable_data(0))[0]
-        except _RUNTIME_ERRORS as error:
+        except RUNTIME_ERRORS as error:
             raise CollectiveError.of(self._axis.ranks[0], what, error) from error
         array[:] = (total.astype(np.uint64) << shifts).sum(axis=1, dtype=np.uint64).view(np.int64)
 
@@ -309,10 +321,14 @@ class JaxMeshDevice:
         if self.collectives.world_size == 1:
             return
         for spec, tensor in zip(specs, tensors, strict=True):
-            try:
-                tensor.array = jax.block_until_ready(self._of_rank_0(tensor.array))
-            except _RUNTIME_ERRORS as error:
-                raise self._lost(f"parameter {spec.name!r}: initial value", error) from error
+            tensor.array = self.of_rank_0(spec.name, tensor.array)
+
+    def of_rank_0(self, name: str, array: jax.Array) -> jax.Array:
+        """What rank 0 has of a replicated array, on all."""
+        try:
+            return jax.block_until_ready(self._of_rank_0(array))
+        except RUNTIME_ERRORS as error:
+            raise self._lost(f"parameter {name!r}: initial value", error) from error
 
     def _take_rank_0s(self, value: jax.Array) -> jax.Array:
         bits = lax.bitcast_convert_type(value, jnp.uint32 if value.dtype.itemsize == 4 else jnp.uint16)
@@ -353,10 +369,14 @@ class JaxMeshDevice:
             if not unreduced:
                 wire = max((BY_NUMPY[array.dtype] for array in arrays), key=lambda dtype: dtype.itemsize)
             shards = self.axis.parts(program(arrays, runs, bucket.shard_numel, wire.numpy))
-        except _RUNTIME_ERRORS as error:
+        except RUNTIME_ERRORS as error:
             raise self._lost(what, error) from error
         if unreduced:
             self._count_sent(bucket.shard_numel * wire.itemsize)
+        return self._receive(shards, out, what)
+
+    def _receive(self, shards: Sequence[jax.Array], out: np.ndarray, what: str) -> Event:
+        """Start the copies of this process's shards to the host."""
         for shard in shards:
             shard.copy_to_host_async()
 
@@ -365,7 +385,7 @@ class JaxMeshDevice:
                 for shard, part in zip(shards, out.reshape(len(shards), -1), strict=True):
                     host = np.asarray(shard)
                     _kernels.cast_array(host, BY_NUMPY[host.dtype], part, FLOAT32, self._threads)
-            except _RUNTIME_ERRORS as error:
+            except RUNTIME_ERRORS as error:
                 raise self._lost(what, error) from error
 
         return Waiting(finish)
@@ -422,7 +442,7 @@ class JaxMeshDevice:
             # May be the staging memory itself, which nothing reads once the results are there.
             stacked = self.axis.stack(list(shards.reshape(len(self.ranks), -1)))
             results = self._gather(stacked, [tensor.partial for tensor in written], tuple(writes))
-        except _RUNTIME_ERRORS as error:
+        except RUNTIME_ERRORS as error:
             raise self._lost(what, error) from error
         for piece, tensor, result in zip(pieces, written, results, strict=True):
             tensor.received += piece.numel
@@ -435,7 +455,7 @@ class JaxMeshDevice:
             try:
                 # What a later bucket went on writing to was donated; its present value comes after.
                 jax.block_until_ready([t.array if t.partial is None else t.partial for t in written])
-            except _RUNTIME_ERRORS as error:
+            except RUNTIME_ERRORS as error:
                 raise self._lost(what, error) from error
 
         return Waiting(finish)

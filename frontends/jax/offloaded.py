@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,11 @@ from offload_core.partition import ParamSpec
 from offload_core.pipeline import Pipeline, StepReport
 from offload_core.trace import COMPUTE
 
-from .placement import RankGradients, placement_for
+from .device import in_host_memory
+from .gradients import RankGradients, ScaledGradients, check_alike
+from .optax_updates import OffloadState, exact_update, exact_update_of_shards, no_update
+from .placement import placement_for
+from .shard_layout import ShardLayout
 from .trees import (
     Mask,
     Static,
@@ -30,7 +34,6 @@ from .trees import (
     flatten,
     from_numpy,
     is_array,
-    is_key,
     is_parameter,
     mask_leaves,
     numpy_shape,
@@ -59,6 +62,11 @@ def wrap(
         trainable: which parameters are trained, likewise; None: all. The others pass through.
         mesh: partition the optimizer states over the devices of one of its axes, which may belong to several
             processes. Parameters and other ``jax.Array`` leaves are replicated on it; the values of rank 0 are taken.
+            With ``stage=3`` trained parameters of at least ``param_persistence_threshold`` elements are sharded over
+            the axis: along the dimension that they are sharded along already (such global arrays are taken as they
+            lie), else the first after the very first that its devices divide; where none does they are replicated.
+            The model gathers them (:func:`gathered`, :func:`gather_params`). ``offload_param="cpu"`` has the shards
+            in ``pinned_host`` memory.
         axis: its name; None: the mesh's only axis.
         overrides: fields of ``OffloadConfig``; ``lr`` may be an optax schedule.
 
@@ -68,31 +76,6 @@ def wrap(
     return OffloadedParams(params, config, mask=mask, trainable=trainable, mesh=mesh, axis=axis, **overrides)
 
 
-@jax.tree_util.register_pytree_node_class
-@dataclass(frozen=True)
-class ScaledGradients:
-    """Gradients of a loss that was multiplied by ``scale`` (float16 parameters).
-
-    ``tree`` has the parameters' structure.
-    """
-
-    tree: Any
-    scale: float
-
-    def tree_flatten(self) -> tuple[tuple[Any], float]:
-        return (self.tree,), self.scale
-
-    @classmethod
-    def tree_unflatten(cls, scale: float, children: tuple[Any]) -> "ScaledGradients":
-        return cls(children[0], scale)
-
-
-class OffloadState(NamedTuple):
-    """The state of :meth:`OffloadedParams.as_optax`: the number of updates it stands for, an int32 scalar."""
-
-    step: jax.Array
-
-
 @dataclass(frozen=True)
 class _Leaf:
     """A parameter: where it is among the tree's leaves, and what its array must be."""
@@ -100,6 +83,8 @@ class _Leaf:
     position: int
     shape: tuple[int, ...]
     dtype: Any
+    layout: ShardLayout | None
+    """How it is cut over ranks (stage 3)."""
 
 
 class OffloadedParams:
@@ -123,12 +108,6 @@ class OffloadedParams:
         _refuse_jit("wrap()")
         self.config = OffloadConfig.resolve(config, **overrides)
         self.config = replace(self.config, op_order=self.config.op_order or "optax")
-        if self.config.stage == 3:
-            raise ConfigError("stage=3 is built for torch only so far; expected stage 1 or 2 in JAX")
-        if self.config.schedule == "delayed":
-            raise ConfigError(
-                "schedule='delayed' is built for torch only so far; expected 'overlap' or 'serial' in JAX"
-            )
         self.report: StepReport | None = None
         """What the last :meth:`update` did."""
         self.count = 0
@@ -144,12 +123,16 @@ class OffloadedParams:
         target = self.config.target_dtype
         self._placement = placement_for(self.config, mesh, axis, [leaves[i] for i in positions])
         arrays = [self._placement.place(self._paths[i], leaves[i]) for i in positions]
-        specs = [
-            ParamSpec(self._paths[i], array.size, target or BY_NUMPY[array.dtype], group=int(not decayed[i]))
-            for i, array in zip(positions, arrays, strict=True)
-        ]
+        layouts = [self._placement.layout(array) for array in arrays]
+        specs = []
+        for i, array, layout in zip(positions, arrays, layouts, strict=True):
+            dtype, group = target or BY_NUMPY[array.dtype], int(not decayed[i])
+            numel = array.size if layout is None else layout.numel
+            cut = "" if layout is None else f"{list(array.shape)} cut along dimension {layout.dim}"
+            specs.append(ParamSpec(self._paths[i], numel, dtype, group, cut, partitioned=layout is not None))
         scaler = scaler_for(self.config, [s.dtype for s in specs])
-        config = replace(self.config, update_in_backward=False)  # its gradients come all at once
+        # To the core its gradients come all at once, and parameters in the host memory of JAX's are the device's as any.
+        config = replace(self.config, update_in_backward=False, offload_param=None)
         self._pipeline = Pipeline(config, self._placement.device, scaler)
         plan = self._pipeline.plan(specs)
         self._planned_host_bytes = plan.host_bytes
@@ -162,9 +145,9 @@ class OffloadedParams:
         self._leaves = []
         for i in set(range(len(leaves))) - set(positions):
             leaves[i] = self._placement.pass_through(leaves[i])
-        for i, array, spec in zip(positions, arrays, specs, strict=True):
-            leaves[i] = array.astype(spec.dtype.numpy)
-            self._leaves.append(_Leaf(i, array.shape, leaves[i].dtype))
+        for i, array, spec, layout in zip(positions, arrays, specs, layouts, strict=True):
+            leaves[i] = self._placement.cast(array, spec.dtype, layout)
+            self._leaves.append(_Leaf(i, array.shape, leaves[i].dtype, layout))
         self._all_leaves = leaves
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -204,10 +187,19 @@ class OffloadedParams:
         positions = [leaf.position for leaf in self._leaves]
         trained_set = frozenset(positions)
 
-        def compute(trained: list[Any], traced: list[Any], static: Static, scale: Any, args: Any, kwargs: Any) -> Any:
+        def compute(
+            trained: list[Any],
+            traced: list[Any],
+            static: Static,
+            scale: Any,
+            args: Any,
+            kwargs: Any,
+            *,
+            seen: Any = list,
+        ) -> Any:
             def scaled(trained: list[Any]) -> Any:
                 leaves = static.merge(traced)
-                for i, leaf in zip(positions, trained, strict=True):
+                for i, leaf in zip(positions, seen(trained), strict=True):
                     leaves[i] = leaf
                 out = fun(jax.tree_util.tree_unflatten(static.treedef, leaves), *args, **kwargs)
                 value = out[0] if has_aux else out
@@ -250,6 +242,9 @@ class OffloadedParams:
                 ``communication_dtype="float32"``. With ``gradient_accumulation_steps=N`` the update averages over
                 N calls.
 
+        With ``schedule="delayed"`` it returns, from the warm-up on, the parameters that the update before made; this
+        one's states are updated while the next gradients are computed.
+
         Raises (nothing has changed then):
             GradientError: the gradients do not fit, or (in all processes) those of several processes not each other.
             ConfigError: the schedule's learning rate is out of range.
@@ -268,7 +263,6 @@ class OffloadedParams:
         steps = self.config.gradient_accumulation_steps
         parameters = [self._all_leaves[leaf.position] for leaf in self._leaves]
         targets = self._placement.targets(parameters) if self._pipeline.micro_steps + 1 == steps else []
-        before = [float(t) for t in self._pipeline.steps]
         try:
             for i, gradient in enumerate(gradients):
                 if gradient is not None:
@@ -278,16 +272,31 @@ class OffloadedParams:
                 self.report = StepReport(updated=False, skipped="accumulating", loss_scale=loss_scale)
                 return self.params
             self.report = self._pipeline.step(hypers, targets, divisor=float(steps))
-            self._pipeline.finish()
+            self._pipeline.finish_publications()
         except BaseException:
             with suppress(StateError):  # a pipeline that lost a rank may refuse even that
                 self.discard_gradients()
             raise
-        if self.report.updated:
-            self.count += 1
-            for i, (leaf, target) in enumerate(zip(self._leaves, targets, strict=True)):
-                if float(self._pipeline.steps[i]) != before[i]:
-                    self._all_leaves[leaf.position] = self._placement.written(target, parameters[i])
+        self.count += self.report.updated
+        self._take_published(targets)
+        return self.params
+
+    def _take_published(self, targets: Sequence[Any]) -> None:
+        for i in self._pipeline.published:
+            position = self._leaves[i].position
+            self._all_leaves[position] = self._placement.written(targets[i], self._all_leaves[position])
+
+    def flush(self) -> Any:
+        """Bring ``params`` to the last update, also under ``schedule="delayed"``, and return them.
+
+        That holds back the parameters of the last update; afterwards the next gradients see them an update early.
+        With several processes all must call this.
+        """
+        _refuse_jit("flush()")
+        if self.config.schedule == "delayed":
+            targets = self._placement.targets([self._all_leaves[leaf.position] for leaf in self._leaves])
+            self._pipeline.flush(targets)
+            self._take_published(targets)
         return self.params
 
     def trace(self, path: str | os.PathLike[str]) -> AbstractContextManager[None]:
@@ -315,60 +324,26 @@ class OffloadedParams:
 
         What is wrong in one process is an error in all: alone, it would leave the others waiting.
         """
-        self._pipeline.finish()  # if it can go on at all: ranks meet next
+        self._pipeline.finish_publications()  # if it can go on at all: ranks meet next
+        collectives = self._pipeline.device.collectives
+        parameters = [(self._paths[leaf.position], leaf.dtype) for leaf in self._leaves]
         try:
             arrays, unreduced = self._arrays_of(grads)
             hypers = self._hypers()
         except Exception:
-            self._check_alike(None, unreduced=False)
+            check_alike(collectives, parameters, None, unreduced=False)
             raise
-        self._check_alike(arrays, unreduced=unreduced)
+        check_alike(collectives, parameters, arrays, unreduced=unreduced)
         if all(array is None for array in arrays):
             raise GradientError("update: every gradient is None, expected at least one array")
         gradients = []
         for i, (leaf, gradient) in enumerate(zip(self._leaves, arrays, strict=True)):
             if gradient is not None:
                 path, like = self._paths[leaf.position], self._all_leaves[leaf.position]
-                gradient = self._placement.as_gradient(path, gradient, like, unreduced=unreduced)
+                gradient = self._placement.as_gradient(path, gradient, like, leaf.layout, unreduced=unreduced)
                 self._pipeline.check_gradient(i, gradient)
             gradients.append(gradient)
         return gradients, hypers
-
-    def _check_alike(self, arrays: Sequence[Any] | None, *, unreduced: bool) -> None:
-        """Raise :class:`GradientError` in every process unless all have alike gradients; None: refused here."""
-        collectives = self._pipeline.device.collectives
-        n = collectives.world_size
-        if n == 1:
-            return
-        flags = np.zeros(2 + 2 * len(self._leaves), np.int64)  # what all must answer alike: 1 for yes
-        flags[:2] = arrays is None, unreduced
-        given, of_other_dtype = flags[2::2], flags[3::2]
-        if arrays is not None:
-            given[:] = [array is not None for array in arrays]
-            pairs = zip(arrays, self._leaves, strict=True)
-            of_other_dtype[:] = [array is not None and array.dtype != leaf.dtype for array, leaf in pairs]
-        collectives.sum_integers(flags, "what gradients there are")
-        if arrays is None:
-            return
-        if flags[0]:
-            raise GradientError(f"update: {flags[0]} of {n} processes raised an error of their own; expected none to")
-        if flags[1] % n:
-            raise GradientError(
-                f"update: {flags[1]} of {n} processes gave RankGradients, the others plain ones; expected one of these"
-            )
-        for leaf, gradient, of_all, other_of_all in zip(self._leaves, arrays, given, of_other_dtype, strict=True):
-            path = self._paths[leaf.position]
-            if of_all % n:
-                got = "none" if gradient is None else "one"
-                raise GradientError(
-                    f"{path}: {of_all} of {n} processes gave a gradient, the others None (this one gave {got}); "
-                    "expected it of all or of none: give zeros where there is none"
-                )
-            if other_of_all % n:
-                raise GradientError(
-                    f"{path}: {other_of_all} of {n} processes gave a gradient that is not {leaf.dtype} (this one is "
-                    f"{gradient.dtype}), the others one that is; expected one dtype"
-                )
 
     def _arrays_of(self, grads: Any) -> tuple[list[jax.Array | None], bool]:
         """The gradient of each parameter as it was given, or None, and whether they are each rank's own."""
@@ -400,7 +375,7 @@ class OffloadedParams:
             if gradient is not None:
                 if not is_array(gradient):
                     raise GradientError(f"{path}: gradient is a {type(gradient).__name__}, expected an array or None")
-                expected = [*stack, *leaf.shape]
+                expected = list(leaf.shape) if leaf.layout is not None else [*stack, *leaf.shape]
                 if list(gradient.shape) != expected or gradient.dtype not in (leaf.dtype, jnp.float32):
                     ranks = ", one a rank" if unreduced else ""
                     raise GradientError(
@@ -428,8 +403,10 @@ class OffloadedParams:
 
         Keys: ``count``; ``params``; ``master``, ``exp_avg``, ``exp_avg_sq`` (fp32) and ``steps``, each with the
         parameters' structure and None where a leaf is not trained. On a mesh they are whole: with several processes
-        each gets all of them from the others, so all must call this.
+        each gets all of them from the others, so all must call this. With ``schedule="delayed"`` it begins with
+        :meth:`flush`.
         """
+        self.flush()
         states: dict[str, list[Any]] = {name: [None] * len(self._all_leaves) for name in (*STATE_NAMES, "steps")}
         for i, leaf in enumerate(self._leaves):
             for name, state in self._whole_states(i).items():
@@ -438,7 +415,17 @@ class OffloadedParams:
         trees = {name: jax.tree_util.tree_unflatten(self._treedef, leaves) for name, leaves in states.items()}
         scaler = self._pipeline.scaler
         loss_scale = {} if scaler is None else {"loss_scale": scaler.state_dict()}
-        return {"count": self.count, "params": jax.tree.map(to_numpy, self.params), **trees, **loss_scale}
+        layouts = {leaf.position: leaf.layout for leaf in self._leaves}
+        params = [
+            self._placement.to_numpy(leaf, layouts[i]) if i in layouts else to_numpy(leaf)
+            for i, leaf in enumerate(self._all_leaves)
+        ]
+        return {
+            "count": self.count,
+            "params": jax.tree_util.tree_unflatten(self._treedef, params),
+            **trees,
+            **loss_scale,
+        }
 
     def load_pytree(self, tree: Mapping[str, Any]) -> Any:
         """Load what :meth:`to_pytree` gave, and return the parameters. Any number of ranks may have written it.
@@ -454,20 +441,29 @@ class OffloadedParams:
         states = {name: self._leaves_of(tree, name, trained) for name in STATE_NAMES}
         steps = self._leaves_of(tree, "steps", dict.fromkeys(trained, ()))
         self._pipeline.drop_gradients()
+        self.flush()  # what is held back would follow
         for i, leaf in enumerate(self._leaves):
-            for start, views in self._pipeline.states(i):
-                for name, view in views.items():
-                    view[...] = np.reshape(states[name][leaf.position], -1)[start : start + view.size]
+            for name in STATE_NAMES:
+                flat = np.reshape(states[name][leaf.position], -1)
+                if leaf.layout is not None:
+                    flat = leaf.layout.to_core(flat)
+                for start, views in self._pipeline.states(i):
+                    views[name][...] = flat[start : start + views[name].size]
             self._pipeline.steps[i][...] = steps[leaf.position]
+        layouts = {leaf.position: leaf.layout for leaf in self._leaves}
         for position, value in params.items():
-            self._all_leaves[position] = self._placement.pass_through(from_numpy(value, self._all_leaves[position]))
+            like = self._all_leaves[position]
+            if position in trained:
+                self._all_leaves[position] = self._placement.restored(np.asarray(value), like, layouts[position])
+            else:
+                self._all_leaves[position] = self._placement.pass_through(from_numpy(value, like))
         if self._pipeline.scaler is not None and "loss_scale" in tree:
             self._pipeline.scaler.load_state_dict(tree["loss_scale"])
         self.count = int(tree["count"])
         return self.params
 
     def _whole_states(self, i: int) -> dict[str, np.ndarray]:
-        """A parameter's states, one-dimensional; what other processes hold comes from there."""
+        """A parameter's states; what other processes hold comes from there."""
         numel = self._pipeline.params[i].numel
         words = {name: np.zeros(-(-numel // 2), np.int64) for name in STATE_NAMES}
         whole = {name: array.view(np.float32)[:numel] for name, array in words.items()}
@@ -476,7 +472,8 @@ class OffloadedParams:
                 whole[name][start : start + view.size] = view
         for name, array in words.items():  # the bits of one process, and zeros of the others
             self._pipeline.device.collectives.sum_integers(array, f"{name} of {self._pipeline.params[i].name}")
-        return whole
+        layout = self._leaves[i].layout
+        return whole if layout is None else {name: layout.from_core(state) for name, state in whole.items()}
 
     def _leaves_of(self, tree: Mapping[str, Any], name: str, shapes: Mapping[int, tuple[int, ...]]) -> dict[int, Any]:
         """The leaves of ``tree[name]`` at the positions of ``shapes``; checked to be of these shapes."""
@@ -493,15 +490,22 @@ class OffloadedParams:
         return {position: flat[position][1] for position in shapes}
 
     def memory_report(self) -> MemoryReport:
-        """Planned and measured bytes of this process. On the CPU the parameters' buffers count as device memory."""
-        arrays = [self._all_leaves[leaf.position] for leaf in self._leaves]
-        device_bytes = sum(shard.data.nbytes for array in arrays for shard in array.addressable_shards)
-        report = self._pipeline.memory_report(device_bytes)
-        return replace(report, planned_host_bytes=self._planned_host_bytes)
+        """Planned and measured bytes of this process. On the CPU the parameters' buffers count as device memory.
+
+        With ``offload_param`` the plan has room for two generations of the parameters: old ones live until all new
+        ones are there.
+        """
+        n_bytes = {True: 0, False: 0}
+        for leaf in self._leaves:
+            array = self._all_leaves[leaf.position]
+            n_bytes[in_host_memory(array)] += sum(shard.data.nbytes for shard in array.addressable_shards)
+        report = self._pipeline.memory_report(n_bytes[False])
+        in_host = {"parameters": n_bytes[True]} if n_bytes[True] else {}
+        return replace(report, planned_host_bytes=self._planned_host_bytes, host={**report.host, **in_host})
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes of gradients and parameters that this process's ranks have sent to other ranks."""
+        """Bytes of gradients and parameters that this process's ranks have sent to other ranks in updates."""
         return self._pipeline.device.sent_bytes
 
     # --- optax -------------------------------------------------------------------------------------
@@ -513,8 +517,17 @@ class OffloadedParams:
         zero); the update of an array that is not trained is a zero. The states are here, not in the optax state,
         which only counts: a state that is not the last one raises :class:`StateError`, and so does ``update`` under
         ``jax.jit``.
+
+        Raises:
+            ConfigError: with ``offload_param``, whose parameters optax cannot compute with where they are.
         """
         import optax
+
+        if self.config.offload_param is not None:
+            raise ConfigError(
+                f"as_optax() with offload_param={self.config.offload_param!r}: apply_updates would compute in host "
+                "memory; expected offloaded.update(grads) in the loop instead"
+            )
 
         def leaves_of(params: Any) -> list[Any]:
             flat, treedef = flatten(params)
@@ -535,10 +548,14 @@ class OffloadedParams:
                 )
             before = leaves_of(self.params if params is None else params)
             self.update(grads)
-            updates = [_no_update(leaf) for leaf in before]
+            updates = [self._placement.pass_through(no_update(leaf)) for leaf in before]
             for leaf in self._leaves:
-                updates[leaf.position] = _exact_update(before[leaf.position], self._all_leaves[leaf.position])
-            updates = [self._placement.pass_through(update) for update in updates]
+                old, new = before[leaf.position], self._all_leaves[leaf.position]
+                updates[leaf.position] = (
+                    self._placement.pass_through(exact_update(old, new))
+                    if leaf.layout is None
+                    else exact_update_of_shards(old, new)
+                )
             return jax.tree_util.tree_unflatten(self._treedef, updates), OffloadState(
                 jnp.asarray(self.count, jnp.int32)
             )
@@ -564,20 +581,3 @@ def _bias_correction(beta: float, t: int) -> float:
     """1 - beta^t in XLA's float32 arithmetic on the CPU, where optax computes it too."""
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         return float(_bias_correction_jit(beta, jnp.asarray(t, jnp.int32)))
-
-
-def _exact_update(before: Any, after: Any) -> Any:
-    """An fp32 ``u`` such that ``before + u``, rounded to the parameters' dtype, has the bits of ``after``."""
-    p, q = np.asarray(before), np.asarray(after)
-    with np.errstate(all="ignore"):
-        p32, q32 = p.astype(np.float32), q.astype(np.float32)
-        u = np.where(q32 == p32, np.copysign(np.float32(0), q32), q32 - p32)  # -0 + 0 would be 0
-        for _ in range(2):  # the rounded difference is at most a unit off
-            u = np.where((p32 + u).astype(q.dtype) < q, np.nextafter(u, np.float32(np.inf)), u)
-            u = np.where((p32 + u).astype(q.dtype) > q, np.nextafter(u, np.float32(-np.inf)), u)
-    return jnp.array(u)
-
-
-def _no_update(leaf: Any) -> Any:
-    """What changes no bit of an array when it is added, of any shape; None for other leaves."""
-    return jnp.asarray(-0.0).astype(leaf.dtype) if is_array(leaf) and not is_key(leaf) else None

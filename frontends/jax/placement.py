@@ -1,44 +1,28 @@
-"""Where parameters lie, on one device or replicated along a mesh axis, and how they get and are given there."""
+"""Where parameters lie, on one device or along a mesh axis, and how they get and are given there."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from offload_core.config import OffloadConfig
 from offload_core.device import Device
-from offload_core.dtypes import BY_NUMPY
-from offload_core.errors import ConfigError, GradientError, ParameterError, StateError
+from offload_core.dtypes import BY_NUMPY, ElementType
+from offload_core.errors import ConfigError, GradientError, ParameterError
 from offload_core.host_memory import HostMemory
 from offload_core.host_ranks import HostRanks
 from offload_core.memory_plan import PlanRow
 from offload_core.partition import ParamSpec
 
 from .device import JaxDevice, ParameterBuffers, on_cpu
-from .mesh import REPLICATED, JaxMeshDevice, LoneDevice, MeshAxis, MeshGradient, MeshParameter, ordered_mean
-
-
-@jax.tree_util.register_pytree_node_class
-@dataclass(frozen=True)
-class RankGradients:
-    """Each rank's own gradients on a mesh axis, not yet averaged.
-
-    ``tree`` has the parameters' structure; a leaf is ``[world_size, *shape]``, its first dimension split over the axis.
-    """
-
-    tree: Any
-
-    def tree_flatten(self) -> tuple[tuple[Any], None]:
-        return (self.tree,), None
-
-    @classmethod
-    def tree_unflatten(cls, aux: None, children: tuple[Any]) -> "RankGradients":
-        return cls(children[0])
+from .mesh import JaxMeshDevice, LoneDevice, MeshAxis, MeshGradient, MeshParameter
+from .on_mesh import Compiled, Compute, OnMesh
+from .shard_layout import ShardLayout
+from .sharded import ShardedOnMesh
+from .trees import from_numpy, to_numpy
 
 
 class Placement(Protocol):
@@ -48,6 +32,22 @@ class Placement(Protocol):
 
     def place(self, path: str, leaf: Any) -> jax.Array:
         """The leaf where parameters lie; ``ParameterError`` if it cannot be."""
+        ...
+
+    def layout(self, array: jax.Array) -> ShardLayout | None:
+        """How a parameter that :meth:`place` gave is cut over ranks; None: it is not."""
+        ...
+
+    def cast(self, array: jax.Array, dtype: ElementType, layout: ShardLayout | None) -> jax.Array:
+        """A placed parameter in another element type."""
+        ...
+
+    def restored(self, value: np.ndarray, like: jax.Array, layout: ShardLayout | None) -> jax.Array:
+        """A value from :meth:`to_numpy`, where the parameter ``like`` lies."""
+        ...
+
+    def to_numpy(self, array: jax.Array, layout: ShardLayout | None) -> np.ndarray:
+        """A parameter's value, whole; with several processes all must ask."""
         ...
 
     def pass_through(self, leaf: Any) -> Any:
@@ -74,7 +74,9 @@ class Placement(Protocol):
         """The arrays of :meth:`start`, alike on all ranks."""
         ...
 
-    def as_gradient(self, path: str, gradient: jax.Array, like: jax.Array, *, unreduced: bool) -> Any:
+    def as_gradient(
+        self, path: str, gradient: jax.Array, like: jax.Array, layout: ShardLayout | None, *, unreduced: bool
+    ) -> Any:
         """What the pipeline takes as a gradient of ``like``; ``GradientError`` if it lies where none can be read."""
         ...
 
@@ -86,7 +88,7 @@ class Placement(Protocol):
         """The new parameter, in the shape and place of ``like``."""
         ...
 
-    def compile(self, compute: "Compute", *, in_specs: Any, check_vma: bool) -> "Compute":
+    def compile(self, compute: Compute, *, in_specs: Any, check_vma: bool) -> Compiled:
         """Compile for these devices."""
         ...
 
@@ -95,14 +97,17 @@ class Placement(Protocol):
         ...
 
 
-Compute = Callable[[list[Any], list[Any], Any, Any, tuple, dict[str, Any]], Any]
-"""``(trained, traced, static, scale, args, kwargs) -> (out, gradients)``; ``static`` is hashable, the rest trees."""
-
-
 def placement_for(config: OffloadConfig, mesh: Mesh | None, axis: str | None, leaves: Sequence[Any]) -> Placement:
     """On the axis of a mesh, or where there is no mesh on the device that the leaves lie on."""
+    if mesh is not None and config.stage == 3:
+        return ShardedOnMesh(MeshAxis(mesh, axis), config)
     if mesh is not None:
-        return OnMesh(MeshAxis(mesh, axis), native=config.reduction == "native", threads=config.threads)
+        return OnMesh(MeshAxis(mesh, axis), config)
+    if config.offload_param is not None:
+        raise ConfigError(
+            f"offload_param={config.offload_param!r} without a mesh; expected wrap(params, mesh=mesh), also for one "
+            "device: jax.make_mesh((1,), ('dp',))"
+        )
     if axis is not None:
         raise ConfigError(f"axis: got {axis!r} and no mesh; expected wrap(params, mesh=mesh, axis={axis!r})")
     arrays = [leaf if isinstance(leaf, jax.Array) else jnp.zeros(()) for leaf in leaves]  # NumPy's: where JAX puts them
@@ -132,6 +137,18 @@ class OneDevice:
             )
         return jnp.asarray(leaf)
 
+    def layout(self, array: jax.Array) -> None:
+        return None
+
+    def cast(self, array: jax.Array, dtype: ElementType, layout: ShardLayout | None) -> jax.Array:
+        return array.astype(dtype.numpy)
+
+    def restored(self, value: np.ndarray, like: jax.Array, layout: ShardLayout | None) -> jax.Array:
+        return from_numpy(value, like)
+
+    def to_numpy(self, array: jax.Array, layout: ShardLayout | None) -> np.ndarray:
+        return to_numpy(array)
+
     def pass_through(self, leaf: Any) -> Any:
         return leaf
 
@@ -150,7 +167,9 @@ class OneDevice:
     def started(self, tensors: Sequence[Any]) -> list[jax.Array]:
         return list(tensors)
 
-    def as_gradient(self, path: str, gradient: jax.Array, like: jax.Array, *, unreduced: bool) -> Any:
+    def as_gradient(
+        self, path: str, gradient: jax.Array, like: jax.Array, layout: ShardLayout | None, *, unreduced: bool
+    ) -> Any:
         _check_plain(path, gradient, unreduced=unreduced)
         if not self._on_cpu:
             gradient.copy_to_host_async()
@@ -162,7 +181,7 @@ class OneDevice:
     def written(self, target: Any, like: jax.Array) -> jax.Array:
         return jax.device_put(target.reshape(like.shape), like.sharding if like.committed else None)
 
-    def compile(self, compute: Compute, *, in_specs: Any, check_vma: bool) -> Compute:
+    def compile(self, compute: Compute, *, in_specs: Any, check_vma: bool) -> Compiled:
         if in_specs is not None:
             raise ConfigError("value_and_grad: in_specs without a mesh; expected wrap(params, mesh=mesh)")
         return jax.jit(compute, static_argnums=2)
@@ -193,7 +212,9 @@ class OneAccelerator(OneDevice):
     def started(self, tensors: Sequence[Any]) -> list[jax.Array]:
         return [tensor.array for tensor in tensors]
 
-    def as_gradient(self, path: str, gradient: jax.Array, like: jax.Array, *, unreduced: bool) -> Any:
+    def as_gradient(
+        self, path: str, gradient: jax.Array, like: jax.Array, layout: ShardLayout | None, *, unreduced: bool
+    ) -> Any:
         _check_plain(path, gradient, unreduced=unreduced)
         # Where it is there already, the same memory: of no mesh, as those of other meshes cannot be packed together.
         gradient = jax.device_put(gradient.addressable_data(0), self._lone.devices[0])
@@ -215,157 +236,3 @@ def _check_plain(path: str, gradient: jax.Array, *, unreduced: bool) -> None:
         )
     if len(gradient.devices()) > 1:
         raise GradientError(f"{path}: gradient lies on {len(gradient.devices())} devices, expected one")
-
-
-class OnMesh:
-    """Replicated along a mesh axis, whose devices are the ranks."""
-
-    def __init__(self, axis: MeshAxis, *, native: bool, threads: int) -> None:
-        self.device: Device = JaxMeshDevice(axis, native=native, threads=threads)
-        self.planned_host_bytes = 0
-        self._axis = axis
-        self._mean = axis.map(self._mean_over_ranks, axis.split, REPLICATED)
-
-    def place(self, path: str, leaf: Any) -> jax.Array:
-        return self._axis.replicate(leaf)
-
-    def pass_through(self, leaf: Any) -> Any:
-        return self._axis.replicate(leaf) if isinstance(leaf, jax.Array) else leaf
-
-    def plan(self, specs: Sequence[ParamSpec], arrays: Sequence[jax.Array], memory: HostMemory) -> list[PlanRow]:
-        if not self._axis.on_cpu:
-            return []
-        n_bytes = 2 * len(self._axis.ranks) * sum(spec.numel * spec.dtype.itemsize for spec in specs)
-        return [PlanRow("parameters of host devices", "host", n_bytes, "param_dtype='bfloat16'")]
-
-    def start(self, arrays: Sequence[jax.Array]) -> list[Any]:
-        return [MeshParameter(array) for array in arrays]
-
-    def started(self, tensors: Sequence[Any]) -> list[jax.Array]:
-        return [tensor.array for tensor in tensors]
-
-    def as_gradient(self, path: str, gradient: jax.Array, like: jax.Array, *, unreduced: bool) -> Any:
-        if not unreduced:
-            return MeshGradient(self._axis.replicate(gradient), False, like.size, BY_NUMPY[np.dtype(like.dtype)])
-        gradient = self._axis.put(gradient, self._axis.split)
-        return MeshGradient(gradient, True, like.size, BY_NUMPY[np.dtype(gradient.dtype)])
-
-    def targets(self, arrays: Sequence[jax.Array]) -> list[Any]:
-        return self.start(arrays)
-
-    def written(self, target: Any, like: jax.Array) -> jax.Array:
-        if like.size == 0:  # it lies in no bucket; the old one may be donated now
-            return self._axis.replicate(np.empty(like.shape, like.dtype))
-        return target.array
-
-    def as_gradients(self, tree: Any) -> Any:
-        return RankGradients(tree)
-
-    # --- gradients -----------------------------------------------------------------------------------
-
-    def compile(self, compute: Compute, *, in_specs: Any, check_vma: bool) -> Compute:
-        """Each rank differentiates the function of its own part of the arguments.
-
-        Parameters are made to differ between ranks first: the gradient of what all ranks share would be their sum.
-        """
-        axis = self._axis
-
-        def program(trained: Any, traced: Any, static: Any, scale: Any, leaves: list[Any], split: _Split) -> Any:
-            def each(trained: Any, traced: Any, scale: Any, leaves: list[Any]) -> Any:
-                args, kwargs = jax.tree_util.tree_unflatten(split.treedef, leaves)
-                if check_vma:
-                    trained = [lax.pcast(array, axis.mesh.axis_names, to="varying") for array in trained]
-                results = compute(trained, traced, static, scale, args, kwargs)
-                return jax.tree.map(lambda result: jnp.asarray(result)[None], results)
-
-            specs = (REPLICATED, REPLICATED, REPLICATED, list(split.specs))
-            mapped = jax.shard_map(each, mesh=axis.mesh, in_specs=specs, out_specs=axis.split, check_vma=check_vma)
-            out, gradients = mapped(trained, traced, scale, leaves)
-            return self._mean(out), gradients
-
-        compiled = jax.jit(program, static_argnums=(2, 5))
-
-        def call(trained: Any, traced: Any, static: Any, scale: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-            split, leaves = self._split(in_specs, args, kwargs)
-            return compiled(
-                [self._axis.replicate(array) for array in trained],
-                [self._axis.replicate(array) for array in traced],
-                static,
-                scale,
-                leaves,
-                split,
-            )
-
-        return call
-
-    def _split(self, in_specs: Any, args: tuple, kwargs: dict[str, Any]) -> "tuple[_Split, list[Any]]":
-        """How the arguments are cut, and their leaves on the mesh."""
-        flat, treedef = jax.tree_util.tree_flatten_with_path((args, kwargs))
-        specs = [self._spec_of(leaf) for _, leaf in flat]
-        if in_specs is not None:
-            specs = self._specs_as_asked(in_specs, args) + specs[len(jax.tree.leaves(args)) :]
-        elif self._axis.world_size > 1 and not any(self._axis.name in _names(spec) for spec in specs):
-            axis, first = self._axis.name, next((leaf for _, leaf in flat if hasattr(leaf, "shape")), None)
-            got = "" if first is None else f" (the first array is {first.dtype}{list(first.shape)})"
-            if any(isinstance(leaf, jax.core.Tracer) for _, leaf in flat):
-                raise StateError(
-                    f"value_and_grad under jit: how its arguments lie on the mesh axis {axis!r} is not known there; "
-                    "expected a call outside jit (it is already compiled), or "
-                    f"value_and_grad(fun, in_specs=P({axis!r}))"
-                )
-            raise ParameterError(
-                f"value_and_grad: no argument is split over the mesh axis {axis!r}{got}, so that all ranks would "
-                f"compute the same; expected the batch to be: jax.device_put(batch, NamedSharding(mesh, P({axis!r}))), "
-                f"or value_and_grad(fun, in_specs=P({axis!r}))"
-            )
-        leaves = [
-            self._axis.put(leaf, spec) if isinstance(leaf, jax.Array | np.ndarray) else leaf
-            for (_, leaf), spec in zip(flat, specs, strict=True)
-        ]
-        return _Split(treedef, tuple(specs)), leaves
-
-    def _spec_of(self, leaf: Any) -> PartitionSpec:
-        of = jax.typeof(leaf) if isinstance(leaf, jax.core.Tracer) else leaf  # a type tells of Explicit axes alone
-        sharding = getattr(of, "sharding", None) if isinstance(leaf, jax.Array) else None
-        if not isinstance(sharding, NamedSharding) or sharding.mesh.axis_names != self._axis.mesh.axis_names:
-            return REPLICATED
-        return sharding.spec if sharding.mesh.shape == self._axis.mesh.shape else REPLICATED
-
-    def _specs_as_asked(self, in_specs: Any, args: tuple) -> list[PartitionSpec]:
-        if isinstance(in_specs, PartitionSpec):
-            in_specs = (in_specs,) * len(args)
-
-        def is_spec(x: Any) -> bool:
-            return isinstance(x, PartitionSpec)
-
-        try:
-            full = jax.tree.broadcast(tuple(in_specs), args, is_leaf=is_spec)
-        except (TypeError, ValueError) as error:
-            raise ConfigError(
-                f"value_and_grad: in_specs {in_specs!r} does not fit {len(args)} arguments after the parameters; "
-                f"expected a PartitionSpec for each, or for each of its subtrees\n{error}"
-            ) from None
-        return jax.tree.leaves(full, is_leaf=is_spec)
-
-    def _mean_over_ranks(self, stacked: Any) -> Any:
-        """The mean of floating-point leaves; of others rank 0's."""
-
-        def one(result: jax.Array) -> jax.Array:
-            parts = lax.all_gather(result, self._axis.name, tiled=True)
-            if not jnp.issubdtype(result.dtype, jnp.inexact):
-                return parts[0]
-            return ordered_mean(parts).astype(result.dtype)
-
-        return jax.tree.map(one, stacked)
-
-
-class _Split(NamedTuple):
-    """The structure of ``(args, kwargs)``, and how each leaf lies on the mesh."""
-
-    treedef: Any
-    specs: tuple[PartitionSpec, ...]
-
-
-def _names(spec: PartitionSpec) -> set[str]:
-    """The mesh axes that a spec names."""
-    return {name for entry in spec if entry is not None for name in ((entry,) if isinstance(entry, str) else entry)}

@@ -1,0 +1,163 @@
+"""Stage 3 inside ``value_and_grad``: parameters that are shards there, and their gathering where a layer needs them.
+
+The transpose of gathering is the reduction: every rank sends each other rank its slice of the gradient, and the owner
+sums what it receives in rank order in fp32 and divides once, as the core's reduction does. So gradients leave
+``value_and_grad`` averaged, in fp32, as shards at their owners.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, NoReturn
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from offload_core.errors import ParameterError
+
+from .mesh import ordered_mean
+
+
+class Gathering(NamedTuple):
+    """How a shard becomes a parameter, and the parameter's gradient a shard."""
+
+    axis: str
+    """The mesh axis."""
+    world_size: int
+    dim: int
+    """The dimension that is cut, counted from the last (-1): a scan takes away the first."""
+    wire: Any
+    """The dtype in which gradients travel."""
+    native: bool
+    """Whether XLA's reduce-scatter sums them, in that dtype and its own order."""
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Shard:
+    """This device's part of a parameter, where the parameter stands in the tree.
+
+    A pytree node, so that a ``lax.scan`` over stacked layers slices it like any array. It has no values of its own to
+    compute with: :func:`gathered` or :func:`gather_params` give the parameter.
+    """
+
+    def __init__(self, array: Any, tangent: Any, how: Gathering) -> None:
+        self._array = array
+        self._tangent = tangent  # fp32 zeros in the array's shape, which the gradient is taken with respect to
+        self._how = how
+
+    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], Gathering]:
+        key = jax.tree_util.GetAttrKey
+        return ((key("array"), self._array), (key("tangent"), self._tangent)), self._how
+
+    @classmethod
+    def tree_unflatten(cls, how: Gathering, children: Any) -> "Shard":
+        array, tangent = children
+        return cls(array, tangent, how)
+
+    def gather(self) -> jax.Array:
+        """The whole parameter, in device memory."""
+        if self._array.ndim < -self._how.dim:
+            raise ParameterError(
+                f"gather_params: a shard of shape {list(self._array.shape)} has lost the dimension ({self._how.dim}) "
+                "that its parameter is cut along; expected slices of other dimensions only, as lax.scan takes of the "
+                "first: gather before slicing, or place the parameter cut along another one before wrap()"
+            )
+        return _gather(self._how, _on_device(lax.stop_gradient(self._array)), self._tangent)
+
+    def __repr__(self) -> str:
+        return f"Shard({self._array!r}, {self._how})"
+
+    def __jax_array__(self) -> NoReturn:
+        _refuse("computed with")
+
+    def __getitem__(self, key: Any) -> NoReturn:
+        _refuse("indexed")
+
+    def __getattr__(self, name: str) -> NoReturn:
+        # AttributeError, for those who only ask whether it has one.
+        raise AttributeError(f"{name!r} of a parameter that is sharded (stage 3); {_INSTEAD}")
+
+
+_INSTEAD = "expected it to be gathered first: frontends.jax.gathered(layer_fn) or gather_params(params)"
+
+
+def _refuse(what: str) -> NoReturn:
+    raise ParameterError(f"a sharded parameter (stage 3) was {what}; {_INSTEAD}")
+
+
+def gather_params(params: Any) -> Any:
+    """The tree with whole parameters in place of shards; arrays in host memory come to the device, others stay.
+
+    Inside the function that ``value_and_grad`` was given there are shards; in a plain ``jax.jit`` of
+    ``offloaded.params`` (evaluation) there are sharded arrays, and XLA gathers them. What is gathered here lives as
+    long as anything needs it, backward included, and its gradients are summed over its uses before they are reduced:
+    gather a parameter once for uses that are near each other (tied weights), and use :func:`gathered` for layers.
+    """
+
+    def whole(leaf: Any) -> Any:
+        return leaf.gather() if isinstance(leaf, Shard) else _on_device(leaf)
+
+    return jax.tree.map(whole, params, is_leaf=lambda x: isinstance(x, Shard))
+
+
+def _on_device(leaf: Any) -> Any:
+    if isinstance(leaf, jax.Array) and jax.typeof(leaf).memory_space == jax.memory.Space.Host:
+        return jax.device_put(leaf, jax.memory.Space.Device)
+    return leaf
+
+
+def gathered(
+    layer_fn: Callable[..., Any],
+    *,
+    policy: Callable[..., bool] | None = None,
+    static_argnums: int | tuple[int, ...] = (),
+) -> Callable[..., Any]:
+    """A layer function whose parameters are gathered for as long as it runs: ``gathered(layer_fn)(params, *args)``.
+
+    ``layer_fn`` gets ``params`` (any tree) whole. For backward nothing is kept but the shards and the arguments:
+    parameters are gathered again and the layer is computed again (``jax.checkpoint``). At other stages, or on no
+    mesh, it is ``jax.checkpoint(layer_fn)``, so that a model need not know its stage.
+
+        def body(x, layer):
+            return gathered(apply_layer)(layer, x), None
+        x, _ = jax.lax.scan(body, x, params["layers"])
+
+    Args:
+        policy: what backward may keep, as that of ``jax.checkpoint``. One that keeps everything keeps parameters, too.
+        static_argnums: as those of ``jax.checkpoint``, ``params`` being number 0.
+    """
+
+    @functools.wraps(layer_fn)
+    def of_shards(params: Any, *args: Any, **kwargs: Any) -> Any:
+        return layer_fn(gather_params(params), *args, **kwargs)
+
+    return jax.checkpoint(of_shards, policy=policy, static_argnums=static_argnums)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gather(how: Gathering, array: jax.Array, tangent: jax.Array | None) -> jax.Array:
+    return lax.all_gather(array, how.axis, axis=array.ndim + how.dim, tiled=True)
+
+
+def _forward(how: Gathering, array: jax.Array, tangent: jax.Array | None) -> tuple[jax.Array, None]:
+    return _gather(how, array, tangent), None
+
+
+def _backward(how: Gathering, kept: None, gradient: jax.Array) -> tuple[None, jax.Array]:
+    return None, reduce_scatter(how, gradient)
+
+
+_gather.defvjp(_forward, _backward)
+
+
+def reduce_scatter(how: Gathering, gradient: jax.Array) -> jax.Array:
+    """Inside ``shard_map``: this rank's shard of the mean of all ranks' gradients, in fp32."""
+    gradient = gradient.astype(how.wire)
+    dim = gradient.ndim + how.dim
+    if how.native:
+        total = lax.psum_scatter(gradient, how.axis, scatter_dimension=dim, tiled=True)
+        return total.astype(jnp.float32) / how.world_size
+    shape = list(gradient.shape)
+    shape[dim : dim + 1] = [how.world_size, shape[dim] // how.world_size]
+    slices = jnp.moveaxis(gradient.reshape(shape), dim, 0)
+    return ordered_mean(lax.all_to_all(slices, how.axis, split_axis=0, concat_axis=0, tiled=True))

@@ -1,0 +1,92 @@
+"""Gradients as users have them, and whether all processes have them alike."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from offload_core.collectives import Collectives
+from offload_core.errors import GradientError
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclass(frozen=True)
+class RankGradients:
+    """Each rank's own gradients on a mesh axis, not yet averaged.
+
+    ``tree`` has the parameters' structure; a leaf is ``[world_size, *shape]``, its first dimension split over the axis.
+    Of a parameter that is sharded itself (stage 3) it is the mean, in fp32, sharded as the parameter.
+    """
+
+    tree: Any
+
+    def tree_flatten(self) -> tuple[tuple[Any], None]:
+        return (self.tree,), None
+
+    @classmethod
+    def tree_unflatten(cls, aux: None, children: tuple[Any]) -> "RankGradients":
+        return cls(children[0])
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclass(frozen=True)
+class ScaledGradients:
+    """Gradients of a loss that was multiplied by ``scale`` (float16 parameters).
+
+    ``tree`` has the parameters' structure.
+    """
+
+    tree: Any
+    scale: float
+
+    def tree_flatten(self) -> tuple[tuple[Any], float]:
+        return (self.tree,), self.scale
+
+    @classmethod
+    def tree_unflatten(cls, scale: float, children: tuple[Any]) -> "ScaledGradients":
+        return cls(children[0], scale)
+
+
+def check_alike(
+    collectives: Collectives, parameters: Sequence[tuple[str, Any]], arrays: Sequence[Any] | None, *, unreduced: bool
+) -> None:
+    """Raise :class:`GradientError` in every process unless all have alike gradients.
+
+    Args:
+        parameters: path and dtype of each.
+        arrays: this process's gradients of them, or None each; None: refused here.
+        unreduced: whether they came as :class:`RankGradients`.
+    """
+    n = collectives.world_size
+    if n == 1:
+        return
+    flags = np.zeros(2 + 2 * len(parameters), np.int64)  # what all must answer alike: 1 for yes
+    flags[:2] = arrays is None, unreduced
+    given, of_other_dtype = flags[2::2], flags[3::2]
+    if arrays is not None:
+        given[:] = [array is not None for array in arrays]
+        pairs = zip(arrays, parameters, strict=True)
+        of_other_dtype[:] = [array is not None and array.dtype != dtype for array, (_, dtype) in pairs]
+    collectives.sum_integers(flags, "what gradients there are")
+    if arrays is None:
+        return
+    if flags[0]:
+        raise GradientError(f"update: {flags[0]} of {n} processes raised an error of their own; expected none to")
+    if flags[1] % n:
+        raise GradientError(
+            f"update: {flags[1]} of {n} processes gave RankGradients, the others plain ones; expected one of these"
+        )
+    for (path, dtype), gradient, of_all, other_of_all in zip(parameters, arrays, given, of_other_dtype, strict=True):
+        if of_all % n:
+            got = "none" if gradient is None else "one"
+            raise GradientError(
+                f"{path}: {of_all} of {n} processes gave a gradient, the others None (this one gave {got}); "
+                "expected it of all or of none: give zeros where there is none"
+            )
+        if other_of_all % n:
+            raise GradientError(
+                f"{path}: {other_of_all} of {n} processes gave a gradient that is not {dtype} (this one is "
+                f"{gradient.dtype}), the others one that is; expected one dtype"
+            )

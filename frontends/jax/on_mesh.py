@@ -1,0 +1,240 @@
+"""Parameters replicated along a mesh axis, whose devices are the ranks, and each rank's own gradients of them."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from offload_core.config import OffloadConfig
+from offload_core.device import Device
+from offload_core.dtypes import BY_NUMPY, ElementType
+from offload_core.errors import ConfigError, ParameterError, StateError
+from offload_core.host_memory import HostMemory
+from offload_core.memory_plan import PlanRow
+from offload_core.partition import ParamSpec
+
+from .gradients import RankGradients
+from .mesh import REPLICATED, JaxMeshDevice, MeshAxis, MeshGradient, MeshParameter, ordered_mean
+from .shard_layout import ShardLayout
+from .trees import from_numpy, to_numpy
+
+
+class Compute(Protocol):
+    def __call__(
+        self,
+        trained: list[Any],
+        traced: list[Any],
+        static: Any,
+        scale: Any,
+        args: tuple,
+        kwargs: dict[str, Any],
+        *,
+        seen: Callable[[list[Any]], list[Any]] = list,
+    ) -> Any:
+        """``(out, gradients)``; ``static`` is hashable, the rest trees.
+
+        Args:
+            trained: what the gradients are taken with respect to.
+            seen: what the user's function sees of these.
+        """
+        ...
+
+
+Compiled = Callable[[list[Any], list[Any], Any, Any, tuple, dict[str, Any]], Any]
+"""As :class:`Compute`."""
+
+
+class OnMesh:
+    """Replicated along a mesh axis, whose devices are the ranks."""
+
+    def __init__(self, axis: MeshAxis, config: OffloadConfig) -> None:
+        self.device: Device = JaxMeshDevice(axis, native=config.reduction == "native", threads=config.threads)
+        self.planned_host_bytes = 0
+        self._axis = axis
+        self._mean = axis.map(self._mean_over_ranks, axis.split, REPLICATED)
+
+    def place(self, path: str, leaf: Any) -> jax.Array:
+        return self._axis.replicate(leaf)
+
+    def layout(self, array: jax.Array) -> ShardLayout | None:
+        return None
+
+    def cast(self, array: jax.Array, dtype: ElementType, layout: ShardLayout | None) -> jax.Array:
+        return array.astype(dtype.numpy)
+
+    def restored(self, value: np.ndarray, like: jax.Array, layout: ShardLayout | None) -> jax.Array:
+        return self._axis.replicate(from_numpy(value, like))
+
+    def to_numpy(self, array: jax.Array, layout: ShardLayout | None) -> np.ndarray:
+        return to_numpy(array)
+
+    def pass_through(self, leaf: Any) -> Any:
+        return self._axis.replicate(leaf) if isinstance(leaf, jax.Array) else leaf
+
+    def plan(self, specs: Sequence[ParamSpec], arrays: Sequence[jax.Array], memory: HostMemory) -> list[PlanRow]:
+        if not self._axis.on_cpu:
+            return []
+        n_bytes = 2 * len(self._axis.ranks) * sum(spec.numel * spec.dtype.itemsize for spec in specs)
+        return [PlanRow("parameters of host devices", "host", n_bytes, "param_dtype='bfloat16'")]
+
+    def start(self, arrays: Sequence[jax.Array]) -> list[Any]:
+        return [MeshParameter(array) for array in arrays]
+
+    def started(self, tensors: Sequence[Any]) -> list[jax.Array]:
+        return [tensor.array for tensor in tensors]
+
+    def as_gradient(
+        self, path: str, gradient: jax.Array, like: jax.Array, layout: ShardLayout | None, *, unreduced: bool
+    ) -> Any:
+        if not unreduced:
+            return MeshGradient(self._axis.replicate(gradient), False, like.size, BY_NUMPY[np.dtype(like.dtype)])
+        gradient = self._axis.put(gradient, self._axis.split)
+        return MeshGradient(gradient, True, like.size, BY_NUMPY[np.dtype(gradient.dtype)])
+
+    def targets(self, arrays: Sequence[jax.Array]) -> list[Any]:
+        return self.start(arrays)
+
+    def written(self, target: Any, like: jax.Array) -> jax.Array:
+        if like.size == 0:  # it lies in no bucket; the old one may be donated now
+            return self._axis.replicate(np.empty(like.shape, like.dtype))
+        return target.array
+
+    def as_gradients(self, tree: Any) -> Any:
+        return RankGradients(tree)
+
+    # --- gradients -----------------------------------------------------------------------------------
+
+    def compile(self, compute: Compute, *, in_specs: Any, check_vma: bool) -> Compiled:
+        """Each rank differentiates the function of its own part of the arguments.
+
+        Parameters are made to differ between ranks first: the gradient of what all ranks share would be their sum.
+        """
+        axis = self._axis
+
+        def program(trained: Any, traced: Any, static: Any, scale: Any, leaves: list[Any], split: _Split) -> Any:
+            def each(trained: Any, traced: Any, scale: Any, leaves: list[Any]) -> Any:
+                args, kwargs = jax.tree_util.tree_unflatten(split.treedef, leaves)
+                of = self._differentiated(trained, varying=check_vma)
+                out, gradients = compute(of.leaves, traced, static, scale, args, kwargs, seen=of.seen)
+                return jax.tree.map(lambda result: jnp.asarray(result)[None], out), self._as_outputs(gradients)
+
+            in_specs = (self._specs(REPLICATED), REPLICATED, REPLICATED, list(split.specs))
+            out_specs = (axis.split, self._specs(axis.split))
+            mapped = jax.shard_map(each, mesh=axis.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)
+            out, gradients = mapped(trained, traced, scale, leaves)
+            return self._mean(out), gradients
+
+        compiled = jax.jit(program, static_argnums=(2, 5))
+
+        def call(trained: Any, traced: Any, static: Any, scale: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+            split, leaves = self._split(in_specs, args, kwargs)
+            return compiled(
+                self._on_axis(trained),
+                [self._axis.replicate(array) for array in traced],
+                static,
+                scale,
+                leaves,
+                split,
+            )
+
+        return call
+
+    def _on_axis(self, trained: Sequence[Any]) -> list[jax.Array]:
+        """The parameters, as they lie on the mesh."""
+        return [self._axis.replicate(array) for array in trained]
+
+    def _specs(self, whole: PartitionSpec) -> Any:
+        """How parameters lie there, or their gradients: those that are not cut themselves as ``whole`` says."""
+        return whole
+
+    def _differentiated(self, trained: Sequence[jax.Array], *, varying: bool) -> "Differentiated":
+        """What gradients are taken with respect to, for parameters that lie so."""
+        return Differentiated([self._axis.vary(array) for array in trained] if varying else list(trained), list)
+
+    def _as_outputs(self, gradients: Sequence[jax.Array]) -> list[jax.Array]:
+        """Each rank's part of the gradients, to be laid together as :meth:`_specs` says."""
+        return [gradient[None] for gradient in gradients]
+
+    def _split(self, in_specs: Any, args: tuple, kwargs: dict[str, Any]) -> "tuple[_Split, list[Any]]":
+        """How the arguments are cut, and their leaves on the mesh."""
+        flat, treedef = jax.tree_util.tree_flatten_with_path((args, kwargs))
+        specs = [self.spec_of(leaf) for _, leaf in flat]
+        if in_specs is not None:
+            specs = self._specs_as_asked(in_specs, args) + specs[len(jax.tree.leaves(args)) :]
+        elif self._axis.world_size > 1 and not any(self._axis.name in names(spec) for spec in specs):
+            axis, first = self._axis.name, next((leaf for _, leaf in flat if hasattr(leaf, "shape")), None)
+            got = "" if first is None else f" (the first array is {first.dtype}{list(first.shape)})"
+            if any(isinstance(leaf, jax.core.Tracer) for _, leaf in flat):
+                raise StateError(
+                    f"value_and_grad under jit: how its arguments lie on the mesh axis {axis!r} is not known there; "
+                    "expected a call outside jit (it is already compiled), or "
+                    f"value_and_grad(fun, in_specs=P({axis!r}))"
+                )
+            raise ParameterError(
+                f"value_and_grad: no argument is split over the mesh axis {axis!r}{got}, so that all ranks would "
+                f"compute the same; expected the batch to be: jax.device_put(batch, NamedSharding(mesh, P({axis!r}))), "
+                f"or value_and_grad(fun, in_specs=P({axis!r}))"
+            )
+        leaves = [
+            self._axis.put(leaf, spec) if isinstance(leaf, jax.Array | np.ndarray) else leaf
+            for (_, leaf), spec in zip(flat, specs, strict=True)
+        ]
+        return _Split(treedef, tuple(specs)), leaves
+
+    def spec_of(self, leaf: Any) -> PartitionSpec:
+        """How an array lies on the mesh."""
+        of = jax.typeof(leaf) if isinstance(leaf, jax.core.Tracer) else leaf  # a type tells of Explicit axes alone
+        sharding = getattr(of, "sharding", None) if isinstance(leaf, jax.Array) else None
+        if not isinstance(sharding, NamedSharding) or sharding.mesh.axis_names != self._axis.mesh.axis_names:
+            return REPLICATED
+        return sharding.spec if sharding.mesh.shape == self._axis.mesh.shape else REPLICATED
+
+    def _specs_as_asked(self, in_specs: Any, args: tuple) -> list[PartitionSpec]:
+        if isinstance(in_specs, PartitionSpec):
+            in_specs = (in_specs,) * len(args)
+
+        def is_spec(x: Any) -> bool:
+            return isinstance(x, PartitionSpec)
+
+        try:
+            full = jax.tree.broadcast(tuple(in_specs), args, is_leaf=is_spec)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"value_and_grad: in_specs {in_specs!r} does not fit {len(args)} arguments after the parameters; "
+                f"expected a PartitionSpec for each, or for each of its subtrees\n{error}"
+            ) from None
+        return jax.tree.leaves(full, is_leaf=is_spec)
+
+    def _mean_over_ranks(self, stacked: Any) -> Any:
+        """The mean of floating-point leaves; of others rank 0's."""
+
+        def one(result: jax.Array) -> jax.Array:
+            parts = lax.all_gather(result, self._axis.name, tiled=True)
+            if not jnp.issubdtype(result.dtype, jnp.inexact):
+                return parts[0]
+            return ordered_mean(parts).astype(result.dtype)
+
+        return jax.tree.map(one, stacked)
+
+
+class _Split(NamedTuple):
+    """The structure of ``(args, kwargs)``, and how each leaf lies on the mesh."""
+
+    treedef: Any
+    specs: tuple[PartitionSpec, ...]
+
+
+class Differentiated(NamedTuple):
+    """What gradients are taken with respect to, and what the user's function sees of it."""
+
+    leaves: list[Any]
+    seen: Callable[[list[Any]], list[Any]]
+
+
+def names(spec: Iterable[Any]) -> set[str]:
+    """The mesh axes that a spec names."""
+    return {name for entry in spec if entry is not None for name in ((entry,) if isinstance(entry, str) else entry)}

@@ -1,0 +1,82 @@
+"""Which slice of a parameter each rank has, and where its elements are in the core's order: pure integers and NumPy."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from offload_core.partition import ALIGNMENT, round_up
+
+
+@dataclass(frozen=True)
+class ShardLayout:
+    """A parameter cut along a dimension, and where its elements are in the core's order.
+
+    To the core a partitioned parameter is a run of buckets, each of them one shard a rank. A rank's slice, flattened
+    and padded to whole units of :data:`ALIGNMENT`, is its shards of these buckets end to end.
+    """
+
+    shape: tuple[int, ...]
+    dim: int
+    """The dimension that is cut, counted from the first."""
+    world_size: int
+    bucket_numel: int
+    """Elements of a shard of a full bucket."""
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Of a rank's slice."""
+        return tuple(n // self.world_size if i == self.dim else n for i, n in enumerate(self.shape))
+
+    @property
+    def local_numel(self) -> int:
+        return math.prod(self.local_shape)
+
+    @property
+    def padded_numel(self) -> int:
+        """Of a rank's slice, padded."""
+        return round_up(self.local_numel, ALIGNMENT)
+
+    @property
+    def numel(self) -> int:
+        """To the core, all ranks' padding included."""
+        return self.world_size * self.padded_numel
+
+    def _buckets(self) -> list[tuple[int, int]]:
+        """Where each bucket's shards begin and end in a rank's padded slice."""
+        starts = range(0, self.padded_numel, self.bucket_numel)
+        return [(start, min(start + self.bucket_numel, self.padded_numel)) for start in starts]
+
+    def from_core(self, flat: np.ndarray) -> np.ndarray:
+        """The parameter, of its elements in the core's order."""
+        slices = np.empty((self.world_size, self.padded_numel), flat.dtype)
+        for start, stop in self._buckets():
+            run = flat[self.world_size * start : self.world_size * stop]
+            slices[:, start:stop] = run.reshape(self.world_size, -1)
+        parts = slices[:, : self.local_numel].reshape(self.world_size, *self.local_shape)
+        return np.concatenate(list(parts), axis=self.dim)
+
+    def to_core(self, whole: np.ndarray) -> np.ndarray:
+        """The elements of a parameter in the core's order."""
+        slices = np.zeros((self.world_size, self.padded_numel), whole.dtype)
+        parts = np.split(whole.reshape(self.shape), self.world_size, axis=self.dim)
+        slices[:, : self.local_numel] = [part.reshape(-1) for part in parts]
+        return np.concatenate([slices[:, start:stop].reshape(-1) for start, stop in self._buckets()])
+
+    def locate(self, start: int, numel: int, n_ranks: int) -> list[tuple[int, int, int]]:
+        """Where a run of what a process holds of the parameter lies (``Bucket.in_tensor``).
+
+        Args:
+            n_ranks: the ranks of the process.
+
+        Returns:
+            ``(rank, start, stop)`` in that rank's padded slice, in order; ranks are counted in the process.
+        """
+        found = []
+        for first, last in self._buckets():
+            for rank in range(n_ranks):
+                begin = n_ranks * first + rank * (last - first)
+                low, high = max(start, begin), min(start + numel, begin + last - first)
+                if low < high:
+                    found.append((rank, first + low - begin, first + high - begin))
+        return found

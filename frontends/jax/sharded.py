@@ -1,0 +1,323 @@
+"""Stage 3 on a mesh axis: each rank's device, or its host memory, holds a slice of each large parameter.
+
+A rank owns the optimizer states of exactly that slice. Gradients come to it as the mean of all ranks' already
+(``gather.py``), and an update sends nothing to other ranks.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from offload_core.config import OffloadConfig
+from offload_core.device import Copy, Done, Event, Waiting, fill
+from offload_core.dtypes import BY_NUMPY, ElementType
+from offload_core.errors import ConfigError
+from offload_core.host_memory import HostMemory
+from offload_core.memory_plan import PlanRow
+from offload_core.partition import ALIGNMENT, Bucket, ParamSpec, round_up
+
+from .device import HOST_MEMORY, in_host_memory
+from .gather import Gathering, Shard
+from .mesh import RUNTIME_ERRORS, JaxMeshDevice, MeshAxis, MeshGradient, MeshParameter
+from .on_mesh import Differentiated, OnMesh, names
+from .shard_layout import ShardLayout
+
+
+@dataclass
+class ShardedParameter:
+    """A parameter of which each rank has a slice: the value it has, and what has come of the next one."""
+
+    array: jax.Array
+    layout: ShardLayout
+    partial: Any = None
+    """The next value: an array as ``array``, or of parameters in host memory a list of NumPy arrays, one a local rank.
+    """
+    received: int = 0
+    """Elements of each rank's padded slice that have come."""
+
+
+class ShardedMeshDevice(JaxMeshDevice):
+    """The core's ``Device`` on a mesh axis, for parameters of both kinds."""
+
+    def __init__(self, axis: MeshAxis, *, native: bool = False, threads: int = 1) -> None:
+        super().__init__(axis, native=native, threads=threads)
+        self._cut = axis.compile(self._cut_from_slice, static_argnums=(2, 3, 4))
+        self._write = axis.compile(self._write_to_slice, static_argnums=(3, 4, 5), donate_argnums=1)
+
+    def numel(self, tensor: MeshParameter | MeshGradient | ShardedParameter) -> int:
+        return tensor.layout.numel if isinstance(tensor, ShardedParameter) else super().numel(tensor)
+
+    def to_host(self, copies: Sequence[Copy], host: np.ndarray) -> Event:
+        whole = [copy for copy in copies if not isinstance(copy.tensor, ShardedParameter)]
+        if whole:
+            return super().to_host(copies, host)  # the core reads one parameter at a time
+        runs = []
+        for copy in copies:
+            parts, layout = self.axis.parts(copy.tensor.array), copy.tensor.layout
+            offset = copy.offset
+            for rank, start, stop in layout.locate(copy.start, copy.numel, len(self.ranks)):
+                runs.append((offset, read(parts[rank], start, min(stop, layout.local_numel))))
+                offset += stop - start
+        fill(host, runs)
+        return Done()
+
+    # --- gradients -----------------------------------------------------------------------------------
+
+    def _reduce(
+        self, bucket: Bucket, wire: ElementType, gradients: Mapping[int, MeshGradient], out: np.ndarray
+    ) -> Event:
+        if not bucket.partitioned or not gradients:
+            return super()._reduce(bucket, wire, gradients, out)
+        [gradient] = gradients.values()
+        array, start, stop = gradient.array, bucket.shard_start, bucket.shard_start + bucket.shard_numel
+        what = f"bucket {bucket.index}: copies of gradients"
+        valid = min(stop, array.size // self.world_size) - start
+        try:
+            shards = self._cut(array, jnp.int32(start), array.sharding.spec, valid, bucket.shard_numel)  # type: ignore[attr-defined]
+        except RUNTIME_ERRORS as error:
+            raise self._lost(what, error) from error
+        return self._receive(self.axis.parts(shards), out, what)
+
+    def _cut_from_slice(
+        self, array: jax.Array, start: jax.Array, spec: PartitionSpec, numel: int, shard_numel: int
+    ) -> jax.Array:
+        def each(local: jax.Array, start: jax.Array) -> jax.Array:
+            run = lax.dynamic_slice_in_dim(local.reshape(-1), start, numel)
+            return jnp.concatenate([run, jnp.zeros(shard_numel - numel, run.dtype)])
+
+        return self.axis.map(each, (spec, PartitionSpec()), self.axis.split)(array, start)
+
+    # --- publishing ----------------------------------------------------------------------------------
+
+    def _publish(self, bucket: Bucket, shards: np.ndarray, tensors: Sequence[Any], present: set[int]) -> Event:
+        if not bucket.partitioned:
+            return super()._publish(bucket, shards, tensors, present)
+        tensor: ShardedParameter = tensors[bucket.pieces[0].param]
+        local = shards.reshape(len(self.ranks), -1)
+        if in_host_memory(tensor.array):
+            self._write_to_host(bucket, local, tensor)
+            return Done()
+        layout, what = tensor.layout, f"bucket {bucket.index}: copies of parameters"
+        valid = min(bucket.shard_numel, layout.local_numel - bucket.shard_start)
+        spec = tensor.array.sharding.spec  # type: ignore[attr-defined]
+        try:
+            stacked = self.axis.stack(list(local))
+            result = self._write(
+                stacked, tensor.partial, jnp.int32(bucket.shard_start), spec, valid, layout.local_shape
+            )
+        except RUNTIME_ERRORS as error:
+            raise self._lost(what, error) from error
+        tensor.partial = result
+        self._count_received(bucket, tensor)
+
+        def finish() -> None:
+            try:
+                # What a later bucket went on writing to was donated; its present value comes after.
+                jax.block_until_ready(tensor.array if tensor.partial is None else tensor.partial)
+            except RUNTIME_ERRORS as error:
+                raise self._lost(what, error) from error
+
+        return Waiting(finish)
+
+    def _count_received(self, bucket: Bucket, tensor: ShardedParameter) -> None:
+        tensor.received += bucket.shard_numel
+        if tensor.received == tensor.layout.padded_numel:
+            tensor.array, tensor.partial = tensor.partial, None
+
+    def _write_to_slice(
+        self,
+        stacked: jax.Array,
+        partial: jax.Array | None,
+        start: jax.Array,
+        spec: PartitionSpec,
+        numel: int,
+        local_shape: tuple[int, ...],
+    ) -> jax.Array:
+        def each(shard: jax.Array, partial: jax.Array | None, start: jax.Array) -> jax.Array:
+            value = shard[:numel]
+            if numel < math.prod(local_shape):
+                into = jnp.zeros(math.prod(local_shape), shard.dtype) if partial is None else partial.reshape(-1)
+                value = lax.dynamic_update_slice_in_dim(into, value, start, axis=0)
+            return value.reshape(local_shape)
+
+        return self.axis.map(each, (self.axis.split, spec, PartitionSpec()), spec)(stacked, partial, start)
+
+    def _write_to_host(self, bucket: Bucket, local: np.ndarray, tensor: ShardedParameter) -> None:
+        layout = tensor.layout
+        if tensor.partial is None:
+            tensor.partial = [np.empty(layout.local_numel, local.dtype) for _ in self.ranks]
+        for shard, into in zip(local, tensor.partial, strict=True):
+            run = into[bucket.shard_start : bucket.shard_start + bucket.shard_numel]
+            run[:] = shard[: run.size]
+        if tensor.received + bucket.shard_numel == layout.padded_numel:
+            parts = [part.reshape(layout.local_shape) for part in tensor.partial]  # nobody writes them again
+            tensor.partial = self.axis.of_parts(layout.shape, tensor.array.sharding, parts)
+        self._count_received(bucket, tensor)
+
+
+def read(array: jax.Array, start: int, stop: int) -> np.ndarray:
+    """Elements of an array of one device, flattened."""
+    if in_host_memory(array):
+        return np.asarray(array).reshape(-1)[start:stop]
+    # Cut on the device: an array keeps the host copy that NumPy made of it.
+    return np.asarray(array.reshape(-1)[start:stop])
+
+
+class ShardedOnMesh(OnMesh):
+    """Cut along a dimension over a mesh axis where that goes and the parameter is large enough, else replicated."""
+
+    def __init__(self, axis: MeshAxis, config: OffloadConfig) -> None:
+        super().__init__(axis, config)
+        self._sharded = ShardedMeshDevice(axis, native=config.reduction == "native", threads=config.threads)
+        self.device = self._sharded
+        self._config = config
+        self._memory_kind = None if config.offload_param is None else HOST_MEMORY
+        if self._memory_kind is not None:
+            kinds = [memory.kind for memory in axis.devices[axis.ranks[0]].addressable_memories()]
+            if self._memory_kind not in kinds:
+                raise ConfigError(
+                    f"offload_param={config.offload_param!r}: the {axis.devices[0].platform} backend has the memory "
+                    f"kinds {', '.join(map(repr, kinds))} and no {HOST_MEMORY!r}; expected offload_param=None here"
+                )
+        unit = ALIGNMENT * axis.world_size
+        self._bucket_numel = round_up(config.reduce_bucket_size, unit) // axis.world_size
+        self._layouts: list[ShardLayout | None] = []
+
+    # --- where parameters lie ------------------------------------------------------------------------
+
+    def place(self, path: str, leaf: Any) -> jax.Array:
+        dim = self._dim_of(leaf)
+        if dim is None:
+            return super().place(path, leaf)
+        if self.device.collectives.world_size > 1 and getattr(leaf, "is_fully_addressable", True):
+            leaf = self._sharded.of_rank_0(path, self._axis.replicate(leaf))  # each process has one of its own
+        return self._axis.put(leaf, self._cut_along(dim), self._memory_kind)
+
+    def _cut_along(self, dim: int) -> PartitionSpec:
+        all_names = self._axis.mesh.axis_names  # of which the others have one device
+        return PartitionSpec(*[None] * dim, all_names if len(all_names) > 1 else self._axis.name)
+
+    def _dim_of(self, leaf: Any) -> int | None:
+        """The dimension that a parameter is cut along: the one it is cut along already, or the first that divides.
+
+        Not the very first of several, which may be that of stacked layers.
+        """
+        n = self._axis.world_size
+        for dim, entry in enumerate(self.spec_of(leaf)):
+            if self._axis.name in names((entry,)):
+                return dim
+        if leaf.size == 0 or leaf.size < self._config.param_persistence_threshold:
+            return None
+        dims = range(1, leaf.ndim) if leaf.ndim > 1 else range(leaf.ndim)
+        return next((dim for dim in dims if leaf.shape[dim] % n == 0), None)
+
+    def layout(self, array: jax.Array) -> ShardLayout | None:
+        spec = array.sharding.spec  # type: ignore[attr-defined]
+        dim = next((dim for dim, entry in enumerate(spec) if self._axis.name in names((entry,))), None)
+        if dim is None:
+            return None
+        return ShardLayout(array.shape, dim, self._axis.world_size, self._bucket_numel)
+
+    def plan(self, specs: Sequence[ParamSpec], arrays: Sequence[jax.Array], memory: HostMemory) -> list[PlanRow]:
+        self._layouts = [self.layout(array) for array in arrays]
+        # Old ones live until all new ones are there.
+        n_bytes, each = {"parameters": 0, "parameters of host devices": 0}, 2 * len(self._axis.ranks)
+        for spec, layout in zip(specs, self._layouts, strict=True):
+            if layout is not None and self._memory_kind is not None:
+                n_bytes["parameters"] += each * layout.local_numel * spec.dtype.itemsize
+            elif self._axis.on_cpu:
+                numel = spec.numel if layout is None else layout.local_numel
+                n_bytes["parameters of host devices"] += each * numel * spec.dtype.itemsize
+        self.planned_host_bytes = n_bytes["parameters"]
+        return [PlanRow(what, "host", n, "param_dtype='bfloat16'") for what, n in n_bytes.items()]
+
+    def start(self, arrays: Sequence[jax.Array]) -> list[Any]:
+        return [
+            MeshParameter(array) if layout is None else ShardedParameter(array, layout)
+            for array, layout in zip(arrays, self._layouts, strict=True)
+        ]
+
+    def cast(self, array: jax.Array, dtype: ElementType, layout: ShardLayout | None) -> jax.Array:
+        if layout is None or array.dtype == dtype.numpy:
+            return super().cast(array, dtype, layout)
+        if not in_host_memory(array):
+            return self._axis.put(array.astype(dtype.numpy), self._cut_along(layout.dim))
+        parts = [np.asarray(part).astype(dtype.numpy) for part in self._axis.parts(array)]
+        return self._axis.of_parts(array.shape, array.sharding, parts)
+
+    def written(self, target: Any, like: jax.Array) -> jax.Array:
+        if isinstance(target, MeshParameter):
+            return super().written(target, like)
+        # On one device XLA calls what is cut replicated.
+        return self._axis.put(target.array, self._cut_along(target.layout.dim), self._memory_kind)
+
+    def restored(self, value: np.ndarray, like: jax.Array, layout: ShardLayout | None) -> jax.Array:
+        if layout is None:
+            return super().restored(value, like, layout)
+        return self._axis.put(value.astype(like.dtype), self._cut_along(layout.dim), self._memory_kind)
+
+    def to_numpy(self, array: jax.Array, layout: ShardLayout | None) -> np.ndarray:
+        collectives = self.device.collectives
+        if layout is None or collectives.world_size == 1:
+            return super().to_numpy(array, layout)
+        words = np.zeros(-(-array.nbytes // 8), np.int64)  # the bits of one process, and zeros of the others
+        whole = words.view(np.uint8)[: array.nbytes].view(array.dtype).reshape(array.shape)
+        for shard in array.addressable_shards:
+            whole[shard.index] = np.asarray(shard.data)
+        collectives.sum_integers(words, "parameters")
+        return whole
+
+    # --- gradients -----------------------------------------------------------------------------------
+
+    def as_gradient(
+        self, path: str, gradient: jax.Array, like: jax.Array, layout: ShardLayout | None, *, unreduced: bool
+    ) -> Any:
+        if layout is None:
+            return super().as_gradient(path, gradient, like, layout, unreduced=unreduced)
+        gradient = self._axis.put(gradient, self._cut_along(layout.dim))
+        return MeshGradient(gradient, False, layout.numel, BY_NUMPY[np.dtype(like.dtype)])
+
+    def _on_axis(self, trained: Sequence[Any]) -> list[jax.Array]:
+        return [
+            self._axis.replicate(array)
+            if layout is None
+            else self._axis.put(array, self._cut_along(layout.dim), self._memory_kind)
+            for array, layout in zip(trained, self._layouts, strict=True)
+        ]
+
+    def _specs(self, whole: PartitionSpec) -> list[PartitionSpec]:
+        return [whole if layout is None else self._cut_along(layout.dim) for layout in self._layouts]
+
+    def _differentiated(self, trained: Sequence[jax.Array], *, varying: bool) -> Differentiated:
+        def leaf_of(array: jax.Array, layout: ShardLayout | None) -> jax.Array:
+            leaf = array if layout is None else jnp.zeros(array.shape, jnp.float32)
+            return self._axis.vary(leaf) if varying else leaf
+
+        def seen(leaves: Sequence[Any]) -> list[Any]:
+            found = []
+            for leaf, array, layout in zip(leaves, trained, self._layouts, strict=True):
+                if layout is not None:
+                    leaf = Shard(array, leaf, self._gathering(layout, array))
+                found.append(leaf)
+            return found
+
+        return Differentiated(list(map(leaf_of, trained, self._layouts)), seen)
+
+    def _gathering(self, layout: ShardLayout, array: jax.Array) -> Gathering:
+        config = self._config
+        wire = jnp.dtype(config.communication_dtype or array.dtype)
+        dim = layout.dim - len(layout.shape)
+        return Gathering(self._axis.name, layout.world_size, dim, wire, config.reduction == "native")
+
+    def _as_outputs(self, gradients: Sequence[jax.Array]) -> list[jax.Array]:
+        return [
+            gradient[None] if layout is None else gradient
+            for gradient, layout in zip(gradients, self._layouts, strict=True)
+        ]

@@ -1,0 +1,53 @@
+"""Where the elements of a sharded JAX parameter are in the core's order."""
+
+import numpy as np
+from hypothesis import example, given
+from hypothesis import strategies as st
+from strategies import law
+
+from frontends.jax.shard_layout import ShardLayout
+from offload_core.dtypes import FLOAT32
+from offload_core.partition import ALIGNMENT, ParamSpec, build_buckets, round_up
+
+
+@st.composite
+def cuts(draw):
+    """Ranks, a shape that divides among them, the dimension, and the size of a bucket."""
+    world_size = draw(st.integers(1, 5))
+    shape = draw(st.lists(st.integers(1, 5), min_size=1, max_size=3))
+    dim = draw(st.integers(0, len(shape) - 1))
+    shape[dim] *= world_size
+    return world_size, tuple(shape), dim, draw(st.sampled_from([1, 40, 100, 1 << 20]))
+
+
+@law(100)
+@given(cuts(), st.data())
+@example((3, (5, 15, 4), 1, 40), None)
+def test_each_rank_owns_the_states_of_its_slice_of_the_array(case, data):
+    world_size, shape, dim, bucket_numel = case
+    whole = np.arange(1, np.prod(shape) + 1, dtype=np.float32).reshape(shape)
+    in_bucket = round_up(bucket_numel, ALIGNMENT * world_size) // world_size
+    layout = ShardLayout(shape, dim, world_size, in_bucket)
+    core = layout.to_core(whole)
+    assert core.shape == (layout.numel,)
+    assert np.array_equal(layout.from_core(core), whole)
+
+    buckets = build_buckets(
+        [ParamSpec("w", layout.numel, FLOAT32, partitioned=True)], world_size=world_size, bucket_numel=bucket_numel
+    )
+    slices = [part.reshape(-1) for part in np.split(whole, world_size, axis=dim)]
+    padded = [np.pad(part, (0, layout.padded_numel - part.size)) for part in slices]
+    for bucket in buckets:
+        assert bucket.padded_numel == sum(piece.numel for piece in bucket.pieces)
+        for rank in range(world_size):
+            [piece] = bucket.shards([rank])
+            owned = padded[rank][bucket.shard_start : bucket.shard_start + bucket.shard_numel]
+            assert np.array_equal(core[piece.start : piece.stop], owned)
+
+    first = 0 if data is None else data.draw(st.integers(0, world_size - 1))
+    ranks = range(first, world_size if data is None else data.draw(st.integers(first + 1, world_size)))
+    for bucket in buckets:  # what a process of several ranks holds
+        for piece in bucket.shards(ranks):
+            found = layout.locate(bucket.in_tensor(piece, len(ranks)), piece.numel, len(ranks))
+            held = [padded[ranks[i]][start:stop] for i, start, stop in found]
+            assert np.array_equal(np.concatenate(held), core[piece.start : piece.stop])
