@@ -28,6 +28,9 @@ _SHARED_FIELDS = (
     "loss_scale",
     "initial_loss_scale",
     "loss_scale_window",
+    "min_loss_scale",
+    "loss_scale_hysteresis",
+    "loss_scale_consecutive_hysteresis",
 )
 """Schedules and the like, which have no value to compare, are compared at every step (``fingerprint``)."""
 

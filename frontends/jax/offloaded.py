@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from offload_core.config import OffloadConfig, check_hyperparameters
+from offload_core.config import ConfigLike, OffloadConfig, check_hyperparameters
 from offload_core.cpu_adam import STATE_NAMES, AdamHyper
 from offload_core.dtypes import BY_NUMPY
 from offload_core.errors import ConfigError, GradientError, ParameterError, StateError
@@ -40,7 +40,7 @@ from .trees import (
 
 def wrap(
     params: Any,
-    config: OffloadConfig | Mapping[str, Any] | None = None,
+    config: ConfigLike = None,
     *,
     mask: Mask | None = None,
     trainable: Mask | None = None,
@@ -53,14 +53,14 @@ def wrap(
     Args:
         params: any pytree (dicts, flax.nnx state, equinox modules). Leaves that are not floating-point arrays
             pass through untouched.
-        config: an ``OffloadConfig``, or a dict of its fields.
+        config: an ``OffloadConfig``, a dict of its fields, or a DeepSpeed configuration: a dict, or a file's path.
         mask: which parameters weight decay applies to, as in ``optax.adamw``: booleans in the parameters' structure
             or a prefix of it, or a function from the parameters to them; None: all.
         trainable: which parameters are trained, likewise; None: all. The others pass through.
         mesh: partition the optimizer states over the devices of one of its axes, which may belong to several
             processes. Parameters and other ``jax.Array`` leaves are replicated on it; the values of rank 0 are taken.
         axis: its name; None: the mesh's only axis.
-        overrides: fields of ``OffloadConfig``; ``lr`` may be an optax schedule.
+        overrides: fields of ``OffloadConfig``; ``lr`` may be an optax schedule, any function of the number of updates.
 
     Raises:
         ConfigError, ParameterError, HostMemoryError, StateError (under jit): before anything is allocated.
@@ -112,7 +112,7 @@ class OffloadedParams:
     def __init__(
         self,
         params: Any,
-        config: OffloadConfig | Mapping[str, Any] | None = None,
+        config: ConfigLike = None,
         *,
         mask: Mask | None = None,
         trainable: Mask | None = None,
@@ -121,7 +121,8 @@ class OffloadedParams:
         **overrides: Any,
     ) -> None:
         _refuse_jit("wrap()")
-        self.config = OffloadConfig.resolve(config, **overrides)
+        ranks = mesh.size if isinstance(mesh, Mesh) else 1
+        self.config = OffloadConfig.resolve(config, world_size=ranks, **overrides)
         self.config = replace(self.config, op_order=self.config.op_order or "optax")
         if self.config.schedule == "delayed":
             raise ConfigError(
@@ -413,9 +414,9 @@ class OffloadedParams:
     def _hypers(self) -> list[AdamHyper]:
         """One for decayed parameters, one for those that ``mask`` excludes."""
         config = self.config
-        lr = float(config.lr(jnp.asarray(self.count, jnp.int32)) if callable(config.lr) else config.lr)
-        check_hyperparameters(f"update {self.count}", lr, config.betas, config.eps, config.weight_decay)
-        decayed = AdamHyper(lr, config.betas, config.eps, config.weight_decay, config.eps_root, _bias_correction)
+        lr, betas = config.hyperparameters(jnp.asarray(self.count, jnp.int32))
+        check_hyperparameters(f"update {self.count}", lr, betas, config.eps, config.weight_decay)
+        decayed = AdamHyper(lr, betas, config.eps, config.weight_decay, config.eps_root, _bias_correction)
         return [decayed, replace(decayed, weight_decay=0.0)]
 
     # --- states ------------------------------------------------------------------------------------
