@@ -175,8 +175,10 @@ class OffloadConfig:
         _check_names(overrides)
         if source is not None or deepspeed_json.is_deepspeed(given, FIELDS):
             given = deepspeed_json.fields_of(given, overrides, world_size=world_size, source=source)
+        else:
+            given = {**given, **overrides}
         _check_names(given)
-        return cls(**_converted({**given, **overrides}))
+        return cls(**_converted(given))
 
     @property
     def threads(self) -> int:

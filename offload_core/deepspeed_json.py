@@ -10,8 +10,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import MISSING, fields
 from typing import Any
 
-import hjson
-
 from . import checks
 from .deepspeed_keys import AUTO, KEYS, SCHEDULE_KEYS, Key, spellings, walk
 from .errors import ConfigError, ConfigWarning
@@ -62,6 +60,8 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         ConfigError: there is no such file, it cannot be read, or a key is there twice.
     """
+    import hjson  # here: it takes as long as the rest of the package
+
     source = os.fspath(path)
     try:
         with open(path, encoding="utf-8-sig") as file:
@@ -90,10 +90,11 @@ def _without_duplicates(source: str, pairs: list[tuple[str, Any]]) -> dict[str, 
 def fields_of(
     config: Mapping[str, Any], overrides: Mapping[str, Any], *, world_size: int, source: str | None
 ) -> dict[str, Any]:
-    """The fields of ``OffloadConfig`` that a DeepSpeed configuration sets.
+    """The fields of ``OffloadConfig`` that a DeepSpeed configuration sets, and those that are given beside it.
 
     Args:
-        overrides: fields that will replace them; an ``"auto"`` takes its value there.
+        overrides: fields that replace its own; an ``"auto"`` takes its value there. A number for ``lr`` is what a
+            schedule goes up to.
         world_size: the ranks that share ``train_batch_size``.
         source: the path that it was read from, for messages.
 
@@ -113,7 +114,7 @@ def fields_of(
             ConfigWarning,
             stacklevel=3,
         )
-    return translation.fields
+    return {**translation.fields, **overrides, **translation.schedule}
 
 
 class _Translation:
@@ -122,6 +123,8 @@ class _Translation:
     def __init__(self, config: Mapping[str, Any], overrides: Mapping[str, Any], world_size: int) -> None:
         self.overrides = overrides
         self.fields: dict[str, Any] = {}
+        self.schedule: dict[str, Any] = {}
+        """``lr``, where it is a function."""
         self.ignored: dict[str, str] = {}
         self.missing: dict[str, str] = {}
         """Paths of ``"auto"`` that nothing is known of, and the field that would replace each, if there is one."""
@@ -328,7 +331,7 @@ class _Translation:
         if "type" in given:
             schedule = self._scheduled(given["type"], given.get("params", {}), lr)
             if schedule is not None:
-                self.fields["lr"] = schedule
+                self.schedule["lr"] = schedule
             if isinstance(schedule, OneCycle) and schedule.betas is not None:
                 self.fields["betas"] = schedule.betas
         elif lr is not None:

@@ -26,8 +26,8 @@ class Key:
     """Of a section, those in it."""
     old: tuple[str, ...] = ()
     """Other spellings."""
-    auto: bool = False
-    """Whether ``"auto"`` is something else than leaving the key out."""
+    auto: str = ""
+    """What ``"auto"`` is, if not what leaving the key out is."""
     refused: bool = False
     """Whether training without it would be another training: it may only be switched off."""
     agrees: tuple[Any, ...] = ()
@@ -96,13 +96,8 @@ def dtype(name: str, value: Any) -> str:
     return _DTYPES[one_of(*_DTYPES)(name, value)]
 
 
-def _sets(convert: Convert, meaning: str, *old: str, auto: bool = False) -> Key:
+def _sets(convert: Convert, meaning: str, *old: str, auto: str = "") -> Key:
     return Key(meaning, convert, old=old, auto=auto)
-
-
-def _wanted(convert: Convert, meaning: str) -> Key:
-    """What only the user knows where it is ``"auto"``."""
-    return Key(meaning, convert, auto=True)
 
 
 def _section(keys: "Mapping[str, Key]", *old: str) -> Key:
@@ -117,6 +112,9 @@ def _ignored(reason: str, *agrees: Any, old: tuple[str, ...] = ()) -> Key:
 def _refused(reason: str, *agrees: Any) -> Key:
     return Key(reason, refused=True, agrees=agrees or (False,))
 
+
+_GIVEN = "to be given"
+_MODELS = "the model's own type"
 
 _NVME = _ignored("there is no NVMe tier")
 _OWN_LOOP = "the training loop is yours"
@@ -217,11 +215,13 @@ _OPTIMIZER: dict[str, Key] = {
     ),
     "params": _section(
         {
-            "lr": _wanted(number, "`lr`"),
+            "lr": _sets(number, "`lr`", auto=_GIVEN),
             "betas": _sets(pair, "`betas`"),
             "eps": _sets(number, "`eps`"),
-            "weight_decay": _wanted(
-                number, "`weight_decay`; 0 where it is missing, as in DeepSpeed (0.01 for a `torch_adam` AdamW)"
+            "weight_decay": _sets(
+                number,
+                "`weight_decay`; 0 where it is missing, as in DeepSpeed (0.01 for a `torch_adam` AdamW)",
+                auto=_GIVEN,
             ),
             "adam_w_mode": _sets(boolean, '`adam_mode`: true, the default, is `"adamw"` also for `"Adam"`'),
             "torch_adam": _sets(boolean, "the default of `weight_decay`; one C kernel makes all updates"),
@@ -253,13 +253,16 @@ SCHEDULE_KEYS = {
     for name, schedule in SCHEDULES.items()
 }
 """The arguments of each schedule that are keys, and their types."""
-_OF_THE_RUN = ("warmup_max_lr", "warmup_num_steps", "total_num_steps")
+_OF_THE_RUN = {"warmup_max_lr": "the optimizer's `lr`", "warmup_num_steps": _GIVEN, "total_num_steps": _GIVEN}
 
 
 def _schedule_keys() -> dict[str, Key]:
     kinds = {key: kind for keys in SCHEDULE_KEYS.values() for key, kind in keys.items()}
     users = {key: ", ".join(f"`{name}`" for name, keys in SCHEDULE_KEYS.items() if key in keys) for key in kinds}
-    return {key: Key(f"argument of {users[key]}", _KINDS[kind], auto=key in _OF_THE_RUN) for key, kind in kinds.items()}
+    return {
+        key: Key(f"argument of {users[key]}", _KINDS[kind], auto=_OF_THE_RUN.get(key, ""))
+        for key, kind in kinds.items()
+    }
 
 
 _SCHEDULER: dict[str, Key] = {
@@ -273,7 +276,7 @@ _SCHEDULER: dict[str, Key] = {
 }
 
 _FP16: dict[str, Key] = {
-    "enabled": _sets(boolean, '`param_dtype="float16"`; `"auto"` keeps the model\'s own', auto=True),
+    "enabled": _sets(boolean, '`param_dtype="float16"`', auto=_MODELS),
     "loss_scale": _sets(number, "`loss_scale`; 0 is dynamic"),
     "initial_scale_power": _sets(integer(0), "`initial_loss_scale`, 2 to this power"),
     "loss_scale_window": _sets(integer(1), "`loss_scale_window`; 1000 where it is missing"),
@@ -285,7 +288,7 @@ _FP16: dict[str, Key] = {
 }
 
 _BF16: dict[str, Key] = {
-    "enabled": _sets(boolean, '`param_dtype="bfloat16"`; `"auto"` keeps the model\'s own', auto=True),
+    "enabled": _sets(boolean, '`param_dtype="bfloat16"`', auto=_MODELS),
     "check_grad_overflow": _sets(boolean, "`skip_nonfinite`"),
     "immediate_grad_update": _ignored("gradients leave as they appear", True),
     "bf16_master_weights_and_grads": _ignored("master weights are always fp32"),
@@ -297,8 +300,10 @@ KEYS: dict[str, Key] = {
     "train_micro_batch_size_per_gpu": _sets(
         integer(1), "checked; gives `gradient_accumulation_steps` where that is missing"
     ),
-    "gradient_accumulation_steps": _wanted(integer(1), "`gradient_accumulation_steps`"),
-    "gradient_clipping": _wanted(number, "`gradient_clipping`; 0 is none"),
+    "gradient_accumulation_steps": _sets(
+        integer(1), "`gradient_accumulation_steps`", auto="from the batch sizes, or to be given"
+    ),
+    "gradient_clipping": _sets(number, "`gradient_clipping`; 0 is none", auto=_GIVEN),
     "optimizer": _section(_OPTIMIZER),
     "scheduler": _section(_SCHEDULER),
     "fp16": _section(_FP16),
