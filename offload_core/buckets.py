@@ -21,6 +21,8 @@ from .tasks import Background, Inline
 from .trace import COMPUTE
 
 T = TypeVar("T")
+PARAMETER_SHARDS = "parameters on the host"
+"""What ``offload_param`` keeps there."""
 
 
 class LocalBuckets:
@@ -49,6 +51,8 @@ class LocalBuckets:
         """Nothing is moved: kernels read gradients and write parameters where they are."""
         self.sums = config.gradient_accumulation_steps > 1 or device.world_size > 1
         """Gradients are summed on the host, in fp32."""
+        self.host_shards = device.addressable or config.offload_param == "cpu"
+        """What this process holds of partitioned parameters is host memory."""
         self.tasks = Inline() if self.direct or config.schedule == "serial" else Background()
 
     # --- parameters and states ---------------------------------------------------------------------
@@ -66,13 +70,29 @@ class LocalBuckets:
                 host["gradients on the host"] += self._home_dtype(bucket).itemsize * numel
         if not self.direct:
             host["staging"] = self._staging_slots * max(self._slot_bytes(buckets) - self._ring_bytes, 0)
+        shards = sum(bucket.shard_numel * bucket.dtype.itemsize for bucket in buckets if bucket.partitioned)
+        if self.config.offload_param is not None:
+            host[PARAMETER_SHARDS] = shards
         remedies = {
             "gradients on the host": "gradient_accumulation_steps=1" if self.sums else "param_dtype='bfloat16'",
             "staging": "reduce_bucket_size",
+            PARAMETER_SHARDS: "param_dtype='bfloat16'",
         }
         rows = [PlanRow(what, "host", n_bytes, remedies.get(what, "more ranks")) for what, n_bytes in host.items()]
-        on_device = sum(spec.numel * spec.dtype.itemsize for spec in specs)
-        rows += [PlanRow(what, "device", on_device, "param_dtype='bfloat16'") for what in ("parameters", "gradients")]
+        whole = sum(spec.numel * spec.dtype.itemsize for spec in specs if not spec.partitioned)
+        gathered = [spec for spec in specs if spec.partitioned]
+        sizes = sum(spec.numel for spec in gathered), sum(spec.numel * spec.dtype.itemsize for spec in gathered)
+        live = min(1.0, self.config.max_live_parameters / max(sizes[0], 1)) * sizes[1]
+        device = {
+            "parameters": whole + (0 if self.config.offload_param is not None else shards),
+            "gathered parameters": int(live),
+            "gradients": whole + sizes[1],
+        }
+        remedies = {"gathered parameters": "max_live_parameters"}
+        rows += [
+            PlanRow(what, "device", n_bytes, remedies.get(what, "param_dtype='bfloat16'"))
+            for what, n_bytes in device.items()
+        ]
         return MemoryPlan(tuple(rows), sum(spec.numel for spec in specs))
 
     def add(self, specs: Sequence[ParamSpec], tensors: Sequence[Any]) -> list[LocalBucket]:
@@ -104,7 +124,8 @@ class LocalBuckets:
 
     def _agree_on_start(self, specs: Sequence[ParamSpec], tensors: Sequence[Any]) -> None:
         agree(self.device.collectives, self.config, specs, [self.device.dtype(tensor).name for tensor in tensors])
-        self.device.start_alike(specs, tensors)
+        whole = [i for i, spec in enumerate(specs) if not spec.partitioned]
+        self.device.start_alike([specs[i] for i in whole], [tensors[i] for i in whole])
 
     def states(self, param: int) -> list[tuple[int, dict[str, np.ndarray]]]:
         """This process's states of a parameter: ``(start, {name: fp32 view})`` a contiguous run, ascending.
@@ -145,8 +166,7 @@ class LocalBuckets:
         for work, piece in self._pieces_of(param):
             master = self._master(work, piece)
             if master is not None:
-                theirs = np.empty(piece.numel, work.bucket.dtype.numpy)
-                self.device.to_host([Copy(tensor, piece.start, piece.numel, 0)], theirs).wait()
+                theirs = self._read(work, piece, tensor).view()
                 changed = master.astype(theirs.dtype).view(np.uint8).reshape(piece.numel, -1)
                 changed = (changed != theirs.view(np.uint8).reshape(piece.numel, -1)).any(axis=1)
                 master[changed] = theirs[changed].astype(np.float32)
@@ -216,7 +236,16 @@ class LocalBuckets:
     def without_master(self, bucket: Bucket) -> bool:
         """Whether the bucket's parameters are their own master weights."""
         ahead = self.config.schedule == "delayed" or self.config.update_in_backward  # masters may be, of parameters
-        return self.device.updates_in_place and bucket.dtype is FLOAT32 and not ahead
+        in_place = self.host_shards if bucket.partitioned else self.device.updates_in_place
+        return in_place and bucket.dtype is FLOAT32 and not ahead
+
+    def written_by_kernel(self, work: LocalBucket) -> bool:
+        """Whether the kernel writes the new parameters where they are, so that nothing is left to publish."""
+        return self.direct or (work.bucket.partitioned and self.host_shards)
+
+    def in_place(self, work: LocalBucket, piece: Piece, tensors: Sequence[Any]) -> HostArray:
+        """A piece of the parameters themselves, where they are host memory."""
+        return self.device.host_array(tensors[piece.param]).run(work.bucket.in_tensor(piece), piece.numel)
 
     @property
     def _staging_slots(self) -> int:
@@ -262,15 +291,18 @@ class LocalBuckets:
     def _load_master(self, work: LocalBucket, piece: Piece, tensor: Any) -> None:
         master = self._master(work, piece)
         assert master is not None
-        dtype = self.device.dtype(tensor)
-        if self.device.addressable:
-            source = self.device.host_array(tensor).run(piece.start, piece.numel)
-        else:
-            host = np.empty(piece.numel, dtype.numpy)
-            self.device.to_host([Copy(tensor, piece.start, piece.numel, 0)], host).wait()
-            source = HostArray.of(host)
+        source = self._read(work, piece, tensor)
         rows = _kernels.spans_of([(source.address, _kernels.address(master), piece.numel)])
-        _kernels.cast(rows, dtype, FLOAT32, threads=self.threads)
+        _kernels.cast(rows, source.dtype, FLOAT32, threads=self.threads)
+
+    def _read(self, work: LocalBucket, piece: Piece, tensor: Any) -> HostArray:
+        """A piece of a parameter's tensor, of its own element type."""
+        start = work.bucket.in_tensor(piece)
+        if self.host_shards if work.bucket.partitioned else self.device.addressable:
+            return self.device.host_array(tensor).run(start, piece.numel)
+        host = np.empty(piece.numel, self.device.dtype(tensor).numpy)
+        self.device.to_host([Copy(tensor, start, piece.numel, 0)], host).wait()
+        return HostArray.of(host)
 
 
 def as_it_stays(home: ElementType) -> Arrival:

@@ -19,8 +19,8 @@ class Collectives(Protocol):
         """Replace a small int64 array by its sum over the processes, exactly."""
         ...
 
-    def broadcast(self, array: np.ndarray, what: str) -> None:
-        """Replace the array by process 0's."""
+    def broadcast(self, array: np.ndarray, what: str, source: int = 0) -> None:
+        """Replace the array by one process's."""
         ...
 
 
@@ -62,5 +62,5 @@ class SingleRank:
     def sum_integers(self, array: np.ndarray, what: str) -> None:
         pass
 
-    def broadcast(self, array: np.ndarray, what: str) -> None:
+    def broadcast(self, array: np.ndarray, what: str, source: int = 0) -> None:
         pass

@@ -21,14 +21,14 @@ _CHOICES: dict[str, tuple] = {
 
 # What the design names and this version does not build yet.
 _NOT_YET: dict[str, tuple[tuple, str]] = {
-    "stage": ((3,), "stages 1 and 2"),
+    "stage": ((), ""),
     "offload_optimizer": ((None, "nvme"), "offload_optimizer='cpu'"),
-    "offload_param": (("cpu", "nvme"), "offload_param=None"),
+    "offload_param": (("nvme",), "offload_param='cpu'"),
 }
 _BUILT: dict[str, tuple] = {
-    "stage": (1, 2),
+    "stage": (1, 2, 3),
     "offload_optimizer": ("cpu",),
-    "offload_param": (None,),
+    "offload_param": (None, "cpu"),
 }
 
 
@@ -51,7 +51,7 @@ class OffloadConfig:
     op_order: str | None = None
     """Whose rounding to reproduce, ``"torch"`` or ``"optax"``; None: the front end's own library."""
     stage: int = 2
-    """ZeRO stage: 1 partitions optimizer states, 2 gradients too. On one rank they are the same."""
+    """ZeRO stage: 1 partitions optimizer states, 2 gradients too, 3 parameters too. On one rank they are the same."""
     param_dtype: str | None = None
     """Element type of the device parameters; None keeps the model's."""
     gradient_clipping: float | None = None
@@ -95,6 +95,16 @@ class OffloadConfig:
     added to, between ``engine.backward()`` and ``engine.step()``: that is an error. In JAX it has no effect."""
     offload_optimizer: str | None = "cpu"
     offload_param: str | None = None
+    """``"cpu"`` (stage 3): parameters wait in host memory, also those of one rank, and come to the device for the
+    modules that use them."""
+    param_persistence_threshold: int = 100_000
+    """Stage 3: parameters of fewer elements stay whole on every rank."""
+    max_live_parameters: int = 1_000_000_000
+    """Stage 3: elements of parameters that are whole at a time, at most; what the running modules need comes first."""
+    prefetch_bucket_size: int = 50_000_000
+    """Stage 3: elements that are gathered before they are needed, at most."""
+    max_reuse_distance: int = 1_000_000_000
+    """Stage 3: a parameter stays whole where it is used again within so many elements of others."""
     pin_memory: bool = True
     """Pin the staging buffers where the device copies from host memory."""
     num_threads: int | None = None
@@ -127,6 +137,18 @@ class OffloadConfig:
             "loss_scale_hysteresis",
         ):
             checks.integer(name, getattr(self, name))
+        for name in (
+            "param_persistence_threshold",
+            "max_live_parameters",
+            "prefetch_bucket_size",
+            "max_reuse_distance",
+        ):
+            checks.integer(name, getattr(self, name), least=0)
+        if self.offload_param is not None and self.stage != 3:
+            raise ConfigError(
+                f"offload_param={self.offload_param!r} with stage={self.stage}: only stage 3 takes parameters apart; "
+                "expected stage=3"
+            )
         if self.num_threads is not None:
             checks.integer("num_threads", self.num_threads)
         if self.loss_scale not in (None, "dynamic"):

@@ -6,6 +6,7 @@ Tensors are the front end's: one-dimensional, contiguous, and opaque here. A pro
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -82,6 +83,34 @@ class Waiting:
 
     def order(self) -> None:
         self._finish()
+
+
+class Started:
+    """The event of what another thread is to start."""
+
+    def __init__(self, start: "Future[Event]") -> None:
+        self._start = start
+
+    def wait(self) -> None:
+        self._start.result().wait()
+
+    def order(self) -> None:
+        self._start.result().order()
+
+
+class AfterAll:
+    """The event of several."""
+
+    def __init__(self, events: Sequence[Event]) -> None:
+        self._events = events
+
+    def wait(self) -> None:
+        for event in self._events:
+            event.wait()
+
+    def order(self) -> None:
+        for event in self._events:
+            event.order()
 
 
 class _Watched:
@@ -269,6 +298,30 @@ class Device(Protocol):
 
         Returns:
             The event after which the parameters are written; ``shards`` may not be touched before.
+        """
+        ...
+
+
+class GatheringDevice(Device, Protocol):
+    """A device that can hold shards of parameters, in its own memory or in the host's."""
+
+    def start_alike(self, specs: Sequence[ParamSpec], tensors: Sequence[Any], source: int = 0) -> None:
+        """As :meth:`Device.start_alike`, from any rank."""
+        ...
+
+    def gather(self, bucket: Bucket, shard: Any, whole: Any, after: Event, what: str) -> Event:
+        """Start bringing the shards of a partitioned bucket together.
+
+        All processes make the same calls in the same order.
+
+        Args:
+            shard: what this rank holds of the parameter, of its element type: a tensor, or a :class:`HostArray`.
+            whole: a tensor for all of it, the last bucket's padding included.
+            after: what the reading of ``shard`` and the writing of ``whole`` come after.
+            what: names the data in errors.
+
+        Returns:
+            The event after which the bucket's run of ``whole`` is filled.
         """
         ...
 

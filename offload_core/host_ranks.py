@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from .collectives import HostCollectives, SingleRank
-from .device import Arrival, Copy, Event, TensorMemory, Waiting, traced
+from .device import Arrival, Copy, Done, Event, HostArray, TensorMemory, Waiting, traced
 from .dtypes import ElementType
 from .host_memory import Lease
 from .partition import Bucket, ParamSpec
@@ -51,7 +51,7 @@ class HostRanks:
         """As :attr:`Device.sent_bytes`."""
         return self.collectives.sent_bytes
 
-    def start_alike(self, specs: Sequence[ParamSpec], tensors: Sequence[Any]) -> None:
+    def start_alike(self, specs: Sequence[ParamSpec], tensors: Sequence[Any], source: int = 0) -> None:
         if self.world_size == 1:
             return
         for spec, tensor in zip(specs, tensors, strict=True):
@@ -61,7 +61,7 @@ class HostRanks:
                 copy = Copy(tensor, start, min(chunk, spec.numel - start), 0)
                 host = np.empty(copy.numel, dtype.numpy)
                 self.to_host([copy], host).wait()
-                self.collectives.broadcast(host, f"parameter {spec.name!r}: initial value")
+                self.collectives.broadcast(host, f"parameter {spec.name!r}: rank {source}'s value", source)
                 self.memory.to_device(host, [copy], self.mark()).wait()
 
     def arrival(self, wire: ElementType) -> Arrival:
@@ -96,11 +96,34 @@ class HostRanks:
         staging: Lease,
         after: Event,
     ) -> Event:
-        copies = [Copy(tensors[p.param], p.start, p.numel, p.offset) for p in bucket.pieces if p.param in present]
+        pieces = bucket.shards(self.ranks) if bucket.partitioned else bucket.pieces
+        copies = [Copy(tensors[p.param], bucket.in_tensor(p), p.numel, p.offset) for p in pieces if p.param in present]
         whole = shards
-        if self.world_size > 1:
+        if self.world_size > 1 and not bucket.partitioned:
             whole = staging.borrow(bucket.padded_numel, bucket.dtype.numpy)
             with self.trace.span(GATHER, "", bucket.index, whole.nbytes):
                 self.collectives.gather(shards, whole, f"bucket {bucket.index}: gathering of parameters")
         to_device = partial(self.memory.to_device, whole, copies, after)
         return traced(self.trace, TO_DEVICE, bucket.index, whole.nbytes, to_device)
+
+    def gather(self, bucket: Bucket, shard: Any, whole: Any, after: Event, what: str) -> Event:
+        after.order()
+        if isinstance(shard, HostArray):
+            send = shard.run(bucket.shard_start, bucket.shard_numel).view()
+        else:
+            send = np.empty(bucket.shard_numel, bucket.dtype.numpy)
+            self.to_host([Copy(shard, bucket.shard_start, bucket.shard_numel, 0)], send).wait()
+        if self.world_size == 1:
+            received = send
+        else:
+            if self.addressable:
+                received = self.host_array(whole).run(bucket.start, bucket.padded_numel).view()
+            else:
+                received = np.empty(bucket.padded_numel, bucket.dtype.numpy)
+            with self.trace.span(GATHER, "", bucket.index, received.nbytes):
+                self.collectives.gather(send, received, what)
+            if self.addressable:
+                return Done()
+        copy = Copy(whole, bucket.start, bucket.padded_numel, 0)
+        to_device = partial(self.memory.to_device, received, [copy], after)
+        return traced(self.trace, TO_DEVICE, bucket.index, received.nbytes, to_device)

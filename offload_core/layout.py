@@ -31,6 +31,10 @@ _SHARED_FIELDS = (
     "min_loss_scale",
     "loss_scale_hysteresis",
     "loss_scale_consecutive_hysteresis",
+    "offload_param",
+    "max_live_parameters",
+    "prefetch_bucket_size",
+    "max_reuse_distance",
 )
 """Schedules and the like, which have no value to compare, are compared at every step (``fingerprint``)."""
 
@@ -48,7 +52,10 @@ def agree(collectives: Collectives, config: OffloadConfig, specs: Sequence[Param
         return
     values = [getattr(config, name) for name in _SHARED_FIELDS]
     lines = [f"{name}={'a function' if callable(v) else v!r}" for name, v in zip(_SHARED_FIELDS, values, strict=True)]
-    lines += [f"{s.name} {s.numel} {s.dtype} {s.group} {s.layout} {d}" for s, d in zip(specs, given, strict=True)]
+    lines += [
+        f"{s.name} {s.numel} {s.dtype} {s.group} {s.layout} {s.partitioned} {d}"
+        for s, d in zip(specs, given, strict=True)
+    ]
     mine = np.array([fingerprint(line) for line in lines], np.int64)
     length = np.array([mine.size], np.int64)
     collectives.broadcast(length, "layout")

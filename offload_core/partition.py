@@ -2,7 +2,8 @@
 
 Parameters of one group and element type are laid end to end, last first (gradients arrive roughly in that
 order), and cut into buckets. A bucket is cut into one shard a rank, all of one length. A parameter may
-straddle buckets, and shards.
+straddle buckets, and shards. One that is partitioned itself (stage 3) shares no bucket with others; what a rank
+holds of it are its shards of these buckets, end to end.
 """
 
 from collections.abc import Sequence
@@ -24,6 +25,8 @@ class ParamSpec:
     group: int = 0
     layout: str = ""
     """Its shape, and its order in memory: what else must be the same on every rank."""
+    partitioned: bool = False
+    """A rank's tensor holds its own shards only."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,8 @@ class Bucket:
     pieces: tuple[Piece, ...]
     shard_numel: int
     world_size: int
+    partitioned: bool = False
+    """It holds a run of one parameter, of which each rank keeps its own shard only."""
 
     @property
     def padded_numel(self) -> int:
@@ -59,6 +64,21 @@ class Bucket:
     def key(self) -> tuple[int, str]:
         """What all parameters of a bucket share."""
         return (self.group, self.dtype.name)
+
+    @property
+    def start(self) -> int:
+        """Where a partitioned parameter's run begins in it."""
+        return self.pieces[0].start
+
+    @property
+    def shard_start(self) -> int:
+        """Where a rank's shard begins in what the rank holds of a partitioned parameter: after those of the buckets
+        before, which have no padding."""
+        return self.start // self.world_size
+
+    def in_tensor(self, piece: Piece) -> int:
+        """Where a piece of one rank's (:meth:`shards`) begins in the tensor that the rank holds of its parameter."""
+        return self.shard_start + piece.offset if self.partitioned else piece.start
 
     def shards(self, ranks: Sequence[int]) -> tuple[Piece, ...]:
         """The pieces that ``ranks`` own, their offsets counted in these ranks' shards laid end to end.
@@ -97,30 +117,33 @@ def build_buckets(
 
     Returns:
         The buckets in the order in which they fill when gradients arrive last parameter first. Every element
-        of every parameter lies in exactly one piece; only the last bucket of a (group, dtype) has padding.
+        of every parameter lies in exactly one piece; only the last bucket of a (group, dtype), and of a partitioned
+        parameter, has padding.
     """
     unit = ALIGNMENT * world_size
     capacity = round_up(bucket_numel, unit)
     buckets: list[Bucket] = []
-    filling: dict[tuple[int, str], list[Piece]] = {}
+    filling: dict[tuple[int, str, bool], list[Piece]] = {}
 
-    def close(spec_group: int, dtype: ElementType, pieces: list[Piece]) -> None:
+    def close(key: tuple[int, str, bool], dtype: ElementType) -> None:
+        pieces = filling.pop(key)
         numel = pieces[-1].offset + pieces[-1].numel
         shard_numel = round_up(numel, unit) // world_size
         index = first_bucket + len(buckets)
-        buckets.append(Bucket(index, spec_group, dtype, tuple(pieces), shard_numel, world_size))
+        buckets.append(Bucket(index, key[0], dtype, tuple(pieces), shard_numel, world_size, key[2]))
 
     for local, spec in reversed(list(enumerate(params))):
+        key = (spec.group, spec.dtype.name, spec.partitioned)
         start = 0
         while start < spec.numel:
-            pieces = filling.setdefault((spec.group, spec.dtype.name), [])
+            pieces = filling.setdefault(key, [])
             offset = pieces[-1].offset + pieces[-1].numel if pieces else 0
             numel = min(spec.numel - start, capacity - offset)
             pieces.append(Piece(first_param + local, start, numel, offset))
             start += numel
-            if offset + numel == capacity:
-                close(spec.group, spec.dtype, filling.pop((spec.group, spec.dtype.name)))
+            if offset + numel == capacity or (spec.partitioned and start == spec.numel):
+                close(key, spec.dtype)
     by_name = {spec.dtype.name: spec.dtype for spec in params}
-    for (group, name), pieces in filling.items():
-        close(group, by_name[name], pieces)
+    for key in list(filling):
+        close(key, by_name[key[1]])
     return buckets

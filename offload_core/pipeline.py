@@ -25,7 +25,7 @@ import numpy as np
 from .buckets import LocalBuckets
 from .config import OffloadConfig
 from .cpu_adam import AdamHyper
-from .device import Device
+from .device import Device, Event
 from .dtypes import FLOAT16
 from .errors import CollectiveError, StateError
 from .grad_norm import SumOfSquares, clip_coefficient
@@ -189,6 +189,7 @@ class Pipeline:
         *,
         divisor: float = 1.0,
         groups: Sequence[int] | None = None,
+        gathered: int = 0,
     ) -> StepReport:
         """Update every parameter that has a gradient, or none.
 
@@ -202,6 +203,7 @@ class Pipeline:
             tensors: the device parameters to write, one for each parameter.
             divisor: what the summed gradients are divided by, on top of the loss scale.
             groups: the parameter group of each parameter; None: as they were added.
+            gathered: of partitioned parameters, what was gathered in which order (``LiveParams.release_all``).
         """
         buckets, gradients = self._buckets, self._gradients
         self.check_expected(hypers, divisor=divisor, groups=groups)
@@ -215,7 +217,7 @@ class Pipeline:
 
         self._or_abort_early(settle)
         loss_scale = self.loss_scale
-        squares, present = self._agree_on_gradients((hypers, groups, divisor, loss_scale))
+        squares, present = self._agree_on_gradients((hypers, groups, divisor, loss_scale, gathered))
         works = [work for work in reversed(gradients.order) if not present.isdisjoint(work.members)]
         norm, coefficient, skipped = None, 1.0, None if works else "no gradients"
         if works and self._examines:
@@ -359,6 +361,7 @@ class Pipeline:
             raise StateError(
                 f"ranks differ in what they update with; here: {hypers}, gradients over {terms[2]}, loss scale "
                 f"{terms[3]}; expected the same hyperparameters, micro-steps and loss scale on every rank"
+                + ", and in stage 3 the same modules run in the same order" * bool(terms[4])
             )
         gradients.order = [self._buckets.all[i] for i in order]
         return squares, set(np.flatnonzero(flags).tolist())
@@ -386,6 +389,10 @@ class Pipeline:
         except BaseException:
             self.finish()
             raise
+
+    def update_of(self, param: int) -> Event:
+        """The end of the parameter's update, as far as it has been asked for; another thread may wait for it."""
+        return self._updates.update_of(param)
 
     def _refuse_if_broken(self) -> None:
         if self._broken is not None:

@@ -103,10 +103,10 @@ class ThreadRank:
         self._share(what, array, lambda arrays: np.copyto(total, np.sum(arrays, axis=0)))
         np.copyto(array, total)
 
-    def broadcast(self, array: np.ndarray, what: str) -> None:
-        first = np.empty_like(array)
-        self._share(what, array, lambda arrays: np.copyto(first, arrays[0]))
-        np.copyto(array, first)
+    def broadcast(self, array: np.ndarray, what: str, source: int = 0) -> None:
+        given = np.empty_like(array)
+        self._share(what, array, lambda arrays: np.copyto(given, arrays[source]))
+        np.copyto(array, given)
 
 
 def run_ranks(world_size: int, body: Callable[[ThreadRank], Any], *, timeout: float = 30.0) -> list[Any]:

@@ -11,7 +11,7 @@ import numpy as np
 from . import _kernels
 from .buckets import LocalBuckets
 from .cpu_adam import AdamHyper
-from .device import Done, Event
+from .device import AfterAll, Done, Event, Started
 from .dtypes import FLOAT32
 from .host_memory import Lease
 from .local_bucket import LocalBucket
@@ -82,7 +82,7 @@ class Updates:
             if work in ahead:
                 return self._round_and_publish(work, tensors, after)
             work.life.on(BucketEvent.UPDATE)
-            if self._buckets.direct:
+            if self._buckets.written_by_kernel(work):
                 self._run_adam(work, scalars, present, tensors, None)
                 work.life.on(BucketEvent.PUBLISH)
                 return Done()
@@ -127,11 +127,11 @@ class Updates:
     def _round_and_publish(self, work: LocalBucket, tensors: Sequence[Any], after: Event) -> Event:
         behind, work.behind = work.behind, set()
         pieces = [(i, piece) for i, piece in enumerate(work.pieces) if piece.param in behind]
-        out = None if self._buckets.direct else self._borrow(work)
+        out = None if self._buckets.written_by_kernel(work) else self._borrow(work)
         rows = []
         for i, piece in pieces:
             if out is None:
-                address = self._buckets.device.host_array(tensors[piece.param]).run(piece.start, piece.numel).address
+                address = self._buckets.in_place(work, piece, tensors).address
             else:
                 address = _kernels.address(out) + piece.offset * out.itemsize
             rows.append((int(work.segments["master"][i]), address, piece.numel))
@@ -191,6 +191,10 @@ class Updates:
                 with self._buckets.trace.span(COMPUTE, "wait", work.bucket.index):
                     work.written.result().order()
 
+    def update_of(self, param: int) -> Event:
+        """The end of the parameter's update, as far as it has been asked for."""
+        return AfterAll([Started(work.written) for work in self._buckets.of[param] if work.written is not None])
+
     def _run_adam(
         self,
         work: LocalBucket,
@@ -212,7 +216,7 @@ class Updates:
             segments["grad"] = [gradient.address for i, gradient in held if work.pieces[i].param in present]
             segments["scalars"] = [scalars.row(piece.param) for piece in pieces]
             if tensors is not None and (in_place or out is None):
-                arrays = [self._buckets.device.host_array(tensors[p.param]).run(p.start, p.numel) for p in pieces]
+                arrays = [self._buckets.in_place(work, piece, tensors) for piece in pieces]
                 segments["master" if in_place else "param"] = [array.address for array in arrays]
             if out is not None:
                 segments["param"] = [_kernels.address(out) + piece.offset * out.itemsize for piece in pieces]

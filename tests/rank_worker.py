@@ -383,7 +383,7 @@ def others_states(rank, world_size):
     return {"said": said, "ours": bits(engine.module), "theirs": bits(plain)}
 
 
-if __name__ == "__main__":
+def main(scenarios):
     scenario, rank, world_size, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -393,6 +393,10 @@ if __name__ == "__main__":
         world_size=world_size,
         timeout=timedelta(seconds=5),
     )
-    result = globals()[scenario](rank, world_size)
+    result = scenarios[scenario](rank, world_size)
     (folder / f"{rank}.json").write_text(json.dumps(result))
     os._exit(0)  # a group that lost a rank would wait for it
+
+
+if __name__ == "__main__":
+    main(globals())

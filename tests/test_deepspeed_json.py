@@ -23,7 +23,6 @@ from offload_core.deepspeed_json import OWN_LR
 from offload_core.deepspeed_keys import AUTO, KEYS, walk
 from offload_core.lr_schedules import SCHEDULES, LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 
-partitioned = pytest.mark.skipif("max_live_parameters" not in FIELDS, reason="stage 3 is not built yet")
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "deepspeed.md"
 
 
@@ -148,7 +147,7 @@ STAGE_3 = {
             {"reduce_bucket_size": 500_000_000},
             {"contiguous_gradients", "allgather_bucket_size"},
         ),
-        pytest.param(STAGE_3_TUTORIAL, STAGE_3, {"contiguous_gradients", "sub_group_size"}, marks=partitioned),
+        (STAGE_3_TUTORIAL, STAGE_3, {"contiguous_gradients", "sub_group_size"}),
         (
             BLOG_POST,
             {"lr": 5e-5, "weight_decay": 0.0, "reduce_bucket_size": 200_000_000, "gradient_clipping": 1.0, **HALF},
@@ -259,21 +258,11 @@ def half(**keys):
         (zero(offload_optimizer={"device": "none"}), {}),
         (zero(offload_optimizer={"device": "cpu", "pin_memory": False}), {"pin_memory": False}),
         (zero(cpu_offload=True, cpu_offload_use_pin_memory=False), {"pin_memory": False}),
-        pytest.param(
-            zero(stage=3, offload_param={"device": "cpu"}), {"stage": 3, "offload_param": "cpu"}, marks=partitioned
-        ),
-        pytest.param(zero(stage=3, offload_param={"device": "none"}), {"stage": 3}, marks=partitioned),
-        pytest.param(zero(stage=3, cpu_offload_param=True), {"stage": 3, "offload_param": "cpu"}, marks=partitioned),
-        pytest.param(
-            zero(stage=3, stage3_param_persistence_threshold=7),
-            {"stage": 3, "param_persistence_threshold": 7},
-            marks=partitioned,
-        ),
-        pytest.param(
-            zero(stage=3, param_persistence_threshold=7),
-            {"stage": 3, "param_persistence_threshold": 7},
-            marks=partitioned,
-        ),
+        (zero(stage=3, offload_param={"device": "cpu"}), {"stage": 3, "offload_param": "cpu"}),
+        (zero(stage=3, offload_param={"device": "none"}), {"stage": 3}),
+        (zero(stage=3, cpu_offload_param=True), {"stage": 3, "offload_param": "cpu"}),
+        (zero(stage=3, stage3_param_persistence_threshold=7), {"stage": 3, "param_persistence_threshold": 7}),
+        (zero(stage=3, param_persistence_threshold=7), {"stage": 3, "param_persistence_threshold": 7}),
         (zero(stage=2, stage3_max_live_parameters=7), {}),
         (adam(), {"weight_decay": 0.0}),
         (
@@ -331,12 +320,7 @@ def test_what_keys_become(config, fields):
     [
         (adam(lr=AUTO, weight_decay=AUTO), {"lr": 2.0, "weight_decay": 0.5}, {"lr": 2.0, "weight_decay": 0.5}),
         ({"gradient_clipping": AUTO, "bf16": {}}, {"gradient_clipping": None}, {}),
-        pytest.param(
-            zero(stage=2, stage3_max_live_parameters=7),
-            {"stage": 3},
-            {"stage": 3, "max_live_parameters": 7},
-            marks=partitioned,
-        ),
+        (zero(stage=2, stage3_max_live_parameters=7), {"stage": 3}, {"stage": 3, "max_live_parameters": 7}),
         ({"fp16": {"enabled": AUTO, "loss_scale": 8}}, {"param_dtype": "bfloat16"}, {"param_dtype": "bfloat16"}),
         ({"fp16": {"enabled": AUTO, "loss_scale": 8}}, {"param_dtype": "float16"}, {"loss_scale": 8, **HALF}),
         ({"fp16": {"enabled": True}}, {"loss_scale_window": 5}, {**HALF, "loss_scale_window": 5}),
@@ -760,7 +744,6 @@ def test_the_document_says_what_the_code_does():
     assert rows == table(), "docs/deepspeed.md: its table should be\n" + "\n".join(table())
 
 
-@partitioned
 def test_the_document_names_fields_that_exist():
     names = {name for _, key in walk() if key.convert for name in _code(key.meaning)}
     built = {*FIELDS, *(name for path, _ in walk() for name in path.split("."))}

@@ -12,12 +12,12 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def run(scenario: str, world_size: int, folder: Path) -> list[dict | None]:
+def run(scenario: str, world_size: int, folder: Path, worker: str = "rank_worker.py") -> list[dict | None]:
     """The result of each rank; None where it did not live to write one."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    worker = [sys.executable, str(ROOT / "tests" / "rank_worker.py"), scenario]
+    command = [sys.executable, str(ROOT / "tests" / worker), scenario]
     processes = [
-        subprocess.Popen([*worker, str(rank), str(world_size), str(folder)], env=environment, stderr=subprocess.PIPE)
+        subprocess.Popen([*command, str(rank), str(world_size), str(folder)], env=environment, stderr=subprocess.PIPE)
         for rank in range(world_size)
     ]
     logs = [process.communicate(timeout=120)[1].decode() for process in processes]

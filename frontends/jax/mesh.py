@@ -197,11 +197,11 @@ class JaxProcesses:
             raise CollectiveError.of(self._axis.ranks[0], what, error) from error
         array[:] = (total.astype(np.uint64) << shifts).sum(axis=1, dtype=np.uint64).view(np.int64)
 
-    def broadcast(self, array: np.ndarray, what: str) -> None:
+    def broadcast(self, array: np.ndarray, what: str, source: int = 0) -> None:
         if self.world_size == 1:
             return
         words = np.zeros(-(-array.nbytes // 8), np.int64)
-        if self.rank == 0:
+        if self.rank == source:
             words.view(np.uint8)[: array.nbytes] = array.reshape(-1).view(np.uint8)
         self.sum_integers(words, what)
         array.reshape(-1).view(np.uint8)[:] = words.view(np.uint8)[: array.nbytes]

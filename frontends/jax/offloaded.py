@@ -124,6 +124,8 @@ class OffloadedParams:
         ranks = mesh.size if isinstance(mesh, Mesh) else 1
         self.config = OffloadConfig.resolve(config, world_size=ranks, **overrides)
         self.config = replace(self.config, op_order=self.config.op_order or "optax")
+        if self.config.stage == 3:
+            raise ConfigError("stage=3 is built for torch only so far; expected stage 1 or 2 in JAX")
         if self.config.schedule == "delayed":
             raise ConfigError(
                 "schedule='delayed' is built for torch only so far; expected 'overlap' or 'serial' in JAX"

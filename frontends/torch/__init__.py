@@ -5,5 +5,14 @@ from offload_core.pipeline import StepReport
 
 from .engine import Engine, wrap
 from .optimizer import OffloadedAdamW
+from .partitioned import gathered_parameters, register_external_parameter
 
-__all__ = ["Engine", "OffloadConfig", "OffloadedAdamW", "StepReport", "wrap"]
+__all__ = [
+    "Engine",
+    "OffloadConfig",
+    "OffloadedAdamW",
+    "StepReport",
+    "gathered_parameters",
+    "register_external_parameter",
+    "wrap",
+]

@@ -37,7 +37,6 @@ class TorchRanks:
                 "that this process belongs to"
             )
         self.world_size = dist.get_world_size(group)
-        self._first = dist.get_process_group_ranks(group)[0]
         own = dist.new_group(
             dist.get_process_group_ranks(group),
             timeout=_timeout(group),
@@ -79,8 +78,8 @@ class TorchRanks:
     def sum_integers(self, array: np.ndarray, what: str) -> None:
         self._run(what, dist.all_reduce, array.view())
 
-    def broadcast(self, array: np.ndarray, what: str) -> None:
-        self._run(what, functools.partial(dist.broadcast, src=self._first), _bytes(array))
+    def broadcast(self, array: np.ndarray, what: str, source: int = 0) -> None:
+        self._run(what, functools.partial(dist.broadcast, group_src=source), _bytes(array))
 
     def _run(self, what: str, collective: Callable[..., Any], *views: np.ndarray) -> None:
         readers = [weakref.ref(view) for view in views]

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from offload_core.config import OffloadConfig
-from offload_core.device import Arrival, Copy, Device, Event, traced
+from offload_core.device import Arrival, Copy, Event, HostArray, traced
 from offload_core.dtypes import FLOAT32, ElementType
 from offload_core.errors import CollectiveError
 from offload_core.host_memory import Lease
@@ -89,6 +89,8 @@ class DeviceRanks(HostRanks):
         staging: Lease,
         after: Event,
     ) -> Event:
+        if bucket.partitioned:
+            return super().publish(bucket, shards, tensors, present, staging, after)
         copies = [Copy(tensors[p.param], p.start, p.numel, p.offset) for p in bucket.pieces if p.param in present]
         start = partial(self._publish, bucket, shards, copies, after)
         return traced(self.trace, TO_DEVICE, bucket.index, shards.nbytes, start)
@@ -103,6 +105,21 @@ class DeviceRanks(HostRanks):
             self._sent_bytes += mine.nbytes * (self.world_size - 1)
             return lane.event((mine, gathered, copies))
 
+    def gather(self, bucket: Bucket, shard: Any, whole: Any, after: Event, what: str) -> Event:
+        if isinstance(shard, HostArray):
+            mine = as_torch(shard.run(bucket.shard_start, bucket.shard_numel).view())
+        else:
+            mine = shard[bucket.shard_start : bucket.shard_start + bucket.shard_numel]
+        start = partial(self._gather, mine, whole[bucket.start : bucket.start + bucket.padded_numel], after, what)
+        return traced(self.trace, TO_DEVICE, bucket.index, whole.nbytes, start)
+
+    def _gather(self, mine: torch.Tensor, whole: torch.Tensor, after: Event, what: str) -> Event:
+        with self._memory.to_device_lane(after) as lane:
+            mine = mine.to(self._memory.device, non_blocking=True)
+            self._run(what, all_gather, whole, mine)
+            self._sent_bytes += mine.nbytes * (self.world_size - 1)
+            return lane.event((mine, whole))
+
     def _empty(self, numel: int, dtype: ElementType) -> torch.Tensor:
         return torch.empty(numel, dtype=TORCH_DTYPES[dtype], device=self._memory.device)
 
@@ -113,13 +130,19 @@ class DeviceRanks(HostRanks):
             raise CollectiveError.of(self.ranks[0], what, error) from error
 
 
-def device_for(device: torch.device, group: Any, config: OffloadConfig) -> Device:
-    """The core's ``Device`` for parameters on ``device`` and the ranks of a process group (None: one rank)."""
+def device_for(device: torch.device, group: Any, config: OffloadConfig, *, apart: bool = False) -> HostRanks:
+    """The core's ``Device`` for parameters on ``device`` and the ranks of a process group (None: one rank).
+
+    Args:
+        apart: what goes over it must not wait for what goes over the group, nor keep to its order.
+    """
     memory, native = memory_of(device), config.reduction == "native"
     if group is None:
         return HostRanks(memory)
     collectives = TorchRanks(group)
     if device.type == "cuda" and _moves(group, device):
+        if apart:
+            group = dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
         return DeviceRanks(memory, collectives, group, native=native)
     return HostRanks(memory, collectives, native=native)
 

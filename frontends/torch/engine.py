@@ -84,14 +84,17 @@ class Engine(nn.Module):
         if process_group is None and dist.is_available() and dist.is_initialized():
             process_group = dist.group.WORLD
         self.optimizer = OffloadedAdamW(
-            params, config=config, early_copy=True, managed=True, process_group=process_group, **overrides
+            params, config=config, early_copy=True, model=model, process_group=process_group, **overrides
         )
         self.config = self.optimizer.config
+        parted = self.optimizer.partitioned
+        if parted is not None:
+            parted.keep_frozen(model)
         self._start_alike(model)
         if self.config.target_dtype is not None:
             dtype = TORCH_DTYPES[self.config.target_dtype]
             for param in model.parameters():  # frozen ones and buffers take part in the same products
-                if param.is_floating_point():
+                if param.is_floating_point() and (parted is None or param not in parted):
                     cast_param(param, dtype)
             for buffer in model.buffers():
                 if buffer.is_floating_point():
@@ -105,8 +108,9 @@ class Engine(nn.Module):
         """Frozen parameters and buffers too start from rank 0's values."""
         if self.optimizer.pipeline.device.world_size == 1:
             return
+        parted = self.optimizer.partitioned
         for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
-            if tensor not in self.optimizer.state:
+            if tensor not in self.optimizer.state and (parted is None or tensor not in parted):
                 host = tensor.detach().cpu().contiguous()
                 values = host.view(-1).view(torch.uint8).numpy() if host.numel() else host.numpy()
                 self.optimizer.pipeline.device.collectives.broadcast(values, f"{name!r}: initial value")
@@ -125,7 +129,18 @@ class Engine(nn.Module):
             args, kwargs = tree_map_only(
                 torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, (args, kwargs)
             )
-        return self.module(*args, **kwargs)
+        with self._released_on_error():
+            return self.module(*args, **kwargs)
+
+    @contextmanager
+    def _released_on_error(self) -> Iterator[None]:
+        """No partitioned parameter stays whole after an error inside."""
+        try:
+            yield
+        except BaseException:
+            if self.optimizer.partitioned is not None:
+                self.optimizer.partitioned.recover()
+            raise
 
     @torch._disable_dynamo
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
@@ -143,7 +158,7 @@ class Engine(nn.Module):
             raise GradientError(f"backward: the loss is {got}, expected a tensor of one element: take its mean or sum")
         if self.config.update_in_backward:
             self.optimizer.expect_step()
-        with self._span("backward"), self.optimizer.scaled_backward() as scale:
+        with self._span("backward"), self._released_on_error(), self.optimizer.scaled_backward() as scale:
             (loss if scale is None else loss.float() * scale).backward(**kwargs)
 
     @torch._disable_dynamo

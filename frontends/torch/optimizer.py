@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.autograd.graph import increment_version
 
 from offload_core.config import FIELDS, ConfigLike, OffloadConfig, check_hyperparameters
@@ -18,14 +19,13 @@ from offload_core.cpu_adam import AdamHyper
 from offload_core.errors import ConfigError, GradientError, ParameterError, StateError
 from offload_core.host_memory import available_bytes
 from offload_core.memory_plan import MemoryReport
-from offload_core.partition import ParamSpec
 from offload_core.pipeline import Pipeline, StepReport
 
 from .device_ranks import device_for
-from .pending import make_pending, settle
+from .partitioned import PartitionedModel
+from .pending import forget, make_pending, settle
 from .states import Hidden, States, check_entry, hide_state, state_views
 from .tensors import (
-    ELEMENT_TYPES,
     TORCH_DTYPES,
     TakenGradient,
     check_gradient,
@@ -33,6 +33,7 @@ from .tensors import (
     flat,
     flat_like,
     memory_order,
+    spec_of,
 )
 
 _OWNED: "weakref.WeakValueDictionary[int, _Slot]" = weakref.WeakValueDictionary()
@@ -56,15 +57,18 @@ class _Slot:
     """Of these, how many came through ``scaled_backward``."""
     deferred: torch.Tensor | None = None
     """``p.grad`` where it holds gradients that are to leave later, on top of those that have left."""
+    partitioned: bool = False
+    """Whether it is there in shards, which only ``gathered_parameters`` changes."""
     version: int = 0
     address: int = 0
 
     def note(self) -> None:
-        self.version, self.address = self.param._version, self.param.data_ptr()
+        if not self.partitioned:
+            self.version, self.address = self.param._version, self.param.data_ptr()
 
     @property
     def changed_outside(self) -> bool:
-        return (self.version, self.address) != (self.param._version, self.param.data_ptr())
+        return not self.partitioned and (self.version, self.address) != (self.param._version, self.param.data_ptr())
 
     def forget(self) -> None:
         """No gradient has arrived."""
@@ -104,7 +108,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
             update.
         config: an ``OffloadConfig``, a dict of its fields, or a DeepSpeed configuration: a dict, or a file's path.
         process_group: the ranks over which states are partitioned and gradients averaged; None: this process alone.
-        managed: an Engine counts micro-steps and scales losses.
+        model: an Engine's, which counts micro-steps, scales losses and partitions the model's parameters.
         early_copy: take each gradient during backward, as it appears, and free it on the device. ``p.grad`` then
             holds a stand-in that raises when used. Without it ``p.grad`` is read at ``step()``, so clipping and
             unscaling from outside mean what they mean to torch's own optimizers.
@@ -123,7 +127,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         *,
         config: ConfigLike = None,
         early_copy: bool = False,
-        managed: bool = False,
+        model: nn.Module | None = None,
         process_group: Any = None,
         **overrides: Any,
     ) -> None:
@@ -131,7 +135,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
             overrides["lr"] = float(lr) if isinstance(lr, torch.Tensor) else lr
         world_size = 1 if process_group is None else dist.get_world_size(process_group)
         self.config = OffloadConfig.resolve(config, world_size=world_size, **overrides)
-        if not managed:
+        if model is None:
             _refuse_engine_fields(self.config)
         self.early_copy = early_copy
         self.reads_wait = False
@@ -153,9 +157,9 @@ class OffloadedAdamW(torch.optim.Optimizer):
             "weight_decay": self.config.weight_decay,
         }
         super().__init__(params, defaults)
-        self._build(process_group)
+        self._build(process_group, model)
 
-    def _build(self, process_group: Any) -> None:
+    def _build(self, process_group: Any, model: nn.Module | None = None) -> None:
         """Make the pipeline and take on the trainable parameters of all groups."""
         slots: dict[torch.Tensor, _Slot] = {}
         self._slots = slots
@@ -180,6 +184,10 @@ class OffloadedAdamW(torch.optim.Optimizer):
         op_order = self.config.op_order or "torch"
         config = replace(self.config, op_order=op_order)
         pipeline = Pipeline(config, device_for(first.device, process_group, config), None)
+        self.partitioned: PartitionedModel | None = None
+        """Parameters that are there in shards only."""
+        if model is not None and config.stage == 3 and (pipeline.device.world_size > 1 or config.offload_param):
+            self.partitioned = PartitionedModel(model, first.device, process_group, pipeline)
         self._take_on(pipeline, [entry for entry in named if entry[1].requires_grad])
         self._pipeline = pipeline
 
@@ -192,7 +200,18 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
         That holds back the parameters of the last step; afterwards the next forward sees them a step early.
         """
-        self.pipeline.flush([flat(slot.param.data) for slot in self._slots.values()])
+        if self.partitioned is not None and self.config.schedule == "delayed":
+            self.partitioned.before_change()
+        self.pipeline.flush(self._tensors())
+
+    def _tensors(self) -> list[torch.Tensor]:
+        """What the pipeline reads and writes."""
+        return [self._tensor(slot) for slot in self._slots.values()]
+
+    def _tensor(self, slot: _Slot) -> torch.Tensor:
+        shard = self.partitioned.shard_of(slot.param) if self.partitioned is not None else None
+        # Of .data: the pipeline's writes are counted once, and not when they happen.
+        return flat(slot.param.data) if shard is None else shard
 
     # --- parameters --------------------------------------------------------------------------------
 
@@ -207,11 +226,14 @@ class OffloadedAdamW(torch.optim.Optimizer):
     def sent_bytes(self) -> int:
         """Bytes of gradients and parameters that this rank has sent to other ranks."""
         self._finish()
-        return self.pipeline.device.sent_bytes
+        return self.pipeline.device.sent_bytes + (self.partitioned.sent_bytes if self.partitioned is not None else 0)
 
     def memory_report(self) -> MemoryReport:
         """Planned and measured bytes."""
-        return self.pipeline.memory_report(sum(slot.param.nbytes for slot in self._slots.values()))
+        whole = sum(slot.param.nbytes for slot in self._slots.values() if not slot.partitioned)
+        return self.pipeline.memory_report(
+            whole + (self.partitioned.device_bytes if self.partitioned is not None else 0)
+        )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As ``torch.optim.Optimizer.add_param_group``; on an error nothing has changed."""
@@ -270,17 +292,28 @@ class OffloadedAdamW(torch.optim.Optimizer):
         for name, param, _ in named:
             check_param(name, param)
         target = self.config.target_dtype
-        specs = [
-            ParamSpec(name, p.numel(), target or ELEMENT_TYPES[p.dtype], g, layout=f"{list(p.shape)}{_order_of(p)}")
-            for name, p, g in named
-        ]
+        parted = self.partitioned
+        specs = [spec_of(name, p, g, target, parted is not None and parted.takes(p)) for name, p, g in named]
         pipeline.plan(specs).check(available_bytes())
         first = len(pipeline.params)
-        pipeline.add_parameters(specs, [flat(param) for _, param, _ in named])
+        cut = parted.cut([(spec, p) for spec, (_, p, _) in zip(specs, named, strict=True)]) if parted else {}
+        pipeline.add_parameters(specs, [cut[p].shard if p in cut else flat(p) for _, p, _ in named])
+        if parted is not None:
+            parted.keep_shards(cut.values())
         for i, (name, param, _) in enumerate(named):
-            if target is not None:
+            if specs[i].partitioned:
+                assert parted is not None
+                parted.train(param, first + i)
+            elif target is not None:
                 cast_param(param, TORCH_DTYPES[target])
-            slot = _Slot(name, param, first + i, TakenGradient(param, name), memory_order(param))
+            slot = _Slot(
+                name,
+                param,
+                first + i,
+                TakenGradient(param, name),
+                memory_order(param),
+                partitioned=specs[i].partitioned,
+            )
             slot.note()
             self._slots[param] = slot
             _OWNED[id(param)] = slot
@@ -292,7 +325,10 @@ class OffloadedAdamW(torch.optim.Optimizer):
         """Let the parameters go: remove the hooks, discard gradients on the host, free the states."""
         if self._pipeline is not None:
             self.flush()
+        if self.partitioned is not None:
+            self.partitioned.close()
         _let_go(self._hook_handles, self._slots)
+        self.partitioned = None
         self._forget_arrivals()
         self.state.clear()
         self._pipeline = None
@@ -309,6 +345,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
         def accumulated(param: torch.Tensor) -> None:
             optimizer = this()
+            if optimizer is not None and optimizer.partitioned is not None:
+                optimizer.partitioned.gradient_arrived(param)
             if optimizer is not None and param.grad is not slot.taken:
                 optimizer._arrived(slot, param.grad, first=True)
             elif slot.taken.requires_grad:  # create_graph=True has hung its graph on the stand-in: take another
@@ -466,13 +504,13 @@ class OffloadedAdamW(torch.optim.Optimizer):
         pipeline, hypers = self.pipeline, self.prepare()
         others = self.pipeline.device.world_size > 1  # they may have had a gradient where this rank had none
         updated = [slot for slot in self._slots.values() if others or slot.param.grad is not None]
-        # Of .data: the pipeline's writes are counted below, once, and not when they happen.
-        tensors = [flat(slot.param.data) for slot in self._slots.values()]
+        gathered = 0 if self.partitioned is None else self.partitioned.before_change()
+        tensors = self._tensors()
         for slot in self._slots.values():
             if slot.changed_outside:
                 pipeline.adopt(slot.index, tensors[slot.index])
         try:
-            report = pipeline.step(hypers, tensors, divisor=self._divisor, groups=self._groups())
+            report = pipeline.step(hypers, tensors, divisor=self._divisor, groups=self._groups(), gathered=gathered)
             if not self.reads_wait:
                 pipeline.finish()
         except BaseException:
@@ -490,7 +528,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
             slot.note()
         if report.updated and not pipeline.finished:
             for slot in updated:
-                make_pending(slot.param, partial(pipeline.await_param, slot.index))
+                if not slot.partitioned:
+                    make_pending(slot.param, partial(pipeline.await_param, slot.index))
         return report
 
     def _groups(self) -> list[int]:
@@ -591,9 +630,9 @@ class OffloadedAdamW(torch.optim.Optimizer):
             self.pipeline.scaler.load_state_dict(state_dict["loss_scale"])
 
     def __getstate__(self) -> dict[str, Any]:
-        if self.pipeline.device.world_size > 1:
+        if self.pipeline.device.world_size > 1 or self.partitioned is not None:
             raise StateError(
-                "copying or pickling an optimizer of several ranks; expected its state_dict() to be copied"
+                "copying or pickling an optimizer of several ranks or of partitioned parameters; expected its state_dict() to be copied"
             )
         own = {name: getattr(self, name) for name in ("config", "early_copy", "reads_wait", "updates")}
         state = {"state": defaultdict(dict, self.state)}
@@ -643,16 +682,11 @@ class OffloadedAdamW(torch.optim.Optimizer):
             if name in entry:
                 view.copy_(torch.as_tensor(entry[name]))
             elif name == "master":
-                self.pipeline.reload_master(slot.index, flat(slot.param))
+                self.pipeline.reload_master(slot.index, self._tensor(slot))
             else:
                 view.zero_()
-        self.pipeline.adopt(slot.index, flat(slot.param))
+        self.pipeline.adopt(slot.index, self._tensor(slot))
         slot.note()
-
-
-def _order_of(param: torch.Tensor) -> str:
-    order = memory_order(param)
-    return "" if order is None else f" in memory order {order}"
 
 
 def cast_param(param: torch.Tensor, dtype: torch.dtype) -> None:
@@ -667,9 +701,10 @@ def cast_param(param: torch.Tensor, dtype: torch.dtype) -> None:
 def _refuse_engine_fields(config: OffloadConfig) -> None:
     """What only an Engine does must not be asked of the optimizer alone and silently not be done."""
     default = OffloadConfig()
-    for name in FIELDS:
-        engines = "loss_scale" in name or name == "gradient_accumulation_steps"
-        if engines and getattr(config, name) != getattr(default, name):
+    engines = [name for name in FIELDS if "loss_scale" in name]
+    engines += ["gradient_accumulation_steps", "offload_param", *(["stage"] if config.stage == 3 else [])]
+    for name in engines:
+        if getattr(config, name) != getattr(default, name):
             raise ConfigError(
                 f"{name}={getattr(config, name)!r} is what an Engine does; expected it in wrap(model, ...): the "
                 "optimizer alone takes gradients as they are"
@@ -681,7 +716,11 @@ def _let_go(handles: list[Any], slots: dict[torch.Tensor, _Slot]) -> None:
         handle.remove()
     handles.clear()
     for slot in slots.values():
-        settle(slot.param)
+        if not slot.partitioned:
+            try:
+                settle(slot.param)
+            finally:
+                forget(slot.param)
         slot.release()
         slot.taken.when_added(None)
         if _OWNED.get(id(slot.param)) is slot:

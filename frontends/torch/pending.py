@@ -1,9 +1,9 @@
-"""Parameters whose update is still on its way: whoever reads one waits for it.
+"""Parameters whose values are not there: on their way from an update, or in shards (stage 3).
 
-While an update runs behind the caller's back, a parameter's class is :class:`PendingParameter`. Any torch function
-that could see its values first waits for that parameter (alone) and gives it its own class back; what asks for shape,
-gradient and the like does not wait. So the first layer of the next forward starts while the last is being updated, and
-state_dict(), evaluation or a read by hand see finished values.
+Meanwhile a parameter's class is :class:`PendingParameter`. Any torch function that could see its values first waits
+for that parameter (alone), or has it gathered, and gives it its own class back; what asks for shape, gradient and the
+like does not wait. So the first layer of the next forward starts while the last is being updated, and state_dict(),
+evaluation or a read by hand see finished values.
 """
 
 import copy
@@ -56,8 +56,11 @@ class PendingParameter(nn.Parameter):
 
 
 def make_pending(param: torch.Tensor, wait: Callable[[], None]) -> None:
-    """Have whoever reads the parameter call ``wait`` first; a parameter of a class of its own waits now."""
-    if type(param) is nn.Parameter:
+    """Have whoever reads the parameter call ``wait`` first; a parameter of a class of its own waits now.
+
+    Where ``wait`` raises the parameter stays pending.
+    """
+    if type(param) in (nn.Parameter, PendingParameter):
         _WAITS[id(param)] = wait
         param.__class__ = PendingParameter
     else:
@@ -66,12 +69,8 @@ def make_pending(param: torch.Tensor, wait: Callable[[], None]) -> None:
 
 def settle(param: torch.Tensor) -> None:
     """Wait for the parameter, if it is pending."""
-    wait = _WAITS.get(id(param))
-    if wait is None:
-        return
-    try:
-        wait()
-    finally:
+    if isinstance(param, PendingParameter):
+        _WAITS[id(param)]()
         forget(param)
 
 

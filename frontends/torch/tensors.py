@@ -5,8 +5,9 @@ from typing import Any
 
 import torch
 
-from offload_core.dtypes import BFLOAT16, FLOAT16, FLOAT32
+from offload_core.dtypes import BFLOAT16, FLOAT16, FLOAT32, ElementType
 from offload_core.errors import GradientError, ParameterError
+from offload_core.partition import ParamSpec
 
 ELEMENT_TYPES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 _ADDITIONS = (torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor)
@@ -22,7 +23,13 @@ def memory_order(tensor: torch.Tensor) -> list[int] | None:
     if tensor.is_contiguous():
         return None
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-    if not tensor.permute(order).is_contiguous():
+    dense = 1
+    for i in reversed(order):
+        gaps = tensor.shape[i] != 1 and tensor.stride(i) != dense
+        dense *= tensor.shape[i]
+        if gaps:
+            break
+    if gaps:
         raise ParameterError(
             f"parameter of shape {tuple(tensor.shape)} and strides {tensor.stride()} is a view with gaps or overlaps; "
             "expected a dense tensor: make it its own, with torch.nn.Parameter(p.detach().contiguous())"
@@ -51,6 +58,15 @@ def shaped_like(run: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
         return run.view(param.shape)
     inverse = sorted(range(len(order)), key=order.__getitem__)
     return run.view([param.shape[i] for i in order]).permute(inverse)
+
+
+def spec_of(
+    name: str, param: torch.Tensor, group: int, target: ElementType | None = None, partitioned: bool = False
+) -> ParamSpec:
+    """The parameter as the core knows it; ``target`` is the element type that it is to have."""
+    order = memory_order(param)
+    layout = f"{list(param.shape)}" + ("" if order is None else f" in memory order {order}")
+    return ParamSpec(name, param.numel(), target or ELEMENT_TYPES[param.dtype], group, layout, partitioned)
 
 
 def check_param(name: str, param: torch.Tensor) -> None:

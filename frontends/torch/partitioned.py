@@ -1,0 +1,610 @@
+"""Stage 3: parameters that exist as shards, made whole for the modules that use them.
+
+[Note: storages of partitioned parameters] A partitioned parameter keeps its identity, shape and element type; while it
+is released its storage has no bytes. Gathering gives the storage its bytes back and fills it through another tensor, so
+what autograd saved of the parameter in forward, which shares the storage, has its values again in backward, and no
+version counter moves.
+
+[Note: who keeps a parameter whole] A module's run keeps its own parameters and those that were registered with it; in
+backward the same, from the first of its outputs' gradients until those of its inputs, or of its parameters where no
+input has one, are known. What is touched besides is kept by the innermost module that runs and registered with it, or
+in backward by the backward. Nothing else may touch a released parameter (``pending.py``).
+"""
+
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import increment_version
+from torch.utils._pytree import tree_leaves
+
+from offload_core.buckets import PARAMETER_SHARDS
+from offload_core.errors import ParameterError, StateError
+from offload_core.layout import agree
+from offload_core.live_params import LiveParams, PartitionedParam
+from offload_core.partition import ParamSpec, build_buckets
+from offload_core.pipeline import Pipeline
+
+from .device import as_torch
+from .device_ranks import device_for
+from .pending import forget, make_pending
+from .tensors import TORCH_DTYPES, flat, shaped_like, spec_of
+
+_MODELS: "weakref.WeakValueDictionary[int, PartitionedModel]" = weakref.WeakValueDictionary()
+"""What a parameter belongs to, by ``id``; it keeps the parameters alive, so no id is reused."""
+_EXTERNAL = "_offload_external_parameters"
+"""The attribute of a module that lists the parameters of others that its forward uses."""
+_PLAIN = (type(None), bool, int, float, complex, str, bytes)
+
+
+class PartitionedParameter:
+    """A parameter of the model and this rank's shards of it; its storage while it is whole ([Note: storages of
+    partitioned parameters])."""
+
+    def __init__(self, live: LiveParams, spec: ParamSpec, param: torch.Tensor, module: str, bucket_numel: int) -> None:
+        self.param = param
+        self.spec = spec
+        self.module = module
+        """The module that it is a parameter of, in words."""
+        world_size = live.device.world_size
+        self.buckets = build_buckets([spec], world_size=world_size, bucket_numel=bucket_numel)
+        self._pieces = [(b, p) for b in self.buckets for p in b.shards(live.device.ranks)]
+        self.shard = torch.empty(0)
+        self.whole = torch.empty(0)
+        self.index: int | None = None
+        """Its number in the pipeline; None while it is not trained."""
+        self.lasts = False
+        """Whether others may refer to the storage, which then is theirs."""
+        self.live: PartitionedParam = live.add(spec, self.buckets, None, self)
+
+    @property
+    def shard_numel(self) -> int:
+        return sum(bucket.shard_numel for bucket in self.buckets)
+
+    def cut(self, out: torch.Tensor) -> None:
+        """Copy this rank's part of the parameter, which is whole."""
+        source = flat(self.param)
+        for bucket, piece in self._pieces:
+            start = bucket.in_tensor(piece)
+            out[start : start + piece.numel].copy_(source[piece.start : piece.stop])
+
+    def empty(self) -> None:
+        """Give the parameter a storage without bytes; what it had is left to those who refer to it."""
+        numel = sum(bucket.padded_numel for bucket in self.buckets)
+        self.whole = torch.empty(numel, dtype=TORCH_DTYPES[self.spec.dtype], device=self.param.device)
+        with torch._C.DisableTorchFunctionSubclass():
+            self.param.data = shaped_like(self.whole[: self.spec.numel], self.param)
+        self.whole.untyped_storage().resize_(0)
+        self.lasts = False
+
+    def allocate(self) -> torch.Tensor:
+        self.whole.untyped_storage().resize_(self.whole.numel() * self.whole.element_size())
+        return self.whole
+
+    def free(self) -> None:
+        if self.lasts:
+            self.empty()
+        else:
+            self.whole.untyped_storage().resize_(0)
+
+
+@dataclass(eq=False)
+class _Call:
+    """One run of a module's forward, and of the backward of what it computed."""
+
+    module: nn.Module | None
+    params: list[PartitionedParameter]
+    inputs: int = 0
+    """Inputs that have a gradient."""
+    task: int | None = None
+    """The backward in which it keeps its parameters."""
+    differentiable: bool = False
+    """Whether what that computes will be differentiated itself (``create_graph=True``)."""
+    awaited: int = 0
+    """Inputs whose gradient is not yet known in this backward."""
+    without_gradient: set[PartitionedParameter] = field(default_factory=set)
+    """Likewise parameters, where no input has a gradient."""
+
+
+class PartitionedModel:
+    """The partitioned parameters of a model, and the hooks that make them whole.
+
+    Args:
+        device: where whole parameters are.
+        group: as in ``device_for``; gathers go their own way between its ranks. Making it is collective.
+        pipeline: of those that are trained.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device, group: Any, pipeline: Pipeline) -> None:
+        self._config = config = pipeline.config
+        self._pipeline = pipeline
+        self._world = device_for(device, group, config, apart=True)
+        self._world.trace = pipeline.device.trace
+        self.live = LiveParams(config, self._world)
+        self._torch_device = device
+        self._of: dict[int, PartitionedParameter] = {}
+        self._owners: dict[int, tuple[str, str]] = {}
+        """The names of a parameter and of the module that has it."""
+        self._model = weakref.ref(model)
+        for name, module in model.named_modules():
+            for own, param in module.named_parameters(recurse=False):
+                words = f"{type(module).__name__} {name!r}" if name else type(module).__name__
+                self._owners.setdefault(id(param), (f"{name}.{own}" if name else own, words))
+                _MODELS[id(param)] = self
+        self._calls: list[_Call] = []
+        """Forwards that are running, innermost last."""
+        self._backwards: dict[int, list[_Call]] = {}
+        """Calls that keep their parameters, by backward."""
+        self._kept: list[_Call] = []
+        """Calls that keep their parameters until the next round."""
+        self._open = 0
+        """``gathered_parameters`` that have not ended."""
+        self._hooked: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+        self._handles: list[Any] = []
+        weakref.finalize(self, _abandon, self._handles, self._of, self.live).atexit = False
+
+    # --- taking parameters apart ---------------------------------------------------------------------
+
+    def takes(self, param: torch.Tensor) -> bool:
+        """Whether the parameter is to be partitioned, or is."""
+        known = id(param) in self._owners and type(param) is nn.Parameter and param.is_floating_point()
+        large = param.numel() >= max(self._config.param_persistence_threshold, 1)
+        return id(param) in self._of or (known and large)
+
+    def __contains__(self, param: torch.Tensor) -> bool:
+        return id(param) in self._of
+
+    def shard_of(self, param: torch.Tensor) -> torch.Tensor | None:
+        """What this rank holds of the parameter, one-dimensional; None: all of it."""
+        record = self._of.get(id(param))
+        return None if record is None else record.shard
+
+    def cut(self, entries: Iterable[tuple[ParamSpec, torch.Tensor]]) -> dict[torch.Tensor, PartitionedParameter]:
+        """The partitioned ones among these, with this rank's shards of them.
+
+        New ones stay whole (of rank 0's values) and of their element type till :meth:`keep_shards`.
+        """
+        found = {param: self._of.get(id(param)) for spec, param in entries if spec.partitioned}
+        new = [(spec, param) for spec, param in entries if spec.partitioned and found[param] is None]
+        agree(self._world.collectives, self._config, [s for s, _ in new], [str(p.dtype) for _, p in new])
+        with torch.no_grad():
+            for spec, param in new:
+                self._world.start_alike([spec], [flat(param)])
+                words = self._owners[id(param)][1]
+                record = PartitionedParameter(self.live, spec, param, words, self._config.reduce_bucket_size)
+                record.shard = torch.zeros(record.shard_numel, dtype=param.dtype, device=self._shards_device)
+                record.cut(record.shard)
+                found[param] = record
+        return {param: record for param, record in found.items() if record is not None}
+
+    @property
+    def _shards_device(self) -> torch.device:
+        return torch.device("cpu") if self._config.offload_param == "cpu" else self._torch_device
+
+    def keep_shards(self, records: Iterable[PartitionedParameter]) -> None:
+        """From now on these parameters are their shards, of the element type that they are to have."""
+        for record in records:
+            if id(record.param) in self._of:
+                continue
+            dtype = record.spec.dtype
+            if self._config.offload_param == "cpu":
+                pinned = self._config.pin_memory and self._world.wants_pinned
+                host = self._pipeline.memory.allocate(PARAMETER_SHARDS, record.shard_numel, dtype.numpy, pinned=pinned)
+                shard = as_torch(host).copy_(record.shard)
+            else:
+                shard = record.shard.to(TORCH_DTYPES[dtype])
+            record.shard = shard
+            record.live.shard = self._world.host_array(shard) if shard.device.type == "cpu" else shard
+            record.empty()
+            self._of[id(record.param)] = record
+            self._guard(record)
+        self._hook_all()
+
+    def keep_frozen(self, model: nn.Module) -> None:
+        """Partition what is not trained."""
+        target = self._config.target_dtype
+        named = [(name, p) for name, p in model.named_parameters() if self.takes(p)]
+        found = self.cut([(spec_of(name, p, 0, target, partitioned=True), p) for name, p in named])
+        self.keep_shards(found.values())
+
+    def train(self, param: torch.Tensor, index: int) -> None:
+        """The parameter is the pipeline's of that number."""
+        record = self._of[id(param)]
+        record.index = index
+        record.live.updated = partial(self._pipeline.update_of, index)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of parameters that this rank has sent to others."""
+        return self._world.sent_bytes
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes that partitioned parameters take on the device now."""
+        shards = 0 if self._config.offload_param == "cpu" else sum(r.shard.nbytes for r in self._of.values())
+        return self.live.n_bytes + shards
+
+    def before_change(self) -> int:
+        """Release everything, for parameters are about to change; a number that is the same on all ranks that
+        gathered alike.
+
+        Raises :class:`StateError` inside ``gathered_parameters``.
+        """
+        if self._open:
+            raise StateError("an update inside gathered_parameters(); expected it after: parameters are about to change")
+        self._forget_calls()
+        return self.live.release_all()
+
+    def recover(self) -> None:
+        """After an error nothing is whole any more."""
+        self._forget_calls()
+        self.live.release_idle()
+
+    def close(self) -> None:
+        """Make all parameters whole for good, and remove the hooks. Collective."""
+        self.before_change()
+        for record in self._of.values():
+            self._hold([record])
+            _MODELS.pop(id(record.param), None)
+        self._of.clear()
+        _remove(self._handles)
+
+    # --- hooks ---------------------------------------------------------------------------------------
+
+    def _hook_all(self) -> None:
+        model = self._model()
+        if model is None:
+            return
+        for module in model.modules():
+            if any(id(param) in self._of for param in module.parameters()) or _externals_of(module):
+                self.hook(module)
+
+    def hook(self, module: nn.Module) -> None:
+        """Have the module's forward keep whole what it uses."""
+        if module in self._hooked:
+            return
+        self._hooked.add(module)
+        this = weakref.ref(self)
+
+        @torch._disable_dynamo
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            model = this()
+            return None if model is None else model._before_forward(module, args, kwargs)
+
+        @torch._disable_dynamo
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            model = this()
+            if model is not None:
+                model._after_forward(module, output)
+
+        self._handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+        self._handles.append(module.register_forward_hook(after, always_call=True))
+
+    def _hold(self, records: Sequence[PartitionedParameter]) -> None:
+        try:
+            self.live.acquire([record.live for record in records])
+        except BaseException:
+            self._pipeline.finish()  # what went wrong in an update is raised as such
+            raise
+        for record in records:
+            forget(record.param)
+
+    def _let_go(self, records: Sequence[PartitionedParameter]) -> None:
+        self.live.release([record.live for record in records])
+        for record in records:
+            self._guard(record)
+
+    def _guard(self, record: PartitionedParameter) -> None:
+        if not record.live.holds:
+            make_pending(record.param, partial(_touched, weakref.ref(self), id(record.param), record.spec.name))
+
+    def _records_of(self, module: nn.Module) -> list[PartitionedParameter]:
+        params = [*module._parameters.values(), *_externals_of(module)]
+        found = {id(param): self._of[id(param)] for param in params if id(param) in self._of}
+        return list(found.values())
+
+    # --- forward -------------------------------------------------------------------------------------
+
+    def _before_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if not self._calls and _backward() is None:
+            self._forget_calls()
+            self.live.begin_round((id(module), torch.is_grad_enabled()))
+        call = _Call(module, self._records_of(module))
+        self._hold(call.params)
+        self._calls.append(call)
+        if not (call.params and torch.is_grad_enabled()):
+            return None
+
+        def marked(value: Any) -> Any:
+            """An input whose gradient, as far as this run gives it, will be noticed."""
+            if not isinstance(value, torch.Tensor) or isinstance(value, nn.Parameter) or not value.requires_grad:
+                return value
+            alias = value.view_as(value)
+            if alias.grad_fn is None:
+                return value
+            alias.grad_fn.register_prehook(partial(self._input_reached, call))
+            call.inputs += 1
+            return alias
+
+        return tuple(map(marked, args)), {name: marked(value) for name, value in kwargs.items()}
+
+    def _after_forward(self, module: nn.Module, output: Any) -> None:
+        if not self._calls or self._calls[-1].module is not module:
+            return  # its own hook did not get so far
+        call = self._calls.pop()
+        outer = self._calls[-1] if self._calls else None
+        try:
+            leaves = list(_leaves(output))
+            tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+            self._keep_escaped(call, tensors, outer)
+            if call.params and torch.is_grad_enabled():
+                aside = [value for value in vars(module).values() if isinstance(value, torch.Tensor)]
+                self._expect_backward(call, [*tensors, *aside], opaque=len(leaves) > len(tensors))
+        finally:
+            self._let_go(call.params)
+            if outer is None and _backward() is None and (output is None or not torch.is_grad_enabled()):
+                self.live.release_idle()
+
+    def _keep_escaped(self, call: _Call, tensors: Sequence[torch.Tensor], outer: _Call | None) -> None:
+        """Parameters that a module returns are used by the one that called it."""
+        storages = {record.whole.untyped_storage()._cdata: record for record in call.params}
+        found = {storages.get(_storage_of(tensor)) for tensor in tensors} if storages else set()
+        escaped = [record for record in call.params if record in found]
+        for record in escaped:
+            if outer is None:
+                self._keep_for_the_round([record])
+            elif record not in outer.params:
+                self._join(outer, record)
+
+    def _join(self, call: _Call, record: PartitionedParameter) -> None:
+        """A parameter is used by a module that it was not known to be used by."""
+        self._hold([record])
+        call.params.append(record)
+        if call.module is not None:
+            register_external_parameter(call.module, record.param)
+
+    def _keep_for_the_round(self, records: list[PartitionedParameter]) -> None:
+        self._hold(records)
+        self._kept.append(_Call(None, records))
+
+    def _expect_backward(self, call: _Call, tensors: Sequence[torch.Tensor], *, opaque: bool) -> None:
+        ways = [t for tensor in tensors if tensor.requires_grad for t in (tensor, tensor._base) if t is not None]
+        nodes = [t.grad_fn for t in ways if t.grad_fn is not None]
+        for node in nodes:
+            node.register_prehook(partial(self._before_backward, call))
+        if opaque and not nodes:
+            self._keep_for_the_round(list(call.params))
+
+    def touch(self, param: int) -> None:
+        """Somebody reads a released parameter."""
+        record, task = self._of[param], _backward()
+        if self._calls:
+            self._join(self._calls[-1], record)
+        elif task is not None:
+            self._hold([record])
+            self._calls_of(task).append(_Call(None, [record], task=task))
+        else:
+            raise StateError(
+                f"parameter {record.spec.name!r} of {record.module} was read outside the forward of a module; in stage "
+                "3 it is there for those only; expected `with gathered_parameters(...)` around what reads it "
+                "(state_dict() too)"
+            )
+
+    # --- backward ------------------------------------------------------------------------------------
+
+    def _calls_of(self, task: int) -> list[_Call]:
+        """What keeps parameters in a backward, till its end."""
+        if task not in self._backwards:
+            self._backwards[task] = []
+            torch.autograd.Variable._execution_engine.queue_callback(partial(self._backward_ended, task))
+        return self._backwards[task]
+
+    def _before_backward(self, call: _Call, gradients: Any) -> None:
+        task = _backward()
+        if task is None or call.task == task:
+            return
+        calls = self._calls_of(task)
+        self._hold(call.params)
+        call.task, call.awaited, call.differentiable = task, call.inputs, torch.is_grad_enabled()
+        call.without_gradient = {record for record in call.params if record.param.requires_grad}
+        calls.append(call)
+
+    def _input_reached(self, call: _Call, gradients: Any) -> None:
+        task = _backward()
+        if task is None or call.task != task:
+            return
+        call.awaited -= 1
+        if not call.awaited:
+            self._backwards[task].remove(call)
+            self._end(call)
+
+    def gradient_arrived(self, param: torch.Tensor) -> None:
+        """The parameter's gradient of this backward is complete."""
+        record, task = self._of.get(id(param)), _backward()
+        if record is None or task is None:
+            return
+        for call in list(self._backwards.get(task, ())):
+            if not call.inputs and record in call.without_gradient:
+                call.without_gradient.discard(record)
+                if not call.without_gradient:
+                    self._backwards[task].remove(call)
+                    self._end(call)
+
+    def _end(self, call: _Call) -> None:
+        call.task = None
+        if call.differentiable:
+            self._kept.append(_Call(None, call.params))
+        else:
+            self._let_go(call.params)
+
+    def _backward_ended(self, task: int) -> None:
+        for call in self._backwards.pop(task, ()):
+            self._end(call)
+        if not self._backwards and not self._calls:
+            self.live.release_idle()
+
+    def _forget_calls(self) -> None:
+        """Release what an error, or a forward without backward, has left."""
+        calls = [*self._calls, *(call for calls in self._backwards.values() for call in calls), *self._kept]
+        self._calls, self._backwards, self._kept = [], {}, []
+        for call in calls:
+            call.task = None
+            self._let_go(call.params)
+
+    # --- gathered by hand ----------------------------------------------------------------------------
+
+    @contextmanager
+    def gathered(self, params: Sequence[torch.Tensor], modifier_rank: int | None) -> Iterator[None]:
+        """As :func:`gathered_parameters`, of parameters of this model."""
+        records = list({id(p): self._of[id(p)] for p in params if id(p) in self._of}.values())
+        self._hold(records)
+        self._open += 1
+        versions = [record.param._version for record in records]
+        try:
+            yield
+            changed = [r for r, version in zip(records, versions, strict=True) if r.param._version != version]
+            if modifier_rank is not None:
+                self._spread(params, modifier_rank)
+            elif changed:
+                raise StateError(
+                    f"parameter {changed[0].spec.name!r} was changed inside gathered_parameters(), which says that no "
+                    "rank changes it; the change is lost; expected gathered_parameters(..., modifier_rank=0)"
+                )
+        finally:
+            self._open -= 1
+            for record in records:
+                record.lasts = True  # state_dict() and others may refer to it
+            self._let_go(records)
+
+    def _spread(self, params: Sequence[torch.Tensor], source: int) -> None:
+        """Give all ranks one rank's values of these parameters."""
+        for param in params:
+            record = self._of.get(id(param))
+            name = self._owners[id(param)][0]
+            with torch.no_grad():
+                if record is None:
+                    self._world.start_alike([spec_of(name, param, 0)], [flat(param)], source)
+                    continue
+                target = shaped_like(record.whole[: record.spec.numel], param)
+                if param.data_ptr() != target.data_ptr():  # p.data = ...
+                    target.copy_(param)
+                    param.data = target
+                self._world.start_alike([record.spec], [record.whole[: record.spec.numel]], source)
+                record.cut(record.shard)
+                increment_version(param)
+                if record.index is not None:
+                    self._pipeline.adopt(record.index, record.shard)
+
+
+def gathered_parameters(
+    params: torch.Tensor | Iterable[torch.Tensor], modifier_rank: int | None = None
+) -> Any:
+    """A context in which partitioned parameters (stage 3) are whole: ``with gathered_parameters(layer.weight): ...``
+
+    All ranks must enter it together, with the same parameters in the same order. What was taken from a parameter inside
+    (``state_dict()``, views) stays valid after it.
+
+    Args:
+        params: a parameter or several; those that are not partitioned are whole anyway.
+        modifier_rank: the rank that changes the parameters: at the end all ranks, and their master weights, take its
+            values. None: nobody changes them.
+
+    Raises:
+        StateError: a parameter was changed and no ``modifier_rank`` is given; the change is lost.
+    """
+    return _gathered([params] if isinstance(params, torch.Tensor) else list(params), modifier_rank)
+
+
+@contextmanager
+def _gathered(params: Sequence[torch.Tensor], modifier_rank: int | None) -> Iterator[None]:
+    for param in params:
+        if not isinstance(param, torch.Tensor):
+            raise ParameterError(f"gathered_parameters: got a {type(param).__name__}, expected parameters")
+    model = next((m for m in (_MODELS.get(id(param)) for param in params) if m is not None), None)
+    if model is None:
+        yield
+        return
+    mine = [param for param in params if _MODELS.get(id(param)) is model]
+    others = [param for param in params if _MODELS.get(id(param)) is not model]
+    with _gathered(others, modifier_rank), model.gathered(mine, modifier_rank):
+        yield
+
+
+def register_external_parameter(module: nn.Module, param: torch.Tensor) -> None:
+    """Say that a module's forward uses a parameter of another module, before ``wrap`` or after.
+
+    In stage 3 it is then whole while the module runs. Most such uses are noticed by themselves, at the cost of gathering
+    the parameter once more at the first.
+
+    Raises:
+        ParameterError: ``module`` is no module or ``param`` no parameter.
+    """
+    if not isinstance(module, nn.Module) or not isinstance(param, nn.Parameter):
+        raise ParameterError(
+            f"register_external_parameter: got {type(module).__name__} and {type(param).__name__}, expected a module "
+            "and a parameter"
+        )
+    if all(param is not known for known in _externals_of(module)):
+        module.__dict__.setdefault(_EXTERNAL, []).append(param)
+    model = _MODELS.get(id(param))
+    if model is not None and param in model:
+        model.hook(module)
+
+
+def _externals_of(module: nn.Module) -> list[torch.Tensor]:
+    return module.__dict__.get(_EXTERNAL, [])
+
+
+def _leaves(output: Any) -> Iterator[Any]:
+    """The tensors of a module's output, and what may hold others."""
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif not isinstance(leaf, _PLAIN):
+            yield leaf
+            yield from (value for value in tree_leaves(getattr(leaf, "__dict__", {})) if isinstance(value, torch.Tensor))
+
+
+def _storage_of(tensor: torch.Tensor) -> int | None:
+    try:
+        return tensor.untyped_storage()._cdata
+    except NotImplementedError:  # sparse, and wrappers
+        return None
+
+
+def _backward() -> int | None:
+    """Which backward this is in, if any; a nested one is another."""
+    task = torch._C._current_graph_task_id()
+    return None if task == -1 else task
+
+
+def _touched(model: "weakref.ref[PartitionedModel]", param: int, name: str) -> None:
+    this = model()
+    if this is None:
+        raise StateError(
+            f"parameter {name!r} was left in shards: its engine is gone; expected engine.close() before, which makes "
+            "parameters whole"
+        )
+    this.touch(param)
+
+
+def _remove(handles: list[Any]) -> None:
+    for handle in handles:
+        handle.remove()
+    handles.clear()
+
+
+def _abandon(handles: list[Any], records: dict[int, PartitionedParameter], live: LiveParams) -> None:
+    """The engine is gone. What needs no other rank becomes whole."""
+    _remove(handles)
+    if live.device.world_size == 1:
+        for record in records.values():
+            live.acquire([record.live])
+            forget(record.param)

@@ -1,0 +1,214 @@
+"""Which partitioned parameters are whole: gathered before they are used, released after, and what is kept or gathered
+ahead in between.
+
+Shards are gathered in one thread, over the ranks' own way (:class:`GatheringDevice`), in the order in which it was asked
+for. Every decision follows from the order of uses and from sizes, so that ranks which run the same modules gather in the
+same order; ``digest`` tells where they did not.
+"""
+
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Future
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from .config import OffloadConfig
+from .device import AfterAll, Done, Event, GatheringDevice
+from .layout import fingerprint
+from .partition import Bucket, ParamSpec
+from .tasks import Background, Inline
+from .trace import COMPUTE
+from .use_order import UseOrder
+
+
+class WholeMemory(Protocol):
+    """Device memory for one whole parameter, there only while it is needed."""
+
+    def allocate(self) -> Any:
+        """A tensor for the parameter and its last bucket's padding."""
+        ...
+
+    def free(self) -> None: ...
+
+
+@dataclass(eq=False)
+class PartitionedParam:
+    """A parameter of which each rank holds its shards.
+
+    Whole it is between ``gathering`` and its release; it is not released while it has ``holds``.
+    """
+
+    number: int
+    spec: ParamSpec
+    buckets: Sequence[Bucket]
+    shard: Any
+    """This rank's shards end to end: a tensor, or a ``HostArray``."""
+    memory: WholeMemory
+    updated: Callable[[], Event] = Done
+    """The end of its last update, as far as it has been asked for."""
+    holds: int = 0
+    gathering: "Future[Event] | None" = field(default=None, repr=False)
+    """The start of what makes it whole."""
+
+    @property
+    def numel(self) -> int:
+        return self.spec.numel
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the whole parameter, padding included."""
+        return sum(bucket.padded_numel for bucket in self.buckets) * self.spec.dtype.itemsize
+
+
+class LiveParams:
+    """The partitioned parameters of one process, and which of them are whole."""
+
+    def __init__(self, config: OffloadConfig, device: GatheringDevice) -> None:
+        self._config = config
+        self.device = device
+        at_once = config.schedule == "serial" or (device.addressable and device.world_size == 1)
+        self._tasks = Inline() if at_once else Background()
+        self._lock = threading.RLock()
+        self._order = UseOrder()
+        self._params: list[PartitionedParam] = []
+        self._whole: dict[PartitionedParam, None] = {}
+        self._ahead: dict[PartitionedParam, None] = {}
+        """Whole parameters that nobody has used yet."""
+        self.numel = 0
+        """Elements of whole parameters."""
+        self.peak_numel = 0
+        self.n_bytes = 0
+        """Bytes that whole parameters take, their padding included."""
+        self.digest = 0
+        """Of what has been gathered since :meth:`release_all`: the same on every rank."""
+
+    def add(self, spec: ParamSpec, buckets: Sequence[Bucket], shard: Any, memory: WholeMemory) -> PartitionedParam:
+        """Take on a parameter, which is not whole."""
+        param = PartitionedParam(len(self._params), spec, buckets, shard, memory)
+        self._params.append(param)
+        self._order.sizes.append(spec.numel)
+        return param
+
+    def begin_round(self, kind: Hashable) -> None:
+        """A forward begins, in which parameters are likely to be used as in the last round of its kind."""
+        with self._lock:
+            self.release_idle()
+            self._order.begin(kind)
+
+    def acquire(self, params: Sequence[PartitionedParam]) -> None:
+        """Make parameters whole and keep them so until :meth:`release`.
+
+        Raises what went wrong in their gathering, or in their updates; nothing is held then.
+        """
+        with self._lock:
+            for param in params:
+                param.holds += 1
+                self._ahead.pop(param, None)
+                self._order.use(param.number)
+            try:
+                for param in params:
+                    if param.gathering is None:
+                        self._make_room(param.numel)
+                        self._gather(param)
+                self._prefetch()
+                for param in params:
+                    self._await(param)
+            except BaseException:
+                for param in params:
+                    param.holds -= 1
+                self.release_idle()
+                self._tasks.recover()
+                raise
+
+    def release(self, params: Sequence[PartitionedParam]) -> None:
+        """Give up the holds of one :meth:`acquire`; what is used again soon stays whole."""
+        with self._lock:
+            for param in params:
+                param.holds -= 1
+                if not param.holds and not self._stays(param):
+                    self._release(param)
+
+    def release_idle(self) -> None:
+        """Release what nobody holds."""
+        with self._lock:
+            for param in [param for param in self._whole if not param.holds]:
+                self._release(param)
+
+    def release_all(self) -> int:
+        """Release everything, held or not, before parameters change; the ``digest`` that ends here."""
+        with self._lock:
+            for param in list(self._whole):
+                param.holds = 0
+            self.release_idle()
+            digest, self.digest = self.digest, 0
+            return digest
+
+    # --- decisions -----------------------------------------------------------------------------------
+
+    def _stays(self, param: PartitionedParam) -> bool:
+        distance = self._order.distance(param.number)
+        within = distance is not None and distance <= self._config.max_reuse_distance
+        return within and self.numel <= self._config.max_live_parameters
+
+    def _make_room(self, numel: int, needed_in: int = -1) -> bool:
+        """Release idle parameters, those used last first, until ``numel`` elements fit; whether they do.
+
+        Args:
+            needed_in: only parameters that are used after so many elements make room.
+        """
+        while self.numel + numel > self._config.max_live_parameters:
+            idle = [(self._distance(param), param) for param in self._whole if not param.holds]
+            distance, last = max(idle, key=lambda entry: entry[0], default=(-1, None))
+            if last is None or distance <= needed_in:
+                return False
+            self._release(last)
+        return True
+
+    def _distance(self, param: PartitionedParam) -> float:
+        distance = self._order.distance(param.number)
+        return float("inf") if distance is None else distance
+
+    def _prefetch(self) -> None:
+        """Gather what is used next, as far as it may be ahead; release what was to be and was not."""
+        upcoming = [self._params[number] for number in self._order.upcoming(self._config.prefetch_bucket_size)]
+        for param in [param for param in self._ahead if param not in upcoming and not self._stays(param)]:
+            self._release(param)
+        for param in upcoming:
+            if param.gathering is None:
+                if not self._make_room(param.numel, needed_in=self._distance(param)):
+                    return
+                self._gather(param)
+                self._ahead[param] = None
+
+    # --- what is done --------------------------------------------------------------------------------
+
+    def _gather(self, param: PartitionedParam) -> None:
+        self.digest = fingerprint(f"{self.digest} {param.number}")
+        self._whole[param] = None
+        self.numel += param.numel
+        self.peak_numel = max(self.peak_numel, self.numel)
+        self.n_bytes += param.n_bytes
+        whole = param.memory.allocate()
+        after = AfterAll([param.updated(), self.device.mark()])
+        what = f"parameter {param.spec.name!r}: gathering of its shards"
+
+        def start() -> Event:
+            return AfterAll([self.device.gather(b, param.shard, whole, after, what) for b in param.buckets])
+
+        param.gathering = self._tasks.submit(start)
+
+    def _await(self, param: PartitionedParam) -> None:
+        assert param.gathering is not None
+        with nullcontext() if param.gathering.done() else self.device.trace.span(COMPUTE, "wait"):
+            param.gathering.result().order()
+
+    def _release(self, param: PartitionedParam) -> None:
+        gathering, param.gathering = param.gathering, None
+        if gathering is not None and gathering.exception() is None:
+            gathering.result().order()  # nothing writes to memory that others may have by then
+        param.memory.free()
+        del self._whole[param]
+        self._ahead.pop(param, None)
+        self.numel -= param.numel
+        self.n_bytes -= param.n_bytes

@@ -1,0 +1,71 @@
+"""The order in which partitioned parameters are used, learnt from the last round, and how far ahead a use is.
+
+A round is a forward and the backward that follows it. Nothing here looks at a clock or at what has ended: ranks that
+use the same parameters in the same order predict the same.
+"""
+
+from bisect import bisect_left
+from collections.abc import Hashable, Iterator, Sequence
+from itertools import accumulate
+
+
+class _Recording:
+    """The uses of one round."""
+
+    def __init__(self, uses: Sequence[int], sizes: Sequence[int]) -> None:
+        self.uses = uses
+        self.before = [0, *accumulate(sizes[param] for param in uses)]
+        """Elements used before each use."""
+        self.where: dict[int, list[int]] = {}
+        for i, param in enumerate(uses):
+            self.where.setdefault(param, []).append(i)
+
+    def next(self, param: int, position: int) -> int | None:
+        """The first use of a parameter at or after a position."""
+        found = self.where.get(param, [])
+        i = bisect_left(found, position)
+        return found[i] if i < len(found) else None
+
+
+class UseOrder:
+    """Follows the present round in the recording of the last one of its kind.
+
+    A round that goes another way is followed as far as it can be: uses that were not recorded are passed over, recorded
+    ones that do not come are jumped over. The next round has it right.
+    """
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        """Elements of each parameter."""
+        self._recordings: dict[Hashable, _Recording] = {}
+        self._kind: Hashable = None
+        self._uses: list[int] = []
+        self._followed = _Recording([], [])
+        self._position = 0
+
+    def begin(self, kind: Hashable) -> None:
+        """A new round; ``kind`` is what rounds of one order have in common."""
+        if self._uses:
+            self._recordings[self._kind] = _Recording(self._uses, self.sizes)
+        self._kind, self._uses, self._position = kind, [], 0
+        self._followed = self._recordings.get(kind) or _Recording([], [])
+
+    def use(self, param: int) -> None:
+        """A parameter is used."""
+        self._uses.append(param)
+        at = self._followed.next(param, self._position)
+        if at is not None:
+            self._position = at + 1
+
+    def distance(self, param: int) -> int | None:
+        """Elements of the uses before the parameter's next one; None where it is not expected in this round."""
+        at = self._followed.next(param, self._position)
+        return None if at is None else self._followed.before[at] - self._followed.before[self._position]
+
+    def upcoming(self, numel: int) -> Iterator[int]:
+        """The next uses, of so many elements in all."""
+        end = self._followed.before[self._position] + numel
+        for i in range(self._position, len(self._followed.uses)):
+            if self._followed.before[i + 1] > end:
+                return
+            yield self._followed.uses[i]
