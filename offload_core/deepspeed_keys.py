@@ -187,7 +187,7 @@ _ZERO: dict[str, Key] = {
         "`stage3_param_persistence_threshold` alone says what is kept", old=("model_persistence_threshold",)
     ),
     "stage3_gather_16bit_weights_on_model_save": _ignored(
-        "`state_dict()` of a partitioned model wants `gathered_parameters`",
+        "whole weights of a partitioned model are read inside `gathered_parameters`",
         old=("stage3_gather_fp16_weights_on_model_save", "gather_16bit_weights_on_model_save"),
     ),
     "stage3_module_granularity_threshold": _ignored(_GATHER, 0, old=("module_granularity_threshold",)),

@@ -609,6 +609,17 @@ def test_a_file_trains_as_its_fields_do(tmp_path):
     assert_same(ours, theirs, mine.optimizer, yours.optimizer)
 
 
+@pytest.mark.filterwarnings("ignore::offload_core.ConfigWarning")
+def test_the_tutorial_of_stage_3_trains_as_stage_2_does(tmp_path):
+    ours, theirs = make(), make()
+    mine, yours = wrap(ours, written(tmp_path, STAGE_3_TUTORIAL)), wrap(theirs)
+    assert mine.config.offload_param == "cpu"
+    for engine in (mine, yours):
+        run(engine, range(3))
+        engine.close()
+    assert_same(ours, theirs)
+
+
 @pytest.mark.parametrize("schedule", ["overlap", "serial"])
 def test_a_schedule_in_torch_is_what_setting_the_rate_before_each_update_is(schedule):
     ours, theirs = make(), make()
