@@ -520,6 +520,8 @@ def test_one_cycle_goes_up_and_down_and_decays():
     assert {cycle.betas(n)[1] for n in range(9)} == {0.99}
     stairs = OneCycle(1.0, 5.0, cycle_first_step_size=4, cycle_first_stair_count=2, cycle_second_stair_count=1)
     assert [stairs(n) for n in range(10)] == [1, 1, 3, 3, 5, 1, 1, 1, 1, 1]
+    saw = OneCycle(1.0, 5.0, cycle_first_step_size=4, cycle_second_step_size=0)
+    assert [saw(n) for n in range(6)] == [1, 2, 3, 4, 1, 1]
     assert OneCycle(1.0, 2.0, cycle_momentum=False).betas is None
 
 
@@ -740,11 +742,12 @@ def test_what_asks_for_nothing_is_not_listed():
 
 
 def table():
-    """docs/deepspeed.md's table."""
+    """The table of docs/deepspeed.md; a section that is refused may be there with ``enabled`` false."""
     rows = []
     for path, key in walk():
         names = f"`{path}`" + "".join(f", `{name}`" for name in key.old)
-        verdict = "" if key.convert else "an error unless it is off: " if key.refused else "ignored: "
+        off = " or ".join(f"`{json.dumps(value)}`" for value in key.agrees)
+        verdict = "" if key.convert else f"an error unless {off}: " if key.refused else "ignored: "
         rows.append(f"| {names} | {verdict}{key.meaning} | {key.auto} |")
     return rows
 
