@@ -5,6 +5,7 @@ from .config import OffloadConfig
 from .errors import (
     CollectiveError,
     ConfigError,
+    ConfigWarning,
     GradientError,
     HostMemoryError,
     KernelError,
@@ -16,6 +17,7 @@ from .errors import (
 __all__ = [
     "CollectiveError",
     "ConfigError",
+    "ConfigWarning",
     "GradientError",
     "HostMemoryError",
     "KernelError",

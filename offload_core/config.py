@@ -1,13 +1,11 @@
 """``OffloadConfig``: every setting, checked when it is made."""
 
-import difflib
-import math
-import operator
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from . import checks, deepspeed_json
 from .cpus import default_threads
 from .dtypes import BY_NAME, ElementType
 from .errors import ConfigError
@@ -38,12 +36,12 @@ _BUILT: dict[str, tuple] = {
 class OffloadConfig:
     """Settings of an offloaded optimizer. Raises :class:`ConfigError` where a value is out of range.
 
-    The Adam fields mean what they mean in ``torch.optim.AdamW`` and ``optax.adamw``; ``lr`` may be a
-    schedule (a function of the number of updates made so far) in JAX.
+    The Adam fields mean what they mean in ``torch.optim.AdamW`` and ``optax.adamw``; ``lr`` and ``betas`` may be
+    schedules: functions of the number of updates made so far (an optax schedule, those of ``lr_schedules``).
     """
 
     lr: float | Callable[[Any], Any] = 1e-3
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[float, float] | Callable[[Any], tuple[float, float]] = (0.9, 0.999)
     eps: float = 1e-8
     eps_root: float = 0.0
     """Added under the square root; ``op_order="optax"`` only."""
@@ -69,6 +67,13 @@ class OffloadConfig:
     initial_loss_scale: float = 65536.0
     loss_scale_window: int = 2000
     """Updates without overflow after which a dynamic loss scale doubles."""
+    min_loss_scale: float = 1.0
+    """A dynamic loss scale is not halved below this; what overflows there is skipped."""
+    loss_scale_hysteresis: int = 1
+    """The overflow, of those since the scale last doubled, from which on each halves it; those before it skip their
+    update only."""
+    loss_scale_consecutive_hysteresis: bool = False
+    """Count overflows for ``loss_scale_hysteresis`` since the last update without one."""
     reduce_bucket_size: int = 32 * 2**20
     """Elements of a communication bucket; bounds staging memory."""
     communication_dtype: str | None = None
@@ -112,85 +117,89 @@ class OffloadConfig:
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
-            if value not in choices and not (name == "op_order" and value is None):
-                raise ConfigError(f"{name}: got {value!r}, expected one of {', '.join(map(repr, choices))}")
+            if not (name == "op_order" and value is None):
+                checks.choice(name, value, choices)
         for name, (later, instead) in _NOT_YET.items():
             value = getattr(self, name)
             if value in later:
                 raise ConfigError(f"{name}={value!r} is not built yet in this version; it has {instead}")
-            if value not in _BUILT[name]:
-                choices = (*_BUILT[name], *later)
-                raise ConfigError(f"{name}: got {value!r}, expected one of {', '.join(map(repr, choices))}")
+            checks.choice(name, value, (*_BUILT[name], *later))
         if not callable(self.lr):
-            _number("lr", self.lr, least=0.0)
-        check_betas(self.betas)
+            checks.number("lr", self.lr, least=0.0)
+        if not callable(self.betas):
+            check_betas(self.betas)
         for name in ("eps", "eps_root", "weight_decay"):
-            _number(name, getattr(self, name), least=0.0)
+            checks.number(name, getattr(self, name), least=0.0)
         if self.eps_root and self.op_order == "torch":
             raise ConfigError(f"eps_root={self.eps_root!r} has no place in op_order='torch'; expected 0")
         if self.gradient_clipping is not None:
-            _number("gradient_clipping", self.gradient_clipping, above=0.0)
-        for name in ("gradient_accumulation_steps", "reduce_bucket_size", "loss_scale_window"):
-            _integer(name, getattr(self, name))
+            checks.number("gradient_clipping", self.gradient_clipping, above=0.0)
+        for name in (
+            "gradient_accumulation_steps",
+            "reduce_bucket_size",
+            "loss_scale_window",
+            "loss_scale_hysteresis",
+        ):
+            checks.integer(name, getattr(self, name))
         for name in (
             "param_persistence_threshold",
             "max_live_parameters",
             "prefetch_bucket_size",
             "max_reuse_distance",
         ):
-            _integer(name, getattr(self, name), least=0)
+            checks.integer(name, getattr(self, name), least=0)
         if self.offload_param is not None and self.stage != 3:
             raise ConfigError(
                 f"offload_param={self.offload_param!r} with stage={self.stage}: only stage 3 takes parameters apart; "
                 "expected stage=3"
             )
         if self.num_threads is not None:
-            _integer("num_threads", self.num_threads)
+            checks.integer("num_threads", self.num_threads)
         if self.loss_scale not in (None, "dynamic"):
             if isinstance(self.loss_scale, str):
                 raise ConfigError(f"loss_scale: got {self.loss_scale!r}, expected 'dynamic', a number or None")
-            _number("loss_scale", self.loss_scale, above=0.0)
-        _number("initial_loss_scale", self.initial_loss_scale, above=0.0)
-        _integer("delay_warmup_steps", self.delay_warmup_steps, least=0)
-        for name in ("pin_memory", "skip_nonfinite", "update_in_backward"):
-            value = getattr(self, name)
-            if not isinstance(value, bool) and not (name == "skip_nonfinite" and value is None):
-                raise ConfigError(f"{name}: got {value!r}, expected True or False")
+            checks.number("loss_scale", self.loss_scale, above=0.0)
+        for name in ("initial_loss_scale", "min_loss_scale"):
+            checks.number(name, getattr(self, name), above=0.0)
+        checks.integer("delay_warmup_steps", self.delay_warmup_steps, least=0)
+        for name in ("pin_memory", "skip_nonfinite", "update_in_backward", "loss_scale_consecutive_hysteresis"):
+            if not (name == "skip_nonfinite" and self.skip_nonfinite is None):
+                checks.boolean(name, getattr(self, name))
 
     @classmethod
-    def resolve(cls, config: "OffloadConfig | Mapping[str, Any] | None" = None, **overrides: Any) -> "OffloadConfig":
+    def resolve(cls, config: "ConfigLike" = None, *, world_size: int = 1, **overrides: Any) -> "OffloadConfig":
         """The configuration that ``wrap(…, config, **overrides)`` means.
 
         Args:
-            config: an ``OffloadConfig``, a mapping of its fields, or None for the defaults.
+            config: an ``OffloadConfig``, a mapping of its fields, a DeepSpeed configuration (a mapping, or the path of
+                a file), or None for the defaults.
+            world_size: the ranks that share a batch; a DeepSpeed configuration's batch sizes depend on it.
             overrides: fields that replace those of ``config``.
 
         Raises:
-            ConfigError: a field is unknown (the nearest known name is given) or its value is out of range.
+            ConfigError: a name is unknown (the nearest known one is given), a value is out of range or contradicts
+                another, or a DeepSpeed file cannot be read.
         """
+        if isinstance(config, cls):
+            _check_names(overrides)
+            return replace(config, **_converted(overrides))
         if isinstance(config, str | os.PathLike):
+            given = deepspeed_json.load(config)
+            source = os.fspath(config)
+        elif isinstance(config, Mapping) or config is None:
+            given, source = dict(config or {}), None
+        else:
             raise ConfigError(
-                f"config: got the path {os.fspath(config)!r}; DeepSpeed JSON files are not read yet in this version: "
-                "pass the fields of OffloadConfig as keyword arguments"
+                f"config: got {type(config).__name__}, expected an OffloadConfig, a dict of its fields, a DeepSpeed "
+                "configuration (a dict or the path of its file) or None"
             )
-        if config is None:
-            config = {}
-        if not isinstance(config, cls | Mapping):
-            raise ConfigError(
-                f"config: got {type(config).__name__}, expected an OffloadConfig, a dict of its fields or None"
-            )
-        given: dict[str, Any] = {} if isinstance(config, OffloadConfig) else dict(config)
-        known = [f.name for f in fields(cls)]
-        for name in [*given, *overrides]:
-            if name not in known:
-                near = difflib.get_close_matches(str(name), known, n=1)
-                hint = f"did you mean {near[0]!r}?" if near else f"known fields: {', '.join(known)}"
-                raise ConfigError(f"unknown configuration field {name!r}; {hint}")
-        merged = {**given, **overrides}
-        for name in ("betas",):
-            if isinstance(merged.get(name), list):
-                merged[name] = tuple(merged[name])
-        return replace(config, **merged) if isinstance(config, cls) else cls(**merged)
+        _check_names(overrides)
+        if source is not None or deepspeed_json.is_deepspeed(given, FIELDS):
+            given = deepspeed_json.fields_of(given, overrides, world_size=world_size, source=source)
+        else:
+            given = {**given, **overrides}
+        _check_names(given)
+        return cls(**_converted(given))
 
     @property
     def threads(self) -> int:
@@ -202,9 +211,38 @@ class OffloadConfig:
         """``param_dtype`` as an element type."""
         return None if self.param_dtype is None else BY_NAME[self.param_dtype]
 
+    def hyperparameters(self, updates: Any) -> tuple[float, tuple[float, float]]:
+        """``lr`` and ``betas`` of the update that follows ``updates`` others; not yet checked where they are functions.
+
+        ``updates`` is an integer of the type that the functions take.
+        """
+        lr = float(self.lr(updates) if callable(self.lr) else self.lr)
+        return lr, self.betas(updates) if callable(self.betas) else self.betas
+
     def as_dict(self) -> dict[str, Any]:
         """The fields by name."""
-        return asdict(self)
+        return {name: getattr(self, name) for name in FIELDS}
+
+
+ConfigLike = OffloadConfig | Mapping[str, Any] | str | os.PathLike[str] | None
+"""What ``wrap`` takes as ``config``: see :meth:`OffloadConfig.resolve`."""
+
+FIELDS = tuple(field.name for field in fields(OffloadConfig))
+
+
+def _check_names(given: Mapping[str, Any]) -> None:
+    for name in given:
+        if name not in FIELDS:
+            place = deepspeed_json.place_of(name)
+            hint = f"DeepSpeed has it as {place!r}: give such a configuration as config" if place else None
+            hint = hint or checks.nearest(name, FIELDS, also=deepspeed_json.KEYS)
+            raise ConfigError(f"unknown configuration field {name!r}; {hint}")
+
+
+def _converted(given: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON has lists where a field has a pair."""
+    betas = given.get("betas")
+    return {**given, "betas": tuple(betas)} if isinstance(betas, list) else dict(given)
 
 
 def check_betas(betas: object) -> None:
@@ -212,38 +250,15 @@ def check_betas(betas: object) -> None:
     if not isinstance(betas, tuple | list) or len(betas) != 2:
         raise ConfigError(f"betas: got {betas!r}, expected a pair of numbers in [0, 1)")
     for i, beta in enumerate(betas):
-        _number(f"betas[{i}]", beta, least=0.0, below=1.0)
+        checks.number(f"betas[{i}]", beta, least=0.0, below=1.0)
 
 
 def check_hyperparameters(where: str, lr: float, betas: object, eps: float, weight_decay: float) -> None:
     """Check one parameter group's hyper-parameters; ``where`` names the group in the error."""
     try:
-        _number("lr", lr, least=0.0)
+        checks.number("lr", lr, least=0.0)
         check_betas(betas)
-        _number("eps", eps, least=0.0)
-        _number("weight_decay", weight_decay, least=0.0)
+        checks.number("eps", eps, least=0.0)
+        checks.number("weight_decay", weight_decay, least=0.0)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
-
-
-def _number(
-    name: str, value: object, *, least: float = -math.inf, above: float = -math.inf, below: float = math.inf
-) -> None:
-    try:
-        if isinstance(value, str | bool):
-            raise TypeError
-        number = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        raise ConfigError(f"{name}: got {value!r}, expected a number") from None
-    if not (math.isfinite(number) and number >= least and number > above and number < below):
-        bounds = [
-            f">= {least:g}" * (least > -math.inf),
-            f"> {above:g}" * (above > -math.inf),
-            f"< {below:g}" * (below < math.inf),
-        ]
-        raise ConfigError(f"{name}: got {value!r}, expected a finite number {' and '.join(b for b in bounds if b)}")
-
-
-def _integer(name: str, value: object, *, least: int = 1) -> None:
-    if not hasattr(value, "__index__") or isinstance(value, bool) or operator.index(value) < least:
-        raise ConfigError(f"{name}: got {value!r}, expected an integer of at least {least}")

@@ -9,6 +9,10 @@ class ConfigError(OffloadError, ValueError):
     """A configuration field is unknown, out of range or contradicts another."""
 
 
+class ConfigWarning(UserWarning):
+    """Parts of a configuration have no effect here."""
+
+
 class ParameterError(OffloadError, ValueError):
     """A parameter cannot be offloaded, or is no longer what it was when it was wrapped."""
 

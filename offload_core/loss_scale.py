@@ -11,37 +11,58 @@ from .dtypes import FLOAT16, ElementType
 
 
 class LossScaler:
-    """A fixed (``window=None``) or dynamic loss scale. ``scale`` holds for all backwards until the next ``update``."""
+    """A fixed (``window=None``) or dynamic loss scale. ``scale`` holds for all backwards until the next ``update``.
+
+    Args:
+        scale: the first scale.
+        window: updates without overflow after which it doubles.
+        least: it is not halved below this.
+        hysteresis: the overflow from which on each one halves it, counted from where it doubled last.
+        consecutive: count them from the last update without overflow.
+    """
 
     GROWTH = 2.0
     BACKOFF = 0.5
-    LEAST = 1.0
     MOST = 2.0**24
 
-    def __init__(self, scale: float, window: int | None) -> None:
+    def __init__(
+        self, scale: float, window: int | None, *, least: float = 1.0, hysteresis: int = 1, consecutive: bool = False
+    ) -> None:
         self.scale = float(scale)
         self.window = window
+        self.least = float(least)
+        self.hysteresis = hysteresis
+        self.consecutive = consecutive
         self.good_steps = 0
+        self.tolerated = hysteresis - 1
+        """Overflows that will still leave the scale as it is."""
 
     def update(self, *, overflow: bool) -> None:
         """Account for one update, skipped because of an overflow or not."""
         if self.window is None:
             return
         if overflow:
-            self.scale = min(self.scale, max(self.scale * self.BACKOFF, self.LEAST))
+            if self.tolerated:
+                self.tolerated -= 1
+            else:
+                self.scale = min(self.scale, max(self.scale * self.BACKOFF, self.least))
             self.good_steps = 0
             return
         self.good_steps += 1
         if self.good_steps == self.window:
             self.scale = max(self.scale, min(self.scale * self.GROWTH, self.MOST))
             self.good_steps = 0
+            self.tolerated = self.hysteresis - 1
+        if self.consecutive:
+            self.tolerated = self.hysteresis - 1
 
     def state_dict(self) -> dict[str, float | int]:
-        return {"scale": self.scale, "good_steps": self.good_steps}
+        return {"scale": self.scale, "good_steps": self.good_steps, "tolerated": self.tolerated}
 
     def load_state_dict(self, state: dict[str, float | int]) -> None:
         self.scale = float(state["scale"])
         self.good_steps = int(state["good_steps"])
+        self.tolerated = int(state["tolerated"])
 
 
 def scaler_for(config: OffloadConfig, dtypes: Iterable[ElementType]) -> LossScaler | None:
@@ -51,6 +72,12 @@ def scaler_for(config: OffloadConfig, dtypes: Iterable[ElementType]) -> LossScal
         scale = "dynamic"
     if scale is None or scale == 1:
         return None
-    if scale == "dynamic":
-        return LossScaler(config.initial_loss_scale, config.loss_scale_window)
-    return LossScaler(float(scale), None)
+    if scale != "dynamic":
+        return LossScaler(float(scale), None)
+    return LossScaler(
+        config.initial_loss_scale,
+        config.loss_scale_window,
+        least=config.min_loss_scale,
+        hysteresis=config.loss_scale_hysteresis,
+        consecutive=config.loss_scale_consecutive_hysteresis,
+    )

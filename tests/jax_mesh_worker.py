@@ -201,6 +201,15 @@ def explicit_axes_are_taken_like_auto_ones():
 
 
 @one_process
+@two_processes
+def a_batch_is_shared_by_the_ranks_of_the_mesh():
+    sizes = {"train_batch_size": 24, "train_micro_batch_size_per_gpu": 2}
+    assert wrap(tree_of(0), sizes, mesh=mesh_of(4)).config.gradient_accumulation_steps == 3
+    with pytest.raises(ConfigError, match=r"\(2\) \* gradient_accumulation_steps \(6\) \* ranks \(4\) = 48"):
+        wrap(tree_of(0), {**sizes, "gradient_accumulation_steps": 6}, mesh=mesh_of(4))
+
+
+@one_process
 def arrays_of_an_equivalent_mesh_or_device_are_taken_without_a_copy():
     """To Explicit axes P("dp") on a mesh of one device is another type than P(), and so are other meshes' names."""
     for axis_type in (AxisType.Explicit, AxisType.Auto):

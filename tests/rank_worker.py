@@ -19,7 +19,7 @@ from frontends.torch import wrap
 from frontends.torch.collectives import TorchRanks
 from frontends.torch.device import memory_of
 from frontends.torch.device_ranks import DeviceRanks, device_for
-from offload_core import CollectiveError, ParameterError, StateError
+from offload_core import CollectiveError, ConfigError, ParameterError, StateError
 
 
 def make(seed=0):
@@ -316,9 +316,12 @@ def differing_settings(rank, world_size):
         try:
             act()
             said[name] = None
-        except (ParameterError, StateError) as error:
+        except (ConfigError, ParameterError, StateError) as error:
             said[name] = f"{type(error).__name__}: {error}"
 
+    sizes = {"train_batch_size": 24, "train_micro_batch_size_per_gpu": 4}
+    assert wrap(make(), sizes).config.gradient_accumulation_steps == 3
+    attempt("batch", lambda: wrap(make(), {**sizes, "gradient_accumulation_steps": 6}))
     attempt("lr", lambda: wrap(make(), lr=1e-2 if rank == 0 else 1e-4))
     attempt("loss_scale", lambda: wrap(make(), loss_scale=128.0 if rank == 0 else 1))
     attempt("shape", lambda: wrap(nn.Linear(32, 64, bias=False) if rank == 0 else nn.Linear(64, 32, bias=False)))

@@ -10,6 +10,10 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = [
     {"errors", "dtypes", "cpus", "_offload"},
+    {"checks"},
+    {"lr_schedules"},
+    {"deepspeed_keys"},
+    {"deepspeed_json"},
     {"_kernels", "config", "partition", "step_state", "tasks", "trace", "use_order"},
     {"host_memory", "grad_norm", "loss_scale"},
     {"memory_plan", "collectives", "cpu_adam"},

@@ -317,9 +317,9 @@ def test_an_overflow_skips_the_update_whole(poison):
     after = offloaded.update(spoilt)
     assert (offloaded.report.updated, offloaded.report.skipped) == (False, "overflow")
     assert all(x is y for x, y in zip(jax.tree.leaves(after), jax.tree.leaves(held), strict=True))
-    assert before.pop("loss_scale") == {"scale": 1024.0, "good_steps": 1}
+    assert before.pop("loss_scale") == {"scale": 1024.0, "good_steps": 1, "tolerated": 0}
     states = offloaded.to_pytree()
-    assert states.pop("loss_scale") == {"scale": 512.0, "good_steps": 0}
+    assert states.pop("loss_scale") == {"scale": 512.0, "good_steps": 0, "tolerated": 0}
     assert_same_tree(states, before)
     assert offloaded.count == 1
     with pytest.raises(GradientError, match="scaled by 1024, expected 512.*compute them anew"):

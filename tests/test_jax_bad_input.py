@@ -117,7 +117,7 @@ def test_float64_arrays_are_refused():
         ({"param_dtype": "float64"}, "param_dtype: got 'float64'"),
         ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps: got 0"),
         ({"stage": 3, "offload_param": "cpu"}, "offload_param='cpu' without a mesh"),
-        ({"config": "ds_config.json"}, "config: got the path 'ds_config.json'"),
+        ({"config": "ds_config.json"}, "config: 'ds_config.json' cannot be read"),
         ({"config": {"learning_rates": 1}}, "unknown configuration field 'learning_rates'"),
     ],
     ids=str,

@@ -4,7 +4,6 @@ import copy
 import gc
 import io
 import pickle
-import threading
 import warnings
 import weakref
 
@@ -397,19 +396,6 @@ def test_autograd_grad_leaves_gradients_alone(early_copy):
         torch.autograd.grad(loss_of(model, 1), list(model.parameters()))
         optimizer.step()
     assert_same(ours, theirs, mine, yours)
-
-
-def test_backwards_from_several_threads_are_all_kept():
-    model = make()
-    optimizer = OffloadedAdamW(model.parameters(), early_copy=True)
-    threads = [threading.Thread(target=lambda: model[2](torch.ones(1, 64)).sum().backward()) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    optimizer.step()
-    expected = torch.full((16,), 8.0) * torch.tensor(1 - 0.9)
-    assert same_bits(optimizer.state[model[2].bias]["exp_avg"], expected)
 
 
 def test_what_only_an_engine_does_is_refused_alone():

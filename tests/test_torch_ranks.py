@@ -108,6 +108,7 @@ def test_settings_that_differ_are_refused_on_every_rank(tmp_path):
     first, second = run("differing_settings", 2, tmp_path)
     for result in (first, second):
         assert all(result["said"].values())
+    assert "(4) * gradient_accumulation_steps (6) * ranks (2) = 48" in second["said"]["batch"]
     assert "lr is 0.0001 here and differs from rank 0's" in second["said"]["lr"]
     assert "loss_scale is 1 here" in second["said"]["loss_scale"]
     assert "'weight' ([32, 64], 2048 elements" in second["said"]["shape"]

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from offload_core.config import OffloadConfig, check_hyperparameters
+from offload_core.config import ConfigLike, OffloadConfig, check_hyperparameters
 from offload_core.cpu_adam import STATE_NAMES, AdamHyper
 from offload_core.dtypes import BY_NUMPY
 from offload_core.errors import ConfigError, GradientError, ParameterError, StateError
@@ -43,7 +43,7 @@ from .trees import (
 
 def wrap(
     params: Any,
-    config: OffloadConfig | Mapping[str, Any] | None = None,
+    config: ConfigLike = None,
     *,
     mask: Mask | None = None,
     trainable: Mask | None = None,
@@ -56,7 +56,7 @@ def wrap(
     Args:
         params: any pytree (dicts, flax.nnx state, equinox modules). Leaves that are not floating-point arrays
             pass through untouched.
-        config: an ``OffloadConfig``, or a dict of its fields.
+        config: an ``OffloadConfig``, a dict of its fields, or a DeepSpeed configuration: a dict, or a file's path.
         mask: which parameters weight decay applies to, as in ``optax.adamw``: booleans in the parameters' structure
             or a prefix of it, or a function from the parameters to them; None: all.
         trainable: which parameters are trained, likewise; None: all. The others pass through.
@@ -68,7 +68,7 @@ def wrap(
             The model gathers them (:func:`gathered`, :func:`gather_params`). ``offload_param="cpu"`` has the shards
             in ``pinned_host`` memory.
         axis: its name; None: the mesh's only axis.
-        overrides: fields of ``OffloadConfig``; ``lr`` may be an optax schedule.
+        overrides: fields of ``OffloadConfig``; ``lr`` may be an optax schedule, any function of the number of updates.
 
     Raises:
         ConfigError, ParameterError, HostMemoryError, StateError (under jit): before anything is allocated.
@@ -97,7 +97,7 @@ class OffloadedParams:
     def __init__(
         self,
         params: Any,
-        config: OffloadConfig | Mapping[str, Any] | None = None,
+        config: ConfigLike = None,
         *,
         mask: Mask | None = None,
         trainable: Mask | None = None,
@@ -106,7 +106,8 @@ class OffloadedParams:
         **overrides: Any,
     ) -> None:
         _refuse_jit("wrap()")
-        self.config = OffloadConfig.resolve(config, **overrides)
+        ranks = mesh.size if isinstance(mesh, Mesh) else 1
+        self.config = OffloadConfig.resolve(config, world_size=ranks, **overrides)
         self.config = replace(self.config, op_order=self.config.op_order or "optax")
         self.report: StepReport | None = None
         """What the last :meth:`update` did."""
@@ -131,7 +132,7 @@ class OffloadedParams:
             cut = "" if layout is None else f"{list(array.shape)} cut along dimension {layout.dim}"
             specs.append(ParamSpec(self._paths[i], numel, dtype, group, cut, partitioned=layout is not None))
         scaler = scaler_for(self.config, [s.dtype for s in specs])
-        # To the core its gradients come all at once, and parameters in the host memory of JAX's are the device's as any.
+        # To the core gradients come all at once, and parameters in JAX's host memory are the device's as any.
         config = replace(self.config, update_in_backward=False, offload_param=None)
         self._pipeline = Pipeline(config, self._placement.device, scaler)
         plan = self._pipeline.plan(specs)
@@ -391,9 +392,9 @@ class OffloadedParams:
     def _hypers(self) -> list[AdamHyper]:
         """One for decayed parameters, one for those that ``mask`` excludes."""
         config = self.config
-        lr = float(config.lr(jnp.asarray(self.count, jnp.int32)) if callable(config.lr) else config.lr)
-        check_hyperparameters(f"update {self.count}", lr, config.betas, config.eps, config.weight_decay)
-        decayed = AdamHyper(lr, config.betas, config.eps, config.weight_decay, config.eps_root, _bias_correction)
+        lr, betas = config.hyperparameters(jnp.asarray(self.count, jnp.int32))
+        check_hyperparameters(f"update {self.count}", lr, betas, config.eps, config.weight_decay)
+        decayed = AdamHyper(lr, betas, config.eps, config.weight_decay, config.eps_root, _bias_correction)
         return [decayed, replace(decayed, weight_decay=0.0)]
 
     # --- states ------------------------------------------------------------------------------------

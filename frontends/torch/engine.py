@@ -2,7 +2,7 @@
 
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 from torch.utils._pytree import tree_map_only
 
-from offload_core.config import OffloadConfig
+from offload_core.config import ConfigLike
 from offload_core.errors import GradientError, ParameterError, StateError
 from offload_core.loss_scale import scaler_for
 from offload_core.memory_plan import MemoryReport
@@ -25,7 +25,7 @@ from .tensors import TORCH_DTYPES
 
 def wrap(
     model: nn.Module,
-    config: OffloadConfig | Mapping[str, Any] | None = None,
+    config: ConfigLike = None,
     *,
     params: Iterable[Any] | None = None,
     process_group: Any = None,
@@ -35,7 +35,7 @@ def wrap(
 
     Args:
         model: any module; its trainable parameters keep their identity and become ``param_dtype``.
-        config: an ``OffloadConfig``, or a dict of its fields.
+        config: an ``OffloadConfig``, a dict of its fields, or a DeepSpeed configuration: a dict, or a file's path.
         params: what to train, as torch optimizers take it (tensors, named tensors or parameter groups);
             None trains every parameter that requires a gradient.
         process_group: the ranks over which states are partitioned and gradients averaged; None: all ranks where
@@ -62,7 +62,7 @@ class Engine(nn.Module):
     def __init__(
         self,
         model: nn.Module,
-        config: OffloadConfig | Mapping[str, Any] | None = None,
+        config: ConfigLike = None,
         *,
         params: Iterable[Any] | None = None,
         process_group: Any = None,

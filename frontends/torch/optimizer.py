@@ -10,10 +10,11 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import increment_version
 
-from offload_core.config import OffloadConfig, check_hyperparameters
+from offload_core.config import FIELDS, ConfigLike, OffloadConfig, check_hyperparameters
 from offload_core.cpu_adam import AdamHyper
 from offload_core.errors import ConfigError, GradientError, ParameterError, StateError
 from offload_core.host_memory import available_bytes
@@ -107,8 +108,10 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
     Args:
         params: as any torch optimizer takes them: tensors, ``(name, tensor)`` pairs, or parameter groups.
-        lr: learning rate; a one-element tensor too.
-        config: an ``OffloadConfig``, or a dict of its fields.
+        lr: learning rate; a one-element tensor too, or a function of the number of updates made so far. What it
+            returns (and what ``betas`` does, if that is a function) is written to all ``param_groups`` before each
+            update.
+        config: an ``OffloadConfig``, a dict of its fields, or a DeepSpeed configuration: a dict, or a file's path.
         process_group: the ranks over which states are partitioned and gradients averaged; None: this process alone.
         model: an Engine's, which counts micro-steps, scales losses and partitions the model's parameters.
         early_copy: take each gradient during backward, as it appears, and free it on the device. ``p.grad`` then
@@ -125,9 +128,9 @@ class OffloadedAdamW(torch.optim.Optimizer):
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float | torch.Tensor | None = None,
+        lr: float | torch.Tensor | Callable[[int], float] | None = None,
         *,
-        config: OffloadConfig | Mapping[str, Any] | None = None,
+        config: ConfigLike = None,
         early_copy: bool = False,
         model: nn.Module | None = None,
         process_group: Any = None,
@@ -135,7 +138,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
     ) -> None:
         if lr is not None:
             overrides["lr"] = float(lr) if isinstance(lr, torch.Tensor) else lr
-        self.config = _resolve(config, overrides)
+        world_size = 1 if process_group is None else dist.get_world_size(process_group)
+        self.config = OffloadConfig.resolve(config, world_size=world_size, **overrides)
         if model is None:
             _refuse_engine_fields(self.config)
         self.early_copy = early_copy
@@ -148,9 +152,12 @@ class OffloadedAdamW(torch.optim.Optimizer):
         params = list(params)
         if not params:
             raise ParameterError("params: got none, expected at least one parameter; was the iterator used up already?")
+        self.updates = 0
+        """Updates made so far."""
+        first_lr, first_betas = self.config.hyperparameters(0)
         defaults = {
-            "lr": self.config.lr if lr is None else lr,
-            "betas": tuple(self.config.betas),
+            "lr": lr if isinstance(lr, torch.Tensor) else first_lr,
+            "betas": tuple(first_betas),
             "eps": self.config.eps,
             "weight_decay": self.config.weight_decay,
         }
@@ -239,6 +246,12 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As ``torch.optim.Optimizer.add_param_group``; on an error nothing has changed."""
+        for name in ("lr", "betas"):
+            if name in param_group and callable(getattr(self.config, name)):
+                raise ConfigError(
+                    f"{name}={param_group[name]!r} of a parameter group, and {name} is a function, which sets that of "
+                    "all groups; expected one of them (torch.optim.lr_scheduler knows groups)"
+                )
         params = param_group["params"]
         if self.param_groups and "param_names" in self.param_groups[0] and not isinstance(params, torch.Tensor):
             params = list(params)  # torch wants names for all or for none
@@ -546,6 +559,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
             for slot in self._slots.values():
                 slot.release()
             self._forget_arrivals()
+        self.updates += report.updated
         for slot in updated:
             if report.updated:
                 increment_version(slot.param)  # autograd must know, as after any in-place update
@@ -564,7 +578,9 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
     def _hypers(self) -> list[AdamHyper]:
         hypers = []
+        scheduled = self._scheduled()
         for g, group in enumerate(self.param_groups):
+            group.update(scheduled)
             lr = float(group["lr"])
             check_hyperparameters(f"parameter group {g}", lr, group["betas"], group["eps"], group["weight_decay"])
             for name in _REFUSED:
@@ -575,6 +591,12 @@ class OffloadedAdamW(torch.optim.Optimizer):
                 AdamHyper(lr, (float(beta1), float(beta2)), float(group["eps"]), float(group["weight_decay"]))
             )
         return hypers
+
+    def _scheduled(self) -> dict[str, Any]:
+        """The next update's values of what is a function of their number."""
+        lr, betas = self.config.hyperparameters(self.updates)
+        scheduled: dict[str, Any] = {"lr": lr} if callable(self.config.lr) else {}
+        return scheduled | {"betas": betas} if callable(self.config.betas) else scheduled
 
     def _take_on_unfrozen(self) -> None:
         """States for parameters that were frozen and have a gradient now; among ranks, that may have one."""
@@ -607,19 +629,23 @@ class OffloadedAdamW(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As ``torch.optim.Optimizer.state_dict``; the tensors are the live states in host memory.
 
-        Gradients that wait for the next update are not part of it. Under loss scaling it has a ``"loss_scale"``.
+        Gradients that wait for the next update are not part of it. Under loss scaling it has a ``"loss_scale"``, and
+        where ``lr`` or ``betas`` is a function the number of ``"updates"``.
         """
         self.flush()
         scaler, device = self.pipeline.scaler, self.pipeline.device
         state = super().state_dict()
         if device.world_size > 1:
             state["partition"] = {"rank": device.ranks[0], "world_size": device.world_size}
+        if self._scheduled():
+            state["updates"] = self.updates
         return state if scaler is None else state | {"loss_scale": scaler.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load states of this class or of ``torch.optim.AdamW``, in fp32 and on the host, whatever the parameters are.
 
-        Among ranks each loads its own part, or takes it from whole states.
+        Among ranks each loads its own part, or takes it from whole states. Schedules go on after the number of updates
+        that is saved, or after the steps of the states.
 
         The model's parameters are left alone: a master weight is taken where the parameter is what it rounds to,
         and else (torch's own states have none) from the parameter.
@@ -638,6 +664,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
             super().load_state_dict(state_dict)
         finally:
             hide.remove()
+        self.updates = int(state_dict.get("updates", max(float(step) for step in self.pipeline.steps)))
         if self.pipeline.scaler is not None and "loss_scale" in state_dict:
             self.pipeline.scaler.load_state_dict(state_dict["loss_scale"])
 
@@ -647,7 +674,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
                 "copying or pickling an optimizer of several ranks or of partitioned parameters; expected its "
                 "state_dict() to be copied"
             )
-        own = {"config": self.config, "early_copy": self.early_copy, "reads_wait": self.reads_wait}
+        own = {name: getattr(self, name) for name in ("config", "early_copy", "reads_wait", "updates")}
         state = {"state": defaultdict(dict, self.state)}
         return {**super().__getstate__(), **state, **own, "scaler": self.pipeline.scaler}
 
@@ -711,18 +738,12 @@ def cast_param(param: torch.Tensor, dtype: torch.dtype) -> None:
             param.grad = gradient.to(dtype)
 
 
-def _resolve(config: OffloadConfig | Mapping[str, Any] | None, overrides: Mapping[str, Any]) -> OffloadConfig:
-    resolved = OffloadConfig.resolve(config, **overrides)
-    if callable(resolved.lr):
-        raise ConfigError("lr: got a function; expected a number here: use a scheduler of torch.optim.lr_scheduler")
-    return resolved
-
-
 def _refuse_engine_fields(config: OffloadConfig) -> None:
     """What only an Engine does must not be asked of the optimizer alone and silently not be done."""
     default = OffloadConfig()
-    names = ("loss_scale", "initial_loss_scale", "loss_scale_window", "gradient_accumulation_steps", "offload_param")
-    for name in (*names, *(["stage"] if config.stage == 3 else [])):
+    engines = [name for name in FIELDS if "loss_scale" in name]
+    engines += ["gradient_accumulation_steps", "offload_param", *(["stage"] if config.stage == 3 else [])]
+    for name in engines:
         if getattr(config, name) != getattr(default, name):
             raise ConfigError(
                 f"{name}={getattr(config, name)!r} is what an Engine does; expected it in wrap(model, ...): the "

@@ -1,0 +1,375 @@
+"""DeepSpeed configurations as fields of ``OffloadConfig``.
+
+A configuration is first checked against ``deepspeed_keys``, key by key, and then translated section by section.
+"""
+
+import math
+import os
+import warnings
+from collections.abc import Collection, Mapping
+from dataclasses import MISSING, fields
+from typing import Any
+
+from . import checks
+from .deepspeed_keys import AUTO, KEYS, SCHEDULE_KEYS, Key, spellings, walk
+from .errors import ConfigError, ConfigWarning
+from .lr_schedules import SCHEDULES, OneCycle, WarmupCosineLR, WarmupLR
+
+_PASSED_ON = {
+    "reduce_bucket_size": "reduce_bucket_size",
+    "stage3_param_persistence_threshold": "param_persistence_threshold",
+    "stage3_max_live_parameters": "max_live_parameters",
+    "stage3_prefetch_bucket_size": "prefetch_bucket_size",
+    "stage3_max_reuse_distance": "max_reuse_distance",
+}
+"""Keys of ``zero_optimization`` whose values are those of fields."""
+OWN_LR = 1e-3
+"""The learning rate of an optimizer that is given none, in DeepSpeed as here."""
+
+# --- which kind of dict, which file ----------------------------------------------------------------
+
+
+def is_deepspeed(given: Mapping[str, Any], own: Collection[str]) -> bool:
+    """Whether a dict is a DeepSpeed configuration, and not one of the fields ``own``.
+
+    What both have (``gradient_clipping``, ``gradient_accumulation_steps``) means the same in both.
+
+    Raises:
+        ConfigError: it has keys of both kinds.
+    """
+    theirs = [name for name in given if name not in own and name in spellings(KEYS)]
+    ours = [name for name in given if name in own and name not in spellings(KEYS)]
+    if theirs and ours:
+        raise ConfigError(
+            f"config: {ours[0]!r} is a field of OffloadConfig and {theirs[0]!r} a key of DeepSpeed's configurations; "
+            f"expected one kind in a dict: give fields beside it, wrap(..., config, {ours[0]}=...)"
+        )
+    return bool(theirs)
+
+
+def place_of(name: str) -> str | None:
+    """Where DeepSpeed's configurations have a key of this name."""
+    if name in spellings(KEYS):
+        return name
+    return next((path for path, key in walk() if name in (path.rpartition(".")[2], *key.old)), None)
+
+
+def load(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """A configuration from a file, which DeepSpeed reads as Hjson: JSON with comments, in which commas may be missing.
+
+    Raises:
+        ConfigError: there is no such file, it cannot be read, or a key is there twice.
+    """
+    import hjson  # here: it takes as long as the rest of the package
+
+    source = os.fspath(path)
+    try:
+        with open(path, encoding="utf-8-sig") as file:
+            config = hjson.load(file, object_pairs_hook=lambda pairs: _without_duplicates(source, pairs))
+    except (OSError, UnicodeDecodeError, hjson.HjsonDecodeError) as error:
+        raise ConfigError(
+            f"config: {source!r} cannot be read ({error}); expected the path of a DeepSpeed configuration"
+        ) from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"{source}: got {type(config).__name__}, expected an object: {{...}}")
+    return config
+
+
+def _without_duplicates(source: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    config = dict(pairs)
+    if len(config) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        raise ConfigError(f"{source}: {', '.join(map(repr, twice))} given more than once; expected each key once")
+    return config
+
+
+# --- translation -----------------------------------------------------------------------------------
+
+
+def fields_of(
+    config: Mapping[str, Any], overrides: Mapping[str, Any], *, world_size: int, source: str | None
+) -> dict[str, Any]:
+    """The fields of ``OffloadConfig`` that a DeepSpeed configuration sets, and those that are given beside it.
+
+    Args:
+        overrides: fields that replace its own; an ``"auto"`` takes its value there. A number for ``lr`` is what a
+            schedule goes up to.
+        world_size: the ranks that share ``train_batch_size``.
+        source: the path that it was read from, for messages.
+
+    Raises:
+        ConfigError: a key is unknown or not supported, a value is of the wrong type, values contradict each other, or
+            an ``"auto"`` stands for what cannot be known.
+    """
+    where = source or "DeepSpeed configuration"
+    try:
+        translation = _Translation(config, overrides, world_size)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    if translation.ignored:
+        warnings.warn(
+            f"{where}: without effect here: "
+            + "; ".join(f"{name} ({why})" for name, why in translation.ignored.items()),
+            ConfigWarning,
+            stacklevel=3,
+        )
+    return {**translation.fields, **overrides, **translation.schedule}
+
+
+class _Translation:
+    """One configuration on its way to ``fields``."""
+
+    def __init__(self, config: Mapping[str, Any], overrides: Mapping[str, Any], world_size: int) -> None:
+        self.overrides = overrides
+        self.fields: dict[str, Any] = {}
+        self.schedule: dict[str, Any] = {}
+        """``lr``, where it is a function."""
+        self.ignored: dict[str, str] = {}
+        self.missing: dict[str, str] = {}
+        """Paths of ``"auto"`` that nothing is known of, and the field that would replace each, if there is one."""
+        given = dict(config)
+        if isinstance(given.get("zero_optimization"), bool):  # as it was before there were stages
+            given["zero_optimization"] = {"stage": int(given["zero_optimization"])}
+        checked = self._checked(KEYS, given, "")
+        self._batch(checked, world_size)
+        self._precision(checked)
+        self._zero(checked.get("zero_optimization", {}))
+        lr = self._optimizer(checked.get("optimizer"))
+        self._schedule(checked.get("scheduler", {}), lr)
+        clipping = self._known(checked, "gradient_clipping", "")
+        if clipping is not None:
+            self.fields["gradient_clipping"] = clipping or None
+        if self.missing:
+            fields_missing = [f"{field}=..." for field in dict.fromkeys(self.missing.values()) if field]
+            beside = f"; or beside it: wrap(..., {', '.join(fields_missing)})" if fields_missing else ""
+            raise ConfigError(
+                f"'auto' stands for what is not known here: {', '.join(self.missing)}; expected values in the "
+                f"configuration{beside}"
+            )
+
+    def _checked(self, keys: Mapping[str, Key], given: Any, path: str) -> dict[str, Any]:
+        """What is set, by its present names and with the types it has here."""
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"{path.rstrip('.')}: got {given!r}, expected an object: {{...}}")
+        out: dict[str, Any] = {}
+        spelt: dict[str, str] = {}
+        known = spellings(keys)
+        for spelling, value in given.items():
+            if spelling not in known:
+                elsewhere = place_of(spelling)
+                hint = f"DeepSpeed has it as {elsewhere!r}" if elsewhere else checks.nearest(spelling, known)
+                raise ConfigError(f"{path}{spelling}: unknown key; {hint}")
+            name = known[spelling]
+            if name in spelt:
+                raise ConfigError(f"{path}{spelling} and {path}{spelt[name]} are the same; expected one of them")
+            spelt[name], key = spelling, keys[name]
+            if value is None or (value == AUTO and not key.auto):
+                continue
+            if key.keys is not None:
+                out[name] = self._checked(key.keys, value, f"{path}{spelling}.")
+            elif key.convert is not None:
+                out[name] = AUTO if value == AUTO else key.convert(f"{path}{spelling}", value)
+            elif key.wants(value):
+                why = key.meaning.replace("`", "")
+                if key.refused:
+                    raise ConfigError(f"{path}{spelling}: got {value!r}, which is not supported: {why}")
+                self.ignored[path + spelling] = why
+        return out
+
+    def _known(self, section: Mapping[str, Any], name: str, path: str) -> Any:
+        """The value of a key; None of an "auto" that an override replaces. Another "auto" is noted as missing."""
+        value = section.get(name)
+        if value != AUTO:
+            return value
+        if name not in self.overrides:
+            self.missing[path + name] = name
+        return None
+
+    def _batch(self, given: Mapping[str, Any], world_size: int) -> None:
+        train, micro = given.get("train_batch_size"), given.get("train_micro_batch_size_per_gpu")
+        steps = given.get("gradient_accumulation_steps")
+        if "gradient_accumulation_steps" in self.overrides:
+            steps = self.overrides["gradient_accumulation_steps"]
+            checks.integer("gradient_accumulation_steps", steps)
+        if steps == AUTO and (train is None or micro is None):
+            steps = self._known(given, "gradient_accumulation_steps", "")
+        elif train is not None:
+            derived = steps in (None, AUTO) and micro is not None
+            parts = {
+                "train_micro_batch_size_per_gpu": micro,
+                "gradient_accumulation_steps": None if derived else steps,
+                "ranks": world_size,
+            }
+            product = math.prod(size or 1 for size in parts.values())
+            exact = micro is not None and not derived
+            if train % product or (exact and train != product):
+                of = " * ".join(f"{name} ({size})" for name, size in parts.items() if size is not None)
+                raise ConfigError(
+                    f"train_batch_size: got {train}, expected {'' if exact else 'a multiple of '}{of} = {product}; "
+                    "change one of them"
+                )
+            steps = train // product if derived else steps
+        if steps is not None:
+            self.fields["gradient_accumulation_steps"] = steps
+
+    def _precision(self, given: Mapping[str, Any]) -> None:
+        fp16, bf16 = given.get("fp16", {}), given.get("bf16", {})
+        if fp16.get("enabled") is True and bf16.get("enabled") is True:
+            raise ConfigError("fp16.enabled and bf16.enabled are both true; expected one of them")
+        names = {"fp16.enabled": (fp16, "float16"), "bf16.enabled": (bf16, "bfloat16")}
+        wanted = {path: name for path, (section, name) in names.items() if section.get("enabled") is True}
+        if "param_dtype" in given.get("data_types", {}):
+            wanted["data_types.param_dtype"] = given["data_types"]["param_dtype"]
+        if len(set(wanted.values())) > 1:
+            raise ConfigError(f"{' and '.join(f'{p} ({n})' for p, n in wanted.items())} differ; expected one type")
+        for name in wanted.values():
+            self.fields["param_dtype"] = name
+        dtype = self.overrides.get("param_dtype", self.fields.get("param_dtype"))
+        if fp16.get("enabled", False) and dtype in (None, "float16"):
+            self._loss_scaling(fp16, sure=dtype is not None)
+        if bf16.get("enabled", False) and "check_grad_overflow" in bf16:
+            self.fields["skip_nonfinite"] = bf16["check_grad_overflow"]
+        communication = given.get("communication_data_type")
+        if given.get("fp32_allreduce", False):
+            if communication not in (None, "float32"):
+                raise ConfigError("fp32_allreduce and communication_data_type differ; expected one of them")
+            communication = "float32"
+        if communication is not None:
+            self.fields["communication_dtype"] = communication
+
+    def _loss_scaling(self, fp16: Mapping[str, Any], *, sure: bool) -> None:
+        scale = fp16.get("loss_scale", 0)
+        if scale and not sure:  # other parameters would be scaled too
+            self.missing["fp16.enabled"] = "param_dtype"
+        power = fp16.get("initial_scale_power", 16)
+        if power > 127:
+            raise ConfigError(f"fp16.initial_scale_power: got {power}, expected at most 127")
+        self.fields |= {
+            "loss_scale": scale or None,
+            "initial_loss_scale": 2.0**power,
+            "loss_scale_window": fp16.get("loss_scale_window", 1000),
+            "loss_scale_hysteresis": fp16.get("hysteresis", 2),
+            "loss_scale_consecutive_hysteresis": fp16.get("consecutive_hysteresis", False),
+            "min_loss_scale": fp16.get("min_loss_scale", 1),
+        }
+
+    def _zero(self, given: Mapping[str, Any]) -> None:
+        if "stage" in given:
+            stage = given["stage"]
+            if stage > 3:
+                raise ConfigError(f"zero_optimization.stage: got {stage}, expected 0, 1, 2 or 3")
+            if stage == 0:
+                self.ignored["zero_optimization.stage"] = "0: optimizer states are partitioned as in stage 1"
+            self.fields["stage"] = max(stage, 1)
+        stage = self.overrides.get("stage", self.fields.get("stage"))
+        if self._offload(given, "offload_optimizer", "cpu_offload") == "none":
+            self.ignored["zero_optimization.offload_optimizer"] = "optimizer states are always in host memory"
+        if self._offload(given, "offload_param", "cpu_offload_param") == "cpu":
+            if stage != 3:
+                raise ConfigError(
+                    f"zero_optimization.offload_param: got 'cpu' with stage {given.get('stage', 'left out')}, expected "
+                    "stage 3, in which parameters are partitioned: set it, or leave offload_param out"
+                )
+            self.fields["offload_param"] = "cpu"
+        self._pin_memory(given)
+        for name, field in _PASSED_ON.items():
+            if name in given and name.startswith("stage3_") and stage != 3:
+                self.ignored[f"zero_optimization.{name}"] = "of stage 3 only"
+            elif name in given:
+                self.fields[field] = given[name]
+        if "overlap_comm" in given:
+            self.fields["schedule"] = "overlap" if given["overlap_comm"] else "serial"
+
+    def _offload(self, given: Mapping[str, Any], name: str, old: str) -> str | None:
+        """The device of one of the two sections, or of its old spelling; None where there is neither."""
+        if name in given and old in given:
+            raise ConfigError(f"zero_optimization.{name} and zero_optimization.{old} are the same; expected the first")
+        if old in given:
+            return "cpu" if given[old] else "none"
+        device = given[name].get("device", "none") if name in given else None
+        if device == "nvme":
+            raise ConfigError(f"zero_optimization.{name}.device: got 'nvme', which is not built; expected 'cpu'")
+        return device
+
+    def _pin_memory(self, given: Mapping[str, Any]) -> None:
+        pinned = {
+            f"{name}.pin_memory": given[name]["pin_memory"]
+            for name in ("offload_optimizer", "offload_param")
+            if "pin_memory" in given.get(name, {})
+        }
+        if "cpu_offload_use_pin_memory" in given:
+            pinned["cpu_offload_use_pin_memory"] = given["cpu_offload_use_pin_memory"]
+        if len(set(pinned.values())) > 1:
+            raise ConfigError(f"zero_optimization: {' and '.join(pinned)} differ; expected one value for both")
+        for value in pinned.values():
+            self.fields["pin_memory"] = value
+
+    def _optimizer(self, given: Mapping[str, Any] | None) -> Any:
+        """What is not scheduled; returns the learning rate: a number, "auto", or None where none is given."""
+        if given is None:
+            return None
+        if "type" not in given:
+            raise ConfigError("optimizer.type: missing; expected 'Adam' or 'AdamW'")
+        params = given.get("params", {})
+        decoupled = params.get("adam_w_mode", True)
+        if given["type"] == "adamw" and not decoupled:
+            raise ConfigError("optimizer.params.adam_w_mode: got False with type 'AdamW'; expected type 'Adam'")
+        self.fields["adam_mode"] = "adamw" if decoupled else "adam"
+        self.fields |= {name: params[name] for name in ("betas", "eps") if name in params}
+        default = 0.01 if decoupled and params.get("torch_adam", False) else 0.0
+        decay = self._known({"weight_decay": default, **params}, "weight_decay", "optimizer.params.")
+        if decay is not None:
+            self.fields["weight_decay"] = decay
+        return params.get("lr")
+
+    def _schedule(self, given: Mapping[str, Any], lr: Any) -> None:
+        """``lr``, and ``betas`` where they are scheduled too."""
+        if callable(self.overrides.get("lr")):
+            return
+        lr = self.overrides.get("lr", lr)
+        if "type" in given:
+            schedule = self._scheduled(given["type"], given.get("params", {}), lr)
+            if schedule is not None:
+                self.schedule["lr"] = schedule
+            if isinstance(schedule, OneCycle) and schedule.betas is not None:
+                self.fields["betas"] = schedule.betas
+        elif lr is not None:
+            self.fields["lr"] = self._or_missing(lr)
+
+    def _or_missing(self, lr: Any) -> Any:
+        if lr == AUTO:
+            self.missing["optimizer.params.lr"] = "lr"
+        return lr
+
+    def _scheduled(self, name: str, given: Mapping[str, Any], lr: Any) -> Any:
+        """The schedule of this name; None where an "auto" is missing."""
+        if name not in SCHEDULES:
+            raise ConfigError(
+                f"scheduler.type: got {name!r}; {checks.nearest(name, list(SCHEDULES))}; for others leave the section "
+                "out, and use torch.optim.lr_scheduler or lr=a function of the number of updates"
+            )
+        schedule, known, path = SCHEDULES[name], SCHEDULE_KEYS[name], "scheduler.params."
+        for key in given:
+            if key not in known:
+                raise ConfigError(f"{path}{key}: {name} has no such key; {checks.nearest(key, known)}")
+        arguments = dict(given)
+        highest = "lr" if schedule is WarmupCosineLR else "warmup_max_lr"
+        follows = schedule in (WarmupLR, WarmupCosineLR) and highest not in given
+        if follows or given.get(highest) == AUTO:
+            arguments[highest] = self._or_missing(OWN_LR if lr is None else lr)
+        elif "lr" in self.overrides:
+            raise ConfigError(
+                f"got lr={lr!r} and scheduler.type {name!r}, which sets the learning rate by itself; expected one of "
+                "them"
+            )
+        self.missing |= {path + key: "" for key, value in arguments.items() if value == AUTO and key != highest}
+        for field in fields(schedule):
+            if field.default is MISSING and field.name not in arguments:
+                raise ConfigError(f"{path}{field.name}: missing; {name} needs it")
+        if AUTO in arguments.values():
+            return None
+        try:
+            return schedule(**arguments)
+        except ConfigError as error:
+            raise ConfigError(f"{path}{error}") from None

@@ -1,0 +1,387 @@
+"""Every key of a DeepSpeed configuration, and what it means here. docs/deepspeed.md is this as a table."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from . import checks
+from .errors import ConfigError
+from .lr_schedules import SCHEDULES
+
+AUTO = "auto"
+
+Convert = Callable[[str, Any], Any]
+"""Checks the value of the key of this name; returns it as Python has it."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key of a DeepSpeed configuration."""
+
+    meaning: str
+    """What it sets here; of a key that sets nothing, why."""
+    convert: Convert | None = None
+    """None: it sets nothing."""
+    keys: "Mapping[str, Key] | None" = None
+    """Of a section, those in it."""
+    old: tuple[str, ...] = ()
+    """Other spellings."""
+    auto: str = ""
+    """What ``"auto"`` is, if not what leaving the key out is."""
+    refused: bool = False
+    """Whether training without it would be another training: it may only be switched off."""
+    agrees: tuple[Any, ...] = ()
+    """Values of a key that sets nothing which ask for what happens anyway."""
+
+    def wants(self, value: Any) -> bool:
+        """Whether this value of a key that sets nothing asks for something."""
+        if isinstance(value, Mapping):
+            return bool(value) and value.get("enabled") not in (False, AUTO)
+        alike = any(value == a and isinstance(value, bool) == isinstance(a, bool) for a in self.agrees)
+        return value not in (None, AUTO) and not alike
+
+
+def boolean(name: str, value: Any) -> bool:
+    checks.boolean(name, value)
+    return value
+
+
+def number(name: str, value: Any) -> float:
+    checks.number(name, value, least=0.0)
+    return value
+
+
+def integer(least: int) -> Convert:
+    """Also floats without a fraction: JSON's 5e8 is one."""
+
+    def convert(name: str, value: Any) -> int:
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        checks.integer(name, value, least=least)
+        return value
+
+    return convert
+
+
+def one_of(*choices: Any) -> Convert:
+    """In any case of letters."""
+
+    def convert(name: str, value: Any) -> Any:
+        lower = value.lower() if isinstance(value, str) else value
+        if lower not in choices:
+            checks.choice(name, value, choices)
+        return lower
+
+    return convert
+
+
+def pair(name: str, value: Any) -> tuple[float, float]:
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        raise ConfigError(f"{name}: got {value!r}, expected a pair of numbers in [0, 1)")
+    for beta in value:
+        checks.number(name, beta, least=0.0, below=1.0)
+    return tuple(value)
+
+
+def text(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise ConfigError(f"{name}: got {value!r}, expected a string")
+    return value
+
+
+_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+
+
+def dtype(name: str, value: Any) -> str:
+    return _DTYPES[one_of(*_DTYPES)(name, value)]
+
+
+def _sets(convert: Convert, meaning: str, *old: str, auto: str = "") -> Key:
+    return Key(meaning, convert, old=old, auto=auto)
+
+
+def _section(keys: "Mapping[str, Key]", *old: str) -> Key:
+    return Key("a section", keys=keys, old=old)
+
+
+def _ignored(reason: str, *agrees: Any, old: tuple[str, ...] = ()) -> Key:
+    """``agrees``: see :class:`Key`; False where none is given, nothing if that is None."""
+    return Key(reason, old=old, agrees=agrees or (False,))
+
+
+def _refused(reason: str, *agrees: Any) -> Key:
+    return Key(reason, refused=True, agrees=agrees or (False,))
+
+
+_GIVEN = "to be given"
+_MODELS = "the model's own type"
+
+_NVME = _ignored("there is no NVMe tier")
+_OWN_LOOP = "the training loop is yours"
+_REPORTS = "`engine.step()` returns a `StepReport`, `engine.trace` records a step"
+_ADAM_VARIANT = "this variant of Adam is not built"
+_ONE_KERNEL = "one C kernel makes all updates"
+_GATHER = "gathering follows the prefetch fields"
+_OTHER_PARALLELISM = "only data parallelism is built: `train_batch_size` would count other ranks"
+_DIAGNOSTICS = "diagnostics of DeepSpeed's own code"
+_QUANTIZED = "nothing is quantized on its way"
+
+_DEVICES = one_of("none", "cpu", "nvme")
+_OFFLOAD = {
+    "pin_memory": _sets(boolean, "`pin_memory`"),
+    "nvme_path": _NVME,
+    "buffer_count": _NVME,
+    "buffer_size": _NVME,
+}
+
+_ZERO: dict[str, Key] = {
+    "stage": _sets(integer(0), "`stage`; 0 is stage 1, with the same result"),
+    "offload_optimizer": _section(
+        {
+            **_OFFLOAD,
+            "device": _sets(_DEVICES, '`"cpu"`; `"none"` is listed as ignored; `"nvme"` is an error'),
+            "pipeline_read": _NVME,
+            "pipeline_write": _NVME,
+            "fast_init": _NVME,
+            "ratio": _ignored("all states are in host memory", 1),
+            "super_offload": _ignored("`schedule` says what overlaps"),
+            "cpuadam_cores_perc": _ignored("`num_threads` says how many threads update"),
+        },
+    ),
+    "offload_param": _section(
+        {
+            **_OFFLOAD,
+            "device": _sets(_DEVICES, '`offload_param`; `"nvme"` is an error'),
+            "max_in_cpu": _NVME,
+        },
+    ),
+    "cpu_offload": _sets(boolean, "`offload_optimizer.device`, old spelling"),
+    "cpu_offload_param": _sets(boolean, "`offload_param.device`, old spelling", "cpu_offload_params"),
+    "cpu_offload_use_pin_memory": _sets(boolean, "`pin_memory`, old spelling"),
+    "reduce_bucket_size": _sets(integer(1), "`reduce_bucket_size`"),
+    "overlap_comm": _sets(boolean, '`schedule`: true is `"overlap"`, false `"serial"`'),
+    "stage3_param_persistence_threshold": _sets(
+        integer(0),
+        "`param_persistence_threshold`",
+        "param_persistence_threshold",
+        "stage3_param_persitance_threshold",
+    ),
+    "stage3_max_live_parameters": _sets(integer(0), "`max_live_parameters`", "max_live_parameters"),
+    "stage3_prefetch_bucket_size": _sets(integer(0), "`prefetch_bucket_size`", "prefetch_bucket_size"),
+    "stage3_max_reuse_distance": _sets(integer(0), "`max_reuse_distance`", "max_reuse_distance"),
+    "allgather_bucket_size": _ignored("parameters are gathered in the buckets of `reduce_bucket_size`", None),
+    "contiguous_gradients": _ignored("a bucket's gradients are packed where they leave the device", None),
+    "reduce_scatter": _ignored("gradients are always reduced to their owners", True),
+    "allgather_partitions": _ignored("parameters are always gathered at once", True),
+    "use_multi_rank_bucket_allreduce": _ignored("a bucket is always reduced for all its owners at once", True),
+    "compute_grad_norm": _ignored("the norm is computed where clipping or loss scaling asks for it", True),
+    "load_from_fp32_weights": _ignored("master weights always start from the model's own values", True),
+    "ignore_unused_parameters": _ignored("a parameter without gradient is always left alone", True),
+    "sub_group_size": _ignored("the update needs no tiles", None),
+    "round_robin_gradients": _ignored("all ranks copy parts of each bucket anyway"),
+    "parameter_alignment": _ignored("every shard is aligned", None),
+    "elastic_checkpoint": _ignored("states are saved by `optimizer.state_dict()`"),
+    "legacy_stage1": _ignored("there is one stage 1"),
+    "zenflow": _ignored('updates are exact; `schedule="delayed"` is the approximation that is built'),
+    "stage3_model_persistence_threshold": _ignored(
+        "`stage3_param_persistence_threshold` alone says what is kept", old=("model_persistence_threshold",)
+    ),
+    "stage3_gather_16bit_weights_on_model_save": _ignored(
+        "whole weights of a partitioned model are read inside `gathered_parameters`",
+        old=("stage3_gather_fp16_weights_on_model_save", "gather_16bit_weights_on_model_save"),
+    ),
+    "stage3_module_granularity_threshold": _ignored(_GATHER, 0, old=("module_granularity_threshold",)),
+    "stage3_use_all_reduce_for_fetch_params": _ignored(_GATHER, False, old=("use_all_reduce_for_fetch_params",)),
+    "stage3_allgather_sequential": _ignored(_GATHER, False, old=("allgather_sequential",)),
+    "leaf_module": _ignored(_GATHER),
+    "memory_efficient_linear": _ignored("`torch.nn.functional.linear` is left as it is"),
+    "override_module_apply": _ignored("`Module.apply` is left as it is"),
+    "pipeline_loading_checkpoint": _ignored("there is no pipeline"),
+    "log_trace_cache_warnings": _ignored(_DIAGNOSTICS),
+    "enable_sanity_checks": _ignored(_DIAGNOSTICS),
+    "save_muon_momentum_buffer_in_memory": _ignored("there is no Muon"),
+    "zero_hpz_partition_size": _ignored("parameters are partitioned over all ranks", 0, 1),
+    "zero_quantized_weights": _ignored(_QUANTIZED),
+    "zero_quantized_nontrainable_weights": _ignored(_QUANTIZED),
+    "zero_quantized_gradients": _ignored(_QUANTIZED),
+    "zeropp_loco_param": _ignored(_QUANTIZED),
+    "mics_shard_size": _ignored("states are partitioned over all ranks", -1),
+    "mics_hierarchical_params_gather": _ignored("states are partitioned over all ranks"),
+}
+
+_OPTIMIZER: dict[str, Key] = {
+    "type": _sets(
+        one_of("adam", "adamw"), '`adam_mode`, with `adam_w_mode`; anything but `"Adam"`, `"AdamW"` is an error'
+    ),
+    "params": _section(
+        {
+            "lr": _sets(number, "`lr`", auto=_GIVEN),
+            "betas": _sets(pair, "`betas`"),
+            "eps": _sets(number, "`eps`"),
+            "weight_decay": _sets(
+                number,
+                "`weight_decay`; 0 where it is missing, as in DeepSpeed (0.01 for a `torch_adam` AdamW)",
+                auto=_GIVEN,
+            ),
+            "adam_w_mode": _sets(boolean, '`adam_mode`: true, the default, is `"adamw"` also for `"Adam"`'),
+            "torch_adam": _sets(boolean, "the default of `weight_decay`; one C kernel makes all updates"),
+            "max_grad_norm": _refused("DeepSpeed wants it as `gradient_clipping`", 0),
+            "bias_correction": _refused(_ADAM_VARIANT, True),
+            "amsgrad": _refused(_ADAM_VARIANT),
+            "maximize": _refused(_ADAM_VARIANT),
+            "fp32_optimizer_states": _ignored("states are always fp32", True),
+            "foreach": _ignored(_ONE_KERNEL),
+            "fused": _ignored(_ONE_KERNEL),
+            "capturable": _ignored(_ONE_KERNEL),
+            "differentiable": _refused(_ADAM_VARIANT),
+            "set_grad_none": _ignored("gradients leave as they appear"),
+        },
+    ),
+    "legacy_fusion": _ignored(_ONE_KERNEL),
+}
+
+
+_KINDS: dict[Any, Convert] = {
+    int: integer(0),
+    int | None: integer(0),
+    float: number,
+    bool: boolean,
+    str: one_of("log", "linear"),
+}
+SCHEDULE_KEYS = {
+    name: {field.name: field.type for field in fields(schedule) if field.name != "lr"}
+    for name, schedule in SCHEDULES.items()
+}
+"""The arguments of each schedule that are keys, and their types."""
+_OF_THE_RUN = {"warmup_max_lr": "the optimizer's `lr`", "warmup_num_steps": _GIVEN, "total_num_steps": _GIVEN}
+
+
+def _schedule_keys() -> dict[str, Key]:
+    kinds = {key: kind for keys in SCHEDULE_KEYS.values() for key, kind in keys.items()}
+    users = {key: ", ".join(f"`{name}`" for name, keys in SCHEDULE_KEYS.items() if key in keys) for key in kinds}
+    return {
+        key: Key(f"argument of {users[key]}", _KINDS[kind], auto=_OF_THE_RUN.get(key, ""))
+        for key, kind in kinds.items()
+    }
+
+
+_SCHEDULER: dict[str, Key] = {
+    "type": _sets(text, f"`lr`, a function of the number of updates: {', '.join(f'`{name}`' for name in SCHEDULES)}"),
+    "params": _section(
+        {
+            **_schedule_keys(),
+            "last_batch_iteration": _ignored("the count of updates is saved with the states", -1),
+        },
+    ),
+}
+
+_FP16: dict[str, Key] = {
+    "enabled": _sets(boolean, '`param_dtype="float16"`', auto=_MODELS),
+    "loss_scale": _sets(number, "`loss_scale`; 0 is dynamic"),
+    "initial_scale_power": _sets(integer(0), "`initial_loss_scale`, 2 to this power"),
+    "loss_scale_window": _sets(integer(1), "`loss_scale_window`; 1000 where it is missing"),
+    "hysteresis": _sets(integer(1), "`loss_scale_hysteresis`; 2 where it is missing"),
+    "consecutive_hysteresis": _sets(boolean, "`loss_scale_consecutive_hysteresis`"),
+    "min_loss_scale": _sets(number, "`min_loss_scale`; an overflow there skips its update and does not end the run"),
+    "auto_cast": _ignored("floating-point arguments of forward are always cast", True, False),
+    "fp16_master_weights_and_grads": _ignored("master weights are always fp32"),
+}
+
+_BF16: dict[str, Key] = {
+    "enabled": _sets(boolean, '`param_dtype="bfloat16"`', auto=_MODELS),
+    "check_grad_overflow": _sets(boolean, "`skip_nonfinite`"),
+    "immediate_grad_update": _ignored("gradients leave as they appear", True),
+    "bf16_master_weights_and_grads": _ignored("master weights are always fp32"),
+    "bf16_optimizer_states": _ignored("states are always fp32"),
+}
+
+KEYS: dict[str, Key] = {
+    "train_batch_size": _sets(integer(1), "checked; gives `gradient_accumulation_steps` where that is missing"),
+    "train_micro_batch_size_per_gpu": _sets(
+        integer(1), "checked; gives `gradient_accumulation_steps` where that is missing"
+    ),
+    "gradient_accumulation_steps": _sets(
+        integer(1), "`gradient_accumulation_steps`", auto="from the batch sizes, or to be given"
+    ),
+    "gradient_clipping": _sets(number, "`gradient_clipping`; 0 is none", auto=_GIVEN),
+    "optimizer": _section(_OPTIMIZER),
+    "scheduler": _section(_SCHEDULER),
+    "fp16": _section(_FP16),
+    "bf16": _section(_BF16, "bfloat16"),
+    "zero_optimization": _section(_ZERO),
+    "communication_data_type": _sets(dtype, "`communication_dtype`"),
+    "fp32_allreduce": _sets(boolean, '`communication_dtype="float32"`, old spelling'),
+    "data_types": _section(
+        {
+            "param_dtype": _sets(dtype, "`param_dtype`; `fp16` and `bf16` must agree"),
+            "grad_accum_dtype": _ignored("gradients are always accumulated in fp32", "fp32"),
+            "buffer_dtype": _ignored("buffers become what parameters become"),
+            "keep_in_fp32_modules": _ignored("`param_dtype` is that of all parameters and buffers", []),
+        },
+    ),
+    "managed_gradient_accumulation": _refused("`engine.step()` counts micro-steps", True),
+    "gradient_allreduce_op": _refused("gradients are averaged over the ranks", "mean"),
+    "prescale_gradients": _ignored("gradients are summed in fp32 and divided once"),
+    "gradient_predivide_factor": _ignored("gradients are summed in fp32 and divided once", 1),
+    "sparse_gradients": _ignored("gradients are dense"),
+    "disable_allgather": _ignored("parameters are always gathered at once"),
+    "allgather_size": _ignored("parameters are gathered in the buckets of `reduce_bucket_size`", None),
+    "zero_allow_untested_optimizer": _ignored("there is one optimizer", True, False),
+    "zero_force_ds_cpu_optimizer": _ignored("there is one optimizer", True, False),
+    "activation_checkpointing": _ignored("`torch.utils.checkpoint` is the model's own affair"),
+    "compile": _ignored("`torch.compile` is the model's own affair"),
+    "checkpoint": _ignored("states are saved by `optimizer.state_dict()`"),
+    "datastates_ckpt": _ignored("states are saved by `optimizer.state_dict()`"),
+    "nebula": _ignored("states are saved by `optimizer.state_dict()`"),
+    "aio": _NVME,
+    "use_node_local_storage": _ignored("states are saved by `optimizer.state_dict()`"),
+    "dataloader_drop_last": _ignored(_OWN_LOOP),
+    "steps_per_print": _ignored(_REPORTS),
+    "wall_clock_breakdown": _ignored(_REPORTS),
+    "memory_breakdown": _ignored("`engine.memory_report()` says what is held"),
+    "dump_state": _ignored(_REPORTS),
+    "timers": _ignored(_REPORTS),
+    "comms_logger": _ignored("`engine.sent_bytes` counts"),
+    "flops_profiler": _ignored(_REPORTS),
+    "tensorboard": _ignored(_REPORTS),
+    "wandb": _ignored(_REPORTS),
+    "csv_monitor": _ignored(_REPORTS),
+    "comet": _ignored(_REPORTS),
+    "autotuning": _ignored("nothing is tuned"),
+    "disable_python_gc": _ignored("Python's collector is left alone"),
+    "log_level": _ignored("nothing is logged"),
+    "vocabulary_size": _ignored("it serves a warning of DeepSpeed's only"),
+    "graph_harvesting": _ignored("CUDA graphs are the model's own affair"),
+    "seq_parallel_communication_data_type": _ignored("there is no sequence parallelism", None),
+    "use_data_before_expert_parallelism": _ignored("there is no expert parallelism"),
+    "pipeline": _ignored("there is no pipeline"),
+    "torch_autocast": _refused("it changes what forward computes: use `torch.autocast` round it, or `bf16`"),
+    "amp": _refused("it changes what forward computes: use `fp16` or `bf16`"),
+    "tensor_parallel": _refused(_OTHER_PARALLELISM),
+    "sequence_parallel_size": _refused(_OTHER_PARALLELISM, 1),
+    "expert_parallel": _refused(_OTHER_PARALLELISM),
+    "elasticity": _refused("give the three batch sizes instead"),
+    "hybrid_engine": _refused("there is no engine for generation"),
+    "data_efficiency": _refused(_OWN_LOOP + ": sample there"),
+    "curriculum_learning": _refused(_OWN_LOOP + ": sample there"),
+    "progressive_layer_drop": _refused("it changes the model"),
+    "compression_training": _refused("it changes the model"),
+    "weight_quantization": _refused("it changes the model"),
+    "quantize_training": _refused("it changes the model"),
+    "eigenvalue": _refused("it changes the model"),
+    "sparse_attention": _refused("it changes the model"),
+}
+
+
+def walk(keys: Mapping[str, Key] = KEYS, path: str = "") -> Iterator[tuple[str, Key]]:
+    """Every key that is not a section, with its path."""
+    for name, key in keys.items():
+        if key.keys is None:
+            yield path + name, key
+        else:
+            yield from walk(key.keys, f"{path}{name}.")
+
+
+def spellings(keys: Mapping[str, Key]) -> dict[str, str]:
+    """The present name of each spelling of these keys."""
+    return {spelling: name for name, key in keys.items() for spelling in (name, *key.old)}
