@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 from torch.utils._pytree import tree_map_only
@@ -19,6 +18,7 @@ from offload_core.memory_plan import MemoryReport
 from offload_core.pipeline import StepReport
 from offload_core.trace import COMPUTE
 
+from .collectives import default_group
 from .optimizer import OffloadedAdamW, cast_param
 from .tensors import TORCH_DTYPES
 
@@ -81,10 +81,9 @@ class Engine(nn.Module):
                     f"{type(model).__name__} has no parameter that requires a gradient; expected at least one: "
                     "unfreeze what is to be trained"
                 )
-        if process_group is None and dist.is_available() and dist.is_initialized():
-            process_group = dist.group.WORLD
+        group = default_group(process_group)
         self.optimizer = OffloadedAdamW(
-            params, config=config, early_copy=True, model=model, process_group=process_group, **overrides
+            params, config=config, early_copy=True, model=model, process_group=group, **overrides
         )
         self.config = self.optimizer.config
         parted = self.optimizer.partitioned
