@@ -4,6 +4,7 @@ python -m bench.train --frontend torch
 python -m bench.train --frontend jax --param-dtype bfloat16 --compare
 python -m bench.train --frontend jax --devices 4
 torchrun --nproc-per-node 2 -m bench.train --stage 2
+torchrun --nproc-per-node 2 -m bench.train --stage 3 --offload-param cpu --preset gpt2-124m
 """
 
 import argparse
@@ -136,7 +137,14 @@ def parse(arguments: list[str] | None) -> tuple[Settings, Files]:
     add("--frontend", choices=("torch", "jax"), default="torch")
     add("--preset", choices=tuple(PRESETS), default="tiny")
     add("--param-dtype", choices=tuple(ITEM_SIZES), help="of the device parameters")
-    add("--stage", type=int, choices=(1, 2), default=2, help="ZeRO stage (default: 2)")
+    add("--stage", type=int, choices=(1, 2, 3), default=2, help="ZeRO stage (default: 2)")
+    add("--offload-param", choices=("cpu",), help="stage 3: parameters wait in host memory (torch)")
+    add(
+        "--persistence-threshold",
+        type=at_least(0),
+        default=100_000,
+        help="stage 3: parameters of fewer elements stay whole (default: 100000)",
+    )
     add(
         "--schedule",
         choices=("overlap", "serial", "delayed"),
@@ -167,6 +175,7 @@ def parse(arguments: list[str] | None) -> tuple[Settings, Files]:
     of_preset = {name: value for name, value in vars(preset).items() if name != "gpt"}
     chosen = of_preset | {name: value for name, value in given.items() if value is not None}
     out, trace = chosen.pop("out", None), chosen.pop("trace", None)
+    chosen.setdefault("offload_param", None)
     chosen["clip"] = chosen["clip"] or None
     gpt = preset.gpt
     if gpt.positions is not None:
@@ -373,7 +382,7 @@ def finish(
         print(f"training losses that differ in any bit: {len(differing)} of {len(records)}")
         summary |= {"plain_held_out_loss": finite(plain_held_out), "plain_tokens_per_second": plain_rate}
 
-    if sample_bytes and ranks.rank == 0:
+    if sample_bytes and (ranks.rank == 0 or settings.stage == 3):  # in stage 3 no rank runs the model alone
         text = sample(offloaded, settings, sample_bytes)
         print(f"\n--- sample, temperature {TEMPERATURE} ---\n{text}\n---")
         summary["sample"] = text

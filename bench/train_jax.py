@@ -190,6 +190,7 @@ class Offloaded(JaxTrainer):
             gradient_accumulation_steps=settings.accumulate,
             param_dtype=settings.param_dtype,
             stage=settings.stage,
+            offload_param=settings.offload_param,
             schedule=settings.schedule,
             mesh=self.mesh,
         )

@@ -126,6 +126,8 @@ class Offloaded(TorchTrainer):
             gradient_accumulation_steps=settings.accumulate,
             param_dtype=settings.param_dtype,
             stage=settings.stage,
+            offload_param=settings.offload_param,
+            param_persistence_threshold=settings.persistence_threshold,
             schedule=settings.schedule,
         )
         self.schedule = make_schedule(self.engine.optimizer, settings)

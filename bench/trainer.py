@@ -28,6 +28,8 @@ class Settings:
     """Of each process."""
     param_dtype: str
     stage: int
+    offload_param: str | None
+    persistence_threshold: int
     schedule: str
     seed: int
     steps: int

@@ -52,6 +52,10 @@ static inline vbits v_abs_max(vbits running, v32 x) {
     __m256i magnitude = _mm256_and_si256(_mm256_castps_si256(x), _mm256_set1_epi32(0x7fffffff));
     return _mm256_max_epu32(running, magnitude);
 }
+static inline vbits v_abs_min(vbits running, v32 x) {
+    __m256i magnitude = _mm256_and_si256(_mm256_castps_si256(x), _mm256_set1_epi32(0x7fffffff));
+    return _mm256_max_epu32(running, _mm256_sub_epi32(_mm256_setzero_si256(), magnitude));
+}
 static inline uint32_t v_bits_top(vbits a) {
     uint32_t each[8], top = 0;
     _mm256_storeu_si256((__m256i *)each, a);
@@ -68,15 +72,11 @@ static inline v64 w_sub(v64 a, v64 b) { return _mm256_sub_pd(a, b); }
 static inline v64 w_fma(v64 a, v64 b, v64 c) { return _mm256_fmadd_pd(a, b, c); }
 static inline vint w_int_zero(void) { return _mm256_setzero_si256(); }
 static inline vint w_bits_add(vint sum, v64 a) { return _mm256_add_epi64(sum, _mm256_castpd_si256(a)); }
-static inline vint w_bits_differ(vint any, v64 a, v64 b) {
-    return _mm256_or_si256(any, _mm256_castpd_si256(_mm256_xor_pd(a, b)));
-}
 static inline uint64_t w_int_sum(vint a) {
     uint64_t each[4];
     _mm256_storeu_si256((__m256i *)each, a);
     return each[0] + each[1] + each[2] + each[3];
 }
-static inline int w_int_any(vint a) { return !_mm256_testz_si256(a, a); }
 
 #include "kernels_simd.h"
 

@@ -52,6 +52,10 @@ static inline vbits v_abs_max(vbits running, v32 x) {
     __m512i magnitude = _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(0x7fffffff));
     return _mm512_max_epu32(running, magnitude);
 }
+static inline vbits v_abs_min(vbits running, v32 x) {
+    __m512i magnitude = _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(0x7fffffff));
+    return _mm512_max_epu32(running, _mm512_sub_epi32(_mm512_setzero_si512(), magnitude));
+}
 static inline uint32_t v_bits_top(vbits a) { return _mm512_reduce_max_epu32(a); }
 
 static inline v64 w_low(v32 a) { return _mm512_cvtps_pd(_mm512_castps512_ps256(a)); }
@@ -62,9 +66,6 @@ static inline v64 w_sub(v64 a, v64 b) { return _mm512_sub_pd(a, b); }
 static inline v64 w_fma(v64 a, v64 b, v64 c) { return _mm512_fmadd_pd(a, b, c); }
 static inline vint w_int_zero(void) { return _mm512_setzero_si512(); }
 static inline vint w_bits_add(vint sum, v64 a) { return _mm512_add_epi64(sum, _mm512_castpd_si512(a)); }
-static inline vint w_bits_differ(vint any, v64 a, v64 b) {
-    return _mm512_or_si512(any, _mm512_castpd_si512(_mm512_xor_pd(a, b)));
-}
 static inline uint64_t w_int_sum(vint a) { /* GCC's _mm512_reduce_add_epi64 adds signed numbers: overflow is undefined */
     uint64_t each[8], sum = 0;
     _mm512_storeu_si512(each, a);
@@ -72,7 +73,6 @@ static inline uint64_t w_int_sum(vint a) { /* GCC's _mm512_reduce_add_epi64 adds
         sum += each[i];
     return sum;
 }
-static inline int w_int_any(vint a) { return _mm512_test_epi64_mask(a, a) != 0; }
 
 #include "kernels_simd.h"
 

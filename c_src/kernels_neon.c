@@ -42,6 +42,10 @@ static inline vbits v_bits_zero(void) { return vdupq_n_u32(0); }
 static inline vbits v_abs_max(vbits running, v32 x) {
     return vmaxq_u32(running, vandq_u32(vreinterpretq_u32_f32(x), vdupq_n_u32(0x7fffffff)));
 }
+static inline vbits v_abs_min(vbits running, v32 x) {
+    uint32x4_t magnitude = vandq_u32(vreinterpretq_u32_f32(x), vdupq_n_u32(0x7fffffff));
+    return vmaxq_u32(running, vsubq_u32(vdupq_n_u32(0), magnitude));
+}
 static inline uint32_t v_bits_top(vbits a) { return vmaxvq_u32(a); }
 
 static inline v64 w_low(v32 a) { return vcvt_f64_f32(vget_low_f32(a)); }
@@ -52,11 +56,7 @@ static inline v64 w_sub(v64 a, v64 b) { return vsubq_f64(a, b); }
 static inline v64 w_fma(v64 a, v64 b, v64 c) { return vfmaq_f64(c, a, b); }
 static inline vint w_int_zero(void) { return vdupq_n_u64(0); }
 static inline vint w_bits_add(vint sum, v64 a) { return vaddq_u64(sum, vreinterpretq_u64_f64(a)); }
-static inline vint w_bits_differ(vint any, v64 a, v64 b) {
-    return vorrq_u64(any, veorq_u64(vreinterpretq_u64_f64(a), vreinterpretq_u64_f64(b)));
-}
 static inline uint64_t w_int_sum(vint a) { return vaddvq_u64(a); }
-static inline int w_int_any(vint a) { return (vgetq_lane_u64(a, 0) | vgetq_lane_u64(a, 1)) != 0; }
 
 #include "kernels_simd.h"
 

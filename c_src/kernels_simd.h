@@ -4,10 +4,11 @@
  *   v_set, v_load, v_store, v_stream, v_add, v_sub, v_mul, v_div, v_sqrt, v_fma(a, b, c) = a * b + c
  *   v_load_bf16, v_load_f16, v_store_bf16, v_store_f16, v_stream_bf16, v_stream_f16
  *   v_abs_max(running, x)   running maximum of the absolute bits, as an integer vector vbits
+ *   v_abs_min(running, x)   running maximum of minus the absolute bits, modulo 2^32: that of the smallest but zero
  *   v_bits_zero, v_bits_top(vbits) -> uint32_t
  *   w_low, w_high (v32 -> v64), w_set, w_add, w_sub, w_fma
- *   w_bits_add(vint, v64)   integer sum with the bits of a double; w_bits_differ(vint, v64, v64): or of xors
- *   w_int_zero, w_int_sum(vint) -> uint64_t, w_int_any(vint) -> int
+ *   w_bits_add(vint, v64)   integer sum with the bits of a double
+ *   w_int_zero, w_int_sum(vint) -> uint64_t
  *   v_fence                 after streaming stores
  *
  * A tail shorter than a vector is copied to a padded vector and takes the same path, so an element's bits
@@ -40,6 +41,14 @@ INLINE void store_from_f32(void *array, int dtype, int64_t i, v32 x, int stream)
         stream ? v_stream((float *)array + i, x) : v_store((float *)array + i, x);
         break;
     }
+}
+
+/* Ask for the cache line of an element that the loop comes to later. The processor's own prefetching stops at the end of
+ * each page, and pages that were not allocated here are small. Past the array's end nothing is read. */
+enum { FETCH_AHEAD = 1024 };
+
+INLINE void fetch(const void *array, int dtype, int64_t i) {
+    __builtin_prefetch((const void *)((uintptr_t)array + (uintptr_t)(i * oc_itemsize(dtype))));
 }
 
 /* A partial vector, padded with zeros. */
@@ -96,6 +105,10 @@ INLINE void adam_range(const oc_segment *a, int64_t begin, int64_t end, const ad
     int64_t i = begin;
     /* main loop */
     for (; i + LANES <= end; i += LANES) {
+        fetch(a->grad, grad_dtype, i + FETCH_AHEAD);
+        fetch(a->master, OC_FLOAT32, i + FETCH_AHEAD);
+        fetch(a->exp_avg, OC_FLOAT32, i + FETCH_AHEAD);
+        fetch(a->exp_avg_sq, OC_FLOAT32, i + FETCH_AHEAD);
         v32 g = load_as_f32(a->grad, grad_dtype, i), m = v_load(a->exp_avg + i), v = v_load(a->exp_avg_sq + i);
         v32 p = adam_element(g, v_load(a->master + i), &m, &v, &c, op_order);
         v_store(a->master + i, p);
@@ -174,71 +187,91 @@ static void adam(const oc_segment *a, int64_t begin, int64_t end, const oc_adam_
 
 /* --- sum of squares ------------------------------------------------------------------------------ */
 
-INLINE void extract(v64 x, v64 above, v64 below, vint *in_upper, vint *in_lower, vint *left) {
-    v64 shifted = w_fma(x, x, above);
-    v64 rest = w_fma(x, x, w_sub(above, shifted)); /* x * x - (shifted - above), exactly */
-    v64 shifted_rest = w_add(rest, below);
-    *in_upper = w_bits_add(*in_upper, shifted);
-    *in_lower = w_bits_add(*in_lower, shifted_rest);
-    *left = w_bits_differ(*left, rest, w_sub(shifted_rest, below));
+/* What an extractor's window took in over n terms, each of which carries the extractor's own bits. */
+INLINE void add_window(int64_t *bins, int lowest_bit, vint sum, double extractor, int64_t n) {
+    uint64_t bits;
+    memcpy(&bits, &extractor, sizeof bits);
+    oc_add_at(bins, lowest_bit, (int64_t)(w_int_sum(sum) - (uint64_t)n * bits));
 }
 
-/* The squares of one block of n floats (a multiple of LANES), whose largest absolute bits are given. */
-INLINE void sum_block(const float *x, int64_t n, uint32_t max_bits, int64_t *bins) {
+INLINE vint in_window(v64 x, v64 above, vint sum) { return w_bits_add(sum, w_fma(x, x, above)); }
+
+INLINE void in_windows(v64 x, v64 above, v64 below, vint *in_upper, vint *in_lower) {
+    v64 shifted = w_fma(x, x, above);
+    v64 rest = w_fma(x, x, w_sub(above, shifted)); /* x * x - (shifted - above), exactly */
+    *in_upper = w_bits_add(*in_upper, shifted);
+    *in_lower = w_bits_add(*in_lower, w_add(rest, below));
+}
+
+/* The squares of one block of n floats (a multiple of LANES), given the absolute bits of the largest and of the
+ * smallest but zero; each is a multiple of its exponent's power of two over 2^fraction_bits. What follows the block's
+ * source is fetched meanwhile: reading it is otherwise all that the next block begins with. */
+INLINE void sum_block(const float *x, int64_t n, uint32_t max_bits, uint32_t min_bits, int fraction_bits,
+                      const void *next, int dtype, int64_t *bins) {
     if (max_bits >= 0x7f800000) {
         bins[OC_NORM_NONFINITE]++;
         return;
     }
+    if (max_bits == 0)
+        return;
     int upper = oc_upper_window(max_bits), lower = upper - OC_WINDOW_BITS;
+    int lowest = 2 * (oc_exponent(min_bits) - fraction_bits);
     double above = oc_extractor(upper), below = oc_extractor(lower);
     v64 above_v = w_set(above), below_v = w_set(below);
-    vint in_upper = w_int_zero(), in_lower = w_int_zero(), left = w_int_zero();
-    for (int64_t i = 0; i < n; i += LANES) {
-        v32 values = v_load(x + i);
-        extract(w_low(values), above_v, below_v, &in_upper, &in_lower, &left);
-        extract(w_high(values), above_v, below_v, &in_upper, &in_lower, &left);
-    }
-    if (w_int_any(left)) {
+    if (lowest >= upper) {
+        vint even = w_int_zero(), odd = w_int_zero();
+        for (int64_t i = 0; i < n; i += LANES) {
+            v32 values = v_load(x + i);
+            fetch(next, dtype, i);
+            even = in_window(w_low(values), above_v, even);
+            odd = in_window(w_high(values), above_v, odd);
+        }
+        add_window(bins, upper, even, above, n / 2);
+        add_window(bins, upper, odd, above, n / 2);
+    } else if (lowest >= lower) {
+        vint in_upper = w_int_zero(), in_lower = w_int_zero();
+        for (int64_t i = 0; i < n; i += LANES) {
+            v32 values = v_load(x + i);
+            fetch(next, dtype, i);
+            in_windows(w_low(values), above_v, below_v, &in_upper, &in_lower);
+            in_windows(w_high(values), above_v, below_v, &in_upper, &in_lower);
+        }
+        add_window(bins, upper, in_upper, above, n);
+        add_window(bins, lower, in_lower, below, n);
+    } else {
         for (int64_t i = 0; i < n; i++)
             oc_add_square(bins, x[i]);
-        return;
     }
-    /* Each term carries its extractor's bits: take n of them off again, modulo 2^64. */
-    uint64_t above_bits, below_bits;
-    memcpy(&above_bits, &above, 8);
-    memcpy(&below_bits, &below, 8);
-    oc_add_at(bins, upper, (int64_t)(w_int_sum(in_upper) - (uint64_t)n * above_bits));
-    oc_add_at(bins, lower, (int64_t)(w_int_sum(in_lower) - (uint64_t)n * below_bits));
 }
 
 INLINE void sum_squares_of(const void *src, int dtype, int64_t n, int64_t *bins) {
+    const int fraction_bits = dtype == OC_BFLOAT16 ? 7 : dtype == OC_FLOAT16 ? 10 : 23;
     _Alignas(64) float scratch[OC_BLOCK];
     for (int64_t start = 0; start < n; start += OC_BLOCK) {
         int64_t count = n - start < OC_BLOCK ? n - start : OC_BLOCK;
         int64_t whole = count / LANES * LANES, padded = (count + LANES - 1) / LANES * LANES;
-        const float *x = scratch;
-        vbits largest = v_bits_zero();
-        if (dtype == OC_FLOAT32 && whole == count) {
-            x = (const float *)src + start;
-            for (int64_t i = 0; i < count; i += LANES)
-                largest = v_abs_max(largest, v_load(x + i));
-        } else {
-            /* main loop */
-            for (int64_t i = 0; i < whole; i += LANES) {
-                v32 values = load_as_f32(src, dtype, start + i);
-                largest = v_abs_max(largest, values);
+        int in_place = dtype == OC_FLOAT32 && whole == count;
+        vbits largest = v_bits_zero(), smallest = v_bits_zero();
+        /* main loop */
+        for (int64_t i = 0; i < whole; i += LANES) {
+            v32 values = load_as_f32(src, dtype, start + i);
+            largest = v_abs_max(largest, values);
+            smallest = v_abs_min(smallest, values);
+            if (!in_place)
                 v_store(scratch + i, values);
-            }
-            /* tail */
-            if (whole < count) {
-                lanes tail;
-                to_lanes(&tail, src, dtype, start + whole, count - whole);
-                v32 values = load_as_f32(tail.bytes, dtype, 0);
-                largest = v_abs_max(largest, values);
-                v_store(scratch + whole, values);
-            }
         }
-        sum_block(x, padded, v_bits_top(largest), bins);
+        /* tail */
+        if (whole < count) {
+            lanes tail;
+            to_lanes(&tail, src, dtype, start + whole, count - whole);
+            v32 values = load_as_f32(tail.bytes, dtype, 0);
+            largest = v_abs_max(largest, values);
+            smallest = v_abs_min(smallest, values);
+            v_store(scratch + whole, values);
+        }
+        const float *x = in_place ? (const float *)src + start : scratch;
+        const void *next = (const char *)src + (start + count) * oc_itemsize(dtype);
+        sum_block(x, padded, v_bits_top(largest), 0u - v_bits_top(smallest), fraction_bits, next, dtype, bins);
     }
 }
 
@@ -255,8 +288,11 @@ static void sum_squares(const void *src, int dtype, int64_t n, int64_t *bins) {
 INLINE void accumulate_range(const void *src, int dtype, float *dst, int64_t n) {
     int64_t i = 0;
     /* main loop */
-    for (; i + LANES <= n; i += LANES)
+    for (; i + LANES <= n; i += LANES) {
+        fetch(src, dtype, i + FETCH_AHEAD);
+        fetch(dst, OC_FLOAT32, i + FETCH_AHEAD);
         v_store(dst + i, v_add(v_load(dst + i), load_as_f32(src, dtype, i)));
+    }
     /* tail */
     if (i < n) {
         lanes addend, sum;
@@ -276,9 +312,12 @@ static void accumulate(const void *src, int dtype, float *dst, int64_t n) {
 }
 
 INLINE v32 reduced(const void *src, int dtype, int64_t n_sources, int64_t stride, float divisor, int64_t i) {
+    fetch(src, dtype, i + FETCH_AHEAD);
     v32 sum = load_as_f32(src, dtype, i);
-    for (int64_t r = 1; r < n_sources; r++)
+    for (int64_t r = 1; r < n_sources; r++) {
+        fetch(src, dtype, r * stride + i + FETCH_AHEAD);
         sum = v_add(sum, load_as_f32(src, dtype, r * stride + i));
+    }
     return divisor == 1 ? sum : v_div(sum, v_set(divisor));
 }
 
@@ -319,8 +358,10 @@ static void reduce(const void *src, int dtype, int64_t n_sources, int64_t stride
 INLINE void cast_range(const void *src, int src_dtype, void *dst, int dst_dtype, int64_t n) {
     int64_t i = 0;
     /* main loop */
-    for (; i + LANES <= n; i += LANES)
+    for (; i + LANES <= n; i += LANES) {
+        fetch(src, src_dtype, i + FETCH_AHEAD);
         store_from_f32(dst, dst_dtype, i, load_as_f32(src, src_dtype, i), 0);
+    }
     /* tail */
     if (i < n) {
         lanes from, to;

@@ -2,10 +2,10 @@
  *
  * A float's square is an integer multiple of 2^-298 and is added as such. The vector kernels do it for a
  * block at a time: a square is exact in double, and adding 1.5 * 2^(52 + L) to it rounds it to a multiple of
- * 2^L, exactly, leaving that multiple as an integer in the low bits of the sum. Two such windows of 50 bits,
- * the upper one placed by the block's largest element, take in every square whole, but for elements below
- * 2^-26 of the largest; a block with one of those is added element by element. The parts are integers, so
- * no order and no cut of the elements can change the result. After J. Demmel, P. Ahrens and H. D. Nguyen,
+ * 2^L, exactly, leaving that multiple as an integer in the low bits of the sum. One such window of 50 bits,
+ * placed by the block's largest element, takes in the squares of bfloat16s down to 2^-17 of it whole, two those
+ * down to 2^-42 (of fp32s down to 2^-26); a block with smaller ones is added element by element. The parts are
+ * integers, so no order and no cut of the elements can change the result. After J. Demmel, P. Ahrens and H. D. Nguyen,
  * "Efficient Reproducible Floating Point Summation and BLAS" (UCB/EECS-2016-121), section 3; there the bins
  * below the highest few are dropped, here nothing is.
  */
@@ -37,10 +37,15 @@ static inline void oc_add_square(int64_t *digits, float x) {
     oc_add_at(digits, 2 * ((biased ? biased : 1) - 150), significand * significand);
 }
 
+/* The exponent of the float with these absolute bits; of a subnormal, that of the least normal. */
+static inline int oc_exponent(uint32_t bits) {
+    int biased = (int)(bits >> 23);
+    return (biased ? biased : 1) - 127;
+}
+
 /* The lowest bit of the upper window for a block whose largest absolute bits these are. */
 static inline int oc_upper_window(uint32_t max_bits) {
-    int biased = (int)(max_bits >> 23);
-    int lowest = 2 * ((biased ? biased : 1) - 127) + 2 - OC_WINDOW_BITS;
+    int lowest = 2 * oc_exponent(max_bits) + 2 - OC_WINDOW_BITS;
     int least = OC_LOWEST_BIT + OC_WINDOW_BITS; /* leaves room for the lower one */
     return lowest > least ? lowest : least;
 }

@@ -90,14 +90,16 @@ class FakeDevice:
         for lane in self._lanes.values():
             lane.shutdown()
 
-    def dtype(self, tensor: FakeTensor) -> ElementType:
-        return BY_NUMPY[tensor.memory.dtype]
+    def dtype(self, tensor: FakeTensor | np.ndarray) -> ElementType:
+        return BY_NUMPY[(tensor.memory if isinstance(tensor, FakeTensor) else tensor).dtype]
 
-    def numel(self, tensor: FakeTensor) -> int:
-        return tensor.memory.size
+    def numel(self, tensor: FakeTensor | np.ndarray) -> int:
+        return (tensor.memory if isinstance(tensor, FakeTensor) else tensor).size
 
-    def host_array(self, tensor: FakeTensor) -> HostArray:
-        raise TypeError("a FakeTensor is not in host memory")
+    def host_array(self, tensor: FakeTensor | np.ndarray) -> HostArray:
+        if isinstance(tensor, FakeTensor):
+            raise TypeError("a FakeTensor is not in host memory")
+        return HostArray.of(tensor)
 
     def to_host(self, copies: Sequence[Copy], host: np.ndarray) -> Event:
         after = self.mark()

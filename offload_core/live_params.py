@@ -2,14 +2,14 @@
 ahead in between.
 
 Shards are gathered in one thread, apart from what else travels between ranks (:class:`GatheringDevice`), in the order
-in which it was asked for. Every decision follows from the order of uses and from sizes, so that ranks which run the same
-modules gather in the same order; ``digest`` tells where they did not.
+in which it was asked for. Every decision follows from the order of uses and from sizes, so that ranks which run the
+same modules gather in the same order; ``digest`` tells where they did not.
 """
 
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -144,6 +144,11 @@ class LiveParams:
             digest, self.digest = self.digest, 0
             return digest
 
+    def forget_order(self) -> None:
+        """Expect nothing of the rounds to come: this rank's last ones may have been others than the others'."""
+        with self._lock:
+            self._order.forget()
+
     # --- decisions -----------------------------------------------------------------------------------
 
     def _stays(self, param: PartitionedParam) -> bool:
@@ -205,8 +210,9 @@ class LiveParams:
 
     def _release(self, param: PartitionedParam) -> None:
         gathering, param.gathering = param.gathering, None
-        if gathering is not None and gathering.exception() is None:
-            gathering.result().order()  # nothing writes to memory that others may have by then
+        if gathering is not None:
+            with suppress(Exception):  # whoever needs it has been told
+                gathering.result().order()  # nothing writes to memory that others may have by then
         param.memory.free()
         del self._whole[param]
         self._ahead.pop(param, None)

@@ -92,6 +92,10 @@ class Pipeline:
         """What :meth:`add_parameters` of ``specs`` would allocate, and what the device holds besides."""
         return self._buckets.plan(specs)
 
+    def reserve(self, n_bytes: int) -> None:
+        """Plan with so many bytes that the front end allocates in ``memory`` besides."""
+        self._buckets.planned_host_bytes += n_bytes
+
     def add_parameters(self, specs: Sequence[ParamSpec], tensors: Sequence[Any]) -> None:
         """Take on parameters: allocate their states, master weights starting from ``tensors``.
 

@@ -50,6 +50,12 @@ class UseOrder:
         self._kind, self._uses, self._position = kind, [], 0
         self._followed = self._recordings.get(kind) or _Recording([], [])
 
+    def forget(self) -> None:
+        """Nothing is known."""
+        self._recordings = {}
+        self._uses, self._position = [], 0
+        self._followed = _Recording([], [])
+
     def use(self, param: int) -> None:
         """A parameter is used."""
         self._uses.append(param)

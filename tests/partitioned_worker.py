@@ -1,23 +1,35 @@
 """One rank of a real process group with partitioned parameters: SCENARIO RANK WORLD_SIZE FOLDER, as rank_worker.py."""
 
+import os
+import signal
+
 import torch
-from partitioned_models import MODELS
+import torch.distributed as dist
+from partitioned_models import MODELS, External, external_loss, gpt, gpt_loss
 from rank_worker import bits, main
 from torch import nn
 
+import frontends.torch.optimizer as optimizer_module
+import frontends.torch.partitioned as partitioned_module
 from frontends.torch import gathered_parameters, wrap
+from frontends.torch.collectives import TorchRanks
+from frontends.torch.device import memory_of
+from frontends.torch.device_ranks import DeviceRanks
+from offload_core import CollectiveError, StateError
 
-STEPS = 20
-WINDOWS = {
-    "default": {},
-    "narrow": {"max_live_parameters": 4000, "prefetch_bucket_size": 2500, "max_reuse_distance": 3000},
-    "none": {"max_live_parameters": 0, "prefetch_bucket_size": 0, "max_reuse_distance": 0},
-}
+NARROW = {"max_live_parameters": 4000, "prefetch_bucket_size": 2500, "max_reuse_distance": 3000}
+STAGE_3 = {"stage": 3, "param_persistence_threshold": 40, "reduce_bucket_size": 3000}
 
 
 def whole_bits(engine):
     with gathered_parameters(engine.module.parameters()):
         return bits(engine.module)
+
+
+def train(engine, loss_of, rank, steps, first=0):
+    for step in range(first, first + steps):
+        engine.backward(loss_of(engine, 2 * step + rank))
+        engine.step()
 
 
 def against_ddp(rank, world_size):
@@ -26,22 +38,115 @@ def against_ddp(rank, world_size):
     for name, (make, loss_of) in MODELS.items():
         ddp = nn.parallel.DistributedDataParallel(make())
         optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-2, fused=True)
-        for step in range(STEPS):
+        for step in range(20):
             loss_of(ddp, 2 * step + rank).backward()
             optimizer.step()
             optimizer.zero_grad()
-        result[f"{name} ddp"] = bits(ddp.module)
-        for stage, fields in [(2, {}), *((3, fields) for fields in WINDOWS.values())]:
-            engine = wrap(
-                make(), lr=1e-2, stage=stage, param_persistence_threshold=40, reduce_bucket_size=1000, **fields
-            )
-            for step in range(STEPS):
-                engine.backward(loss_of(engine, 2 * step + rank))
-                engine.step()
-            result[f"{name} {stage} {fields}"] = whole_bits(engine)
-            if stage == 3:
-                assert engine.optimizer.partitioned.live.numel == 0
+        found = {"ddp": bits(ddp.module)}
+        runs = {"stage 2": {"stage": 2}, "stage 3": {**STAGE_3, **NARROW}}
+        for stage, fields in {**runs, **({"stage 3, whole": STAGE_3} if name == "gpt" else {})}.items():
+            engine = wrap(make(), lr=1e-2, **fields)
+            train(engine, loss_of, rank, 20)
+            found[stage] = whole_bits(engine)
+        result[name] = found
     return result
+
+
+def on_devices(device, group, config, *, apart=False):
+    """Ranks that exchange buckets between devices, here the CPU's own memory."""
+    if apart:
+        group = dist.new_group(dist.get_process_group_ranks(group))
+    return DeviceRanks(memory_of(device), TorchRanks(group), group)
+
+
+def ways(rank, world_size):
+    """Checkpointing, accumulation, clipping, another element type; shards in host memory or between devices."""
+
+    def run(**fields):
+        model = gpt(activation_checkpointing=True)
+        model.blocks[0].requires_grad_(False)
+        if rank:
+            for p in model.parameters():
+                nn.init.normal_(p)  # rank 0's values are taken, of what is frozen too
+        engine = wrap(model, lr=1e-2, param_dtype="bfloat16", gradient_clipping=0.1, gradient_accumulation_steps=2,
+                      **fields)  # fmt: skip
+        train(engine, gpt_loss, rank, 4)
+        model.blocks[0].requires_grad_(True)
+        train(engine, gpt_loss, rank, 2, first=4)
+        return engine
+
+    engine = run()
+    result = {"stage 2": whole_bits(engine)}
+    engine = run(**STAGE_3, **NARROW)
+    parted = engine.optimizer.partitioned
+    whole = sum(p.nbytes for p in engine.module.parameters() if p not in parted)
+    n_bytes = sum(p.nbytes for p in engine.module.parameters() if p in parted)
+    memory = {"bytes": engine.memory_report().device_bytes - whole, "of": n_bytes, "peak": parted.live.peak_numel}
+    result["stage 3"] = whole_bits(engine)
+    result["offloaded"] = whole_bits(run(**STAGE_3, **NARROW, offload_param="cpu"))
+    optimizer_module.device_for = partitioned_module.device_for = on_devices
+    result["between devices"] = whole_bits(run(**STAGE_3, **NARROW))
+    engine = run(**STAGE_3, **NARROW, offload_param="cpu")
+    result["between devices, offloaded"] = whole_bits(engine)
+    engine.close()
+    result["closed"] = bits(engine.module)
+    return {"bits": result, "memory": memory}
+
+
+def changes(rank, world_size):
+    """One rank changes parameters for all, in the midst of training; then ranks run modules in another order."""
+    result = {"other order": other_order(rank)}
+    for name, fields in {"stage 2": {}, "stage 3": STAGE_3}.items():
+        engine = wrap(External(), lr=1e-2, param_dtype="bfloat16", **fields)
+        train(engine, external_loss, rank, 2)
+        places = [engine.module.embedding.weight, engine.module.blocks[0].first.bias, engine.module.scale.weight]
+        with gathered_parameters(places, modifier_rank=1), torch.no_grad():
+            for p in places:
+                p.mul_(1.5 if rank == 1 or not fields else 7.0)
+        train(engine, external_loss, rank, 2, first=2)
+        result[name] = whole_bits(engine)
+    return result
+
+
+def other_order(rank):
+    """Ranks that run equal modules in another order."""
+
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+
+        def forward(self, x, order):
+            for i in order:
+                x = self.parts[i](x)
+            return x.sum()
+
+    torch.manual_seed(0)
+    engine = wrap(Both(), lr=1e-2, **STAGE_3)
+    before = whole_bits(engine)
+    engine.backward(engine(torch.ones(2, 16), [0, 1] if rank == 0 else [1, 0]))
+    try:
+        engine.step()
+        said = None
+    except StateError as error:
+        said = str(error)
+    unchanged = whole_bits(engine) == before
+    engine.backward(engine(torch.ones(2, 16), [0, 1]))
+    return {"said": said, "unchanged": unchanged, "updated": engine.step().updated, "bits": whole_bits(engine)}
+
+
+def killed(rank, world_size):
+    """A rank that goes in the midst of a forward."""
+    engine = wrap(gpt(), **STAGE_3, **NARROW)
+    train(engine, gpt_loss, rank, 2)
+    if rank == 1:
+        engine.module.blocks[1].register_forward_pre_hook(lambda *args: os.kill(os.getpid(), signal.SIGKILL))
+    try:
+        gpt_loss(engine, 4)
+        said = None
+    except CollectiveError as error:
+        said = str(error)
+    return {"said": said, "live": engine.optimizer.partitioned.live.numel}
 
 
 if __name__ == "__main__":

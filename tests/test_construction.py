@@ -205,16 +205,26 @@ def test_shards_of_parameters_that_are_no_more_are_freed():
 def test_parameters_can_be_read_and_run_in_gathered_parameters_only():
     with init(**STAGE_3):
         model = nn.Linear(SIDE, SIDE)
-    for read in (model.state_dict, lambda: model.weight.sum(), lambda: model(torch.ones(SIDE)), lambda: str(model.weight)):
-        with pytest.raises(StateError, match=r"parameter 'Linear.weight', built in shards by init\(\), was read; expected"):
+    for read in (
+        model.state_dict,
+        lambda: model.weight.sum(),
+        lambda: model(torch.ones(SIDE)),
+        lambda: str(model.weight),
+    ):
+        with pytest.raises(
+            StateError, match=r"parameter 'Linear.weight', built in shards by init\(\), was read; expected"
+        ):
             read()
     with gathered_parameters(model.weight):
         model(torch.ones(SIDE)).sum().backward()
         kept = model.state_dict()["weight"]
     assert whole_numel([model.weight]) == 0
-    with pytest.raises(StateError, match="which says that no rank changes it"):
-        with gathered_parameters(model.weight), torch.no_grad():
-            model.weight.zero_()
+    with (
+        pytest.raises(StateError, match="which says that no rank changes it"),
+        gathered_parameters(model.weight),
+        torch.no_grad(),
+    ):
+        model.weight.zero_()
     with gathered_parameters(model.weight):
         assert torch.equal(model.weight, kept)
     with gathered_parameters(model.weight, modifier_rank=0), gathered_parameters([model.weight, model.weight]):
@@ -249,8 +259,8 @@ def small():
         (lambda m: wrap(m, stage=3), StateError, "offload_param=None on these ranks keeps parameters whole"),
         (lambda m: wrap(m, params=[m[1].bias], stage=2), StateError, "'0.weight' was built in shards"),
         (lambda m: OffloadedAdamW(m.parameters()), StateError, "was built in shards"),
-        (lambda m: wrap(m, **{**STAGE_3, "reduce_bucket_size": 500}), ConfigError, "'0.weight' was cut for 1 ranks with "
-         "reduce_bucket_size=1000 by init"),
+        (lambda m: wrap(m, **{**STAGE_3, "reduce_bucket_size": 500}), ConfigError,
+         "'0.weight' was cut for 1 ranks with reduce_bucket_size=1000 by init"),
     ],
 )  # fmt: skip
 def test_an_engine_that_would_not_cut_alike_is_refused_and_another_takes_the_shards(act, kind, match):
@@ -268,7 +278,7 @@ def test_an_engine_that_would_not_cut_alike_is_refused_and_another_takes_the_sha
 def test_a_model_is_not_wrapped_while_it_is_built():
     with init(**STAGE_3):
         model = small()
-        with pytest.raises(StateError, match=r"inside init\(\).*after the with block"):
+        with pytest.raises(StateError, match=r"inside init\(\).*after the block"):
             wrap(model, **STAGE_3)
     wrap(model, **STAGE_3)
 
@@ -278,15 +288,20 @@ def test_a_model_is_not_wrapped_while_it_is_built():
 
 def test_an_error_inside_leaves_torch_as_it_was():
     set_state = nn.Module.__setstate__
-    with pytest.raises(RuntimeError, match="mine"), init(**STAGE_3):
-        model = nn.Sequential(small(), small())
+    made = []
+
+    def fail():
+        made.append(nn.Sequential(small(), small()))
         raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="mine"), init(**STAGE_3):
+        fail()
     assert nn.Module.__setstate__ is set_state
     assert not torch_module._global_parameter_registration_hooks
     numel = 2 * 4 * SIDE * SIDE + 4 * SIDE
     assert whole_numel(small().parameters()) == numel
     with pytest.raises(StateError, match="was read"):
-        model[0][0].weight.sum()
+        made[0][0][0].weight.sum()
     with init(**STAGE_3):
         assert whole_numel(small().parameters()) < numel
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from frontends.torch import OffloadedAdamW, wrap
+from frontends.torch import OffloadedAdamW, gathered_parameters, wrap
 
 pytestmark = [
     pytest.mark.gpu,
@@ -71,6 +71,39 @@ def test_staging_is_pinned_and_gradients_leave_the_device():
     [work] = engine.optimizer.pipeline._buckets.all
     assert torch.from_numpy(work.home.view("uint8")).is_pinned()
     engine.step()
+
+
+@pytest.mark.parametrize("fields", [{}, {"max_live_parameters": 300_000, "prefetch_bucket_size": 140_000}], ids=str)
+def test_parameters_that_stream_from_the_host_give_the_bits_of_resident_ones(fields):
+    def deep(layers):
+        torch.manual_seed(0)
+        sizes = [(256, 512), (512, 256)] * (layers // 2)
+        return torch.nn.Sequential(*(torch.nn.Linear(*size) for size in sizes)).cuda()
+
+    options = {"lr": 1e-3, "param_dtype": "bfloat16", "gradient_clipping": 1.0}
+    held = {}
+    for layers in (12, 48):
+        plain = wrap(deep(layers), **options)
+        parted = wrap(deep(layers), **options, stage=3, offload_param="cpu", param_persistence_threshold=1000, **fields)
+        before = torch.cuda.memory_allocated()
+        for seed in range(6):
+            x = torch.randn(8, 256, generator=torch.Generator().manual_seed(seed)).cuda()
+            for engine in (plain, parted):
+                torch.cuda.reset_peak_memory_stats()
+                engine.backward(engine(x).float().pow(2).mean())
+                assert engine.step().updated
+                engine.flush()
+        held[layers] = torch.cuda.max_memory_allocated() - before
+        with gathered_parameters(parted.module.parameters()):
+            for p, q in zip(plain.parameters(), parted.parameters(), strict=True):
+                assert same_bits(p, q)
+        assert parted.optimizer.partitioned.live.numel == 0
+        shard = next(iter(parted.optimizer.partitioned._of.values())).shard
+        assert shard.is_pinned()
+        plain.close()
+        del plain, parted, p, q
+    if fields:
+        assert held[48] < 2 * held[12]  # gradients on their way, activations of 48 layers of 8 rows
 
 
 def test_the_optimizer_alone_reads_p_grad_on_the_device():

@@ -116,6 +116,7 @@ def test_float64_arrays_are_refused():
         ({"weight_decy": 0.1}, "unknown configuration field 'weight_decy'; did you mean 'weight_decay'?"),
         ({"param_dtype": "float64"}, "param_dtype: got 'float64'"),
         ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps: got 0"),
+        ({"stage": 3}, "stage=3 is built for torch only so far"),
         ({"config": "ds_config.json"}, "config: got the path 'ds_config.json'"),
         ({"config": {"learning_rates": 1}}, "unknown configuration field 'learning_rates'"),
     ],

@@ -87,8 +87,10 @@ MUTANTS = [
             "v_fma(*v, c->beta2, v_mul(v_mul(c->w2, g), g))",
         ),
         ("norm misses its tail", "padded = (count + LANES - 1) / LANES * LANES", "padded = whole"),
-        ("norm misses what its windows do", "if (w_int_any(left))", "if (0)"),
-        ("norm misses its lower window", "oc_add_at(bins, lower,", "(void)(bins, lower,"),
+        ("norm takes one window for two", "if (lowest >= upper) {", "if (1) {"),
+        ("norm misses what its windows do", "} else if (lowest >= lower) {", "} else if (1) {"),
+        ("norm misses its lower window", "add_window(bins, lower, in_lower, below, n);", ""),
+        ("norm takes the largest for the smallest", "0u - v_bits_top(smallest)", "v_bits_top(largest)"),
         ("tails of accumulation, reduction and cast skipped", "if (i < n) {", "if (0) {", 3),
         (
             "reduction misses ranks",

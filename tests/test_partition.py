@@ -1,5 +1,6 @@
 """Laws of the partition: pure integers."""
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import law
@@ -14,6 +15,7 @@ specs = st.lists(
         numel=st.integers(0, 300),
         dtype=st.sampled_from([FLOAT32, BFLOAT16]),
         group=st.integers(0, 2),
+        partitioned=st.booleans(),
     ),
     max_size=12,
 )
@@ -56,9 +58,35 @@ def test_a_bucket_has_at_most_one_piece_of_a_parameter_and_only_the_last_has_pad
     buckets = build_buckets(params, world_size=world_size, bucket_numel=bucket_numel)
     for bucket in buckets:
         assert len({piece.param for piece in bucket.pieces}) == len(bucket.pieces)
-        last_alike = max(b.index for b in buckets if b.key == bucket.key)
-        if bucket.index != last_alike:
+        alike = [b.index for b in buckets if b.key == bucket.key]
+        if bucket.partitioned:
+            alike = [b.index for b in buckets if b.partitioned and b.pieces[0].param == bucket.pieces[0].param]
+        if bucket.index != max(alike):
             assert sum(piece.numel for piece in bucket.pieces) == bucket.padded_numel
+
+
+@law(200)
+@given(specs, world_sizes, bucket_sizes)
+def test_the_shards_of_a_partitioned_parameter_lie_end_to_end_in_each_rank_s_tensor(params, world_size, bucket_numel):
+    buckets = build_buckets(params, world_size=world_size, bucket_numel=bucket_numel)
+    for param, spec in enumerate(params):
+        of = [bucket for bucket in buckets if any(piece.param == param for piece in bucket.pieces)]
+        assert all(bucket.partitioned == spec.partitioned for bucket in of)
+        if not spec.partitioned:
+            continue
+        assert all({piece.param for piece in bucket.pieces} == {param} for bucket in of)
+        # What a rank holds: every bucket's shard of the padded parameter, one after the other.
+        padded = np.full(sum(bucket.padded_numel for bucket in of), -1)
+        padded[: spec.numel] = np.arange(spec.numel)
+        for rank in range(world_size):
+            held = [padded[b.start :][: b.padded_numel].reshape(world_size, -1)[rank] for b in of]
+            held = np.concatenate(held) if held else padded
+            assert [bucket.shard_start for bucket in of] == [sum(b.shard_numel for b in of[:i]) for i in range(len(of))]
+            found = np.full(held.size, -1)
+            for bucket in of:
+                for piece in bucket.shards([rank]):
+                    found[bucket.in_tensor(piece) :][: piece.numel] = np.arange(piece.start, piece.stop)
+            assert found.tolist() == held.tolist()
 
 
 def test_later_parameters_come_first():

@@ -136,9 +136,10 @@ def test_two_ranks_have_the_losses_of_torch_adamw_on_their_averaged_gradients_bi
     assert summary["held_out_loss"] == summary["plain_held_out_loss"]
 
 
-def test_stage_1_does_what_stage_2_does(of_two_ranks, tmp_path: Path) -> None:
-    out = tmp_path / "stage1"
-    done = torchrun("-m", "bench.train", *FEW, "--clip=0", "--stage=1", f"--out={out}")
+@pytest.mark.parametrize("stage", [["--stage=1"], ["--stage=3", "--offload-param=cpu", "--persistence-threshold=999"]])
+def test_another_stage_does_what_stage_2_does(stage: list[str], of_two_ranks, tmp_path: Path) -> None:
+    out = tmp_path / "other"
+    done = torchrun("-m", "bench.train", *FEW, "--clip=0", *stage, f"--out={out}")
     assert done.returncode == 0, done.stderr
     held_out = [json.loads((folder / "summary.json").read_text())["held_out_loss"] for folder in (out, of_two_ranks[1])]
     assert held_out[0] == held_out[1]
@@ -154,9 +155,9 @@ def test_two_ranks_see_the_text_of_one_that_accumulates(of_two_ranks, tmp_path: 
 
 
 def test_what_all_ranks_find_wrong_is_said_once() -> None:
-    done = torchrun("-m", "bench.train", "--stage=3")
+    done = torchrun("-m", "bench.train", "--stage=4")
     assert done.returncode != 0
-    assert done.stderr.count("error: argument --stage: invalid choice: 3") == 1
+    assert done.stderr.count("error: argument --stage: invalid choice: 4") == 1
 
 
 @pytest.mark.parametrize("frontend", ["torch", "jax"])
@@ -343,7 +344,7 @@ def test_a_run_that_was_not_interrupted_leaves_ctrl_c_as_it_was() -> None:
         (["--steps=0"], "expected at least 1"),
         (["--lr=nan"], "expected a finite number"),
         (["--clip=-1"], "expected a finite number"),
-        (["--stage=3"], "invalid choice: 3"),
+        (["--stage=4"], "invalid choice: 4"),
         (["--param-dtype=float16", "--compare"], "no plain loop for float16"),
         (["--frontend=keras"], "invalid choice: 'keras'"),
         (["--devices=2"], "in torch a process has one"),

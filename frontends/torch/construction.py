@@ -147,9 +147,9 @@ class Shards(Cut):
         """
         if [(b.pieces, b.shard_numel) for b in cut.buckets] != [(b.pieces, b.shard_numel) for b in self.buckets]:
             raise ConfigError(
-                f"parameter {cut.spec.name!r} was cut for {self.buckets[0].world_size} ranks with reduce_bucket_size="
-                f"{self.home.config.reduce_bucket_size} by init(), and wrap() would cut it otherwise; expected the same "
-                "process group and reduce_bucket_size: give both the same configuration"
+                f"parameter {cut.spec.name!r} was cut for {self.device.world_size} ranks with reduce_bucket_size="
+                f"{self.home.config.reduce_bucket_size} by init(), and wrap() would cut it otherwise; expected the "
+                "same process group and reduce_bucket_size: give both the same configuration"
             )
         return self.values
 
@@ -186,7 +186,9 @@ def check_takes_none(named: Iterable[tuple[str, torch.Tensor]], config: OffloadC
 def check_finished() -> None:
     """Raise :class:`StateError` inside ``init()``."""
     if _active() is not None:
-        raise StateError("a model is wrapped inside init(), which still builds it; expected wrap() after the with block")
+        raise StateError(
+            "a model is wrapped inside init(), which builds it still; expected wrap() after the block"
+        )
 
 
 @contextmanager
@@ -482,8 +484,10 @@ _set_state = nn.Module.__setstate__
 def _set_state_and_register(module: nn.Module, state: Any) -> None:
     _set_state(module, state)
     active = _active()
-    for name, param in module._parameters.items() if active is not None else ():
-        active._registered(module, name, param)
+    if active is not None:
+        for name, param in module._parameters.items():
+            if param is not None:
+                active.track(module, name, param)
 
 
 @contextmanager
@@ -492,11 +496,11 @@ def _copies_registered() -> Iterator[None]:
     global _building
     with _COPIES:
         _building += 1
-        nn.Module.__setstate__ = _set_state_and_register
+        nn.Module.__setstate__ = _set_state_and_register  # type: ignore[method-assign]
     try:
         yield
     finally:
         with _COPIES:
             _building -= 1
             if not _building:
-                nn.Module.__setstate__ = _set_state
+                nn.Module.__setstate__ = _set_state  # type: ignore[method-assign]

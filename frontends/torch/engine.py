@@ -87,8 +87,6 @@ class Engine(nn.Module):
         )
         self.config = self.optimizer.config
         parted = self.optimizer.partitioned
-        if parted is not None:
-            parted.keep_frozen(model)
         self._start_alike(model)
         if self.config.target_dtype is not None:
             dtype = TORCH_DTYPES[self.config.target_dtype]

@@ -185,7 +185,11 @@ class OffloadedAdamW(torch.optim.Optimizer):
             self.partitioned = PartitionedModel(model, first.device, process_group, pipeline)
         else:
             check_takes_none([*(entry[:2] for entry in named), *(model.named_parameters() if model else ())], config)
-        self._take_on(pipeline, [entry for entry in named if entry[1].requires_grad])
+        trained = [entry for entry in named if entry[1].requires_grad]
+        params = [param for _, param, _ in trained]
+        self._take_on(pipeline, trained, besides=self.partitioned.plan_frozen(params) if self.partitioned else 0)
+        if self.partitioned is not None:
+            self.partitioned.keep_frozen(params)
         self._pipeline = pipeline
 
     def _finish(self) -> None:
@@ -278,14 +282,18 @@ class OffloadedAdamW(torch.optim.Optimizer):
                     "expected one owner: use the first one, or end it with .close()"
                 )
 
-    def _take_on(self, pipeline: Pipeline, named: Sequence[tuple[str, torch.Tensor, int]]) -> None:
-        """Allocate states for these parameters; cast them to ``param_dtype``."""
+    def _take_on(self, pipeline: Pipeline, named: Sequence[tuple[str, torch.Tensor, int]], *, besides: int = 0) -> None:
+        """Allocate states for these parameters; cast them to ``param_dtype``.
+
+        Args:
+            besides: bytes of host memory that will be needed for others.
+        """
         for name, param, _ in named:
             check_param(name, param)
         target = self.config.target_dtype
         parted = self.partitioned
         specs = [spec_of(name, p, g, target, parted is not None and parted.takes(p)) for name, p, g in named]
-        pipeline.plan(specs).check(available_bytes())
+        pipeline.plan(specs).check(available_bytes() - besides)
         first = len(pipeline.params)
         cut = parted.cut([(spec, p) for spec, (_, p, _) in zip(specs, named, strict=True)]) if parted else {}
         pipeline.add_parameters(specs, [cut[p].shard if p in cut else flat(p) for _, p, _ in named])
@@ -454,6 +462,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
         """
         pipeline, hypers = self.pipeline, self._hypers()
         if boundary:
+            if self.partitioned is not None:
+                self.partitioned.check_closed()
             pipeline.check_expected(hypers, divisor=self._divisor, groups=self._groups())
         self._take_on_unfrozen()
         self._check_unchanged()
@@ -504,6 +514,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
                 pipeline.finish()
         except BaseException:
             pipeline.drop_gradients()
+            if self.partitioned is not None:
+                self.partitioned.live.forget_order()
             raise
         finally:
             for slot in self._slots.values():

@@ -13,7 +13,7 @@ parameter (``pending.py``).
 """
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +28,7 @@ from offload_core.buckets import PARAMETER_SHARDS
 from offload_core.errors import ParameterError, StateError
 from offload_core.layout import agree
 from offload_core.live_params import LiveParams, PartitionedParam
-from offload_core.partition import ParamSpec
+from offload_core.partition import ParamSpec, build_buckets
 from offload_core.pipeline import Pipeline
 
 from .construction import gathered_shards, hand_over, in_shards, shards_of, unexpected_change
@@ -112,13 +112,13 @@ class PartitionedModel:
         self.live = LiveParams(config, self._world)
         self._torch_device = device
         self._of: dict[int, PartitionedParameter] = {}
-        self._owners: dict[int, tuple[str, str]] = {}
-        """The names of a parameter and of the module that has it."""
+        self._owners: dict[int, tuple[torch.Tensor, str, str]] = {}
+        """A parameter, its name, and the module that has it, in words."""
         self._model = weakref.ref(model)
         for name, module in model.named_modules():
             for own, param in module.named_parameters(recurse=False):
                 words = f"{type(module).__name__} {name!r}" if name else type(module).__name__
-                self._owners.setdefault(id(param), (f"{name}.{own}" if name else own, words))
+                self._owners.setdefault(id(param), (param, f"{name}.{own}" if name else own, words))
                 _MODELS[id(param)] = self
         self._calls: list[_Call] = []
         """Forwards that are running, innermost last."""
@@ -128,7 +128,7 @@ class PartitionedModel:
         """Calls that keep their parameters until the next round."""
         self._open = 0
         """``gathered_parameters`` that have not ended."""
-        self._hooked: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+        self._hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._handles: list[Any] = []
         weakref.finalize(self, _abandon, self._handles, self._of, self.live).atexit = False
 
@@ -149,7 +149,7 @@ class PartitionedModel:
         record = self._of.get(id(param))
         return None if record is None else record.shard
 
-    def cut(self, entries: Iterable[tuple[ParamSpec, torch.Tensor]]) -> dict[torch.Tensor, PartitionedParameter]:
+    def cut(self, entries: Sequence[tuple[ParamSpec, torch.Tensor]]) -> dict[torch.Tensor, PartitionedParameter]:
         """The partitioned ones among these, with this rank's shards of them.
 
         New ones stay whole (of rank 0's values) and of their element type till :meth:`keep_shards`.
@@ -160,7 +160,7 @@ class PartitionedModel:
         agree(self._world.collectives, self._config, [spec for spec, _ in new], given)
         with torch.no_grad():
             for spec, param in new:
-                words, built = self._owners[id(param)][1], shards_of(param)
+                words, built = self._owners[id(param)][2], shards_of(param)
                 record = PartitionedParameter(self.live, spec, param, words, self._config.reduce_bucket_size)
                 if built is not None:
                     record.shard = built.for_engine(record).to(self._shards_device)
@@ -190,17 +190,37 @@ class PartitionedModel:
             record.shard = shard
             hand_over(record.param)
             record.live.shard = self._world.host_array(shard) if self._pipeline.host_shards else shard
+            gradient, record.param.grad = record.param.grad, None
             record.empty()
+            record.param.grad = None if gradient is None else gradient.to(TORCH_DTYPES[dtype])
             self._of[id(record.param)] = record
             self._guard(record)
         self._hook_all()
 
-    def keep_frozen(self, model: nn.Module) -> None:
-        """Partition what is not trained."""
+    def _frozen(self, trained: Collection[torch.Tensor]) -> list[tuple[ParamSpec, torch.Tensor]]:
+        ids = {id(param) for param in trained}
+        owned = [
+            (name, param) for param, name, _ in self._owners.values() if id(param) not in ids and self.takes(param)
+        ]
         target = self._config.target_dtype
-        named = [(name, p) for name, p in model.named_parameters() if self.takes(p)]
-        found = self.cut([(spec_of(name, p, 0, target, partitioned=True), p) for name, p in named])
-        self.keep_shards(found.values())
+        return [(spec_of(name, param, 0, target, partitioned=True), param) for name, param in owned]
+
+    def plan_frozen(self, trained: Collection[torch.Tensor]) -> int:
+        """Host bytes that :meth:`keep_frozen` will allocate; they are part of the plan from now on."""
+        if self._config.offload_param is None:
+            return 0
+        n_bytes = 0
+        for spec, _ in self._frozen(trained):
+            buckets = build_buckets(
+                [spec], world_size=self._world.world_size, bucket_numel=self._config.reduce_bucket_size
+            )
+            n_bytes += sum(bucket.shard_numel for bucket in buckets) * spec.dtype.itemsize
+        self._pipeline.reserve(n_bytes)
+        return n_bytes
+
+    def keep_frozen(self, trained: Collection[torch.Tensor]) -> None:
+        """Partition what is not trained."""
+        self.keep_shards(self.cut(self._frozen(trained)).values())
 
     def train(self, param: torch.Tensor, index: int) -> None:
         """The parameter is the pipeline's of that number."""
@@ -219,16 +239,20 @@ class PartitionedModel:
         shards = 0 if self._config.offload_param == "cpu" else sum(r.shard.nbytes for r in self._of.values())
         return self.live.n_bytes + shards
 
+    def check_closed(self) -> None:
+        """Raise :class:`StateError` inside ``gathered_parameters``."""
+        if self._open:
+            raise StateError(
+                "an update inside gathered_parameters(); expected it after: parameters are about to change"
+            )
+
     def before_change(self) -> int:
         """Release everything, for parameters are about to change; a number that is the same on all ranks that
         gathered alike.
 
         Raises :class:`StateError` inside ``gathered_parameters``.
         """
-        if self._open:
-            raise StateError(
-                "an update inside gathered_parameters(); expected it after: parameters are about to change"
-            )
+        self.check_closed()
         self._forget_calls()
         return self.live.release_all()
 
@@ -453,7 +477,7 @@ class PartitionedModel:
         """Give all ranks one rank's values of these parameters."""
         for param in params:
             record = self._of.get(id(param))
-            name = self._owners[id(param)][0]
+            name = self._owners[id(param)][1]
             with torch.no_grad():
                 if record is None:
                     self._world.start_alike([spec_of(name, param, 0)], [flat(param)], source)
@@ -509,8 +533,8 @@ def _model_of(param: torch.Tensor) -> PartitionedModel | None:
 def register_external_parameter(module: nn.Module, param: torch.Tensor) -> None:
     """Say that a module's forward uses a parameter of another module, before ``wrap`` or after.
 
-    In stage 3 it is then whole while the module runs. Most such uses are noticed by themselves, at the cost of gathering
-    the parameter once more at the first.
+    In stage 3 it is then whole while the module runs. Most such uses are noticed by themselves, at the cost of
+    gathering the parameter once more at the first.
 
     Raises:
         ParameterError: ``module`` is no module or ``param`` no parameter.

@@ -69,6 +69,7 @@ def make_pending(param: torch.Tensor, wait: Callable[[], None]) -> None:
         wait()
 
 
+@torch._disable_dynamo
 def settle(param: torch.Tensor) -> None:
     """Wait for the parameter, if it is pending."""
     if isinstance(param, PendingParameter):

@@ -1,0 +1,56 @@
+"""Stage 3 over real processes: the bits of stage 2 and of DistributedDataParallel, from shards."""
+
+import pytest
+from test_torch_ranks import run
+
+
+def worker(scenario, folder):
+    return run(scenario, 2, folder, "partitioned_worker.py")
+
+
+def test_three_models_train_as_in_stage_2_and_as_under_ddp_with_fused_adamw(tmp_path):
+    """A GPT with tied embeddings, the three kinds of external parameters, and a Llama of Hugging Face's."""
+    first, second = worker("against_ddp", tmp_path)
+    assert first == second
+    assert list(first) == ["gpt", "external", "llama"]
+    for name, found in first.items():
+        assert len(found) >= 3
+        assert len(set(found.values())) == 1, (name, found)
+
+
+def test_every_way_to_hold_and_gather_shards_gives_the_same_bits(tmp_path):
+    first, second = worker("ways", tmp_path)
+    assert first["bits"] == second["bits"]
+    assert len(set(first["bits"].values())) == 1, first
+    for result in (first, second):
+        memory = result["memory"]
+        assert memory["of"] / 2 <= memory["bytes"] <= memory["of"] / 2 * 1.05  # nothing but this rank's half
+        # The root's embedding, and the two modules that are whole where a checkpointed one is computed again.
+        assert 0 < memory["peak"] <= 64 * 32 + 2 * (32 * 128 + 128) < memory["of"] / 2
+
+
+@pytest.fixture(scope="module")
+def changes(tmp_path_factory):
+    return worker("changes", tmp_path_factory.mktemp("changes"))
+
+
+def test_one_rank_changes_parameters_for_all_and_masters_follow(changes):
+    first, second = changes
+    assert first["stage 2"] == first["stage 3"] == second["stage 3"]
+
+
+def test_ranks_that_run_other_modules_are_told_before_anything_is_updated(changes):
+    for result in changes:
+        found = result["other order"]
+        assert "the same modules run in the same order" in found["said"]
+        assert found["unchanged"]
+        assert found["updated"]
+    assert changes[0]["other order"]["bits"] == changes[1]["other order"]["bits"]
+
+
+def test_a_rank_that_is_lost_in_forward_is_an_error_that_names_what_was_gathered(tmp_path):
+    survivor, lost = worker("killed", tmp_path)
+    assert lost is None
+    assert "parameter 'blocks." in survivor["said"]
+    assert "gathering of its shards failed" in survivor["said"]
+    assert survivor["live"] == 0
