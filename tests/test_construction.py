@@ -6,11 +6,13 @@ import gc
 import pytest
 import torch
 from partitioned_models import MODELS, gpt
+from slow_torch_device import SlowTorchDevice
 from test_torch_ranks import run
 from torch import nn
 from torch.nn.modules import module as torch_module
 
 import frontends.torch.construction as construction
+import frontends.torch.device_ranks as device_ranks
 import frontends.torch.pending as pending
 from frontends.torch import OffloadedAdamW, gathered_parameters, init, register_external_parameter, wrap
 from offload_core import ConfigError, OffloadConfig, ParameterError, StateError
@@ -39,10 +41,13 @@ def assert_same(model, expected):
 
 
 @pytest.mark.parametrize(
-    ("name", "param_dtype"), [("gpt", None), ("gpt", "bfloat16"), ("external", None), ("llama", "bfloat16")]
+    ("name", "param_dtype", "slow"),
+    [("gpt", None, False), ("gpt", "bfloat16", True), ("external", None, False), ("llama", "bfloat16", False)],
 )
-def test_a_model_built_in_shards_trains_to_the_bits_of_one_built_whole(name, param_dtype):
+def test_a_model_built_in_shards_trains_to_the_bits_of_one_built_whole(name, param_dtype, slow, monkeypatch):
     make, loss_of = MODELS[name]
+    if slow:  # tensors cannot be read where they are, and copies end later
+        monkeypatch.setattr(device_ranks, "memory_of", lambda device: SlowTorchDevice(delay=1e-4))
     trained = []
     for built_in_shards in (False, True):
         with init(**STAGE_3, enabled=built_in_shards):
@@ -185,6 +190,30 @@ def test_never_are_more_parameters_whole_than_a_module_and_the_one_before_it_hav
     attention, largest = 3 * SIDE * (SIDE + 1), 2 * SIDE * SIDE
     assert 0 < max(seen) <= attention + largest
     assert whole_numel(made) == 0
+
+
+def test_what_is_whole_is_cut_when_another_becomes_whole_and_no_sooner(monkeypatch):
+    cut = []
+    release = construction.Shards.release
+
+    def count(shards, param):
+        cut.append(shards.spec.name)
+        release(shards, param)
+
+    monkeypatch.setattr(construction.Shards, "release", count)
+    of_lstm = ["LSTM.weight_ih_l0", "LSTM.weight_hh_l0", "LSTM.bias_ih_l0", "LSTM.bias_hh_l0"]
+    with init(**STAGE_3):
+        nn.LSTM(SIDE, SIDE)  # registers all, then sets all
+        assert cut == []
+        layers = [nn.Linear(SIDE, SIDE) for _ in range(3)]
+        assert cut == [*of_lstm, "Linear.weight", "Linear.weight"]
+        with torch.no_grad():
+            layers[2].weight.add_(layers[0].weight)  # one is whole
+            layers[2].weight.add_(layers[0].weight)
+        assert len(cut) == 6
+        layers[1].weight.sum()
+        assert len(cut) == 8
+    assert len(cut) == 9
 
 
 def test_shards_of_parameters_that_are_no_more_are_freed():

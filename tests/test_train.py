@@ -136,7 +136,9 @@ def test_two_ranks_have_the_losses_of_torch_adamw_on_their_averaged_gradients_bi
     assert summary["held_out_loss"] == summary["plain_held_out_loss"]
 
 
-@pytest.mark.parametrize("stage", [["--stage=1"], ["--stage=3", "--offload-param=cpu", "--persistence-threshold=999", "--init"]])
+@pytest.mark.parametrize(
+    "stage", [["--stage=1"], ["--stage=3", "--offload-param=cpu", "--persistence-threshold=999", "--init"]]
+)
 def test_another_stage_does_what_stage_2_does(stage: list[str], of_two_ranks, tmp_path: Path) -> None:
     out = tmp_path / "other"
     done = torchrun("-m", "bench.train", *FEW, "--clip=0", *stage, f"--out={out}")

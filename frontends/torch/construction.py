@@ -186,9 +186,7 @@ def check_takes_none(named: Iterable[tuple[str, torch.Tensor]], config: OffloadC
 def check_finished() -> None:
     """Raise :class:`StateError` inside ``init()``."""
     if _active() is not None:
-        raise StateError(
-            "a model is wrapped inside init(), which builds it still; expected wrap() after the block"
-        )
+        raise StateError("a model is wrapped inside init(), which builds it still; expected wrap() after the block")
 
 
 @contextmanager
@@ -240,10 +238,10 @@ def _read(reference: "weakref.ref[torch.Tensor]") -> None:
     shards = _SHARDS[param]
     if active is None:
         raise StateError(
-            f"parameter {shards.spec.name!r}, built in shards by init(), was read; expected "
-            "wrap(model, stage=3, ...) first, or `with gathered_parameters(...)` around what reads it (state_dict() too)"
+            f"parameter {shards.spec.name!r}, built in shards by init(), was read; expected wrap(model, stage=3, ...) "
+            "first, or `with gathered_parameters(...)` around what reads it (state_dict() too)"
         )
-    active.make_whole([param], [param])
+    active.make_whole([param])
 
 
 # --- building -------------------------------------------------------------------------------------------
@@ -328,10 +326,10 @@ class _Construction:
         fits = type(param) is nn.Parameter and is_offloadable(param)
         return self._cuts and fits and param.numel() >= max(self.config.param_persistence_threshold, 1)
 
-    def make_whole(self, params: Iterable[torch.Tensor], used: Sequence[torch.Tensor]) -> None:
-        """Gather these parameters for a function that uses several."""
+    def make_whole(self, params: Sequence[torch.Tensor]) -> None:
+        """Gather those of the parameters of a function that are in shards."""
         with _internal():
-            self.cut([entry for entry in self.whole if all(entry.param is not param for param in used)])
+            self.cut([entry for entry in self.whole if all(entry.param is not param for param in params)])
             for param in params:
                 shards = shards_of(param)
                 if shards is not None and not shards.holds:
@@ -427,7 +425,7 @@ class _Reads(TorchFunctionMode):
         if func not in METADATA:
             params = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, nn.Parameter)]
             if any(map(in_shards, params)):
-                self._construction.make_whole(params, params)
+                self._construction.make_whole(params)
         return func(*args, **(kwargs or {}))
 
 
