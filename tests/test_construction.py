@@ -5,7 +5,7 @@ import gc
 
 import pytest
 import torch
-from partitioned_models import MODELS, gpt
+from partitioned_models import MODELS, gpt, llama
 from slow_torch_device import SlowTorchDevice
 from test_torch_ranks import run
 from torch import nn
@@ -228,6 +228,17 @@ def test_shards_of_parameters_that_are_no_more_are_freed():
     assert (len(construction._SHARDS), len(pending._WAITS)) == before
 
 
+def test_hugging_face_models_are_loaded_into_shards(tmp_path):
+    from transformers import LlamaForCausalLM
+
+    expected = llama()
+    expected.save_pretrained(tmp_path)
+    with init(**STAGE_3):
+        model = LlamaForCausalLM.from_pretrained(tmp_path)
+    assert whole_numel(model.parameters()) == 0
+    assert_same(model, expected)
+
+
 # --- before there is an engine ----------------------------------------------------------------------
 
 
@@ -304,11 +315,16 @@ def test_an_engine_that_would_not_cut_alike_is_refused_and_another_takes_the_sha
     assert all(torch.equal(value, expected[name]) for name, value in values(model).items())
 
 
-def test_a_model_is_not_wrapped_while_it_is_built():
+def test_a_model_is_not_wrapped_while_it_is_built_or_gathered():
     with init(**STAGE_3):
         model = small()
         with pytest.raises(StateError, match=r"inside init\(\).*after the block"):
             wrap(model, **STAGE_3)
+    with (
+        gathered_parameters(model[0].weight, modifier_rank=0),
+        pytest.raises(StateError, match=r"'0.weight' is wrapped inside gathered_parameters\(\).*after the block"),
+    ):
+        wrap(model, **STAGE_3)
     wrap(model, **STAGE_3)
 
 

@@ -143,8 +143,13 @@ class Shards(Cut):
     def for_engine(self, cut: Cut) -> torch.Tensor:
         """The shard, if an engine would cut the parameter alike.
 
-        Raises :class:`ConfigError` where it would not.
+        Raises :class:`ConfigError` where it would not, :class:`StateError` inside ``gathered_parameters``.
         """
+        if self.holds:
+            raise StateError(
+                f"parameter {cut.spec.name!r} is wrapped inside gathered_parameters(), which gives it back in shards; "
+                "expected wrap() after the block"
+            )
         if [(b.pieces, b.shard_numel) for b in cut.buckets] != [(b.pieces, b.shard_numel) for b in self.buckets]:
             raise ConfigError(
                 f"parameter {cut.spec.name!r} was cut for {self.device.world_size} ranks with reduce_bucket_size="
@@ -316,7 +321,7 @@ class _Construction:
     def track(self, module: nn.Module, name: str, param: torch.Tensor) -> None:
         """A module has this parameter; it will be cut."""
         with _internal():
-            if not self._takes(param) or any(entry.param is param for entry in self.whole):
+            if not self._takes(param) or in_shards(param) or any(entry.param is param for entry in self.whole):
                 return
             self.cut([entry for entry in self.whole if entry.module is not module])
             forget_at_end(param)
@@ -388,14 +393,16 @@ class _Construction:
         """Cut the parameters of a module, those on the meta device after they were made."""
         device = torch.get_default_device()
         for name, part in module.named_modules():
+            if _on_meta(part) and device.type == "meta":
+                raise ParameterError(
+                    "init(module) where meta is torch's default device; expected one that holds values"
+                )
             if init_fn is None and _on_meta(part) and _reset_of(part) is None:
                 words = f"{type(part).__name__} {name!r}".removesuffix(" ''")
                 raise ParameterError(
                     f"{words} has {', '.join(_on_meta(part))} on the meta device and no reset_parameters(); expected "
                     "init(model, init_fn=...), with a function of a module that gives them their values"
                 )
-        if device.type == "meta":
-            raise ParameterError("init(module) with meta as torch's default device; expected one that holds values")
 
         def make(part: nn.Module) -> None:
             made = _on_meta(part)

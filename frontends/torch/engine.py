@@ -34,7 +34,8 @@ def wrap(
     """Put a model's optimizer states in host memory.
 
     Args:
-        model: any module; its trainable parameters keep their identity and become ``param_dtype``.
+        model: any module; its trainable parameters keep their identity and become ``param_dtype``. Those that were
+            built in shards, by ``init()``, are taken over as they are (``stage=3``).
         config: an ``OffloadConfig``, or a dict of its fields.
         params: what to train, as torch optimizers take it (tensors, named tensors or parameter groups);
             None trains every parameter that requires a gradient.
