@@ -56,6 +56,7 @@ typedef struct {
     int32_t param_dtype;
     int32_t op_order;
     int32_t adam_mode;
+    int32_t keep_states;   /* read the states, write the device parameter only */
 } oc_adam_kind;
 
 /* A run of elements read from src and, where the operation has an output, written to dst. */

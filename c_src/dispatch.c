@@ -142,7 +142,8 @@ static void adam_chunk(void *context, int64_t chunk) {
 int oc_adam(const oc_segment *segments, int64_t n_segments, const oc_adam_scalars *scalars, int64_t n_scalars,
             oc_adam_kind kind, int threads) {
     if (n_segments < 0 || !is_float(kind.grad_dtype) || !(is_float(kind.param_dtype) || kind.param_dtype == OC_NO_PARAM) ||
-        kind.op_order < 0 || kind.op_order > OC_ORDER_OPTAX || kind.adam_mode < 0 || kind.adam_mode > OC_ADAM)
+        kind.op_order < 0 || kind.op_order > OC_ORDER_OPTAX || kind.adam_mode < 0 || kind.adam_mode > OC_ADAM ||
+        kind.keep_states < 0 || kind.keep_states > 1 || (kind.keep_states && kind.param_dtype == OC_NO_PARAM))
         return OC_EARGUMENT;
     for (int64_t i = 0; i < n_segments; i++) {
         const oc_segment *s = segments + i;

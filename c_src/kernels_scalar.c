@@ -96,9 +96,11 @@ static void adam(const oc_segment *segment, int64_t begin, int64_t end, const oc
                 update = update + s->weight_decay * p;
             p = p + update * s->step_size;
         }
-        segment->master[i] = p;
-        segment->exp_avg[i] = m;
-        segment->exp_avg_sq[i] = v;
+        if (!kind->keep_states) {
+            segment->master[i] = p;
+            segment->exp_avg[i] = m;
+            segment->exp_avg_sq[i] = v;
+        }
         if (kind->param_dtype != OC_NO_PARAM)
             store(segment->param, kind->param_dtype, i, p);
     }

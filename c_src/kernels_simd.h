@@ -100,7 +100,7 @@ INLINE v32 adam_element(v32 g, v32 p, v32 *m, v32 *v, const adam_constants *c, i
 }
 
 INLINE void adam_range(const oc_segment *a, int64_t begin, int64_t end, const adam_constants *constants,
-                       int grad_dtype, int param_dtype, int op_order, int stream) {
+                       int grad_dtype, int param_dtype, int op_order, int stream, int keep_states) {
     const adam_constants c = *constants;
     int64_t i = begin;
     /* main loop */
@@ -111,9 +111,11 @@ INLINE void adam_range(const oc_segment *a, int64_t begin, int64_t end, const ad
         fetch(a->exp_avg_sq, OC_FLOAT32, i + FETCH_AHEAD);
         v32 g = load_as_f32(a->grad, grad_dtype, i), m = v_load(a->exp_avg + i), v = v_load(a->exp_avg_sq + i);
         v32 p = adam_element(g, v_load(a->master + i), &m, &v, &c, op_order);
-        v_store(a->master + i, p);
-        v_store(a->exp_avg + i, m);
-        v_store(a->exp_avg_sq + i, v);
+        if (!keep_states) {
+            v_store(a->master + i, p);
+            v_store(a->exp_avg + i, m);
+            v_store(a->exp_avg_sq + i, v);
+        }
         store_from_f32(a->param, param_dtype, i, p, stream);
     }
     /* tail */
@@ -127,12 +129,14 @@ INLINE void adam_range(const oc_segment *a, int64_t begin, int64_t end, const ad
         v32 g = load_as_f32(grad.bytes, grad_dtype, 0);
         v32 m = v_load((float *)exp_avg.bytes), v = v_load((float *)exp_avg_sq.bytes);
         v32 p = adam_element(g, v_load((float *)master.bytes), &m, &v, &c, op_order);
-        v_store((float *)master.bytes, p);
-        v_store((float *)exp_avg.bytes, m);
-        v_store((float *)exp_avg_sq.bytes, v);
-        from_lanes(&master, a->master, OC_FLOAT32, i, n);
-        from_lanes(&exp_avg, a->exp_avg, OC_FLOAT32, i, n);
-        from_lanes(&exp_avg_sq, a->exp_avg_sq, OC_FLOAT32, i, n);
+        if (!keep_states) {
+            v_store((float *)master.bytes, p);
+            v_store((float *)exp_avg.bytes, m);
+            v_store((float *)exp_avg_sq.bytes, v);
+            from_lanes(&master, a->master, OC_FLOAT32, i, n);
+            from_lanes(&exp_avg, a->exp_avg, OC_FLOAT32, i, n);
+            from_lanes(&exp_avg_sq, a->exp_avg_sq, OC_FLOAT32, i, n);
+        }
         if (param_dtype != OC_NO_PARAM) {
             store_from_f32(param.bytes, param_dtype, 0, p, 0);
             from_lanes(&param, a->param, param_dtype, i, n);
@@ -148,13 +152,16 @@ INLINE void adam_range(const oc_segment *a, int64_t begin, int64_t end, const ad
     case OC_FLOAT32: ADAM_STREAM(G, OC_FLOAT32, ORDER); break;                                                    \
     case OC_BFLOAT16: ADAM_STREAM(G, OC_BFLOAT16, ORDER); break;                                                  \
     case OC_FLOAT16: ADAM_STREAM(G, OC_FLOAT16, ORDER); break;                                                    \
-    default: adam_range(a, begin, end, &c, G, OC_NO_PARAM, ORDER, 0); break;                                      \
+    default: adam_range(a, begin, end, &c, G, OC_NO_PARAM, ORDER, 0, 0); break;                                   \
     }
 #define ADAM_STREAM(G, P, ORDER)                                                                                  \
     if (stream)                                                                                                   \
-        adam_range(a, begin, end, &c, G, P, ORDER, 1);                                                            \
+        ADAM_STATES(G, P, ORDER, 1);                                                                              \
     else                                                                                                          \
-        adam_range(a, begin, end, &c, G, P, ORDER, 0)
+        ADAM_STATES(G, P, ORDER, 0)
+#define ADAM_STATES(G, P, ORDER, STREAM)                                                                          \
+    (kind->keep_states ? adam_range(a, begin, end, &c, G, P, ORDER, STREAM, 1)                                    \
+                       : adam_range(a, begin, end, &c, G, P, ORDER, STREAM, 0))
 #define ADAM_GRAD(ORDER)                                                                                          \
     switch (kind->grad_dtype) {                                                                                   \
     case OC_BFLOAT16: ADAM_PARAM(OC_BFLOAT16, ORDER); break;                                                      \

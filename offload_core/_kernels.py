@@ -106,10 +106,12 @@ def adam(
     op_order: str,
     adam_mode: str,
     threads: int,
+    keep_states: bool = False,
 ) -> None:
     """Update every segment (dtype ``SEGMENT``) in place, with the ``scalars`` (dtype ``SCALARS``) it names.
 
-    ``param_dtype=None`` writes no device parameter. The memory behind the addresses must outlive the call.
+    ``param_dtype=None`` writes no device parameter; ``keep_states`` writes nothing else, in the same bits. The memory
+    behind the addresses must outlive the call.
     """
     assert segments.dtype == SEGMENT
     assert scalars.dtype == SCALARS
@@ -118,6 +120,7 @@ def adam(
     kind.param_dtype = lib.OC_NO_PARAM if param_dtype is None else param_dtype.code
     kind.op_order = OP_ORDERS[op_order]
     kind.adam_mode = ADAM_MODES[adam_mode]
+    kind.keep_states = keep_states
     code = lib.oc_adam(
         _pointer("oc_segment *", segments),
         len(segments),

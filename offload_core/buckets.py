@@ -44,8 +44,8 @@ class LocalBuckets:
         self.planned_host_bytes = 0
         self.staging: StagingRing | None = None
         self._ring_bytes = 0
-        self.in_staging: deque[LocalBucket] = deque()
-        """Buckets on their way to the host that may still hold staging, oldest first."""
+        self.in_staging: deque[tuple[LocalBucket, Future[None]]] = deque()
+        """Buckets on their way to the host that may still hold staging, and the end of it, oldest first."""
         self._states = AdamStates(self.memory, len(device.ranks))
         self.direct = device.addressable and device.world_size == 1
         """Nothing is moved: kernels read gradients and write parameters where they are."""
@@ -53,6 +53,8 @@ class LocalBuckets:
         """Gradients are summed on the host, in fp32."""
         self.host_shards = device.addressable or config.offload_param == "cpu"
         """What this process holds of partitioned parameters is host memory."""
+        self.emits = config.update_in_backward and config.schedule == "overlap" and config.stage < 3 and not self.direct
+        """Parameters may leave for the device before their step. Not in stage 3, which gathers them in backward."""
         self.tasks = Inline() if self.direct or config.schedule == "serial" else Background()
 
     # --- parameters and states ---------------------------------------------------------------------
@@ -236,9 +238,9 @@ class LocalBuckets:
 
     def without_master(self, bucket: Bucket) -> bool:
         """Whether the bucket's parameters are their own master weights."""
-        ahead = self.config.schedule == "delayed" or self.config.update_in_backward  # masters may be, of parameters
+        apart = self.config.schedule == "delayed" or self.emits  # masters and parameters may be of different steps
         in_place = self.host_shards if bucket.partitioned else self.device.updates_in_place
-        return in_place and bucket.dtype is FLOAT32 and not ahead
+        return in_place and bucket.dtype is FLOAT32 and not apart
 
     def written_by_kernel(self, work: LocalBucket) -> bool:
         """Whether the kernel writes the new parameters where they are, so that nothing is left to publish."""
@@ -250,7 +252,8 @@ class LocalBuckets:
 
     @property
     def _staging_slots(self) -> int:
-        return self.device.staging_slots * self.tasks.depth
+        ways = 2 if self.emits else 1  # at a time; else there is one after the other
+        return ways * self.device.staging_slots * self.tasks.depth
 
     @property
     def _has_home(self) -> bool:

@@ -6,7 +6,6 @@ Tensors are the front end's: one-dimensional, contiguous, and opaque here. A pro
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -61,6 +60,9 @@ class Event(Protocol):
     def order(self) -> None:
         """See to it that what this thread asks of the device from now on comes after; may block, need not."""
 
+    def done(self) -> bool:
+        """Whether it is known to be done; never blocks."""
+
 
 class Done:
     """The event of what was done at once."""
@@ -70,6 +72,9 @@ class Done:
 
     def order(self) -> None:
         pass
+
+    def done(self) -> bool:
+        return True
 
 
 class Waiting:
@@ -84,18 +89,8 @@ class Waiting:
     def order(self) -> None:
         self._finish()
 
-
-class Started:
-    """The event of what another thread is to start."""
-
-    def __init__(self, start: "Future[Event]") -> None:
-        self._start = start
-
-    def wait(self) -> None:
-        self._start.result().wait()
-
-    def order(self) -> None:
-        self._start.result().order()
+    def done(self) -> bool:
+        return False
 
 
 class AfterAll:
@@ -112,6 +107,9 @@ class AfterAll:
         for event in self._events:
             event.order()
 
+    def done(self) -> bool:
+        return all(event.done() for event in self._events)
+
 
 class _Watched:
     """An event that is noted in a trace when it has been waited for."""
@@ -126,6 +124,9 @@ class _Watched:
 
     def order(self) -> None:
         self._event.order()
+
+    def done(self) -> bool:
+        return self._event.done()
 
 
 def traced(trace: Trace, lane: str, bucket: int, n_bytes: int, start: Callable[[], Event]) -> Event:

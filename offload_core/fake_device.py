@@ -43,6 +43,9 @@ class _LaneEvent:
     def order(self) -> None:
         self._device.compute(self._future.exception)
 
+    def done(self) -> bool:
+        return self._future.done()
+
 
 class FakeDevice:
     """A device that is not the host.

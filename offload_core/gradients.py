@@ -7,7 +7,7 @@ import numpy as np
 
 from . import _kernels
 from .buckets import LocalBuckets, as_it_stays
-from .device import Arrival, HostArray
+from .device import Arrival, Done, Event, HostArray
 from .dtypes import BY_NUMPY, FLOAT32, ElementType
 from .errors import GradientError
 from .grad_norm import SumOfSquares
@@ -24,11 +24,15 @@ class Gradients:
 
     Args:
         examined: whether every update looks at all gradients first.
+        reduced: what is done when a bucket has been launched; whether every parameter of it had a gradient here.
     """
 
-    def __init__(self, buckets: LocalBuckets, examined: Callable[[], bool]) -> None:
+    def __init__(
+        self, buckets: LocalBuckets, examined: Callable[[], bool], reduced: Callable[[LocalBucket, bool], None]
+    ) -> None:
         self._buckets = buckets
         self._examined = examined
+        self._reduced = reduced
         self.present: set[int] = set()
         """Parameters that had a gradient on this rank since the last update."""
         self.order: list[LocalBucket] = []
@@ -44,8 +48,8 @@ class Gradients:
         """Whether the round of the last gradient has ended."""
         self.pristine = True
         """Whether nothing was added or launched since the last update."""
-        self.when_settled: Callable[[LocalBucket], None] | None = None
-        """What is done at once with a bucket whose gradients, all of them, are those of the update."""
+        self.last: Event = Done()
+        """The arrival of the bucket that was launched last."""
 
     def check(self, param: int, gradient: Any) -> None:
         """Raise :class:`GradientError` unless the gradient fits its parameter."""
@@ -65,8 +69,8 @@ class Gradients:
     def add(self, param: int, gradient: Any) -> None:
         """As :meth:`Pipeline.add_gradient`."""
         works = self._buckets.of[param]
-        if any(param in work.waiting or work.launched for work in works):
-            self.end_round()  # the parameter's second gradient of this round: it begins the next one
+        if self._again(param):
+            self.end_round()
         self.round_ended = self.pristine = False
         self.present.add(param)
         for work in works:
@@ -81,6 +85,13 @@ class Gradients:
             while self._next < len(self.order) and self.order[self._next].is_full:
                 self._launch(self.order[self._next])
                 self._next += 1
+
+    def begins_round(self, param: int) -> bool:
+        """Whether the parameter's next gradient is the first of another round."""
+        return self.round_ended or self._again(param)
+
+    def _again(self, param: int) -> bool:
+        return any(param in work.waiting or work.launched for work in self._buckets.of[param])
 
     def drop(self, params: Sequence[int] | None = None) -> None:
         """Forget the gradients of these parameters, or of all."""
@@ -134,7 +145,6 @@ class Gradients:
         self.round_ended = False
         self.pristine = True
         self.present.clear()
-        self.when_settled = None
 
     def _begin_round(self) -> None:
         self._next = 0
@@ -180,13 +190,13 @@ class Gradients:
         bucket, arrival = work.bucket, self._buckets.device.arrival(work.wire)
         stays = arrival == as_it_stays(BY_NUMPY[work.home.dtype]) and not work.holds_gradients
         if len(self._buckets.in_staging) == self._buckets.tasks.depth:
-            self._buckets.claim(self._buckets.in_staging.popleft())
+            oldest, settled = self._buckets.in_staging.popleft()
+            self._buckets.wait(settled, oldest)
         work.lease = self._buckets.staging.lease()
         numel = arrival.parts * work.home.size
         received = work.home if stays else work.lease.borrow(numel, arrival.dtype.numpy)
-        event = self._buckets.device.reduce(bucket, work.wire, gradients, received, work.lease)
+        self.last = event = self._buckets.device.reduce(bucket, work.wire, gradients, received, work.lease)
         look = self._examined() and self.at_boundary
-        then = self.when_settled if len(gradients) == len(work.members) else None
 
         def settle() -> None:
             event.wait()
@@ -198,12 +208,12 @@ class Gradients:
             if look:
                 work.squares = self._squares(work)
             work.life.on(BucketEvent.ARRIVED)
-            if then is not None:
-                then(work)
 
-        if len(work.lease):
-            self._buckets.in_staging.append(work)
-        work.task = self._buckets.tasks.submit(settle)
+        staged = len(work.lease)
+        work.task = settled = self._buckets.tasks.submit(settle)
+        if staged:
+            self._buckets.in_staging.append((work, settled))
+        self._reduced(work, len(gradients) == len(work.members))
 
     def _sum(self, work: LocalBucket, arrival: Arrival, received: np.ndarray) -> None:
         """Each shard's parts, summed in their order in fp32 and divided once, to where gradients wait."""

@@ -107,7 +107,8 @@ class HostRanks:
         return traced(self.trace, TO_DEVICE, bucket.index, whole.nbytes, to_device)
 
     def gather(self, bucket: Bucket, shard: Any, whole: Any, after: Event, what: str) -> Event:
-        after.order()
+        if self.world_size > 1:
+            after.order()
         if isinstance(shard, HostArray):
             send = shard.run(bucket.shard_start, bucket.shard_numel).view()
         else:

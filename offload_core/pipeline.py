@@ -10,15 +10,20 @@ was asked for (``tasks.py``), while the caller goes on. A bucket that was given 
 (:meth:`LocalBuckets.claim`) before the caller touches it. Who reads a parameter waits for it alone
 (:meth:`Pipeline.await_param`).
 
+With ``update_in_backward`` a bucket's new parameters are *emitted*: sent to the device during backward, as soon as its
+gradients are on the host. Where nothing examines gradients first its states are updated on the way. Else they are left
+as they are, and the step, which knows whether the gradients are clipped, updates them (*commits*), or has the
+parameters sent again (:meth:`Pipeline._recall`).
+
 One rank whose tensors are host memory moves nothing (``LocalBuckets.direct``): gradients are read and parameters
 written where they are, and nothing is done behind the caller's back.
 """
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -31,6 +36,7 @@ from .errors import CollectiveError, StateError
 from .grad_norm import SumOfSquares, clip_coefficient
 from .gradients import Gradients
 from .layout import fingerprint
+from .local_bucket import LocalBucket
 from .loss_scale import LossScaler
 from .memory_plan import MemoryPlan, MemoryReport
 from .partition import ParamSpec
@@ -55,6 +61,16 @@ class StepReport:
     """The loss scale that these gradients carried."""
 
 
+class _Announcement(NamedTuple):
+    """The step that ends this micro-step, as it was announced."""
+
+    terms: tuple[Any, ...]
+    """What it is called with, and the loss scale."""
+    scalars: Scalars
+    tensors: Sequence[Any]
+    emitted: Callable[[Iterable[int]], None]
+
+
 class Pipeline:
     """Optimizer states and the schedule of one process's updates.
 
@@ -71,12 +87,19 @@ class Pipeline:
         self.steps: list[np.ndarray] = []
         """Updates that each parameter has had: zero-dimensional float32 arrays, so that a front end can share them."""
         self._buckets = LocalBuckets(config, device)
-        self._gradients = Gradients(self._buckets, lambda: self._examines)
+        self._gradients = Gradients(self._buckets, lambda: self._examines, self._emit)
         self._updates = Updates(self._buckets, self.op_order)
         self._broken: CollectiveError | None = None
         """What an update broke off with among ranks."""
-        self._expected: tuple[Any, ...] | None = None
-        """What the announced :meth:`step` is called with."""
+        self._announced: _Announcement | None = None
+        self._emitting: dict[LocalBucket, None] = {}
+        """Buckets that were to be emitted for the next step, on this rank."""
+        self._recalled: set[LocalBucket] = set()
+        """Buckets whose parameters are those of no step."""
+        self._tensors: Sequence[Any] = ()
+        """All parameters, as they were given last to :meth:`expect_step`."""
+        self._clips = False
+        """Whether the last update was clipped or skipped: the next is likely to be so, too."""
         self.params = self._buckets.params
         self.memory = self._buckets.memory
 
@@ -121,12 +144,14 @@ class Pipeline:
     def reload_master(self, param: int, tensor: Any) -> None:
         """Take a parameter's master weights from the device parameter."""
         self.finish()
+        self._recall([param])
         self._buckets.reload_master(param, tensor)
 
     def adopt(self, param: int, tensor: Any) -> None:
         """Follow a change made to a device parameter from outside: where its bits are not those of the rounded
         master weight, the master weight takes its value. The rest keep their low bits."""
         self.finish()
+        self._recall([param])
         self._buckets.adopt(param, tensor)
 
     # --- gradients ---------------------------------------------------------------------------------
@@ -141,8 +166,12 @@ class Pipeline:
         Where the device is addressable the gradient is not copied: it must stay as it is until the update.
         """
         self._begin_gradients()
-        self._refuse_if_used(param)
         self._gradients.check(param, gradient)
+        if self._emitting:
+            if self.device.world_size == 1:
+                self._recall([param])
+            elif self._gradients.begins_round(param):  # in which ranks meet for all buckets again
+                self._recall()
         self._or_abort_early(lambda: self._gradients.add(param, gradient))
 
     def _begin_gradients(self) -> None:
@@ -154,13 +183,21 @@ class Pipeline:
     def drop_gradients(self, params: Sequence[int] | None = None) -> None:
         """Forget the gradients of these parameters, or of all.
 
-        Raises, where others are kept, what went wrong on their way; nothing is forgotten then.
+        Raises, where others are kept, what went wrong on their way; nothing is forgotten then. Parameters that were
+        emitted follow with :meth:`withdraw`.
         """
         if self._gradients.pristine:
             return
-        for param in range(len(self.params)) if params is None else params:
-            self._refuse_if_used(param)
+        try:
+            self._recall(params if params is None else [param for param in params if param in self._gradients.present])
+        except StateError:
+            raise
+        except Exception:  # all that was asked for is dropped
+            if params is not None:
+                raise
         self._gradients.drop(params)
+        if params is None:
+            self._announced = None
 
     def end_micro_step(self, *, reduce: bool = True) -> bool:
         """End a micro-step; whether it is the boundary, at which an update is due.
@@ -172,6 +209,8 @@ class Pipeline:
         """
         if reduce:
             self._begin_gradients()
+            if self._gradients.round_ended:
+                self._recall()
         return self._or_abort_early(lambda: self._gradients.end_micro_step(reduce=reduce))
 
     @property
@@ -209,19 +248,24 @@ class Pipeline:
             groups: the parameter group of each parameter; None: as they were added.
             gathered: of partitioned parameters, what was gathered in which order (``LiveParams.release_all``).
         """
-        buckets, gradients = self._buckets, self._gradients
+        buckets, gradients, updates = self._buckets, self._gradients, self._updates
         self.check_expected(hypers, divisor=divisor, groups=groups)
-        self.finish()
+        self._refuse_if_broken()
+        # While gradients are on their way the host has time; after that what the next forward needs first comes first.
+        updates.emits = lambda: not gradients.last.done()
+        self._or_abort(updates.finish if gradients.pristine else updates.finish_states)
 
         def settle() -> None:
             if not gradients.round_ended:
                 gradients.end_round()
             for work in buckets.all:
                 buckets.claim(work)  # a gradient that was lost on its way is an error here, before anything changes
+            if not self._as_announced(hypers, divisor, groups):
+                self._recall()
 
         self._or_abort_early(settle)
         loss_scale = self.loss_scale
-        squares, present = self._agree_on_gradients((hypers, groups, divisor, loss_scale, gathered))
+        squares, present, recalled = self._agree_on_gradients((hypers, groups, divisor, loss_scale, gathered))
         works = [work for work in reversed(gradients.order) if not present.isdisjoint(work.members)]
         norm, coefficient, skipped = None, 1.0, None if works else "no gradients"
         if works and self._examines:
@@ -232,60 +276,136 @@ class Pipeline:
                 skipped = "overflow"
             elif self.config.gradient_clipping is not None:
                 coefficient = clip_coefficient(norm, self.config.gradient_clipping)
+        self._clips = coefficient != 1.0 or skipped == "overflow"
+        if self._clips or recalled:
+            self._recall()
         if skipped:
             self.drop_gradients()
-            self._or_abort(lambda: self._updates.publish(buckets.all, tensors))
+            self._or_abort(lambda: updates.publish(buckets.all, tensors))
+            self._recalled.clear()
             return StepReport(updated=False, skipped=skipped, grad_norm=norm, loss_scale=loss_scale)
         delays = self.config.schedule == "delayed" and max(map(float, self.steps)) >= self.config.delay_warmup_steps
         scalars = self._scalars(hypers, groups, present, coefficient / (loss_scale * divisor))
         for param in present:
             self.steps[param] += 1
+        # In the order of backward, whose gradients come to where those of this step are still to be read.
+        committed = [work for work in reversed(works) if work.life.state is BucketState.EMITTED]
         ahead = [work for work in works if work.life.state is BucketState.UPDATED]
         for work in [*ahead, *set(buckets.all).difference(works)]:
             work.clear()
             work.life.on(BucketEvent.END if work in ahead else BucketEvent.DROP)
         gradients.begin()
+        self._announced = None
+        self._emitting.clear()
+        self._recalled.clear()
         tensors = list(tensors)  # read later
 
         def start() -> None:
-            self._updates.publish([work for work in reversed(gradients.order) if work not in ahead], tensors)
             if delays:
-                # In the order of backward, whose gradients come to where those of this step are still to be read.
-                self._updates.start_ahead(works[::-1], scalars, present)
+                updates.publish(reversed(gradients.order), tensors)
+                updates.start_ahead(works[::-1], scalars, present, emitted=False)
             else:
-                self._updates.start(works, scalars, tensors, present, ahead)
+                for work in works:
+                    work.behind -= present
+                updates.publish(reversed(gradients.order), tensors)
+                rest = [work for work in works if work not in ahead and work not in committed]
+                updates.start(rest, scalars, tensors, present)
+                updates.start_ahead(committed, scalars, present, emitted=True)
             if not buckets.tasks.behind:
                 self.finish()
 
         self._or_abort(start)
         return StepReport(True, None, norm, coefficient, loss_scale)
 
-    def expect_step(
-        self, hypers: Sequence[AdamHyper], *, divisor: float = 1.0, groups: Sequence[int] | None = None
-    ) -> None:
-        """Announce the arguments of the :meth:`step` that ends this micro-step.
+    # --- parameters that are emitted before the step ---------------------------------------------------
 
-        With ``update_in_backward`` states are updated as gradients arrive; then nothing may go another way.
-        A gradient that is lost after this is an error in mid-update, as :meth:`step` says.
+    def expect_step(
+        self,
+        hypers: Sequence[AdamHyper],
+        tensors: Sequence[Any],
+        *,
+        divisor: float = 1.0,
+        groups: Sequence[int] | None = None,
+        emitted: Callable[[Iterable[int]], None] = lambda params: None,
+    ) -> None:
+        """Announce the arguments of the :meth:`step` that ends this micro-step, before its first gradient.
+
+        With ``update_in_backward`` parameters may then be written as soon as their gradients have arrived, all of
+        their bucket. What went wrong after this is an error in mid-update, as :meth:`step` says.
+
+        Args:
+            emitted: told of parameters, in the thread that adds gradients, before they are written.
         """
-        early = self.config.update_in_backward and self.config.schedule != "delayed" and not self._examines
         begun = not self._gradients.pristine and self.config.gradient_accumulation_steps == 1
-        if not early or begun or not self.at_boundary or self._buckets.direct:
+        if not self._buckets.emits or begun or not self.at_boundary or self._clips:
             return
+        self._recall()
         everything = range(len(self.params))
-        scalars = self._scalars(hypers, groups, everything, 1.0 / divisor)
-        self._expected = (list(hypers), divisor, groups)
-        self._gradients.when_settled = lambda work: self._updates.advance(work, scalars, everything)
+        scalars = self._scalars(hypers, groups, everything, 1.0 / (self.loss_scale * divisor))
+        terms = (list(hypers), divisor, groups, self.loss_scale)
+        self._announced = _Announcement(terms, scalars, list(tensors), emitted)
+        self._tensors = self._announced.tensors
+        self._updates.emits = lambda: True
+
+    def _emit(self, work: LocalBucket, full: bool) -> None:
+        """A bucket was launched: have it emitted if a step was announced and all its gradients are there."""
+        if not self._buckets.emits or not self.at_boundary:
+            return
+        announced, scalars = self._announced, None
+        known = max(work.members) < len(self._tensors)  # a parameter may have been added since
+        if announced is not None and full and known and self._updates.emits():
+            self._emitting[work] = None
+            announced.emitted(work.members)
+            scalars = announced.scalars
+        if scalars is not None or self.device.world_size > 1:
+            self._updates.emit(work, scalars, self._tensors, tentatively=self._examines)
+
+    def _as_announced(self, hypers: Sequence[AdamHyper], divisor: float, groups: Sequence[int] | None) -> bool:
+        announced = self._announced
+        return announced is None or announced.terms == (list(hypers), divisor, groups, self.loss_scale)
 
     def check_expected(
         self, hypers: Sequence[AdamHyper], *, divisor: float = 1.0, groups: Sequence[int] | None = None
     ) -> None:
         """Raise :class:`StateError` where gradients were used with other arguments than these of :meth:`step`."""
-        if self._gradients.when_settled is not None and self._expected != (list(hypers), divisor, groups):
+        if self._emitting and not self._examines and not self._as_announced(hypers, divisor, groups):
             raise StateError(
                 "hyperparameters, parameter groups or the loss's share changed between backward() and step(), and "
                 "update_in_backward=True has used them; expected them as they were: set them back, or before backward()"
             )
+
+    def _recall(self, params: Collection[int] | None = None) -> None:
+        """What was emitted does not count, where that is any of these parameters: the step is to send them again.
+
+        Raises :class:`StateError` where states have been updated, too.
+        """
+        touched = [work for work in self._emitting if params is None or not work.members.isdisjoint(params)]
+        if not touched:
+            return
+        if not self._examines:
+            param = min(touched[0].members)
+            raise StateError(
+                f"parameter {self.params[param].name!r}: its gradient has been used, for update_in_backward=True; "
+                "expected engine.step() next: set update_in_backward=False to discard gradients, to add to them or to "
+                "read parameters before it"
+            )
+        self._updates.emits = lambda: False
+        self._or_abort(self._updates.finish_publications)
+        for work in self._emitting:
+            if work.life.state is BucketState.EMITTED:
+                work.life.on(BucketEvent.RECALL)
+                work.behind |= work.members
+                self._recalled.add(work)
+        self._emitting.clear()
+
+    def withdraw(self) -> None:
+        """Bring back the parameters of the last step where others were emitted, and wait for them.
+
+        All processes call it alike.
+        """
+        self._recall()
+        if self._recalled:
+            self.flush(self._tensors)
 
     def _scalars(
         self, hypers: Sequence[AdamHyper], groups: Sequence[int] | None, params: Iterable[int], grad_scale: float
@@ -294,20 +414,12 @@ class Pipeline:
         steps = {param: int(self.steps[param]) + 1 for param in params}
         return Scalars(hypers, groups, steps, op_order=self.op_order, grad_scale=grad_scale)
 
-    def _refuse_if_used(self, param: int) -> None:
-        if self._gradients.when_settled is None:
-            return
-        for work in self._buckets.of[param]:
-            if work.launched or work.life.state is BucketState.UPDATED:
-                raise StateError(
-                    f"parameter {self.params[param].name!r}: its gradient has been used, for update_in_backward=True; "
-                    "expected engine.step() next: set update_in_backward=False to discard gradients or to add to them"
-                )
-
     def flush(self, tensors: Sequence[Any]) -> None:
         """Wait for everything, and write to the parameters what ``schedule="delayed"`` still holds back."""
         self.finish()
+        self._recall()
         self._or_abort(lambda: self._updates.publish(self._buckets.all, tensors))
+        self._recalled.clear()
         self.finish()
 
     def _or_abort(self, act: Callable[[], None]) -> None:
@@ -318,16 +430,16 @@ class Pipeline:
             raise
 
     def _or_abort_early(self, act: Callable[[], T]) -> T:
-        """Where states are updated as gradients arrive, one that is lost is an error in mid-update."""
+        """Where parameters are emitted as gradients arrive, one that is lost is an error in mid-update."""
         try:
             return act()
         except BaseException as error:
-            if self._gradients.when_settled is not None:
+            if self._announced is not None:
                 self._abort(error)
             raise
 
-    def _agree_on_gradients(self, terms: tuple[Any, ...]) -> tuple[SumOfSquares, set[int]]:
-        """The squares of all gradients, and the parameters that have one on any rank.
+    def _agree_on_gradients(self, terms: tuple[Any, ...]) -> tuple[SumOfSquares, set[int], bool]:
+        """The squares of all gradients, the parameters that have one on any rank, and whether any rank has recalled.
 
         Raises :class:`StateError` on every rank where ``terms``, what the update is made with, are not the same.
 
@@ -339,7 +451,7 @@ class Pipeline:
             if self._examines:
                 self._buckets.run(lambda: gradients.add_squares(squares))
             gradients.order = gradients.order_of_arrival()
-            return squares, set(gradients.present)
+            return squares, set(gradients.present), False
         flags = np.zeros(len(self.params), np.int64)
         flags[list(gradients.present)] = 1
         order = np.array([work.bucket.index for work in gradients.order_of_arrival()], np.int64)
@@ -353,14 +465,14 @@ class Pipeline:
         def agree() -> np.ndarray:
             if self._examines:
                 gradients.add_squares(squares)
-            agreed = np.concatenate([squares.bins, flags, order, [mine]])
+            agreed = np.concatenate([squares.bins, flags, order, [bool(self._recalled), mine]])
             with self.device.trace.span(REDUCTION, "norm of all ranks"):
                 self.device.collectives.sum_integers(agreed, "gradient norm")
             return agreed
 
         agreed = self._buckets.run(agree)
         sizes = [squares.bins.size, flags.size, order.size]
-        squares.bins, flags, order, [theirs] = np.split(agreed, np.cumsum(sizes))
+        squares.bins, flags, order, [recalled, theirs] = np.split(agreed, np.cumsum(sizes))
         if theirs != mine * self.device.collectives.world_size:
             raise StateError(
                 f"ranks differ in what they update with; here: {hypers}, gradients over {terms[2]}, loss scale "
@@ -369,7 +481,7 @@ class Pipeline:
                 * bool(terms[4])
             )
         gradients.order = [self._buckets.all[i] for i in order]
-        return squares, set(np.flatnonzero(flags).tolist())
+        return squares, set(np.flatnonzero(flags).tolist()), bool(recalled)
 
     @property
     def finished(self) -> bool:
@@ -387,8 +499,17 @@ class Pipeline:
     def await_param(self, param: int) -> None:
         """See to it that what this thread asks of the device from now on reads the parameter as updated.
 
-        Raises what went wrong in the updates.
+        Raises what went wrong in the updates, and among ranks :class:`StateError` where it was emitted for a step that
+        is still to come.
         """
+        if any(work in self._emitting or work in self._recalled for work in self._buckets.of[param]):
+            if self.device.world_size > 1:
+                raise StateError(
+                    f"parameter {self.params[param].name!r} is read between backward() and step(), and "
+                    "update_in_backward=True has written to it; expected engine.step() or engine.zero_grad() before, "
+                    "on every rank: set update_in_backward=False to read it there"
+                )
+            self.withdraw()
         try:
             self._updates.await_param(param)
         except BaseException:
@@ -415,12 +536,20 @@ class Pipeline:
         if isinstance(error, CollectiveError):  # other ranks went another way: there is no going on
             self._broken = error
         self._buckets.recover()
-        if self._gradients.when_settled is not None:  # those that are ahead have had this update
+        if self._announced is not None:  # those that are ahead have had this update
             ahead = [work.members for work in self._buckets.all if work.life.state is BucketState.UPDATED]
             for param in frozenset().union(*ahead):
                 self.steps[param] += 1
+        lost = self._updates.forget()
+        if self._buckets.emits:
+            half_done = (BucketState.EMITTED, BucketState.UPDATING, BucketState.UPDATED)
+            lost.update(work for work in self._buckets.all if work.life.state in half_done)
+            for work in lost:
+                work.behind |= work.members
+            self._recalled |= lost
         self._gradients.begin()
-        self._updates.forget()
+        self._announced = None
+        self._emitting.clear()
         for work in self._buckets.all:
             work.task = work.written = None
             work.clear()

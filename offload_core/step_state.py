@@ -7,7 +7,10 @@ Rules:
 - A rank that has no gradient for a bucket takes part in its reduction all the same.
 - Dropping is allowed whenever no update has begun: the gradients go, nothing else changes.
 - An update may also end without publication (``updated``): its parameters follow later, whatever the bucket's
-  gradients do then. Gradients that were used can neither be dropped nor joined by others before the step's ``end``.
+  gradients do then, or were sent before. Gradients that were used can neither be dropped nor joined by others before
+  the step's ``end``.
+- New parameters may be sent before their step, states left as they are (``emit``). The step's update makes them true;
+  ``recall`` takes them back.
 - Between ``update`` and ``published`` master weights and device parameters may differ. ``published`` ends it; an
   error ends it too (``abort``): the next update publishes the master weights again.
 
@@ -18,9 +21,10 @@ EMPTY          no gradient
 FILLING        device gradients of some parameters; host gradients of earlier micro-steps
 REDUCING       the bucket on its way to its owners' host memory
 ON_HOST        host gradients only
+EMITTED        host gradients; parameters on their way to the device that no state has yet
 UPDATING       host gradients; states are being written
 PUBLISHING     updated parameters on their way to the device
-UPDATED        states that are ahead of the device's parameters; the gradients were used
+UPDATED        states of a step that has not ended; the gradients were used
 =============  =========================================================================
 """
 
@@ -34,6 +38,7 @@ class BucketState(Enum):
     FILLING = "filling"
     REDUCING = "reducing"
     ON_HOST = "on host"
+    EMITTED = "emitted"
     UPDATING = "updating"
     PUBLISHING = "publishing"
     UPDATED = "updated"
@@ -43,6 +48,8 @@ class BucketEvent(Enum):
     GRADIENT = "gradient"
     REDUCE = "reduce"
     ARRIVED = "arrived"
+    EMIT = "emit"
+    RECALL = "recall"
     UPDATE = "update"
     PUBLISH = "publish"
     PUBLISHED = "published"
@@ -63,6 +70,9 @@ TRANSITIONS: dict[tuple[BucketState, BucketEvent], BucketState] = {
     (S.REDUCING, E.ARRIVED): S.ON_HOST,
     (S.ON_HOST, E.GRADIENT): S.FILLING,
     (S.ON_HOST, E.UPDATE): S.UPDATING,
+    (S.ON_HOST, E.EMIT): S.EMITTED,
+    (S.EMITTED, E.RECALL): S.ON_HOST,
+    (S.EMITTED, E.UPDATE): S.UPDATING,
     (S.UPDATING, E.PUBLISH): S.PUBLISHING,
     (S.PUBLISHING, E.PUBLISHED): S.EMPTY,
     (S.UPDATING, E.UPDATED): S.UPDATED,

@@ -1,7 +1,7 @@
 """A step's updates: one C pass over each bucket's shards, and the new parameters on their way to the device."""
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -11,7 +11,7 @@ import numpy as np
 from . import _kernels
 from .buckets import LocalBuckets
 from .cpu_adam import AdamHyper
-from .device import AfterAll, Done, Event, Started
+from .device import Done, Event, Waiting
 from .dtypes import FLOAT32
 from .host_memory import Lease
 from .local_bucket import LocalBucket
@@ -55,32 +55,61 @@ class Scalars:
 
 
 class Updates:
-    """The updates of one step, from their start until :meth:`finish`."""
+    """The updates of one step, from their start until :meth:`finish`.
+
+    Parameters may be sent before the step, as gradients arrive (:meth:`emit`): its end then finds them where they are
+    read, or on their way.
+    """
 
     def __init__(self, buckets: LocalBuckets, op_order: str) -> None:
         self._buckets = buckets
         self._op_order = op_order
+        self.emits: Callable[[], bool] = lambda: False
+        """Whether buckets whose gradients have arrived are still emitted; those that are not wait for the step."""
+        self._travelling: deque[tuple[LocalBucket, Callable[[LocalBucket], None]]] = deque()
+        """Buckets that were sent and that nobody waits for yet, oldest first, and what is done when they arrive."""
         self._publishing: list[tuple[LocalBucket, Future[None]]] = []
         """Buckets whose publication was asked for and not yet seen to have ended, and the end of it."""
         self._advancing: list[LocalBucket] = []
         """Likewise those that are updated and not published."""
 
-    def start(
-        self,
-        works: Sequence[LocalBucket],
-        scalars: Scalars,
-        tensors: Sequence[Any],
-        present: set[int],
-        ahead: Collection[LocalBucket],
-    ) -> None:
-        """One C pass over the process's shards, and the parameters to where they are read, bucket after bucket.
+    def emit(self, work: LocalBucket, scalars: Scalars | None, tensors: Sequence[Any], *, tentatively: bool) -> None:
+        """Send a bucket's new parameters as soon as its gradients are on the host, where ``emits`` holds until then.
 
-        Of those ``ahead`` the parameters only. Other ranks may have others ahead, and meet in one order all the same.
+        Among ranks all call it alike, and nothing is done unless all would.
+
+        Args:
+            scalars: None where this rank would not.
+            tentatively: leave the states as they are.
         """
 
+        def start() -> Event:
+            if not self._all_ranks(scalars is not None and self.emits(), work):
+                return Done()
+            assert scalars is not None
+            work.life.on(BucketEvent.EMIT if tentatively else BucketEvent.UPDATE)
+            out = self._borrow(work)
+            self._run_adam(work, scalars, work.members, None, out, keep_states=tentatively)
+            if not tentatively:
+                work.life.on(BucketEvent.UPDATED)
+            after = Done()  # the gradients came after all that had been launched before them
+            return self._buckets.device.publish(work.bucket, out, tensors, set(work.members), self._lease(work), after)
+
+        work.task = self._send(work, start, lambda work: None)
+
+    def _all_ranks(self, emit: bool, work: LocalBucket) -> bool:
+        """Whether this process and all others would emit the bucket."""
+        collectives = self._buckets.device.collectives
+        if self._buckets.device.world_size == 1:
+            return emit
+        flags = np.array([emit], np.int64)
+        collectives.sum_integers(flags, f"bucket {work.bucket.index}: whether it is emitted")
+        return int(flags[0]) == collectives.world_size
+
+    def start(self, works: Sequence[LocalBucket], scalars: Scalars, tensors: Sequence[Any], present: set[int]) -> None:
+        """One C pass over the process's shards, and the parameters to where they are read, bucket after bucket."""
+
         def update(work: LocalBucket, after: Event) -> Event:
-            if work in ahead:
-                return self._round_and_publish(work, tensors, after)
             work.life.on(BucketEvent.UPDATE)
             if self._buckets.written_by_kernel(work):
                 self._run_adam(work, scalars, present, tensors, None)
@@ -92,29 +121,26 @@ class Updates:
             return self._buckets.device.publish(work.bucket, out, tensors, present, self._lease(work), after)
 
         def end(work: LocalBucket) -> None:
-            if work not in ahead:
-                work.clear()
-                work.life.on(BucketEvent.PUBLISHED)
+            work.clear()
+            work.life.on(BucketEvent.PUBLISHED)
 
         self._travel(works, update, end)
 
-    def start_ahead(self, works: Sequence[LocalBucket], scalars: Scalars, present: set[int]) -> None:
-        """Update states; the parameters follow with :meth:`publish`."""
+    def start_ahead(self, works: Sequence[LocalBucket], scalars: Scalars, present: set[int], *, emitted: bool) -> None:
+        """Update states; the parameters were emitted, or follow with :meth:`publish`."""
+
+        def update(work: LocalBucket) -> None:
+            self._run_adam(work, scalars, present, None, None)
+            if not emitted:
+                work.behind |= work.members.intersection(present)
+            work.life.on(BucketEvent.UPDATED)
+            work.clear()
+            work.life.on(BucketEvent.END)
+
         self._advancing += works
         for work in works:
-            work.task = self._buckets.tasks.submit(partial(self._advance_and_end, work, scalars, present))
-
-    def advance(self, work: LocalBucket, scalars: Scalars, present: Collection[int]) -> None:
-        """Update one bucket's states, at once."""
-        work.life.on(BucketEvent.UPDATE)
-        self._run_adam(work, scalars, present, None, None)
-        work.behind |= work.members.intersection(present)
-        work.life.on(BucketEvent.UPDATED)
-
-    def _advance_and_end(self, work: LocalBucket, scalars: Scalars, present: Collection[int]) -> None:
-        self.advance(work, scalars, present)
-        work.clear()
-        work.life.on(BucketEvent.END)
+            work.life.on(BucketEvent.UPDATE)
+            work.task = self._buckets.tasks.submit(partial(update, work))
 
     def publish(self, works: Iterable[LocalBucket], tensors: Sequence[Any]) -> None:
         """Bring master weights that are ahead to the parameters."""
@@ -144,20 +170,30 @@ class Updates:
 
     def _travel(
         self,
-        works: Sequence[LocalBucket],
+        works: Iterable[LocalBucket],
         start: Callable[[LocalBucket, Event], Event],
         end: Callable[[LocalBucket], None],
     ) -> None:
         """While one bucket's parameters travel, start with the next."""
         after = self._buckets.device.mark()
-        travelling: deque[LocalBucket] = deque()
         for work in works:
-            if len(travelling) == self._buckets.tasks.depth:
-                self._await_publication(travelling.popleft(), end)
-            work.written = self._buckets.tasks.submit(partial(start, work, after))
-            travelling.append(work)
-        for work in travelling:
-            self._await_publication(work, end)
+            self._send(work, partial(start, work, after), end)
+        self.land()
+
+    def _send(
+        self, work: LocalBucket, start: Callable[[], Event], end: Callable[[LocalBucket], None]
+    ) -> "Future[Event]":
+        """Have a bucket's parameters sent when there is staging for them."""
+        if len(self._travelling) == self._buckets.tasks.depth:
+            self._await_publication(*self._travelling.popleft())
+        work.written = self._buckets.tasks.submit(start)
+        self._travelling.append((work, end))
+        return work.written
+
+    def land(self) -> None:
+        """Have all that was sent waited for."""
+        while self._travelling:
+            self._await_publication(*self._travelling.popleft())
 
     def _await_publication(self, work: LocalBucket, end: Callable[[LocalBucket], None]) -> None:
         written = work.written
@@ -193,15 +229,23 @@ class Updates:
 
     def update_of(self, param: int) -> Event:
         """The end of the parameter's update, as far as it has been asked for."""
-        return AfterAll([Started(work.written) for work in self._buckets.of[param] if work.written is not None])
+        written = [work.written for work in self._buckets.of[param] if work.written is not None]
+
+        def order() -> None:
+            for start in written:
+                start.result().order()
+
+        return Waiting(order)
 
     def _run_adam(
         self,
         work: LocalBucket,
         scalars: Scalars,
-        present: Collection[int],
+        present: Container[int],
         tensors: Sequence[Any] | None,
         out: np.ndarray | None,
+        *,
+        keep_states: bool = False,
     ) -> None:
         """Run the kernel on the pieces that have a gradient.
 
@@ -230,27 +274,37 @@ class Updates:
                     op_order=self._op_order,
                     adam_mode=self._buckets.config.adam_mode,
                     threads=self._buckets.threads,
+                    keep_states=keep_states,
                 )
 
     @property
     def finished(self) -> bool:
         """Whether nothing may still be on its way."""
-        return not self._publishing and not self._advancing
+        return not self._travelling and not self._publishing and not self._advancing
 
     def finish_publications(self) -> None:
         """Wait until parameters have been written; raise what went wrong."""
-        publishing, self._publishing = self._publishing, []
-        for work, arrived in publishing:  # the bucket itself may be on its way to the next update
+        self.land()
+        for work, arrived in self._publishing:  # the bucket itself may be on its way to the next update
             self._buckets.wait(arrived, work)
             work.written = None
+        self._publishing = []
 
     def finish(self) -> None:
         """Wait until all has ended; raise what went wrong."""
         self.finish_publications()
+        self.finish_states()
+
+    def finish_states(self) -> None:
+        """Wait until what has no parameters to send has ended; raise what went wrong."""
         advancing, self._advancing = self._advancing, []
         for work in advancing:
             self._buckets.claim(work)
 
-    def forget(self) -> None:
-        """Nothing is on its way."""
+    def forget(self) -> set[LocalBucket]:
+        """After a failure: nothing is on its way any more. The buckets whose parameters may not have been written."""
+        lost = {work for work, arrived in self._publishing if arrived.exception() is not None}
+        lost.update(work for work, _ in self._travelling)
+        self._travelling.clear()
         self._publishing, self._advancing = [], []
+        return lost

@@ -60,6 +60,7 @@ def adam(
     op_order: str,
     adam_mode: str,
     param_dtype: ElementType | None,
+    keep_states: bool = False,
     threads: int = 1,
     offsets: Sequence[int] = (0, 0, 0, 0, 0),
 ) -> list[AdamState]:
@@ -81,6 +82,7 @@ def adam(
         param_dtype=param_dtype,
         op_order=op_order,
         adam_mode=adam_mode,
+        keep_states=keep_states,
         threads=threads,
     )
     return after

@@ -32,6 +32,7 @@ class SlowTorchDevice(HostTorchDevice):
         return _Copied(self._lanes[0].submit(copy))
 
     def to_device(self, host, copies, after):
+        after.order()
         for tensor, start, numel, _ in copies:
             tensor[start : start + numel] = torch.nan
 
@@ -57,3 +58,6 @@ class _Copied:
         self._future.result()
 
     order = wait
+
+    def done(self):
+        return self._future.done()

@@ -51,8 +51,9 @@ kinds = st.fixed_dictionaries(
         "op_order": st.sampled_from(["torch", "optax"]),
         "adam_mode": st.sampled_from(["adamw", "adam"]),
         "param_dtype": st.none() | element_types,
+        "keep_states": st.booleans(),
     }
-)
+).map(lambda kind: kind if kind["param_dtype"] else {**kind, "keep_states": False})
 
 
 @st.composite

@@ -11,7 +11,7 @@ from strategies import law
 
 from offload_core.config import OffloadConfig
 from offload_core.cpu_adam import AdamHyper
-from offload_core.device import HostDevice
+from offload_core.device import Done, HostDevice
 from offload_core.dtypes import BFLOAT16, FLOAT32
 from offload_core.fake_device import FakeDevice, FakeTensor
 from offload_core.host_ranks import HostRanks
@@ -22,25 +22,32 @@ from offload_core.thread_ranks import ThreadRank, _Group, run_ranks
 from offload_core.use_order import UseOrder
 
 SIZES = (40, 1, 200, 77, 33)
-NAN = np.float32("nan")
 
 
 class Whole:
-    """Memory that is spoilt when it is given and when it is taken back."""
+    """Memory that others use as soon as it is taken back: the device writes 7 to it."""
 
-    def __init__(self, put, numel, dtype):
-        self.put, self.numel, self.dtype = put, numel, dtype
-        self.tensor = None
+    def __init__(self, device, put, numel, dtype):
+        self.device = device
+        self.tensor = put(np.full(numel, 7).astype(dtype.numpy))
+        self.given = False
+
+    @property
+    def array(self):
+        return getattr(self.tensor, "memory", self.tensor)
 
     def allocate(self):
-        assert self.tensor is None
-        self.tensor = self.put(np.full(self.numel, NAN).astype(self.dtype.numpy))
+        assert not self.given
+        self.given = True
         return self.tensor
 
     def free(self):
-        array = getattr(self.tensor, "memory", self.tensor)
-        array[:] = NAN
-        self.tensor = None
+        assert self.given
+        self.given = False
+        if isinstance(self.device, FakeDevice):
+            self.device.compute(lambda: self.array.fill(7))
+        else:
+            self.array[:] = 7
 
 
 class Model:
@@ -65,29 +72,42 @@ class Model:
                     shard[start : start + piece.numel] = values[piece.start : piece.stop]
             shard = shard if self.pipeline.host_shards else put(shard)
             self.shards.append(shard)
-            memory = Whole(put, sum(b.padded_numel for b in buckets), spec.dtype)
+            memory = Whole(device, put, sum(b.padded_numel for b in buckets), spec.dtype)
             given = device.host_array(shard) if self.pipeline.host_shards else shard
             self.params.append(self.live.add(spec, buckets, given, memory))
             self.params[i].updated = lambda i=i: self.pipeline.update_of(i)
         self.pipeline.add_parameters(self.specs, self.shards)
 
-    def read(self, used):
-        """What modules that use these parameters see."""
+    def read_later(self, used):
+        """What a module that uses these parameters sees; to be looked at when the device has computed."""
         params = [self.params[i] for i in used]
         self.live.acquire(params)
         found = [np.empty(p.numel, p.spec.dtype.numpy) for p in params]
-        if isinstance(self.device, FakeDevice):
 
-            def compute():
-                for param, out in zip(params, found, strict=True):
-                    out[:] = param.memory.tensor.memory[: param.numel]
-
-            self.device.compute(compute).wait()
-        else:
+        def compute():
             for param, out in zip(params, found, strict=True):
-                out[:] = param.memory.tensor[: param.numel]
+                out[:] = param.memory.array[: param.numel]
+
+        computed = self.device.compute(compute) if isinstance(self.device, FakeDevice) else compute() or Done()
         self.live.release(params)
-        return [array.tobytes() for array in found]
+
+        def look():
+            computed.wait()
+            return [array.tobytes() for array in found]
+
+        return look
+
+    def read(self, used):
+        return self.read_later(used)()
+
+    def check_released(self):
+        """Nothing is whole, and nothing has written to memory that others have by now."""
+        assert self.live.numel == self.live.n_bytes == 0
+        self.device.mark().wait()
+        self.device.synchronize()
+        for param in self.params:
+            assert not param.memory.given
+            assert (param.memory.array == 7).all()
 
     def step(self, seed):
         digest = self.live.release_all()
@@ -108,15 +128,21 @@ def expected(rounds, config):
     return seen
 
 
-def run(model, rounds):
+def run(model, rounds, *, at_once=False):
+    """What is read in these rounds, each with a step at its end; looked at when all are over, or at once."""
     seen = []
     for step, uses in enumerate(rounds):
         model.live.begin_round("forward")
-        seen += [model.read(used) for used in uses]
+        for used in uses:
+            seen.append(model.read_later(used))
+            if at_once:
+                seen[-1]()
         model.step(step)
         assert model.live.numel == 0
     model.pipeline.finish()
-    return seen
+    found = [look() for look in seen]
+    model.check_released()
+    return found
 
 
 modules = st.lists(st.lists(st.integers(0, len(SIZES) - 1), min_size=1, max_size=2, unique=True), max_size=8)
@@ -207,7 +233,8 @@ def test_what_is_used_again_soon_stays():
     assert sizes_gathered(full, uses) == [(0, 0), (1, 2), (2, 0), (3, 3)]
 
 
-def test_a_failed_gather_is_an_error_of_who_needs_it_and_the_next_one_works():
+def a_gather_that_fails():
+    """It is an error of who needs it; the next one works."""
     model = Model(CONFIG, FakeDevice())
     model.read([0])
     gather = model.live.device.gather
@@ -222,6 +249,40 @@ def test_a_failed_gather_is_an_error_of_who_needs_it_and_the_next_one_works():
     assert [param.holds for param in model.params[:2]] == [0, 0]
     model.live.device.gather = gather
     assert model.read([1]) == [model.shards[1][:1].tobytes()]
+    model.check_released()
+
+
+ROUNDS = [[[0, 2], [3]], [[0, 2], [3], [4]], [[0, 2], [4]], [[0, 2], [3], [4], [0]], [[1]]]
+"""In some of them what is expected does not come."""
+
+
+def parameters_that_are_read_after_updates():
+    for fields in ({}, {"prefetch_bucket_size": 0, "max_live_parameters": 0}, {"max_reuse_distance": 10**6}):
+        model = Model(replace(CONFIG, **fields), FakeDevice())
+        assert run(model, ROUNDS) == expected(ROUNDS, CONFIG)
+    assert run(Model(CONFIG, FakeDevice()), ROUNDS, at_once=True) == expected(ROUNDS, CONFIG)
+
+
+def parameters_of_ranks():
+    for offload_param in (None, "cpu"):
+        config = replace(CONFIG, offload_param=offload_param, reduce_bucket_size=64)
+        apart = _Group(2, 10.0)
+
+        def body(rank, config=config, apart=apart):
+            return run(Model(config, FakeDevice(), rank, ThreadRank(apart, rank.rank)), ROUNDS)
+
+        ranks = run_ranks(2, body, timeout=10.0)
+        assert ranks[0] == ranks[1] == expected(ROUNDS, CONFIG)
+
+
+SCENARIOS = [a_gather_that_fails, parameters_that_are_read_after_updates, parameters_of_ranks]
+"""Those in which a wait of the core that is missing shows (``test_waits.py``)."""
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_with_threads_that_come_as_late_as_can_be(scenario, monkeypatch):
+    Threads().play(monkeypatch)
+    scenario()
 
 
 def test_an_order_is_followed_through_what_is_skipped_and_what_is_new():

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from partitioned_models import External, external_loss, gpt, gpt_loss
+from partitioned_models import External, external_loss, gpt, gpt_loss, llama, llama_loss
 from slow_torch_device import SlowTorchDevice
 from strategies import law
 from torch import nn
@@ -389,6 +389,52 @@ def test_hooks_of_the_user_see_whole_parameters():
     plain, parted = pair(gpt)
     assert run(plain) == run(parted)
     assert_same(plain, parted)
+    assert released(parted)
+
+
+class TorchsOwn(nn.Module):
+    """Modules that use a child's weight by themselves, keep weights in lists, or compute them."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.lstm = nn.LSTM(16, 16, batch_first=True)
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(16, 16))
+        self.layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True)
+        self.conv = nn.Conv2d(4, 4, 3, padding=1).to(memory_format=torch.channels_last)
+
+    def forward(self, x):
+        y, _ = self.attention(x, x, x)
+        y, _ = self.lstm(y)
+        return self.layer(self.normed(y)).pow(2).mean() + self.conv(x.view(1, 4, 4, -1)).pow(2).mean()
+
+
+def test_torch_s_own_modules_train_and_evaluate_alike():
+    def loss_of(model, seed):
+        torch.manual_seed(seed)
+        return model(torch.randn(2, 8, 16))
+
+    plain, parted = pair(TorchsOwn)
+    assert train(plain, loss_of, 4) == train(parted, loss_of, 4)
+    assert released(parted)
+    assert_same(plain, parted)
+    with torch.no_grad():
+        assert loss_of(plain.eval(), 9) == loss_of(parted.eval(), 9)
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated")
+def test_a_llama_generates_and_recomputes_its_activations():
+    plain, parted = pair(llama)
+    for engine in (plain, parted):
+        engine.module.gradient_checkpointing_enable()
+        engine.train()
+    assert train(plain, llama_loss, 2) == train(parted, llama_loss, 2)
+    prompt = torch.tensor([[1, 2, 3]])
+    for engine in (plain, parted):
+        engine.eval()
+    texts = [engine.module.generate(prompt, max_new_tokens=5, do_sample=False).tolist() for engine in (plain, parted)]
+    assert texts[0] == texts[1]
     assert released(parted)
 
 

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kernel_calls import INSTRUCTION_SETS, AdamState, using
+from one_thread import Threads
 from oracles import assert_same_bits
 from strategies import element_types, float_arrays, law
 
@@ -403,35 +404,158 @@ def test_the_delayed_schedule_is_what_its_definition_says(case, warmup, where):
         device.close()
 
 
-@law(60)
-@given(cases())
-def test_updating_in_backward_gives_the_bits_of_updating_at_the_step(case):
-    config = replace(case.config, gradient_clipping=None, schedule="overlap")
-    subjects = []
+@law(80)
+@given(cases(), st.integers(0, 2**32 - 1), st.data())
+def test_updating_in_backward_gives_the_bits_of_the_serial_schedule(case, seed, data):
+    """Whether steps are clipped, skipped or neither, and whatever was written to the device by then."""
+    clipping = data.draw(st.sampled_from([None, 0.5, 1e3]))
+    scale = data.draw(st.sampled_from([None, 4.0])) if clipping else None
+    kinds = [data.draw(st.sampled_from(["small", "small", "as it is", "inf"])) for _ in range(4)]
+    factors = {"small": 1e-3, "as it is": 1.0, "inf": np.inf if clipping else 1.0}
+    runs = []
     for early in (True, False):
-        device = FakeDevice(max_delay=1e-4)
-        subject = Subject(device, case.masters, case.dtypes, case.groups, replace(config, update_in_backward=early))
-        for micro_steps in case.steps:
-            for i, gradient in ((i, g) for arrivals in micro_steps[:-1] for i, g in arrivals):
-                subject.add_gradient(i, gradient)
-            for _ in range(config.gradient_accumulation_steps - 1):
-                subject.pipeline.end_micro_step()
-            if len(micro_steps) == 1 or config.gradient_accumulation_steps > 1:
-                subject.pipeline.expect_step(case.hypers, divisor=float(len(micro_steps)))
-            for i, gradient in micro_steps[-1]:
-                subject.add_gradient(i, gradient)
-            subject.pipeline.end_micro_step()
-            subject.pipeline.step(case.hypers, subject.tensors, divisor=float(len(micro_steps)))
-        subjects.append(subject)
-    assert bits(subjects[0]) == bits(subjects[1])
-    for subject in subjects:
-        subject.device.close()
+        options = {"schedule": "overlap", "update_in_backward": True} if early else {"schedule": "serial"}
+        with pytest.MonkeyPatch.context() as patch:
+            Threads(seed).play(patch)
+            scaler = LossScaler(scale, window=2) if scale else None
+            config = replace(case.config, gradient_clipping=clipping, **options)
+            subject = Subject(FakeDevice(), case.masters, case.dtypes, case.groups, config, scaler)
+            reports = [
+                early_step(subject, case, micro_steps, factors[kind])
+                for micro_steps, kind in zip([*case.steps, *case.steps], kinds, strict=False)
+            ]
+            runs.append((reports, bits(subject)))
+    assert runs[0] == runs[1]
+
+
+def early_step(subject, case, micro_steps, factor):
+    """A step that is announced before the last micro-step's gradients, where no others can still come."""
+    divisor, pipeline = float(len(micro_steps)), subject.pipeline
+    before = [g for arrivals in micro_steps[:-1] for g in arrivals]
+    for i, gradient in before:
+        subject.add_gradient(i, gradient)
+    for _ in range(subject.pipeline.config.gradient_accumulation_steps - 1):
+        pipeline.end_micro_step()
+    pipeline.expect_step(case.hypers, subject.tensors, divisor=divisor)
+    for i, gradient in micro_steps[-1]:
+        subject.add_gradient(i, gradient * gradient.dtype.type(factor))
+    pipeline.end_micro_step()
+    return pipeline.step(case.hypers, subject.tensors, divisor=divisor)
+
+
+def emitted(subject, hypers, value=1.0):
+    """Announce a step, bring gradients, and give the host the time to emit all buckets; their states."""
+    subject.pipeline.expect_step(hypers, subject.tensors)
+    for i in (1, 0):
+        subject.add_gradient(i, np.full(subject.specs[i].numel, value, subject.specs[i].dtype.numpy))
+    subject.pipeline._buckets.run(lambda: None)
+    return {work.life.state for work in subject.pipeline._buckets.all}
+
+
+HYPER = [AdamHyper(1e-2)]
+EARLY = {"update_in_backward": True, "reduce_bucket_size": 32}
+
+
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=str)
+def test_what_was_emitted_is_committed_sent_again_or_taken_back(dtype):
+    """Gradients of 140 ones have the norm sqrt(140)."""
+    for clipping, value, state in ((20.0, 1.0, "committed"), (0.5, 1.0, "sent again"), (0.5, np.inf, "taken back")):
+        subject = make(FakeDevice(), dtype, gradient_clipping=clipping, **EARLY)
+        serial = make(FakeDevice(), dtype, gradient_clipping=clipping, schedule="serial")
+        before, states = bits(subject), [a.tobytes() for i in range(2) for a in subject.states(i)]
+        buckets, copies = len(subject.pipeline._buckets.all), subject.device._copies
+        assert emitted(subject, HYPER, value) == {BucketState.EMITTED}
+        assert subject.device._copies == copies + 2 * buckets
+        assert [a.tobytes() for i in range(2) for a in subject.states(i)] == states, "states keep"
+        subject.pipeline._updates.finish_publications()
+        assert [t.memory.tobytes() for t in subject.tensors] != before[:2], "parameters do not"
+        for i in (1, 0):
+            serial.add_gradient(i, np.full(serial.specs[i].numel, value, dtype.numpy))
+        assert subject.pipeline.step(HYPER, subject.tensors) == serial.pipeline.step(HYPER, serial.tensors)
+        assert bits(subject) == bits(serial)
+        assert (bits(subject) == before) == (state == "taken back")
+        assert subject.device._copies == copies + (2 if state == "committed" else 3) * buckets
+        # The next is likely to be clipped, too.
+        assert emitted(subject, HYPER) == {BucketState.EMITTED if state == "committed" else BucketState.ON_HOST}
+        for each in (subject, serial):
+            each.device.close()
+
+
+def test_what_the_host_has_not_got_to_when_all_gradients_are_there_goes_in_the_order_of_the_next_forward(monkeypatch):
+    Threads().play(monkeypatch)
+    updated, run_adam = [], Updates._run_adam
+
+    def noting(updates, work, *args, **options):
+        updated.append(work.bucket.index)
+        run_adam(updates, work, *args, **options)
+
+    monkeypatch.setattr(Updates, "_run_adam", noting)
+    for gradients_are_there in (False, True):
+        subject = make(FakeDevice(), **EARLY)
+        subject.pipeline.expect_step(HYPER, subject.tensors)
+        for i in (1, 0):
+            subject.add_gradient(i, np.ones(subject.specs[i].numel, BFLOAT16.numpy))
+        if gradients_are_there:
+            subject.device.synchronize()
+        updated.clear()
+        subject.pipeline.step(HYPER, subject.tensors)
+        subject.pipeline.finish()
+        in_backward = [work.bucket.index for work in subject.pipeline._gradients.order]
+        assert updated == (in_backward[::-1] if gradients_are_there else in_backward)
+
+
+def test_what_was_emitted_tentatively_can_be_changed_discarded_joined_and_read():
+    """As if nothing had been emitted."""
+
+    def other_learning_rate(subject):
+        return [AdamHyper(5e-3)]
+
+    def discard(subject):
+        subject.pipeline.drop_gradients()
+        subject.pipeline.withdraw()
+        check_parameters(subject)
+
+    def discard_one(subject):
+        subject.pipeline.drop_gradients([0])
+
+    def join(subject):
+        subject.add_gradient(0, np.full(40, 0.5, BFLOAT16.numpy))
+
+    def read(subject):
+        subject.pipeline.await_param(0)
+        check_parameters(subject)
+
+    def flush(subject):
+        subject.pipeline.flush(subject.tensors)
+        check_parameters(subject)
+
+    def adopt(subject):
+        changed = FakeTensor(make().tensors[0])
+        changed.memory[3] = 7
+        subject.pipeline.adopt(0, changed)
+
+    def check_parameters(subject):
+        for tensor, old in zip(subject.tensors, make().tensors, strict=True):
+            assert_same_bits("as it was", tensor.memory, old)
+
+    for act in (other_learning_rate, discard, discard_one, join, read, flush, adopt):
+        for early in (True, False):
+            options = {"schedule": "overlap", **EARLY} if early else {"schedule": "serial"}
+            subject = make(FakeDevice(), gradient_clipping=20.0, **options)
+            assert (BucketState.EMITTED in emitted(subject, HYPER)) == early
+            hypers = act(subject) or HYPER
+            subject.pipeline.step(hypers, subject.tensors)
+            result = bits(subject)
+            if early:
+                expected = result
+            subject.device.close()
+        assert result == expected, act.__name__
 
 
 def test_what_update_in_backward_has_used_cannot_be_taken_back():
     subject = make(FakeDevice(), update_in_backward=True, reduce_bucket_size=32)
     hypers = [AdamHyper(1e-2)]
-    subject.pipeline.expect_step(hypers)
+    subject.pipeline.expect_step(hypers, subject.tensors)
     subject.add_gradient(1, np.ones(100, BFLOAT16.numpy))
     subject.pipeline._buckets.run(lambda: None)
     assert subject.pipeline._buckets.all[0].life.state is BucketState.UPDATED
@@ -580,7 +704,7 @@ def test_any_gradient_bits_give_what_the_oracle_gives(gradient, op_order):
 def test_the_plan_is_what_is_allocated():
     for device in (HostDevice(), FakeDevice()):
         for dtype in (FLOAT32, BFLOAT16):
-            for fields in ({}, {"gradient_accumulation_steps": 2}, {"reduce_bucket_size": 64}):
+            for fields in ({}, {"gradient_accumulation_steps": 2}, {"reduce_bucket_size": 64}, EARLY):
                 subject = make(device, dtype, **fields)
                 report = subject.pipeline.memory_report(0)
                 assert report.host_bytes == report.planned_host_bytes

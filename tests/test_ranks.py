@@ -83,7 +83,9 @@ def run_rank(case: Case, collectives, device):
     subject = Subject(device, case.masters, case.dtypes, case.groups, case.config, collectives=collectives)
     norms = []
     for micro_steps in case.steps:
-        for arrivals in micro_steps:
+        for m, arrivals in enumerate(micro_steps):
+            if case.config.update_in_backward and m == len(micro_steps) - 1:
+                subject.pipeline.expect_step(case.hypers, subject.tensors, divisor=float(len(micro_steps)))
             for i, gradient in arrivals:
                 subject.add_gradient(i, gradient)
             subject.pipeline.end_micro_step()
@@ -123,8 +125,8 @@ def test_ranks_on_a_device_of_late_copies_equal_it_too(ranks):
 
 
 @law(60)
-@given(rank_cases(), st.none() | st.integers(0, 2**32 - 1))
-def test_whatever_the_order_in_which_threads_of_ranks_get_on_they_equal_it_too(ranks, seed):
+@given(rank_cases(), st.none() | st.integers(0, 2**32 - 1), st.booleans())
+def test_whatever_the_order_in_which_threads_of_ranks_get_on_they_equal_it_too(ranks, seed, early):
     threads = ThreadsOfRanks()
 
     def device_of(rank):
@@ -133,7 +135,8 @@ def test_whatever_the_order_in_which_threads_of_ranks_get_on_they_equal_it_too(r
 
     with pytest.MonkeyPatch.context() as patch:
         threads.play(patch)
-        overlapped = [replace(case, config=replace(case.config, schedule="overlap")) for case in ranks]
+        options = {"schedule": "overlap", "update_in_backward": early}
+        overlapped = [replace(case, config=replace(case.config, **options)) for case in ranks]
         assert_equals_the_unsharded_run(overlapped, device_of)
 
 

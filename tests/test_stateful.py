@@ -35,8 +35,9 @@ class Anything(RuleBasedStateMachine):
         scale=st.none() | st.just(8.0),
         accumulation=st.integers(1, 2),
         bucket=st.sampled_from([1, 20, 1000]),
+        early=st.booleans(),
     )
-    def begin(self, schedule, threads, models, clipping, skip, scale, accumulation, bucket):
+    def begin(self, schedule, threads, models, clipping, skip, scale, accumulation, bucket, early):
         self.patch = pytest.MonkeyPatch()
         Threads(threads).play(self.patch)
         self.rng = np.random.default_rng(0)
@@ -44,6 +45,7 @@ class Anything(RuleBasedStateMachine):
         self.config = OffloadConfig(
             schedule=schedule, op_order="torch", gradient_clipping=clipping, skip_nonfinite=skip, num_threads=1,
             gradient_accumulation_steps=accumulation, reduce_bucket_size=bucket,
+            update_in_backward=early and bool(clipping or skip or scale),  # else much is an error
         )  # fmt: skip
         self.scalers = [LossScaler(scale, window=2) if scale else None for _ in range(2)]
         dtypes, groups = [dtype for dtype, _ in models], [0] * len(models)
@@ -77,8 +79,14 @@ class Anything(RuleBasedStateMachine):
         if self.succeeds(lambda: self.pipeline.add_gradient(i, gradient)):
             self.naive.add_gradient(i, values)
 
-    @rule(seed=seeds)
-    def add_all(self, seed):
+    @rule(divisor=st.sampled_from([1.0, 2.0]))
+    def announce(self, divisor):
+        self.succeeds(lambda: self.pipeline.expect_step(HYPERS, list(self.subject.tensors), divisor=divisor))
+
+    @rule(seed=seeds, announced=st.booleans())
+    def add_all(self, seed, announced=True):
+        if announced:
+            self.announce(1.0)
         for i in reversed(range(len(self.naive.states))):
             self.add_gradient(i, seed + i)
 
@@ -95,7 +103,7 @@ class Anything(RuleBasedStateMachine):
 
     # --- updates -------------------------------------------------------------------------------------
 
-    @rule(divisor=st.sampled_from([1.0, 2.0, 3.0]))
+    @rule(divisor=st.sampled_from([1.0, 1.0, 2.0, 3.0]))
     def step(self, divisor):
         pipeline, reports, scale, scaler = self.pipeline, [], self.pipeline.loss_scale, self.scalers[1]
         examined = self.config.gradient_clipping is not None or self.config.skip_nonfinite or scaler
@@ -124,7 +132,10 @@ class Anything(RuleBasedStateMachine):
             assert self.pipeline.finished
             states = {work.life.state for work in self.pipeline._buckets.all}
             assert not states & {BucketState.UPDATING, BucketState.PUBLISHING}
-            self.compare()
+            for i in range(len(self.naive.states)):
+                self.compare_states(i)
+            if self.succeeds(self.pipeline.withdraw):
+                self.compare()
 
     # --- reads ---------------------------------------------------------------------------------------
 
@@ -149,8 +160,9 @@ class Anything(RuleBasedStateMachine):
     @precondition(lambda self: not self.failing)
     @rule(i=params, seed=seeds)
     def change(self, i, seed):
-        self.pipeline.finish()
         i %= len(self.naive.states)
+        self.pipeline.await_param(i)
+        self.pipeline.finish()
         at = seed % self.subject.specs[i].numel
         if self.naive.params()[i][at] != 7:
             self.subject.tensors[i].memory[at] = 7
@@ -189,7 +201,7 @@ class Anything(RuleBasedStateMachine):
 
         ``update`` is what the naive loop does where the call began an update before it failed.
         """
-        updating = not self.pipeline.finished
+        updating = not self.pipeline.finished and not self.pipeline._emitting
         steps = [float(n) for n in self.pipeline.steps]
         try:
             call()
@@ -203,8 +215,10 @@ class Anything(RuleBasedStateMachine):
         self.device.fail_after(None)
         self.failing = False
         self.pipeline.drop_gradients()
+        if not updating:
+            self.pipeline.withdraw()
         self.naive.sums = [None] * len(self.naive.sums)
-        assert self.pipeline.finished
+        self.pipeline.finish()
         self.compare_at_rest()
         if updating:
             self.compare_with_half_an_update()

@@ -251,19 +251,121 @@ def test_an_engine_can_be_dropped_or_closed_while_an_update_runs(device):
     assert not any(isinstance(p, PendingParameter) for p in model.parameters())
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_updating_in_backward_gives_the_same_bits(device, monkeypatch, accumulation):
-    options = {"gradient_accumulation_steps": accumulation}
-    engine = wrap(make(), **OPTIONS, **options, update_in_backward=True)
-    for seed in range(8):
-        engine.backward(loss_of(engine, seed))
-        engine.optimizer.pipeline._buckets.run(lambda: None)
-        states = {work.life.state.value for work in engine.optimizer.pipeline._buckets.all}
-        assert states == ({"updated"} if (seed + 1) % accumulation == 0 else {"on host"})
-        engine.step()
+EARLY = {**OPTIONS, "update_in_backward": True}
+TENTATIVE = {**EARLY, "gradient_clipping": 1e3}
+
+
+def emit(engine, seed=0):
+    """A backward, and the time that the host needs to emit its buckets; their states."""
+    engine.backward(loss_of(engine, seed))
+    engine.optimizer.pipeline._buckets.run(lambda: None)
+    return {work.life.state.value for work in engine.optimizer.pipeline._buckets.all}
+
+
+@pytest.mark.parametrize(
+    ("options", "state"),
+    [
+        ({}, "updated"),
+        ({"gradient_accumulation_steps": 2}, "updated"),
+        ({"gradient_clipping": 1e3}, "emitted"),
+        ({"gradient_clipping": 1e3, "gradient_accumulation_steps": 2}, "emitted"),
+        ({"gradient_clipping": 0.1}, None),  # some steps are
+        ({"param_dtype": "float16"}, None),  # some overflow
+    ],
+    ids=str,
+)
+def test_updating_in_backward_gives_the_same_bits(device, monkeypatch, options, state):
+    engine = wrap(make(), **{**EARLY, **options})
+    reports, seen = [], set()
+    for seed in range(12):
+        states = emit(engine, seed)
+        if state:
+            boundary = (seed + 1) % engine.config.gradient_accumulation_steps == 0
+            assert states == ({state} if boundary else {"on host"})
+        seen |= states
+        reports.append(engine.step())
+    assert {"emitted", "updated"} & seen
     monkeypatch.undo()
-    expected, _ = reference(8, **options)
+    expected, expected_reports = reference(12, **options)
+    assert reports == expected_reports
+    if options.get("gradient_clipping") == 0.1:
+        assert 1.0 in (coefficients := {report.clip_coefficient for report in reports})
+        assert len(coefficients) > 1
     assert_equal(engine, expected)
+
+
+def test_what_was_emitted_tentatively_is_read_and_discarded_as_if_it_were_not(device):
+    engine = wrap(make(), **TENTATIVE)
+    for act in (lambda: engine.module.state_dict(), engine.zero_grad, engine.optimizer.state_dict):
+        before = [p.detach().clone() for p in engine.parameters()]
+        assert emit(engine) == {"emitted"}
+        assert all(pending(engine))
+        act()
+        assert all(same_bits(p, old) for p, old in zip(engine.parameters(), before, strict=True))
+        if act != engine.zero_grad:
+            engine.step()
+            assert not any(same_bits(p, old) for p, old in zip(engine.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("options", [EARLY, TENTATIVE], ids=["at once", "tentatively"])
+def test_autograd_does_not_read_what_was_written_under_it(device, options):
+    engine = wrap(make(), **options)
+    loss = loss_of(engine, 0)
+    engine.backward(loss, retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_layer_that_is_checkpointed_twice_reads_its_parameters_before_the_step(device):
+    """Reentrant checkpoints bring a gradient each, and run the layer again in between."""
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer = nn.Linear(8, 8, bias=False)
+
+        def forward(self, x):
+            x = x.requires_grad_()
+            return checkpoint(self.layer, checkpoint(self.layer, x, use_reentrant=True).relu(), use_reentrant=True)
+
+    engines = [wrap(Twice(), **options) for options in (TENTATIVE, {**OPTIONS, "schedule": "serial"})]
+    for seed in range(3):
+        for engine in engines:
+            torch.manual_seed(seed)
+            engine.backward(engine(torch.randn(4, 8)).float().pow(2).mean())
+            assert engine.step().updated
+    assert_equal(*engines)
+    engine = wrap(Twice(), **EARLY)
+    with pytest.raises(StateError, match="its gradient has been used, for update_in_backward=True"):
+        engine.backward(engine(torch.ones(4, 8)).sum())
+
+
+def test_parameters_whose_readers_cannot_be_made_to_wait_are_not_emitted(device):
+    class Mine(nn.Parameter):
+        pass
+
+    model = make()
+    next(model.parameters()).__class__ = Mine
+    assert emit(wrap(model, **TENTATIVE)) == {"on host"}
+    assert emit(wrap(torch.compile(make(), backend="eager"), **TENTATIVE)) == {"on host"}
+
+
+def test_a_change_from_outside_before_the_backward_is_part_of_what_is_emitted(device):
+    model = nn.Sequential(nn.Conv2d(3, 8, 3)).to(memory_format=torch.channels_last)
+    engines = [
+        wrap(copy.deepcopy(model), **options) for options in (TENTATIVE, EARLY, {**OPTIONS, "schedule": "serial"})
+    ]
+    for engine in engines:
+        for seed in range(3):
+            with torch.no_grad():
+                engine.module[0].weight.copy_(torch.full((8, 3, 3, 3), 0.1 * seed))
+            torch.manual_seed(seed)
+            engine.backward(engine(torch.randn(2, 3, 5, 5)).float().pow(2).mean())
+            engine.optimizer.pipeline._buckets.run(lambda: None)
+            assert engine.step().updated
+    assert_equal(engines[0], engines[2])
+    assert_equal(engines[1], engines[2])
 
 
 def test_what_was_used_in_backward_cannot_be_discarded_or_joined(device):

@@ -138,22 +138,42 @@ def the_optimizer_alone():
 RANK = threading.local()
 
 
-def bytes_sent():
-    def body(rank):
+def on_ranks(body):
+    def of_rank(rank):
         RANK.collectives = rank
-        engine = two_steps(wrap(make(), **OPTIONS))
-        sent = engine.sent_bytes
-        engine.optimizer.pipeline.finish()
-        assert sent == engine.sent_bytes > 0
+        body()
 
     def device_for(device, group, config):
         return HostRanks(SlowTorchDevice(0.0), RANK.collectives)
 
     original, optimizer_module.device_for = optimizer_module.device_for, device_for
     try:
-        run_ranks(2, body, timeout=10)
+        run_ranks(2, of_rank, timeout=10)
     finally:
         optimizer_module.device_for = original
+
+
+def bytes_sent():
+    def body():
+        engine = two_steps(wrap(make(), **OPTIONS))
+        sent = engine.sent_bytes
+        engine.optimizer.pipeline.finish()
+        assert sent == engine.sent_bytes > 0
+
+    on_ranks(body)
+
+
+def parameters_that_were_emitted_and_discarded():
+    def body():
+        engine = wrap(make(), **OPTIONS, update_in_backward=True, gradient_clipping=1e3)
+        before = [p.detach().clone() for p in engine.parameters()]
+        engine.backward(loss_of(engine, 0))
+        engine.optimizer.pipeline._buckets.run(lambda: None)
+        engine.optimizer.zero_grad()
+        for p, old in zip(engine.parameters(), before, strict=True):
+            assert same_bits(p, old)
+
+    on_ranks(body)
 
 
 SCENARIOS = [
@@ -166,6 +186,7 @@ SCENARIOS = [
     parameters_of_a_class_of_their_own,
     the_optimizer_alone,
     bytes_sent,
+    parameters_that_were_emitted_and_discarded,
 ]
 MUTANTS = [
     *waits_of("frontends.torch.pending"),

@@ -8,10 +8,12 @@ import json
 import tempfile
 from collections import Counter
 from collections.abc import Callable
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
+import test_live_params
 from one_thread import Threads
 from oracles import assert_same_bits
 from test_pipeline import STATES, Delayed, Naive, Subject
@@ -21,7 +23,7 @@ from offload_core.config import OffloadConfig
 from offload_core.cpu_adam import AdamHyper
 from offload_core.device import Waiting
 from offload_core.dtypes import BFLOAT16
-from offload_core.errors import CollectiveError, ParameterError
+from offload_core.errors import CollectiveError, ParameterError, StateError
 from offload_core.fake_device import FakeDevice, FakeTensor
 from offload_core.partition import ParamSpec
 from offload_core.step_state import TRANSITIONS, BucketLife, BucketState
@@ -68,7 +70,7 @@ class Twin:
         return values
 
     def expect_update(self):
-        self.pipeline.expect_step(self.hypers)
+        self.pipeline.expect_step(self.hypers, self.tensors)
 
     def update(self):
         self.pipeline.step(self.hypers, self.tensors)
@@ -77,15 +79,36 @@ class Twin:
         """An update by these gradients; the pipeline's may still be on its way."""
         self.expect_update()
         self.add(*params)
-        before = [t.memory.copy() for t in self.tensors]
-        seen = [[] for _ in before]
-        for tensor, copies in zip(self.tensors, seen, strict=True):  # the backward may still be reading
-            self.device.compute(lambda tensor=tensor, copies=copies: copies.append(tensor.memory.copy()))
+        with self.backward_reads(*range(len(self.tensors))):
+            self.update()
+        self.naive.step(1.0)
+
+    def early_step(self, *params, host_is_late=False):
+        """Likewise, where each bucket that is full may be emitted, and is where the host has the time."""
+        self.read(*params)
+        self.expect_update()
+        for i in params:
+            with self.backward_reads(i):
+                self.add(i)
+                if not host_is_late:
+                    self.go_on()
         self.update()
         self.naive.step(1.0)
+
+    @contextmanager
+    def backward_reads(self, *params):
+        """What was launched before may still be reading, when it gets round to it."""
+        before, seen = {i: self.tensors[i].memory.copy() for i in params}, {i: [] for i in params}
+        for i in params:
+            self.device.compute(lambda i=i: seen[i].append(self.tensors[i].memory.copy()))
+        yield
         self.device.compute(lambda: None).wait()
-        for i, [copy] in enumerate(seen):
-            assert_same_bits(f"parameter {i} before the update", copy, before[i])
+        for i in params:
+            assert_same_bits(f"parameter {i} before the update", seen[i][0], before[i])
+
+    def go_on(self):
+        """The host has done all that it was asked for."""
+        self.pipeline._buckets.tasks.submit(lambda: None).exception()
 
     def flush(self):
         self.pipeline.flush(self.tensors)
@@ -246,8 +269,8 @@ def delayed_updates():
                 twin.add(*reversed(params))
                 twin.pipeline.end_micro_step()
             twin.step(*params)
-            assert twin.states_of_buckets() <= {BucketState.ON_HOST, BucketState.EMPTY}
-            assert BucketState.ON_HOST in twin.states_of_buckets(), "the update does not wait for the next step"
+            assert twin.states_of_buckets() <= {BucketState.UPDATING, BucketState.EMPTY}
+            assert BucketState.UPDATING in twin.states_of_buckets(), "the update does not wait for the next step"
         twin.read(0, 1)
         twin.pipeline.finish()
         twin.check()
@@ -311,22 +334,140 @@ def a_parameter_that_is_flushed_and_does_not_arrive():
 
 
 def updates_in_backward():
-    """States are updated as gradients arrive; parameters are written only after the step."""
-    for options in ({}, {"gradient_accumulation_steps": 2}, {"schedule": "serial"}):
-        twin = Twin(update_in_backward=True, **options)
-        for params in ([1, 0], [0], [1], [0, 1]):
-            if options == {"gradient_accumulation_steps": 2}:
-                twin.add(*reversed(params))
-                twin.pipeline.end_micro_step()
-            twin.step(*params)
-        twin.read(0, 1)
+    """Parameters are sent as gradients arrive, and states updated; after clipping they are sent again."""
+    for options in ({}, {"gradient_accumulation_steps": 2}, *TENTATIVE):
+        for host_is_late in (False, True):
+            twin = Twin(update_in_backward=True, **options)
+            for params in ([1, 0], [0], [1], [0, 1]):
+                if "gradient_accumulation_steps" in options:
+                    twin.add(*reversed(params))
+                    twin.pipeline.end_micro_step()
+                twin.early_step(*params, host_is_late=host_is_late)
+            twin.read(0, 1)
+            twin.pipeline.finish()
+            twin.check()
+            twin.check_at_rest()
+
+
+TENTATIVE = ({"gradient_clipping": 1e3}, {"gradient_clipping": 0.9}, {"skip_nonfinite": True})  # 0.9: some steps
+
+
+def emit_all(twin):
+    twin.expect_update()
+    for i in (1, 0):
+        twin.add(i)
+        twin.go_on()
+
+
+def what_was_emitted_is_taken_back():
+    """Whoever reads it before the step, or discards gradients, finds the parameters of the last."""
+
+    def discard(twin):
+        twin.pipeline.drop_gradients()
+        twin.pipeline.withdraw()
+
+    def adopt(twin):
+        changed = FakeTensor(twin.naive.params()[0])
+        changed.memory[5] = twin.naive.states[0][0][5] = 7
+        twin.pipeline.adopt(0, changed)
+
+    def reload(twin):
+        twin.pipeline.reload_master(0, FakeTensor(np.full(40, 7, BFLOAT16.numpy)))
+        twin.naive.states[0][0][:] = 7
+
+    def other_learning_rate(twin):
+        twin.hypers[0] = AdamHyper(5e-3)
+
+    for act in (lambda twin: twin.read(1), lambda twin: twin.flush(), discard, adopt, reload, other_learning_rate):
+        for host_is_late in (False, True):
+            twin = Twin(update_in_backward=True, gradient_clipping=1e3)
+            twin.early_step(1, 0)
+            if host_is_late:
+                twin.expect_update()
+                twin.add(1, 0)
+            else:
+                emit_all(twin)
+                assert BucketState.EMITTED in twin.states_of_buckets()
+            sums, twin.naive.sums = twin.naive.sums, [None, None]
+            act(twin)
+            twin.device.compute(lambda: None).wait()
+            if act not in (adopt, reload, other_learning_rate):
+                twin.check()
+            if act is discard:
+                twin.early_step(0, 1)
+            else:
+                twin.naive.sums = sums
+                twin.update()
+                twin.naive.step(1.0)
+            twin.pipeline.finish()
+            twin.check()
+            twin.check_at_rest()
+
+
+def a_step_that_is_announced_twice():
+    """Counts as it was last."""
+    twin = Twin(update_in_backward=True, gradient_clipping=1e3, gradient_accumulation_steps=2)
+    twin.add(1, 0)
+    twin.pipeline.end_micro_step()
+    twin.expect_update()
+    twin.add(1)
+    twin.go_on()
+    assert BucketState.EMITTED in twin.states_of_buckets()
+    twin.hypers[0] = AdamHyper(5e-3)
+    twin.expect_update()
+    twin.add(0)
+    twin.update()
+    twin.naive.step(1.0)
+    twin.pipeline.finish()
+    twin.check()
+
+
+def what_was_emitted_is_joined():
+    """By a second gradient; the first is sent no longer."""
+    for host_is_late in (False, True):
+        twin = Twin(update_in_backward=True, gradient_clipping=1e3)
+        if host_is_late:
+            twin.expect_update()
+            twin.add(1, 0)
+        else:
+            emit_all(twin)
+        twin.add(0, 1)
+        twin.update()
+        twin.naive.step(1.0)
         twin.pipeline.finish()
         twin.check()
         twin.check_at_rest()
 
 
+def a_parameter_that_is_emitted_and_does_not_arrive():
+    """Is an error of the backward or of the step; nothing has changed."""
+    loads, buckets = count_of_loads(), len(Twin().pipeline._buckets.all)
+    for number in (0, 1, 2 * buckets - 1):
+        twin = Twin(update_in_backward=True, gradient_clipping=1e3, fail_at=[loads + number])
+        with pytest.raises(OSError, match="failed as asked"):
+            emit_and_finish(twin)
+        twin.pipeline.drop_gradients()
+        twin.pipeline.withdraw()
+        twin.naive.sums = [None, None]
+        twin.naive.states = [[twin.pipeline.states(i)[0][1][n].copy() for n in STATES] for i in (0, 1)]
+        twin.naive.steps = [int(n) for n in twin.pipeline.steps]
+        twin.check()
+        twin.check_at_rest()
+        twin.early_step(1, 0)
+        twin.pipeline.finish()
+        twin.check()
+
+
+def emit_and_finish(twin):
+    emit_all(twin)
+    twin.update()
+    twin.pipeline.finish()
+
+
 def add_and_update(twin, meet):
-    twin.add(*((0, 1) if meet == "add" else (1, 0)))  # a bucket is still filling when the first of 1's are launched
+    for i in (0, 1) if meet == "add" else (1, 0):  # a bucket is still filling when the first of 1's are launched
+        twin.add(i)
+        twin.go_on()
     if meet == "end":
         twin.pipeline.end_micro_step()
     twin.update()
@@ -578,6 +719,54 @@ def ranks():
         on_ranks(lambda rank, options=options: body(rank, options))
 
 
+def what_ranks_emit():
+    """Only where all of them would, and what one of them recalls all do."""
+
+    def body(rank, late, act):
+        twin = Twin(rank=rank, update_in_backward=True, gradient_clipping=1e3)
+        both = rank.world_size
+        for i in range(4):
+            twin.expect_update()
+            for param in (1, 0):
+                drawn = [twin.draw(param) for _ in range(both)]
+                if i == 1 and param == 0:  # its buckets are not full on rank 1
+                    drawn[1] = 0 * drawn[1]
+                twin.naive.add_gradient(param, (drawn[0].astype(np.float32) + drawn[1].astype(np.float32)) / 2)
+                if drawn[rank.rank].any():
+                    twin.give(param, drawn[rank.rank])
+                if rank.rank not in late:
+                    twin.go_on()
+            if i == 2:
+                act(twin, rank.rank)
+            twin.update()
+            twin.naive.step(1.0)
+            twin.pipeline.finish()
+            for param in (0, 1):
+                assert_same_bits(f"parameter {param}", twin.tensors[param].memory, twin.naive.params()[param])
+        twin.check_at_rest()
+
+    def another_micro_step(twin, rank):
+        twin.pipeline.end_micro_step()
+        twin.pipeline.end_micro_step()
+
+    def another_gradient(twin, rank):
+        drawn = [twin.draw(0) for _ in range(2)]
+        twin.naive.add_gradient(0, (drawn[0].astype(np.float32) + drawn[1].astype(np.float32)) / 2)
+        twin.give(0, drawn[rank])
+
+    def changed(twin, rank):
+        if rank:
+            twin.pipeline.adopt(1, FakeTensor(twin.naive.params()[1]))
+
+    def read(twin, rank):
+        with pytest.raises(StateError, match="is read between"):
+            twin.pipeline.await_param(0)
+
+    for late in ((), (0,)):
+        for act in (lambda twin, rank: None, another_micro_step, another_gradient, changed, read):
+            on_ranks(lambda rank, late=late, act=act: body(rank, late, act))
+
+
 def ranks_start_from_rank_0():
     def body(rank):
         twin = Twin(rank=rank)
@@ -643,6 +832,10 @@ SCENARIOS = [
     gradients_are_dropped_while_a_delayed_update_is_on_its_way,
     a_parameter_that_is_flushed_and_does_not_arrive,
     updates_in_backward,
+    what_was_emitted_is_taken_back,
+    what_was_emitted_is_joined,
+    a_step_that_is_announced_twice,
+    a_parameter_that_is_emitted_and_does_not_arrive,
     a_gradient_that_is_lost_while_others_update,
     an_error_that_is_there_before_anyone_looks,
     steps_that_are_traced,
@@ -654,6 +847,8 @@ SCENARIOS = [
     ranks_start_from_rank_0,
     ranks_that_differ_and_then_agree,
     a_rank_whose_copy_fails,
+    what_ranks_emit,
+    *test_live_params.SCENARIOS,
 ]
 
 
@@ -665,10 +860,13 @@ CORE_CHANGES = [
         ("updates", "Updates._await_publication", "self._publishing.append", "(lambda pair: None)"),
         ("updates", "Updates.start_ahead", "self._advancing += works", "pass"),
         ("updates", "Updates.start_ahead", "work.task = ", ""),
-        ("updates", "Updates._travel", "if len(travelling) == self._buckets.tasks.depth:", "if False:"),
+        ("updates", "Updates.finish_publications", "self.land()", "pass"),
+        ("updates", "Updates.emit", "work.task = ", ""),
+        ("updates", "Updates._send", "if len(self._travelling) == self._buckets.tasks.depth:", "if False:"),
+        ("updates", "Updates._send", "work.written = self._buckets.tasks.submit", "self._buckets.tasks.submit"),
         ("updates", "Updates._await_publication", "work.release()", "pass"),
         ("gradients", "Gradients._reduce", "if len(self._buckets.in_staging) == self._buckets.tasks.depth:", "if 0:"),
-        ("gradients", "Gradients._reduce", "self._buckets.in_staging.append(work)", "pass"),
+        ("gradients", "Gradients._reduce", "self._buckets.in_staging.append((work, settled))", "pass"),
         ("gradients", "Gradients._reduce", "work.task = ", ""),
         ("gradients", "Gradients._reduce", "work.release()", "pass"),
         ("buckets", "LocalBuckets.recover", "work.release()", "pass"),
@@ -676,6 +874,8 @@ CORE_CHANGES = [
         ("pipeline", "Pipeline._begin_gradients", "self._updates.finish_publications", "lambda: None"),
         ("tasks", "Background.submit", "if self._failure is not None:", "if False:"),
         ("tasks", "Background.recover", "self._failure = None", "pass"),
+        ("live_params", "LiveParams._gather", "param.updated(), ", ""),
+        ("live_params", "LiveParams.acquire", "self.release_idle()", "pass"),
     ]
 ]
 

@@ -53,10 +53,10 @@ static _Noreturn __attribute__((format(printf, 1, 2))) void fail(const char *for
     va_start(arguments, format);
     vprintf(format, arguments);
     va_end(arguments);
-    printf("\n  src %s, dst %s, begin %lld, n %lld, offsets %d %d %d %d %d, stream %d, threads %d, %s, %s\n",
+    printf("\n  src %s, dst %s, begin %lld, n %lld, offsets %d %d %d %d %d, stream %d, threads %d, %s, %s, keep_states %d\n",
            dtype_names[now.src_dtype], dtype_names[now.dst_dtype], (long long)now.begin, (long long)now.n,
            now.offset[0], now.offset[1], now.offset[2], now.offset[3], now.offset[4], now.stream, now.threads,
-           order_names[now.kind.op_order], mode_names[now.kind.adam_mode]);
+           order_names[now.kind.op_order], mode_names[now.kind.adam_mode], now.kind.keep_states);
     printf("  grad_scale %a, weight_decay %a, decay %a, beta1 %a, beta2 %a, w1 %a, w2 %a, correction1 %a, "
            "correction2 %a, eps %a, eps_root %a, step_size %a\n",
            s->grad_scale, s->weight_decay, s->decay, s->beta1, s->beta2, s->one_minus_beta1, s->one_minus_beta2,
@@ -318,6 +318,7 @@ static void set_adam_case(unsigned options, int grad_dtype, int param_dtype) {
     now.dst_dtype = param_dtype;
     now.kind = (oc_adam_kind){.grad_dtype = grad_dtype, .param_dtype = param_dtype,
                               .op_order = options & 1, .adam_mode = options >> 1 & 1};
+    now.kind.keep_states = param_dtype != OC_NO_PARAM && options >> 6 & 1;
     now.stream = options >> 2 & 1;
     now.scalars = adam_scalars(beta1s[options >> 3 & 1 ? 1 + random_below(3) : 0], options >> 4 & 1 ? 0.1 : 0,
                                options >> 5 & 1 ? 0.3 : 1, now.kind.op_order);
@@ -333,10 +334,10 @@ static void test_adam(void) {
         }
         return;
     }
-    for (unsigned options = 0; options < 64; options++)
+    for (unsigned options = 0; options < 128; options++)
         for (int pair = 0; pair < 12; pair++)
             for (int i = 0; i < COUNT(lengths); i++) {
-                if (i >= SMALL_LENGTHS && random_below(48))
+                if (i >= SMALL_LENGTHS && random_below(96))
                     continue;
                 set_adam_case(options, pair % 3, pair / 3);
                 random_offsets();
@@ -619,7 +620,7 @@ static void entry_adam(void) {
         buffer expected[RUNS][ARRAYS], got[RUNS][ARRAYS];
         oc_segment segments[RUNS];
         oc_adam_scalars scalars[RUNS];
-        unsigned options = (unsigned)random_below(64);
+        unsigned options = (unsigned)random_below(128);
         set_adam_case(options, (int)random_below(3), (int)random_below(4));
         now.threads = thread_counts[repeat % COUNT(thread_counts)];
         for (int i = 0; i < RUNS; i++) {
@@ -718,7 +719,8 @@ static void entry_refusals(void) {
     int64_t bins[OC_NORM_BINS] = {0};
     const oc_adam_kind kind = {0};
     oc_adam_kind bad_kind[] = {{.grad_dtype = OC_NO_PARAM}, {.grad_dtype = -1}, {.param_dtype = 4}, {.op_order = 2},
-                               {.op_order = -1}, {.adam_mode = 2}, {.adam_mode = -1}};
+                               {.op_order = -1}, {.adam_mode = 2}, {.adam_mode = -1}, {.keep_states = 2}, {.keep_states = -1},
+                               {.param_dtype = OC_NO_PARAM, .keep_states = 1}};
     oc_segment good = {x, x + 1, x + 2, x + 3, x, 1, 0}, bad[7];
     oc_span span = {x, x + 1, 1}, no_src = {NULL, x, 1}, no_dst = {x, NULL, 1}, negative = {x, x + 1, -1};
     oc_adam_scalars scalars = {0};

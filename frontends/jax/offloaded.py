@@ -149,7 +149,8 @@ class OffloadedParams:
             for i, array in zip(positions, arrays, strict=True)
         ]
         scaler = scaler_for(self.config, [s.dtype for s in specs])
-        self._pipeline = Pipeline(self.config, self._placement.device, scaler)
+        config = replace(self.config, update_in_backward=False)  # its gradients come all at once
+        self._pipeline = Pipeline(config, self._placement.device, scaler)
         plan = self._pipeline.plan(specs)
         self._planned_host_bytes = plan.host_bytes
         rows = self._placement.plan(specs, arrays, self._pipeline.memory)

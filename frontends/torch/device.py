@@ -102,6 +102,7 @@ class HostTorchDevice(TorchDevice):
         return Done()
 
     def to_device(self, host: np.ndarray, copies: Sequence[Copy], after: Event) -> Event:
+        after.order()
         spread(as_torch(host), copies)
         return Done()
 
@@ -134,6 +135,9 @@ class _CudaEvent:
 
     def order(self) -> None:
         torch.cuda.current_stream().wait_event(self._event)
+
+    def done(self) -> bool:
+        return self._event.query()
 
 
 class _StreamLane:

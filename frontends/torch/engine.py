@@ -154,7 +154,7 @@ class Engine(nn.Module):
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             got = f"of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
             raise GradientError(f"backward: the loss is {got}, expected a tensor of one element: take its mean or sum")
-        if self.config.update_in_backward:
+        if self.config.update_in_backward and self._reads_wait:
             self.optimizer.expect_step()
         with self._span("backward"), self._released_on_error(), self.optimizer.scaled_backward() as scale:
             (loss if scale is None else loss.float() * scale).backward(**kwargs)
@@ -188,11 +188,15 @@ class Engine(nn.Module):
         optimizer.begin_micro_step()
         if not optimizer.pipeline.end_micro_step(reduce=reduce):
             return StepReport(updated=False, skipped="accumulating", loss_scale=optimizer.pipeline.loss_scale)
-        # Compiled code looks at parameters in ways of its own.
-        optimizer.reads_wait = not self._traced and not any(map(_is_compiled, self.module.modules()))
+        optimizer.reads_wait = self._reads_wait
         optimizer.step()
         assert optimizer.report is not None
         return optimizer.report
+
+    @property
+    def _reads_wait(self) -> bool:
+        """Whether who reads a parameter can be made to wait: compiled code looks at it in ways of its own."""
+        return not self._traced and not any(map(_is_compiled, self.module.modules()))
 
     @contextmanager
     def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:

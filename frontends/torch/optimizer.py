@@ -4,7 +4,7 @@ import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -23,7 +23,7 @@ from offload_core.pipeline import Pipeline, StepReport
 from .construction import check_finished, check_takes_none
 from .device_ranks import device_for
 from .partitioned import PartitionedModel
-from .pending import forget, make_pending, settle
+from .pending import can_wait, forget, make_pending, settle
 from .states import Hidden, States, check_entry, hide_state, state_views
 from .tensors import (
     TORCH_DTYPES,
@@ -64,11 +64,16 @@ class _Slot:
 
     def note(self) -> None:
         if not self.partitioned:
-            self.version, self.address = self.param._version, self.param.data_ptr()
+            self.version, self.address = self._place
 
     @property
     def changed_outside(self) -> bool:
-        return not self.partitioned and (self.version, self.address) != (self.param._version, self.param.data_ptr())
+        return not self.partitioned and (self.version, self.address) != self._place
+
+    @property
+    def _place(self) -> tuple[int, int]:
+        with torch._C.DisableTorchFunctionSubclass():  # no read: nobody has to wait
+            return self.param._version, self.param.data_ptr()
 
     def forget(self) -> None:
         """No gradient has arrived."""
@@ -432,6 +437,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As ``torch.optim.Optimizer.zero_grad``; gradients on the host are discarded too."""
         self.pipeline.drop_gradients()
+        self.pipeline.withdraw()
         for slot in self._slots.values():
             slot.release()
         self._forget_arrivals()
@@ -493,10 +499,36 @@ class OffloadedAdamW(torch.optim.Optimizer):
         return float(self.config.gradient_accumulation_steps) if self.averaged else 1.0
 
     def expect_step(self) -> None:
-        """Announce that ``step`` follows the backward that now begins."""
-        self.pipeline.expect_step(
-            self._hypers(), divisor=float(self.config.gradient_accumulation_steps), groups=self._groups()
-        )
+        """Announce that ``step`` follows the backward that now begins: it may write to parameters.
+
+        Autograd then raises where it would read one that was written, and whoever else reads it waits.
+        """
+        slots, pipeline, lock = list(self._slots.values()), self.pipeline, self._lock
+        if not all(can_wait(slot.param) for slot in slots):
+            return
+
+        def emitted(params: Iterable[int]) -> None:
+            for slot in (slots[param] for param in params):
+                increment_version(slot.param)
+                slot.note()
+                make_pending(slot.param, partial(_await, lock, pipeline, slot.index))
+
+        tensors = self._follow_changes()
+        divisor = float(self.config.gradient_accumulation_steps)
+        pipeline.expect_step(self._hypers(), tensors, divisor=divisor, groups=self._groups(), emitted=emitted)
+
+    def _follow_changes(self) -> list[torch.Tensor]:
+        """All parameters' memory; what has been changed there from outside is in the master weights, too.
+
+        It is that of ``.data``: the pipeline's writes are counted once, and not when they happen.
+        """
+        with torch._C.DisableTorchFunctionSubclass():  # no read: nobody has to wait
+            tensors = self._tensors()
+        for slot in self._slots.values():
+            if slot.changed_outside:
+                self.pipeline.adopt(slot.index, tensors[slot.index])
+                slot.note()
+        return tensors
 
     @torch._disable_dynamo
     def _update(self) -> StepReport:
@@ -504,10 +536,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         others = self.pipeline.device.world_size > 1  # they may have had a gradient where this rank had none
         updated = [slot for slot in self._slots.values() if others or slot.param.grad is not None]
         gathered = 0 if self.partitioned is None else self.partitioned.before_change()
-        tensors = self._tensors()
-        for slot in self._slots.values():
-            if slot.changed_outside:
-                pipeline.adopt(slot.index, tensors[slot.index])
+        tensors = self._follow_changes()
         try:
             report = pipeline.step(hypers, tensors, divisor=self._divisor, groups=self._groups(), gathered=gathered)
             if not self.reads_wait:
@@ -529,7 +558,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         if report.updated and not pipeline.finished:
             for slot in updated:
                 if not slot.partitioned:
-                    make_pending(slot.param, partial(pipeline.await_param, slot.index))
+                    make_pending(slot.param, partial(_await, self._lock, pipeline, slot.index))
         return report
 
     def _groups(self) -> list[int]:
@@ -705,16 +734,20 @@ def _refuse_engine_fields(config: OffloadConfig) -> None:
             )
 
 
+def _await(lock: threading.RLock, pipeline: Pipeline, param: int) -> None:
+    with lock:  # gradients may be arriving in another thread
+        pipeline.await_param(param)
+
+
 def _let_go(handles: list[Any], slots: dict[torch.Tensor, _Slot]) -> None:
     for handle in handles:
         handle.remove()
     handles.clear()
     for slot in slots.values():
         if not slot.partitioned:
-            try:
+            with suppress(StateError):  # the step that it was emitted for does not come
                 settle(slot.param)
-            finally:
-                forget(slot.param)
+            forget(slot.param)
         slot.release()
         slot.taken.when_added(None)
         if _OWNED.get(id(slot.param)) is slot:

@@ -57,12 +57,17 @@ class PendingParameter(nn.Parameter):
         return func(*args, **(kwargs or {}))
 
 
+def can_wait(param: torch.Tensor) -> bool:
+    """Whether readers of the parameter can be made to wait."""
+    return type(param) in (nn.Parameter, PendingParameter)
+
+
 def make_pending(param: torch.Tensor, wait: Callable[[], None]) -> None:
     """Have whoever reads the parameter call ``wait`` first; a parameter of a class of its own waits now.
 
     Where ``wait`` raises the parameter stays pending.
     """
-    if type(param) in (nn.Parameter, PendingParameter):
+    if can_wait(param):
         _WAITS[id(param)] = wait
         param.__class__ = PendingParameter
     else:

@@ -1,5 +1,6 @@
 """Torch tensors as the core wants them: flat, checked, and a stand-in for gradients that have left."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -23,13 +24,9 @@ def memory_order(tensor: torch.Tensor) -> list[int] | None:
     if tensor.is_contiguous():
         return None
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-    dense = 1
-    for i in reversed(order):
-        gaps = tensor.shape[i] != 1 and tensor.stride(i) != dense
-        dense *= tensor.shape[i]
-        if gaps:
-            break
-    if gaps:
+    dims = [i for i in order if tensor.shape[i] != 1]
+    dense = [math.prod(tensor.shape[i] for i in dims[k + 1 :]) for k in range(len(dims))]  # a view may have no storage
+    if [tensor.stride(i) for i in dims] != dense:
         raise ParameterError(
             f"parameter of shape {tuple(tensor.shape)} and strides {tensor.stride()} is a view with gaps or overlaps; "
             "expected a dense tensor: make it its own, with torch.nn.Parameter(p.detach().contiguous())"
