@@ -4,7 +4,7 @@ python -m bench.train --frontend torch
 python -m bench.train --frontend jax --param-dtype bfloat16 --compare
 python -m bench.train --frontend jax --devices 4
 torchrun --nproc-per-node 2 -m bench.train --stage 2
-torchrun --nproc-per-node 2 -m bench.train --stage 3 --offload-param cpu --preset gpt2-124m
+torchrun --nproc-per-node 2 -m bench.train --stage 3 --offload-param cpu --init --preset gpt2-124m
 """
 
 import argparse
@@ -139,6 +139,7 @@ def parse(arguments: list[str] | None) -> tuple[Settings, Files]:
     add("--param-dtype", choices=tuple(ITEM_SIZES), help="of the device parameters")
     add("--stage", type=int, choices=(1, 2, 3), default=2, help="ZeRO stage (default: 2)")
     add("--offload-param", choices=("cpu",), help="stage 3: parameters wait in host memory")
+    add("--init", action="store_true", help="stage 3: build the model in shards, never whole on a rank (torch)")
     add(
         "--persistence-threshold",
         type=at_least(0),
@@ -183,6 +184,8 @@ def parse(arguments: list[str] | None) -> tuple[Settings, Files]:
     settings = Settings(gpt=gpt, **chosen)
     if settings.devices > 1 and settings.frontend == "torch":
         parser.error("--devices: in torch a process has one; expected --frontend jax, or torchrun --nproc-per-node")
+    if settings.init and (settings.frontend != "torch" or settings.stage != 3):
+        parser.error("--init builds torch models in the shards of stage 3; expected --frontend torch --stage 3 with it")
     if settings.compare and settings.param_dtype == "float16":
         parser.error("--compare has no plain loop for float16; expected --param-dtype float32 or bfloat16")
     if out is None:

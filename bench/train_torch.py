@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from bench.gpt_torch import GPT
 from bench.launch import Ranks
 from bench.presets import BETAS, WEIGHT_DECAY, learning_rate
 from bench.trainer import Settings, Step, check_room
-from frontends.torch import wrap
+from frontends.torch import init, wrap
 from offload_core.cpus import default_threads
 from offload_core.errors import CollectiveError, ConfigError
 from offload_core.memory_plan import MemoryReport
@@ -77,13 +78,22 @@ def choose_device(name: str, ranks: Ranks) -> torch.device:
     return torch.device("cuda", ranks.local_rank)
 
 
-def make_model(settings: Settings, device: torch.device) -> GPT:
+def partitioning(settings: Settings) -> dict[str, Any]:
+    """The fields of the configuration that say how parameters are held."""
+    return {
+        "stage": settings.stage,
+        "offload_param": settings.offload_param,
+        "param_persistence_threshold": settings.persistence_threshold,
+    }
+
+
+def make_model(settings: Settings, device: torch.device, in_shards: bool = False) -> GPT:
     """Made in its place and in its dtype: a large model in fp32, or on the host, may fit nowhere."""
     torch.manual_seed(settings.seed)
     default = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, settings.param_dtype))
     try:
-        with device:
+        with device, init(**partitioning(settings), enabled=in_shards):
             return GPT(settings.gpt, settings.activation_checkpointing)
     finally:
         torch.set_default_dtype(default)
@@ -118,17 +128,15 @@ class Offloaded(TorchTrainer):
         self.device = device
         self.device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         self.model = self.engine = wrap(
-            make_model(settings, device),
+            make_model(settings, device, settings.init),
             lr=settings.lr,
             betas=BETAS,
             weight_decay=WEIGHT_DECAY,
             gradient_clipping=settings.clip,
             gradient_accumulation_steps=settings.accumulate,
             param_dtype=settings.param_dtype,
-            stage=settings.stage,
-            offload_param=settings.offload_param,
-            param_persistence_threshold=settings.persistence_threshold,
             schedule=settings.schedule,
+            **partitioning(settings),
         )
         self.schedule = make_schedule(self.engine.optimizer, settings)
 

@@ -29,6 +29,8 @@ class Settings:
     param_dtype: str
     stage: int
     offload_param: str | None
+    init: bool
+    """Whether the model is built in shards."""
     persistence_threshold: int
     schedule: str
     seed: int
@@ -103,17 +105,22 @@ def check_room(settings: Settings, ranks: Ranks, on_host: bool) -> None:
 
     This is the least that the ranks on this machine need; what a front end adds, it checks by itself.
     """
-    numel, item, here = settings.gpt.numel, ITEM_SIZES[settings.param_dtype], ranks.local_world_size
+    numel, item = settings.gpt.numel * ranks.local_world_size, ITEM_SIZES[settings.param_dtype]
+    partitioned = settings.stage == 3 and (ranks.world_size > 1 or settings.offload_param is not None)
+    shards = numel // ranks.world_size
     # States are partitioned. An fp32 parameter in host memory may be its own master weight.
-    needs = {"Adam states": 8 * numel * here // ranks.world_size}
+    needs = {"Adam states": 8 * shards}
     if not (on_host and item == 4):
-        needs["master weights"] = 4 * numel * here // ranks.world_size
+        needs["master weights"] = 4 * shards
     if on_host:
-        needs["parameters"] = needs["gradients"] = item * numel * here
+        needs["parameters"] = item * (shards if settings.init and partitioned else numel)
+        needs["gradients"] = 4 * shards if partitioned and ranks.world_size > 1 else item * numel
+    elif settings.offload_param is not None:
+        needs["parameters"] = item * shards
     needed, available = sum(needs.values()), available_bytes()
     if needed > available:
         parts = ", ".join(f"{what} {format_bytes(n)}" for what, n in needs.items())
-        of_ranks = f" for {here} ranks" if here > 1 else ""
+        of_ranks = f" for {ranks.local_world_size} ranks" if ranks.local_world_size > 1 else ""
         raise HostMemoryError(
             f"{settings.preset} in {settings.param_dtype} needs at least {format_bytes(needed)} of host memory"
             f"{of_ranks} ({parts}), and {format_bytes(available)} is available; take a smaller --preset"

@@ -107,6 +107,13 @@ class Lease:
             self._free.append(self._borrowed.pop())
 
 
+def give_back_freed() -> None:
+    """Have the allocator return freed memory to the system: glibc keeps what lies below anything still in use."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(ctypes.c_size_t(0))
+
+
 def available_bytes() -> int:
     """Host memory that can still be allocated: the system's, bounded by this control group's limit."""
     return max(min([psutil.virtual_memory().available, *_cgroup_headrooms()]), 0)

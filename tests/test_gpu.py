@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from frontends.torch import OffloadedAdamW, gathered_parameters, wrap
+from frontends.torch import OffloadedAdamW, gathered_parameters, init, wrap
 
 pytestmark = [
     pytest.mark.gpu,
@@ -151,3 +151,23 @@ def test_jax_parameters_on_the_device_get_the_bits_that_the_host_gets():
     for key in params:
         assert np.asarray(both[0].params[key]).tobytes() == np.asarray(both[1].params[key]).tobytes()
         assert both[0].params[key].devices() == {homes[0]}
+
+
+def test_a_model_built_in_host_memory_is_the_one_built_on_the_device_and_takes_none_of_its_memory():
+    with torch.device("cuda"):
+        torch.manual_seed(0)
+        whole = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(8)))
+        used = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        torch.manual_seed(0)
+        with init(remote_device="cpu"):
+            model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(8)))
+    layer = 4 * 1024 * 1024
+    assert torch.cuda.max_memory_allocated() - used < 4 * layer
+    assert torch.cuda.memory_allocated() - used < layer
+    engine = wrap(model, stage=3, offload_param="cpu")
+    assert torch.cuda.memory_allocated() - used < layer
+    with gathered_parameters(model.parameters()):
+        assert all(p.is_cuda and same_bits(p, q) for p, q in zip(model.parameters(), whole.parameters(), strict=True))
+    engine.backward(engine(torch.ones(2, 1024, device="cuda")).sum())
+    assert engine.step().updated

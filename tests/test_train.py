@@ -136,7 +136,9 @@ def test_two_ranks_have_the_losses_of_torch_adamw_on_their_averaged_gradients_bi
     assert summary["held_out_loss"] == summary["plain_held_out_loss"]
 
 
-@pytest.mark.parametrize("stage", [["--stage=1"], ["--stage=3", "--offload-param=cpu", "--persistence-threshold=999"]])
+@pytest.mark.parametrize(
+    "stage", [["--stage=1"], ["--stage=3", "--offload-param=cpu", "--persistence-threshold=999", "--init"]]
+)
 def test_another_stage_does_what_stage_2_does(stage: list[str], of_two_ranks, tmp_path: Path) -> None:
     out = tmp_path / "other"
     done = torchrun("-m", "bench.train", *FEW, "--clip=0", *stage, f"--out={out}")
@@ -356,6 +358,7 @@ def test_a_run_that_was_not_interrupted_leaves_ctrl_c_as_it_was() -> None:
         (["--clip=-1"], "expected a finite number"),
         (["--stage=4"], "invalid choice: 4"),
         (["--param-dtype=float16", "--compare"], "no plain loop for float16"),
+        (["--init"], "expected --frontend torch --stage 3"),
         (["--frontend=keras"], "invalid choice: 'keras'"),
         (["--devices=2"], "in torch a process has one"),
     ],
@@ -396,6 +399,9 @@ def test_ranks_on_one_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(HostMemoryError, match=r"needs at least 2\.3 GiB of host memory for 2 ranks"):
         check_room(settings, Ranks(0, 2, 0, 2), on_host=True)
     check_room(settings, Ranks(0, 2, 0, 1), on_host=True)
+    in_shards, _ = train.parse(["--preset=gpt2-124m", "--stage=3", "--init"])
+    with pytest.raises(HostMemoryError, match=r"at least 2\.1 GiB.*\(.* parameters 237\.5 MiB, gradients 474\.9 MiB\)"):
+        check_room(in_shards, Ranks(0, 2, 0, 2), on_host=True)
 
 
 def test_no_framework_is_imported_unless_chosen() -> None:

@@ -3,6 +3,7 @@
 from offload_core.config import OffloadConfig
 from offload_core.pipeline import StepReport
 
+from .construction import init
 from .engine import Engine, wrap
 from .optimizer import OffloadedAdamW
 from .partitioned import gathered_parameters, register_external_parameter
@@ -13,6 +14,7 @@ __all__ = [
     "OffloadedAdamW",
     "StepReport",
     "gathered_parameters",
+    "init",
     "register_external_parameter",
     "wrap",
 ]

@@ -97,6 +97,11 @@ class TorchRanks:
             time.sleep(0)
 
 
+def default_group(group: Any) -> Any:
+    """A group as it was given; None: all ranks where ``torch.distributed`` is initialised, else this process alone."""
+    return dist.group.WORLD if group is None and dist.is_available() and dist.is_initialized() else group
+
+
 def _timeout(group: Any) -> timedelta | None:
     """The time that a group's ranks wait for each other; None where its backend does not tell."""
     group = group or dist.group.WORLD

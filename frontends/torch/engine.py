@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 from torch.utils._pytree import tree_map_only
@@ -19,6 +18,7 @@ from offload_core.memory_plan import MemoryReport
 from offload_core.pipeline import StepReport
 from offload_core.trace import COMPUTE
 
+from .collectives import default_group
 from .optimizer import OffloadedAdamW, cast_param
 from .tensors import TORCH_DTYPES
 
@@ -34,7 +34,8 @@ def wrap(
     """Put a model's optimizer states in host memory.
 
     Args:
-        model: any module; its trainable parameters keep their identity and become ``param_dtype``.
+        model: any module; its trainable parameters keep their identity and become ``param_dtype``. Those that were
+            built in shards, by ``init()``, are taken over as they are (``stage=3``).
         config: an ``OffloadConfig``, a dict of its fields, or a DeepSpeed configuration: a dict, or a file's path.
         params: what to train, as torch optimizers take it (tensors, named tensors or parameter groups);
             None trains every parameter that requires a gradient.
@@ -56,7 +57,8 @@ class Engine(nn.Module):
     own afterwards.
 
     Gradients leave for the host during backward; ``p.grad`` is then a stand-in that raises when used. To look at a
-    gradient, hang a hook on the parameter (``p.register_hook``).
+    gradient, hang a hook on the parameter (``p.register_hook``). One backward at a time: torch (2.13) runs the hooks that
+    take gradients outside its lock, so backwards of several threads could lose some.
     """
 
     def __init__(
@@ -81,10 +83,9 @@ class Engine(nn.Module):
                     f"{type(model).__name__} has no parameter that requires a gradient; expected at least one: "
                     "unfreeze what is to be trained"
                 )
-        if process_group is None and dist.is_available() and dist.is_initialized():
-            process_group = dist.group.WORLD
+        group = default_group(process_group)
         self.optimizer = OffloadedAdamW(
-            params, config=config, early_copy=True, model=model, process_group=process_group, **overrides
+            params, config=config, early_copy=True, model=model, process_group=group, **overrides
         )
         self.config = self.optimizer.config
         parted = self.optimizer.partitioned

@@ -21,6 +21,7 @@ from offload_core.host_memory import available_bytes
 from offload_core.memory_plan import MemoryReport
 from offload_core.pipeline import Pipeline, StepReport
 
+from .construction import check_finished, check_takes_none
 from .device_ranks import device_for
 from .partitioned import PartitionedModel
 from .pending import can_wait, forget, make_pending, settle
@@ -184,6 +185,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
             )
         self._hypers()
         first = next(param for _, param, _ in named if param.requires_grad)
+        check_finished()
         self._check_new(named, first.device)
         self._device = first.device
         op_order = self.config.op_order or "torch"
@@ -193,6 +195,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
         """Parameters that are there in shards only."""
         if model is not None and config.stage == 3 and (pipeline.device.world_size > 1 or config.offload_param):
             self.partitioned = PartitionedModel(model, first.device, process_group, pipeline)
+        else:
+            check_takes_none([*(entry[:2] for entry in named), *(model.named_parameters() if model else ())], config)
         trained = [entry for entry in named if entry[1].requires_grad]
         params = [param for _, param, _ in trained]
         self._take_on(pipeline, trained, besides=self.partitioned.plan_frozen(params) if self.partitioned else 0)

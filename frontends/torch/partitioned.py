@@ -31,6 +31,8 @@ from offload_core.live_params import LiveParams, PartitionedParam
 from offload_core.partition import ParamSpec, build_buckets
 from offload_core.pipeline import Pipeline
 
+from .construction import gathered_shards, hand_over, in_shards, shards_of, unexpected_change
+from .cut import Cut
 from .device import as_torch
 from .device_ranks import device_for
 from .pending import forget, make_pending
@@ -43,18 +45,15 @@ _EXTERNAL = "_offload_external_parameters"
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 
-class PartitionedParameter:
+class PartitionedParameter(Cut):
     """A parameter of the model and this rank's shards of it; its storage while it is whole ([Note: storages of
     partitioned parameters])."""
 
     def __init__(self, live: LiveParams, spec: ParamSpec, param: torch.Tensor, module: str, bucket_numel: int) -> None:
+        super().__init__(spec, live.device.ranks, live.device.world_size, bucket_numel)
         self.param = param
-        self.spec = spec
         self.module = module
         """The module that it is a parameter of, in words."""
-        world_size = live.device.world_size
-        self.buckets = build_buckets([spec], world_size=world_size, bucket_numel=bucket_numel)
-        self._pieces = [(b, p) for b in self.buckets for p in b.shards(live.device.ranks)]
         self.shard = torch.empty(0)
         self.whole = torch.empty(0)
         self.index: int | None = None
@@ -63,21 +62,9 @@ class PartitionedParameter:
         """Whether others may refer to the storage, which then is theirs."""
         self.live: PartitionedParam = live.add(spec, self.buckets, None, self)
 
-    @property
-    def shard_numel(self) -> int:
-        return sum(bucket.shard_numel for bucket in self.buckets)
-
-    def cut(self, out: torch.Tensor) -> None:
-        """Copy this rank's part of the parameter, which is whole."""
-        source = flat(self.param)
-        for bucket, piece in self._pieces:
-            start = bucket.in_tensor(piece)
-            out[start : start + piece.numel].copy_(source[piece.start : piece.stop])
-
     def empty(self) -> None:
         """Give the parameter a storage without bytes; what it had is left to those who refer to it."""
-        numel = sum(bucket.padded_numel for bucket in self.buckets)
-        self.whole = torch.empty(numel, dtype=TORCH_DTYPES[self.spec.dtype], device=self.param.device)
+        self.whole = torch.empty(self.padded_numel, dtype=TORCH_DTYPES[self.spec.dtype], device=self.param.device)
         with torch._C.DisableTorchFunctionSubclass():
             self.param.data = shaped_like(self.whole[: self.spec.numel], self.param)
         self.whole.untyped_storage().resize_(0)
@@ -149,7 +136,7 @@ class PartitionedModel:
 
     def takes(self, param: torch.Tensor) -> bool:
         """Whether the parameter is to be partitioned, or is."""
-        if id(param) in self._of:
+        if id(param) in self._of or (id(param) in self._owners and in_shards(param)):
             return True
         fits = id(param) in self._owners and type(param) is nn.Parameter and is_offloadable(param)
         return fits and param.numel() >= max(self._config.param_persistence_threshold, 1)
@@ -169,14 +156,18 @@ class PartitionedModel:
         """
         found = {param: self._of.get(id(param)) for spec, param in entries if spec.partitioned}
         new = [(spec, param) for spec, param in entries if spec.partitioned and found[param] is None]
-        agree(self._world.collectives, self._config, [s for s, _ in new], [str(p.dtype) for _, p in new])
+        given = [f"{param.dtype}{' in shards' * in_shards(param)}" for _, param in new]
+        agree(self._world.collectives, self._config, [spec for spec, _ in new], given)
         with torch.no_grad():
             for spec, param in new:
-                self._world.start_alike([spec], [flat(param)])
-                words = self._owners[id(param)][2]
+                words, built = self._owners[id(param)][2], shards_of(param)
                 record = PartitionedParameter(self.live, spec, param, words, self._config.reduce_bucket_size)
-                record.shard = torch.zeros(record.shard_numel, dtype=param.dtype, device=self._shards_device)
-                record.cut(record.shard)
+                if built is not None:
+                    record.shard = built.for_engine(record).to(self._shards_device)
+                else:
+                    self._world.start_alike([spec], [flat(param)])
+                    record.shard = torch.zeros(record.shard_numel, dtype=param.dtype, device=self._shards_device)
+                    record.cut(param, record.shard)
                 found[param] = record
         return {param: record for param, record in found.items() if record is not None}
 
@@ -197,6 +188,7 @@ class PartitionedModel:
             else:
                 shard = record.shard.to(TORCH_DTYPES[dtype])
             record.shard = shard
+            hand_over(record.param)
             record.live.shard = self._world.host_array(shard) if self._pipeline.host_shards else shard
             gradient, record.param.grad = record.param.grad, None
             record.empty()
@@ -474,10 +466,7 @@ class PartitionedModel:
             if modifier_rank is not None:
                 self._spread(params, modifier_rank)
             elif changed:
-                raise StateError(
-                    f"parameter {changed[0].spec.name!r} was changed inside gathered_parameters(), which says that no "
-                    "rank changes it; the change is lost; expected gathered_parameters(..., modifier_rank=0)"
-                )
+                raise unexpected_change(changed[0].spec.name)
         finally:
             self._open -= 1
             for record in records:
@@ -498,7 +487,7 @@ class PartitionedModel:
                     target.copy_(param)
                     param.data = target
                 self._world.start_alike([record.spec], [record.whole[: record.spec.numel]], source)
-                record.cut(record.shard)
+                record.cut(param, record.shard)
                 increment_version(param)
                 if record.index is not None:
                     self._pipeline.adopt(record.index, record.shard)
@@ -526,14 +515,19 @@ def _gathered(params: Sequence[torch.Tensor], modifier_rank: int | None) -> Iter
     for param in params:
         if not isinstance(param, torch.Tensor):
             raise ParameterError(f"gathered_parameters: got a {type(param).__name__}, expected parameters")
-    model = next((m for m in (_MODELS.get(id(param)) for param in params) if m is not None), None)
+    model = next((m for m in map(_model_of, params) if m is not None), None)
     if model is None:
-        yield
+        with gathered_shards(params, modifier_rank):
+            yield
         return
-    mine = [param for param in params if _MODELS.get(id(param)) is model]
-    others = [param for param in params if _MODELS.get(id(param)) is not model]
+    mine = [param for param in params if _model_of(param) is model]
+    others = [param for param in params if _model_of(param) is not model]
     with _gathered(others, modifier_rank), model.gathered(mine, modifier_rank):
         yield
+
+
+def _model_of(param: torch.Tensor) -> PartitionedModel | None:
+    return None if in_shards(param) else _MODELS.get(id(param))
 
 
 def register_external_parameter(module: nn.Module, param: torch.Tensor) -> None:

@@ -7,6 +7,7 @@ evaluation or a read by hand see finished values.
 """
 
 import copy
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -31,7 +32,8 @@ def _metadata() -> frozenset[Any]:
     return frozenset([*accessors, *(getattr(torch.Tensor, name) for name in _METHODS)])
 
 
-_METADATA = _metadata()
+METADATA = _metadata()
+"""Functions that see no values."""
 
 
 class PendingParameter(nn.Parameter):
@@ -46,7 +48,7 @@ class PendingParameter(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _METADATA:
+        if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         for leaf in tree_leaves((args, kwargs)):
@@ -85,3 +87,8 @@ def forget(param: torch.Tensor) -> None:
     if isinstance(param, PendingParameter):
         param.__class__ = nn.Parameter  # type: ignore[assignment]
     _WAITS.pop(id(param), None)
+
+
+def forget_at_end(param: torch.Tensor) -> None:
+    """Nothing is to be kept for a parameter that is no more."""
+    weakref.finalize(param, _WAITS.pop, id(param), None).atexit = False

@@ -1,0 +1,511 @@
+"""``init()``: a model is built in shards (stage 3), so that it may be larger than what one rank has room for.
+
+[Note: what is whole while a model is built] A parameter is whole from its registration in a module, or from the first
+torch function that reads it in shards, until another one is to become whole. Then it is cut, of rank 0's values, and
+its memory given back, unless the function that is running has it as an argument, its module is still registering
+parameters, or something refers to its memory (``w = layer.weight.data``). So constructors that touch their children's
+weights, ``apply(fn)``, ``nn.init`` and ``load_state_dict`` do what they do to a whole model, in the memory of a few
+parameters. The ranks run the same code, and agree before each exchange that they do.
+"""
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd.graph import increment_version
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from offload_core.buckets import PARAMETER_SHARDS
+from offload_core.config import OffloadConfig
+from offload_core.errors import ConfigError, ParameterError, StateError
+from offload_core.host_memory import HostMemory, give_back_freed
+from offload_core.host_ranks import HostRanks
+from offload_core.layout import fingerprint
+
+from .collectives import default_group
+from .cut import Cut
+from .device import as_torch
+from .device_ranks import device_for
+from .pending import METADATA, forget, forget_at_end, make_pending
+from .tensors import ELEMENT_TYPES, TORCH_DTYPES, flat, is_offloadable, shaped_like, spec_of
+
+_LONE = 2
+"""References to a storage: its tensor's, and that of the one who counts."""
+_KEPT = 16 * 2**20
+"""Bytes of freed parameters after which the allocator is asked to return them."""
+_RESETS = ("reset_parameters", "_reset_parameters")  # nn.MultiheadAttention has the second
+
+
+def init(
+    module: nn.Module | None = None,
+    config: OffloadConfig | Mapping[str, Any] | None = None,
+    *,
+    init_fn: Callable[[nn.Module], Any] | None = None,
+    process_group: Any = None,
+    remote_device: str | None = None,
+    enabled: bool = True,
+    **overrides: Any,
+) -> AbstractContextManager[Any]:
+    """A context in which modules are built in shards: ``with init(): model = GPT()``, then ``wrap(model, stage=3)``.
+
+    Code inside may read and change parameters as ever; all ranks must run it, and rank 0's values count. What one rank
+    alone changes goes into ``gathered_parameters(..., modifier_rank=...)``. Parameters keep the element type that they
+    are built in (``param_dtype`` is for ``wrap``, whose master weights start from them); those of fewer than
+    ``param_persistence_threshold`` elements stay whole. On one rank only those that wait in host memory are cut.
+
+    Args:
+        module: one that exists, to be cut now. What it has on the meta device is made, a module at a time, on torch's
+            default device first.
+        config: the one of ``wrap`` (``stage=3``); ``reduce_bucket_size`` must not differ there.
+        init_fn: gives what a module that was on the meta device has itself (parameters and buffers, without its
+            children's) its values; None: its ``reset_parameters()``.
+        process_group: as in ``wrap``.
+        remote_device: ``"cpu"``: shards wait in host memory, as with ``offload_param="cpu"``.
+        enabled: False: nothing is done.
+        overrides: fields of ``OffloadConfig``.
+
+    Raises:
+        ConfigError: the configuration is not one of stage 3.
+        ParameterError: a module of the meta device has no ``reset_parameters()``, and no ``init_fn`` is given.
+        StateError: inside an ``init()`` of another configuration; in the context, where ranks do not do the same.
+    """
+    if module is not None and not isinstance(module, nn.Module):
+        raise ParameterError(f"init: got a {type(module).__name__}, expected a torch.nn.Module, or init(config=...)")
+    if remote_device not in (None, "cpu"):
+        raise ConfigError(f"remote_device: got {remote_device!r}, expected 'cpu' or None")
+    if not enabled:
+        return nullcontext()
+    if config is None:
+        overrides.setdefault("stage", 3)
+    resolved = OffloadConfig.resolve(config, **overrides)
+    if resolved.stage != 3:
+        raise ConfigError(f"init() with stage={resolved.stage}, in which parameters are whole; expected stage=3")
+    if remote_device is not None:
+        resolved = replace(resolved, offload_param=remote_device)
+    construction = _Construction(resolved, default_group(process_group))
+    if module is not None:
+        with construction.building() as active:
+            active.take(module, init_fn)
+    return construction.building()
+
+
+# --- parameters in shards that no engine has yet --------------------------------------------------------
+
+
+class Shards(Cut):
+    """What this rank holds of a parameter, in the element type that it was built in.
+
+    Making it cuts the parameter, of one rank's values, and leaves it whole.
+    """
+
+    def __init__(self, param: torch.Tensor, name: str, home: "_Construction", source: int = 0) -> None:
+        self.home = home
+        self.device = home.device(param.device)
+        spec = spec_of(name, param, 0, partitioned=True)
+        super().__init__(spec, self.device.ranks, self.device.world_size, home.config.reduce_bucket_size)
+        self.device.start_alike([spec], [flat(param)], source)
+        self.values = home.allocate(self.shard_numel, param)
+        self.cut(param, self.values)
+        self.holds = 0
+        """The ``gathered_parameters`` in which the parameter is whole."""
+
+    def release(self, param: torch.Tensor) -> None:
+        """Take the parameter's memory; what others refer to is left to them."""
+        if _refers_to_memory_of(param) or not param.untyped_storage().resizable():
+            param.data = torch.empty_like(param.data)
+        param.untyped_storage().resize_(0)
+        increment_version(param)  # a graph that has saved it must not go on
+        make_pending(param, partial(_read, weakref.ref(param)))
+        _SHARDS[param] = self
+
+    def gather(self, param: torch.Tensor) -> None:
+        """Make the parameter whole. Collective."""
+        self.home.agree(f"gather {self.spec.name!r} {self.spec.layout}", self.device)
+        forget(param)
+        whole = torch.empty(self.padded_numel, dtype=TORCH_DTYPES[self.spec.dtype], device=param.device)
+        shard = self.device.host_array(self.values) if self.values.device.type == "cpu" else self.values
+        after, what = self.device.mark(), f"parameter {self.spec.name!r}: gathering of its shards"
+        for bucket in self.buckets:
+            self.device.gather(bucket, shard, whole, after, what).wait()
+        param.data = shaped_like(whole[: self.spec.numel], param)
+
+    def for_engine(self, cut: Cut) -> torch.Tensor:
+        """The shard, if an engine would cut the parameter alike.
+
+        Raises :class:`ConfigError` where it would not, :class:`StateError` inside ``gathered_parameters``.
+        """
+        if self.holds:
+            raise StateError(
+                f"parameter {cut.spec.name!r} is wrapped inside gathered_parameters(), which gives it back in shards; "
+                "expected wrap() after the block"
+            )
+        if [(b.pieces, b.shard_numel) for b in cut.buckets] != [(b.pieces, b.shard_numel) for b in self.buckets]:
+            raise ConfigError(
+                f"parameter {cut.spec.name!r} was cut for {self.device.world_size} ranks with reduce_bucket_size="
+                f"{self.home.config.reduce_bucket_size} by init(), and wrap() would cut it otherwise; expected the "
+                "same process group and reduce_bucket_size: give both the same configuration"
+            )
+        return self.values
+
+
+_SHARDS: Any = WeakTensorKeyDictionary()
+"""The shards of parameters that were built and have no engine yet."""
+
+
+def in_shards(param: torch.Tensor) -> bool:
+    """Whether the parameter was built under ``init()`` and no engine has it yet."""
+    return param in _SHARDS
+
+
+def shards_of(param: torch.Tensor) -> Shards | None:
+    return _SHARDS.get(param)
+
+
+def hand_over(param: torch.Tensor) -> None:
+    """An engine has the parameter's shards now."""
+    _SHARDS.pop(param, None)
+
+
+def check_takes_none(named: Iterable[tuple[str, torch.Tensor]], config: OffloadConfig) -> None:
+    """Raise :class:`StateError` where parameters are in shards, for an engine that partitions none."""
+    name = next((name for name, param in named if in_shards(param)), None)
+    if name is not None:
+        got = f"stage={config.stage}, offload_param={config.offload_param!r}"
+        raise StateError(
+            f"parameter {name!r} was built in shards, by init(), and {got} on these ranks keeps parameters whole; "
+            "expected wrap(model, stage=3, ...) with the configuration that init() had"
+        )
+
+
+def check_finished() -> None:
+    """Raise :class:`StateError` inside ``init()``."""
+    if _active() is not None:
+        raise StateError("a model is wrapped inside init(), which builds it still; expected wrap() after the block")
+
+
+@contextmanager
+def gathered_shards(params: Sequence[torch.Tensor], modifier_rank: int | None) -> Iterator[None]:
+    """As ``gathered_parameters``, of parameters that no engine has."""
+    active = _active()
+    with _internal():
+        if active is not None:
+            active.cut([entry for entry in active.whole if any(entry.param is param for param in params)])
+        found = [(param, shards) for param in params if (shards := shards_of(param)) is not None]
+        for param, shards in found:
+            if not shards.holds:
+                shards.gather(param)
+            shards.holds += 1
+    versions = [param._version for param, _ in found]
+    try:
+        yield
+        home = next((shards.home for _, shards in found), active)
+        if modifier_rank is not None and home is not None:
+            with _internal():
+                home.spread(params, modifier_rank)
+        else:
+            changed = [
+                shards for (param, shards), before in zip(found, versions, strict=True) if param._version != before
+            ]
+            if changed:
+                raise unexpected_change(changed[0].spec.name)
+    finally:
+        with _internal():
+            for param, _ in found:
+                shards = _SHARDS[param]
+                shards.holds -= 1
+                if not shards.holds:
+                    shards.release(param)
+
+
+def unexpected_change(name: str) -> StateError:
+    """What ``gathered_parameters`` raises where nobody was to change anything."""
+    return StateError(
+        f"parameter {name!r} was changed inside gathered_parameters(), which says that no rank changes it; the change "
+        "is lost; expected gathered_parameters(..., modifier_rank=0)"
+    )
+
+
+def _read(reference: "weakref.ref[torch.Tensor]") -> None:
+    """Somebody reads a parameter in shards."""
+    param, active = reference(), _active()
+    assert param is not None
+    shards = _SHARDS[param]
+    if active is None:
+        raise StateError(
+            f"parameter {shards.spec.name!r}, built in shards by init(), was read; expected wrap(model, stage=3, ...) "
+            "first, or `with gathered_parameters(...)` around what reads it (state_dict() too)"
+        )
+    active.make_whole([param])
+
+
+# --- building -------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class _Whole:
+    """A parameter that is yet to be cut."""
+
+    param: torch.Tensor
+    name: str
+    module: nn.Module | None = None
+    """The one that has registered it."""
+
+
+class _Construction:
+    """Which parameters are whole while a model is built ([Note: what is whole while a model is built])."""
+
+    def __init__(self, config: OffloadConfig, group: Any) -> None:
+        self.config = config
+        self.whole: list[_Whole] = []
+        self._group = group
+        self._devices: dict[torch.device, HostRanks] = {}
+        self._freed = 0
+        """Bytes of parameters that the allocator may be keeping."""
+        self._memory = HostMemory(config.threads)
+        self._cuts = config.offload_param is not None or (group is not None and dist.get_world_size(group) > 1)
+
+    def device(self, device: torch.device) -> HostRanks:
+        """The core's device for parameters there; making it is collective."""
+        if device not in self._devices:
+            self._devices[device] = device_for(device, self._group, self.config)
+        return self._devices[device]
+
+    def allocate(self, numel: int, param: torch.Tensor) -> torch.Tensor:
+        """Zeros of a parameter's element type, where its shards wait.
+
+        On the host they are mappings of their own: among memory that comes and goes they would leave holes.
+        """
+        if param.device.type == "cpu" or self.config.offload_param == "cpu":
+            return as_torch(self._memory.allocate(PARAMETER_SHARDS, numel, ELEMENT_TYPES[param.dtype].numpy))
+        return torch.zeros(numel, dtype=param.dtype, device=param.device)
+
+    @contextmanager
+    def building(self) -> "Iterator[_Construction]":
+        """The context of ``init()``."""
+        outer = _active()
+        if outer is not None:
+            if (outer.config, outer._group) != (self.config, self._group):
+                raise StateError("init() inside init(), of another configuration or process group; expected the same")
+            yield outer
+            return
+        handle = register_module_parameter_registration_hook(self._registered)
+        _THREAD.construction = self
+        try:
+            with _copies_registered(), _Reads(self):
+                yield self
+            with _internal():
+                self.cut(self.whole, for_good=True)
+                for device in self._devices.values():
+                    self.agree("end", device)
+            give_back_freed()
+        finally:
+            _THREAD.construction = None
+            handle.remove()
+            self.whole = []
+
+    def _registered(self, module: nn.Module, name: str, param: torch.Tensor | None) -> None:
+        if _active() is self and param is not None:
+            self.track(module, name, param)
+
+    def track(self, module: nn.Module, name: str, param: torch.Tensor) -> None:
+        """A module has this parameter; it will be cut."""
+        with _internal():
+            if not self._takes(param) or in_shards(param) or any(entry.param is param for entry in self.whole):
+                return
+            self.cut([entry for entry in self.whole if entry.module is not module])
+            forget_at_end(param)
+            self.whole.append(_Whole(param, f"{type(module).__name__}.{name}", module))
+
+    def _takes(self, param: torch.Tensor) -> bool:
+        fits = type(param) is nn.Parameter and is_offloadable(param)
+        return self._cuts and fits and param.numel() >= max(self.config.param_persistence_threshold, 1)
+
+    def make_whole(self, params: Sequence[torch.Tensor]) -> None:
+        """Gather those of the parameters of a function that are in shards."""
+        with _internal():
+            self.cut([entry for entry in self.whole if all(entry.param is not param for param in params)])
+            for param in params:
+                shards = shards_of(param)
+                if shards is not None and not shards.holds:
+                    shards.gather(param)
+                    hand_over(param)
+                    self.whole.append(_Whole(param, shards.spec.name))
+
+    def cut(self, entries: Sequence[_Whole], *, for_good: bool = False) -> None:
+        """Cut what is whole, except what something refers to the memory of, on any rank.
+
+        Args:
+            for_good: cut that too.
+        """
+        entries = [entry for entry in entries if self._takes(entry.param)]
+        if not entries:
+            return
+        device = self.device(entries[0].param.device)
+        self.agree(f"cut {[(entry.name, *entry.param.shape) for entry in entries]}", device)
+        referred = np.array([_refers_to_memory_of(entry.param) for entry in entries], np.int64)
+        device.collectives.sum_integers(referred, "parameters in use")
+        for entry, n in zip(entries, referred.tolist(), strict=True):
+            if for_good or not n:
+                Shards(entry.param, entry.name, self).release(entry.param)
+                self.whole.remove(entry)
+                self._freed += entry.param.nbytes if entry.param.device.type == "cpu" else 0
+        if self._freed > _KEPT:
+            give_back_freed()
+            self._freed = 0
+
+    def agree(self, act: str, device: HostRanks) -> None:
+        """Raise :class:`StateError` on all ranks unless all are about to do this."""
+        if device.world_size == 1:
+            return
+        mine = fingerprint(act)
+        total = np.array([mine], np.int64)
+        device.collectives.sum_integers(total, f"init() is to {act}")
+        if total[0] != mine * device.world_size:
+            raise StateError(
+                f"ranks differ in what they do while a model is built by init(); here: {act}; expected all to run the "
+                "same code: what one rank alone changes goes into gathered_parameters(..., modifier_rank=...)"
+            )
+
+    def spread(self, params: Sequence[torch.Tensor], source: int) -> None:
+        """Give all ranks one rank's values of these parameters, which are whole."""
+        for param in params:
+            before = shards_of(param)
+            if before is None:
+                self.device(param.device).start_alike([spec_of("", param, 0)], [flat(param)], source)
+            else:
+                _SHARDS[param] = shards = Shards(param, before.spec.name, before.home, source)
+                shards.holds = before.holds
+
+    # --- modules that exist --------------------------------------------------------------------------
+
+    def take(self, module: nn.Module, init_fn: Callable[[nn.Module], Any] | None) -> None:
+        """Cut the parameters of a module, those on the meta device after they were made."""
+        device = torch.get_default_device()
+        for name, part in module.named_modules():
+            if _on_meta(part) and device.type == "meta":
+                raise ParameterError(
+                    "init(module) where meta is torch's default device; expected one that holds values"
+                )
+            if init_fn is None and _on_meta(part) and _reset_of(part) is None:
+                words = f"{type(part).__name__} {name!r}".removesuffix(" ''")
+                raise ParameterError(
+                    f"{words} has {', '.join(_on_meta(part))} on the meta device and no reset_parameters(); expected "
+                    "init(model, init_fn=...), with a function of a module that gives them their values"
+                )
+
+        def make(part: nn.Module) -> None:
+            made = _on_meta(part)
+            for name, tensor in made.items():
+                _leave_meta(tensor, device)
+                if name in part._parameters:
+                    self.track(part, name, tensor)
+            reset = _reset_of(part) if init_fn is None else partial(init_fn, part)
+            if made and reset is not None:
+                with torch.no_grad():
+                    reset()
+
+        module.apply(make)
+        for part in module.modules():
+            for name, param in part.named_parameters(recurse=False):
+                self.track(part, name, param)
+
+
+class _Reads(TorchFunctionMode):
+    """Gathers the parameters in shards that a torch function is called with."""
+
+    def __init__(self, construction: _Construction) -> None:
+        super().__init__()
+        self._construction = construction
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in METADATA:
+            params = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, nn.Parameter)]
+            if any(map(in_shards, params)):
+                self._construction.make_whole(params)
+        return func(*args, **(kwargs or {}))
+
+
+def _on_meta(module: nn.Module) -> dict[str, torch.Tensor]:
+    """What a module has itself on the meta device."""
+    own = {**module._parameters, **module._buffers}
+    return {name: tensor for name, tensor in own.items() if tensor is not None and tensor.is_meta}
+
+
+def _reset_of(module: nn.Module) -> Callable[[], Any] | None:
+    return next((reset for name in _RESETS if callable(reset := getattr(module, name, None))), None)
+
+
+def _leave_meta(tensor: torch.Tensor, device: torch.device) -> None:
+    """Give a tensor memory on a device; it stays the same object, so that what is tied stays tied."""
+    with _internal():
+        made = torch.empty_like(tensor, device=device)
+        if isinstance(tensor, nn.Parameter):
+            made = torch.Tensor._make_subclass(type(tensor), made, tensor.requires_grad)
+        made.__dict__.update(tensor.__dict__)
+        torch.utils.swap_tensors(tensor, made)
+
+
+def _refers_to_memory_of(param: torch.Tensor) -> bool:
+    """Whether another tensor does."""
+    return torch._C._storage_Use_Count(param.untyped_storage()._cdata) > _LONE
+
+
+class _Thread(threading.local):
+    construction: _Construction | None = None
+
+
+_THREAD = _Thread()
+
+
+def _active() -> _Construction | None:
+    """What is building in this thread."""
+    return _THREAD.construction
+
+
+@contextmanager
+def _internal() -> Iterator[None]:
+    """What is done inside is none of the user's functions."""
+    with torch.no_grad(), torch._C.DisableTorchFunction():
+        yield
+
+
+_COPIES = threading.Lock()
+_building = 0
+"""Constructions of all threads for which ``nn.Module.__setstate__`` is replaced."""
+_set_state = nn.Module.__setstate__
+
+
+def _set_state_and_register(module: nn.Module, state: Any) -> None:
+    _set_state(module, state)
+    active = _active()
+    if active is not None:
+        for name, param in module._parameters.items():
+            if param is not None:
+                active.track(module, name, param)
+
+
+@contextmanager
+def _copies_registered() -> Iterator[None]:
+    """``copy.deepcopy`` and ``pickle`` make modules without constructors, and end by ``__setstate__``."""
+    global _building
+    with _COPIES:
+        _building += 1
+        nn.Module.__setstate__ = _set_state_and_register  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        with _COPIES:
+            _building -= 1
+            if not _building:
+                nn.Module.__setstate__ = _set_state  # type: ignore[method-assign]

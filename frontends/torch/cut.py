@@ -1,0 +1,37 @@
+"""How one parameter is cut over the ranks (stage 3)."""
+
+from collections.abc import Sequence
+
+import torch
+
+from offload_core.partition import Bucket, ParamSpec, build_buckets
+
+from .tensors import flat
+
+
+class Cut:
+    """A parameter's buckets, and this rank's part of them.
+
+    Args:
+        ranks: those whose shards this process holds.
+    """
+
+    def __init__(self, spec: ParamSpec, ranks: Sequence[int], world_size: int, bucket_numel: int) -> None:
+        self.spec = spec
+        self.buckets: list[Bucket] = build_buckets([spec], world_size=world_size, bucket_numel=bucket_numel)
+        self._pieces = [(b, p) for b in self.buckets for p in b.shards(ranks)]
+
+    @property
+    def shard_numel(self) -> int:
+        return sum(bucket.shard_numel for bucket in self.buckets)
+
+    @property
+    def padded_numel(self) -> int:
+        return sum(bucket.padded_numel for bucket in self.buckets)
+
+    def cut(self, param: torch.Tensor, out: torch.Tensor) -> None:
+        """Copy this rank's part of the parameter, which is whole."""
+        source = flat(param)
+        for bucket, piece in self._pieces:
+            start = bucket.in_tensor(piece)
+            out[start : start + piece.numel].copy_(source[piece.start : piece.stop])
