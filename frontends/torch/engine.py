@@ -57,8 +57,8 @@ class Engine(nn.Module):
     own afterwards.
 
     Gradients leave for the host during backward; ``p.grad`` is then a stand-in that raises when used. To look at a
-    gradient, hang a hook on the parameter (``p.register_hook``). One backward at a time: torch (2.13) runs the hooks that
-    take gradients outside its lock, so backwards of several threads could lose some.
+    gradient, hang a hook on the parameter (``p.register_hook``). One backward at a time: torch (2.13) runs the hooks
+    that take gradients outside its lock, so backwards of several threads at once could lose some.
     """
 
     def __init__(
