@@ -16,13 +16,20 @@ LEARNING_RATE = 3e-4
 CLIPPING = 1.0
 OURS = "offload-core"
 PLAIN = "DDP, no offload"
+OURS_3 = "offload-core, stage 3"
 DEEPSPEED: dict[str, dict[str, Any]] = {
     "DeepSpeed": {},
     "DeepSpeed, overlap_comm": {"overlap_comm": True},
     "DeepSpeed, allreduce": {"reduce_scatter": False},
+    "DeepSpeed, stage 3": {"stage": 3},
+    "DeepSpeed, stage 3, overlap_comm": {"stage": 3, "overlap_comm": True},
 }
 """What differs from `deepspeed_config`; the comparison is with the fastest."""
-CONTENDERS = (OURS, *DEEPSPEED, PLAIN)
+CONTENDERS = {
+    2: (OURS, *(name for name, zero in DEEPSPEED.items() if "stage" not in zero), PLAIN),
+    3: (OURS_3, *(name for name, zero in DEEPSPEED.items() if "stage" in zero), OURS),
+}
+"""Of each stage, the one that the others are compared with first."""
 TOKENS = 256
 """Tokens drawn; fewer than the vocabulary, so that there is something to learn."""
 
@@ -95,8 +102,8 @@ def make_batches(micro_batch: int, context: int) -> Iterator[tuple[Any, Any]]:
 
 
 def make_training(name: str, model: Any, settings: dict[str, Any]) -> Training:
-    if name == OURS:
-        return offload_core(model, settings)
+    if name in (OURS, OURS_3):
+        return offload_core(model, settings, stage=3 if name == OURS_3 else 2)
     return plain(model) if name == PLAIN else deepspeed(model, settings, DEEPSPEED[name])
 
 
@@ -106,12 +113,12 @@ def adam_arguments() -> dict[str, Any]:
     return {"lr": LEARNING_RATE, "betas": BETAS, "eps": 1e-8, "weight_decay": WEIGHT_DECAY}
 
 
-def offload_core(model: Any, settings: dict[str, Any]) -> Training:
+def offload_core(model: Any, settings: dict[str, Any], stage: int) -> Training:
     from frontends.torch import wrap
 
     engine = wrap(
         model,
-        stage=2,
+        stage=stage,
         param_dtype="bfloat16",
         gradient_clipping=CLIPPING,
         num_threads=settings["threads"],

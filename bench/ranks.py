@@ -26,7 +26,7 @@ from typing import Any
 import psutil
 
 from bench.presets import GPTConfig
-from bench.rank_contenders import CONTENDERS, DEEPSPEED, OURS, TOKENS, deepspeed_config
+from bench.rank_contenders import CONTENDERS, DEEPSPEED, TOKENS, deepspeed_config
 from bench.record import append
 
 PHASES = ("forward", "backward", "step", "total")
@@ -196,11 +196,12 @@ def busy_seconds() -> float:
     return times.user + times.nice + times.system + times.irq + times.softirq
 
 
-def compare(results: dict[str, Result]) -> dict[str, dict[str, Any]]:
-    """How many times longer each other's step takes than ours: of the medians, the 20th percentiles, and by round."""
-    if OURS not in results:
+def compare(results: dict[str, Result], reference: str) -> dict[str, dict[str, Any]]:
+    """How many times longer each other's step takes than the reference's: of the medians, the 20th percentiles, and by
+    round."""
+    if reference not in results:
         return {}
-    ours, others = results[OURS], {name: result for name, result in results.items() if name != OURS}
+    ours, others = results[reference], {name: result for name, result in results.items() if name != reference}
     compared = {}
     for name, other in others.items():
         by_round = [other.median_of_round(i) / ours.median_of_round(i) for i in range(len(ours.rounds))]
@@ -209,33 +210,37 @@ def compare(results: dict[str, Result]) -> dict[str, dict[str, Any]]:
     return compared
 
 
-def show(results: dict[str, Result], failures: dict[str, str], compared: dict[str, dict[str, Any]]) -> None:
-    print(f"{'ms, median (p20 to p80)':26}" + "".join(f"{phase:>24}" for phase in PHASES))
+def show(
+    results: dict[str, Result], failures: dict[str, str], compared: dict[str, dict[str, Any]], reference: str
+) -> None:
+    print(f"{'ms, median (p20 to p80)':34}" + "".join(f"{phase:>24}" for phase in PHASES))
     for name, result in results.items():
         cells = [tuple(1e3 * s for s in result.quantiles(phase)) for phase in PHASES]
-        print(f"{name:26}" + "".join(f"{f'{mid:.1f} ({low:.1f} to {high:.1f})':>24}" for low, mid, high in cells))
+        print(f"{name:34}" + "".join(f"{f'{mid:.1f} ({low:.1f} to {high:.1f})':>24}" for low, mid, high in cells))
     columns = ("peak RSS", "and setup", "MB a step", "idle CPU", "others CPU", "loss", "norm")
-    print(f"{'':26}" + "".join(f"{column:>12}" for column in columns))
+    print(f"{'':34}" + "".join(f"{column:>12}" for column in columns))
     for name, result in results.items():
         known = result.record()
         row = [f"{known[k] / 2**20:.0f} MiB" for k in ("peak_rss", "setup_peak_rss")]
         row += [f"{known['loopback_bytes_a_step'] / 1e6:.1f}", f"{100 * result.idle:.2f} %"]
         row += [f"{100 * known['others_cpu']:.0f} %"]
         row += [f"{known['last'][k]:.4f}" for k in ("loss", "grad_norm")]
-        print(f"{name:26}" + "".join(f"{cell:>12}" for cell in row))
+        print(f"{name:34}" + "".join(f"{cell:>12}" for cell in row))
     for name, ratio in compared.items():
         rounds = f"{min(ratio['by_round']):.2f} to {max(ratio['by_round']):.2f}"
-        print(f"{name} / {OURS}: {ratio['ratio']:.2f} (of the p20: {ratio['of_p20']:.2f}; rounds: {rounds})")
+        print(f"{name} / {reference}: {ratio['ratio']:.2f} (of the p20: {ratio['of_p20']:.2f}; rounds: {rounds})")
     peers = [ratio["ratio"] for name, ratio in compared.items() if name in DEEPSPEED]
     if peers:
-        print(f"fastest DeepSpeed / {OURS}: {min(peers):.2f} (target: at least {TARGET})")
+        print(f"fastest DeepSpeed / {reference}: {min(peers):.2f} (target: at least {TARGET})")
     for name, why in failures.items():
         print(f"{name}: COULD NOT RUN\n{why}")
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.ranks", description=__doc__.splitlines()[0])
-    parser.add_argument("--contenders", nargs="+", default=list(CONTENDERS), choices=CONTENDERS, metavar="NAME")
+    known = [name for names in CONTENDERS.values() for name in names]
+    parser.add_argument("--stage", type=int, choices=CONTENDERS, default=2, help="which to compare (default: 2)")
+    parser.add_argument("--contenders", nargs="+", choices=known, metavar="NAME", help="default: all of the stage")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1, help="of each rank (default: 1)")
     parser.add_argument("--rounds", type=int, default=20)
@@ -265,15 +270,18 @@ def main(arguments: list[str] | None = None) -> int:
     gpt = GPTConfig(args.layers, args.width, GPT_34M.heads, args.vocabulary, GPT_34M.positions)
     settings = {name: getattr(args, name) for name in ("threads", "micro_batch", "context", "warm_up")}
     settings["gpt"] = asdict(gpt)
-    results, failures = measure(args.contenders, args.ranks, args.rounds, args.steps, settings)
-    compared = compare(results)
+    names = args.contenders or list(CONTENDERS[args.stage])
+    reference = CONTENDERS[args.stage][0]
+    results, failures = measure(names, args.ranks, args.rounds, args.steps, settings)
+    compared = compare(results, reference)
     print(
         f"{gpt.numel:,} parameters in bf16, {args.ranks} gloo ranks of {args.threads} threads, "
         f"micro-batch {args.micro_batch} x {args.context} tokens, {args.rounds} rounds of {args.steps} steps"
     )
-    show(results, failures, compared)
+    show(results, failures, compared, reference)
     record = {
         "bench": "ranks",
+        "stage": args.stage,
         "versions": {key: version for result in results.values() for key, version in result.versions.items()},
         "ranks": args.ranks,
         "rounds": args.rounds,

@@ -28,7 +28,8 @@ def _torch() -> None:
 def test_contenders_train_alike_and_one_that_cannot_run_is_named(tmp_path: Path) -> None:
     (tmp_path / "deepspeed.py").write_text("raise ImportError('no such peer')\n")
     out = tmp_path / "result.jsonl"
-    done = run("--contenders", "offload-core", "DeepSpeed", "DDP, no offload", f"--json={out}", path=tmp_path)
+    names = ("offload-core", "offload-core, stage 3", "DeepSpeed", "DDP, no offload")
+    done = run("--contenders", *names, f"--json={out}", path=tmp_path)
     assert done.returncode == 1, f"{done.stdout}\n{done.stderr}"
     assert "DeepSpeed: COULD NOT RUN" in done.stdout
     assert "no such peer" in done.stdout
@@ -37,7 +38,8 @@ def test_contenders_train_alike_and_one_that_cannot_run_is_named(tmp_path: Path)
     assert "no such peer" in record["could_not_run"]["DeepSpeed"]
     ours, plain = (record["results"][name] for name in ("offload-core", "DDP, no offload"))
     assert ours["last"] == pytest.approx(plain["last"], rel=1e-2)
-    assert record["compared"].keys() == {"DDP, no offload"}
+    assert record["results"]["offload-core, stage 3"]["last"] == ours["last"]
+    assert record["compared"].keys() == {"offload-core, stage 3", "DDP, no offload"}
 
 
 @pytest.mark.parametrize(
