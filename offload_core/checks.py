@@ -16,7 +16,7 @@ def number(
         if isinstance(value, str | bool):
             raise TypeError
         converted = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):  # 10**400 overflows
         raise ConfigError(f"{name}: got {value!r}, expected a number") from None
     if not (math.isfinite(converted) and converted >= least and converted > above and converted < below):
         bounds = [

@@ -58,7 +58,7 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
     """A configuration from a file, which DeepSpeed reads as Hjson: JSON with comments, in which commas may be missing.
 
     Raises:
-        ConfigError: there is no such file, it cannot be read, or a key is there twice.
+        ConfigError: there is no such file, it cannot be read, it has no keys, or a key is there twice.
     """
     import hjson  # here: it takes as long as the rest of the package
 
@@ -66,12 +66,14 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         with open(path, encoding="utf-8-sig") as file:
             config = hjson.load(file, object_pairs_hook=lambda pairs: _without_duplicates(source, pairs))
-    except (OSError, UnicodeDecodeError, hjson.HjsonDecodeError) as error:
+    except (OSError, UnicodeDecodeError, OverflowError, hjson.HjsonDecodeError) as error:  # 1e999 overflows in hjson
         raise ConfigError(
             f"config: {source!r} cannot be read ({error}); expected the path of a DeepSpeed configuration"
         ) from error
     if not isinstance(config, dict):
         raise ConfigError(f"{source}: got {type(config).__name__}, expected an object: {{...}}")
+    if not config:  # a file that was never written, or cut off
+        raise ConfigError(f"{source}: it has no keys; expected a DeepSpeed configuration, or no config for defaults")
     return config
 
 
@@ -266,10 +268,12 @@ class _Translation:
         if self._offload(given, "offload_optimizer", "cpu_offload") == "none":
             self.ignored["zero_optimization.offload_optimizer"] = "optimizer states are always in host memory"
         if self._offload(given, "offload_param", "cpu_offload_param") == "cpu":
-            if stage != 3:
+            if stage != 3 and "offload_param" not in self.overrides:
+                got = self.overrides.get("stage", given.get("stage", "left out"))
                 raise ConfigError(
-                    f"zero_optimization.offload_param: got 'cpu' with stage {given.get('stage', 'left out')}, expected "
-                    "stage 3, in which parameters are partitioned: set it, or leave offload_param out"
+                    f"zero_optimization.offload_param: got 'cpu' with stage {got}, expected stage 3, in which "
+                    "parameters are partitioned: set it, or leave offload_param out (beside the configuration, "
+                    "offload_param=None)"
                 )
             self.fields["offload_param"] = "cpu"
         self._pin_memory(given)
@@ -327,7 +331,11 @@ class _Translation:
         """``lr``, and ``betas`` where they are scheduled too."""
         if callable(self.overrides.get("lr")):
             return
-        lr = self.overrides.get("lr", lr)
+        if "lr" in self.overrides:
+            lr = self.overrides["lr"]
+            checks.number("lr", lr, least=0.0)
+        if "type" not in given and given.get("params"):
+            raise ConfigError(f"scheduler.type: missing; expected one of {', '.join(map(repr, SCHEDULES))}")
         if "type" in given:
             schedule = self._scheduled(given["type"], given.get("params", {}), lr)
             if schedule is not None:

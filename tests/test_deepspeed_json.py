@@ -175,10 +175,12 @@ def test_files_have_comments_and_lack_commas(tmp_path):
     [
         ('{"bf16": {"enabled": true, "enabled": false}}', "ds_config.json: 'enabled' given more than once"),
         ('{"bf16": ', "'.*ds_config.json' cannot be read .*line 1"),
+        ('{"gradient_clipping": 1e999}', "'.*ds_config.json' cannot be read .*infinity"),
         ("[1]", "ds_config.json: got list, expected an object"),
+        ("", "ds_config.json: it has no keys"),
         ('{"lr": 1e-3}', "ds_config.json: lr: unknown key; DeepSpeed has it as 'optimizer.params.lr'"),
     ],
-    ids=["twice", "cut off", "list", "fields"],
+    ids=["twice", "cut off", "infinite", "list", "empty", "fields"],
 )
 def test_a_file_that_is_no_configuration_is_refused(text, match, tmp_path):
     with pytest.raises(ConfigError, match=match):
@@ -324,6 +326,7 @@ def test_what_keys_become(config, fields):
         ({"fp16": {"enabled": AUTO, "loss_scale": 8}}, {"param_dtype": "bfloat16"}, {"param_dtype": "bfloat16"}),
         ({"fp16": {"enabled": AUTO, "loss_scale": 8}}, {"param_dtype": "float16"}, {"loss_scale": 8, **HALF}),
         ({"fp16": {"enabled": True}}, {"loss_scale_window": 5}, {**HALF, "loss_scale_window": 5}),
+        (zero(stage=3, offload_param={"device": "cpu"}), {"stage": 2, "offload_param": None}, {}),
     ],
     ids=str,
 )
@@ -413,6 +416,8 @@ SCHEDULED = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3}}
             {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 0}}},
             "scheduler.params.warmup_num_steps: got 0",
         ),
+        ({"scheduler": {"params": {"warmup_max_lr": 1e-3}}}, "scheduler.type: missing; expected one of 'WarmupLR'"),
+        (adam(lr=10**400), "optimizer.params.lr: got 10+, expected a number"),
         (
             {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": [1, 2]}}},
             r"warmup_max_lr: got \[1, 2\], expected a n",
@@ -569,6 +574,13 @@ def test_a_scheduler_becomes_a_learning_rate(scheduler, overrides, lr):
 def test_a_number_that_the_schedule_would_not_look_at_is_refused():
     with pytest.raises(ConfigError, match=r"got lr=0.5 and scheduler.type 'WarmupLR', which sets .* by itself"):
         OffloadConfig.resolve({"scheduler": SCHEDULED}, lr=0.5)
+    with pytest.raises(ConfigError, match="lr: got None, expected a number"):
+        OffloadConfig.resolve({"scheduler": {"type": "WarmupLR"}}, lr=None)
+
+
+def test_a_stage_beside_it_that_offload_param_does_not_go_with_is_named():
+    with pytest.raises(ConfigError, match=r"offload_param: got 'cpu' with stage 2, .*offload_param=None"):
+        OffloadConfig.resolve(zero(stage=3, offload_param={"device": "cpu"}), stage=2)
 
 
 def test_a_cycle_moves_betas_too_and_an_optimizer_without_rate_has_the_default():
