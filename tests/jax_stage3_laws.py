@@ -301,6 +301,9 @@ def the_users_dimension_is_kept_and_nothing_is_copied():
         params = offloaded.update(jax.tree.map(lambda a: np.ones(a.shape, a.dtype), tree))
         for name, leaf in tree.items():
             assert params[name].sharding.is_equivalent_to(leaf.sharding, leaf.ndim)
+    empty = cut(np.ones((0, 8), np.float32), mesh, 1)  # it is in no bucket
+    offloaded = wrap({**tree, "empty": empty}, **STAGE3, mesh=mesh)
+    assert offloaded.load_pytree(offloaded.to_pytree())["empty"].shape == (0, 8)
 
 
 @one_process
@@ -385,6 +388,9 @@ def axes_of_size_one_beside_the_axis_change_nothing_at_stage_3():
 def without_shards_the_helpers_change_nothing():
     tree = {"w": jnp.ones((3, 2)), "n": 3, "none": None}
     assert all(gather_params(tree)[name] is leaf for name, leaf in tree.items())
+    layer = {**tree, "activation": jnp.tanh, "name": "a layer"}  # a module's leaves need not be arrays
+    layer_fn = gathered(lambda p, x, times: sum(p["activation"](x @ p["w"]) for _ in range(times)), static_argnums=2)
+    np.testing.assert_allclose(jax.jit(lambda x: layer_fn(layer, x, 3))(np.ones((1, 3))), 3 * np.tanh([[3.0, 3.0]]))
     offloaded = wrap(tree_of(0, scale=0.3), **HYPER, stage=3)
     loss, grads = offloaded.value_and_grad(loss_fn)(offloaded.params, batch_of(0))
     np.testing.assert_allclose(loss, loss_fn(tree_of(0, scale=0.3), batch_of(0)), rtol=1e-5)
@@ -396,20 +402,48 @@ def a_shard_that_was_not_gathered_says_what_to_do():
     mesh = mesh_of(W)
     offloaded = wrap(tree_of(0), **STAGE3, mesh=mesh)
     batch = split(batch_of(0), mesh)
-    ways = {
-        "computed with": lambda p, x: (x @ p["embed"]).sum(),
-        "indexed": lambda p, x: p["embed"][0].sum() + x.sum(),
-        "has lost the dimension (-1)": lambda p, x: lax.scan(
-            lambda c, row: (c + gathered(lambda r, c: r.sum() + c)(row, c), None),
-            x.sum(),
-            jax.tree.map(lambda leaf: leaf[:, 0], p["embed"]),
-        )[0],
-    }
-    for words, fun in ways.items():
+    ways = (
+        ("computed with", lambda p, x: (x @ p["embed"]).sum()),
+        ("computed with", lambda p, x: (2 * p["embed"]).sum()),
+        ("computed with", lambda p, x: (-p["embed"]).sum()),
+        ("indexed", lambda p, x: p["embed"][0].sum() + x.sum()),
+        (
+            "has lost the dimension (-1)",
+            lambda p, x: lax.scan(
+                lambda c, row: (c + gathered(lambda r, c: r.sum() + c)(row, c), None),
+                x.sum(),
+                jax.tree.map(lambda leaf: leaf[:, 0], p["embed"]),
+            )[0],
+        ),
+    )
+    for words, fun in ways:
         with refuses(ParameterError, words, "gather"):
             offloaded.value_and_grad(fun)(offloaded.params, batch)
     with refuses(AttributeError, "'sum' of a parameter that is sharded", "gather_params(params)"):
         offloaded.value_and_grad(lambda p, x: p["embed"].sum())(offloaded.params, batch)
+
+
+@one_process
+def what_is_computed_of_a_shards_leaves_is_right_or_nan():
+    """A tree of shards has leaves: one rank's part of the parameter, and what the gradient is taken with respect to."""
+    mesh = mesh_of(W)
+    tree = {"w": tree_of(0, scale=0.3)["embed"]}
+    ours, theirs = wrap(tree, **STAGE3, mesh=mesh), wrap(tree, mesh=mesh)
+
+    def loss(params, x):
+        return (x @ gather_params(params)["w"]).var()
+
+    def by_tree_map(function):
+        mapped = lambda params, x: loss(jax.tree.map(function, params), x)  # noqa: E731
+        return [o.value_and_grad(mapped, in_specs=P("dp"))(o.params, batch_of(0)) for o in (ours, theirs)]
+
+    for linear in (lambda w: 2 * w, lambda w: w.astype(jnp.bfloat16)):
+        (value, grads), (expected, of_ranks) = by_tree_map(linear)
+        assert_same_tree([value, grads.tree["w"]], [expected, averaged(np.asarray(of_ranks.tree["w"]))])
+    (_, grads), _ = by_tree_map(jnp.square)
+    assert np.isnan(grads.tree["w"]).all()
+    decayed = lambda p, x: loss(p, x) + sum((leaf**2).sum() for leaf in jax.tree.leaves(p))  # noqa: E731
+    assert np.isnan(ours.value_and_grad(decayed, in_specs=P("dp"))(ours.params, batch_of(0))[0])
 
 
 # --- what it is for ----------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from jax import lax
 from offload_core.errors import ParameterError
 
 from .mesh import ordered_mean
+from .trees import Static
 
 
 class Gathering(NamedTuple):
@@ -37,12 +38,14 @@ class Shard:
     """This device's part of a parameter, where the parameter stands in the tree.
 
     A pytree node, so that a ``lax.scan`` over stacked layers slices it like any array. It has no values of its own to
-    compute with: :func:`gathered` or :func:`gather_params` give the parameter.
+    compute with: :func:`gathered` or :func:`gather_params` give the parameter. Its leaves may be cast or multiplied by
+    numbers (``jax.tree.map``); what else is computed of them, such as a norm over ``jax.tree.leaves``, is NaN or has
+    NaN gradients, as it would be that of one rank's part.
     """
 
     def __init__(self, array: Any, tangent: Any, how: Gathering) -> None:
         self._array = array
-        self._tangent = tangent  # fp32 zeros in the array's shape, which the gradient is taken with respect to
+        self._tangent = tangent  # fp32 in the array's shape: the gradient is taken with respect to it, its value is NaN
         self._how = how
 
     def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], Gathering]:
@@ -72,6 +75,13 @@ class Shard:
 
     def __getitem__(self, key: Any) -> NoReturn:
         _refuse("indexed")
+
+    def _computed_with(self, *others: Any) -> NoReturn:
+        _refuse("computed with")
+
+    # With arrays __jax_array__ is asked; with Python's numbers, and where there is one operand, these are.
+    __add__ = __sub__ = __mul__ = __truediv__ = __matmul__ = __pow__ = __neg__ = __abs__ = _computed_with
+    __radd__ = __rsub__ = __rmul__ = __rtruediv__ = __rpow__ = _computed_with
 
     def __getattr__(self, name: str) -> NoReturn:
         # AttributeError, for those who only ask whether it has one.
@@ -114,9 +124,10 @@ def gathered(
 ) -> Callable[..., Any]:
     """A layer function whose parameters are gathered for as long as it runs: ``gathered(layer_fn)(params, *args)``.
 
-    ``layer_fn`` gets ``params`` (any tree) whole. For backward nothing is kept but the shards and the arguments:
-    parameters are gathered again and the layer is computed again (``jax.checkpoint``). At other stages, or on no
-    mesh, it is ``jax.checkpoint(layer_fn)``, so that a model need not know its stage.
+    ``layer_fn`` gets ``params`` (any tree) whole; leaves that are no arrays stay as they are. For backward nothing is
+    kept but the shards and the arguments: parameters are gathered again and the layer is computed again
+    (``jax.checkpoint``). At other stages, or on no mesh, it is ``jax.checkpoint(layer_fn)``, so that a model need not
+    know its stage.
 
         def body(x, layer):
             return gathered(apply_layer)(layer, x), None
@@ -127,11 +138,24 @@ def gathered(
         static_argnums: as those of ``jax.checkpoint``, ``params`` being number 0.
     """
 
-    @functools.wraps(layer_fn)
-    def of_shards(params: Any, *args: Any, **kwargs: Any) -> Any:
+    def of_shards(arrays: list[Any], static: Static, *args: Any, **kwargs: Any) -> Any:
+        params = jax.tree.unflatten(static.treedef, static.merge(arrays))
         return layer_fn(gather_params(params), *args, **kwargs)
 
-    return jax.checkpoint(of_shards, policy=policy, static_argnums=static_argnums)
+    of_users = (static_argnums,) if isinstance(static_argnums, int) else static_argnums
+    checkpointed = jax.checkpoint(
+        functools.wraps(layer_fn)(of_shards),
+        policy=policy,
+        static_argnums=(1, *(n + 1 if n > 0 else n for n in of_users)),
+    )
+
+    @functools.wraps(layer_fn)
+    def call(params: Any, *args: Any, **kwargs: Any) -> Any:
+        leaves, treedef = jax.tree.flatten(params)
+        static, arrays = Static.split(treedef, leaves)
+        return checkpointed(arrays, static, *args, **kwargs)
+
+    return call
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -210,10 +210,12 @@ class ShardedOnMesh(OnMesh):
         Not the very first of several, which may be that of stacked layers.
         """
         n = self._axis.world_size
+        if leaf.size == 0:
+            return None
         for dim, entry in enumerate(self.spec_of(leaf)):
             if self._axis.name in names((entry,)):
                 return dim
-        if leaf.size == 0 or leaf.size < self._config.param_persistence_threshold:
+        if leaf.size < self._config.param_persistence_threshold:
             return None
         dims = range(1, leaf.ndim) if leaf.ndim > 1 else range(leaf.ndim)
         return next((dim for dim in dims if leaf.shape[dim] % n == 0), None)
@@ -297,7 +299,8 @@ class ShardedOnMesh(OnMesh):
 
     def _differentiated(self, trained: Sequence[jax.Array], *, varying: bool) -> Differentiated:
         def leaf_of(array: jax.Array, layout: ShardLayout | None) -> jax.Array:
-            leaf = array if layout is None else jnp.zeros(array.shape, jnp.float32)
+            # Only its gradient is of use. NaN, as what is computed of it has not gathered the parameter.
+            leaf = array if layout is None else jnp.full(array.shape, jnp.nan, jnp.float32)
             return self._axis.vary(leaf) if varying else leaf
 
         def seen(leaves: Sequence[Any]) -> list[Any]:
