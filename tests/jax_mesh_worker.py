@@ -186,7 +186,7 @@ def _equals(world_size):
     return check
 
 
-for _world_size in (3, 4, 8):
+for _world_size in (3, 8):  # 4: in two processes, and on Explicit axes
     one_process(_equals(_world_size))
 
 
@@ -195,7 +195,8 @@ for _world_size in (3, 4, 8):
 def explicit_axes_are_taken_like_auto_ones():
     """``jax.make_mesh`` makes Explicit ones by default."""
     mesh = jax.make_mesh((4,), ("dp",), devices=jax.devices()[:4], axis_types=(AxisType.Explicit,))
-    offloaded = assert_equals_one_device(mesh, "bfloat16", reduce_bucket_size=100)
+    steps = 4 if jax.process_count() == 1 else 2
+    offloaded = assert_equals_one_device(mesh, "bfloat16", steps, reduce_bucket_size=100)
     offloaded.update(offloaded.value_and_grad(loss_fn)(offloaded.params, split(batch_of(0), mesh))[1])
     assert offloaded.report.updated
 
@@ -308,7 +309,7 @@ def axes_of_size_one_beside_the_axis_change_nothing():
 @one_process
 def the_mean_has_one_definition_for_every_number_of_ranks():
     """XLA would multiply by the reciprocal of the divisor, which differs where that is no power of two."""
-    for world_size in (2, 3, 5, 6, 7):
+    for world_size in (3, 6, 7):
         for wire in (FLOAT32, BFLOAT16):
             device = JaxMeshDevice(MeshAxis(mesh_of(world_size), "dp"))
             sizes = (1000, 7, 300)

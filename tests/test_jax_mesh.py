@@ -9,6 +9,7 @@ import os
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax_mesh_worker
@@ -41,23 +42,25 @@ def run_workers(folder, n_devices, n_processes):
     return [json.loads((folder / f"{process}.json").read_text()) for process in range(n_processes)]
 
 
-@pytest.fixture(scope="module")
-def on_eight_devices(tmp_path_factory):
-    return run_workers(tmp_path_factory.mktemp("eight"), 8, 1)
+RUNS = {"test_on_eight_devices": (8, 1), "test_in_two_processes": (2, 2)}
+"""Devices a process and processes, by the test that asks for their outcomes."""
 
 
 @pytest.fixture(scope="module")
-def in_two_processes(tmp_path_factory):
-    return run_workers(tmp_path_factory.mktemp("two"), 2, 2)
+def outcomes(request, tmp_path_factory):
+    """Those runs that are asked for, at once: they mostly compile, each process on one core."""
+    asked = {item.originalname for item in request.session.items} & set(RUNS)
+    with ThreadPoolExecutor() as pool:
+        return {name: pool.submit(run_workers, tmp_path_factory.mktemp(name), *RUNS[name]) for name in asked}
 
 
 @pytest.mark.parametrize("law", [check.__name__ for check in jax_mesh_worker.ONE_PROCESS])
-def test_on_eight_devices(law, on_eight_devices):
-    for outcome in on_eight_devices:
+def test_on_eight_devices(law, outcomes):
+    for outcome in outcomes["test_on_eight_devices"].result():
         assert outcome[law] == "passed", outcome[law]
 
 
 @pytest.mark.parametrize("law", [check.__name__ for check in jax_mesh_worker.TWO_PROCESSES])
-def test_in_two_processes(law, in_two_processes):
-    for outcome in in_two_processes:
+def test_in_two_processes(law, outcomes):
+    for outcome in outcomes["test_in_two_processes"].result():
         assert outcome[law] == "passed", outcome[law]
