@@ -13,7 +13,7 @@ parameter (``pending.py``).
 """
 
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -64,8 +64,8 @@ class PartitionedParameter(Cut):
 
     def empty(self) -> None:
         """Give the parameter a storage without bytes; what it had is left to those who refer to it."""
-        self.whole = torch.empty(self.padded_numel, dtype=TORCH_DTYPES[self.spec.dtype], device=self.param.device)
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch.inference_mode(False), torch._C.DisableTorchFunctionSubclass():
+            self.whole = torch.empty(self.padded_numel, dtype=TORCH_DTYPES[self.spec.dtype], device=self.param.device)
             self.param.data = shaped_like(self.whole[: self.spec.numel], self.param)
         self.whole.untyped_storage().resize_(0)
         self.lasts = False
@@ -107,6 +107,7 @@ class PartitionedModel:
     def __init__(self, model: nn.Module, device: torch.device, group: Any, pipeline: Pipeline) -> None:
         self._config = config = pipeline.config
         self._pipeline = pipeline
+        _check_unowned(model)
         self._world = device_for(device, group, config, apart=True)
         self._world.trace = pipeline.device.trace
         self.live = LiveParams(config, self._world)
@@ -124,8 +125,8 @@ class PartitionedModel:
         """Forwards that are running, innermost last."""
         self._backwards: dict[int, list[_Call]] = {}
         """Calls that keep their parameters, by backward."""
-        self._kept: list[_Call] = []
-        """Calls that keep their parameters until the next round."""
+        self._kept: dict[PartitionedParameter, bool] = {}
+        """Parameters that are kept whole after their calls: until they change, or (False) until the next round."""
         self._open = 0
         """``gathered_parameters`` that have not ended."""
         self._hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -285,20 +286,8 @@ class PartitionedModel:
         if module in self._hooked:
             return
         self._hooked.add(module)
-        this = weakref.ref(self)
-
-        @torch._disable_dynamo
-        def before(module: nn.Module, args: Any) -> None:
-            model = this()
-            if model is not None:
-                model._before_forward(module)
-
-        @torch._disable_dynamo
-        def after(module: nn.Module, args: Any, output: Any) -> None:
-            model = this()
-            if model is not None:
-                model._after_forward(module, output)
-
+        before = _Hook(self, lambda model, module, args: model._before_forward(module))
+        after = _Hook(self, lambda model, module, args, output: model._after_forward(module, output))
         self._handles.append(module.register_forward_pre_hook(before, prepend=True))
         self._handles.append(module.register_forward_hook(after, always_call=True))
 
@@ -311,8 +300,8 @@ class PartitionedModel:
         for record in records:
             forget(record.param)
 
-    def _let_go(self, records: Sequence[PartitionedParameter]) -> None:
-        self.live.release([record.live for record in records])
+    def _let_go(self, records: Sequence[PartitionedParameter], *, may_stay: bool = True) -> None:
+        self.live.release([record.live for record in records], may_stay=may_stay)
         for record in records:
             self._guard(record)
 
@@ -332,7 +321,7 @@ class PartitionedModel:
         if task is not None:
             self._end_passed(task)
         elif not self._calls:
-            self._forget_calls()
+            self._forget_calls(graphs=False)
             self.live.begin_round((id(module), torch.is_grad_enabled()))
         call = _Call(module, self._records_of(module), torch._C._autograd._get_sequence_nr())
         self._hold(call.params)
@@ -362,7 +351,7 @@ class PartitionedModel:
         escaped = [record for record in call.params if record in found]
         for record in escaped:
             if outer is None:
-                self._keep_for_the_round([record])
+                self._keep([record], for_graph=torch.is_grad_enabled())
             elif record not in outer.params:
                 self._join(outer, record)
 
@@ -373,9 +362,11 @@ class PartitionedModel:
         if call.module is not None:
             register_external_parameter(call.module, record.param)
 
-    def _keep_for_the_round(self, records: list[PartitionedParameter]) -> None:
-        self._hold(records)
-        self._kept.append(_Call(None, records))
+    def _keep(self, records: Sequence[PartitionedParameter], *, for_graph: bool) -> None:
+        """Keep parameters whole till the next round, or, where a graph may read them, until they change."""
+        self._hold([record for record in records if record not in self._kept])
+        for record in records:
+            self._kept[record] = for_graph or self._kept.get(record, False)
 
     def _expect_backward(self, call: _Call, tensors: Sequence[torch.Tensor], *, opaque: bool) -> None:
         ways = [t for tensor in tensors if tensor.requires_grad for t in (tensor, tensor._base) if t is not None]
@@ -384,7 +375,7 @@ class PartitionedModel:
             if node._sequence_nr() >= call.began:
                 node.register_prehook(partial(self._before_backward, call))
         if opaque and not nodes:
-            self._keep_for_the_round(list(call.params))
+            self._keep(call.params, for_graph=True)
 
     def touch(self, param: int) -> None:
         """Somebody reads a released parameter."""
@@ -433,9 +424,8 @@ class PartitionedModel:
     def _end(self, call: _Call) -> None:
         call.task = None
         if call.differentiable:
-            self._kept.append(_Call(None, call.params))
-        else:
-            self._let_go(call.params)
+            self._keep(call.params, for_graph=True)
+        self._let_go(call.params)
 
     def _backward_ended(self, task: int) -> None:
         for call in self._backwards.pop(task, ()):
@@ -443,19 +433,28 @@ class PartitionedModel:
         if not self._backwards and not self._calls:
             self.live.release_idle()
 
-    def _forget_calls(self) -> None:
-        """Release what an error, or a forward without backward, has left."""
-        calls = [*self._calls, *(call for calls in self._backwards.values() for call in calls), *self._kept]
-        self._calls, self._backwards, self._kept = [], {}, []
+    def _forget_calls(self, *, graphs: bool = True) -> None:
+        """Release what an error, or a forward without backward, has left; and what is kept, for ``graphs`` too."""
+        calls = [*self._calls, *(call for calls in self._backwards.values() for call in calls)]
+        self._calls, self._backwards = [], {}
         for call in calls:
             call.task = None
             self._let_go(call.params)
+        kept = [record for record, for_graph in self._kept.items() if graphs or not for_graph]
+        for record in kept:
+            del self._kept[record]
+        self._let_go(kept)
 
     # --- gathered by hand ----------------------------------------------------------------------------
 
     @contextmanager
     def gathered(self, params: Sequence[torch.Tensor], modifier_rank: int | None) -> Iterator[None]:
         """As :func:`gathered_parameters`, of parameters of this model."""
+        if modifier_rank is not None and modifier_rank not in range(self._world.world_size):
+            raise ParameterError(
+                f"gathered_parameters: modifier_rank={modifier_rank!r}, expected None or one of the ranks 0 to "
+                f"{self._world.world_size - 1}"
+            )
         records = list({id(p): self._of[id(p)] for p in params if id(p) in self._of}.values())
         self._hold(records)
         self._open += 1
@@ -471,7 +470,7 @@ class PartitionedModel:
             self._open -= 1
             for record in records:
                 record.lasts = True  # state_dict() and others may refer to it
-            self._let_go(records)
+            self._let_go(records, may_stay=False)  # with what was not to be changed
 
     def _spread(self, params: Sequence[torch.Tensor], source: int) -> None:
         """Give all ranks one rank's values of these parameters."""
@@ -549,6 +548,34 @@ def register_external_parameter(module: nn.Module, param: torch.Tensor) -> None:
     model = _MODELS.get(id(param))
     if model is not None and param in model:
         model.hook(module)
+
+
+class _Hook:
+    """A hook of one model on its modules; in copies of a module it does nothing."""
+
+    def __init__(self, model: PartitionedModel | None = None, act: Callable[..., None] | None = None) -> None:
+        self._model = None if model is None else weakref.ref(model)
+        self._act = act
+
+    @torch._disable_dynamo
+    def __call__(self, *args: Any) -> None:
+        model = None if self._model is None else self._model()
+        if model is not None and self._act is not None:
+            self._act(model, *args)
+
+    def __reduce__(self) -> Any:
+        return _Hook, ()
+
+
+def _check_unowned(model: nn.Module) -> None:
+    """Raise :class:`StateError` where another engine has taken one of the parameters apart."""
+    for name, param in model.named_parameters():
+        other = _model_of(param)
+        if other is not None and param in other:
+            raise StateError(
+                f"parameter {name!r} is there in shards of another engine; expected one owner: end that one with "
+                ".close(), or give this model a parameter of its own"
+            )
 
 
 def _externals_of(module: nn.Module) -> list[torch.Tensor]:
