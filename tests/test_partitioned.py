@@ -384,6 +384,37 @@ def test_a_change_that_is_lost_is_read_by_nobody(modifier_rank):
     assert_same(plain, parted)
 
 
+class Gathers(nn.Module):
+    """Gathers what it uses by hand, under checkpointing or not."""
+
+    def __init__(self, checkpoints):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.Linear(WIDTH, 16)
+        self.checkpoints = checkpoints
+
+    def run(self, x):
+        with gathered_parameters(self.inner.weight):
+            return (x[:, None] * self.inner.weight).sum(-1)  # the graph refers to the parameter itself
+
+    def forward(self, x):
+        return checkpoint(self.run, x, use_reentrant=False) if self.checkpoints else self.run(x)
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_backward_reads_what_was_gathered_by_hand(checkpoints):
+    def penalised(engine, seed):
+        x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(seed), requires_grad=True)
+        loss = engine(x).sum()
+        with gathered_parameters(engine.module.parameters()):
+            return loss + sum(p.pow(2).sum() for p in engine.module.parameters())
+
+    plain, parted = pair(partial(Gathers, checkpoints))
+    assert train(plain, penalised, 3) == train(parted, penalised, 3)
+    assert_same(plain, parted)
+    assert released(parted)
+
+
 def test_the_modifier_must_be_a_rank():
     engine = wrap(gpt(), **STAGE_3)
     for rank in (1, "0"):

@@ -14,14 +14,14 @@ parameter (``pending.py``).
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import increment_version
+from torch.autograd.graph import increment_version, saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from offload_core.buckets import PARAMETER_SHARDS
@@ -379,18 +379,23 @@ class PartitionedModel:
 
     def touch(self, param: int) -> None:
         """Somebody reads a released parameter."""
-        record, task = self._of[param], _backward()
-        if self._calls:
-            self._join(self._calls[-1], record)
-        elif task is not None:
-            self._hold([record])
-            self._calls_of(task).append(_Call(None, [record], task=task))
-        else:
+        record = self._of[param]
+        if not self._use(record):
             raise StateError(
                 f"parameter {record.spec.name!r} of {record.module} was read outside the forward of a module; in stage "
                 "3 it is there for those only; expected `with gathered_parameters(...)` around what reads it "
                 "(state_dict() too)"
             )
+
+    def _use(self, record: PartitionedParameter) -> bool:
+        """Have the forward or backward that runs keep a parameter; whether there is one."""
+        task = _backward()
+        if self._calls and record not in self._calls[-1].params:
+            self._join(self._calls[-1], record)
+        elif task is not None and not self._calls:
+            self._hold([record])
+            self._calls_of(task).append(_Call(None, [record], task=task))
+        return bool(self._calls) or task is not None
 
     # --- backward ------------------------------------------------------------------------------------
 
@@ -457,10 +462,14 @@ class PartitionedModel:
             )
         records = list({id(p): self._of[id(p)] for p in params if id(p) in self._of}.values())
         self._hold(records)
+        used = [self._use(record) for record in records]
+        # Where nothing runs that would gather it again for backward, a graph keeps the memory, not the parameter.
+        graphs = nullcontext() if all(used) else saved_tensors_hooks(torch.Tensor.detach, torch.Tensor.detach)
         self._open += 1
         versions = [record.param._version for record in records]
         try:
-            yield
+            with graphs:
+                yield
             changed = [r for r, version in zip(records, versions, strict=True) if r.param._version != version]
             if modifier_rank is not None:
                 self._spread(params, modifier_rank)
