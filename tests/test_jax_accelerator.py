@@ -214,13 +214,13 @@ def test_states_of_the_delayed_schedule_are_loaded_over_what_it_holds_back(place
 
 def test_a_delayed_update_goes_on_after_update_has_returned(device):
     offloaded, returned = on_accelerator(random_tree(0), schedule="delayed", delay_warmup_steps=0), threading.Event()
-    advance = offloaded._pipeline._updates.advance
+    run_adam = offloaded._pipeline._updates._run_adam
 
     def after_it_returned(*args):
         assert returned.wait(30)
-        advance(*args)
+        run_adam(*args)
 
-    offloaded._pipeline._updates.advance = after_it_returned
+    offloaded._pipeline._updates._run_adam = after_it_returned
     offloaded.update(random_tree(1))
     assert not offloaded._pipeline.finished
     returned.set()

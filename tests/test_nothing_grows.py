@@ -24,7 +24,7 @@ SLACK = 2**20
 def assert_little(growth):
     memory, *others = growth
     assert memory < SLACK
-    assert others == [0, 0, 0]
+    assert max(others) <= 0  # threads of earlier tests may end meanwhile
 
 
 def assert_nothing_grows(step):
