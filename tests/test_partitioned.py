@@ -354,7 +354,7 @@ def test_changes_are_kept_where_a_modifier_is_named_and_refused_where_not():
         change(parted.module, 3.0)
     assert_same(plain, parted)
     change(plain.module, 1.5)
-    with gathered_parameters(places(parted.module), modifier_rank=0):
+    with gathered_parameters(parted.module.parameters()), gathered_parameters(places(parted.module), modifier_rank=0):
         change(parted.module, 1.5)
     assert released(parted)
     train(plain, external_loss, 2, first=2)

@@ -58,6 +58,8 @@ class PartitionedParameter(Cut):
         self.whole = torch.empty(0)
         self.index: int | None = None
         """Its number in the pipeline; None while it is not trained."""
+        self.spread = -1
+        """The version that all ranks were given last inside ``gathered_parameters``."""
         self.lasts = False
         """Whether others may refer to the storage, which then is theirs."""
         self.live: PartitionedParam = live.add(spec, self.buckets, None, self)
@@ -470,7 +472,9 @@ class PartitionedModel:
         try:
             with graphs:
                 yield
-            changed = [r for r, version in zip(records, versions, strict=True) if r.param._version != version]
+            changed = [
+                r for r, before in zip(records, versions, strict=True) if r.param._version not in (before, r.spread)
+            ]
             if modifier_rank is not None:
                 self._spread(params, modifier_rank)
             elif changed:
@@ -497,6 +501,7 @@ class PartitionedModel:
                 self._world.start_alike([record.spec], [record.whole[: record.spec.numel]], source)
                 record.cut(param, record.shard)
                 increment_version(param)
+                record.spread = param._version
                 if record.index is not None:
                     self._pipeline.adopt(record.index, record.shard)
 
