@@ -121,12 +121,12 @@ class LiveParams:
                 self._tasks.recover()
                 raise
 
-    def release(self, params: Sequence[PartitionedParam]) -> None:
-        """Give up the holds of one :meth:`acquire`; what is used again soon stays whole."""
+    def release(self, params: Sequence[PartitionedParam], *, may_stay: bool = True) -> None:
+        """Give up the holds of one :meth:`acquire`; what is used again soon stays whole, where it may."""
         with self._lock:
             for param in params:
                 param.holds -= 1
-                if not param.holds and not self._stays(param):
+                if not param.holds and not (may_stay and self._stays(param)):
                     self._release(param)
 
     def release_idle(self) -> None:

@@ -3,6 +3,8 @@
 import copy
 import gc
 import hashlib
+import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import frontends.torch.device_ranks as device_ranks
 from frontends.torch import OffloadedAdamW, gathered_parameters, wrap
 from frontends.torch.pending import PendingParameter
-from offload_core import ConfigError, StateError
+from offload_core import ConfigError, ParameterError, StateError
 
 WIDTH = 4
 STAGE_3 = {"stage": 3, "offload_param": "cpu", "param_persistence_threshold": 1}
@@ -352,12 +354,112 @@ def test_changes_are_kept_where_a_modifier_is_named_and_refused_where_not():
         change(parted.module, 3.0)
     assert_same(plain, parted)
     change(plain.module, 1.5)
-    with gathered_parameters(places(parted.module), modifier_rank=0):
+    with gathered_parameters(parted.module.parameters()), gathered_parameters(places(parted.module), modifier_rank=0):
         change(parted.module, 1.5)
     assert released(parted)
     train(plain, external_loss, 2, first=2)
     train(parted, external_loss, 2, first=2)
     assert_same(plain, parted)
+
+
+@pytest.mark.parametrize("modifier_rank", [None, 0])
+def test_a_change_that_is_lost_is_read_by_nobody(modifier_rank):
+    plain, parted = wrap(gpt(), lr=1e-2), wrap(gpt(), lr=1e-2, **STAGE_3)
+    train(plain, gpt_loss, 2)
+    train(parted, gpt_loss, 2)
+    loss = gpt_loss(parted, 2)  # what it used is used again in backward, and stays whole till then
+    weight = parted.module.embedding.weight
+
+    @torch.no_grad()
+    def change():
+        weight.mul_(2.0)
+        if modifier_rank is not None:
+            raise ZeroDivisionError
+
+    with pytest.raises((StateError, ZeroDivisionError)), gathered_parameters(weight, modifier_rank):
+        change()
+    with gathered_parameters(weight):
+        assert torch.equal(weight, plain.module.embedding.weight)
+    del loss
+    assert_same(plain, parted)
+
+
+class Gathers(nn.Module):
+    """Gathers what it uses by hand, under checkpointing or not."""
+
+    def __init__(self, checkpoints):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.Linear(WIDTH, 16)
+        self.checkpoints = checkpoints
+
+    def run(self, x):
+        with gathered_parameters(self.inner.weight):
+            return (x[:, None] * self.inner.weight).sum(-1)  # the graph refers to the parameter itself
+
+    def forward(self, x):
+        return checkpoint(self.run, x, use_reentrant=False) if self.checkpoints else self.run(x)
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_backward_reads_what_was_gathered_by_hand(checkpoints):
+    def penalised(engine, seed):
+        x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(seed), requires_grad=True)
+        loss = engine(x).sum()
+        with gathered_parameters(engine.module.parameters()):
+            return loss + sum(p.pow(2).sum() for p in engine.module.parameters())
+
+    plain, parted = pair(partial(Gathers, checkpoints))
+    assert train(plain, penalised, 3) == train(parted, penalised, 3)
+    assert_same(plain, parted)
+    assert released(parted)
+
+
+def test_the_modifier_must_be_a_rank():
+    engine = wrap(gpt(), **STAGE_3)
+    for rank in (1, "0"):
+        with (
+            pytest.raises(ParameterError, match=f"modifier_rank={rank!r}, expected None or one of the ranks 0 to 0"),
+            gathered_parameters(engine.module.parameters(), modifier_rank=rank),
+        ):
+            pass
+    assert released(engine)
+
+
+def test_what_was_gathered_in_inference_mode_can_be_trained():
+    plain, parted = pair(gpt)
+    train(plain, gpt_loss, 2)
+    train(parted, gpt_loss, 1)
+    with torch.inference_mode(), gathered_parameters(parted.module.parameters()):
+        parted.module.state_dict()
+    train(parted, gpt_loss, 1, first=1)
+    assert_same(plain, parted)
+
+
+def test_copies_of_a_module_gather_nothing(monkeypatch):
+    engine = wrap(gpt(), **STAGE_3)
+    with gathered_parameters(engine.module.parameters()):
+        copies = [copy.deepcopy(engine.module), pickle.loads(pickle.dumps(engine.module))]
+        expected = gpt_loss(engine, 0)
+    loss = gpt_loss(engine, 0)
+    monkeypatch.setattr(live(engine), "begin_round", pytest.fail)
+    assert all(torch.equal(gpt_loss(model, 0), expected) for model in copies)  # perhaps on one rank only
+    engine.backward(loss)
+    assert engine.step().updated
+    assert released(engine)
+
+
+def test_another_engine_cannot_take_a_frozen_parameter_that_is_in_shards():
+    first, second = gpt(), gpt()
+    first.embedding.requires_grad_(False)
+    second.embedding = first.embedding
+    engine = wrap(first, **STAGE_3)
+    with pytest.raises(StateError, match="'embedding.weight' is there in shards of another engine.*one owner.*close"):
+        wrap(second, **STAGE_3)
+    train(engine, gpt_loss, 2)
+    values(engine)
+    engine.close()
+    train(wrap(second, **STAGE_3), gpt_loss, 1)
 
 
 def test_a_parameter_of_another_module_is_noticed_once_and_then_known():
@@ -438,20 +540,61 @@ def test_a_llama_generates_and_recomputes_its_activations():
     assert released(parted)
 
 
-def test_a_gradient_penalty_is_differentiated_twice():
-    def penalised(engine, seed):
-        x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(seed), requires_grad=True)
-        (gradient,) = torch.autograd.grad(engine(x).sum(), x, create_graph=True)
-        return gradient.pow(2).sum()
+class Hidden:
+    """An output in which nobody finds the tensor."""
+
+    __slots__ = ("tensor",)
+
+
+class Hides(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(WIDTH, 4 * WIDTH))
+
+    def forward(self, x):
+        hidden = Hidden()
+        hidden.tensor = torch.tanh(x @ self.weight)
+        return hidden
+
+
+def penalised(engine, seed, between):
+    x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(seed), requires_grad=True)
+    (gradient,) = torch.autograd.grad(engine(x).sum(), x, create_graph=True)
+    return between(engine, x) + gradient.pow(2).sum()
+
+
+def hidden(engine, seed, between):
+    x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(seed), requires_grad=True)
+    output = engine(x)
+    return between(engine, x) + output.tensor.sum()
+
+
+def trained_between(engine, x):
+    output = engine(-x)
+    return output.tensor.sum() if isinstance(output, Hidden) else output.sum()
+
+
+@torch.no_grad()
+def evaluated_between(engine, x):
+    engine(-x)
+    return 0
+
+
+@pytest.mark.parametrize("between", [trained_between, evaluated_between, lambda engine, x: 0])
+def test_what_a_graph_may_read_again_is_kept_over_other_forwards(between):
+    """Where no hook tells: a gradient penalty is differentiated twice, and an output is hidden."""
 
     def make():
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(WIDTH, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1))
 
-    plain, parted = pair(make)
-    assert train(plain, penalised, 3) == train(parted, penalised, 3)
-    assert_same(plain, parted)
-    assert released(parted)
+    for make_model, loss_of in [(make, penalised), (Hides, hidden)]:
+        plain, parted = pair(make_model)
+        losses = [train(engine, partial(loss_of, between=between), 3) for engine in (plain, parted)]
+        assert losses[0] == losses[1]
+        assert_same(plain, parted)
+        assert released(parted)
 
 
 def test_backward_goes_through_a_kept_graph_again():

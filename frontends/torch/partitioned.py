@@ -13,15 +13,15 @@ parameter (``pending.py``).
 """
 
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import increment_version
+from torch.autograd.graph import increment_version, saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from offload_core.buckets import PARAMETER_SHARDS
@@ -58,14 +58,16 @@ class PartitionedParameter(Cut):
         self.whole = torch.empty(0)
         self.index: int | None = None
         """Its number in the pipeline; None while it is not trained."""
+        self.spread = -1
+        """The version that all ranks were given last inside ``gathered_parameters``."""
         self.lasts = False
         """Whether others may refer to the storage, which then is theirs."""
         self.live: PartitionedParam = live.add(spec, self.buckets, None, self)
 
     def empty(self) -> None:
         """Give the parameter a storage without bytes; what it had is left to those who refer to it."""
-        self.whole = torch.empty(self.padded_numel, dtype=TORCH_DTYPES[self.spec.dtype], device=self.param.device)
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch.inference_mode(False), torch._C.DisableTorchFunctionSubclass():
+            self.whole = torch.empty(self.padded_numel, dtype=TORCH_DTYPES[self.spec.dtype], device=self.param.device)
             self.param.data = shaped_like(self.whole[: self.spec.numel], self.param)
         self.whole.untyped_storage().resize_(0)
         self.lasts = False
@@ -107,6 +109,7 @@ class PartitionedModel:
     def __init__(self, model: nn.Module, device: torch.device, group: Any, pipeline: Pipeline) -> None:
         self._config = config = pipeline.config
         self._pipeline = pipeline
+        _check_unowned(model)
         self._world = device_for(device, group, config, apart=True)
         self._world.trace = pipeline.device.trace
         self.live = LiveParams(config, self._world)
@@ -124,8 +127,8 @@ class PartitionedModel:
         """Forwards that are running, innermost last."""
         self._backwards: dict[int, list[_Call]] = {}
         """Calls that keep their parameters, by backward."""
-        self._kept: list[_Call] = []
-        """Calls that keep their parameters until the next round."""
+        self._kept: dict[PartitionedParameter, bool] = {}
+        """Parameters that are kept whole after their calls: until they change, or (False) until the next round."""
         self._open = 0
         """``gathered_parameters`` that have not ended."""
         self._hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -285,20 +288,8 @@ class PartitionedModel:
         if module in self._hooked:
             return
         self._hooked.add(module)
-        this = weakref.ref(self)
-
-        @torch._disable_dynamo
-        def before(module: nn.Module, args: Any) -> None:
-            model = this()
-            if model is not None:
-                model._before_forward(module)
-
-        @torch._disable_dynamo
-        def after(module: nn.Module, args: Any, output: Any) -> None:
-            model = this()
-            if model is not None:
-                model._after_forward(module, output)
-
+        before = _Hook(self, lambda model, module, args: model._before_forward(module))
+        after = _Hook(self, lambda model, module, args, output: model._after_forward(module, output))
         self._handles.append(module.register_forward_pre_hook(before, prepend=True))
         self._handles.append(module.register_forward_hook(after, always_call=True))
 
@@ -311,8 +302,8 @@ class PartitionedModel:
         for record in records:
             forget(record.param)
 
-    def _let_go(self, records: Sequence[PartitionedParameter]) -> None:
-        self.live.release([record.live for record in records])
+    def _let_go(self, records: Sequence[PartitionedParameter], *, may_stay: bool = True) -> None:
+        self.live.release([record.live for record in records], may_stay=may_stay)
         for record in records:
             self._guard(record)
 
@@ -332,7 +323,7 @@ class PartitionedModel:
         if task is not None:
             self._end_passed(task)
         elif not self._calls:
-            self._forget_calls()
+            self._forget_calls(graphs=False)
             self.live.begin_round((id(module), torch.is_grad_enabled()))
         call = _Call(module, self._records_of(module), torch._C._autograd._get_sequence_nr())
         self._hold(call.params)
@@ -362,7 +353,7 @@ class PartitionedModel:
         escaped = [record for record in call.params if record in found]
         for record in escaped:
             if outer is None:
-                self._keep_for_the_round([record])
+                self._keep([record], for_graph=torch.is_grad_enabled())
             elif record not in outer.params:
                 self._join(outer, record)
 
@@ -373,9 +364,11 @@ class PartitionedModel:
         if call.module is not None:
             register_external_parameter(call.module, record.param)
 
-    def _keep_for_the_round(self, records: list[PartitionedParameter]) -> None:
-        self._hold(records)
-        self._kept.append(_Call(None, records))
+    def _keep(self, records: Sequence[PartitionedParameter], *, for_graph: bool) -> None:
+        """Keep parameters whole till the next round, or, where a graph may read them, until they change."""
+        self._hold([record for record in records if record not in self._kept])
+        for record in records:
+            self._kept[record] = for_graph or self._kept.get(record, False)
 
     def _expect_backward(self, call: _Call, tensors: Sequence[torch.Tensor], *, opaque: bool) -> None:
         ways = [t for tensor in tensors if tensor.requires_grad for t in (tensor, tensor._base) if t is not None]
@@ -384,22 +377,27 @@ class PartitionedModel:
             if node._sequence_nr() >= call.began:
                 node.register_prehook(partial(self._before_backward, call))
         if opaque and not nodes:
-            self._keep_for_the_round(list(call.params))
+            self._keep(call.params, for_graph=True)
 
     def touch(self, param: int) -> None:
         """Somebody reads a released parameter."""
-        record, task = self._of[param], _backward()
-        if self._calls:
-            self._join(self._calls[-1], record)
-        elif task is not None:
-            self._hold([record])
-            self._calls_of(task).append(_Call(None, [record], task=task))
-        else:
+        record = self._of[param]
+        if not self._use(record):
             raise StateError(
                 f"parameter {record.spec.name!r} of {record.module} was read outside the forward of a module; in stage "
                 "3 it is there for those only; expected `with gathered_parameters(...)` around what reads it "
                 "(state_dict() too)"
             )
+
+    def _use(self, record: PartitionedParameter) -> bool:
+        """Have the forward or backward that runs keep a parameter; whether there is one."""
+        task = _backward()
+        if self._calls and record not in self._calls[-1].params:
+            self._join(self._calls[-1], record)
+        elif task is not None and not self._calls:
+            self._hold([record])
+            self._calls_of(task).append(_Call(None, [record], task=task))
+        return bool(self._calls) or task is not None
 
     # --- backward ------------------------------------------------------------------------------------
 
@@ -433,9 +431,8 @@ class PartitionedModel:
     def _end(self, call: _Call) -> None:
         call.task = None
         if call.differentiable:
-            self._kept.append(_Call(None, call.params))
-        else:
-            self._let_go(call.params)
+            self._keep(call.params, for_graph=True)
+        self._let_go(call.params)
 
     def _backward_ended(self, task: int) -> None:
         for call in self._backwards.pop(task, ()):
@@ -443,26 +440,41 @@ class PartitionedModel:
         if not self._backwards and not self._calls:
             self.live.release_idle()
 
-    def _forget_calls(self) -> None:
-        """Release what an error, or a forward without backward, has left."""
-        calls = [*self._calls, *(call for calls in self._backwards.values() for call in calls), *self._kept]
-        self._calls, self._backwards, self._kept = [], {}, []
+    def _forget_calls(self, *, graphs: bool = True) -> None:
+        """Release what an error, or a forward without backward, has left; and what is kept, for ``graphs`` too."""
+        calls = [*self._calls, *(call for calls in self._backwards.values() for call in calls)]
+        self._calls, self._backwards = [], {}
         for call in calls:
             call.task = None
             self._let_go(call.params)
+        kept = [record for record, for_graph in self._kept.items() if graphs or not for_graph]
+        for record in kept:
+            del self._kept[record]
+        self._let_go(kept)
 
     # --- gathered by hand ----------------------------------------------------------------------------
 
     @contextmanager
     def gathered(self, params: Sequence[torch.Tensor], modifier_rank: int | None) -> Iterator[None]:
         """As :func:`gathered_parameters`, of parameters of this model."""
+        if modifier_rank is not None and modifier_rank not in range(self._world.world_size):
+            raise ParameterError(
+                f"gathered_parameters: modifier_rank={modifier_rank!r}, expected None or one of the ranks 0 to "
+                f"{self._world.world_size - 1}"
+            )
         records = list({id(p): self._of[id(p)] for p in params if id(p) in self._of}.values())
         self._hold(records)
+        used = [self._use(record) for record in records]
+        # Where nothing runs that would gather it again for backward, a graph keeps the memory, not the parameter.
+        graphs = nullcontext() if all(used) else saved_tensors_hooks(torch.Tensor.detach, torch.Tensor.detach)
         self._open += 1
         versions = [record.param._version for record in records]
         try:
-            yield
-            changed = [r for r, version in zip(records, versions, strict=True) if r.param._version != version]
+            with graphs:
+                yield
+            changed = [
+                r for r, before in zip(records, versions, strict=True) if r.param._version not in (before, r.spread)
+            ]
             if modifier_rank is not None:
                 self._spread(params, modifier_rank)
             elif changed:
@@ -471,7 +483,7 @@ class PartitionedModel:
             self._open -= 1
             for record in records:
                 record.lasts = True  # state_dict() and others may refer to it
-            self._let_go(records)
+            self._let_go(records, may_stay=False)  # with what was not to be changed
 
     def _spread(self, params: Sequence[torch.Tensor], source: int) -> None:
         """Give all ranks one rank's values of these parameters."""
@@ -489,6 +501,7 @@ class PartitionedModel:
                 self._world.start_alike([record.spec], [record.whole[: record.spec.numel]], source)
                 record.cut(param, record.shard)
                 increment_version(param)
+                record.spread = param._version
                 if record.index is not None:
                     self._pipeline.adopt(record.index, record.shard)
 
@@ -549,6 +562,34 @@ def register_external_parameter(module: nn.Module, param: torch.Tensor) -> None:
     model = _MODELS.get(id(param))
     if model is not None and param in model:
         model.hook(module)
+
+
+class _Hook:
+    """A hook of one model on its modules; in copies of a module it does nothing."""
+
+    def __init__(self, model: PartitionedModel | None = None, act: Callable[..., None] | None = None) -> None:
+        self._model = None if model is None else weakref.ref(model)
+        self._act = act
+
+    @torch._disable_dynamo
+    def __call__(self, *args: Any) -> None:
+        model = None if self._model is None else self._model()
+        if model is not None and self._act is not None:
+            self._act(model, *args)
+
+    def __reduce__(self) -> Any:
+        return _Hook, ()
+
+
+def _check_unowned(model: nn.Module) -> None:
+    """Raise :class:`StateError` where another engine has taken one of the parameters apart."""
+    for name, param in model.named_parameters():
+        other = _model_of(param)
+        if other is not None and param in other:
+            raise StateError(
+                f"parameter {name!r} is there in shards of another engine; expected one owner: end that one with "
+                ".close(), or give this model a parameter of its own"
+            )
 
 
 def _externals_of(module: nn.Module) -> list[torch.Tensor]:
