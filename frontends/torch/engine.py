@@ -19,8 +19,8 @@ from offload_core.pipeline import StepReport
 from offload_core.trace import COMPUTE
 
 from .collectives import default_group
-from .optimizer import OffloadedAdamW, cast_param
-from .tensors import TORCH_DTYPES
+from .optimizer import OffloadedAdamW
+from .tensors import TORCH_DTYPES, cast_param
 
 
 def wrap(

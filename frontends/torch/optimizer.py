@@ -4,8 +4,8 @@ import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,11 +24,13 @@ from offload_core.pipeline import Pipeline, StepReport
 from .construction import check_finished, check_takes_none
 from .device_ranks import device_for
 from .partitioned import PartitionedModel
-from .pending import can_wait, forget, make_pending, settle
+from .pending import can_wait, make_pending
+from .slots import OWNED, Slot, let_go
 from .states import Hidden, States, check_entry, hide_state, state_views
 from .tensors import (
     TORCH_DTYPES,
     TakenGradient,
+    cast_param,
     check_gradient,
     check_param,
     flat,
@@ -37,60 +39,7 @@ from .tensors import (
     spec_of,
 )
 
-_OWNED: "weakref.WeakValueDictionary[int, _Slot]" = weakref.WeakValueDictionary()
-"""The slot of every parameter that has one, by ``id``; a slot keeps its parameter alive, so no id is reused."""
 _REFUSED = ("amsgrad", "maximize", "capturable", "differentiable")
-
-
-@dataclass(eq=False)
-class _Slot:
-    """A parameter that has states: its number in the pipeline, and what it was after the last update."""
-
-    name: str
-    param: torch.Tensor
-    index: int
-    taken: TakenGradient
-    order: list[int] | None
-    """The order in memory in which its states are laid out (``tensors.memory_order``)."""
-    arrived: int = 0
-    """Gradients taken in backwards since the last update."""
-    averaged: int = 0
-    """Of these, how many came through ``scaled_backward``."""
-    deferred: torch.Tensor | None = None
-    """``p.grad`` where it holds gradients that are to leave later, on top of those that have left."""
-    partitioned: bool = False
-    """Whether it is there in shards, which only ``gathered_parameters`` changes."""
-    version: int = 0
-    address: int = 0
-
-    def note(self) -> None:
-        if not self.partitioned:
-            self.version, self.address = self._place
-
-    @property
-    def changed_outside(self) -> bool:
-        return not self.partitioned and (self.version, self.address) != self._place
-
-    @property
-    def _place(self) -> tuple[int, int]:
-        with torch._C.DisableTorchFunctionSubclass():  # no read: nobody has to wait
-            return self.param._version, self.param.data_ptr()
-
-    def forget(self) -> None:
-        """No gradient has arrived."""
-        self.arrived = self.averaged = 0
-        self.deferred = None
-
-    def continues(self, gradient: torch.Tensor | None) -> bool:
-        """Whether ``p.grad``, as it is now, is the deferred gradient (with ``create_graph`` autograd replaces it)."""
-        return (
-            gradient is not None and self.deferred is not None and (gradient is self.deferred or gradient.requires_grad)
-        )
-
-    def release(self) -> None:
-        """Take the stand-in off the parameter."""
-        if self.param.grad is self.taken:
-            self.param.grad = None
 
 
 class OffloadedAdamW(torch.optim.Optimizer):
@@ -167,7 +116,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
     def _build(self, process_group: Any, model: nn.Module | None = None) -> None:
         """Make the pipeline and take on the trainable parameters of all groups."""
-        slots: dict[torch.Tensor, _Slot] = {}
+        slots: dict[torch.Tensor, Slot] = {}
         self._slots = slots
         self.state = States(self._finish)
         self._hook_handles: list[Any] = []
@@ -176,7 +125,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         self.deferring = False
         """Whether gradients stay in ``p.grad`` for the time being."""
         self._forget_arrivals()
-        weakref.finalize(self, _let_go, self._hook_handles, slots).atexit = False
+        weakref.finalize(self, let_go, self._hook_handles, slots).atexit = False
         groups = range(len(self.param_groups))
         named = [entry for g in groups for entry in self._named(g)]
         if not any(param.requires_grad for _, param, _ in named):
@@ -221,7 +170,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         """What the pipeline reads and writes."""
         return [self._tensor(slot) for slot in self._slots.values()]
 
-    def _tensor(self, slot: _Slot) -> torch.Tensor:
+    def _tensor(self, slot: Slot) -> torch.Tensor:
         shard = self.partitioned.shard_of(slot.param) if self.partitioned is not None else None
         # Of .data: the pipeline's writes are counted once, and not when they happen.
         return flat(slot.param.data) if shard is None else shard
@@ -294,7 +243,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
                 raise ParameterError(
                     f"parameter {name!r} is on {param.device}, others are on {device}; expected one device a process"
                 )
-            if id(param) in _OWNED and param not in self._slots:
+            if id(param) in OWNED and param not in self._slots:
                 raise StateError(
                     f"parameter {name!r} already belongs to another OffloadedAdamW (was the model wrapped twice?); "
                     "expected one owner: use the first one, or end it with .close()"
@@ -323,7 +272,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
                 parted.train(param, first + i)
             elif target is not None:
                 cast_param(param, TORCH_DTYPES[target])
-            slot = _Slot(
+            slot = Slot(
                 name,
                 param,
                 first + i,
@@ -333,7 +282,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
             )
             slot.note()
             self._slots[param] = slot
-            _OWNED[id(param)] = slot
+            OWNED[id(param)] = slot
             self.state[param] = state_views(pipeline, slot.index, slot.param)
             if self.early_copy:
                 self._hook(slot)
@@ -344,7 +293,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
             self.flush()
         if self.partitioned is not None:
             self.partitioned.close()
-        _let_go(self._hook_handles, self._slots)
+        let_go(self._hook_handles, self._slots)
         self.partitioned = None
         self._forget_arrivals()
         self.state.clear()
@@ -352,7 +301,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
     # --- gradients ---------------------------------------------------------------------------------
 
-    def _hook(self, slot: _Slot) -> None:
+    def _hook(self, slot: Slot) -> None:
         """Take the parameter's gradient as soon as it is complete in each backward.
 
         The first one is in ``p.grad`` then and makes way for the stand-in; autograd adds the next ones to the stand-in,
@@ -386,7 +335,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
             slot.param.requires_grad_(False)
 
     @torch._disable_dynamo
-    def _arrived(self, slot: _Slot, gradient: torch.Tensor | None, *, first: bool) -> None:
+    def _arrived(self, slot: Slot, gradient: torch.Tensor | None, *, first: bool) -> None:
         assert gradient is not None
         check_gradient(slot.name, slot.param, gradient)
         with self._lock:
@@ -404,12 +353,12 @@ class OffloadedAdamW(torch.optim.Optimizer):
             slot.arrived += 1
             slot.averaged += self._scaling
 
-    def _drop(self, slots: Sequence[_Slot]) -> None:
+    def _drop(self, slots: Sequence[Slot]) -> None:
         self.pipeline.drop_gradients([slot.index for slot in slots])
         for slot in slots:
             slot.forget()
 
-    def _take(self, slot: _Slot, gradient: torch.Tensor) -> None:
+    def _take(self, slot: Slot, gradient: torch.Tensor) -> None:
         self.pipeline.add_gradient(slot.index, flat_like(gradient, slot.param))
         slot.param.grad = slot.taken
         slot.deferred = None
@@ -708,7 +657,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
             for slot in self._slots.values():
                 self._load(slot, entries.get(slot.param, {}))
 
-    def _own_part(self, slot: _Slot, entry: Mapping[str, Any]) -> dict[str, Any]:
+    def _own_part(self, slot: Slot, entry: Mapping[str, Any]) -> dict[str, Any]:
         """Of whole states, what this rank holds of them."""
 
         def part(value: Any) -> Any:
@@ -720,7 +669,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
         return {name: part(value) for name, value in entry.items()}
 
-    def _load(self, slot: _Slot, entry: Mapping[str, Any]) -> None:
+    def _load(self, slot: Slot, entry: Mapping[str, Any]) -> None:
         views = self.state[slot.param]
         for name, view in views.items():
             if name in entry:
@@ -731,15 +680,6 @@ class OffloadedAdamW(torch.optim.Optimizer):
                 view.zero_()
         self.pipeline.adopt(slot.index, self._tensor(slot))
         slot.note()
-
-
-def cast_param(param: torch.Tensor, dtype: torch.dtype) -> None:
-    """Give a parameter another element type, in place; a gradient it has follows."""
-    if param.dtype != dtype:
-        gradient, param.grad = param.grad, None
-        param.data = param.data.to(dtype)
-        if gradient is not None:
-            param.grad = gradient.to(dtype)
 
 
 def _refuse_engine_fields(config: OffloadConfig) -> None:
@@ -758,19 +698,3 @@ def _refuse_engine_fields(config: OffloadConfig) -> None:
 def _await(lock: threading.RLock, pipeline: Pipeline, param: int) -> None:
     with lock:  # gradients may be arriving in another thread
         pipeline.await_param(param)
-
-
-def _let_go(handles: list[Any], slots: dict[torch.Tensor, _Slot]) -> None:
-    for handle in handles:
-        handle.remove()
-    handles.clear()
-    for slot in slots.values():
-        if not slot.partitioned:
-            with suppress(StateError):  # the step that it was emitted for does not come
-                settle(slot.param)
-            forget(slot.param)
-        slot.release()
-        slot.taken.when_added(None)
-        if _OWNED.get(id(slot.param)) is slot:
-            del _OWNED[id(slot.param)]
-    slots.clear()

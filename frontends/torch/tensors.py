@@ -106,6 +106,15 @@ def is_offloadable(param: torch.Tensor) -> bool:
     return True
 
 
+def cast_param(param: torch.Tensor, dtype: torch.dtype) -> None:
+    """Give a parameter another element type, in place; a gradient it has follows."""
+    if param.dtype != dtype:
+        gradient, param.grad = param.grad, None
+        param.data = param.data.to(dtype)
+        if gradient is not None:
+            param.grad = gradient.to(dtype)
+
+
 def check_gradient(name: str, param: torch.Tensor, gradient: torch.Tensor) -> None:
     """Raise :class:`GradientError` unless the gradient fits its parameter."""
     if gradient.layout is not torch.strided:
