@@ -16,6 +16,9 @@ train: setup
 	$(BIN)/python -m bench.train --frontend $(FRONTEND) $(ARGS)
 
 test: setup
+	$(BIN)/python -m pytest -q -m "not slow" $(ARGS)
+
+test-all: setup
 	$(BIN)/python -m pytest -q $(ARGS)
 
 lint: setup

@@ -3,6 +3,7 @@
 import itertools
 import json
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import law
@@ -10,6 +11,8 @@ from strategies import law
 from bench import overlap
 from bench.overlap import Times
 from offload_core import _kernels
+
+pytestmark = pytest.mark.slow
 
 seconds = st.integers(0, 20).map(float)
 

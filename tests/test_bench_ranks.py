@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 SMALL = ["--rounds=1", "--steps=2", "--warm-up=1", "--layers=1", "--width=64", "--vocabulary=256", "--context=16"]
 

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from c_build import C_SRC, KERNELS, compile_objects, run
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = C_SRC / "tests" / "test_kernels.c"
 WARNINGS = ("-Wall", "-Wextra", "-Werror")
 # Neither the sanitizers nor the emulator keep their own locks sound in the child of a process with threads.

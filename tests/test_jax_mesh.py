@@ -16,6 +16,8 @@ import jax_mesh_worker
 import jax_stage3_laws  # noqa: F401 (adds its laws)
 import pytest
 
+pytestmark = pytest.mark.slow
+
 WORKER = Path(jax_mesh_worker.__file__)
 
 

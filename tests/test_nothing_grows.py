@@ -17,6 +17,8 @@ import frontends.torch.device_ranks as device_ranks
 from frontends.jax import wrap as wrap_pytree
 from frontends.torch import wrap
 
+pytestmark = pytest.mark.slow
+
 SLACK = 2**20
 """Bytes that allocators may round up: half a KiB a step is as much."""
 

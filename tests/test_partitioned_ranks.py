@@ -3,6 +3,8 @@
 import pytest
 from test_torch_ranks import run
 
+pytestmark = pytest.mark.slow
+
 
 def worker(scenario, folder):
     return run(scenario, 2, folder, "partitioned_worker.py")
