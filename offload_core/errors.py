@@ -41,5 +41,9 @@ class CollectiveError(OffloadError, RuntimeError):
         )
 
 
+class CheckpointError(OffloadError, RuntimeError):
+    """A checkpoint cannot be written, or is not whole, or does not fit what is to be restored."""
+
+
 class KernelError(OffloadError, RuntimeError):
     """The C library refused a call."""

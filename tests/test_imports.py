@@ -15,7 +15,7 @@ LAYERS = [
     {"deepspeed_keys"},
     {"deepspeed_json"},
     {"_kernels", "config", "partition", "step_state", "tasks", "trace", "use_order"},
-    {"host_memory", "grad_norm", "loss_scale"},
+    {"host_memory", "grad_norm", "loss_scale", "safetensors_files"},
     {"memory_plan", "collectives", "cpu_adam"},
     {"device", "layout", "thread_ranks"},
     {"local_bucket", "host_ranks", "fake_device"},

@@ -1,0 +1,105 @@
+"""The safetensors file format, written and read piece by piece.
+
+A file is the length of its header (8 bytes, little-endian), the header (JSON), and the tensors' bytes
+(https://huggingface.co/docs/safetensors). Its own library takes whole tensors only, and reads no element types that
+NumPy lacks.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+
+from .errors import CheckpointError
+
+_LENGTH_BYTES = 8
+_ALIGNMENT = 64
+_LONGEST_HEADER = 100_000_000  # what the format's own library reads
+NUMPY_OF = {
+    "BOOL": np.dtype(np.bool_),
+    "U8": np.dtype(np.uint8),
+    "I8": np.dtype(np.int8),
+    "U16": np.dtype(np.uint16),
+    "I16": np.dtype(np.int16),
+    "U32": np.dtype(np.uint32),
+    "I32": np.dtype(np.int32),
+    "U64": np.dtype(np.uint64),
+    "I64": np.dtype(np.int64),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F32": np.dtype(np.float32),
+    "F64": np.dtype(np.float64),
+    "C64": np.dtype(np.complex64),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+}
+"""Element types by their names in the format."""
+NAME_OF = {dtype: name for name, dtype in NUMPY_OF.items()}
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a file: its element type and shape, and where its bytes begin, counted from the file's start."""
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def n_bytes(self) -> int:
+        return self.dtype.itemsize * int(np.prod(self.shape, dtype=np.int64))
+
+
+def plan_file(
+    tensors: Mapping[str, tuple[np.dtype, Sequence[int]]], metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, dict[str, Stored], int]:
+    """The header of a file of these tensors, where each is to be written, and the file's size in bytes.
+
+    Tensors follow each other in the order given, which should be that of falling element size: readers expect them
+    aligned, and nothing may lie between.
+    """
+    entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    at, relative = 0, {}
+    for name, (dtype, shape) in tensors.items():
+        relative[name] = at
+        end = at + dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+        entries[name] = {"dtype": NAME_OF[dtype], "shape": list(shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-(_LENGTH_BYTES + len(text)) % _ALIGNMENT)
+    start = _LENGTH_BYTES + len(text)
+    header = len(text).to_bytes(_LENGTH_BYTES, "little") + text
+    stored = {name: Stored(dtype, tuple(shape), start + relative[name]) for name, (dtype, shape) in tensors.items()}
+    return header, stored, start + at
+
+
+def read_header(path: Path) -> dict[str, Stored]:
+    """The tensors of a file.
+
+    Raises:
+        CheckpointError: it is no whole safetensors file, or has an element type that is not known here.
+        OSError: it cannot be read.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+        start = _LENGTH_BYTES + length
+        if length > _LONGEST_HEADER or start > size:
+            raise CheckpointError(f"{path}: no safetensors file, or cut off: its header would take {length} bytes")
+        text = file.read(length)
+    found = {}
+    try:
+        for name, entry in json.loads(text).items():
+            if name != "__metadata__":
+                begin, end = entry["data_offsets"]
+                found[name] = Stored(NUMPY_OF[entry["dtype"]], tuple(map(int, entry["shape"])), start + int(begin))
+                if int(end) - int(begin) != found[name].n_bytes or not 0 <= int(begin) <= int(end) <= size - start:
+                    raise ValueError(f"{name} has bytes {begin} to {end}")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path}: no safetensors file, or cut off, or of element types that are not known here ({error!r})"
+        ) from None
+    return found
