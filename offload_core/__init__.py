@@ -3,6 +3,7 @@
 from ._kernels import KernelInfo, kernel_info, set_instruction_set
 from .config import OffloadConfig
 from .errors import (
+    CheckpointError,
     CollectiveError,
     ConfigError,
     ConfigWarning,
@@ -15,6 +16,7 @@ from .errors import (
 )
 
 __all__ = [
+    "CheckpointError",
     "CollectiveError",
     "ConfigError",
     "ConfigWarning",

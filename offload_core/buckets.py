@@ -1,13 +1,14 @@
 """What a process holds of all buckets: states, gradients' homes, staging; and who may touch them when."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import numpy as np
 
 from . import _kernels
+from .collectives import merge
 from .config import OffloadConfig
 from .cpu_adam import STATE_NAMES, AdamStates
 from .device import Arrival, Copy, Device, HostArray
@@ -155,6 +156,21 @@ class LocalBuckets:
         assert last is arena
         assert end + pieces[-1][1].numel == at + numel
         return {name: array[at : at + numel] for name, array in arena.items()}
+
+    def whole_states(self, param: int, names: Collection[str], tensor: Any) -> dict[str, np.ndarray]:
+        """As :meth:`Pipeline.whole_states`, when nothing is on its way."""
+        spec, collectives = self.params[param], self.device.collectives
+        words = {name: np.zeros(-(-spec.numel // 2), np.int64) for name in names}
+        whole = {name: array.view(np.float32)[: spec.numel] for name, array in words.items()}
+        for work, piece in self._pieces_of(param):
+            arena, at = self._states.locate(work.bucket.index, piece.offset)
+            for name, array in whole.items():
+                own = name not in arena  # the parameter is its own master
+                part = self._read(work, piece, tensor).view() if own else arena[name][at : at + piece.numel]
+                array[piece.start : piece.stop] = part
+        for name, mine in words.items():
+            merge(collectives.sum_integers, mine, f"{name} of {spec.name}")
+        return whole
 
     def reload_master(self, param: int, tensor: Any) -> None:
         """Take a parameter's master weights from the device parameter."""

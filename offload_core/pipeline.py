@@ -29,7 +29,7 @@ import numpy as np
 
 from .buckets import LocalBuckets
 from .config import OffloadConfig
-from .cpu_adam import AdamHyper
+from .cpu_adam import STATE_NAMES, AdamHyper
 from .device import Device, Event
 from .dtypes import FLOAT16
 from .errors import CollectiveError, StateError
@@ -143,6 +143,23 @@ class Pipeline:
         """This process's part of a parameter's states, one-dimensional: the runs of :meth:`states`, end to end."""
         self.finish()
         return self._buckets.local_states(param)
+
+    def whole_states(
+        self, param: int, names: Collection[str] = STATE_NAMES, *, tensor: Any = None
+    ) -> dict[str, np.ndarray]:
+        """A copy of a parameter's states with the parts of all ranks, which all must ask: ``{name: fp32 array}``.
+
+        One-dimensional, in the order of :meth:`states`.
+
+        Args:
+            tensor: the device parameter; it is read where it is its own master weights.
+        """
+        self.finish()
+        return self._buckets.run(lambda: self._buckets.whole_states(param, names, tensor))
+
+    def sum_integers(self, array: np.ndarray, what: str) -> None:
+        """As ``Collectives.sum_integers``, after what ranks have yet to tell each other of gradients."""
+        self._buckets.run(lambda: self.device.collectives.sum_integers(array, what))
 
     def reload_master(self, param: int, tensor: Any) -> None:
         """Take a parameter's master weights from the device parameter."""

@@ -16,7 +16,7 @@ LAYERS = [
     {"deepspeed_json"},
     {"_kernels", "config", "partition", "step_state", "tasks", "trace", "use_order"},
     {"host_memory", "grad_norm", "loss_scale", "safetensors_files"},
-    {"memory_plan", "collectives", "cpu_adam"},
+    {"memory_plan", "collectives", "cpu_adam", "export"},
     {"device", "layout", "thread_ranks"},
     {"local_bucket", "host_ranks", "fake_device"},
     {"buckets", "live_params"},

@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from offload_core.collectives import merge
 from offload_core.config import OffloadConfig
 from offload_core.device import Copy, Done, Event, Waiting, fill
 from offload_core.dtypes import BY_NUMPY, ElementType
@@ -273,7 +274,7 @@ class ShardedOnMesh(OnMesh):
         whole = words.view(np.uint8)[: array.nbytes].view(array.dtype).reshape(array.shape)
         for shard in array.addressable_shards:
             whole[shard.index] = np.asarray(shard.data)
-        collectives.sum_integers(words, "parameters")
+        merge(collectives.sum_integers, words, "parameters")
         return whole
 
     # --- gradients -----------------------------------------------------------------------------------

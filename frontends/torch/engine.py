@@ -13,12 +13,14 @@ from torch.utils._pytree import tree_map_only
 
 from offload_core.config import ConfigLike
 from offload_core.errors import GradientError, ParameterError, StateError
+from offload_core.export import MAX_SHARD_BYTES
 from offload_core.loss_scale import scaler_for
 from offload_core.memory_plan import MemoryReport
 from offload_core.pipeline import StepReport
 from offload_core.trace import COMPUTE
 
 from .collectives import default_group
+from .export import export_safetensors
 from .optimizer import OffloadedAdamW
 from .tensors import TORCH_DTYPES, cast_param
 
@@ -271,6 +273,32 @@ class Engine(nn.Module):
     def flush(self) -> None:
         """Wait until parameters and states are those of the last step; see ``OffloadedAdamW.flush``."""
         self.optimizer.flush()
+
+    def export_safetensors(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        max_shard_bytes: int = MAX_SHARD_BYTES,
+        dtype: str | torch.dtype | None = None,
+    ) -> None:
+        """Write the model's weights as Hugging Face's libraries read them, in any stage; all ranks must call this.
+
+        What ``state_dict()`` lists goes to ``model.safetensors``, or to ``model-00001-of-0000N.safetensors`` and so on
+        with ``model.safetensors.index.json``; tied weights once, so that ``from_pretrained(folder)`` ties them again
+        (``model.config.save_pretrained(folder)`` writes what it needs besides). Rank 0 writes, one parameter in memory
+        at a time; files appear whole, in place of an earlier export's. It begins with :meth:`flush`.
+
+        Args:
+            max_shard_bytes: of the tensors in a file.
+            dtype: None: the parameters as the model runs with them. ``"float32"``: master weights, exactly;
+                ``"bfloat16"``, ``"float16"``: these rounded. What is not trained is cast; buffers that are no
+                floating-point numbers stay as they are.
+
+        Raises:
+            ConfigError, ParameterError: an argument, or what the model has, cannot be written; nothing was.
+            CheckpointError: on all ranks, where a file could not be written; nothing is left of it.
+        """
+        export_safetensors(self.module, self.optimizer, folder, max_shard_bytes=max_shard_bytes, dtype=dtype)
 
     def memory_report(self) -> MemoryReport:
         """Planned and measured bytes, on the device and on the host."""

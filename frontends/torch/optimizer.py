@@ -3,7 +3,7 @@
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -15,7 +15,7 @@ from torch import nn
 from torch.autograd.graph import increment_version
 
 from offload_core.config import FIELDS, ConfigLike, OffloadConfig, check_hyperparameters
-from offload_core.cpu_adam import AdamHyper
+from offload_core.cpu_adam import STATE_NAMES, AdamHyper
 from offload_core.errors import ConfigError, GradientError, ParameterError, StateError
 from offload_core.host_memory import available_bytes
 from offload_core.memory_plan import MemoryReport
@@ -23,6 +23,7 @@ from offload_core.pipeline import Pipeline, StepReport
 
 from .construction import check_finished, check_takes_none
 from .device_ranks import device_for
+from .export import torch_state_dict
 from .partitioned import PartitionedModel
 from .pending import can_wait, make_pending
 from .slots import OWNED, Slot, let_go
@@ -36,6 +37,7 @@ from .tensors import (
     flat,
     flat_like,
     memory_order,
+    shaped_like,
     spec_of,
 )
 
@@ -620,6 +622,37 @@ class OffloadedAdamW(torch.optim.Optimizer):
         self.updates = int(state_dict.get("updates", max(float(step) for step in self.pipeline.steps)))
         if self.pipeline.scaler is not None and "loss_scale" in state_dict:
             self.pipeline.scaler.load_state_dict(state_dict["loss_scale"])
+
+    def torch_state_dict(self, *, rank0_only: bool = True) -> dict[str, Any] | None:
+        """A ``state_dict`` for ``torch.optim.AdamW`` (``Adam`` with ``adam_mode="adam"``), whole in any stage.
+
+        On fp32 parameters torch goes on from it with the bits that this optimizer would give (of a multiple of 16
+        elements; ``fused=True`` is set in its groups). The states are copies in fp32 on the host, shaped as the
+        parameters; torch has no master weights: ``engine.export_safetensors(folder, dtype="float32")`` writes them. All
+        ranks must call this. It begins with :meth:`flush`.
+
+        Args:
+            rank0_only: the others get None; False: a copy on each.
+        """
+        return torch_state_dict(self, rank0_only=rank0_only)
+
+    def has_states(self, param: torch.Tensor) -> bool:
+        """Whether the optimizer has states of a parameter, which a frozen one has when it was trained once."""
+        return param in self._slots
+
+    def whole_states(self, param: torch.Tensor, names: Collection[str] = STATE_NAMES) -> dict[str, torch.Tensor]:
+        """A copy of a parameter's states (``"master"``, ``"exp_avg"``, ``"exp_avg_sq"``), all ranks' parts of them.
+
+        In fp32 on the host, shaped and laid out in memory as the parameter. All ranks must call this.
+        """
+        slot = self._slots[param]
+        with torch._C.DisableTorchFunctionSubclass():  # what it was updated to is in its states
+            tensor = self._tensor(slot)
+        if slot.changed_outside:
+            self.pipeline.adopt(slot.index, tensor)
+            slot.note()
+        whole = self.pipeline.whole_states(slot.index, names, tensor=tensor)
+        return {name: shaped_like(torch.from_numpy(state), param) for name, state in whole.items()}
 
     def __getstate__(self) -> dict[str, Any]:
         if self.pipeline.device.world_size > 1 or self.partitioned is not None:

@@ -1,0 +1,106 @@
+"""What leaves for other programs: weights as Hugging Face writes them, states as ``torch.optim.AdamW`` does."""
+
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from offload_core import checks
+from offload_core.errors import ParameterError
+from offload_core.export import Weight, export_weights
+from offload_core.safetensors_files import NUMPY_OF
+
+from .partitioned import gathered_parameters
+from .tensors import ELEMENT_TYPES
+
+if TYPE_CHECKING:
+    from .optimizer import OffloadedAdamW
+
+_NUMPY = {getattr(torch, dtype.name): dtype for dtype in NUMPY_OF.values()}
+_COMPILED = "_orig_mod."  # what torch.compile puts in the names of a module's parts
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in ELEMENT_TYPES}
+
+
+def export_safetensors(
+    model: nn.Module,
+    optimizer: "OffloadedAdamW",
+    folder: str | os.PathLike[str],
+    *,
+    max_shard_bytes: int,
+    dtype: str | torch.dtype | None,
+) -> None:
+    """As ``Engine.export_safetensors``."""
+    target = None
+    if dtype is not None:
+        checks.choice("dtype", str(dtype).removeprefix("torch."), _DTYPES)
+        target = _DTYPES[str(dtype).removeprefix("torch.")]
+    optimizer.flush()
+    weights = [_weight(optimizer, name, tensor, target) for name, tensor in _untied(model)]
+    pipeline = optimizer.pipeline
+    rank = pipeline.device.collectives.rank
+    export_weights(folder, weights, max_shard_bytes=max_shard_bytes, rank=rank, sum_integers=pipeline.sum_integers)
+
+
+def _untied(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """What ``state_dict()`` lists, each tensor once: by the name that ``transformers`` ties others to, or the first."""
+    names: dict[int, list[str]] = {}
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():  # which reads no parameter: it may be in shards
+        name = name.replace(_COMPILED, "")
+        if not isinstance(tensor, torch.Tensor):
+            raise ParameterError(
+                f"export_safetensors: {name!r} of the model's state_dict() is a {type(tensor).__name__}, expected a "
+                "tensor: safetensors files hold nothing else (get_extra_state() that returns one will do)"
+            )
+        names.setdefault(id(tensor), []).append(name)
+        found[name] = tensor
+    tied = getattr(getattr(model, "_orig_mod", model), "all_tied_weights_keys", {})  # {the one that is left out: other}
+    for same in names.values():
+        kept = next((name for name in same if name not in tied), same[0])
+        yield kept, found[kept]
+
+
+def _weight(optimizer: "OffloadedAdamW", name: str, tensor: torch.Tensor, target: torch.dtype | None) -> Weight:
+    dtype = target if target is not None and tensor.dtype.is_floating_point else tensor.dtype
+    if tensor.layout is not torch.strided or dtype not in _NUMPY or tensor.is_meta:
+        where = " on the meta device" * tensor.is_meta
+        raise ParameterError(
+            f"export_safetensors: {name!r} is {tensor.dtype}, {tensor.layout}{where}; expected a dense tensor with "
+            f"values, of one of {', '.join(str(d).removeprefix('torch.') for d in _NUMPY)}"
+        )
+    master = target is not None and optimizer.has_states(tensor)
+
+    def read(wanted: bool) -> np.ndarray | None:
+        if master:
+            values = optimizer.whole_states(tensor, ["master"])["master"]
+            return _bytes(values.to(dtype)) if wanted else None
+        with gathered_parameters(tensor):
+            return _bytes(tensor.detach().to("cpu", dtype)) if wanted else None
+
+    return Weight(name, _NUMPY[dtype], tuple(tensor.shape), read)
+
+
+def _bytes(tensor: torch.Tensor) -> np.ndarray:
+    tensor = tensor.resolve_conj().resolve_neg().contiguous().view(-1)
+    return tensor.view(torch.uint8).numpy() if tensor.numel() else np.empty(0, np.uint8)
+
+
+def torch_state_dict(optimizer: "OffloadedAdamW", *, rank0_only: bool) -> dict[str, Any] | None:
+    """As ``OffloadedAdamW.torch_state_dict``."""
+    optimizer.flush()
+    adam = torch.optim.AdamW if optimizer.config.adam_mode == "adamw" else torch.optim.Adam
+    settings = {name: value for name, value in adam([torch.empty(0)]).param_groups[0].items() if name != "params"}
+    groups = [{**settings, **group, "fused": True} for group in optimizer.state_dict()["param_groups"]]
+    wanted = optimizer.pipeline.device.collectives.rank == 0 or not rank0_only
+    numbers = [i for group in groups for i in group["params"]]
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    state = {}
+    for i, param in zip(numbers, params, strict=True):
+        if optimizer.has_states(param) and optimizer.state[param]["step"] > 0:  # torch has none of what was not updated
+            whole = optimizer.whole_states(param, ["exp_avg", "exp_avg_sq"])
+            if wanted:
+                state[i] = {"step": optimizer.state[param]["step"].clone(), **whole}
+    return {"state": state, "param_groups": groups} if wanted else None
