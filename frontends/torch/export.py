@@ -44,19 +44,30 @@ def export_safetensors(
     export_weights(folder, weights, max_shard_bytes=max_shard_bytes, rank=rank, sum_integers=pipeline.sum_integers)
 
 
-def _untied(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """What ``state_dict()`` lists, each tensor once: by the name that ``transformers`` ties others to, or the first."""
-    names: dict[int, list[str]] = {}
-    found: dict[str, torch.Tensor] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():  # which reads no parameter: it may be in shards
+def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What ``state_dict()`` lists, the parameters themselves; none of them is read, for they may be in shards.
+
+    Raises:
+        ParameterError: something there is no tensor.
+    """
+    found = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
         name = name.replace(_COMPILED, "")
         if not isinstance(tensor, torch.Tensor):
             raise ParameterError(
-                f"export_safetensors: {name!r} of the model's state_dict() is a {type(tensor).__name__}, expected a "
-                "tensor: safetensors files hold nothing else (get_extra_state() that returns one will do)"
+                f"{name!r} of the model's state_dict() is a {type(tensor).__name__}, expected a tensor: weights "
+                "are nothing else (a get_extra_state() that returns one will do)"
             )
-        names.setdefault(id(tensor), []).append(name)
         found[name] = tensor
+    return found
+
+
+def _untied(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each tensor once: by the name that ``transformers`` ties others to, or the first."""
+    names: dict[int, list[str]] = {}
+    found = named_tensors(model)
+    for name, tensor in found.items():
+        names.setdefault(id(tensor), []).append(name)
     tied = getattr(getattr(model, "_orig_mod", model), "all_tied_weights_keys", {})  # {the one that is left out: other}
     for same in names.values():
         kept = next((name for name in same if name not in tied), same[0])

@@ -24,7 +24,7 @@ from offload_core.pipeline import Pipeline, StepReport
 from .construction import check_finished, check_takes_none
 from .device_ranks import device_for
 from .export import torch_state_dict
-from .partitioned import PartitionedModel
+from .partitioned import PartitionedModel, gathered_parameters
 from .pending import can_wait, make_pending
 from .slots import OWNED, Slot, let_go
 from .states import Hidden, States, check_entry, hide_state, state_views
@@ -653,6 +653,18 @@ class OffloadedAdamW(torch.optim.Optimizer):
             slot.note()
         whole = self.pipeline.whole_states(slot.index, names, tensor=tensor)
         return {name: shaped_like(torch.from_numpy(state), param) for name, state in whole.items()}
+
+    def load_master(self, param: torch.Tensor, values: torch.Tensor) -> None:
+        """Give a parameter's master weights these values, exactly, and the parameter these rounded; all ranks must
+        call this, with the same values, of the parameter's shape."""
+        slot = self._slots[param]
+        with gathered_parameters(param, modifier_rank=0), torch.no_grad():
+            param.copy_(values)
+        masters = flat_like(values.to("cpu", torch.float32), param).numpy()
+        for start, views in self.pipeline.states(slot.index):
+            if "master" in views:
+                views["master"][...] = masters[start : start + views["master"].size]
+        slot.note()
 
     def __getstate__(self) -> dict[str, Any]:
         if self.pipeline.device.world_size > 1 or self.partitioned is not None:
