@@ -1,9 +1,9 @@
 """What a process holds of all buckets: states, gradients' homes, staging; and who may touch them when."""
 
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -24,6 +24,17 @@ from .trace import COMPUTE
 T = TypeVar("T")
 PARAMETER_SHARDS = "parameters on the host"
 """What ``offload_param`` keeps there."""
+
+
+class StateRun(NamedTuple):
+    """Elements ``[start, start + numel)`` of a parameter, in the core's order, and their states."""
+
+    start: int
+    numel: int
+    arrays: dict[str, np.ndarray]
+    """By name, those of ``cpu_adam.STATE_NAMES`` among them."""
+    in_place: bool
+    """Whether ``"master"`` is the parameter itself."""
 
 
 class LocalBuckets:
@@ -56,6 +67,8 @@ class LocalBuckets:
         """What this process holds of partitioned parameters is host memory."""
         self.emits = config.update_in_backward and config.schedule == "overlap" and config.stage < 3 and not self.direct
         """Parameters may leave for the device before their step. Not in stage 3, which gathers them in backward."""
+        self.before_change: Callable[[Iterable[int]], None] = lambda params: None
+        """Called before states of these parameters change."""
         self.tasks = Inline() if self.direct or config.schedule == "serial" else Background()
 
     # --- parameters and states ---------------------------------------------------------------------
@@ -157,19 +170,42 @@ class LocalBuckets:
         assert end + pieces[-1][1].numel == at + numel
         return {name: array[at : at + numel] for name, array in arena.items()}
 
-    def whole_states(self, param: int, names: Collection[str], tensor: Any) -> dict[str, np.ndarray]:
-        """As :meth:`Pipeline.whole_states`, when nothing is on its way."""
-        spec, collectives = self.params[param], self.device.collectives
-        words = {name: np.zeros(-(-spec.numel // 2), np.int64) for name in names}
-        whole = {name: array.view(np.float32)[: spec.numel] for name, array in words.items()}
+    def runs(self, param: int, tensor: Any, *, device_parameter: bool = False) -> list[StateRun]:
+        """This process's states of a parameter, bucket after bucket; its memory itself.
+
+        Args:
+            device_parameter: also the parameter's own value, as ``"param"``.
+        """
+        found = []
         for work, piece in self._pieces_of(param):
             arena, at = self._states.locate(work.bucket.index, piece.offset)
+            arrays = {name: array[at : at + piece.numel] for name, array in arena.items()}
+            in_place = self.without_master(work.bucket)
+            if in_place:
+                arrays["master"] = self._read(work, piece, tensor).view()
+            if device_parameter:
+                arrays["param"] = self._read(work, piece, tensor).view()
+            found.append(StateRun(piece.start, piece.numel, arrays, in_place))
+        return found
+
+    def own_masters(self, param: int, tensor: Any) -> list[tuple[int, np.ndarray]]:
+        """Where a parameter is its own master weight, all of it that this process holds: ``(start, memory)`` a run."""
+        if not any(self.without_master(work.bucket) for work in self.of[param]):
+            return []
+        if self.params[param].partitioned:
+            return [(run.start, run.arrays["master"]) for run in self.runs(param, tensor)]
+        return [(0, self.device.host_array(tensor).view())]
+
+    def whole_states(self, param: int, names: Collection[str], tensor: Any) -> dict[str, np.ndarray]:
+        """As :meth:`Pipeline.whole_states`, when nothing is on its way."""
+        spec = self.params[param]
+        words = {name: np.zeros(-(-spec.numel // 2), np.int64) for name in names}
+        whole = {name: array.view(np.float32)[: spec.numel] for name, array in words.items()}
+        for run in self.runs(param, tensor):
             for name, array in whole.items():
-                own = name not in arena  # the parameter is its own master
-                part = self._read(work, piece, tensor).view() if own else arena[name][at : at + piece.numel]
-                array[piece.start : piece.stop] = part
+                array[run.start : run.start + run.numel] = run.arrays[name]
         for name, mine in words.items():
-            merge(collectives.sum_integers, mine, f"{name} of {spec.name}")
+            merge(self.device.collectives.sum_integers, mine, f"{name} of {spec.name}")
         return whole
 
     def reload_master(self, param: int, tensor: Any) -> None:

@@ -10,18 +10,20 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = [
     {"errors", "dtypes", "cpus", "_offload"},
-    {"checks"},
+    {"checks", "regions"},
     {"lr_schedules"},
     {"deepspeed_keys"},
     {"deepspeed_json"},
     {"_kernels", "config", "partition", "step_state", "tasks", "trace", "use_order"},
     {"host_memory", "grad_norm", "loss_scale", "safetensors_files"},
-    {"memory_plan", "collectives", "cpu_adam", "export"},
+    {"memory_plan", "collectives", "cpu_adam", "export", "shard_writer", "plain"},
+    {"checkpoint_files"},
     {"device", "layout", "thread_ranks"},
     {"local_bucket", "host_ranks", "fake_device"},
     {"buckets", "live_params"},
     {"gradients", "updates"},
     {"pipeline"},
+    {"checkpoint"},
 ]
 """The core's modules, lowest first: a module imports from layers below its own only."""
 

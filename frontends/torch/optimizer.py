@@ -660,10 +660,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         slot = self._slots[param]
         with gathered_parameters(param, modifier_rank=0), torch.no_grad():
             param.copy_(values)
-        masters = flat_like(values.to("cpu", torch.float32), param).numpy()
-        for start, views in self.pipeline.states(slot.index):
-            if "master" in views:
-                views["master"][...] = masters[start : start + views["master"].size]
+        self.pipeline.set_master(slot.index, flat_like(values.to("cpu", torch.float32), param).numpy())
         slot.note()
 
     def __getstate__(self) -> dict[str, Any]:
