@@ -2,20 +2,23 @@
 
 import os
 import sys
+import tarfile
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from fixtures.deepspeed.make import model as ds_model
 from partitioned_models import gpt, gpt_loss
 from rank_worker import main
 from safetensors.torch import load_file
 from torch import nn
 
-from frontends.torch import gathered_parameters, wrap
+from frontends.torch import gathered_parameters, load_deepspeed, wrap
 from offload_core import CheckpointError
 
 STAGE_3 = {"stage": 3, "param_persistence_threshold": 40, "reduce_bucket_size": 3000}
 FOLDER = Path(sys.argv[4])
+DEEPSPEED = Path(__file__).parent / "fixtures" / "deepspeed"
 
 
 def same(got, expected):
@@ -87,6 +90,27 @@ def masters(rank, world_size):
     return result
 
 
+def deepspeed(rank, world_size):
+    """Weights of a DeepSpeed checkpoint, written again as they were."""
+    name, result = "stage3-bf16-2", {}
+    if rank == 0:
+        with tarfile.open(DEEPSPEED / f"{name}.tar.xz") as archive:
+            archive.extractall(FOLDER / "deepspeed", filter="data")
+    dist.barrier()
+    expected = load_file(DEEPSPEED / f"{name}.safetensors")
+    del expected["head.weight"]  # tied
+    expected["offset"] = expected["offset"].bfloat16().float()  # a buffer, of the engine's element type
+    for stage in (2, 3):
+        engine = wrap(ds_model(), param_dtype="bfloat16", stage=stage, param_persistence_threshold=10)
+        load_deepspeed(engine, FOLDER / "deepspeed")
+        result[f"{stage} fp32"] = same(exported(engine, f"{stage} fp32", rank, dtype="float32"), expected)
+        rounded = {name: tensor.bfloat16() for name, tensor in expected.items()}
+        result[f"{stage} bf16"] = same(exported(engine, f"{stage} bf16", rank), rounded)
+        engine.backward(engine(torch.arange(7)).float().pow(2).mean())
+        result[f"{stage} step"] = engine.step().updated
+    return result
+
+
 def refused(rank, world_size):
     """Rank 0 cannot write: an error on both, and training goes on."""
     engine = wrap(gpt(), lr=1e-2)
@@ -101,4 +125,4 @@ def refused(rank, world_size):
 
 
 if __name__ == "__main__":
-    main({scenario.__name__: scenario for scenario in (written, masters, refused)})
+    main({scenario.__name__: scenario for scenario in (written, masters, deepspeed, refused)})

@@ -10,7 +10,9 @@ import pytest
 import torch
 from fixtures.deepspeed.make import CASES, model
 from safetensors.torch import load_file
+from test_torch_ranks import run as run_ranks
 
+import frontends.torch.deepspeed_weights as deepspeed_weights
 from frontends.torch import gathered_parameters, load_deepspeed, wrap
 from offload_core import CheckpointError
 
@@ -113,6 +115,51 @@ def test_nothing_in_a_file_is_run_and_nothing_half_is_loaded(case, tmp_path, mon
     load_deepspeed(engine, folder, tag="after-3")
 
 
+def paths_of(tree, at=()):
+    """The ways to everything in dicts and lists."""
+    pairs = tree.items() if isinstance(tree, dict) else enumerate(tree) if type(tree) in (list, tuple) else ()
+    for key, value in pairs:
+        yield (*at, key)
+        yield from paths_of(value, (*at, key))
+
+
+def test_what_is_damaged_is_refused_or_does_not_matter(case):
+    folder, _ = case
+    sound, tried = blank(), 0
+    load_deepspeed(sound, folder)
+    for path in sorted((folder / "after-3").glob("*.pt")):
+        state = deepspeed_weights._load(path)
+        for name in ("loss_scaler", "zero_stage", "param_slice_mappings"):  # DeepSpeed's own classes
+            state.get("optimizer_state_dict", {}).pop(name, None)
+        state = copy.deepcopy(state)  # it is mapped from the file that is to be written
+        torch.save(state, path)
+        load_deepspeed(blank(), folder)
+        for way in paths_of({key: value for key, value in state.items() if key not in ("ds_config", "lr_scheduler")}):
+            if "base_optimizer_state" in way or way.count("optimizer_state_dict") > 1:
+                continue
+            for damage in (None, 7, torch.zeros(1), []):
+                wrong = copy.deepcopy(state)
+                holder = wrong
+                for key in way[:-1]:
+                    holder = holder[key]
+                if isinstance(holder, tuple):
+                    continue
+                holder[way[-1]] = damage
+                torch.save(wrong, path)
+                found, tried = blank(), tried + 1
+                refusal = None
+                try:
+                    load_deepspeed(found, folder)
+                except CheckpointError as error:
+                    refusal = str(error)
+                assert refusal is None or str(folder) in refusal, way
+                expected = blank() if refusal else sound
+                for name, tensor in found.state_dict().items():
+                    assert torch.equal(tensor, expected.state_dict()[name]), (way, damage, name)
+        torch.save(state, path)
+    assert tried > 100
+
+
 def test_a_checkpoint_of_another_model_is_refused(case):
     folder, _ = case
     narrow, more, less = blank(), blank(), blank()
@@ -128,3 +175,8 @@ def test_a_checkpoint_of_another_model_is_refused(case):
         with pytest.raises(CheckpointError, match=said):
             load_deepspeed(wrong, folder)
         assert wrong.embedding.weight.unique().tolist() == [7]
+
+
+def test_ranks_load_a_checkpoint_in_every_stage(tmp_path):
+    for result in run_ranks("deepspeed", 2, tmp_path, "export_worker.py"):
+        assert all(result.values()), result

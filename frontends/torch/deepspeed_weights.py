@@ -46,7 +46,10 @@ def load_deepspeed(model: nn.Module, folder: str | os.PathLike[str], *, tag: str
     Raises:
         CheckpointError: a file is missing, does not fit, or has objects in it that are no weights; nothing was changed.
     """
-    values = _read(Path(folder), tag)
+    try:
+        values = _read(Path(folder), tag)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{folder}: not laid out as ZeRO lays out its files ({error!r}); {_REMEDY}") from error
     engine = model if isinstance(model, Engine) else None
     module = model.module if isinstance(model, Engine) else model
     if engine is not None:
@@ -110,10 +113,10 @@ def _read(folder: Path, tag: str | None) -> dict[str, _Value]:
     models, optimizers = _files(folder)
     states = [_load(path) for path in optimizers]
     first = _entry(states[0], optimizers[0], "optimizer_state_dict", dict)
-    stage = _entry(first, optimizers[0], "zero_stage", int)
+    stage_3 = "fp32_flat_groups" in first
     count = _entry(first, optimizers[0], "partition_count", (int, list))
     ranks = max(count) if isinstance(count, list) else count
-    expected = [ranks if stage == 3 else 1, ranks]
+    expected = [ranks if stage_3 else 1, ranks]
     for paths, n in zip((models, optimizers), expected, strict=True):
         if len(paths) != n:
             raise CheckpointError(
@@ -121,7 +124,7 @@ def _read(folder: Path, tag: str | None) -> dict[str, _Value]:
             )
     described = [_load(path) for path in models]
     parts = [_entry(state, path, "optimizer_state_dict", dict) for state, path in zip(states, optimizers, strict=True)]
-    read = _of_stage_3 if stage == 3 else _of_stage_1_or_2
+    read = _of_stage_3 if stage_3 else _of_stage_1_or_2
     values = read(described, models, parts, optimizers)
     for alias, name in (described[0].get("shared_params") or {}).items():
         if name in values:
@@ -193,7 +196,13 @@ def _kind(value: Any) -> str:
 def _shapes(described: Mapping[str, Any], path: Path) -> list[dict[str, tuple[int, ...]]]:
     """Names and shapes of the parameters of each group, in the order in which they lie."""
     groups = _entry(described, path, "param_shapes", list)
-    return [{name: tuple(shape) for name, shape in group.items()} for group in groups]
+    return [{name: _integers(shape, path) for name, shape in group.items()} for group in groups]
+
+
+def _integers(values: Any, path: Path) -> tuple[int, ...]:
+    if not all(type(value) is int and value >= 0 for value in values):
+        raise CheckpointError(f"{path}: {list(values)} is a shape or padding there, expected integers; {_REMEDY}")
+    return tuple(values)
 
 
 def _flat(tensors: Any, path: Path) -> list[torch.Tensor]:
@@ -214,9 +223,10 @@ def _run(tensors: Sequence[torch.Tensor], start: int, numel: int) -> torch.Tenso
     return torch.cat(parts) if parts else torch.empty(0)
 
 
-def _check_room(path: Path, got: int, needed: int) -> None:
-    if got < needed:
-        raise CheckpointError(f"{path}: {got} elements of fp32 weights, expected at least {needed}; {_REMEDY}")
+def _check_numel(path: Path, got: int, least: int, most: int) -> None:
+    if not least <= got <= most:
+        bounds = f"{least}" if least == most else f"{least} to {most}"
+        raise CheckpointError(f"{path}: {got} elements of weights lie end to end, expected {bounds}; {_REMEDY}")
 
 
 def _of_stage_1_or_2(
@@ -234,15 +244,20 @@ def _of_stage_1_or_2(
         _flat(_entry(part, file, "single_partition_of_fp32_groups", list), file)
         for part, file in zip(parts, optimizers, strict=True)
     ]
-    paddings = parts[0].get("param_alignment_paddings") or [[0] * len(group) for group in shapes]
+    paddings = [
+        _integers(group, optimizers[0])
+        for group in parts[0].get("param_alignment_paddings") or [[0] * len(group) for group in shapes]
+    ]
+    if {len(shapes)} != {len(rank) for rank in groups} or list(map(len, shapes)) != list(map(len, paddings)):
+        raise CheckpointError(f"{optimizers[0]}: its parameter groups are not those of {path.name}; {_REMEDY}")
     for g, group in enumerate(shapes):
-        if any(len(rank) != len(shapes) for rank in groups) or len(paddings[g]) != len(group):
-            raise CheckpointError(f"{optimizers[0]}: its parameter groups are not those of {path.name}; {_REMEDY}")
-        flat, start = [rank[g] for rank in groups], 0
+        flat, start, end = [rank[g] for rank in groups], 0, 0
         for (name, shape), padding in zip(group.items(), paddings[g], strict=True):
             values[name] = _trained(shape, optimizers[0], [(flat, start)], math.prod(shape))
-            start += math.prod(shape) + padding
-        _check_room(optimizers[0], sum(part.numel() for part in flat), start - (paddings[g] or [0])[-1])
+            end = start + math.prod(shape)
+            start = end + padding
+        align = 2 * len(parts)  # what may have been left after the last
+        _check_numel(optimizers[0], sum(part.numel() for part in flat), end, -(-start // align) * align)
     return values
 
 
@@ -261,8 +276,8 @@ def _of_stage_3(
         ]
         part = -(-math.prod(shape) // len(models))
         for [fragment], path in zip(fragments, models, strict=True):
-            _check_room(path, fragment.numel(), part)
-        values[name] = _trained(tuple(shape), models[0], [(fragment, 0) for fragment in fragments], part)
+            _check_numel(path, fragment.numel(), part, part)
+        values[name] = _trained(_integers(shape, models[0]), models[0], [(fragment, 0) for fragment in fragments], part)
     flat = [_flat(part.get("fp32_flat_groups"), path) for part, path in zip(parts, optimizers, strict=True)]
     start = 0
     for group in _shapes(described[0], models[0]):
@@ -271,7 +286,7 @@ def _of_stage_3(
             values[name] = _trained(shape, optimizers[0], [(rank, start) for rank in flat], part)
             start += part
     for rank, path in zip(flat, optimizers, strict=True):
-        _check_room(path, sum(tensor.numel() for tensor in rank), start)
+        _check_numel(path, sum(tensor.numel() for tensor in rank), start, start)
     return values
 
 
