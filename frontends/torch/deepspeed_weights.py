@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -46,21 +47,32 @@ def load_deepspeed(model: nn.Module, folder: str | os.PathLike[str], *, tag: str
     Raises:
         CheckpointError: a file is missing, does not fit, or has objects in it that are no weights; nothing was changed.
     """
+    if not isinstance(model, Engine):
+        for tensor, value in _matched(model, Path(folder), tag):
+            _load_device(tensor, value)
+        return
+    optimizer = model.optimizer
+    model.flush()
+    matched: list[tuple[torch.Tensor, _Value]] = []
+    refusal: CheckpointError | None = None
     try:
-        values = _read(Path(folder), tag)
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{folder}: not laid out as ZeRO lays out its files ({error!r}); {_REMEDY}") from error
-    engine = model if isinstance(model, Engine) else None
-    module = model.module if isinstance(model, Engine) else model
-    if engine is not None:
-        engine.flush()
-    for tensor, value in _matched(module, values):
-        loaded = value.read()
-        if engine is not None and engine.optimizer.has_states(tensor):
-            engine.optimizer.load_master(tensor, loaded)
+        matched = _matched(model.module, Path(folder), tag)
+    except CheckpointError as error:
+        refusal = error
+    refusals = np.array([refusal is not None], np.int64)
+    optimizer.pipeline.sum_integers(refusals, "load_deepspeed")
+    if refusals[0]:
+        raise refusal or CheckpointError(f"{folder}: another rank could not read it; its own error says why")
+    for tensor, value in matched:
+        if optimizer.has_states(tensor):
+            optimizer.load_master(tensor, value.read())
         else:
-            with gathered_parameters(tensor, modifier_rank=0), torch.no_grad():
-                tensor.copy_(loaded)
+            _load_device(tensor, value)
+
+
+def _load_device(tensor: torch.Tensor, value: "_Value") -> None:
+    with gathered_parameters(tensor, modifier_rank=0), torch.no_grad():
+        tensor.copy_(value.read())
 
 
 @dataclass(frozen=True)
@@ -73,18 +85,21 @@ class _Value:
     read: Callable[[], torch.Tensor]
 
 
-def _matched(module: nn.Module, values: Mapping[str, _Value]) -> list[tuple[torch.Tensor, _Value]]:
+def _matched(module: nn.Module, folder: Path, tag: str | None) -> list[tuple[torch.Tensor, _Value]]:
     """Each parameter and buffer with its value."""
+    try:
+        values = _read(folder, tag)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{folder}: not laid out as ZeRO lays out its files ({error!r}); {_REMEDY}") from error
     tensors = named_tensors(module)
     names: dict[int, list[str]] = {}
     for name, tensor in tensors.items():
         names.setdefault(id(tensor), []).append(name)
-    some = next(iter(values.values())).file.parent
     matched = []
     for same in names.values():
         known = [name for name in same if name in values]
         if not known:
-            raise CheckpointError(f"{some}: has no {same[0]!r}; expected a checkpoint of this model: {_some(values)}")
+            raise CheckpointError(f"{folder}: has no {same[0]!r}; expected a checkpoint of this model: {_some(values)}")
         name = known[0]
         tensor, value = tensors[name], values[name]
         if tuple(tensor.shape) != value.shape:
@@ -95,7 +110,7 @@ def _matched(module: nn.Module, values: Mapping[str, _Value]) -> list[tuple[torc
         matched.append((tensor, value))
     unknown = [name for name in values if name not in tensors]
     if unknown:
-        raise CheckpointError(f"{some}: has {_some(unknown)}, which the model has not; expected one of this model")
+        raise CheckpointError(f"{folder}: has {_some(unknown)}, which the model has not; expected one of this model")
     return matched
 
 
