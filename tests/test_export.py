@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import resource
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -18,7 +19,10 @@ from torch import nn
 
 from frontends.torch import OffloadedAdamW, gathered_parameters, wrap
 from offload_core import CheckpointError, ConfigError, ParameterError
+from offload_core.collectives import merge
 from offload_core.export import Weight, export_weights
+from offload_core.safetensors_files import read_header
+from offload_core.thread_ranks import run_ranks as run_threads
 
 BF16 = {"param_dtype": "bfloat16"}
 STAGE_3 = {"stage": 3, "offload_param": "cpu", "param_persistence_threshold": 40, "reduce_bucket_size": 1000}
@@ -77,6 +81,8 @@ def test_shards_hold_every_tensor_once_within_the_bound_and_in_order(tmp_path_fa
             with safetensors.safe_open(folder / name, "pt") as file:
                 assert file.metadata() == {"format": "pt"}
                 shards.append(sorted(file.keys()))
+            stored = read_header(folder / name).values()
+            assert all(tensor.offset % tensor.dtype.itemsize == 0 for tensor in stored)
         assert [name for shard in shards for name in shard] == list(arrays)
         for shard in shards:
             assert sum(arrays[n].nbytes for n in shard) <= bound or len([n for n in shard if arrays[n].nbytes]) == 1
@@ -84,6 +90,37 @@ def test_shards_hold_every_tensor_once_within_the_bound_and_in_order(tmp_path_fa
         assert {path.name for path in folder.iterdir()} == files | (
             {"model.safetensors.index.json"} if len(files) > 1 else set()
         )
+
+
+def test_what_is_moved_into_place_is_on_the_disk_and_the_index_comes_last(tmp_path, monkeypatch):
+    events = []
+    fsync, replace = os.fsync, os.replace
+    monkeypatch.setattr(
+        os, "fsync", lambda fd: (fsync(fd), events.append(("sync", Path(os.readlink(f"/proc/self/fd/{fd}")).name)))
+    )
+    monkeypatch.setattr(os, "replace", lambda a, b: (replace(a, b), events.append(("move", Path(b).name))))
+    export(tmp_path / "folder", {f"w{i}": np.zeros(4, np.float32) for i in range(2)}, 16)
+    names = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    index = "model.safetensors.index.json"
+    assert events == [
+        *(("sync", f"{name}.tmp") for name in (*names, index)), *(("move", name) for name in names),
+        ("sync", "folder"), ("move", index), ("sync", "folder"), ("sync", "folder"),
+    ]  # fmt: skip
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(1, 4), st.lists(st.integers(0, 3), max_size=20), st.integers(1, 25))
+def test_merging_gives_all_ranks_every_word_whatever_the_pieces(world_size, owners, piece):
+    words = np.arange(len(owners), dtype=np.int64) * 2**40 - 5
+
+    def body(rank):
+        mine = np.where(np.array(owners, int) % world_size == rank.rank, words, 0)
+        merge(rank.sum_integers, mine, "words")
+        return mine.tolist()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("offload_core.collectives._PIECE_WORDS", piece)
+        assert run_threads(world_size, body) == [words.tolist()] * world_size
 
 
 class Killed(BaseException):
@@ -315,10 +352,13 @@ def transformer(kind, tied):
     import transformers as hf
 
     torch.manual_seed(0)
-    if kind == "llama":
+    if kind.startswith("llama"):
         config = hf.LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
                                 num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=tied)  # fmt: skip
-        return hf.LlamaForCausalLM(config)
+        model = hf.LlamaForCausalLM(config)
+        if kind == "llama, head first":
+            model._modules["model"] = model._modules.pop("model")
+        return model
     if kind == "gpt2":
         config = hf.GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2, n_positions=32, tie_word_embeddings=tied)
         return hf.GPT2LMHeadModel(config)
@@ -328,7 +368,7 @@ def transformer(kind, tied):
 
 
 @pytest.mark.parametrize(("kind", "tied"), [("llama", True), ("llama", False), ("gpt2", True), ("gpt2", False),
-                                            ("t5", True)])  # fmt: skip
+                                            ("t5", True), ("llama, head first", True)])  # fmt: skip
 @pytest.mark.parametrize("fields", [{}, {**STAGE_3, **BF16}], ids=["stage 2", "stage 3"])
 def test_from_pretrained_reads_an_export_and_ties_again(tmp_path, kind, tied, fields):
     model = transformer(kind, tied)
@@ -345,8 +385,10 @@ def test_from_pretrained_reads_an_export_and_ties_again(tmp_path, kind, tied, fi
     assert_same(read.state_dict(), model.state_dict())
     for has in (read, model):
         assert (has.get_output_embeddings().weight is has.get_input_embeddings().weight) == tied
-    _, files = load(tmp_path)
+    found, files = load(tmp_path)
     assert len(files) > 1
+    model.save_pretrained(tmp_path / "theirs")
+    assert found.keys() == load(tmp_path / "theirs")[0].keys()
 
 
 # --- ranks --------------------------------------------------------------------------------------------
