@@ -20,7 +20,7 @@ written where they are, and nothing is done behind the caller's back.
 """
 
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -164,17 +164,18 @@ class Pipeline:
         """As ``Collectives.sum_integers``, after what ranks have yet to tell each other of gradients."""
         self._buckets.run(lambda: self.device.collectives.sum_integers(array, what))
 
-    def set_master(self, param: int, values: np.ndarray) -> None:
-        """Give a parameter's master weights these values: fp32, all of the parameter's, in the order of :meth:`states`.
+    def set_states(self, param: int, values: Mapping[str, np.ndarray]) -> None:
+        """Give states of a parameter these values: by name, fp32, all of the parameter's, in the order of
+        :meth:`states`.
 
-        The device parameter, which may be its own master weights, is the caller's.
+        The device parameter, which may be its own master weights, is the caller's to write, after this.
         """
         self.finish()
         self._recall([param])
         self._buckets.before_change([param])
         for start, views in self._buckets.states(param):
-            if "master" in views:
-                views["master"][...] = values[start : start + views["master"].size]
+            for name in values.keys() & views.keys():
+                views[name][...] = values[name][start : start + views[name].size]
 
     def reload_master(self, param: int, tensor: Any) -> None:
         """Take a parameter's master weights from the device parameter."""

@@ -3,6 +3,7 @@
 import os
 import sys
 import tarfile
+import time
 from pathlib import Path
 
 import torch
@@ -84,7 +85,12 @@ def masters(rank, world_size):
         whole = {name: param.detach() for name, param in parted.module.named_parameters()}
     result["stage 3, device"] = same(exported(parted, "device", rank), whole)
     # Between backward and step, when gradients are on their way, ranks meet in one order.
+    collectives = parted.optimizer.pipeline.device.collectives
+    exchange = collectives.exchange
+    collectives.exchange = lambda *args: (time.sleep(0.02 * rank), exchange(*args))[1]
     parted.backward(gpt_loss(parted, rank))
+    moments = parted.optimizer.torch_state_dict(rank0_only=False)["state"]
+    result["states under way"] = all(int(entry["step"]) == 2 for entry in moments.values())
     result["under way"] = same(exported(parted, "under way", rank, dtype="float32"), found)
     result["updated"] = parted.step().updated
     return result

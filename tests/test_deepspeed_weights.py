@@ -74,6 +74,23 @@ def test_an_engine_has_the_fp32_weights_exactly_and_trains_on(case, fields):
         assert torch.equal(x, y), name
 
 
+@pytest.mark.parametrize("fields", [{}, {"param_dtype": "bfloat16"}])
+def test_who_saves_states_meanwhile_is_told_before_they_change(case, fields):
+    folder, _ = case
+    engine, seen = wrap(blank(), **fields), set()
+    masters = {i: engine.optimizer.state[p].get("master", p) for i, p in enumerate(engine.optimizer.state)}
+
+    def before(params):
+        for i in params:
+            assert i in seen or (masters[i] == 7).all()
+            seen.add(i)
+
+    engine.optimizer.pipeline.before_change(before)
+    load_deepspeed(engine, folder)
+    assert seen == masters.keys()
+    assert not any((master == 7).any() for master in masters.values())
+
+
 def test_nothing_in_a_file_is_run_and_nothing_half_is_loaded(case, tmp_path, monkeypatch):
     folder, _ = case
     files = sorted((folder / "after-3").glob("*.pt"))

@@ -549,12 +549,10 @@ class OffloadedParams:
         self._pipeline.drop_gradients()
         self.flush()  # what is held back would follow
         for i, leaf in enumerate(self._leaves):
-            for name, values in states.items():
-                flat = np.reshape(values[leaf.position], -1)
-                if leaf.layout is not None:
-                    flat = leaf.layout.to_core(flat)
-                for start, views in self._pipeline.states(i):
-                    views[name][...] = flat[start : start + views[name].size]
+            flat = {name: np.reshape(values[leaf.position], -1) for name, values in states.items()}
+            if leaf.layout is not None:
+                flat = {name: leaf.layout.to_core(values) for name, values in flat.items()}
+            self._pipeline.set_states(i, flat)
             self._pipeline.steps[i][...] = steps[leaf.position]
 
     def _whole_states(self, i: int, names: Collection[str]) -> dict[str, np.ndarray]:

@@ -11,7 +11,7 @@ import numpy as np
 from offload_core.dtypes import BY_NUMPY
 from offload_core.errors import OffloadError, ParameterError
 
-from .device import on_cpu
+from .device import in_host_memory, on_cpu
 
 Mask = Any
 """A pytree of booleans with the parameters' structure or a prefix of it, or a function from the parameters to one."""
@@ -91,7 +91,7 @@ def is_key(leaf: Any) -> bool:
 def to_numpy(leaf: Any) -> Any:
     if is_key(leaf):
         leaf = jax.random.key_data(leaf)
-    if isinstance(leaf, jax.Array) and not on_cpu(leaf):
+    if isinstance(leaf, jax.Array) and not on_cpu(leaf) and not in_host_memory(leaf):
         leaf = leaf.copy()  # an array keeps the host copy that NumPy makes of it
     return np.array(leaf) if is_array(leaf) else leaf
 

@@ -658,9 +658,9 @@ class OffloadedAdamW(torch.optim.Optimizer):
         """Give a parameter's master weights these values, exactly, and the parameter these rounded; all ranks must
         call this, with the same values, of the parameter's shape."""
         slot = self._slots[param]
+        self.pipeline.set_states(slot.index, {"master": flat_like(values.to("cpu", torch.float32), param).numpy()})
         with gathered_parameters(param, modifier_rank=0), torch.no_grad():
             param.copy_(values)
-        self.pipeline.set_master(slot.index, flat_like(values.to("cpu", torch.float32), param).numpy())
         slot.note()
 
     def __getstate__(self) -> dict[str, Any]:
