@@ -138,14 +138,14 @@ class _Writer:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._made = False
+        self._made: list[Path] = []
         self._names: list[str] = []
         self._file: FileIO | None = None
         self.path = folder
         """What is being written."""
 
     def start(self) -> None:
-        self._made = not self._folder.exists()
+        self._made = [folder for folder in (self._folder, *self._folder.parents) if not folder.exists()]
         self._folder.mkdir(parents=True, exist_ok=True)
         self._remove(lambda name: name.endswith(".tmp"))  # of an export that was killed
 
@@ -203,9 +203,9 @@ class _Writer:
         for name in self._names:
             with suppress(OSError):
                 _aside(self._folder / name).unlink(missing_ok=True)
-        if self._made:
+        for folder in self._made:
             with suppress(OSError):
-                self._folder.rmdir()
+                folder.rmdir()
 
 
 def _aside(path: Path) -> Path:

@@ -184,7 +184,7 @@ def test_a_full_disk_is_one_error_that_names_the_file_and_leaves_nothing(tmp_pat
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))  # a real write that fails
     try:
-        for folder in (tmp_path / "old", tmp_path / "new"):
+        for folder in (tmp_path / "old", tmp_path / "new" / "deep"):
             with pytest.raises(CheckpointError, match=r"model-00002-of-00002.safetensors: cannot be written") as caught:
                 export(folder, {"a": np.ones(4, np.float32), "b": np.ones(2000, np.float32)}, 20)
             assert caught.value.__cause__.errno == errno.EFBIG
