@@ -11,15 +11,13 @@ from torch import nn
 from offload_core import checks
 from offload_core.errors import ParameterError
 from offload_core.export import Weight, export_weights
-from offload_core.safetensors_files import NUMPY_OF
 
 from .partitioned import gathered_parameters
-from .tensors import ELEMENT_TYPES
+from .tensors import ELEMENT_TYPES, NUMPY_DTYPES, memory
 
 if TYPE_CHECKING:
     from .optimizer import OffloadedAdamW
 
-_NUMPY = {getattr(torch, dtype.name): dtype for dtype in NUMPY_OF.values()}
 _COMPILED = "_orig_mod."  # what torch.compile puts in the names of a module's parts
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in ELEMENT_TYPES}
 
@@ -76,27 +74,26 @@ def _untied(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _weight(optimizer: "OffloadedAdamW", name: str, tensor: torch.Tensor, target: torch.dtype | None) -> Weight:
     dtype = target if target is not None and tensor.dtype.is_floating_point else tensor.dtype
-    if tensor.layout is not torch.strided or dtype not in _NUMPY or tensor.is_meta:
+    if tensor.layout is not torch.strided or dtype not in NUMPY_DTYPES or tensor.is_meta:
         where = " on the meta device" * tensor.is_meta
         raise ParameterError(
             f"export_safetensors: {name!r} is {tensor.dtype}, {tensor.layout}{where}; expected a dense tensor with "
-            f"values, of one of {', '.join(str(d).removeprefix('torch.') for d in _NUMPY)}"
+            f"values, of one of {', '.join(str(d).removeprefix('torch.') for d in NUMPY_DTYPES)}"
         )
     master = target is not None and optimizer.has_states(tensor)
 
     def read(wanted: bool) -> np.ndarray | None:
         if master:
             values = optimizer.whole_states(tensor, ["master"])["master"]
-            return _bytes(values.to(dtype)) if wanted else None
+            return _in_order(values.to(dtype)) if wanted else None
         with gathered_parameters(tensor):
-            return _bytes(tensor.detach().to("cpu", dtype)) if wanted else None
+            return _in_order(tensor.detach().to("cpu", dtype)) if wanted else None
 
-    return Weight(name, _NUMPY[dtype], tuple(tensor.shape), read)
+    return Weight(name, NUMPY_DTYPES[dtype], tuple(tensor.shape), read)
 
 
-def _bytes(tensor: torch.Tensor) -> np.ndarray:
-    tensor = tensor.resolve_conj().resolve_neg().contiguous().view(-1)
-    return tensor.view(torch.uint8).numpy() if tensor.numel() else np.empty(0, np.uint8)
+def _in_order(tensor: torch.Tensor) -> np.ndarray:
+    return memory(tensor.resolve_conj().resolve_neg().contiguous().view(-1))
 
 
 def torch_state_dict(optimizer: "OffloadedAdamW", *, rank0_only: bool) -> dict[str, Any] | None:

@@ -4,16 +4,20 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 
 from offload_core.dtypes import BFLOAT16, FLOAT16, FLOAT32, ElementType
 from offload_core.errors import GradientError, ParameterError
 from offload_core.partition import ParamSpec
 from offload_core.regions import InMemory
+from offload_core.safetensors_files import NAME_OF
 
 ELEMENT_TYPES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 _ADDITIONS = (torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor)
 TORCH_DTYPES = {element_type: dtype for dtype, element_type in ELEMENT_TYPES.items()}
+NUMPY_DTYPES = {getattr(torch, dtype.name): dtype for dtype in NAME_OF}
+"""Of all tensors that files hold."""
 
 
 def memory_order(tensor: torch.Tensor) -> list[int] | None:
@@ -47,6 +51,14 @@ def flat_like(tensor: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     order = memory_order(param)
     detached = tensor.detach().resolve_neg()
     return (detached if order is None else detached.permute(order)).reshape(-1).contiguous()
+
+
+def memory(run: torch.Tensor) -> np.ndarray:
+    """The memory of a one-dimensional tensor on the host; of bfloat16 too, which ``Tensor.numpy`` refuses."""
+    dtype = NUMPY_DTYPES[run.dtype]
+    if run.numel() == 0:
+        return np.empty(0, dtype)
+    return run.view(torch.uint8).numpy().view(dtype)
 
 
 def shaped_like(run: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
