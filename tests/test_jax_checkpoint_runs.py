@@ -1,4 +1,4 @@
-"""Resuming is invisible in JAX: other processes, devices and stages go on with the bits of a run that was not stopped."""
+"""Resuming is invisible in JAX: other processes, devices and stages have the bits of a run that was not stopped."""
 
 import json
 import os
