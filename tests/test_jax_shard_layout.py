@@ -1,5 +1,7 @@
 """Where the elements of a sharded JAX parameter are in the core's order."""
 
+import itertools
+
 import numpy as np
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -51,3 +53,30 @@ def test_each_rank_owns_the_states_of_its_slice_of_the_array(case, data):
             found = layout.locate(bucket.in_tensor(piece, len(ranks)), piece.numel, len(ranks))
             held = [padded[ranks[i]][start:stop] for i, start, stop in found]
             assert np.array_equal(np.concatenate(held), core[piece.start : piece.stop])
+
+
+@law(100)
+@given(cuts(), st.integers(0, 2**32 - 1))
+@example((3, (5, 15, 4), 1, 40), 0)
+def test_regions_say_where_the_elements_of_a_run_are_in_the_array(case, seed):
+    world_size, shape, dim, bucket_numel = case
+    in_bucket = round_up(bucket_numel, ALIGNMENT * world_size) // world_size
+    layout = ShardLayout(shape, dim, world_size, in_bucket)
+    whole = np.arange(1, np.prod(shape) + 1, dtype=np.float32)
+    core = layout.to_core(whole)  # padding is 0
+    ends = np.random.default_rng(seed).integers(0, layout.numel + 1, 4)
+    bounds = sorted({0, layout.numel, *ends.tolist()})
+    times = np.zeros(whole.size, int)
+    for start, stop in itertools.pairwise(bounds):  # any runs; those of the buckets' shards among them
+        filled = np.zeros(stop - start, np.float32)
+        for at, region in layout.regions(start, stop - start):
+            region.check()
+            assert region.shape == shape
+            to = at
+            for first, numel in region.runs().tolist():
+                filled[to : to + numel] = whole[first : first + numel]
+                times[first : first + numel] += 1
+                to += numel
+            assert to == at + region.numel
+        assert np.array_equal(filled, core[start:stop])
+    assert (times == 1).all()
