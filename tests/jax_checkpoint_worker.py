@@ -1,6 +1,6 @@
 """Trains in JAX, saves, or goes on from what was saved: a process of test_jax_checkpoint.py.
 
-jax_checkpoint_worker.py straight|save|resume FOLDER CASES [ADDRESS PROCESS]
+jax_checkpoint_worker.py straight|save|resume|fail|lose FOLDER CASES [ADDRESS PROCESS]
 
 Gradients are small multiples of 1/8, whose sums are exact in every element type and order: the same four micro-batches
 give the same bits on any number of devices.
@@ -8,16 +8,23 @@ give the same bits on any number of devices.
 
 import hashlib
 import json
+import os
 import random
+import signal
 import sys
+from functools import partial
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from frontends.jax import RankGradients, ScaledGradients, wrap
 from frontends.jax.on_mesh import OnMesh
+from offload_core.checkpoint_files import Checkpoint
+from offload_core.errors import CheckpointError, CollectiveError, StateError
+from offload_core.shard_writer import ShardWriter
 
 STEPS, SAVED_AT, MICRO_BATCHES = 30, 10, 4
 SHAPES = {"h": [{"w": (6, 8)}, {"w": (8, 24), "b": (24,)}], "embed": (33, 24), "odd": (5, 7), "empty": (0, 2)}
@@ -131,6 +138,64 @@ def run(what, folder, case):
     return outcome(offloaded, loader)
 
 
+def fail(folder, case):
+    """One process fails, and all say so; what was there before is there after."""
+    offloaded, folder, second = new(case, case["devices"]), folder / case["name"], jax.process_index() == 1
+    train(offloaded, Loader(), 1)
+    good = offloaded.save_checkpoint(folder)
+    train(offloaded, Loader(), 1)
+    before = outcome(offloaded, Loader())
+    here = "it says there why|failed in another process"
+
+    with pytest.raises(CheckpointError, match="expected an object with state_dict" if second else here):
+        offloaded.save_checkpoint(folder, stateful={"loader": None if second else Loader()})
+
+    def no_space(*arguments):
+        raise OSError(28, "No space left on device")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if second:
+            patch.setattr("offload_core.shard_writer.ShardWriter._put", no_space)
+        with pytest.raises(CheckpointError, match="No space left on device" if second else here):
+            offloaded.save_checkpoint(folder)
+    assert outcome(offloaded, Loader()) == before
+    assert {path.name for path in folder.iterdir()} == {"latest", good.name}
+
+    read, calls = Checkpoint._block, []
+
+    def flipped(checkpoint, i, block, *arguments):
+        calls.append(block)
+        if second and len(calls) > 1:  # not in what is read before anything changes
+            raise CheckpointError("bytes are not those that were written")
+        return read(checkpoint, i, block, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Checkpoint, "_block", flipped)
+        with pytest.raises(CheckpointError, match="bytes are not those" if second else here):
+            offloaded.load_checkpoint(folder)
+    with pytest.raises(StateError, match="loading a checkpoint broke off"):
+        train(offloaded, Loader(), 1)
+    offloaded.load_checkpoint(folder)
+    train(offloaded, Loader(), 1)
+    assert outcome(offloaded, Loader()) == before
+    return "passed"
+
+
+def lose(folder, case):
+    """The second process is killed while it writes its part of a second checkpoint."""
+    offloaded, loader = new(case, case["devices"]), Loader()
+    random.seed(1)
+    np.random.seed(1)
+    train(offloaded, loader, SAVED_AT)
+    offloaded.save_checkpoint(folder / case["name"], stateful={"loader": loader}, extras=case["name"])
+    train(offloaded, loader, 1)
+    if jax.process_index() == 1:
+        ShardWriter._put = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(CollectiveError, match="resume from the last checkpoint"):
+        offloaded.save_checkpoint(folder / case["name"])
+    return "passed"
+
+
 def main():
     what, folder, cases, *peers = sys.argv[1:]
     folder = Path(folder)
@@ -141,8 +206,11 @@ def main():
     jax.config.update("jax_num_cpu_devices", 2 if peers else 4)
     if peers:
         jax.distributed.initialize(peers[0], 2, int(peers[1]))
-    results = {case["name"]: run(what, folder, case) for case in json.loads(Path(cases).read_text())}
+    act = {"fail": fail, "lose": lose}.get(what, partial(run, what))
+    results = {case["name"]: act(folder, case) for case in json.loads(Path(cases).read_text())}
     (folder / f"{what}-{jax.process_index()}-of-{jax.process_count()}.json").write_text(json.dumps(results))
+    if what == "lose":
+        os._exit(0)  # JAX would wait for the other
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -84,6 +85,8 @@ def run(folder, what, cases, n_processes=1):
         for worker in workers:
             worker.kill()
     said = "\n".join(log.read_text()[-3000:] for log in logs)
+    if what == "lose":
+        return [worker.returncode for worker in workers]
     assert [worker.returncode for worker in workers] == [0] * n_processes, said
     return [json.loads((folder / f"{what}-{i}-of-{n_processes}.json").read_text()) for i in range(n_processes)]
 
@@ -124,3 +127,15 @@ def differences(outcomes, name, process=0):
     expected, found = outcomes[name.partition(" ")[0], 0], outcomes[name, process]
     assert found.keys() == expected.keys()
     return [what for what in expected if found[what] != expected[what]]
+
+
+def test_where_one_process_fails_all_say_so_and_the_checkpoint_before_is_whole(tmp_path):
+    found = run(tmp_path, "fail", [case("fp32", 4, stage=3)], 2)
+    assert found == [{"fp32": "passed"}] * 2
+
+
+def test_a_process_lost_in_a_save_leaves_the_checkpoint_before(tmp_path, outcomes):
+    codes = run(tmp_path, "lose", [case("lost", 4, stage=3)], 2)
+    assert codes == [0, -signal.SIGKILL]
+    [found] = run(tmp_path, "resume", [case("resumed", None, "lost")])
+    assert differences(outcomes | {("fp32 resumed", 0): found["resumed"]}, "fp32 resumed") == []
