@@ -1,6 +1,6 @@
 """Trains in JAX, saves, or goes on from what was saved: a process of test_jax_checkpoint.py.
 
-jax_checkpoint_worker.py straight|save|resume|fail|lose FOLDER CASES [ADDRESS PROCESS]
+jax_checkpoint_worker.py FOLDER CASES RESULTS [ADDRESS PROCESS]
 
 Gradients are small multiples of 1/8, whose sums are exact in every element type and order: the same four micro-batches
 give the same bits on any number of devices.
@@ -12,7 +12,6 @@ import os
 import random
 import signal
 import sys
-from functools import partial
 from pathlib import Path
 
 import jax
@@ -114,27 +113,38 @@ def outcome(offloaded, loader):
     return {name: hashlib.sha256(data).hexdigest() for name, data in found.items()}
 
 
-def run(what, folder, case):
-    devices, loader = case["devices"], Loader()
-    offloaded = new(case, devices, seed=0 if what != "resume" else 1)
-    random.seed(1)
-    np.random.seed(1)
-    if what == "straight":
-        train(offloaded, loader, STEPS)
-    elif what == "save":
-        train(offloaded, loader, SAVED_AT)
-        if case["fields"].get("param_dtype") == "float16":
-            assert offloaded.count < SAVED_AT, "no update was skipped"
-        offloaded.save_checkpoint(folder / case["name"], stateful={"loader": loader}, extras=case["name"], wait=False)
-        train(offloaded, loader, STEPS - SAVED_AT)  # saving does not disturb the run
-        offloaded.wait_for_checkpoint()
-    else:
-        random.seed(2)
-        np.random.seed(2)
-        loader.rng = np.random.default_rng(9)
-        extras = offloaded.load_checkpoint(folder / case["saved_as"], stateful={"loader": loader})
-        assert extras == case["saved_as"]
-        train(offloaded, loader, STEPS - SAVED_AT)
+def begin(case, seed=0):
+    random.seed(1 + seed)
+    np.random.seed(1 + seed)
+    return new(case, case["devices"], seed=seed), Loader()
+
+
+def straight(folder, case):
+    """30 steps at a stretch."""
+    offloaded, loader = begin(case)
+    train(offloaded, loader, STEPS)
+    return outcome(offloaded, loader)
+
+
+def save(folder, case):
+    """Saving after 10 steps does not disturb them."""
+    offloaded, loader = begin(case)
+    train(offloaded, loader, SAVED_AT)
+    if case["fields"].get("param_dtype") == "float16":
+        assert offloaded.count < SAVED_AT, "no update was skipped"
+    offloaded.save_checkpoint(folder / case["name"], stateful={"loader": loader}, extras=case["name"], wait=False)
+    train(offloaded, loader, STEPS - SAVED_AT)
+    offloaded.wait_for_checkpoint()
+    return outcome(offloaded, loader)
+
+
+def resume(folder, case):
+    """The other 20 steps, after those that were saved."""
+    offloaded, loader = begin(case, seed=1)
+    loader.rng = np.random.default_rng(9)
+    extras = offloaded.load_checkpoint(folder / case["saved_as"], stateful={"loader": loader})
+    assert extras == case["saved_as"]
+    train(offloaded, loader, STEPS - SAVED_AT)
     return outcome(offloaded, loader)
 
 
@@ -183,9 +193,7 @@ def fail(folder, case):
 
 def lose(folder, case):
     """The second process is killed while it writes its part of a second checkpoint."""
-    offloaded, loader = new(case, case["devices"]), Loader()
-    random.seed(1)
-    np.random.seed(1)
+    offloaded, loader = begin(case)
     train(offloaded, loader, SAVED_AT)
     offloaded.save_checkpoint(folder / case["name"], stateful={"loader": loader}, extras=case["name"])
     train(offloaded, loader, 1)
@@ -197,7 +205,7 @@ def lose(folder, case):
 
 
 def main():
-    what, folder, cases, *peers = sys.argv[1:]
+    folder, cases, results, *peers = sys.argv[1:]
     folder = Path(folder)
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_compilation_cache_dir", str(folder / "compiled"))  # by whichever process comes first
@@ -206,10 +214,12 @@ def main():
     jax.config.update("jax_num_cpu_devices", 2 if peers else 4)
     if peers:
         jax.distributed.initialize(peers[0], 2, int(peers[1]))
-    act = {"fail": fail, "lose": lose}.get(what, partial(run, what))
-    results = {case["name"]: act(folder, case) for case in json.loads(Path(cases).read_text())}
-    (folder / f"{what}-{jax.process_index()}-of-{jax.process_count()}.json").write_text(json.dumps(results))
-    if what == "lose":
+    acts = {act.__name__: act for act in (straight, save, resume, fail, lose)}
+    found = {}
+    for case in json.loads(Path(cases).read_text()):
+        found[case["name"]] = acts[case["what"]](folder, case)
+        Path(results).write_text(json.dumps(found))
+    if case["what"] == "lose":
         os._exit(0)  # JAX would wait for the other
 
 
