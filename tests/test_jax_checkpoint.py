@@ -64,7 +64,10 @@ def assert_same(one, other):
     assert one.count == other.count
 
 
-@pytest.mark.parametrize("fields", [{}, {"param_dtype": "float16"}, {"param_dtype": "bfloat16", "schedule": "delayed"}])
+DELAYED = {"param_dtype": "bfloat16", "schedule": "delayed", "delay_warmup_steps": 1}
+
+
+@pytest.mark.parametrize("fields", [{}, {"param_dtype": "float16"}, DELAYED], ids=["fp32", "fp16", "delayed"])
 def test_who_resumes_goes_on_with_the_same_bits(tmp_path, fields):
     straight, resumed = new(**fields), new(1, **fields)
     for i in range(3):
@@ -113,6 +116,23 @@ def test_extras_stateful_objects_and_random_generators_come_back(tmp_path):
         offloaded.load_checkpoint(tmp_path, stateful={"other": loader})
     with pytest.raises(CheckpointError, match=r"state\['extras'\]\['f'\] is a builtins.function"):
         offloaded.save_checkpoint(tmp_path, extras={"f": step})
+
+
+def test_what_is_not_trained_is_loaded_array_by_array(tmp_path, monkeypatch):
+    monkeypatch.setattr("offload_core.checkpoint._TARGET_BYTES", 1)
+    read, at_a_time = Checkpoint.read, []
+
+    def counted(checkpoint, wants):
+        at_a_time.append([want.name for want in wants])
+        read(checkpoint, wants)
+
+    one, other = new(), new(1)
+    one.save_checkpoint(tmp_path)
+    monkeypatch.setattr(Checkpoint, "read", counted)
+    other.load_checkpoint(tmp_path)
+    of_untrained = [names for names in at_a_time if any(name.startswith("more.") for name in names)]
+    assert [len(names) for names in of_untrained if names != ["more.empty"]] == [1] * 6
+    assert_same(one, other)
 
 
 def test_what_is_trained_here_and_not_there_is_taken_over_and_the_other_way(tmp_path):
