@@ -39,10 +39,14 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 _KINDS = {str(dtype): {"V": "f", "u": "i"}.get(dtype.kind, dtype.kind) for dtype in NAME_OF}
 """Element types whose numbers can be taken for each other's."""
 _POLL_SECONDS = 0.05
+_LONGEST_PAUSE_SECONDS = 0.2
 _TARGET_BYTES = 64 * 2**20
 """Of what is not trained, read at a time (or one tensor, where that is larger)."""
 _PATIENCE_SECONDS = 600.0
 """How long process 0 waits while no file of the others grows."""
+
+Names = Mapping[str, str] | Callable[[str], str] | None
+"""From a model's names to those in a checkpoint."""
 
 
 @dataclass
@@ -142,6 +146,7 @@ class Checkpoints:
         save, self._save = self._save, None
         if save is not None:
             try:
+                self._pipeline.finish()  # ranks meet for one thing at a time
                 save.wait()
             finally:
                 self._pipeline.before_change(None)
@@ -259,14 +264,17 @@ class Checkpoints:
         """Some at a time: a front end may need memory for each until it is loaded."""
         read: list[Target] = []
         wants: list[Want] = []
+        n_bytes = 0
         for target in targets:
+            more = list(target.wants("param" if target.name in loaded.others else "master"))
+            n_bytes += sum(want.out.nbytes for want in more)
             read.append(target)
-            wants += target.wants("param" if target.name in loaded.others else "master")
-            if target is targets[-1] or sum(want.out.nbytes for want in wants) >= _TARGET_BYTES:
+            wants += more
+            if n_bytes >= _TARGET_BYTES or target is targets[-1]:
                 loaded.checkpoint.read(wants)
                 for each in read:
                     each.loaded()
-                read, wants = [], []
+                read, wants, n_bytes = [], [], 0
 
     def _check(self, loaded: "Loaded", names: Sequence[str], targets: Sequence[Target]) -> None:
         """Raise :class:`CheckpointError` where it is another model's."""
@@ -394,6 +402,13 @@ def _read_from(read: Callable[[int, np.ndarray], None], at: int, start: int, out
     read(at + start, out)
 
 
+def translation(names: Names) -> Callable[[str], str]:
+    """As a function; what is not in a mapping has its own name."""
+    if isinstance(names, Mapping):
+        return lambda name: names.get(name, name)
+    return names or (lambda name: name)
+
+
 def states_of(stateful: Mapping[str, Any] | None) -> dict[str, Any]:
     """The states of a user's objects: schedulers, data loaders, whatever has ``state_dict``.
 
@@ -510,7 +525,6 @@ class _Save:
         self._keep = keep
         self._quiet = quiet
         self._error: Exception | None = None
-        self._written = threading.Event()
         self._given_up = threading.Event()
         writer = None
         try:
@@ -528,23 +542,32 @@ class _Save:
         self._thread.start()
 
     def wait(self) -> None:
-        """Return when it is complete, in all processes."""
-        collectives = self._place.collectives
-        self._written.wait()
-        try:
-            with together(collectives, "save"):
-                self._raise()
-        except BaseException:
-            self._given_up.set()
-            self._thread.join()
-            raise
-        self._thread.join()
-        with together(collectives, "save"):
-            self._raise()
+        """Return when it is complete, in all processes.
 
-    def _raise(self) -> None:
+        They ask each other again and again: a collective that waited for a slow disk might come too late.
+        """
+        collectives, pause = self._place.collectives, 0.001
+        status = np.zeros(2, np.int64)
+        try:
+            while status[0] < collectives.world_size and not status[1]:
+                self._thread.join(pause)
+                status[:] = not self._thread.is_alive(), self._error is not None
+                collectives.sum_integers(status, "checkpoint: save")
+                pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+        finally:
+            if status[0] < collectives.world_size or status[1]:
+                self._given_up.set()
+                self.writer.cancel(self._given_up_error())
+            self._thread.join()
         if self._error is not None:
             raise self._error
+        if status[1]:
+            raise self._given_up_error()
+
+    def _given_up_error(self) -> CheckpointError:
+        return CheckpointError(
+            f"{self._place.unfinished}: saving failed in another process, and so in all; it says there why"
+        )
 
     def _run(self) -> None:
         place = self._place
@@ -553,7 +576,6 @@ class _Save:
             self._record["blocks"] = self.writer.checksums
             part = json.dumps(self._part | {"files": self._record})
             files.durable(self._part_of(place.collectives.rank), part)
-            self._written.set()
             if place.collectives.rank == 0:
                 self._complete()
         except Exception as error:
@@ -565,7 +587,6 @@ class _Save:
                 warnings.warn(CheckpointWarning(str(error)))
         finally:
             place.release()
-            self._written.set()
 
     def _part_of(self, rank: int) -> Path:
         return self._place.unfinished / f"part-{rank:05d}.json"
@@ -588,7 +609,7 @@ class _Save:
         since = time.monotonic()
         while missing := [path for path in paths if not path.exists()]:
             if self._given_up.is_set():
-                raise CheckpointError(f"{self._place.unfinished}: given up, as another process was")
+                raise self._given_up_error()
             now = [(path.name, path.stat().st_mtime_ns) for path in sorted(self._place.unfinished.glob("shard-*"))]
             if now != seen:
                 seen, since = now, time.monotonic()

@@ -14,12 +14,14 @@ from offload_core.checkpoint import (
     Checkpoints,
     Contents,
     Loaded,
+    Names,
     Target,
     check_stateful,
     random_state,
     set_random_state,
     states_of,
     together,
+    translation,
 )
 from offload_core.checkpoint_files import Want
 from offload_core.errors import CheckpointError
@@ -32,15 +34,6 @@ from offload_core.shard_writer import Source
 from .device import read
 from .placement import Placement
 from .trees import dotted_names, from_numpy, is_array, is_key, numpy_form
-
-Names = Mapping[str, str] | Callable[[str], str] | None
-"""From a tree's names to those in a checkpoint."""
-
-
-def translation(names: Names) -> Callable[[str], str]:
-    if isinstance(names, Mapping):
-        return lambda name: names.get(name, name)
-    return names or (lambda name: name)
 
 
 def _is_key_of(kind: str, value: Any) -> bool:

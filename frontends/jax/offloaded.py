@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from offload_core.checkpoint import Names
 from offload_core.config import ConfigLike, OffloadConfig, check_hyperparameters
 from offload_core.cpu_adam import STATE_NAMES, AdamHyper
 from offload_core.dtypes import BY_NUMPY
@@ -24,7 +25,7 @@ from offload_core.pipeline import Pipeline, StepReport
 from offload_core.regions import InMemory
 from offload_core.trace import COMPUTE
 
-from .checkpoint import Names, TreeCheckpoints, take_up
+from .checkpoint import TreeCheckpoints, take_up
 from .device import in_host_memory
 from .gradients import RankGradients, ScaledGradients, check_alike
 from .optax_updates import OffloadState, exact_update, exact_update_of_shards, no_update
