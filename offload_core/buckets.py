@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -32,9 +33,11 @@ class StateRun(NamedTuple):
     start: int
     numel: int
     arrays: dict[str, np.ndarray]
-    """By name, those of ``cpu_adam.STATE_NAMES`` among them."""
+    """By name, those of ``cpu_adam.STATE_NAMES``."""
     in_place: bool
     """Whether ``"master"`` is the parameter itself."""
+    read_parameter: Callable[[int, np.ndarray], None]
+    """``read_parameter(at, out)`` copies the device parameter's own elements, from the run's ``at`` on, to ``out``."""
 
 
 class LocalBuckets:
@@ -170,12 +173,8 @@ class LocalBuckets:
         assert end + pieces[-1][1].numel == at + numel
         return {name: array[at : at + numel] for name, array in arena.items()}
 
-    def runs(self, param: int, tensor: Any, *, device_parameter: bool = False) -> list[StateRun]:
-        """This process's states of a parameter, bucket after bucket; its memory itself.
-
-        Args:
-            device_parameter: also the parameter's own value, as ``"param"``.
-        """
+    def runs(self, param: int, tensor: Any) -> list[StateRun]:
+        """This process's states of a parameter, bucket after bucket; its memory itself."""
         found = []
         for work, piece in self._pieces_of(param):
             arena, at = self._states.locate(work.bucket.index, piece.offset)
@@ -183,10 +182,13 @@ class LocalBuckets:
             in_place = self.without_master(work.bucket)
             if in_place:
                 arrays["master"] = self._read(work, piece, tensor).view()
-            if device_parameter:
-                arrays["param"] = self._read(work, piece, tensor).view()
-            found.append(StateRun(piece.start, piece.numel, arrays, in_place))
+            read = partial(self._read_parameter, work, piece, tensor)
+            found.append(StateRun(piece.start, piece.numel, arrays, in_place, read))
         return found
+
+    def _read_parameter(self, work: LocalBucket, piece: Piece, tensor: Any, at: int, out: np.ndarray) -> None:
+        source = self._read(work, piece, tensor, at, out.size)
+        np.copyto(out, source.view())
 
     def own_masters(self, param: int, tensor: Any) -> list[tuple[int, np.ndarray]]:
         """Where a parameter is its own master weight, all of it that this process holds: ``(start, memory)`` a run."""
@@ -351,13 +353,14 @@ class LocalBuckets:
         rows = _kernels.spans_of([(source.address, _kernels.address(master), piece.numel)])
         _kernels.cast(rows, source.dtype, FLOAT32, threads=self.threads)
 
-    def _read(self, work: LocalBucket, piece: Piece, tensor: Any) -> HostArray:
-        """A piece of a parameter's tensor, of its own element type."""
-        start = work.bucket.in_tensor(piece, len(self.device.ranks))
+    def _read(self, work: LocalBucket, piece: Piece, tensor: Any, at: int = 0, numel: int | None = None) -> HostArray:
+        """A piece of a parameter's tensor, or ``numel`` elements of it from ``at`` on; of its own element type."""
+        start = work.bucket.in_tensor(piece, len(self.device.ranks)) + at
+        numel = piece.numel if numel is None else numel
         if self.host_shards if work.bucket.partitioned else self.device.addressable:
-            return self.device.host_array(tensor).run(start, piece.numel)
-        host = np.empty(piece.numel, self.device.dtype(tensor).numpy)
-        self.device.to_host([Copy(tensor, start, piece.numel, 0)], host).wait()
+            return self.device.host_array(tensor).run(start, numel)
+        host = np.empty(numel, self.device.dtype(tensor).numpy)
+        self.device.to_host([Copy(tensor, start, numel, 0)], host).wait()
         return HostArray.of(host)
 
 

@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +32,21 @@ from .layout import fingerprint
 from .pipeline import Pipeline
 from .plain import ArrayType, decode, encode
 from .regions import Region
+from .safetensors_files import NAME_OF
 from .shard_writer import ShardWriter, Source
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_KINDS = {str(dtype): {"V": "f", "u": "i"}.get(dtype.kind, dtype.kind) for dtype in NAME_OF}
+"""Element types whose numbers can be taken for each other's."""
 _POLL_SECONDS = 0.05
 _LONGEST_PAUSE_SECONDS = 0.2
+_TARGET_BYTES = 64 * 2**20
+"""Of what is not trained, read at a time (or one tensor, where that is larger)."""
 _PATIENCE_SECONDS = 600.0
 """How long process 0 waits while no file of the others grows."""
+
+Names = Mapping[str, str] | Callable[[str], str] | None
+"""From a model's names to those in a checkpoint."""
 
 
 @dataclass
@@ -68,6 +77,8 @@ class Target:
     """What is to be read, of the kind that there is: ``"param"``, or ``"master"``."""
     loaded: Callable[[], None] = lambda: None
     """Called when it has been."""
+    dtype: np.dtype | None = None
+    """One of another kind (integers, floats) is refused; None: it may be of any."""
 
 
 class Checkpoints:
@@ -178,12 +189,14 @@ class Checkpoints:
 
     def _sources_of(self, i: int, name: str, tensor: Any, behind: bool) -> list[Source]:
         found = []
-        for run in self._pipeline.runs(i, tensor, device_parameter=behind):
+        for run in self._pipeline.runs(i, tensor):
             for at, region in self._pipeline.elements(i).regions(run.start, run.numel):
                 for kind, array in run.arrays.items():
-                    fixed = kind == "param" or (kind == "master" and run.in_place)
-                    part = array[at : at + region.numel]
-                    found.append(Source.of(name, kind, region, part, None if fixed else i))
+                    fixed = kind == "master" and run.in_place
+                    found.append(Source.of(name, kind, region, array[at : at + region.numel], None if fixed else i))
+                if behind:
+                    dtype = self._pipeline.device.dtype(tensor).numpy
+                    found.append(Source(name, "param", region, dtype, partial(_read_from, run.read_parameter, at)))
         return found
 
     # --- loading -------------------------------------------------------------------------------------
@@ -228,12 +241,8 @@ class Checkpoints:
                 wants = []
                 for i, name in enumerate(names):
                     wants += self._wants_of(loaded.checkpoint, i, name, tensors[i], i in behind)
-                for target in targets:
-                    kind = "param" if target.name in loaded.others else "master"
-                    wants += target.wants(kind)
                 loaded.checkpoint.read(wants)
-                for target in targets:
-                    target.loaded()
+                self._read_targets(loaded, targets)
             pipeline.publish_later(range(len(names)))
             publish()
             with together(self._collectives, "load"):
@@ -250,6 +259,22 @@ class Checkpoints:
             if pipeline.scaler is not None and loaded.content["loss_scale"] is not None:
                 pipeline.scaler.load_state_dict(loaded.content["loss_scale"])
         return loaded
+
+    def _read_targets(self, loaded: "Loaded", targets: Sequence[Target]) -> None:
+        """Some at a time: a front end may need memory for each until it is loaded."""
+        read: list[Target] = []
+        wants: list[Want] = []
+        n_bytes = 0
+        for target in targets:
+            more = list(target.wants("param" if target.name in loaded.others else "master"))
+            n_bytes += sum(want.out.nbytes for want in more)
+            read.append(target)
+            wants += more
+            if n_bytes >= _TARGET_BYTES or target is targets[-1]:
+                loaded.checkpoint.read(wants)
+                for each in read:
+                    each.loaded()
+                read, wants, n_bytes = [], [], 0
 
     def _check(self, loaded: "Loaded", names: Sequence[str], targets: Sequence[Target]) -> None:
         """Raise :class:`CheckpointError` where it is another model's."""
@@ -272,6 +297,13 @@ class Checkpoints:
                 raise CheckpointError(
                     f"{path}: {name!r} has shape {there[name]['shape']} in it, expected {list(shape)}: is it the "
                     "checkpoint of another model?"
+                )
+        for target in targets:
+            theirs = loaded.others.get(target.name, {}).get("dtype", "float32")
+            if target.dtype is not None and _KINDS.get(theirs) != _KINDS[str(target.dtype)]:
+                raise CheckpointError(
+                    f"{path}: {target.name!r} is of {theirs} in it, expected {target.dtype}: is it the checkpoint of "
+                    "another model?"
                 )
 
     def _agree(self, checkpoint: Checkpoint) -> None:
@@ -364,6 +396,17 @@ def _failed_ranks(collectives: Collectives, what: str, *, failed: bool) -> str:
     flags[collectives.rank] = failed
     collectives.sum_integers(flags, f"checkpoint: {what}")
     return ", ".join(map(str, np.flatnonzero(flags)))
+
+
+def _read_from(read: Callable[[int, np.ndarray], None], at: int, start: int, out: np.ndarray) -> None:
+    read(at + start, out)
+
+
+def translation(names: Names) -> Callable[[str], str]:
+    """As a function; what is not in a mapping has its own name."""
+    if isinstance(names, Mapping):
+        return lambda name: names.get(name, name)
+    return names or (lambda name: name)
 
 
 def states_of(stateful: Mapping[str, Any] | None) -> dict[str, Any]:

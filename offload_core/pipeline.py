@@ -134,12 +134,17 @@ class Pipeline:
         self._gradients.order += self._buckets.add(specs, tensors)
         self.steps += [np.zeros((), np.float32) for _ in specs]
 
-    def states(self, param: int) -> list[tuple[int, dict[str, np.ndarray]]]:
+    def states(self, param: int, *, writable: bool = False) -> list[tuple[int, dict[str, np.ndarray]]]:
         """This process's states of a parameter: ``(start, {name: fp32 view})`` a contiguous run, ascending.
 
         The names are those of ``cpu_adam.STATE_NAMES``; an fp32 parameter updated in place has no ``"master"``.
+
+        Args:
+            writable: the caller is about to write to them.
         """
         self.finish()
+        if writable:
+            self._buckets.before_change([param])
         return self._buckets.states(param)
 
     def local_states(self, param: int) -> dict[str, np.ndarray]:
@@ -197,10 +202,10 @@ class Pipeline:
         spec = self.params[param]
         return spec.elements or InMemory((spec.numel,))
 
-    def runs(self, param: int, tensor: Any, *, device_parameter: bool = False) -> list[StateRun]:
+    def runs(self, param: int, tensor: Any) -> list[StateRun]:
         """As :meth:`LocalBuckets.runs`."""
         self.finish()
-        return self._buckets.runs(param, tensor, device_parameter=device_parameter)
+        return self._buckets.runs(param, tensor)
 
     def own_masters(self, param: int, tensor: Any) -> list[tuple[int, np.ndarray]]:
         """As :meth:`LocalBuckets.own_masters`."""

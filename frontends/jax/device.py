@@ -10,10 +10,12 @@ import gc
 import time
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
+from jax import lax
 
 from offload_core.device import Copy, Done, Event, HostArray, fill
 from offload_core.dtypes import BY_NUMPY, ElementType
@@ -72,6 +74,19 @@ def on_cpu(array: jax.Array) -> bool:
 def in_host_memory(array: jax.Array) -> bool:
     """Whether the array lies where ``offload_param="cpu"`` puts parameters, and not in its device's own memory."""
     return array.sharding.memory_kind == HOST_MEMORY
+
+
+def read(array: jax.Array, start: int, stop: int) -> np.ndarray:
+    """Elements of an array of one device, or alike on all of them, flattened."""
+    if in_host_memory(array) or on_cpu(array):
+        return np.asarray(array).reshape(-1)[start:stop]
+    # Cut on the device: an array keeps the host copy that NumPy made of it.
+    return np.asarray(_cut(array, start, stop - start))
+
+
+@partial(jax.jit, static_argnums=2)
+def _cut(array: jax.Array, start: int, numel: int) -> jax.Array:
+    return lax.dynamic_slice_in_dim(array.reshape(-1), start, numel)
 
 
 def _is_row_major(array: jax.Array) -> bool:

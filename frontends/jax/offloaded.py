@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from offload_core.checkpoint import Names
 from offload_core.config import ConfigLike, OffloadConfig, check_hyperparameters
 from offload_core.cpu_adam import STATE_NAMES, AdamHyper
 from offload_core.dtypes import BY_NUMPY
@@ -24,6 +26,7 @@ from offload_core.pipeline import Pipeline, StepReport
 from offload_core.regions import InMemory
 from offload_core.trace import COMPUTE
 
+from .checkpoint import TreeCheckpoints, take_up
 from .device import in_host_memory
 from .export import export_safetensors
 from .gradients import RankGradients, ScaledGradients, check_alike
@@ -155,6 +158,7 @@ class OffloadedParams:
             leaves[i] = self._placement.cast(array, spec.dtype, layout)
             self._leaves.append(_Leaf(i, array.shape, leaves[i].dtype, layout))
         self._all_leaves = leaves
+        self._checkpoints = TreeCheckpoints(self._pipeline, self._placement, self.params, leaves, positions)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._pipeline.__reduce_ex__(protocol)  # which says what to do instead
@@ -300,10 +304,14 @@ class OffloadedParams:
         """
         _refuse_jit("flush()")
         if self.config.schedule == "delayed":
-            targets = self._placement.targets([self._all_leaves[leaf.position] for leaf in self._leaves])
-            self._pipeline.flush(targets)
-            self._take_published(targets)
+            self._publish()
         return self.params
+
+    def _publish(self) -> None:
+        """Bring master weights that are ahead to the parameters."""
+        targets = self._placement.targets([self._all_leaves[leaf.position] for leaf in self._leaves])
+        self._pipeline.flush(targets)
+        self._take_published(targets)
 
     def trace(self, path: str | os.PathLike[str]) -> AbstractContextManager[None]:
         """Record the steps inside to a file for https://ui.perfetto.dev: ``with offloaded.trace("step.json"): ...``
@@ -581,6 +589,74 @@ class OffloadedParams:
                 got = "None" if value is None else list(np.shape(value))
                 raise StateError(f"{what}: {name}{path} is {got}, expected shape {list(shape)}")
         return {position: flat[position][1] for position in shapes}
+
+    # --- checkpoints -------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        stateful: Mapping[str, Any] | None = None,
+        extras: Any = None,
+        keep: int | None = None,
+        wait: bool = True,
+    ) -> Path:
+        """Save what training goes on from, and return the checkpoint's folder, ``folder/step-…``.
+
+        All processes call it; they must share the folder. It holds master weights, moments, arrays that are not trained
+        (the first process's), step counts, the loss scale, the state of the random generators (Python's, NumPy's) of
+        each process, and what is given here. Any number of devices and processes, any stage and the torch front end
+        load it; arrays are known by their dotted paths: ``h.0.w``. It appears whole or not at all, and
+        ``folder/latest`` names it then. With ``schedule="delayed"`` the run goes on as if it had not been saved.
+
+        Args:
+            stateful: objects with ``state_dict()`` and ``load_state_dict()``, by name: data loaders, for example. The
+                first process's states are saved.
+            extras: plain values and arrays (no objects: nothing is pickled), given back by :meth:`load_checkpoint`.
+            keep: delete all but so many of the checkpoints in the folder; None: keep all.
+            wait: False: return while optimizer states are still being written, as they are now; training may go on. The
+                next save or :meth:`wait_for_checkpoint` ends it.
+
+        Raises:
+            CheckpointError: in all processes; earlier checkpoints are untouched.
+            StateError: gradients wait for an update; under jit.
+        """
+        _refuse_jit("save_checkpoint()")
+        return self._checkpoints.save(
+            folder, updates=self.count, stateful=stateful, extras=extras, keep=keep, wait=wait
+        )
+
+    def wait_for_checkpoint(self) -> None:
+        """Return when the last checkpoint is on the disk; raise what went wrong. All processes call it."""
+        self._checkpoints.wait()
+
+    def load_checkpoint(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        stateful: Mapping[str, Any] | None = None,
+        names: Names = None,
+        random_state: bool = True,
+    ) -> Any:
+        """Load a checkpoint, or the latest of a folder, and return its extras; ``params`` are then those it holds.
+
+        All processes call it. Gradients that wait for an update are forgotten.
+
+        Args:
+            stateful: objects that take up the states saved under these names.
+            names: from the dotted paths of this tree to the names in the checkpoint, a function or a mapping of those
+                that differ.
+            random_state: whether the random generators go on where they were. A process that the saving run did not
+                have keeps its own.
+
+        Raises:
+            CheckpointError: in all processes. Nothing has changed, unless the message says that loading broke off.
+            StateError: under jit.
+        """
+        _refuse_jit("load_checkpoint()")
+        loaded = self._checkpoints.load(path, self._publish, stateful=stateful, names=names)
+        self.count = int(loaded.state["updates"])
+        return take_up(loaded, stateful, random_state=random_state)
 
     def memory_report(self) -> MemoryReport:
         """Planned and measured bytes of this process. On the CPU the parameters' buffers count as device memory.

@@ -24,7 +24,7 @@ from offload_core.host_memory import HostMemory
 from offload_core.memory_plan import PlanRow
 from offload_core.partition import ALIGNMENT, Bucket, ParamSpec, round_up
 
-from .device import HOST_MEMORY, in_host_memory
+from .device import HOST_MEMORY, in_host_memory, read
 from .gather import Gathering, Shard
 from .mesh import RUNTIME_ERRORS, JaxMeshDevice, MeshAxis, MeshGradient, MeshParameter
 from .on_mesh import Differentiated, OnMesh, names
@@ -161,14 +161,6 @@ class ShardedMeshDevice(JaxMeshDevice):
             parts = [part.reshape(layout.local_shape) for part in tensor.partial]  # nobody writes them again
             tensor.partial = self.axis.of_parts(layout.shape, tensor.array.sharding, parts)
         self._count_received(bucket, tensor)
-
-
-def read(array: jax.Array, start: int, stop: int) -> np.ndarray:
-    """Elements of an array of one device, flattened."""
-    if in_host_memory(array):
-        return np.asarray(array).reshape(-1)[start:stop]
-    # Cut on the device: an array keeps the host copy that NumPy made of it.
-    return np.asarray(array.reshape(-1)[start:stop])
 
 
 class ShardedOnMesh(OnMesh):

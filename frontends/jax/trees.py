@@ -52,6 +52,12 @@ def flatten(tree: Any) -> tuple[list[tuple[str, Any]], Any]:
     return [(jax.tree_util.keystr(path) or "the whole tree", leaf) for path, leaf in flat], treedef
 
 
+def dotted_names(tree: Any) -> list[str]:
+    """Of the leaves that :func:`flatten` gives: ``h.0.w``, as torch would name them."""
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda leaf: leaf is None)
+    return [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in flat]
+
+
 def check_paths(expected: Sequence[str], flat: Sequence[tuple[str, Any]], error: type[OffloadError], what: str) -> None:
     """Trees of other node types are accepted if their leaves' paths agree; else name the first that differs."""
     for e, g in zip_longest(expected, [path for path, _ in flat], fillvalue="nothing"):
@@ -98,13 +104,21 @@ def to_numpy(leaf: Any) -> Any:
 
 def numpy_shape(leaf: Any) -> tuple[int, ...]:
     """The shape of ``to_numpy(leaf)``."""
-    return jax.eval_shape(jax.random.key_data, leaf).shape if is_key(leaf) else leaf.shape
+    return numpy_form(leaf)[0]
+
+
+def numpy_form(leaf: Any) -> tuple[tuple[int, ...], np.dtype]:
+    """The shape and element type of ``to_numpy(leaf)``."""
+    of = jax.eval_shape(jax.random.key_data, leaf) if is_key(leaf) else leaf
+    return of.shape, np.dtype(of.dtype)
 
 
 def from_numpy(value: Any, like: Any) -> Any:
     """A new array with what ``to_numpy`` gave, of the type and, if all of that is here, in the place of another."""
     if isinstance(like, np.ndarray):
         return np.array(value, like.dtype)
+    if isinstance(like, np.generic):
+        return np.asarray(value, like.dtype)[()]
     if is_key(like):
         array = jax.random.wrap_key_data(jnp.array(value), impl=jax.random.key_impl(like))
     else:

@@ -1,6 +1,6 @@
 """What a model has besides its optimizer states, as checkpoints hold it (``offload_core/checkpoint.py``)."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,17 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
-from offload_core.checkpoint import Contents, Loaded, Target, check_stateful, random_state, set_random_state, states_of
+from offload_core.checkpoint import (
+    Contents,
+    Loaded,
+    Names,
+    Target,
+    check_stateful,
+    random_state,
+    set_random_state,
+    states_of,
+    translation,
+)
 from offload_core.checkpoint_files import Want
 from offload_core.errors import CheckpointError, ParameterError
 from offload_core.plain import ArrayType
@@ -20,9 +30,6 @@ from offload_core.shard_writer import Source
 from .optimizer import OffloadedAdamW
 from .partitioned import PartitionedParameter
 from .tensors import NUMPY_DTYPES, elements_of, flat, memory
-
-Names = Mapping[str, str] | Callable[[str], str] | None
-"""From a model's names to those in a checkpoint."""
 
 
 def _to_numpy(tensor: torch.Tensor) -> np.ndarray:
@@ -80,7 +87,7 @@ class ModelCheckpoints:
         return optimizer.checkpoints.save(folder, contents, tensors, step=optimizer.updates, keep=keep, wait=wait)
 
     def load(self, path: Any, *, stateful: Mapping[str, Any] | None, names: Names, random_state: bool) -> Any:
-        optimizer, translated = self._optimizer, _translation(names)
+        optimizer, translated = self._optimizer, translation(names)
         if optimizer.partitioned is not None:
             optimizer.partitioned.check_closed()
         tensors = optimizer.current_tensors()
@@ -169,7 +176,7 @@ class ModelCheckpoints:
                 if not tensor.is_inference():
                     increment_version(tensor)
 
-        return Target(name, shape, wants, loaded)
+        return Target(name, shape, wants, loaded, _numpy_dtype(name, tensor))
 
 
 def _source(name: str, tensor: torch.Tensor) -> Source:
@@ -211,14 +218,6 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 def _elements_of(tensor: torch.Tensor) -> InMemory:
     return elements_of(tensor) if _is_dense(tensor) else InMemory(tuple(tensor.shape))
-
-
-def _translation(names: Names) -> Callable[[str], str]:
-    if names is None:
-        return lambda name: name
-    if isinstance(names, Mapping):
-        return lambda name: names.get(name, name)
-    return names
 
 
 def _random_state() -> dict[str, Any]:

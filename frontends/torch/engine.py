@@ -12,6 +12,7 @@ from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 from torch.utils._pytree import tree_map_only
 
+from offload_core.checkpoint import Names
 from offload_core.config import ConfigLike
 from offload_core.errors import GradientError, ParameterError, StateError
 from offload_core.export import MAX_SHARD_BYTES
@@ -20,7 +21,7 @@ from offload_core.memory_plan import MemoryReport
 from offload_core.pipeline import StepReport
 from offload_core.trace import COMPUTE
 
-from .checkpoint import ModelCheckpoints, Names
+from .checkpoint import ModelCheckpoints
 from .collectives import default_group
 from .export import export_safetensors
 from .optimizer import OffloadedAdamW

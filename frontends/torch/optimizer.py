@@ -727,6 +727,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         return {name: part(value) for name, value in entry.items()}
 
     def _load(self, slot: Slot, entry: Mapping[str, Any]) -> None:
+        self.pipeline.states(slot.index, writable=True)  # whose memory these are views of
         views = self.state[slot.param]
         for name, view in views.items():
             if name in entry:
