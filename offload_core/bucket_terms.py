@@ -1,0 +1,213 @@
+"""Which buffers a process has of its buckets, and how large: what follows from configuration, device and sizes alone.
+
+``LocalBuckets`` allocates by the same rules that the plan is made with, so that the plan cannot be another. Sizes of
+what comes and goes on the device follow from the order in which gradients are expected: last parameter first.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+
+from .config import OffloadConfig
+from .cpu_adam import STATE_NAMES
+from .device import Arrival, DeviceTerms
+from .dtypes import BY_NAME, FLOAT32, ElementType
+from .memory_plan import MemoryPlan, PlanRow
+from .partition import Bucket, ParamSpec, build_buckets
+from .tasks import Background, Inline
+
+PARAMETER_SHARDS = "parameters on the host"
+"""What ``offload_param`` keeps there."""
+GATHERED = "gathered parameters"
+_NARROWER = "param_dtype='bfloat16'"
+
+
+class BucketTerms:
+    """The rules for one process."""
+
+    def __init__(self, config: OffloadConfig, device: DeviceTerms) -> None:
+        self.config = config
+        self._terms = device
+        self.direct = device.addressable and device.world_size == 1
+        """Nothing is moved: kernels read gradients and write parameters where they are."""
+        self.sums = config.gradient_accumulation_steps > 1 or device.world_size > 1
+        """Gradients are summed on the host, in fp32."""
+        self.host_shards = device.addressable or config.offload_param == "cpu"
+        """What this process holds of partitioned parameters is host memory."""
+        self.emits = config.update_in_backward and config.schedule == "overlap" and config.stage < 3 and not self.direct
+        """Parameters may leave for the device before their step. Not in stage 3, which gathers them in backward."""
+        self._runs = Inline if self.direct or config.schedule == "serial" else Background
+        self._ring_bytes = 0
+        """Of a staging buffer that is there already."""
+
+    # --- the plan ------------------------------------------------------------------------------------
+
+    def plan(
+        self,
+        specs: Sequence[ParamSpec],
+        *,
+        frozen: Sequence[ParamSpec] = (),
+        besides: int = 0,
+        gradients_stay: bool = False,
+    ) -> MemoryPlan:
+        """What training ``specs`` takes where gradients come one by one, as in torch.
+
+        Args:
+            frozen: parameters that are not trained.
+            besides: bytes on the device of what belongs to the model and stays as it is (buffers).
+            gradients_stay: all gradients are on the device till the update, whatever becomes of them.
+        """
+        rows = [*self.host_rows(specs, frozen=frozen), *self._device_rows(specs, frozen, besides, gradients_stay)]
+        return MemoryPlan(tuple(rows), sum(spec.numel for spec in specs), shared=self._terms.addressable)
+
+    def host_rows(self, specs: Sequence[ParamSpec], *, frozen: Sequence[ParamSpec] = ()) -> list[PlanRow]:
+        """What is allocated on the host when ``specs`` are taken on, and for the shards of ``frozen``."""
+        buckets = self._cut(specs)
+        host: dict[str, int] = dict.fromkeys((*STATE_NAMES, "gradients on the host", "staging"), 0)
+        for bucket in buckets:
+            numel = len(self._terms.ranks) * bucket.shard_numel
+            for name in STATE_NAMES:
+                if not (name == "master" and self.without_master(bucket)):
+                    host[name] += 4 * numel
+            if self._has_home:
+                host["gradients on the host"] += self._home_dtype(bucket).itemsize * numel
+        if not self.direct:
+            host["staging"] = self._staging_slots * max(self._slot_bytes(buckets) - self._ring_bytes, 0)
+        if self.config.offload_param is not None:
+            host[PARAMETER_SHARDS] = _shard_bytes([*buckets, *self._cut(frozen)])
+        remedies = {
+            "gradients on the host": "gradient_accumulation_steps=1" if self._accumulates else _NARROWER,
+            "staging": "reduce_bucket_size",
+            PARAMETER_SHARDS: _NARROWER,
+        }
+        return [PlanRow(what, "host", n_bytes, remedies.get(what, "more ranks")) for what, n_bytes in host.items()]
+
+    def _device_rows(
+        self, specs: Sequence[ParamSpec], frozen: Sequence[ParamSpec], besides: int, gradients_stay: bool
+    ) -> list[PlanRow]:
+        every = [*specs, *frozen]
+        buckets = self._cut(specs)
+        parameters = besides + sum(_bytes(spec) for spec in every if not spec.partitioned)
+        if self.config.offload_param is None:
+            parameters += _shard_bytes([*buckets, *self._cut(frozen)])
+        gathered, gradients = self._most_together(specs, frozen, buckets, gradients_stay)
+        way = max((self._terms.way_bytes(bucket, self._wire(bucket)) for bucket in buckets), default=0)
+        wide = any(spec.dtype is FLOAT32 for spec in every)
+        if self.config.stage < 3:
+            smaller = "stage=3, offload_param='cpu'"
+        else:
+            smaller = "offload_param='cpu'" if self.config.offload_param is None else "param_persistence_threshold"
+        rows = {
+            "parameters": (parameters, _NARROWER if wide else smaller),
+            GATHERED: (gathered, "max_live_parameters"),
+            "gradients": (gradients, _NARROWER if wide else "more ranks" if self.direct else "reduce_bucket_size"),
+            "buckets on their way": (self._depth * way, "reduce_bucket_size"),
+        }
+        return [PlanRow(what, "device", n_bytes, remedy) for what, (n_bytes, remedy) in rows.items()]
+
+    def _most_together(
+        self,
+        specs: Sequence[ParamSpec],
+        frozen: Sequence[ParamSpec],
+        buckets: Sequence[Bucket],
+        gradients_stay: bool,
+    ) -> tuple[int, int]:
+        """Bytes of gathered parameters and of gradients when they are the most together.
+
+        In backward parameters are released while gradients appear. The order of uses that decides what stays whole
+        is not known: as much does as may, of what backward has not passed yet.
+        """
+        parted = [spec for spec in (*specs, *frozen) if spec.partitioned]
+        numel, n_bytes = sum(spec.numel for spec in parted), sum(map(_bytes, parted))
+        live = max(self.config.max_live_parameters, max((spec.numel for spec in parted), default=0))
+        bound = int(min(1.0, live / max(numel, 1)) * n_bytes)
+        ahead, most = n_bytes, (bound, 0)
+        for param, gradients in self._gradients_held(specs, buckets, gradients_stay):
+            gathered = min(bound, ahead)
+            most = max(most, (gathered, gradients), key=sum)
+            if specs[param].partitioned:
+                ahead -= _bytes(specs[param])
+        return most
+
+    def _gradients_held(
+        self, specs: Sequence[ParamSpec], buckets: Sequence[Bucket], stay: bool
+    ) -> list[tuple[int, int]]:
+        """The bytes of gradients on the device when each parameter's has come, in the order in which they come.
+
+        One leaves when all buckets that hold a part of it have left: when they are full, or where copies take their
+        time when as many others are as may be on their way.
+        """
+        stay = stay or not self._has_home
+        missing = {bucket.index: {piece.param for piece in bucket.pieces} for bucket in buckets}
+        of: dict[int, set[int]] = {}
+        for bucket in buckets:
+            for param in missing[bucket.index]:
+                of.setdefault(param, set()).add(bucket.index)
+        members = {index: frozenset(params) for index, params in missing.items()}
+        behind = 0 if self._terms.addressable else self._depth
+        leaving: deque[int] = deque()
+        held, seen = 0, []
+        for param in reversed(range(len(specs))):
+            held += _bytes(specs[param])
+            seen.append((param, held))
+            for index in sorted(of.get(param, ())):
+                missing[index].discard(param)
+                if not missing[index]:
+                    leaving.append(index)
+            while len(leaving) > behind and not stay:
+                index = leaving.popleft()
+                for member in members[index]:
+                    of[member].discard(index)
+                    held -= 0 if of[member] else _bytes(specs[member])
+        return seen
+
+    # --- small decisions, each made here only --------------------------------------------------------
+
+    def _cut(self, specs: Sequence[ParamSpec]) -> list[Bucket]:
+        return build_buckets(specs, world_size=self._terms.world_size, bucket_numel=self.config.reduce_bucket_size)
+
+    def without_master(self, bucket: Bucket) -> bool:
+        """Whether the bucket's parameters are their own master weights."""
+        apart = self.config.schedule == "delayed" or self.emits  # masters and parameters may be of different steps
+        in_place = self.host_shards if bucket.partitioned else self._terms.updates_in_place
+        return in_place and bucket.dtype is FLOAT32 and not apart
+
+    @property
+    def _depth(self) -> int:
+        return self._runs.depth
+
+    @property
+    def _staging_slots(self) -> int:
+        ways = 2 if self.emits else 1  # at a time; else there is one after the other
+        return ways * self._terms.staging_slots * self._depth
+
+    @property
+    def _accumulates(self) -> bool:
+        return self.config.gradient_accumulation_steps > 1 and self._terms.world_size == 1
+
+    @property
+    def _has_home(self) -> bool:
+        return self.sums or not self.direct
+
+    def _wire(self, bucket: Bucket) -> ElementType:
+        """The element type in which gradients travel."""
+        asked = self.config.communication_dtype
+        return bucket.dtype if asked is None or self._terms.world_size == 1 else BY_NAME[asked]
+
+    def _home_dtype(self, bucket: Bucket) -> ElementType:
+        return FLOAT32 if self.sums else self._terms.arrival(self._wire(bucket)).dtype
+
+    def _slot_bytes(self, buckets: Sequence[Bucket]) -> int:
+        return max((self._terms.slot_bytes(bucket, self._wire(bucket)) for bucket in buckets), default=0)
+
+
+def as_it_stays(home: ElementType) -> Arrival:
+    """What can arrive where gradients wait, nothing left to be done."""
+    return Arrival(1, home, 1.0)
+
+
+def _bytes(spec: ParamSpec) -> int:
+    return spec.numel * spec.dtype.itemsize
+
+
+def _shard_bytes(buckets: Sequence[Bucket]) -> int:
+    return sum(bucket.shard_numel * bucket.dtype.itemsize for bucket in buckets if bucket.partitioned)
