@@ -8,10 +8,10 @@ from typing import Protocol
 import numpy as np
 
 from bench.launch import Ranks
-from bench.presets import GPTConfig
 from offload_core.errors import HostMemoryError
 from offload_core.host_memory import available_bytes, format_bytes
 from offload_core.memory_plan import MemoryReport
+from offload_core.model_shapes import GPTConfig
 
 ITEM_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 

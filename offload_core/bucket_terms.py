@@ -6,6 +6,7 @@ what comes and goes on the device follow from the order in which gradients are e
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from .config import OffloadConfig
 from .cpu_adam import STATE_NAMES
@@ -19,6 +20,16 @@ PARAMETER_SHARDS = "parameters on the host"
 """What ``offload_param`` keeps there."""
 GATHERED = "gathered parameters"
 _NARROWER = "param_dtype='bfloat16'"
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that one process moves in a step."""
+
+    update: float
+    """To and from the host's memory, by the kernel."""
+    to_host: float
+    to_device: float
 
 
 class BucketTerms:
@@ -61,7 +72,7 @@ class BucketTerms:
 
     def host_rows(self, specs: Sequence[ParamSpec], *, frozen: Sequence[ParamSpec] = ()) -> list[PlanRow]:
         """What is allocated on the host when ``specs`` are taken on, and for the shards of ``frozen``."""
-        buckets = self._cut(specs)
+        buckets = self.cut(specs)
         host: dict[str, int] = dict.fromkeys((*STATE_NAMES, "gradients on the host", "staging"), 0)
         for bucket in buckets:
             numel = len(self._terms.ranks) * bucket.shard_numel
@@ -73,7 +84,7 @@ class BucketTerms:
         if not self.direct:
             host["staging"] = self._staging_slots * max(self._slot_bytes(buckets) - self._ring_bytes, 0)
         if self.config.offload_param is not None:
-            host[PARAMETER_SHARDS] = _shard_bytes([*buckets, *self._cut(frozen)])
+            host[PARAMETER_SHARDS] = _shard_bytes([*buckets, *self.cut(frozen)])
         remedies = {
             "gradients on the host": "gradient_accumulation_steps=1" if self._accumulates else _NARROWER,
             "staging": "reduce_bucket_size",
@@ -85,10 +96,10 @@ class BucketTerms:
         self, specs: Sequence[ParamSpec], frozen: Sequence[ParamSpec], besides: int, gradients_stay: bool
     ) -> list[PlanRow]:
         every = [*specs, *frozen]
-        buckets = self._cut(specs)
+        buckets = self.cut(specs)
         parameters = besides + sum(_bytes(spec) for spec in every if not spec.partitioned)
         if self.config.offload_param is None:
-            parameters += _shard_bytes([*buckets, *self._cut(frozen)])
+            parameters += _shard_bytes([*buckets, *self.cut(frozen)])
         gathered, gradients = self._most_together(specs, frozen, buckets, gradients_stay)
         way = max((self._terms.way_bytes(bucket, self._wire(bucket)) for bucket in buckets), default=0)
         wide = any(spec.dtype is FLOAT32 for spec in every)
@@ -160,9 +171,40 @@ class BucketTerms:
                     held -= 0 if of[member] else _bytes(specs[member])
         return seen
 
+    def traffic(self, specs: Sequence[ParamSpec]) -> tuple[Traffic, Traffic]:
+        """What a step moves, and what its last bucket does.
+
+        An update reads a gradient, reads and writes three fp32 states (a parameter that is its own master weight is
+        one of them), and writes the parameter: 28 bytes an element in bf16, and in fp32 where parameters are updated
+        in place. Gradients cross to the host in every micro-step, parameters back once, or, from shards on the host,
+        for each forward and each backward; for one of them where they may stay whole in between.
+        """
+        buckets = self.cut(specs)
+        each = [self._traffic_of(bucket, sum(spec.numel for spec in specs if spec.partitioned)) for bucket in buckets]
+        sums = [sum(getattr(one, name) for one in each) for name in ("update", "to_host", "to_device")]
+        return Traffic(*sums), each[-1] if each else Traffic(0, 0, 0)
+
+    def _traffic_of(self, bucket: Bucket, partitioned: int) -> Traffic:
+        steps = self.config.gradient_accumulation_steps
+        gradient = self._home_dtype(bucket) if self._has_home else bucket.dtype
+        states = 2 * FLOAT32.itemsize * len(STATE_NAMES)
+        rounded = 0 if self.without_master(bucket) else bucket.dtype.itemsize
+        numel = len(self._terms.ranks) * bucket.shard_numel
+        update = numel * (gradient.itemsize + states + rounded)
+        if self._terms.addressable:
+            return Traffic(update, 0, 0)
+        crossing = self._terms.link_numel(bucket)
+        to_host = steps * crossing * self._terms.arrival(self._wire(bucket)).dtype.itemsize
+        times = 1
+        if bucket.partitioned and self.config.offload_param is not None:
+            stays = partitioned <= min(self.config.max_live_parameters, self.config.max_reuse_distance)
+            times = steps * (1 if stays else 2)
+        return Traffic(update, to_host, times * crossing * bucket.dtype.itemsize)
+
     # --- small decisions, each made here only --------------------------------------------------------
 
-    def _cut(self, specs: Sequence[ParamSpec]) -> list[Bucket]:
+    def cut(self, specs: Sequence[ParamSpec]) -> list[Bucket]:
+        """The buckets of parameters that are alone."""
         return build_buckets(specs, world_size=self._terms.world_size, bucket_numel=self.config.reduce_bucket_size)
 
     def without_master(self, bucket: Bucket) -> bool:
@@ -170,6 +212,11 @@ class BucketTerms:
         apart = self.config.schedule == "delayed" or self.emits  # masters and parameters may be of different steps
         in_place = self.host_shards if bucket.partitioned else self._terms.updates_in_place
         return in_place and bucket.dtype is FLOAT32 and not apart
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether copies, reduction and the update run behind the device's work."""
+        return self._runs.behind
 
     @property
     def _depth(self) -> int:

@@ -227,6 +227,10 @@ class DeviceTerms(Protocol):
         """Bytes of a staging buffer that every use of one for this bucket fits in."""
         ...
 
+    def link_numel(self, bucket: Bucket) -> int:
+        """Elements of the bucket that cross between device and host, each way."""
+        ...
+
     def way_bytes(self, bucket: Bucket, wire: ElementType) -> int:
         """Bytes of the device's own memory that the bucket takes on its way, besides gradients and parameters."""
         ...

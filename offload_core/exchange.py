@@ -26,6 +26,10 @@ class ExchangeOnHost:
         """As :meth:`DeviceTerms.slot_bytes`."""
         return bucket.padded_numel * max(wire.itemsize, bucket.dtype.itemsize)
 
+    def link_numel(self, bucket: Bucket) -> int:
+        """As :meth:`DeviceTerms.link_numel`."""
+        return bucket.padded_numel
+
     def way_bytes(self, bucket: Bucket, wire: ElementType) -> int:
         """As :meth:`DeviceTerms.way_bytes`."""
         return 0 if self.addressable else self.slot_bytes(bucket, wire)
@@ -46,6 +50,10 @@ class ExchangeOnDevice:
     def slot_bytes(self, bucket: Bucket, wire: ElementType) -> int:
         """As :meth:`DeviceTerms.slot_bytes`."""
         return bucket.shard_numel * max(bucket.dtype.itemsize, self.arrival(wire).dtype.itemsize)
+
+    def link_numel(self, bucket: Bucket) -> int:
+        """As :meth:`DeviceTerms.link_numel`."""
+        return bucket.shard_numel
 
     def way_bytes(self, bucket: Bucket, wire: ElementType) -> int:
         """As :meth:`DeviceTerms.way_bytes`."""

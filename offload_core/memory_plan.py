@@ -76,7 +76,8 @@ class MemoryPlan:
         for where, needed in self.missing(host, device, processes=processes).items():
             free = host if where == "host" else device
             of = f" on each of {processes} ranks of this machine" if processes > 1 and where == "host" else ""
-            of += f" besides the {format_bytes(self.held)} that the model takes" if self.held and (self.shared or where == "device") else ""
+            if self.held and (self.shared or where == "device"):
+                of += f" besides the {format_bytes(self.held)} that the model takes"
             error = HostMemoryError if where == "host" else DeviceMemoryError
             assert free is not None
             raise error(

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from bench.gpt_torch import GPT
-from bench.presets import GPTConfig
 from frontends.torch import wrap
 from offload_core.memory_plan import MemoryPlan
+from offload_core.model_shapes import GPTConfig
 
-SHAPE = GPTConfig(layers=4, width=640, heads=10, vocabulary=1024, positions=None)
+SHAPE = GPTConfig(layers=3, width=640, heads=10, vocabulary=1024, positions=None)
 FIELDS = {"gradient_clipping": 1.0, "reduce_bucket_size": 4 * 2**20}
 TIERS = [(1, None), (2, None), (3, None), (3, "cpu")]
 CASES = {
@@ -109,7 +109,8 @@ def measure(dtype, frozen=0, shape=SHAPE, **fields):
             assert engine.step()
         engine.flush()
 
-    step()  # in which uses are not known yet
+    step()
+    step()  # from here on it is known what is used when
     memory.most = {"bytes": 0}
     resident()
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew

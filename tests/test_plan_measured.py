@@ -19,7 +19,7 @@ from offload_core.memory_plan import format_table
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARE = 0.03
-SLACK = {"host": 0, "device": 2 * 2**20, "process": 16 * 2**20}
+SLACK = {"host": 0, "device": 4 * 2**20, "process": 16 * 2**20}
 """Bytes: what is whole under ``max_live_parameters`` is so by whole parameters; libraries are in a process."""
 
 

@@ -348,6 +348,9 @@ class JaxMeshDevice:
     def slot_bytes(self, bucket: Bucket, wire: ElementType) -> int:
         return len(self.ranks) * bucket.shard_numel * FLOAT32.itemsize
 
+    def link_numel(self, bucket: Bucket) -> int:
+        return len(self.ranks) * bucket.shard_numel
+
     def way_bytes(self, bucket: Bucket, wire: ElementType) -> int:
         return len(self.ranks) * bucket.padded_numel * max(wire.itemsize, bucket.dtype.itemsize)
 
