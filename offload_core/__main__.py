@@ -22,9 +22,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _Parser(prog="python -m offload_core", description=__doc__.partition(": ")[2], allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True, metavar="|".join(COMMANDS))
     for name, command in COMMANDS.items():
-        command.add_arguments(
-            commands.add_parser(name, help=command.HELP, description=command.HELP, allow_abbrev=False)
-        )
+        about = command.HELP
+        command.add_arguments(commands.add_parser(name, help=about, description=about, allow_abbrev=False))
     args = parser.parse_args(arguments)
     try:
         return COMMANDS[args.command].run(args)

@@ -18,8 +18,10 @@ from .tasks import Background, Inline
 
 PARAMETER_SHARDS = "parameters on the host"
 """What ``offload_param`` keeps there."""
+STAGING = "staging"
 GATHERED = "gathered parameters"
 _NARROWER = "param_dtype='bfloat16'"
+_RANKS = "more ranks, on other machines"
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ class BucketTerms:
     def host_rows(self, specs: Sequence[ParamSpec], *, frozen: Sequence[ParamSpec] = ()) -> list[PlanRow]:
         """What is allocated on the host when ``specs`` are taken on, and for the shards of ``frozen``."""
         buckets = self.cut(specs)
-        host: dict[str, int] = dict.fromkeys((*STATE_NAMES, "gradients on the host", "staging"), 0)
+        host: dict[str, int] = dict.fromkeys((*STATE_NAMES, "gradients on the host", STAGING), 0)
         for bucket in buckets:
             numel = len(self._terms.ranks) * bucket.shard_numel
             for name in STATE_NAMES:
@@ -82,15 +84,16 @@ class BucketTerms:
             if self._has_home:
                 host["gradients on the host"] += self._home_dtype(bucket).itemsize * numel
         if not self.direct:
-            host["staging"] = self._staging_slots * max(self._slot_bytes(buckets) - self._ring_bytes, 0)
+            host[STAGING] = self._staging_slots * max(self._slot_bytes(buckets) - self._ring_bytes, 0)
         if self.config.offload_param is not None:
             host[PARAMETER_SHARDS] = _shard_bytes([*buckets, *self.cut(frozen)])
+        smaller = _NARROWER if any(spec.dtype is FLOAT32 for spec in (*specs, *frozen)) else _RANKS
         remedies = {
-            "gradients on the host": "gradient_accumulation_steps=1" if self._accumulates else _NARROWER,
-            "staging": "reduce_bucket_size",
-            PARAMETER_SHARDS: _NARROWER,
+            "gradients on the host": "gradient_accumulation_steps=1" if self._accumulates else smaller,
+            STAGING: "reduce_bucket_size",
+            PARAMETER_SHARDS: smaller,
         }
-        return [PlanRow(what, "host", n_bytes, remedies.get(what, "more ranks")) for what, n_bytes in host.items()]
+        return [PlanRow(what, "host", n_bytes, remedies.get(what, _RANKS)) for what, n_bytes in host.items()]
 
     def _device_rows(
         self, specs: Sequence[ParamSpec], frozen: Sequence[ParamSpec], besides: int, gradients_stay: bool
@@ -103,6 +106,10 @@ class BucketTerms:
         gathered, gradients = self._most_together(specs, frozen, buckets, gradients_stay)
         way = max((self._terms.way_bytes(bucket, self._wire(bucket)) for bucket in buckets), default=0)
         wide = any(spec.dtype is FLOAT32 for spec in every)
+        if not self._has_home:
+            sooner = _NARROWER if wide else _RANKS
+        else:
+            sooner = "wrap(model, ...), which takes them as they come" if gradients_stay else "reduce_bucket_size"
         if self.config.stage < 3:
             smaller = "stage=3, offload_param='cpu'"
         else:
@@ -110,7 +117,7 @@ class BucketTerms:
         rows = {
             "parameters": (parameters, _NARROWER if wide else smaller),
             GATHERED: (gathered, "max_live_parameters"),
-            "gradients": (gradients, _NARROWER if wide else "more ranks" if self.direct else "reduce_bucket_size"),
+            "gradients": (gradients, sooner),
             "buckets on their way": (self._depth * way, "reduce_bucket_size"),
         }
         return [PlanRow(what, "device", n_bytes, remedy) for what, (n_bytes, remedy) in rows.items()]

@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     tiers = [
         _plan(args, stage, tier, shapes, dtypes, host, processes, speeds)
         for stage, tier in _TIERS
-        if args.stage in (None, stage) and (args.offload_param is None or stage < 3 or _asked(args) == tier)
+        if args.stage in (None, stage) and args.offload_param in (None, tier or "none")
     ]
     fitting = [tier for tier in tiers if tier.fits]
     numel = tiers[0].plan.numel
@@ -112,8 +112,8 @@ def run(args: argparse.Namespace) -> int:
         counted = "as given" if args.activation_memory else "not counted (--activation-memory)"
         print(f"sizes are a rank's; activations: {counted}\n")
         print(_overview(tiers))
-        for tier in tiers:
-            print(f"\n{tier.name}\n{tier.plan.table()}")
+        for alike in _alike(tiers):
+            print(f"\n{' and '.join(tier.name for tier in alike)}\n{alike[0].plan.table()}")
         if not fitting:
             print("\nnothing fits:")
             for tier in tiers:
@@ -121,17 +121,12 @@ def run(args: argparse.Namespace) -> int:
     return 0 if fitting else 1
 
 
-def _asked(args: argparse.Namespace) -> str | None:
-    return None if args.offload_param == "none" else args.offload_param
-
-
 def _check(args: argparse.Namespace) -> None:
     if args.device == "cpu" and (args.device_memory or args.link_bandwidth):
         raise ConfigError("--device cpu: its memory is the host's; expected neither --device-memory nor a link")
-    if args.local_world_size and args.local_world_size > args.world_size:
-        raise ConfigError(
-            f"--local-world-size {args.local_world_size}, expected at most --world-size {args.world_size}"
-        )
+    local, ranks = args.local_world_size, args.world_size
+    if local and local > ranks:
+        raise ConfigError(f"--local-world-size {local} with --world-size {ranks}; expected at most that many")
     if (args.flops is None) != (args.tokens is None):
         raise ConfigError("--flops and --tokens predict the compute time together; expected both or neither")
     if args.offload_param == "cpu" and args.stage not in (None, 3):
@@ -191,6 +186,14 @@ def _overview(tiers: Sequence[_Tier]) -> str:
         for tier in tiers
     ]
     return format_table(lines, header)
+
+
+def _alike(tiers: Sequence[_Tier]) -> list[list[_Tier]]:
+    """Those that take the same of everything together: on one rank stages differ by name alone."""
+    found: dict[tuple, list[_Tier]] = {}
+    for tier in tiers:
+        found.setdefault(tuple((row.what, row.n_bytes) for row in tier.plan.rows), []).append(tier)
+    return list(found.values())
 
 
 def _short(tier: _Tier, where: str, host: int, args: argparse.Namespace) -> str:

@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = [
-    {"errors", "dtypes", "cpus", "_offload"},
+    {"errors", "dtypes", "cpus", "quantities", "_offload"},
     {"checks"},
     {"lr_schedules"},
     {"deepspeed_keys"},
@@ -21,8 +21,10 @@ LAYERS = [
     {"local_bucket", "exchange", "fake_device", "bucket_terms"},
     {"host_ranks"},
     {"buckets", "live_params"},
-    {"gradients", "updates"},
+    {"gradients", "updates", "step_time", "machine", "model_shapes"},
     {"pipeline"},
+    {"plan_command", "info_command"},
+    {"__main__"},
 ]
 """The core's modules, lowest first: a module imports from layers below its own only."""
 
