@@ -118,7 +118,7 @@ class BucketTerms:
             "parameters": (parameters, _NARROWER if wide else smaller),
             GATHERED: (gathered, "max_live_parameters"),
             "gradients": (gradients, sooner),
-            "buckets on their way": (self._depth * way, "reduce_bucket_size"),
+            "buckets on their way": (min(self._depth, len(buckets)) * way, "reduce_bucket_size"),
         }
         return [PlanRow(what, "device", n_bytes, remedy) for what, (n_bytes, remedy) in rows.items()]
 
