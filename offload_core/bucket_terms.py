@@ -104,7 +104,6 @@ class BucketTerms:
         if self.config.offload_param is None:
             parameters += _shard_bytes([*buckets, *self.cut(frozen)])
         gathered, gradients = self._most_together(specs, frozen, buckets, gradients_stay)
-        way = max((self._terms.way_bytes(bucket, self._wire(bucket)) for bucket in buckets), default=0)
         wide = any(spec.dtype is FLOAT32 for spec in every)
         if not self._has_home:
             sooner = _NARROWER if wide else _RANKS
@@ -118,9 +117,14 @@ class BucketTerms:
             "parameters": (parameters, _NARROWER if wide else smaller),
             GATHERED: (gathered, "max_live_parameters"),
             "gradients": (gradients, sooner),
-            "buckets on their way": (min(self._depth, len(buckets)) * way, "reduce_bucket_size"),
         }
-        return [PlanRow(what, "device", n_bytes, remedy) for what, (n_bytes, remedy) in rows.items()]
+        rows_of = [PlanRow(what, "device", n_bytes, remedy) for what, (n_bytes, remedy) in rows.items()]
+        return [*rows_of, self.way_row(buckets, self._depth)]
+
+    def way_row(self, buckets: Sequence[Bucket], at_once: int) -> PlanRow:
+        """What so many buckets on their way take on the device."""
+        each = max((self._terms.way_bytes(bucket, self._wire(bucket)) for bucket in buckets), default=0)
+        return PlanRow("buckets on their way", "device", min(at_once, len(buckets)) * each, "reduce_bucket_size")
 
     def _most_together(
         self,

@@ -62,6 +62,26 @@ def test_host_and_device_bytes_are_as_planned(measured: dict[str, dict]) -> None
     assert not wrong
 
 
+def test_jax_arrays_are_as_planned(tmp_path: Path) -> None:
+    """Arrays, and the host's account; what XLA takes besides is not looked at."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(ROOT / "tests" / "plan_worker_jax.py"), str(tmp_path)]
+    subprocess.run(command, env=environment, check=True, timeout=250)
+    lines, wrong = [], []
+    for case, result in json.loads((tmp_path / "jax.json").read_text()).items():
+        took = {"host": result["host"], "device": result["device"]["bytes"]}
+        lines.append([case, *(format_bytes(n) for what in took for n in (result["planned"][what], took[what]))])
+        # The last bucket's gradients may be gone by then.
+        slack = {"host": 0, "device": result["rows"]["device buckets on their way"] + 1000}
+        for what, n_bytes in took.items():
+            if abs(result["planned"][what] - n_bytes) > max(SHARE * n_bytes, slack[what]):
+                wrong.append((case, what, n_bytes, result))
+    header = [f"{what} {word}" for what in ("host", "device") for word in ("planned", "measured")]
+    print(f"\n{format_table(lines, ['JAX', *header])}")
+    assert len(lines) == 8
+    assert not wrong
+
+
 def test_what_is_measured_is_there_at_all(measured: dict[str, dict]) -> None:
     """The table would agree on nothing, too."""
     for case, result in measured.items():

@@ -352,7 +352,7 @@ class JaxMeshDevice:
         return len(self.ranks) * bucket.shard_numel
 
     def way_bytes(self, bucket: Bucket, wire: ElementType) -> int:
-        return len(self.ranks) * bucket.padded_numel * max(wire.itemsize, bucket.dtype.itemsize)
+        return self.slot_bytes(bucket, wire)  # what was summed
 
     def reduce(
         self,

@@ -136,8 +136,11 @@ class OffloadedParams:
         # To the core gradients come all at once, and parameters in JAX's host memory are the device's as any.
         config = replace(self.config, update_in_backward=False, offload_param=None)
         self._pipeline = Pipeline(config, self._placement.device, scaler)
-        host_rows = self._pipeline.terms.host_rows(specs)
+        terms = self._pipeline.terms
+        host_rows = terms.host_rows(specs)
         rows = [*host_rows, *self._placement.plan(specs, layouts, self._pipeline.memory)]
+        # All that leave together take no more than the next parameters, which come after; the last is held till then.
+        rows.append(terms.way_row(terms.cut(specs), 1))
         there = [] if self._placement.on_host else [leaves[i] for i in positions if isinstance(leaves[i], jax.Array)]
         held = sum(part.data.nbytes for a in there if not in_host_memory(a) for part in a.addressable_shards)
         plan = MemoryPlan(tuple(rows), sum(spec.numel for spec in specs), shared=self._placement.on_host, held=held)
