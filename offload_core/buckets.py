@@ -1,9 +1,9 @@
 """What a process holds of all buckets: states, gradients' homes, staging; and who may touch them when."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -20,6 +20,17 @@ from .partition import Bucket, ParamSpec, Piece, build_buckets
 from .trace import COMPUTE
 
 T = TypeVar("T")
+
+
+class StateRun(NamedTuple):
+    """Elements ``[start, start + numel)`` of a parameter, in the core's order, and their states."""
+
+    start: int
+    numel: int
+    arrays: dict[str, np.ndarray]
+    """By name, those of ``cpu_adam.STATE_NAMES`` among them."""
+    in_place: bool
+    """Whether ``"master"`` is the parameter itself."""
 
 
 class LocalBuckets(BucketTerms):
@@ -43,6 +54,8 @@ class LocalBuckets(BucketTerms):
         self.in_staging: deque[tuple[LocalBucket, Future[None]]] = deque()
         """Buckets on their way to the host that may still hold staging, and the end of it, oldest first."""
         self._states = AdamStates(self.memory, len(device.ranks))
+        self.before_change: Callable[[Iterable[int]], None] = lambda params: None
+        """Called before states of these parameters change."""
         self.tasks = self._runs()
 
     # --- parameters and states ---------------------------------------------------------------------
@@ -107,6 +120,32 @@ class LocalBuckets(BucketTerms):
         assert last is arena
         assert end + pieces[-1][1].numel == at + numel
         return {name: array[at : at + numel] for name, array in arena.items()}
+
+    def runs(self, param: int, tensor: Any, *, device_parameter: bool = False) -> list[StateRun]:
+        """This process's states of a parameter, bucket after bucket; its memory itself.
+
+        Args:
+            device_parameter: also the parameter's own value, as ``"param"``.
+        """
+        found = []
+        for work, piece in self._pieces_of(param):
+            arena, at = self._states.locate(work.bucket.index, piece.offset)
+            arrays = {name: array[at : at + piece.numel] for name, array in arena.items()}
+            in_place = self.without_master(work.bucket)
+            if in_place:
+                arrays["master"] = self._read(work, piece, tensor).view()
+            if device_parameter:
+                arrays["param"] = self._read(work, piece, tensor).view()
+            found.append(StateRun(piece.start, piece.numel, arrays, in_place))
+        return found
+
+    def own_masters(self, param: int, tensor: Any) -> list[tuple[int, np.ndarray]]:
+        """Where a parameter is its own master weight, all of it that this process holds: ``(start, memory)`` a run."""
+        if not any(self.without_master(work.bucket) for work in self.of[param]):
+            return []
+        if self.params[param].partitioned:
+            return [(run.start, run.arrays["master"]) for run in self.runs(param, tensor)]
+        return [(0, self.device.host_array(tensor).view())]
 
     def reload_master(self, param: int, tensor: Any) -> None:
         """Take a parameter's master weights from the device parameter."""

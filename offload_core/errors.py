@@ -49,5 +49,9 @@ class CheckpointError(OffloadError, RuntimeError):
     """A checkpoint cannot be written, or is not whole, or does not fit what is to be restored."""
 
 
+class CheckpointWarning(UserWarning):
+    """A checkpoint that was being written while training went on has failed."""
+
+
 class KernelError(OffloadError, RuntimeError):
     """The C library refused a call."""

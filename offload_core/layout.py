@@ -53,7 +53,7 @@ def agree(collectives: Collectives, config: OffloadConfig, specs: Sequence[Param
     values = [getattr(config, name) for name in _SHARED_FIELDS]
     lines = [f"{name}={'a function' if callable(v) else v!r}" for name, v in zip(_SHARED_FIELDS, values, strict=True)]
     lines += [
-        f"{s.name} {s.numel} {s.dtype} {s.group} {s.layout} {s.partitioned} {d}"
+        f"{s.name} {s.numel} {s.dtype} {s.group} {s.elements} {s.partitioned} {d}"
         for s, d in zip(specs, given, strict=True)
     ]
     mine = np.array([fingerprint(line) for line in lines], np.int64)
@@ -80,7 +80,7 @@ def _difference(mine: np.ndarray, theirs: np.ndarray, config: OffloadConfig, spe
             return f"{name} is {getattr(config, name)!r} here and differs from rank 0's; {_EXPECTED}"
     for i, spec in enumerate(specs):
         if n + i >= theirs.size or mine[n + i] != theirs[n + i]:
-            shape = f"{spec.layout}, " if spec.layout else ""
+            shape = f"{spec.elements}, " if spec.elements else ""
             what = f"parameter {spec.name!r} ({shape}{spec.numel} elements, {spec.dtype}, group {spec.group})"
             return f"{what} differs from rank 0's; {_EXPECTED}"
     if mine.size != theirs.size:

@@ -4,7 +4,7 @@ the header of its safetensors files, or, where only a count is known, a GPT of a
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from .config import OffloadConfig
 from .dtypes import BY_NUMPY, ElementType
 from .errors import CheckpointError
 from .partition import ParamSpec
+from .regions import InMemory
 from .safetensors_files import read_header
 
 GPT2_VOCABULARY = 50304  # 50257 padded to a multiple of 64; bytes use the first 256
@@ -124,10 +125,10 @@ def specs_of(
     least = max(config.param_persistence_threshold, 1)
     apart = config.takes_apart(world_size)
 
-    def spec(name: str, shape: Iterable[int]) -> ParamSpec:
+    def spec(name: str, shape: tuple[int, ...]) -> ParamSpec:
         own = dtypes if isinstance(dtypes, ElementType) else dtypes[name]
         numel = math.prod(shape)
         dtype = config.target_dtype or own
-        return ParamSpec(name, numel, dtype, layout=f"{list(shape)}", partitioned=apart and numel >= least)
+        return ParamSpec(name, numel, dtype, elements=InMemory(shape), partitioned=apart and numel >= least)
 
     return [spec(name, shape) for name, shape in shapes.items()]

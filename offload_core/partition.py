@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .dtypes import ElementType
+from .regions import Elements
 
 ALIGNMENT = 16
 """Shards are whole multiples of this many elements: 64 bytes in fp32, and what JAX's flat buckets need."""
@@ -23,8 +24,8 @@ class ParamSpec:
     numel: int
     dtype: ElementType
     group: int = 0
-    layout: str = ""
-    """Its shape, and its order in memory: what else must be the same on every rank."""
+    elements: Elements | None = None
+    """What its elements are, the same on every rank; None: those of a one-dimensional array."""
     partitioned: bool = False
     """A rank's tensor holds its own shards only."""
 

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from .bucket_terms import BucketTerms
-from .buckets import LocalBuckets
+from .buckets import LocalBuckets, StateRun
 from .config import OffloadConfig
 from .cpu_adam import AdamHyper
 from .device import Device, Event
@@ -41,6 +41,7 @@ from .local_bucket import LocalBucket
 from .loss_scale import LossScaler
 from .memory_plan import MemoryReport
 from .partition import ParamSpec
+from .regions import Elements, InMemory
 from .step_state import BucketEvent, BucketState
 from .trace import REDUCTION
 from .updates import Scalars, Updates
@@ -95,6 +96,8 @@ class Pipeline:
         self._updates = Updates(self._buckets, self.op_order)
         self._broken: CollectiveError | None = None
         """What an update broke off with among ranks."""
+        self._half_loaded: BaseException | None = None
+        """What loading a checkpoint broke off with."""
         self._announced: _Announcement | None = None
         self._emitting: dict[LocalBucket, None] = {}
         """Buckets that were to be emitted for the next step, on this rank."""
@@ -151,6 +154,7 @@ class Pipeline:
         """Take a parameter's master weights from the device parameter."""
         self.finish()
         self._recall([param])
+        self._buckets.before_change([param])
         self._buckets.reload_master(param, tensor)
 
     def adopt(self, param: int, tensor: Any) -> None:
@@ -158,7 +162,46 @@ class Pipeline:
         master weight, the master weight takes its value. The rest keep their low bits."""
         self.finish()
         self._recall([param])
+        self._buckets.before_change([param])
         self._buckets.adopt(param, tensor)
+
+    def elements(self, param: int) -> Elements:
+        """What a parameter's elements are."""
+        spec = self.params[param]
+        return spec.elements or InMemory((spec.numel,))
+
+    def runs(self, param: int, tensor: Any, *, device_parameter: bool = False) -> list[StateRun]:
+        """As :meth:`LocalBuckets.runs`."""
+        self.finish()
+        return self._buckets.runs(param, tensor, device_parameter=device_parameter)
+
+    def own_masters(self, param: int, tensor: Any) -> list[tuple[int, np.ndarray]]:
+        """As :meth:`LocalBuckets.own_masters`."""
+        return self._buckets.own_masters(param, tensor)
+
+    def before_change(self, notify: Callable[[Iterable[int]], None] | None) -> None:
+        """Have somebody told, in whichever thread it is, before states of parameters change."""
+        self._buckets.before_change = notify or (lambda params: None)
+
+    @contextmanager
+    def replacing_states(self) -> Iterator[None]:
+        """Inside, all states are replaced. After an error there everything raises until that has been done."""
+        self._half_loaded = None
+        self.drop_gradients()
+        self.withdraw()
+        self.finish()
+        try:
+            yield
+        except BaseException as error:
+            self._half_loaded = error
+            raise
+
+    def publish_later(self, params: Iterable[int]) -> None:
+        """Master weights have been replaced: the next :meth:`flush` writes them to the device parameters."""
+        for param in params:
+            for work in self._buckets.of[param]:
+                if not self._buckets.without_master(work.bucket):
+                    work.behind.add(param)
 
     # --- gradients ---------------------------------------------------------------------------------
 
@@ -219,6 +262,11 @@ class Pipeline:
         return self._or_abort_early(lambda: self._gradients.end_micro_step(reduce=reduce))
 
     @property
+    def holds_gradients(self) -> bool:
+        """Whether gradients have arrived that wait for an update."""
+        return not self._gradients.pristine
+
+    @property
     def micro_steps(self) -> int:
         """Micro-steps since the last boundary."""
         return self._gradients.micro_steps
@@ -269,7 +317,7 @@ class Pipeline:
                 self._recall()
 
         self._or_abort_early(settle)
-        self.published = self._behind
+        self.published = self.behind
         loss_scale = self.loss_scale
         squares, present, recalled = self._agree_on_gradients((hypers, groups, divisor, loss_scale, gathered))
         works = [work for work in reversed(gradients.order) if not present.isdisjoint(work.members)]
@@ -426,13 +474,13 @@ class Pipeline:
         """Wait for everything, and write to the parameters what ``schedule="delayed"`` still holds back."""
         self.finish()
         self._recall()
-        self.published = self._behind
+        self.published = self.behind
         self._or_abort(lambda: self._updates.publish(self._buckets.all, tensors))
         self._recalled.clear()
         self.finish()
 
     @property
-    def _behind(self) -> frozenset[int]:
+    def behind(self) -> frozenset[int]:
         """Parameters that are yet to get the value of their master weights."""
         return frozenset().union(*(work.behind for work in self._buckets.all))
 
@@ -548,6 +596,11 @@ class Pipeline:
         return self._buckets.host_shards
 
     def _refuse_if_broken(self) -> None:
+        if self._half_loaded is not None:
+            raise StateError(
+                f"loading a checkpoint broke off ({self._half_loaded}): states are partly those of before, partly its; "
+                "expected another one to be loaded next"
+            )
         if self._broken is not None:
             raise StateError(
                 f"the last update broke off ({self._broken}): parameters and states are partly of one step, partly of "

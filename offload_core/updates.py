@@ -252,6 +252,8 @@ class Updates:
         Parameters are written to ``out``, or where it is None to ``tensors``, or where that is None too nowhere; those
         that are their own master weights are written as such in any case.
         """
+        if not keep_states:
+            self._buckets.before_change(work.members)
         in_place = self._buckets.without_master(work.bucket)
         for dtype, held in work.held().items():
             indices = [i for i, _ in held if work.pieces[i].param in present]

@@ -21,6 +21,7 @@ from offload_core.loss_scale import scaler_for
 from offload_core.memory_plan import MemoryPlan, MemoryReport
 from offload_core.partition import ParamSpec
 from offload_core.pipeline import Pipeline, StepReport
+from offload_core.regions import InMemory
 from offload_core.trace import COMPUTE
 
 from .device import in_host_memory
@@ -130,8 +131,8 @@ class OffloadedParams:
             leaf = leaves[i]
             dtype, group = target or BY_NUMPY[np.dtype(leaf.dtype)], int(not decayed[i])
             numel = leaf.size if layout is None else layout.numel
-            cut = "" if layout is None else f"{list(leaf.shape)} cut along dimension {layout.dim}"
-            specs.append(ParamSpec(self._paths[i], numel, dtype, group, cut, partitioned=layout is not None))
+            elements = InMemory(leaf.shape) if layout is None else layout
+            specs.append(ParamSpec(self._paths[i], numel, dtype, group, elements, partitioned=layout is not None))
         scaler = scaler_for(self.config, [s.dtype for s in specs])
         # To the core gradients come all at once, and parameters in JAX's host memory are the device's as any.
         config = replace(self.config, update_in_backward=False, offload_param=None)

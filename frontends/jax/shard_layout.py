@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from offload_core.partition import ALIGNMENT, round_up
+from offload_core.regions import Region
 
 
 @dataclass(frozen=True)
@@ -80,3 +81,17 @@ class ShardLayout:
                 if low < high:
                     found.append((rank, first + low - begin, first + high - begin))
         return found
+
+    def regions(self, start: int, numel: int) -> list[tuple[int, Region]]:
+        """As ``Elements.regions``."""
+        found, at = [], 0
+        for rank, low, high in self.locate(start, numel, self.world_size):
+            if low < self.local_numel:
+                cut = (rank * self.local_shape[self.dim], (rank + 1) * self.local_shape[self.dim])
+                box = tuple(cut if i == self.dim else (0, n) for i, n in enumerate(self.shape))
+                found.append((at, Region(self.shape, low, min(high, self.local_numel) - low, None, box)))
+            at += high - low
+        return found
+
+    def __str__(self) -> str:
+        return f"{list(self.shape)} cut along dimension {self.dim}"

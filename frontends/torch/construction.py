@@ -131,7 +131,7 @@ class Shards(Cut):
 
     def gather(self, param: torch.Tensor) -> None:
         """Make the parameter whole. Collective."""
-        self.home.agree(f"gather {self.spec.name!r} {self.spec.layout}", self.device)
+        self.home.agree(f"gather {self.spec.name!r} {self.spec.elements}", self.device)
         forget(param)
         whole = torch.empty(self.padded_numel, dtype=TORCH_DTYPES[self.spec.dtype], device=param.device)
         shard = self.device.host_array(self.values) if self.values.device.type == "cpu" else self.values

@@ -9,6 +9,7 @@ import torch
 from offload_core.dtypes import BFLOAT16, FLOAT16, FLOAT32, ElementType
 from offload_core.errors import GradientError, ParameterError
 from offload_core.partition import ParamSpec
+from offload_core.regions import InMemory
 
 ELEMENT_TYPES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 _ADDITIONS = (torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor)
@@ -61,9 +62,14 @@ def spec_of(
     name: str, param: torch.Tensor, group: int, target: ElementType | None = None, partitioned: bool = False
 ) -> ParamSpec:
     """The parameter as the core knows it; ``target`` is the element type that it is to have."""
-    order = memory_order(param)
-    layout = f"{list(param.shape)}" + ("" if order is None else f" in memory order {order}")
-    return ParamSpec(name, param.numel(), target or ELEMENT_TYPES[param.dtype], group, layout, partitioned)
+    dtype = target or ELEMENT_TYPES[param.dtype]
+    return ParamSpec(name, param.numel(), dtype, group, elements_of(param), partitioned)
+
+
+def elements_of(tensor: torch.Tensor) -> InMemory:
+    """The elements of :func:`flat` of a tensor."""
+    order = memory_order(tensor)
+    return InMemory(tuple(tensor.shape), None if order is None else tuple(order))
 
 
 def check_param(name: str, param: torch.Tensor) -> None:

@@ -1,0 +1,570 @@
+"""Checkpoints of a pipeline: saved by all processes in parallel, loaded by any other number of them.
+
+What is saved is what training goes on from, in logical elements: master weights and moments of what is trained, the
+values of what is not, and plain values. A device parameter is what its master weight rounds to, and is not saved; but
+for one that is behind (``schedule="delayed"``).
+
+Each process writes a file and says in another, its *part*, what is in it. When all parts are there process 0 makes them
+a checkpoint (``checkpoint_files.py``). So nobody waits for anybody while training goes on.
+"""
+
+import fcntl
+import json
+import os
+import random
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from . import checkpoint_files as files
+from .checkpoint_files import Checkpoint, Want
+from .collectives import Collectives
+from .errors import CheckpointError, CheckpointWarning, StateError
+from .layout import fingerprint
+from .pipeline import Pipeline
+from .plain import ArrayType, decode, encode
+from .regions import Region
+from .shard_writer import ShardWriter, Source
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_POLL_SECONDS = 0.05
+_PATIENCE_SECONDS = 600.0
+"""How long process 0 waits while no file of the others grows."""
+
+
+@dataclass
+class Contents:
+    """What a front end saves besides what the pipeline holds."""
+
+    names: Sequence[str]
+    """Of the pipeline's parameters."""
+    sources: Sequence[Source] = ()
+    """What is not trained, of this process."""
+    shapes: Mapping[str, tuple[tuple[int, ...], np.dtype]] = field(default_factory=dict)
+    """Of all that is not trained, in any process."""
+    state: Any = None
+    """Plain values; process 0's are taken."""
+    own: Any = None
+    """Plain values that each process has of its own."""
+    types: Sequence[ArrayType] = ()
+    """The arrays that may be among them."""
+
+
+@dataclass
+class Target:
+    """A tensor that is not trained, to be loaded."""
+
+    name: str
+    shape: tuple[int, ...]
+    wants: Callable[[str], Iterable[Want]]
+    """What is to be read, of the kind that there is: ``"param"``, or ``"master"``."""
+    loaded: Callable[[], None] = lambda: None
+    """Called when it has been."""
+
+
+class Checkpoints:
+    """The checkpoints of one pipeline. All processes make the same calls."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._pipeline = pipeline
+        self._save: _Save | None = None
+
+    @property
+    def _collectives(self) -> Collectives:
+        return self._pipeline.device.collectives
+
+    # --- saving --------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        folder: str | os.PathLike[str],
+        contents: Contents,
+        tensors: Sequence[Any],
+        *,
+        step: int,
+        keep: int | None,
+        wait: bool,
+    ) -> Path:
+        """Save what there is now, and return the checkpoint's folder.
+
+        Args:
+            tensors: the device parameters, as :meth:`Pipeline.step` takes them.
+            step: what the checkpoint is named after.
+            keep: how many are kept, this one among them; None: all.
+            wait: False to write optimizer states while training goes on: they are copied when an update would change
+                them before they are written, to at most ``BUFFERS`` blocks. The rest is written before this returns.
+
+        Raises:
+            CheckpointError: on all processes, where one could not save; earlier checkpoints are as they were.
+        """
+        if keep is not None and (type(keep) is not int or keep < 1):
+            raise CheckpointError(
+                f"keep: got {keep!r}, expected a number of checkpoints of at least 1, or None for all"
+            )
+        self.wait()
+        with together(self._collectives, "save"):
+            if self._pipeline.holds_gradients:
+                raise StateError(
+                    "a checkpoint is asked for between backward() and step(), or between micro-steps: gradients that "
+                    "wait for an update are not saved; expected the call after an update"
+                )
+            self._pipeline.finish()
+        place = _Place(Path(folder), self._collectives, step)
+        self._save = _Save(place, lambda path: self._prepare(path, contents, tensors, step), keep, quiet=wait)
+        writer = self._save.writer
+        self._pipeline.before_change(writer.capture)
+        writer.capture([None])
+        if wait:
+            self.wait()
+        return place.folder / place.name
+
+    def wait(self) -> None:
+        """Return when the last save is complete.
+
+        Raises:
+            CheckpointError: on all processes, where it could not be completed.
+        """
+        save, self._save = self._save, None
+        if save is not None:
+            try:
+                save.wait()
+            finally:
+                self._pipeline.before_change(None)
+
+    def _prepare(
+        self, path: Path, contents: Contents, tensors: Sequence[Any], step: int
+    ) -> tuple[ShardWriter, dict[str, Any]]:
+        """This process's file, and its part of the manifest."""
+        pipeline, rank = self._pipeline, self._collectives.rank
+        arrays: list[np.ndarray] = []
+        behind = pipeline.behind
+        part: dict[str, Any] = {"own": encode(contents.own, arrays, contents.types, where="random state")}
+        if rank == 0:
+            scaler = pipeline.scaler
+            part["step"] = step
+            part["state"] = encode(contents.state, arrays, contents.types, where="state")
+            part["loss_scale"] = None if scaler is None else scaler.state_dict()
+            part["parameters"] = {
+                name: {
+                    "shape": list(pipeline.elements(i).shape),
+                    "dtype": spec.dtype.name,
+                    "step": int(pipeline.steps[i]),
+                    "group": spec.group,
+                    "behind": i in behind,
+                }
+                for i, (name, spec) in enumerate(zip(contents.names, pipeline.params, strict=True))
+            }
+            part["others"] = {
+                name: {"shape": list(shape), "dtype": str(dtype)} for name, (shape, dtype) in contents.shapes.items()
+            }
+        sources = [*contents.sources]
+        for i, array in enumerate(arrays):
+            array = np.array(array, order="C")
+            sources.append(Source.of(f"{rank}.{i}", "value", Region(array.shape, 0, array.size), array))
+        for i, name in enumerate(contents.names):
+            sources += self._sources_of(i, name, tensors[i], i in behind)
+        world = self._collectives.world_size
+        writer = ShardWriter(path / f"shard-{rank:05d}-of-{world:05d}.safetensors", sources, pipeline.memory)
+        return writer, part
+
+    def _sources_of(self, i: int, name: str, tensor: Any, behind: bool) -> list[Source]:
+        found = []
+        for run in self._pipeline.runs(i, tensor, device_parameter=behind):
+            for at, region in self._pipeline.elements(i).regions(run.start, run.numel):
+                for kind, array in run.arrays.items():
+                    fixed = kind == "param" or (kind == "master" and run.in_place)
+                    part = array[at : at + region.numel]
+                    found.append(Source.of(name, kind, region, part, None if fixed else i))
+        return found
+
+    # --- loading -------------------------------------------------------------------------------------
+
+    def load(
+        self,
+        path: str | os.PathLike[str],
+        names: Sequence[str],
+        targets: Sequence[Target],
+        tensors: Sequence[Any],
+        publish: Callable[[], None],
+        types: Sequence[ArrayType] = (),
+        *,
+        accept: Callable[["Loaded"], None] = lambda loaded: None,
+    ) -> "Loaded":
+        """Load a checkpoint, file by file, into what there is already.
+
+        Args:
+            names: the names in it of the pipeline's parameters.
+            targets: what else is to be loaded.
+            publish: :meth:`Pipeline.flush`, of the tensors that it is to write.
+            accept: may raise :class:`CheckpointError` before anything changes.
+
+        Raises:
+            CheckpointError: on all processes, where one found something wrong. Where it was found in reading, states
+                are partly of the checkpoint and everything raises until one has been loaded; else nothing has changed.
+        """
+        self.wait()
+        pipeline = self._pipeline
+        loaded: Loaded | None = None
+        with together(self._collectives, "load"):
+            loaded = Loaded(Checkpoint(path), self._collectives.rank, types)
+            self._check(loaded, names, targets)
+            accept(loaded)
+        assert loaded is not None
+        self._agree(loaded.checkpoint)
+        with pipeline.replacing_states():
+            delayed = pipeline.config.schedule == "delayed"
+            entries = [loaded.parameters.get(name) for name in names]
+            behind = {i for i, entry in enumerate(entries) if entry and entry["behind"] and delayed}
+            with together(self._collectives, "load"):
+                wants = []
+                for i, name in enumerate(names):
+                    wants += self._wants_of(loaded.checkpoint, i, name, tensors[i], i in behind)
+                for target in targets:
+                    kind = "param" if target.name in loaded.others else "master"
+                    wants += target.wants(kind)
+                loaded.checkpoint.read(wants)
+                for target in targets:
+                    target.loaded()
+            pipeline.publish_later(range(len(names)))
+            publish()
+            with together(self._collectives, "load"):
+                wants = []
+                for i in behind:
+                    for run in pipeline.runs(i, tensors[i]):
+                        for at, region in pipeline.elements(i).regions(run.start, run.numel):
+                            part = run.arrays["master"][at : at + region.numel]
+                            wants.append(Want(names[i], "master", region, part))
+                loaded.checkpoint.read(wants)
+            pipeline.publish_later(behind)
+            for i, entry in enumerate(entries):
+                pipeline.steps[i][...] = entry["step"] if entry else 0
+            if pipeline.scaler is not None and loaded.content["loss_scale"] is not None:
+                pipeline.scaler.load_state_dict(loaded.content["loss_scale"])
+        return loaded
+
+    def _check(self, loaded: "Loaded", names: Sequence[str], targets: Sequence[Target]) -> None:
+        """Raise :class:`CheckpointError` where it is another model's."""
+        path, there = loaded.checkpoint.path, {**loaded.others, **loaded.parameters}
+        expected = {name: self._pipeline.elements(i).shape for i, name in enumerate(names)}
+        expected |= {target.name: target.shape for target in targets}
+        missing, unknown = [n for n in expected if n not in there], [n for n in there if n not in expected]
+        if missing or unknown:
+            raise CheckpointError(
+                f"{path}: a checkpoint of another model; "
+                + "; ".join(
+                    f"{words} {', '.join(map(repr, found[:5]))}{' …' if len(found) > 5 else ''}"
+                    for words, found in (("it lacks", missing), ("this model lacks", unknown))
+                    if found
+                )
+                + ". Expected the same names: `names=` translates this model's to those of the checkpoint"
+            )
+        for name, shape in expected.items():
+            if tuple(there[name]["shape"]) != tuple(shape):
+                raise CheckpointError(
+                    f"{path}: {name!r} has shape {there[name]['shape']} in it, expected {list(shape)}: is it the "
+                    "checkpoint of another model?"
+                )
+
+    def _agree(self, checkpoint: Checkpoint) -> None:
+        mine = fingerprint(json.dumps(checkpoint.content, sort_keys=True))
+        both = np.array([mine], np.int64)
+        self._collectives.broadcast(both, "load")
+        with together(self._collectives, "load"):
+            if both[0] != mine:
+                raise CheckpointError(f"{checkpoint.path}: not the checkpoint that process 0 loads; expected the same")
+
+    def _wants_of(self, checkpoint: Checkpoint, i: int, name: str, tensor: Any, behind: bool) -> list[Want]:
+        pipeline, elements = self._pipeline, self._pipeline.elements(i)
+        master = "master" if checkpoint.has(name, "master") and not behind else "param"
+        wants = []
+        for run in pipeline.runs(i, tensor):
+            for at, region in elements.regions(run.start, run.numel):
+                for kind in _MOMENTS:
+                    part = run.arrays[kind][at : at + region.numel]
+                    if checkpoint.has(name, kind):
+                        wants.append(Want(name, kind, region, part))
+                    else:  # it was not trained
+                        part[:] = 0
+                if not run.in_place:
+                    wants.append(Want(name, master, region, run.arrays["master"][at : at + region.numel]))
+        for start, array in pipeline.own_masters(i, tensor):
+            for at, region in elements.regions(start, array.size):
+                wants.append(Want(name, master, region, array[at : at + region.numel]))
+        return wants
+
+
+class Loaded:
+    """What a checkpoint says besides its tensors.
+
+    Raises:
+        CheckpointError: the manifest lacks something.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, rank: int, types: Sequence[ArrayType] = ()) -> None:
+        self.checkpoint = checkpoint
+        self.content = content = checkpoint.content
+        self._types = types
+        try:
+            self.step: int = content["step"]
+            self.parameters: dict[str, dict[str, Any]] = content["parameters"]
+            """Of what was trained: shape, dtype, step, group, behind."""
+            self.others: dict[str, dict[str, Any]] = content["others"]
+            self.state = self._decode(0, content["state"])
+            own = content["own"]
+            self.own = self._decode(rank, own[rank]) if rank < len(own) else None
+            """What this process's predecessor had of its own; None where there was none."""
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+            raise CheckpointError(f"{checkpoint.path / files.MANIFEST}: incomplete ({error!r})") from None
+
+    def _decode(self, rank: int, value: Any) -> Any:
+        return decode(value, _Values(self.checkpoint, rank), self._types)
+
+
+class _Values(Sequence[np.ndarray]):
+    """The arrays of a process's plain values."""
+
+    def __init__(self, checkpoint: Checkpoint, rank: int) -> None:
+        self._checkpoint, self._rank = checkpoint, rank
+
+    def __getitem__(self, i: Any) -> Any:
+        return self._checkpoint.array(f"{self._rank}.{i}", "value")
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+@contextmanager
+def together(collectives: Collectives, what: str) -> Iterator[None]:
+    """An error of one process inside is an error of all.
+
+    Raises:
+        CheckpointError: another process failed.
+    """
+    try:
+        yield
+    except Exception:
+        _failed_ranks(collectives, what, failed=True)
+        raise
+    others = _failed_ranks(collectives, what, failed=False)
+    if others:
+        raise CheckpointError(f"{what} of a checkpoint failed in process {others}, and so in all; it says there why")
+
+
+def _failed_ranks(collectives: Collectives, what: str, *, failed: bool) -> str:
+    flags = np.zeros(collectives.world_size, np.int64)
+    flags[collectives.rank] = failed
+    collectives.sum_integers(flags, f"checkpoint: {what}")
+    return ", ".join(map(str, np.flatnonzero(flags)))
+
+
+def states_of(stateful: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The states of a user's objects: schedulers, data loaders, whatever has ``state_dict``.
+
+    Raises:
+        CheckpointError: one has not.
+    """
+    for name, item in (stateful or {}).items():
+        if not (callable(getattr(item, "state_dict", None)) and callable(getattr(item, "load_state_dict", None))):
+            raise CheckpointError(
+                f"stateful[{name!r}] is a {type(item).__name__}; expected an object with state_dict() and "
+                "load_state_dict(), as schedulers are"
+            )
+    return {name: item.state_dict() for name, item in (stateful or {}).items()}
+
+
+def check_stateful(stateful: Mapping[str, Any] | None, saved: Mapping[str, Any]) -> None:
+    """Raise :class:`CheckpointError` unless there is a state for each of these objects."""
+    states_of(stateful)
+    for name in stateful or {}:
+        if name not in saved:
+            there = ", ".join(map(repr, saved)) or "none"
+            raise CheckpointError(f"stateful[{name!r}]: the checkpoint has no state of that name; it has {there}")
+
+
+def random_state() -> dict[str, Any]:
+    """The state of Python's and NumPy's global generators."""
+    return {"python": random.getstate(), "numpy": np.random.get_state(legacy=True)}
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """Take up what :func:`random_state` gave."""
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+
+
+# --- a save ------------------------------------------------------------------------------------------------
+
+
+class _Place:
+    """Where a checkpoint is written; process 0 makes it and says so.
+
+    Raises:
+        CheckpointError: on all processes, where it cannot be made, or not all see it.
+    """
+
+    def __init__(self, folder: Path, collectives: Collectives, step: int) -> None:
+        self.folder = folder
+        self.collectives = collectives
+        self._lock: int | None = None
+        said = np.zeros(128, np.uint8)
+        with together(collectives, "save"):
+            if collectives.rank == 0:
+                try:
+                    text = self._make(step)
+                except OSError as error:
+                    self.release()
+                    raise CheckpointError(
+                        f"{folder}: {error.strerror}; expected a folder that can be written"
+                    ) from error
+                said[: len(text)] = np.frombuffer(text, np.uint8)
+        collectives.broadcast(said, "checkpoint: save")
+        self.name, self._token = said.tobytes().rstrip(b"\0").decode().split("/")
+        with together(collectives, "save"):
+            if not self.unfinished.is_dir():
+                raise CheckpointError(
+                    f"{self.unfinished}: made by process 0 and not seen by process {collectives.rank}; expected a file "
+                    "system that all processes share"
+                )
+
+    @property
+    def unfinished(self) -> Path:
+        return self.folder / f".{self.name}.{self._token}{files.UNFINISHED}"
+
+    def _make(self, step: int) -> bytes:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock = os.open(self.folder, os.O_RDONLY)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CheckpointError(
+                f"{self.folder}: another run is saving there; expected a folder for each run"
+            ) from None
+        except OSError:
+            pass  # a file system without locks
+        files.clean(self.folder)
+        self.name, self._token = files.free_name(self.folder, step), os.urandom(4).hex()
+        self.unfinished.mkdir()
+        return f"{self.name}/{self._token}".encode()
+
+    def release(self) -> None:
+        """Let others save here."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def give_up(self) -> None:
+        """Remove what there is of it."""
+        if self.collectives.rank == 0:
+            files.discard(self.unfinished)
+        self.release()
+
+
+class _Save:
+    """A checkpoint on its way to the disk, as one process sees it."""
+
+    def __init__(
+        self,
+        place: _Place,
+        prepare: Callable[[Path], tuple[ShardWriter, dict[str, Any]]],
+        keep: int | None,
+        quiet: bool,
+    ) -> None:
+        self._place = place
+        self._keep = keep
+        self._quiet = quiet
+        self._error: Exception | None = None
+        self._written = threading.Event()
+        self._given_up = threading.Event()
+        writer = None
+        try:
+            with together(place.collectives, "save"):
+                writer, self._part = prepare(place.unfinished)
+                self._record = files.file_record(writer)
+        except BaseException:
+            if writer is not None:
+                writer.close()
+            place.give_up()
+            raise
+        assert writer is not None
+        self.writer = writer
+        self._thread = threading.Thread(target=self._run, name="offload-core checkpoint")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Return when it is complete, in all processes."""
+        collectives = self._place.collectives
+        self._written.wait()
+        try:
+            with together(collectives, "save"):
+                self._raise()
+        except BaseException:
+            self._given_up.set()
+            self._thread.join()
+            raise
+        self._thread.join()
+        with together(collectives, "save"):
+            self._raise()
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        place = self._place
+        try:
+            self.writer.write()
+            self._record["blocks"] = self.writer.checksums
+            part = json.dumps(self._part | {"files": self._record})
+            files.durable(self._part_of(place.collectives.rank), part)
+            self._written.set()
+            if place.collectives.rank == 0:
+                self._complete()
+        except Exception as error:
+            if isinstance(error, OSError):
+                error = CheckpointError(f"{place.unfinished}: {error.strerror or error}; the checkpoint is given up")
+            self._error = error
+            place.give_up()
+            if not self._quiet and not self._given_up.is_set():
+                warnings.warn(CheckpointWarning(str(error)))
+        finally:
+            place.release()
+            self._written.set()
+
+    def _part_of(self, rank: int) -> Path:
+        return self._place.unfinished / f"part-{rank:05d}.json"
+
+    def _complete(self) -> None:
+        paths = [self._part_of(rank) for rank in range(self._place.collectives.world_size)]
+        self._await(paths)
+        parts = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+        content = parts[0] | {key: [part[key] for part in parts] for key in ("own", "files")}
+        for path in paths:
+            path.unlink()
+        files.write_manifest(self._place.unfinished, content)
+        files.commit(self._place.unfinished, self._place.name)
+        if self._keep is not None:
+            files.rotate(self._place.folder, self._keep)
+
+    def _await(self, paths: Sequence[Path]) -> None:
+        """Wait until all of these are there; not for ever, where nothing happens any more."""
+        seen: Any = None
+        since = time.monotonic()
+        while missing := [path for path in paths if not path.exists()]:
+            if self._given_up.is_set():
+                raise CheckpointError(f"{self._place.unfinished}: given up, as another process was")
+            now = [(path.name, path.stat().st_mtime_ns) for path in sorted(self._place.unfinished.glob("shard-*"))]
+            if now != seen:
+                seen, since = now, time.monotonic()
+            elif time.monotonic() - since > _PATIENCE_SECONDS:
+                raise CheckpointError(
+                    f"{missing[0]}: not written, and nothing has been for {_PATIENCE_SECONDS:.0f} s; was its process "
+                    "lost? The checkpoint is given up"
+                )
+            time.sleep(_POLL_SECONDS)

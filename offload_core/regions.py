@@ -1,0 +1,158 @@
+"""Which elements of a parameter a run of memory holds, whatever order it holds them in: integers only.
+
+A parameter's *logical* elements are numbered as in a C-contiguous array of its shape. Front ends lay them out in orders
+of their own (``channels_last``, slices along a dimension); files say which they hold, so that any layout can be loaded
+into any other.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Region:
+    """Elements ``[start, start + numel)`` of a box of a parameter, flattened.
+
+    The box is counted in the dimensions of the parameter transposed by ``order``.
+    """
+
+    shape: tuple[int, ...]
+    """The parameter's."""
+    start: int
+    numel: int
+    order: tuple[int, ...] | None = None
+    """A permutation of the dimensions; None: as they are."""
+    box: tuple[tuple[int, int], ...] | None = None
+    """Where the box begins and ends in each (permuted) dimension; None: it is the whole parameter."""
+
+    @property
+    def view(self) -> tuple[tuple[int, ...] | None, tuple[tuple[int, int], ...] | None]:
+        """Regions of one view are ranges of the same sequence of elements."""
+        return self.order, self.box
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is the parameter itself."""
+        return self.view == (None, None) and self.numel == math.prod(self.shape)
+
+    def __str__(self) -> str:
+        """As NumPy would write it, nothing for the whole parameter."""
+        if self.is_whole:
+            return ""
+        order = "" if self.order is None else f".transpose{self.order}"
+        box = "" if self.box is None else f"[{', '.join(f'{low}:{high}' for low, high in self.box)}]"
+        return f"{order}{box}[{self.start}:{self.start + self.numel}]"
+
+    def check(self) -> None:
+        """Raise :class:`ValueError` where the numbers do not fit each other."""
+        dims = len(self.shape)
+        if self.order is not None and sorted(self.order) != list(range(dims)):
+            raise ValueError(f"order {self.order} of {dims} dimensions")
+        shape = [self.shape[d] for d in self.order or range(dims)]
+        box = self.box or tuple((0, n) for n in shape)
+        if len(box) != dims or any(not 0 <= low <= high <= n for (low, high), n in zip(box, shape, strict=True)):
+            raise ValueError(f"box {box} of {shape}")
+        if not 0 <= self.start <= self.start + self.numel <= math.prod(high - low for low, high in box):
+            raise ValueError(f"elements {self.start} to {self.start + self.numel} of the box {box}")
+
+    def runs(self) -> np.ndarray:
+        """Where it is in the parameter: rows ``(logical start, elements)``, int64, in its own order."""
+        if self.numel == 0:
+            return np.zeros((0, 2), np.int64)
+        dims = self.order or range(len(self.shape))
+        box = self.box or tuple((0, self.shape[d]) for d in dims)
+        strides = [math.prod(self.shape[d + 1 :]) for d in dims]
+        # From the innermost dimension on, as long as rows follow each other without a gap, they are one.
+        outer, row = len(box), 1
+        while outer and (strides[outer - 1] == row or box[outer - 1][1] - box[outer - 1][0] == 1):
+            low, high = box[outer - 1]
+            outer, row = outer - 1, row * (high - low)
+        origin = sum(low * stride for (low, _), stride in zip(box, strides, strict=True))
+        first, last = self.start // row, (self.start + self.numel - 1) // row
+        counters = np.arange(first, last + 1, dtype=np.int64)
+        starts = np.full(counters.size, origin, np.int64)
+        for (low, high), stride in reversed(list(zip(box[:outer], strides[:outer], strict=True))):
+            counters, places = np.divmod(counters, high - low)
+            starts += places * stride
+        lengths = np.full(starts.size, row, np.int64)
+        skipped = self.start - first * row
+        starts[0] += skipped
+        lengths[0] -= skipped
+        lengths[-1] -= (last + 1) * row - (self.start + self.numel)
+        return np.stack([starts, lengths], axis=1)
+
+
+class Elements(Protocol):
+    """How the core's elements of a parameter, numbered from 0, are the parameter's own; ``str`` tells them apart."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The parameter's."""
+        ...
+
+    def regions(self, start: int, numel: int) -> list[tuple[int, Region]]:
+        """What the core's elements ``[start, start + numel)`` are: where in that run each region begins, and it.
+
+        What is in none is padding.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class InMemory:
+    """The elements of a dense array, in the order in which they lie in memory."""
+
+    shape: tuple[int, ...]
+    order: tuple[int, ...] | None = None
+    """The permutation of dimensions in which it is C-contiguous; None: it is so as it is."""
+
+    def regions(self, start: int, numel: int) -> list[tuple[int, Region]]:
+        return [(0, Region(self.shape, start, numel, self.order))]
+
+    def __str__(self) -> str:
+        return f"{list(self.shape)}" + ("" if self.order is None else f" in memory order {list(self.order)}")
+
+
+def common(sources: Sequence[Region], target: Region) -> np.ndarray:
+    """What sources and target share: rows ``(index of the source, place in it, place in the target, elements)``, int64.
+
+    In the order of the sources; neighbours are one row. All are of one shape; sources do not overlap.
+    """
+    numbers = [i for i, source in enumerate(sources) if source.numel]
+    if not numbers or not target.numel:
+        return np.zeros((0, 4), np.int64)
+    if all(sources[i].view == target.view for i in numbers):  # both are ranges of one sequence
+        theirs = [np.array([[sources[i].start, sources[i].numel]], np.int64) for i in numbers]
+        mine = np.array([[target.start, target.numel]], np.int64)
+    else:
+        theirs, mine = [sources[i].runs() for i in numbers], target.runs()
+    index = np.repeat(np.array(numbers, np.int64), [len(runs) for runs in theirs])
+    places = np.concatenate([np.cumsum(runs[:, 1]) - runs[:, 1] for runs in theirs])
+    starts, lengths = np.concatenate(theirs).T
+    order = np.argsort(starts)
+    index, places, starts, lengths = index[order], places[order], starts[order], lengths[order]
+    own_places, own_order = np.cumsum(mine[:, 1]) - mine[:, 1], np.argsort(mine[:, 0])
+    own_starts, own_lengths, own_places = mine[own_order, 0], mine[own_order, 1], own_places[own_order]
+
+    # Of either, the last run that begins at or before each point where a run of either begins.
+    begins = np.unique(np.concatenate([starts, own_starts]))
+    of = np.searchsorted(starts, begins, "right") - 1
+    own = np.searchsorted(own_starts, begins, "right") - 1
+    known = (of >= 0) & (own >= 0)
+    begins, of, own = begins[known], of[known], own[known]
+    numel = np.minimum(starts[of] + lengths[of], own_starts[own] + own_lengths[own]) - begins
+    shared = numel > 0
+    begins, of, own, numel = begins[shared], of[shared], own[shared], numel[shared]
+    rows = np.stack([index[of], places[of] + begins - starts[of], own_places[own] + begins - own_starts[own], numel], 1)
+    rows = rows[np.lexsort((rows[:, 1], rows[:, 0]))]
+    if len(rows) == 0:
+        return rows
+    ends = rows[:-1, 1:3] + rows[:-1, 3:]
+    apart = np.concatenate([[True], (rows[1:, 0] != rows[:-1, 0]) | (rows[1:, 1:3] != ends).any(axis=1)])
+    firsts = np.flatnonzero(apart)
+    rows[firsts, 3] = np.add.reduceat(rows[:, 3], firsts)
+    return rows[firsts]

@@ -1,0 +1,263 @@
+"""Writes one file of a checkpoint while what it holds goes on changing.
+
+The file is cut into blocks. A block's bytes are copied to a staging buffer before it is written, by whichever comes
+first: the thread that writes, or (:meth:`ShardWriter.capture`) who is about to change them. So the file holds
+everything as it was at the beginning, and of the past no more is kept than there are buffers.
+"""
+
+import errno
+import os
+import threading
+from bisect import bisect_left, bisect_right
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from .errors import CheckpointError
+from .host_memory import HostMemory
+from .regions import Region
+from .safetensors_files import plan_file
+
+BLOCK_BYTES = 8 * 2**20
+"""Checksums are of so many bytes each; a multiple of every element size."""
+BUFFERS = 8
+"""Blocks of the past that are held at a time."""
+_NO_PREALLOCATION = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A one-dimensional array to be saved as it is now."""
+
+    name: str
+    """The parameter's."""
+    kind: str
+    """``"master"``, ``"exp_avg"``, ``"exp_avg_sq"``, ``"param"`` (a tensor's own value) or ``"value"``."""
+    region: Region
+    """What it holds of the parameter."""
+    dtype: np.dtype
+    read: Callable[[int, np.ndarray], None]
+    """``read(start, out)`` copies the elements from ``start`` on to ``out``; from any thread, if ``changes_with``."""
+    changes_with: int | None = None
+    """The parameter (its number in the pipeline) whose updates write to it, and nothing else does. None: anybody may,
+    as soon as the save has returned."""
+
+    @classmethod
+    def of(cls, name: str, kind: str, region: Region, array: np.ndarray, changes_with: int | None = None) -> "Source":
+        """A NumPy array."""
+        return cls(name, kind, region, array.dtype, partial(_read, array.reshape(-1)), changes_with)
+
+    @property
+    def n_bytes(self) -> int:
+        return self.region.numel * self.dtype.itemsize
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.region.shape if self.region.is_whole else (self.region.numel,)
+
+
+def _read(array: np.ndarray, start: int, out: np.ndarray) -> None:
+    np.copyto(out, array[start : start + out.size])
+
+
+def checksum(data: bytes | np.ndarray) -> str:
+    """XXH3 (128 bits), in hexadecimal: https://xxhash.com."""
+    return xxhash.xxh3_128_hexdigest(memoryview(data))  # type: ignore[arg-type]
+
+
+class ShardWriter:
+    """A safetensors file on its way to the disk.
+
+    Args:
+        path: must not exist yet.
+        sources: what it is to hold.
+        memory: the account of the staging buffers; they are given back at the end.
+
+    Raises:
+        CheckpointError: the file cannot be made, or the disk has no room for it.
+        HostMemoryError: there is no memory for the buffers.
+    """
+
+    def __init__(self, path: Path, sources: Sequence[Source], memory: HostMemory) -> None:
+        self.path = path
+        self.block_bytes = block_bytes = BLOCK_BYTES
+        self.sources = sorted(sources, key=lambda source: -source.dtype.itemsize)  # so that all are aligned
+        self.keys: list[str] = []
+        """The name of each source's tensor in the file."""
+        tensors: dict[str, tuple[np.dtype, tuple[int, ...]]] = {}
+        for source in self.sources:
+            key = f"{source.kind}/{source.name}{source.region}"
+            while key in tensors:
+                key += "'"
+            tensors[key] = (source.dtype, source.shape)
+            self.keys.append(key)
+        self._header, stored, self.n_bytes = plan_file(tensors)
+        self._offsets = [stored[key].offset for key in self.keys]
+        n_blocks = -(-self.n_bytes // block_bytes)
+        self.checksums = [""] * n_blocks
+        """Of each block, once it is written."""
+        self._blocks_of: dict[int | None, set[int]] = {}
+        for source, offset in zip(self.sources, self._offsets, strict=True):
+            if source.n_bytes:
+                blocks = range(offset // block_bytes, (offset + source.n_bytes - 1) // block_bytes + 1)
+                self._blocks_of.setdefault(source.changes_with, set()).update(blocks)
+        self._left = [True] * n_blocks
+        self._copying: set[int] = set()
+        self._next = 0
+        self._full: deque[tuple[int, np.ndarray]] = deque()
+        self._changed = threading.Condition()
+        self._error: BaseException | None = None
+        label, n_buffers = "checkpoint staging", min(BUFFERS, n_blocks)
+        self._free = [memory.allocate(label, block_bytes, np.dtype(np.uint8)) for _ in range(n_buffers)]
+        try:
+            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+            try:
+                self._reserve()
+            except BaseException:
+                os.close(self._file)
+                raise
+        except OSError as error:
+            raise self._failed(error) from error
+
+    def _reserve(self) -> None:
+        """A disk that is too small is to be known at once."""
+        if not hasattr(os, "posix_fallocate"):
+            return
+        try:
+            os.posix_fallocate(self._file, 0, self.n_bytes)
+        except OSError as error:
+            if error.errno not in _NO_PREALLOCATION:
+                raise
+
+    def _failed(self, error: OSError) -> CheckpointError:
+        return CheckpointError(
+            f"{self.path}: {error.strerror or error} while a checkpoint of {self.n_bytes:,} bytes was written; it is "
+            "given up, and those before it are untouched: make room, or name another folder"
+        )
+
+    def offset(self, source: int) -> int:
+        """Where a source's bytes begin, counted from the file's start."""
+        return self._offsets[source]
+
+    # --- what the others do --------------------------------------------------------------------------
+
+    def capture(self, params: Iterable[int | None]) -> None:
+        """Return when what changes with these parameters may change (None: what may change at any time).
+
+        Where the file has been given up it returns at once: what uses this memory goes on.
+        """
+        blocks = sorted(set().union(*(self._blocks_of.get(param, ()) for param in params)))
+        for block in blocks:
+            with self._changed:
+                while not (self._free or self._error) and self._left[block]:
+                    self._changed.wait()
+                if self._error or not self._left[block]:
+                    continue
+                buffer = self._claim(block)
+            try:
+                self._fill(block, buffer)
+                self._full.append((block, buffer))
+            except BaseException as error:
+                self.cancel(error)
+                raise
+            finally:
+                self._copied(block)
+        with self._changed:
+            self._changed.wait_for(lambda: self._error or self._copying.isdisjoint(blocks))
+
+    def cancel(self, error: BaseException) -> None:
+        """Give the file up, because of ``error``."""
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Give up a file that nobody writes."""
+        self.cancel(CheckpointError(f"{self.path}: given up"))
+        os.close(self._file)
+
+    # --- what the thread does that writes --------------------------------------------------------------
+
+    def write(self) -> None:
+        """Write the file, and return when it is on the disk.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
+        try:
+            for _ in self.checksums:
+                block, buffer = self._next_block()
+                data = buffer[: min(self.block_bytes, self.n_bytes - block * self.block_bytes)]
+                self.checksums[block] = checksum(data)
+                self._put(data, block * self.block_bytes)
+                with self._changed:
+                    self._free.append(buffer)
+                    self._changed.notify_all()
+            os.fsync(self._file)
+        except OSError as error:
+            self.cancel(error)
+            raise self._failed(error) from error
+        except BaseException as error:
+            self.cancel(error)
+            raise
+        finally:
+            os.close(self._file)
+            with self._changed:
+                self._changed.wait_for(lambda: not self._copying)
+                self._free, self._full, self.sources = [], deque(), []
+
+    def _next_block(self) -> tuple[int, np.ndarray]:
+        """The next block to be written, and its bytes; those come first that somebody has copied already."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._error or self._full or (self._free and self._find_left() is not None))
+            if self._error:
+                raise self._error
+            if self._full:
+                return self._full.popleft()
+            block = self._find_left()
+            assert block is not None
+            buffer = self._claim(block)
+        try:
+            self._fill(block, buffer)
+        finally:
+            self._copied(block)
+        return block, buffer
+
+    def _copied(self, block: int) -> None:
+        with self._changed:
+            self._copying.discard(block)
+            self._changed.notify_all()
+
+    def _find_left(self) -> int | None:
+        while self._next < len(self._left) and not self._left[self._next]:
+            self._next += 1
+        return self._next if self._next < len(self._left) else None
+
+    def _claim(self, block: int) -> np.ndarray:
+        self._left[block] = False
+        self._copying.add(block)
+        return self._free.pop()
+
+    def _fill(self, block: int, buffer: np.ndarray) -> None:
+        begin, end = block * self.block_bytes, min((block + 1) * self.block_bytes, self.n_bytes)
+        if begin < len(self._header):
+            head = self._header[begin:end]
+            buffer[: len(head)] = np.frombuffer(head, np.uint8)
+        for i in range(max(bisect_right(self._offsets, begin) - 1, 0), bisect_left(self._offsets, end)):
+            source, offset = self.sources[i], self._offsets[i]
+            low, high = max(offset, begin), min(offset + source.n_bytes, end)
+            if low < high:
+                source.read(
+                    (low - offset) // source.dtype.itemsize, buffer[low - begin : high - begin].view(source.dtype)
+                )
+
+    def _put(self, data: np.ndarray, at: int) -> None:
+        rest = memoryview(data)  # type: ignore[arg-type]
+        while rest:
+            n = os.pwrite(self._file, rest, at)
+            rest, at = rest[n:], at + n

@@ -1,0 +1,262 @@
+"""Checkpoints of pipelines: saved by any number of ranks, loaded by any other, while training goes on or not."""
+
+import threading
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from oracles import assert_same_bits
+from strategies import law
+from test_pipeline import STATES, Subject, bits, make
+from test_ranks import averaged, rank_cases, run_naive, run_rank
+
+from offload_core.checkpoint import Checkpoints, Contents, Target
+from offload_core.checkpoint_files import Checkpoint, Want
+from offload_core.cpu_adam import AdamHyper
+from offload_core.device import HostDevice
+from offload_core.dtypes import BFLOAT16, FLOAT16, FLOAT32
+from offload_core.errors import CheckpointError, StateError
+from offload_core.fake_device import FakeDevice
+from offload_core.loss_scale import LossScaler
+from offload_core.regions import Region
+from offload_core.shard_writer import ShardWriter, Source
+from offload_core.thread_ranks import run_ranks
+
+
+def names_of(subject):
+    return [spec.name for spec in subject.specs]
+
+
+def save(subject, folder, *, wait=True, step=1, keep=None, checkpoints=None, **contents):
+    checkpoints = checkpoints or Checkpoints(subject.pipeline)
+    path = checkpoints.save(
+        folder, Contents(names_of(subject), **contents), subject.tensors, step=step, keep=keep, wait=wait
+    )
+    return path, checkpoints
+
+
+def load(subject, path, targets=(), **options):
+    checkpoints = Checkpoints(subject.pipeline)
+    publish = partial(subject.pipeline.flush, subject.tensors)
+    return checkpoints.load(path, names_of(subject), targets, subject.tensors, publish, **options)
+
+
+def assert_states(subjects, naive):
+    """All ranks' parameters, and their parts of the states, are those of the unsharded loop."""
+    for i, (expected, states) in enumerate(zip(naive.params(), naive.states, strict=True)):
+        covered = 0
+        for subject in subjects:
+            assert_same_bits(f"parameter {i}", subject.params()[i], expected)
+            assert subject.pipeline.steps[i] == naive.steps[i]
+            for start, views in subject.pipeline.states(i):
+                covered += views["exp_avg"].size
+                for name, view in views.items():
+                    theirs = states[STATES.index(name)][start : start + view.size]
+                    assert_same_bits(f"{name} of parameter {i} from {start}", view, theirs)
+        assert covered == expected.size
+
+
+@law(40)
+@given(ranks=rank_cases(), others=st.integers(1, 6), bucket=st.sampled_from([1, 17, 100, 1 << 20]), wait=st.booleans())
+def test_what_some_ranks_save_any_number_loads(tmp_path_factory, ranks, others, bucket, wait):
+    folder = tmp_path_factory.mktemp("checkpoints")
+    naive, _ = run_naive(averaged(ranks))
+
+    def train_and_save(rank):
+        subject, _ = run_rank(ranks[rank.rank], rank, HostDevice())
+        _, checkpoints = save(subject, folder, wait=wait)
+        checkpoints.wait()
+
+    run_ranks(len(ranks), train_and_save)
+    case, zeros = ranks[0], [np.zeros_like(master) for master in ranks[0].masters]
+    config = replace(case.config, reduce_bucket_size=bucket, schedule="serial")
+
+    def load_elsewhere(rank):
+        subject = Subject(HostDevice(), zeros, case.dtypes, case.groups, config, collectives=rank)
+        load(subject, folder)
+        return subject
+
+    assert_states(run_ranks(others, load_elsewhere), naive)
+    Checkpoint(folder).verify()
+
+
+def one_step(subject, value=0.5):
+    for i, spec in enumerate(subject.specs):
+        subject.add_gradient(i, np.full(spec.numel, value, spec.dtype.numpy))
+    subject.pipeline.end_micro_step()
+    return subject.pipeline.step([AdamHyper(1e-2)], subject.tensors)
+
+
+@pytest.mark.parametrize("device", [HostDevice, FakeDevice])
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16, FLOAT16], ids=str)
+@pytest.mark.parametrize("schedule", ["overlap", "delayed"])
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, device, dtype, schedule):
+    def new():
+        scaler = LossScaler(4.0, window=2) if dtype is FLOAT16 else None
+        return make(device(), dtype, scaler, schedule=schedule, delay_warmup_steps=2)
+
+    straight, resumed = new(), new()
+    for step in range(4):
+        one_step(straight, 0.1 * step)
+    save(straight, tmp_path)
+    for step in range(3):
+        one_step(straight, 1.0 + step)
+    load(resumed, tmp_path)
+    for step in range(3):
+        one_step(resumed, 1.0 + step)
+    straight.pipeline.finish()
+    resumed.pipeline.finish()
+    assert bits(straight) == bits(resumed)
+    assert straight.pipeline.loss_scale == resumed.pipeline.loss_scale
+
+
+class Slow:
+    """A disk that writes a block when it is told to."""
+
+    def __init__(self, monkeypatch):
+        self.allowed = threading.Semaphore(0)
+        put = ShardWriter._put
+
+        def slowly(writer, data, at):
+            assert self.allowed.acquire(timeout=60)
+            put(writer, data, at)
+
+        monkeypatch.setattr(ShardWriter, "_put", slowly)
+
+    def go_on(self):
+        self.allowed.release(10**6)
+
+
+@pytest.mark.parametrize("update_in_backward", [False, True])
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=str)
+def test_what_is_saved_while_training_goes_on_is_of_the_moment_of_the_call(
+    tmp_path, monkeypatch, dtype, update_in_backward
+):
+    monkeypatch.setattr("offload_core.shard_writer.BLOCK_BYTES", 256)
+    subject = make(FakeDevice(), dtype, update_in_backward=update_in_backward, reduce_bucket_size=32)
+    one_step(subject)
+    subject.pipeline.finish()
+    before = bits(subject)
+    slow = Slow(monkeypatch)
+    _, checkpoints = save(subject, tmp_path, wait=False)
+    trained = threading.Thread(target=lambda: [one_step(subject, v) or subject.pipeline.finish() for v in (3.0, 4.0)])
+    trained.start()
+    trained.join(0.2)  # more blocks than buffers: it has to wait for the disk
+    slow.go_on()
+    trained.join()
+    checkpoints.wait()
+    assert bits(subject) != before
+    other = make(FakeDevice(), dtype, update_in_backward=update_in_backward)
+    load(other, tmp_path)
+    assert bits(other) == before
+
+
+def test_host_memory_of_the_past_is_bounded_by_the_buffers_and_given_back(tmp_path, monkeypatch):
+    monkeypatch.setattr("offload_core.shard_writer.BLOCK_BYTES", 256)
+    subject = make(FakeDevice(), reduce_bucket_size=32)
+    held = subject.pipeline.memory.n_bytes
+    slow = Slow(monkeypatch)
+    _, checkpoints = save(subject, tmp_path, wait=False)
+    assert subject.pipeline.memory.n_bytes == held + 8 * 256
+    slow.go_on()
+    checkpoints.wait()
+    assert subject.pipeline.memory.n_bytes == held
+
+
+def test_what_is_not_trained_and_plain_values_come_back(tmp_path):
+    subject, frozen = make(), np.arange(6, dtype=np.int32).reshape(2, 3)
+    region = Region(frozen.shape, 0, frozen.size)
+    state = {"lr": 0.1, "table": np.eye(3), "nested": [(1, None), {"a": np.float32(2)}]}
+    save(
+        subject,
+        tmp_path,
+        sources=[Source.of("frozen", "param", region, frozen)],
+        shapes={"frozen": (frozen.shape, frozen.dtype)},
+        state=state,
+        own=[1, 2],
+    )
+    out = np.zeros(6, np.int32)
+    target = Target("frozen", (2, 3), lambda kind: [Want("frozen", kind, region, out)])
+    loaded = load(make(), tmp_path, [target])
+    assert out.tolist() == list(range(6))
+    assert loaded.own == [1, 2]
+    assert loaded.state["table"].tolist() == np.eye(3).tolist()
+    assert repr(loaded.state["nested"]) == repr(state["nested"])
+    assert loaded.step == 1
+
+
+def test_rotation_keeps_the_last_written_and_latest_names_the_last(tmp_path):
+    subject = make()
+    for step in (1, 2, 30, 3, 3):
+        path, _ = save(subject, tmp_path, step=step, keep=3)
+        assert Checkpoint(tmp_path).path == path
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000003", "step-00000003.1", "step-00000030"]
+
+
+def test_a_save_in_mid_step_is_refused_and_nothing_is_left(tmp_path):
+    subject = make()
+    subject.add_gradient(0, np.ones(40, BFLOAT16.numpy))
+    with pytest.raises(StateError, match="between backward"):
+        save(subject, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_another_models_checkpoint_is_refused_and_changes_nothing(tmp_path):
+    subject = make()
+    one_step(subject)
+    save(subject, tmp_path)
+    other = Subject(HostDevice(), [np.ones(40, np.float32)] * 2, [BFLOAT16] * 2, [0, 0], subject.pipeline.config)
+    before = bits(other)
+    with pytest.raises(CheckpointError, match=r"'p1' has shape \[100\] in it, expected \[40\]"):
+        load(other, tmp_path)
+    with pytest.raises(CheckpointError, match="it lacks 'q'"):
+        load(other, tmp_path, [Target("q", (1,), lambda kind: [])])
+    third = Subject(HostDevice(), [np.ones(40, np.float32)], [BFLOAT16], [0], subject.pipeline.config)
+    with pytest.raises(CheckpointError, match="this model lacks 'p1'"):
+        load(third, tmp_path)
+    assert bits(other) == before
+    one_step(other)
+
+
+def test_after_a_load_that_broke_off_nothing_goes_on_until_another_is_loaded(tmp_path):
+    subject = make()
+    good, _ = save(subject, tmp_path, step=1)
+    bad, _ = save(subject, tmp_path, step=2)
+    [shard] = bad.glob("*.safetensors")
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(CheckpointError, match=f"{shard.name}: bytes .* are not those that were written"):
+        load(subject, tmp_path)
+    with pytest.raises(StateError, match="expected another one to be loaded"):
+        one_step(subject)
+    load(subject, good)
+    subject.pipeline.drop_gradients()
+    assert one_step(subject).updated
+
+
+def test_an_error_of_one_rank_is_an_error_of_all_and_leaves_the_checkpoints_before(tmp_path, monkeypatch):
+    write = ShardWriter.write
+
+    def fail_on_rank_1(writer):
+        if "shard-00001" in writer.path.name and writer.path.parent.name.startswith(".step-00000002"):
+            writer.close()
+            raise OSError(28, "No space left on device")
+        write(writer)
+
+    monkeypatch.setattr(ShardWriter, "write", fail_on_rank_1)
+
+    def act(rank):
+        masters = [np.ones(100, np.float32)]
+        config = make().pipeline.config
+        subject = Subject(HostDevice(), masters, [BFLOAT16], [0], config, collectives=rank)
+        first, _ = save(subject, tmp_path, step=1)
+        with pytest.raises(CheckpointError, match="No space left|failed in process 1"):
+            save(subject, tmp_path, step=2)
+        assert load(subject, tmp_path).checkpoint.path == first
+
+    run_ranks(2, act)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000001"]
