@@ -115,7 +115,7 @@ class BucketTerms:
             smaller = "offload_param='cpu'" if self.config.offload_param is None else "param_persistence_threshold"
         rows = {
             "parameters": (parameters, _NARROWER if wide else smaller),
-            GATHERED: (gathered, "max_live_parameters"),
+            GATHERED: (gathered, "max_live_parameters, max_reuse_distance"),
             "gradients": (gradients, sooner),
         }
         rows_of = [PlanRow(what, "device", n_bytes, remedy) for what, (n_bytes, remedy) in rows.items()]
@@ -140,7 +140,10 @@ class BucketTerms:
         """
         parted = [spec for spec in (*specs, *frozen) if spec.partitioned]
         numel, n_bytes = sum(spec.numel for spec in parted), sum(map(_bytes, parted))
-        live = max(self.config.max_live_parameters, max((spec.numel for spec in parted), default=0))
+        largest = max((spec.numel for spec in parted), default=0)
+        # What forward used last backward uses first: half the distance is on the way there, half on the way back.
+        kept = max(self.config.max_reuse_distance // 2, self.config.prefetch_bucket_size) + largest
+        live = max(min(self.config.max_live_parameters, kept), largest)
         bound = int(min(1.0, live / max(numel, 1)) * n_bytes)
         ahead, most = n_bytes, (bound, 0)
         for param, gradients in self._gradients_held(specs, buckets, gradients_stay):

@@ -74,7 +74,7 @@ GPTS = {
 
 def gpt_of(numel: int) -> GPTConfig:
     """A GPT of about so many parameters, at least :data:`LEAST`, its layers to its width as in the known one nearest to
-    it. From ten millions on it is within 6%."""
+    it. From ten millions on it is within a tenth."""
     near = min(GPTS.values(), key=lambda gpt: abs(math.log(gpt.numel / numel)))
     wanted = near.width * (numel / near.numel) ** (1 / 3)
     width = max(_HEAD, _HEAD * round(wanted / _HEAD))

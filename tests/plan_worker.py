@@ -27,6 +27,10 @@ CASES = {
 CASES |= {
     "accumulating": ("bfloat16", {"gradient_accumulation_steps": 2}),
     "half of it frozen": ("bfloat16", {"stage": 3, "offload_param": "cpu", "frozen": 2}),
+    "few are kept": (
+        "bfloat16",
+        {"stage": 3, "offload_param": "cpu", "max_reuse_distance": 12 * 2**20, "prefetch_bucket_size": 2 * 2**20},
+    ),
     "few are whole": (
         "bfloat16",
         {"stage": 3, "offload_param": "cpu", "max_live_parameters": 8 * 2**20, "prefetch_bucket_size": 4 * 2**20},

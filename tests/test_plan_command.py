@@ -78,7 +78,7 @@ def test_a_gpts_shapes_are_those_of_the_model_that_is_trained(gpt: GPTConfig) ->
 @example(10 * 10**9)
 def test_a_gpt_of_a_count_has_about_that_count(numel: int) -> None:
     gpt = gpt_of(numel)
-    assert abs(gpt.numel / numel - 1) <= (0.06 if numel >= 10**7 else 0.25)
+    assert abs(gpt.numel / numel - 1) <= (0.1 if numel >= 10**7 else 0.25)
     assert gpt.width == 128 * gpt.heads
 
 
@@ -346,22 +346,23 @@ def test_ranks_on_a_machine_share_what_is_available(monkeypatch: pytest.MonkeyPa
 
 
 def test_jax_on_a_small_device_is_refused_before_anything_is_placed(monkeypatch: pytest.MonkeyPatch, allocated) -> None:
-    params = {"w": np.ones((300, 1000), np.float32)}
+    params, fields = {"w": np.ones((300, 1000), np.float32)}, {"reduce_bucket_size": 16_000}
+    needed = 3 * 4 * 300_000 + 4 * 16_000  # parameters, the next ones, gradients; the bucket that leaves last
     monkeypatch.setattr(jax_placement, "on_cpu", lambda array: False)
     placed = []
     place = jax_placement.OneAccelerator.place
     monkeypatch.setattr(jax_placement.OneAccelerator, "place", lambda *args: placed.append(args) or place(*args))
-    monkeypatch.setattr("frontends.jax.mesh.free_bytes", lambda devices: 12 * 300_000 - 1)
-    with pytest.raises(DeviceMemoryError, match=r"(?s)3\.4 MiB of device memory for 300,000.*gradients 1\.1 MiB"):
-        wrap_jax(params)
+    monkeypatch.setattr("frontends.jax.mesh.free_bytes", lambda devices: needed - 1)
+    with pytest.raises(DeviceMemoryError, match=r"(?s)3\.5 MiB of device memory for 300,000.*gradients 1\.1 MiB"):
+        wrap_jax(params, **fields)
     assert not allocated
     assert not placed
-    monkeypatch.setattr("frontends.jax.mesh.free_bytes", lambda devices: 12 * 300_000)
-    wrap_jax(params)
+    monkeypatch.setattr("frontends.jax.mesh.free_bytes", lambda devices: needed)
+    wrap_jax(params, **fields)
     assert allocated
     assert placed
-    monkeypatch.setattr("frontends.jax.mesh.free_bytes", lambda devices: 8 * 300_000)
-    wrap_jax({"w": jnp.ones((300, 1000))})  # there already
+    monkeypatch.setattr("frontends.jax.mesh.free_bytes", lambda devices: needed - 4 * 300_000)
+    wrap_jax({"w": jnp.ones((300, 1000))}, **fields)  # there already
 
 
 # --- info -----------------------------------------------------------------------------------------------
