@@ -3,7 +3,7 @@
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -89,6 +89,14 @@ class OffloadTrainer(Trainer, Protocol):
     @property
     def sent_bytes(self) -> int:
         """Bytes of gradients and parameters that each of this process's ranks has sent to other ranks."""
+        ...
+
+    def save(self, folder: Path, extras: Any, keep: int, *, wait: bool) -> None:
+        """Save a checkpoint, of all ranks; without `wait` in the background."""
+        ...
+
+    def load(self, path: Path) -> Any:
+        """Load one, and return its extras."""
         ...
 
     def memory_report(self) -> MemoryReport: ...

@@ -35,6 +35,7 @@ from .shard_writer import ShardWriter, Source
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _POLL_SECONDS = 0.05
+_LONGEST_PAUSE_SECONDS = 0.2
 _PATIENCE_SECONDS = 600.0
 """How long process 0 waits while no file of the others grows."""
 
@@ -134,6 +135,7 @@ class Checkpoints:
         save, self._save = self._save, None
         if save is not None:
             try:
+                self._pipeline.finish()  # ranks meet for one thing at a time
                 save.wait()
             finally:
                 self._pipeline.before_change(None)
@@ -480,7 +482,6 @@ class _Save:
         self._keep = keep
         self._quiet = quiet
         self._error: Exception | None = None
-        self._written = threading.Event()
         self._given_up = threading.Event()
         writer = None
         try:
@@ -498,23 +499,32 @@ class _Save:
         self._thread.start()
 
     def wait(self) -> None:
-        """Return when it is complete, in all processes."""
-        collectives = self._place.collectives
-        self._written.wait()
-        try:
-            with together(collectives, "save"):
-                self._raise()
-        except BaseException:
-            self._given_up.set()
-            self._thread.join()
-            raise
-        self._thread.join()
-        with together(collectives, "save"):
-            self._raise()
+        """Return when it is complete, in all processes.
 
-    def _raise(self) -> None:
+        They ask each other again and again: a collective that waited for a slow disk might come too late.
+        """
+        collectives, pause = self._place.collectives, 0.001
+        status = np.zeros(2, np.int64)
+        try:
+            while status[0] < collectives.world_size and not status[1]:
+                self._thread.join(pause)
+                status[:] = not self._thread.is_alive(), self._error is not None
+                collectives.sum_integers(status, "checkpoint: save")
+                pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+        finally:
+            if status[0] < collectives.world_size or status[1]:
+                self._given_up.set()
+                self.writer.cancel(self._given_up_error())
+            self._thread.join()
         if self._error is not None:
             raise self._error
+        if status[1]:
+            raise self._given_up_error()
+
+    def _given_up_error(self) -> CheckpointError:
+        return CheckpointError(
+            f"{self._place.unfinished}: saving failed in another process, and so in all; it says there why"
+        )
 
     def _run(self) -> None:
         place = self._place
@@ -523,7 +533,6 @@ class _Save:
             self._record["blocks"] = self.writer.checksums
             part = json.dumps(self._part | {"files": self._record})
             files.durable(self._part_of(place.collectives.rank), part)
-            self._written.set()
             if place.collectives.rank == 0:
                 self._complete()
         except Exception as error:
@@ -535,7 +544,6 @@ class _Save:
                 warnings.warn(CheckpointWarning(str(error)))
         finally:
             place.release()
-            self._written.set()
 
     def _part_of(self, rank: int) -> Path:
         return self._place.unfinished / f"part-{rank:05d}.json"
@@ -558,7 +566,7 @@ class _Save:
         since = time.monotonic()
         while missing := [path for path in paths if not path.exists()]:
             if self._given_up.is_set():
-                raise CheckpointError(f"{self._place.unfinished}: given up, as another process was")
+                raise self._given_up_error()
             now = [(path.name, path.stat().st_mtime_ns) for path in sorted(self._place.unfinished.glob("shard-*"))]
             if now != seen:
                 seen, since = now, time.monotonic()

@@ -156,7 +156,7 @@ def _sync(folder: Path) -> None:
 
 
 def _canonical(content: Any) -> str:
-    return json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return json.dumps(content, separators=(",", ":"), allow_nan=False)  # in its order
 
 
 # --- reading ---------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import increment_version
 
+from offload_core.checkpoint import Checkpoints
 from offload_core.config import FIELDS, ConfigLike, OffloadConfig, check_hyperparameters
 from offload_core.cpu_adam import AdamHyper
 from offload_core.cpus import local_processes
@@ -156,6 +157,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         if self.partitioned is not None:
             self.partitioned.keep_frozen(params)
         self._pipeline = pipeline
+        self.checkpoints = Checkpoints(pipeline)
 
     def _finish(self) -> None:
         if self._pipeline is not None:
@@ -178,6 +180,20 @@ class OffloadedAdamW(torch.optim.Optimizer):
         shard = self.partitioned.shard_of(slot.param) if self.partitioned is not None else None
         # Of .data: the pipeline's writes are counted once, and not when they happen.
         return flat(slot.param.data) if shard is None else shard
+
+    @property
+    def slots(self) -> list[Slot]:
+        """What is known of each parameter, in the pipeline's order."""
+        return list(self._slots.values())
+
+    def replaced(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Master weights have been replaced: bring them to the parameters, and discard the gradients of before."""
+        self.pipeline.flush(tensors)
+        for slot in self._slots.values():
+            slot.release()
+            increment_version(slot.param)
+            slot.note()
+        self._forget_arrivals()
 
     # --- parameters --------------------------------------------------------------------------------
 
@@ -324,6 +340,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
     def close(self) -> None:
         """Let the parameters go: remove the hooks, discard gradients on the host, free the states."""
         if self._pipeline is not None:
+            self.checkpoints.wait()
             self.flush()
         if self.partitioned is not None:
             self.partitioned.close()
@@ -509,12 +526,12 @@ class OffloadedAdamW(torch.optim.Optimizer):
                 slot.note()
                 make_pending(slot.param, partial(_await, lock, pipeline, slot.index))
 
-        tensors = self._follow_changes()
+        tensors = self.current_tensors()
         divisor = float(self.config.gradient_accumulation_steps)
         pipeline.expect_step(self._hypers(), tensors, divisor=divisor, groups=self._groups(), emitted=emitted)
 
-    def _follow_changes(self) -> list[torch.Tensor]:
-        """All parameters' memory; what has been changed there from outside is in the master weights, too.
+    def current_tensors(self) -> list[torch.Tensor]:
+        """All parameters' memory, as the pipeline takes it; what was changed there from outside is in the masters, too.
 
         It is that of ``.data``: the pipeline's writes are counted once, and not when they happen.
         """
@@ -529,10 +546,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
     @torch._disable_dynamo
     def _update(self) -> StepReport:
         pipeline, hypers = self.pipeline, self.prepare()
-        others = self.pipeline.device.world_size > 1  # they may have had a gradient where this rank had none
-        updated = [slot for slot in self._slots.values() if others or slot.param.grad is not None]
         gathered = 0 if self.partitioned is None else self.partitioned.before_change()
-        tensors = self._follow_changes()
+        tensors = self.current_tensors()
         try:
             report = pipeline.step(hypers, tensors, divisor=self._divisor, groups=self._groups(), gathered=gathered)
             if not self.reads_wait:
@@ -547,13 +562,13 @@ class OffloadedAdamW(torch.optim.Optimizer):
                 slot.release()
             self._forget_arrivals()
         self.updates += report.updated
-        for slot in updated:
-            if report.updated:
-                increment_version(slot.param)  # autograd must know, as after any in-place update
+        written = [slot for slot in self._slots.values() if slot.index in pipeline.published]
+        for slot in written:
+            increment_version(slot.param)  # autograd must know, as after any in-place update
         for slot in self._slots.values():
             slot.note()
-        if report.updated and not pipeline.finished:
-            for slot in updated:
+        if not pipeline.finished:
+            for slot in written:
                 if not slot.partitioned:
                     make_pending(slot.param, partial(_await, self._lock, pipeline, slot.index))
         return report

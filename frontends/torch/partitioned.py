@@ -153,6 +153,10 @@ class PartitionedModel:
         record = self._of.get(id(param))
         return None if record is None else record.shard
 
+    def record_of(self, param: torch.Tensor) -> PartitionedParameter | None:
+        """What there is of a parameter, if it is partitioned."""
+        return self._of.get(id(param))
+
     def cut(self, entries: Sequence[tuple[ParamSpec, torch.Tensor]]) -> dict[torch.Tensor, PartitionedParameter]:
         """The partitioned ones among these, with this rank's shards of them.
 
