@@ -32,8 +32,9 @@ import numpy as np
 from bench.data import Corpus, held_out_batches, load_corpus, training_batch
 from bench.launch import Ranks
 from bench.presets import PRESETS
-from bench.trainer import ITEM_SIZES, OffloadTrainer, Settings, Step, Trainer
+from bench.trainer import OffloadTrainer, Settings, Step, Trainer
 from offload_core.cpus import default_threads
+from offload_core.dtypes import BY_NAME
 from offload_core.errors import CollectiveError, OffloadError
 from offload_core.host_memory import format_bytes
 from offload_core.memory_plan import format_table
@@ -148,7 +149,7 @@ def parse(arguments: list[str] | None) -> tuple[Settings, Files, Saving]:
     add = parser.add_argument
     add("--frontend", choices=("torch", "jax"), default="torch")
     add("--preset", choices=tuple(PRESETS), default="tiny")
-    add("--param-dtype", choices=tuple(ITEM_SIZES), help="of the device parameters")
+    add("--param-dtype", choices=tuple(BY_NAME), help="of the device parameters")
     add("--stage", type=int, choices=(1, 2, 3), default=2, help="ZeRO stage (default: 2)")
     add("--offload-param", choices=("cpu",), help="stage 3: parameters wait in host memory")
     add("--init", action="store_true", help="stage 3: build the model in shards, never whole on a rank (torch)")

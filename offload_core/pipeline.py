@@ -27,6 +27,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from .bucket_terms import BucketTerms
 from .buckets import LocalBuckets, StateRun
 from .config import OffloadConfig
 from .cpu_adam import STATE_NAMES, AdamHyper
@@ -38,7 +39,7 @@ from .gradients import Gradients
 from .layout import fingerprint
 from .local_bucket import LocalBucket
 from .loss_scale import LossScaler
-from .memory_plan import MemoryPlan, MemoryReport
+from .memory_plan import MemoryReport
 from .partition import ParamSpec
 from .regions import Elements, InMemory
 from .step_state import BucketEvent, BucketState
@@ -117,21 +118,23 @@ class Pipeline:
 
     # --- parameters and states ---------------------------------------------------------------------
 
-    def plan(self, specs: Sequence[ParamSpec]) -> MemoryPlan:
-        """What :meth:`add_parameters` of ``specs`` would allocate, and what the device holds besides."""
-        return self._buckets.plan(specs)
+    @property
+    def terms(self) -> BucketTerms:
+        """The rules by which :meth:`add_parameters` allocates: they plan."""
+        return self._buckets
 
-    def reserve(self, n_bytes: int) -> None:
-        """Plan with so many bytes that the front end allocates in ``memory`` besides."""
-        self._buckets.planned_host_bytes += n_bytes
-
-    def add_parameters(self, specs: Sequence[ParamSpec], tensors: Sequence[Any]) -> None:
+    def add_parameters(
+        self, specs: Sequence[ParamSpec], tensors: Sequence[Any], *, frozen: Sequence[ParamSpec] = ()
+    ) -> None:
         """Take on parameters: allocate their states, master weights starting from ``tensors``.
 
         The tensors may be of another element type than the specs (the model's own, before it is cast).
+
+        Args:
+            frozen: others that are not trained, whose shards the front end allocates in ``memory`` besides.
         """
         self.finish()
-        self._gradients.order += self._buckets.add(specs, tensors)
+        self._gradients.order += self._buckets.add(specs, tensors, frozen)
         self.steps += [np.zeros((), np.float32) for _ in specs]
 
     def states(self, param: int, *, writable: bool = False) -> list[tuple[int, dict[str, np.ndarray]]]:

@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = [
-    {"errors", "dtypes", "cpus", "_offload"},
+    {"errors", "dtypes", "cpus", "quantities", "_offload"},
     {"checks", "regions"},
     {"lr_schedules"},
     {"deepspeed_keys"},
@@ -19,11 +19,13 @@ LAYERS = [
     {"memory_plan", "collectives", "cpu_adam", "export", "shard_writer", "plain"},
     {"checkpoint_files"},
     {"device", "layout", "thread_ranks"},
-    {"local_bucket", "host_ranks", "fake_device"},
+    {"local_bucket", "exchange", "fake_device", "bucket_terms"},
+    {"host_ranks"},
     {"buckets", "live_params"},
-    {"gradients", "updates"},
+    {"gradients", "updates", "step_time", "machine", "model_shapes"},
     {"pipeline"},
-    {"checkpoint"},
+    {"checkpoint", "plan_command", "info_command"},
+    {"__main__"},
 ]
 """The core's modules, lowest first: a module imports from layers below its own only."""
 

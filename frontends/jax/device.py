@@ -37,6 +37,9 @@ class JaxDevice:
     updates_in_place = False
     wants_pinned = False
 
+    def free_bytes(self) -> None:
+        return None
+
     def dtype(self, tensor: Any) -> ElementType:
         return BY_NUMPY[np.dtype(tensor.dtype)]
 
@@ -69,6 +72,14 @@ class JaxDevice:
 def on_cpu(array: jax.Array) -> bool:
     """Whether the array lies in host memory."""
     return next(iter(array.devices())).platform == "cpu"
+
+
+def free_bytes(devices: Sequence[jax.Device]) -> int | None:
+    """Bytes that can still be allocated on these together, as much on each; None: not known, or the host's."""
+    stats = [device.memory_stats() or {} for device in devices]
+    if not all({"bytes_limit", "bytes_in_use"} <= each.keys() for each in stats):
+        return None
+    return len(stats) * min(each["bytes_limit"] - each["bytes_in_use"] for each in stats)
 
 
 def in_host_memory(array: jax.Array) -> bool:

@@ -15,12 +15,13 @@ from jax.sharding import Mesh
 from offload_core.checkpoint import Names
 from offload_core.config import ConfigLike, OffloadConfig, check_hyperparameters
 from offload_core.cpu_adam import STATE_NAMES, AdamHyper
+from offload_core.cpus import local_processes
 from offload_core.dtypes import BY_NUMPY
 from offload_core.errors import ConfigError, GradientError, ParameterError, StateError
 from offload_core.export import MAX_SHARD_BYTES
 from offload_core.host_memory import available_bytes
 from offload_core.loss_scale import scaler_for
-from offload_core.memory_plan import MemoryReport
+from offload_core.memory_plan import MemoryPlan, MemoryReport
 from offload_core.partition import ParamSpec
 from offload_core.pipeline import Pipeline, StepReport
 from offload_core.regions import InMemory
@@ -131,23 +132,31 @@ class OffloadedParams:
             raise ParameterError("params: no leaf is a trainable floating-point array; expected at least one")
         target = self.config.target_dtype
         self._placement = placement_for(self.config, mesh, axis, [leaves[i] for i in positions])
-        arrays = [self._placement.place(self._paths[i], leaves[i]) for i in positions]
-        layouts = [self._placement.layout(array) for array in arrays]
+        layouts = [self._placement.layout(leaves[i]) for i in positions]
         specs = []
-        for i, array, layout in zip(positions, arrays, layouts, strict=True):
-            dtype, group = target or BY_NUMPY[array.dtype], int(not decayed[i])
-            numel = array.size if layout is None else layout.numel
-            elements = InMemory(array.shape) if layout is None else layout
+        for i, layout in zip(positions, layouts, strict=True):
+            leaf = leaves[i]
+            dtype, group = target or BY_NUMPY[np.dtype(leaf.dtype)], int(not decayed[i])
+            numel = leaf.size if layout is None else layout.numel
+            elements = InMemory(leaf.shape) if layout is None else layout
             specs.append(ParamSpec(self._paths[i], numel, dtype, group, elements, partitioned=layout is not None))
         scaler = scaler_for(self.config, [s.dtype for s in specs])
         # To the core gradients come all at once, and parameters in JAX's host memory are the device's as any.
         config = replace(self.config, update_in_backward=False, offload_param=None)
         self._pipeline = Pipeline(config, self._placement.device, scaler)
-        plan = self._pipeline.plan(specs)
-        self._planned_host_bytes = plan.host_bytes
-        rows = self._placement.plan(specs, arrays, self._pipeline.memory)
-        replace(plan, rows=(*plan.rows, *rows)).check(available_bytes())
-        self._planned_host_bytes += self._placement.planned_host_bytes
+        terms = self._pipeline.terms
+        host_rows = terms.host_rows(specs)
+        rows = [*host_rows, *self._placement.plan(specs, layouts, self._pipeline.memory)]
+        # All that leave together take no more than the next parameters, which come after; the last is held till then.
+        rows.append(terms.way_row(terms.cut(specs), 1))
+        there = [] if self._placement.on_host else [leaves[i] for i in positions if isinstance(leaves[i], jax.Array)]
+        held = sum(part.data.nbytes for a in there if not in_host_memory(a) for part in a.addressable_shards)
+        plan = MemoryPlan(tuple(rows), sum(spec.numel for spec in specs), shared=self._placement.on_host, held=held)
+        device = self._placement.device
+        processes = min(local_processes(), device.collectives.world_size)
+        plan.check(available_bytes(), device.free_bytes(), processes=processes)
+        self._planned_host_bytes = sum(row.n_bytes for row in host_rows) + self._placement.planned_host_bytes
+        arrays = [self._placement.place(self._paths[i], leaves[i]) for i in positions]
         tensors = self._placement.start(arrays)
         self._pipeline.add_parameters(specs, tensors)
         arrays = self._placement.started(tensors)

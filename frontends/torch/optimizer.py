@@ -17,12 +17,14 @@ from torch.autograd.graph import increment_version
 from offload_core.checkpoint import Checkpoints
 from offload_core.config import FIELDS, ConfigLike, OffloadConfig, check_hyperparameters
 from offload_core.cpu_adam import STATE_NAMES, AdamHyper
+from offload_core.cpus import local_processes
 from offload_core.errors import ConfigError, GradientError, ParameterError, StateError
 from offload_core.host_memory import available_bytes
-from offload_core.memory_plan import MemoryReport
+from offload_core.memory_plan import MemoryPlan, MemoryReport
+from offload_core.partition import ParamSpec
 from offload_core.pipeline import Pipeline, StepReport
 
-from .construction import check_finished, check_takes_none
+from .construction import check_finished, check_takes_none, shards_of
 from .device_ranks import device_for
 from .export import torch_state_dict
 from .partitioned import PartitionedModel, gathered_parameters
@@ -32,11 +34,13 @@ from .states import Hidden, States, check_entry, hide_state, state_views
 from .tensors import (
     TORCH_DTYPES,
     TakenGradient,
+    bytes_as,
     cast_param,
     check_gradient,
     check_param,
     flat,
     flat_like,
+    memory_of_all,
     memory_order,
     shaped_like,
     spec_of,
@@ -145,13 +149,13 @@ class OffloadedAdamW(torch.optim.Optimizer):
         pipeline = Pipeline(config, device_for(first.device, process_group, config), None)
         self.partitioned: PartitionedModel | None = None
         """Parameters that are there in shards only."""
-        if model is not None and config.stage == 3 and (pipeline.device.world_size > 1 or config.offload_param):
+        if model is not None and config.takes_apart(pipeline.device.world_size):
             self.partitioned = PartitionedModel(model, first.device, process_group, pipeline)
         else:
             check_takes_none([*(entry[:2] for entry in named), *(model.named_parameters() if model else ())], config)
         trained = [entry for entry in named if entry[1].requires_grad]
         params = [param for _, param, _ in trained]
-        self._take_on(pipeline, trained, besides=self.partitioned.plan_frozen(params) if self.partitioned else 0)
+        self._take_on(pipeline, trained, model)
         if self.partitioned is not None:
             self.partitioned.keep_frozen(params)
         self._pipeline = pipeline
@@ -267,21 +271,28 @@ class OffloadedAdamW(torch.optim.Optimizer):
                     "expected one owner: use the first one, or end it with .close()"
                 )
 
-    def _take_on(self, pipeline: Pipeline, named: Sequence[tuple[str, torch.Tensor, int]], *, besides: int = 0) -> None:
+    def _take_on(
+        self, pipeline: Pipeline, named: Sequence[tuple[str, torch.Tensor, int]], model: nn.Module | None = None
+    ) -> None:
         """Allocate states for these parameters; cast them to ``param_dtype``.
 
         Args:
-            besides: bytes of host memory that will be needed for others.
+            model: what else of it takes memory is part of the plan.
         """
         for name, param, _ in named:
             check_param(name, param)
         target = self.config.target_dtype
         parted = self.partitioned
         specs = [spec_of(name, p, g, target, parted is not None and parted.takes(p)) for name, p, g in named]
-        pipeline.plan(specs).check(available_bytes() - besides)
+        frozen = parted.frozen([p for _, p, _ in named]) if parted is not None and model is not None else []
+        plan = self._plan(pipeline, [(spec, p) for spec, (_, p, _) in zip(specs, named, strict=True)], frozen, model)
+        device = pipeline.device
+        processes = min(local_processes(), device.world_size)
+        plan.check(available_bytes(), device.free_bytes(), processes=processes)
         first = len(pipeline.params)
         cut = parted.cut([(spec, p) for spec, (_, p, _) in zip(specs, named, strict=True)]) if parted else {}
-        pipeline.add_parameters(specs, [cut[p].shard if p in cut else flat(p) for _, p, _ in named])
+        tensors = [cut[p].shard if p in cut else flat(p) for _, p, _ in named]
+        pipeline.add_parameters(specs, tensors, frozen=[spec for spec, _ in frozen])
         if parted is not None:
             parted.keep_shards(cut.values())
         for i, (name, param, _) in enumerate(named):
@@ -304,6 +315,29 @@ class OffloadedAdamW(torch.optim.Optimizer):
             self.state[param] = state_views(pipeline, slot.index, slot.param)
             if self.early_copy:
                 self._hook(slot)
+
+    def _plan(
+        self,
+        pipeline: Pipeline,
+        trained: Sequence[tuple[ParamSpec, torch.Tensor]],
+        frozen: Sequence[tuple[ParamSpec, torch.Tensor]],
+        model: nn.Module | None,
+    ) -> MemoryPlan:
+        params = [param for _, param in trained]
+        known = {id(param) for _, param in (*trained, *frozen)}
+        others = [t for t in (*model.parameters(), *model.buffers()) if id(t) not in known] if model else []
+        others = [tensor for tensor in others if tensor.device == self._device]
+        plan = pipeline.terms.plan(
+            [spec for spec, _ in trained],
+            frozen=[spec for spec, _ in frozen],
+            besides=sum(bytes_as(tensor, self.config.target_dtype) for tensor in others),
+            gradients_stay=not self.early_copy,
+        )
+        rows = [] if self.partitioned is None else [self.partitioned.plan_cut(trained)]
+        whole = [*params, *(param for _, param in frozen), *others]
+        shards = [built.values for built in map(shards_of, whole) if built is not None]
+        held = memory_of_all(tensor for tensor in (*whole, *shards) if tensor.device == self._device)
+        return replace(plan, rows=(*plan.rows, *rows), held=held)
 
     def close(self) -> None:
         """Let the parameters go: remove the hooks, discard gradients on the host, free the states."""

@@ -133,6 +133,24 @@ def cast_param(param: torch.Tensor, dtype: torch.dtype) -> None:
             param.grad = gradient.to(dtype)
 
 
+def bytes_as(tensor: torch.Tensor, target: ElementType | None) -> int:
+    """Bytes of the tensor once what is floating-point has this element type."""
+    return tensor.numel() * (target.itemsize if target and tensor.is_floating_point() else tensor.element_size())
+
+
+def memory_of_all(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of memory that tensors take, each storage once."""
+    storages = {}
+    with torch._C.DisableTorchFunctionSubclass():
+        for tensor in tensors:
+            try:
+                storage = tensor.untyped_storage()
+                storages[storage._cdata] = storage.nbytes()
+            except NotImplementedError:  # wrappers
+                storages[-id(tensor)] = tensor.nbytes
+    return sum(storages.values())
+
+
 def check_gradient(name: str, param: torch.Tensor, gradient: torch.Tensor) -> None:
     """Raise :class:`GradientError` unless the gradient fits its parameter."""
     if gradient.layout is not torch.strided:
