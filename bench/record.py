@@ -1,10 +1,23 @@
-"""What a measurement is recorded with, and where."""
+"""What a measurement is recorded with, and where.
 
+A part's record, one JSON line a run:
+
+    {"bench": PART, "title": str, "config": {...}, "versions": {...},
+     "rows": [row(...)], "ratios": [ratio(...)], "missing": [missing(...)], "notes": [str]}
+"""
+
+import argparse
 import json
 import platform
+import statistics
 import subprocess
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from offload_core.cpus import available_cpus
 
@@ -19,17 +32,95 @@ def machine() -> str:
     return f"{name}, {available_cpus()} processors, {platform.system()} {platform.release()}"
 
 
+def memory() -> int:
+    """Bytes of this machine's memory."""
+    return psutil.virtual_memory().total
+
+
 def commit() -> str:
     """The checkout's commit, marked where files differ from it."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
     return done.stdout.strip() or "unknown"
 
 
+def versions(*packages: str) -> dict[str, str]:
+    """Of Python and of those packages that are installed."""
+    known = {"python": platform.python_version()}
+    for package in packages:
+        try:
+            known[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return known
+
+
+def quantiles(samples: Sequence[float]) -> tuple[float, float, float]:
+    """The 20th, 50th and 80th percentile; of one sample, itself three times."""
+    if len(samples) < 2:
+        (only,) = samples
+        return only, only, only
+    fifths = statistics.quantiles(samples, n=5, method="inclusive")
+    return fifths[0], statistics.median(samples), fifths[-1]
+
+
+def row(name: str, metric: str, unit: str, samples: Sequence[float], **extra: Any) -> dict[str, Any]:
+    """One contender's measurements of one thing; ``extra`` tells it from others of that name and metric."""
+    p20, p50, p80 = quantiles(samples)
+    return {
+        "name": name,
+        "metric": metric,
+        "unit": unit,
+        "p20": p20,
+        "p50": p50,
+        "p80": p80,
+        "n": len(samples),
+        **extra,
+    }
+
+
+def rows(metric: str, unit: str, samples: Mapping[str, Sequence[float]], **extra: Any) -> list[dict[str, Any]]:
+    """A :func:`row` of each contender."""
+    return [row(name, metric, unit, values, **extra) for name, values in samples.items()]
+
+
+def ratio(
+    name: str,
+    top: Sequence[float],
+    bottom: Sequence[float],
+    *,
+    target: float | None = None,
+    better: str = "lower",
+    note: str = "",
+) -> dict[str, Any]:
+    """top / bottom, round by round, so that drift cancels.
+
+    ``name`` is what the README prints. ``note`` says why, where the target is missed.
+    """
+    p20, p50, p80 = quantiles([a / b for a, b in zip(top, bottom, strict=True)])
+    known = {"name": name, "p20": p20, "p50": p50, "p80": p80, "target": target, "better": better}
+    return {**known, "note": note} if note else known
+
+
+def missing(name: str, error: BaseException | str) -> dict[str, str]:
+    """A contender that could not run, and the first line of why."""
+    words = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+    return {"name": name, "why": words.strip().partition("\n")[0]}
+
+
+def parser(part: str, description: str) -> argparse.ArgumentParser:
+    """With what every part takes: ``--quick`` and ``--json``."""
+    known = argparse.ArgumentParser(prog=f"python -m bench.{part}", description=description)
+    known.add_argument("--quick", action="store_true", help="small sizes and two rounds, to see that it runs")
+    known.add_argument("--json", type=Path, metavar="FILE", help="append the record to this file, one JSON line a run")
+    return known
+
+
 def append(path: Path | None, record: dict[str, Any]) -> None:
-    """Add a record, with the machine and the commit, to a JSON-lines file; None: nowhere."""
+    """Add a record, with date, machine, memory and commit, to a JSON-lines file; None: nowhere."""
     if path is not None:
-        record = {"machine": machine(), "commit": commit(), **record}
+        where = {"machine": machine(), "memory": memory(), "commit": commit()}
+        record = {"date": datetime.now(UTC).isoformat(timespec="seconds"), **where, **record}
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a") as file:
             file.write(json.dumps(record) + "\n")

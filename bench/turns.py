@@ -1,0 +1,42 @@
+"""Contenders take turns, so that the machine's drift hits all alike."""
+
+import random
+import time
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+import numpy as np
+
+T = TypeVar("T")
+
+
+def take_turns(
+    contenders: Mapping[str, Callable[[], T]], rounds: int, *, warm_up: int = 1, pause: float = 0.05
+) -> dict[str, list[T]]:
+    """What each returned in each round, after ``warm_up`` rounds that are not counted.
+
+    The caches are filled with something else before each turn: what the turn before left there is no merit. A pause and
+    another order each round keep whoever ran before from weighing on one contender only.
+    """
+    order = random.Random(0)
+    elsewhere = np.zeros(1 << 24, np.float64)
+    results: dict[str, list[T]] = {name: [] for name in contenders}
+    for i in range(warm_up + rounds):
+        for name, run in order.sample(list(contenders.items()), len(contenders)):
+            elsewhere += 1
+            time.sleep(pause)
+            result = run()
+            if i >= warm_up:
+                results[name].append(result)
+    return results
+
+
+def timed(run: Callable[[], object]) -> Callable[[], float]:
+    """Runs it and returns its seconds."""
+
+    def seconds() -> float:
+        start = time.perf_counter()
+        run()
+        return time.perf_counter() - start
+
+    return seconds
