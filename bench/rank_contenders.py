@@ -1,110 +1,112 @@
-"""One rank of one contender of ``bench.ranks``: answers each line ``{"steps": n}`` with how long its steps took.
+"""One rank of one torch contender of ``bench.step``, ``bench.ranks`` or ``bench.memory``: NAME SETTINGS."""
 
-Between two lines it waits in a read, so that it costs the others nothing; how much of a processor it took all the same
-is part of the answer.
-"""
-
+import importlib
 import json
-import os
 import sys
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
+from functools import partial
+from importlib import metadata
 from typing import Any, NamedTuple
+
+from bench.contender import Step, claim_stdout, serve
 
 LEARNING_RATE = 3e-4
 CLIPPING = 1.0
 OURS = "offload-core"
-PLAIN = "DDP, no offload"
 OURS_3 = "offload-core, stage 3"
-DEEPSPEED: dict[str, dict[str, Any]] = {
-    "DeepSpeed": {},
-    "DeepSpeed, overlap_comm": {"overlap_comm": True},
-    "DeepSpeed, allreduce": {"reduce_scatter": False},
-    "DeepSpeed, stage 3": {"stage": 3},
-    "DeepSpeed, stage 3, overlap_comm": {"stage": 3, "overlap_comm": True},
-}
-"""What differs from `deepspeed_config`; the comparison is with the fastest."""
-CONTENDERS = {
-    2: (OURS, *(name for name, zero in DEEPSPEED.items() if "stage" not in zero), PLAIN),
-    3: (OURS_3, *(name for name, zero in DEEPSPEED.items() if "stage" in zero), OURS),
-}
-"""Of each stage, the one that the others are compared with first."""
+SERIAL = "offload-core, serial"
+UNCLIPPED = "offload-core, no clipping"
+DDP = "DDP, no offload"
+FUSED = "PyTorch, fused AdamW"
+UNFUSED = "PyTorch, AdamW"
+FSDP2 = "FSDP2, CPUOffloadPolicy"
+GRADIENTS_ONLY = "PyTorch, no optimizer"
+DS_2, DS_3 = "DeepSpeed", "DeepSpeed, stage 3"
+STREAM = "streaming limit of the update"
 TOKENS = 256
 """Tokens drawn; fewer than the vocabulary, so that there is something to learn."""
+_STREAMED = 50_000_000
+"""Elements, where the model has more: time goes by their number."""
+
+DEEPSPEED: dict[str, dict[str, Any]] = {
+    DS_2: {},
+    "DeepSpeed, overlap_comm": {"overlap_comm": True},
+    "DeepSpeed, allreduce": {"reduce_scatter": False},
+    DS_3: {"stage": 3},
+    "DeepSpeed, stage 3, overlap_comm": {"stage": 3, "overlap_comm": True},
+}
+"""What differs from `deepspeed_config`."""
+
+Settings = dict[str, Any]
 
 
-class Training(NamedTuple):
-    forward: Callable[[Any, Any], Any]
-    backward: Callable[[Any], None]
-    step: Callable[[], float]
-    """Returns the norm of the gradients before clipping."""
+class Contender(NamedTuple):
+    make: Callable[[Any, Settings], Callable[[Any, Any], dict[str, float]]]
+    """Takes an fp32 model; what it returns takes inputs and targets."""
+    library: str
+    """Imported before memory is looked at."""
 
 
 def main() -> None:
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
+    answers = claim_stdout()
     name, settings = sys.argv[1], json.loads(sys.argv[2])
-
-    def answer(**values: Any) -> None:
-        print(json.dumps(values), file=answers, flush=True)
 
     import torch
     import torch.distributed as dist
 
-    from bench.gpt_torch import GPT
-    from offload_core.model_shapes import GPTConfig
-
+    contender = CONTENDERS[name]
+    importlib.import_module(contender.library)
     torch.set_num_threads(settings["threads"])
     dist.init_process_group("gloo")
-    torch.manual_seed(0)
-    training = make_training(name, GPT(GPTConfig(**settings["gpt"])), settings)
-    batches = make_batches(settings["micro_batch"], settings["context"])
-    for _ in range(settings["warm_up"]):
-        timed_step(training, *next(batches))
-    answer(setup_peak=peak_rss(), versions=versions(name))
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew: building a trainer is not training
-    idle_cpu = idle_wall = 0.0
-    while True:
-        cpu, wall = time.process_time(), time.perf_counter()
-        line = sys.stdin.readline()
-        if not line:
-            break
-        turn = time.process_time()
-        idle_cpu, idle_wall = idle_cpu + turn - cpu, idle_wall + time.perf_counter() - wall
-        done = [timed_step(training, *next(batches)) for _ in range(json.loads(line)["steps"])]
-        answer(steps=done, idle=idle_cpu / idle_wall, cpu=time.process_time() - turn, peak=peak_rss())
+
+    def make_step() -> Step:
+        from bench.gpt_torch import GPT
+        from offload_core.model_shapes import GPTConfig
+
+        torch.manual_seed(0)
+        step = contender.make(GPT(GPTConfig(**settings["gpt"])), settings)
+        batches = make_batches(settings["context"])
+        return lambda micro_batch: step(*batches(micro_batch))
+
+    versions = {lib: metadata.version(lib) for lib in {"torch", contender.library} & {"torch", "deepspeed"}}
+    serve(answers, settings["micro_batch"], make_step, versions=versions)
     dist.destroy_process_group()
 
 
-def timed_step(training: Training, inputs: Any, targets: Any) -> dict[str, float]:
-    """Seconds of each phase, and what shows that the contenders train alike."""
-    start = time.perf_counter()
-    loss = training.forward(inputs, targets)
-    forward = time.perf_counter()
-    training.backward(loss)
-    backward = time.perf_counter()
-    norm = training.step()
-    end = time.perf_counter()
-    seconds = {"forward": forward - start, "backward": backward - forward, "step": end - backward, "total": end - start}
-    return {**seconds, "loss": loss.item(), "grad_norm": norm}
-
-
-def make_batches(micro_batch: int, context: int) -> Iterator[tuple[Any, Any]]:
+def make_batches(context: int) -> Callable[[int], tuple[Any, Any]]:
     """The same for every contender, another for each rank."""
     import torch
     import torch.distributed as dist
 
     draw = torch.Generator().manual_seed(1 + dist.get_rank())
-    while True:
+
+    def batch(micro_batch: int) -> tuple[Any, Any]:
         windows = torch.randint(TOKENS, (micro_batch, context + 1), generator=draw)
-        yield windows[:, :-1], windows[:, 1:]
+        return windows[:, :-1], windows[:, 1:]
+
+    return batch
 
 
-def make_training(name: str, model: Any, settings: dict[str, Any]) -> Training:
-    if name in (OURS, OURS_3):
-        return offload_core(model, settings, stage=3 if name == OURS_3 else 2)
-    return plain(model) if name == PLAIN else deepspeed(model, settings, DEEPSPEED[name])
+def phases(
+    forward: Callable[[Any, Any], Any], backward: Callable[[Any], None], step: Callable[[], float | None]
+) -> Callable[[Any, Any], dict[str, float]]:
+    """Times them; ``step`` returns the norm of the gradients before clipping."""
+
+    def train(inputs: Any, targets: Any) -> dict[str, float]:
+        start = time.perf_counter()
+        loss = forward(inputs, targets)
+        after_forward = time.perf_counter()
+        backward(loss)
+        after_backward = time.perf_counter()
+        norm = step()
+        end = time.perf_counter()
+        times = {"forward": after_forward - start, "backward": after_backward - after_forward}
+        times |= {"step": end - after_backward, "total": end - start}
+        known = {"loss": loss.item()} if norm is None else {"loss": loss.item(), "grad_norm": norm}
+        return {name: 1e3 * seconds for name, seconds in times.items()} | known
+
+    return train
 
 
 def adam_arguments() -> dict[str, Any]:
@@ -113,18 +115,12 @@ def adam_arguments() -> dict[str, Any]:
     return {"lr": LEARNING_RATE, "betas": BETAS, "eps": 1e-8, "weight_decay": WEIGHT_DECAY}
 
 
-def offload_core(model: Any, settings: dict[str, Any], stage: int) -> Training:
+def offload_core(model: Any, settings: Settings, **fields: Any) -> Any:
     from frontends.torch import wrap
 
-    engine = wrap(
-        model,
-        stage=stage,
-        param_dtype="bfloat16",
-        gradient_clipping=CLIPPING,
-        num_threads=settings["threads"],
-        **adam_arguments(),
-    )
-    return Training(engine, engine.backward, lambda: engine.step().grad_norm)
+    fields = {"gradient_clipping": CLIPPING, "num_threads": settings["threads"], **fields}
+    engine = wrap(model, param_dtype="bfloat16", **fields, **adam_arguments())
+    return phases(engine, engine.backward, lambda: engine.step().grad_norm)
 
 
 def deepspeed_config(micro_batch: int, zero: dict[str, Any]) -> dict[str, Any]:
@@ -145,7 +141,7 @@ def deepspeed_config(micro_batch: int, zero: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def deepspeed(model: Any, settings: dict[str, Any], zero: dict[str, Any]) -> Training:
+def deepspeed(model: Any, settings: Settings, zero: dict[str, Any]) -> Any:
     from deepspeed import initialize
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
@@ -158,18 +154,20 @@ def deepspeed(model: Any, settings: dict[str, Any], zero: dict[str, Any]) -> Tra
         engine.step()
         return float(engine.get_global_grad_norm())
 
-    return Training(engine, engine.backward, step)
+    return phases(engine, engine.backward, step)
 
 
-def plain(model: Any) -> Training:
+def plain(model: Any, settings: Settings, *, fused: bool, ddp: bool = False) -> Any:
     """Every rank holds all states and updates all parameters."""
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
     masters = [p.detach().clone().requires_grad_() for p in model.parameters()]
-    ranks = DistributedDataParallel(model.bfloat16(), gradient_as_bucket_view=True)
-    parameters = list(ranks.parameters())
-    optimizer = torch.optim.AdamW(masters, fused=True, **adam_arguments())
+    model = model.bfloat16()
+    if ddp:
+        model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    parameters = list(model.parameters())
+    optimizer = torch.optim.AdamW(masters, fused=fused, **adam_arguments())
 
     @torch.no_grad()
     def step() -> float:
@@ -182,24 +180,70 @@ def plain(model: Any) -> Training:
             parameter.grad = master.grad = None
         return norm.item()
 
-    return Training(ranks, lambda loss: loss.backward(), step)
+    return phases(model, lambda loss: loss.backward(), step)
 
 
-def peak_rss() -> int:
-    """Bytes; the kernel's high-water mark of this process's resident set."""
-    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("VmHWM"))
-    return int(line.split()[1]) * 1024
-
-
-def versions(name: str) -> dict[str, str]:
+def fsdp2(model: Any, settings: Settings) -> Any:
+    """fp32 parameters sharded on the host, gathered in bf16 block by block."""
     import torch
+    import torch.distributed as dist
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-    known = {"torch": torch.__version__}
-    if name in DEEPSPEED:
-        import deepspeed
+    options: dict[str, Any] = {
+        "mesh": dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),)),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False),
+        "offload_policy": CPUOffloadPolicy(pin_memory=False),  # there is no accelerator to pin for
+    }
+    for block in model.blocks:
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **adam_arguments())
 
-        known["deepspeed"] = deepspeed.__version__
-    return known
+    def step() -> float:
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIPPING)
+        optimizer.step()
+        optimizer.zero_grad()
+        return norm.full_tensor().item()
+
+    return phases(model, lambda loss: loss.backward(), step)
+
+
+def gradients_only(model: Any, settings: Settings) -> Any:
+    """Forward and backward of a bf16 model."""
+    model = model.bfloat16()
+    return phases(model, lambda loss: loss.backward(), model.zero_grad)
+
+
+def stream(model: Any, settings: Settings) -> Any:
+    """Reading a bf16 gradient and three fp32 states, writing the states and a bf16 parameter; no arithmetic."""
+    from bench.cpu_adam import Buffers, build_stream
+    from offload_core.dtypes import BFLOAT16
+
+    numel = sum(p.numel() for p in model.parameters())
+    streamed = min(numel, _STREAMED)
+    run = Buffers(streamed, settings["threads"]).stream(*build_stream(), BFLOAT16)
+
+    def step(inputs: Any, targets: Any) -> dict[str, float]:
+        start = time.perf_counter()
+        run()
+        return {"total": 1e3 * (time.perf_counter() - start) * numel / streamed}
+
+    return step
+
+
+CONTENDERS = {
+    OURS: Contender(offload_core, "frontends.torch"),
+    OURS_3: Contender(partial(offload_core, stage=3), "frontends.torch"),
+    SERIAL: Contender(partial(offload_core, schedule="serial"), "frontends.torch"),
+    UNCLIPPED: Contender(partial(offload_core, gradient_clipping=None), "frontends.torch"),
+    **{name: Contender(partial(deepspeed, zero=zero), "deepspeed") for name, zero in DEEPSPEED.items()},
+    DDP: Contender(partial(plain, fused=True, ddp=True), "torch"),
+    FUSED: Contender(partial(plain, fused=True), "torch"),
+    UNFUSED: Contender(partial(plain, fused=False), "torch"),
+    FSDP2: Contender(fsdp2, "torch.distributed.fsdp"),
+    GRADIENTS_ONLY: Contender(gradients_only, "torch"),
+    STREAM: Contender(stream, "torch"),
+}
 
 
 if __name__ == "__main__":

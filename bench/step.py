@@ -1,133 +1,159 @@
-"""A whole training step on the CPU, one rank: what ``wrap`` costs forward and backward, and its step beside the
-streaming limit of its bytes.
+"""Whole training steps on one rank of the CPU: offload-core, a plain PyTorch loop, DeepSpeed and FSDP2, in bf16 with
+clipping, and beside them forward and backward alone and the streaming limit of the update's bytes.
 
-Contenders take turns, a step each, in another order each round; ratios are of medians over rounds. The plain loop does
-forward and backward only. The streaming limit is measured on fewer elements and given for the model's number.
+Contenders are processes of their own. At 319 M parameters not all of them fit in memory together: they run in heats,
+each with the contender that its ratios compare with. Rows are of all heats, a ratio is of its two sides' turns in one.
 """
 
 import argparse
-import random
-import statistics
-import time
-from collections.abc import Callable
-from dataclasses import asdict
-from pathlib import Path
-
-import torch
+import json
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
 
 import offload_core
-from bench.cpu_adam import Buffers, build_stream
-from bench.gpt_torch import GPT
-from bench.record import append, machine
-from frontends.torch import wrap
+from bench import record
+from bench.processes import Group, Part, Result, run, show
+from bench.rank_contenders import (
+    DEEPSPEED,
+    DS_2,
+    DS_3,
+    FSDP2,
+    FUSED,
+    GRADIENTS_ONLY,
+    OURS,
+    OURS_3,
+    SERIAL,
+    STREAM,
+    UNCLIPPED,
+    UNFUSED,
+    deepspeed_config,
+)
 from offload_core.cpus import available_cpus
-from offload_core.dtypes import BFLOAT16
 from offload_core.model_shapes import GPTConfig
 
 MODELS = {
-    "34m": GPTConfig(layers=8, width=512, heads=8, vocabulary=16384, positions=None),
+    "34m": GPTConfig(layers=8, width=512, heads=8, vocabulary=16384, positions=1024),
     "319m": GPTConfig(layers=24, width=1024, heads=16, vocabulary=16384, positions=None),
 }
-_STREAMED = 50_000_000
+HEATS = {
+    "34m": [(OURS, SERIAL, UNCLIPPED, OURS_3, DS_2, DS_3, FUSED, UNFUSED, FSDP2, GRADIENTS_ONLY, STREAM)],
+    "319m": [
+        (OURS, DS_2, GRADIENTS_ONLY, STREAM),
+        (OURS_3, DS_3),
+        (OURS, SERIAL, UNFUSED),
+        (OURS, UNCLIPPED, FUSED),
+        (OURS_3, FSDP2),
+    ],
+}
 
-Parts = dict[str, float]
+ROUNDS = {"34m": 8, "319m": 5}
+WARM_UP = 3
 
-
-def batch(config: GPTConfig, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    tokens = torch.randint(config.vocabulary, (2, 65), generator=torch.Generator().manual_seed(seed))
-    return tokens[:, :-1], tokens[:, 1:]
-
-
-def timed(*acts: tuple[str, Callable[[], None]]) -> Parts:
-    parts = {}
-    for name, act in acts:
-        start = time.perf_counter()
-        act()
-        parts[name] = (time.perf_counter() - start) * 1e3
-    return parts
+Results = Mapping[str, Result]
 
 
-def plain(config: GPTConfig) -> Callable[[int], Parts]:
-    """Forward and backward of a bf16 model, gradients freed afterwards."""
-    torch.manual_seed(0)
-    model = GPT(config).bfloat16()
+@dataclass(frozen=True)
+class Comparison:
+    """How many times longer ``other`` takes for those phases."""
 
-    def run(seed: int) -> Parts:
-        inputs, targets = batch(config, seed)
-        loss: list[torch.Tensor] = []
-        parts = timed(
-            ("forward", lambda: loss.append(model(inputs, targets))), ("backward", lambda: loss[0].backward())
-        )
-        model.zero_grad()
-        return parts
+    other: str
+    ours: str
+    phases: tuple[str, ...] = ("total",)
+    target: float | None = None
 
-    return run
+    @property
+    def what(self) -> str:
+        return "step" if self.phases == ("total",) else f"{' + '.join(self.phases)} alone"
 
-
-def wrapped(config: GPTConfig, clipping: float | None) -> Callable[[int], Parts]:
-    """The same through ``wrap``, with its step."""
-    torch.manual_seed(0)
-    engine = wrap(GPT(config), lr=1e-4, param_dtype="bfloat16", gradient_clipping=clipping)
-
-    def run(seed: int) -> Parts:
-        inputs, targets = batch(config, seed)
-        loss: list[torch.Tensor] = []
-        return timed(
-            ("forward", lambda: loss.append(engine(inputs, targets))),
-            ("backward", lambda: engine.backward(loss[0])),
-            ("step", lambda: engine.step() and None),
-        )
-
-    return run
+    def of(self, results: Results, size: str) -> dict[str, Any]:
+        other, ours = (results[name].by_round(*self.phases) for name in (self.other, self.ours))
+        name = f"{size}, {self.what}: {self.other} / {self.ours}"
+        return record.ratio(name, other, ours, target=self.target, better="higher")
 
 
-def streamed(numel: int, threads: int) -> Callable[[int], Parts]:
-    """Reading a bf16 gradient and three fp32 states, writing the states and a bf16 parameter."""
-    run = Buffers(_STREAMED, threads).stream(*build_stream(), BFLOAT16)
-    return lambda seed: {"step": timed(("step", run))["step"] * numel / _STREAMED}
+TARGETS = [  # at 319 M
+    Comparison(DS_2, OURS, target=3.5),
+    Comparison(DS_2, OURS, ("step",), target=1.25),
+    Comparison(DS_2, OURS, ("backward", "step"), target=4.0),
+    Comparison(UNFUSED, OURS, ("step",), target=5.0),
+    Comparison(DS_3, OURS_3),
+    Comparison(DS_3, OURS_3, ("step",)),
+    Comparison(FUSED, OURS),
+    Comparison(UNFUSED, OURS),
+    Comparison(FSDP2, OURS_3),
+    Comparison(SERIAL, OURS),
+    Comparison(UNCLIPPED, OURS),
+]
+BOUND = 1.10
+"""A step beside a plain loop's forward and backward and the streaming limit of the update."""
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=MODELS, default="319m")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--json", type=Path, help="append the record to this file")
-    args = parser.parse_args()
-    config, threads = MODELS[args.model], available_cpus()
-    torch.set_num_threads(threads)
-    runs = {
-        "plain": plain(config),
-        "wrap": wrapped(config, None),
-        "wrap, clipping": wrapped(config, 1.0),
-        "streaming limit": streamed(config.numel, threads),
-    }
-    order = random.Random(0)
-    times: dict[str, dict[str, list[float]]] = {name: {} for name in runs}
-    for i in range(args.rounds + 2):  # two are not counted
-        for name, run in order.sample(list(runs.items()), len(runs)):
-            for part, ms in run(i).items():
-                times[name].setdefault(part, []).append(ms)
-    medians = {
-        name: {part: statistics.median(values[2:]) for part, values in parts.items()} for name, parts in times.items()
-    }
-    limit = medians["streaming limit"]["step"]
-    ratios = {
-        "wrap / plain, forward and backward": sum(medians["wrap"][p] for p in ("forward", "backward"))
-        / sum(medians["plain"].values()),
-        "step / streaming limit": medians["wrap"]["step"] / limit,
-        "step with clipping / streaming limit": medians["wrap, clipping"]["step"] / limit,
-    }
-    print(f"{machine()}; {config.numel:,} parameters in bf16, 2 x 64 tokens, {threads} threads, {args.rounds} rounds")
-    for name, parts in medians.items():
-        print(f"{name:16}", *(f"{part} {ms:8.1f} ms" for part, ms in parts.items()))
-    for name, ratio in ratios.items():
-        print(f"{name}: {ratio:.3f}")
-    record = {
-        "bench": "step", "torch": torch.__version__, "threads": threads,
-        "model": args.model, "kernels": asdict(offload_core.kernel_info()), "ms": times, "ratios": ratios,
+def beside_limit(results: Results, name: str, size: str, target: float | None) -> dict[str, Any]:
+    gradients, limit = results[GRADIENTS_ONLY], results[STREAM]
+    least = [a + b for a, b in zip(gradients.by_round("forward", "backward"), limit.by_round("total"), strict=True)]
+    title = f"{size}, step: {name} / forward and backward of PyTorch and the streaming limit"
+    return record.ratio(title, results[name].by_round("total"), least, target=target)
+
+
+def ratios_of(results: Results, size: str) -> list[dict[str, Any]]:
+    """Of those that ran in one heat; targets are for the large model."""
+    comparisons = TARGETS if size == "319m" else [replace(c, target=None) for c in TARGETS]
+    known = [c.of(results, size) for c in comparisons if {c.ours, c.other} <= results.keys()]
+    if {GRADIENTS_ONLY, STREAM, OURS} <= results.keys():
+        known.append(beside_limit(results, OURS, size, BOUND if size == "319m" else None))
+    return known
+
+
+def start(settings: Mapping[str, Any], ranks: int, name: str) -> Callable[[], Group]:
+    threads = settings["threads"]
+    return partial(Group, "bench.rank_contenders", [name, json.dumps(settings)], ranks=ranks, threads=threads)
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = record.parser("step", __doc__.partition("\n\n")[0])
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=None, help="default: all; --quick: 34m")
+    parser.add_argument("--threads", type=int, default=available_cpus())
+    parser.add_argument("--rounds", type=int, default=None, help="default: 8 of the small model, 5 of the large one")
+    parser.add_argument("--steps", type=int, default=2, help="counted in each round of each contender (default: 2)")
+    args = parser.parse_args(arguments)
+    args.models = args.models or (["34m"] if args.quick else list(MODELS))
+    return args
+
+
+def main(arguments: list[str] | None = None) -> int:
+    args = parse(arguments)
+    part = Part("step", "Whole training steps on one rank")
+    for model in args.models:
+        gpt, size = MODELS[model], f"{MODELS[model].numel / 1e6:.0f} M"
+        rounds = args.rounds or (2 if args.quick else ROUNDS[model])
+        settings = {"threads": args.threads, "micro_batch": 2, "context": 64, "gpt": asdict(gpt)}
+        of_all: dict[str, Result] = {}
+        for heat in HEATS[model]:
+            groups = {name: start(settings, 1, name) for name in heat}
+            by_workload, failures, versions = run(groups, rounds=rounds, steps=args.steps, warm_up=WARM_UP)
+            results = {name: result for name, [result] in by_workload.items()}
+            part.versions |= versions
+            print(f"{gpt.numel:,} parameters in bf16, 2 x 64 tokens, {args.threads} threads, {rounds} rounds")
+            show(results)
+            for name, error in failures.items():
+                part.miss(f"{name}, {size}", error)
+            part.compare(ratios_of(results, size), results)
+            for name, result in results.items():
+                of_all[name] = of_all[name] + result if name in of_all else result
+        for name, result in of_all.items():
+            part.rows += result.rows(name, params=gpt.numel, threads=args.threads, ranks=1)
+    config = {
+        "models": {model: asdict(MODELS[model]) for model in args.models},
+        "rounds": args.rounds or ROUNDS, "steps": args.steps, "warm_up": WARM_UP, "threads": args.threads,
+        "micro_batch": 2, "context": 64, "param_dtype": "bfloat16",
+        "deepspeed": {name: deepspeed_config(2, DEEPSPEED[name]) for name in (DS_2, DS_3)},
+        "kernels": asdict(offload_core.kernel_info()),
     }  # fmt: skip
-    append(args.json, record)
+    return part.finish(args.json, config)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

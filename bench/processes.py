@@ -1,0 +1,381 @@
+"""Contenders that are processes of their own: they live through a run and take turns.
+
+Whose turn it is runs a few steps while the others wait in a read. "Others CPU" tells how quiet the machine was.
+"""
+
+import json
+import os
+import re
+import select
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from bench import record
+from bench.record import quantiles, row
+from bench.turns import take_turns
+
+_LOG_LINES = 40
+_PATIENCE = 150.0
+"""Seconds: DeepSpeed compiles meanwhile."""
+_WORDS = {"higher": "at least", "lower": "at most"}
+_ERROR = re.compile(r"[\w.]*(Error|Exception|Exit|Interrupt)\b(: .*)?$")
+
+
+class ContenderError(Exception):
+    """A contender cannot run here; its message is the end of what it printed."""
+
+    @property
+    def why(self) -> str:
+        """The first line of the last error in it."""
+        lines = str(self).splitlines()
+        return next((line for line in reversed(lines) if _ERROR.match(line)), lines[-1])
+
+
+class Group:
+    """The processes of one contender, which answer lines as ``bench.contender`` does."""
+
+    def __init__(
+        self, module: str, arguments: Sequence[str], *, ranks: int, threads: int, environment: Mapping[str, str] = {}
+    ) -> None:
+        self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - lives as long as the ranks
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        command = [sys.executable, "-m", module, *arguments]
+        shared = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "WORLD_SIZE": str(ranks),
+            "LOCAL_WORLD_SIZE": str(ranks),
+            "OMP_NUM_THREADS": str(threads),
+            "OMP_WAIT_POLICY": "passive",
+            # DeepSpeed compiles its Adam on first use, with the ninja of this environment.
+            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
+            **environment,
+        }
+        self._processes = [
+            subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._log,
+                text=True,
+                env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            )
+            for rank in range(ranks)
+        ]
+
+    def answers(self) -> list[dict[str, Any]]:
+        """One from each rank."""
+        answers: dict[Any, dict[str, Any]] = {}
+        outputs = [process.stdout for process in self._processes]
+        while len(answers) < len(outputs):
+            ready = select.select([o for o in outputs if o not in answers], [], [], _PATIENCE)[0]
+            if not ready:
+                self.close(0.0)
+                raise ContenderError(f"no answer in {_PATIENCE} s")
+            for output in ready:
+                line = output.readline()
+                if not line:  # one is gone; the others may be waiting for it
+                    self.close(0.0)
+                    self._log.seek(0)
+                    words = "".join(self._log.readlines()[-_LOG_LINES:]).rstrip()
+                    raise ContenderError(words or "ended without a word")
+                answers[output] = json.loads(line)
+        return [answers[output] for output in outputs]
+
+    def ask(self, **question: Any) -> list[dict[str, Any]]:
+        for process in self._processes:
+            with suppress(BrokenPipeError):  # it has ended: `answers` finds out
+                process.stdin.write(json.dumps(question) + "\n")
+                process.stdin.flush()
+        return self.answers()
+
+    def resident(self) -> int:
+        """Bytes: the most that one of them has resident."""
+        return max(psutil.Process(process.pid).memory_info().rss for process in self._processes)
+
+    def peak(self) -> int:
+        """Bytes: the most that one of them has had resident since :meth:`forget_peak`."""
+        return max(_high_water_mark(process.pid) for process in self._processes)
+
+    def forget_peak(self) -> None:
+        for process in self._processes:
+            Path(f"/proc/{process.pid}/clear_refs").write_text("5")
+
+    def close(self, patience: float = 10.0) -> None:
+        """End the processes; kill those that have not ended after so many seconds."""
+        for process in self._processes:
+            with suppress(BrokenPipeError):
+                process.stdin.close()
+        for process in self._processes:
+            try:
+                process.wait(patience)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _high_water_mark(pid: int) -> int:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What was measured of one contender in one turn: a workload's steps, one after another."""
+
+    steps: list[dict[str, float]]
+    """Of each but the first, the mean over the ranks: ms by phase, loss, norm."""
+    losses: list[float]
+    """Of all of them."""
+    sent: float
+    """Bytes a step that this machine sent to itself."""
+    others: float
+    """Processors that whatever else runs here took meanwhile."""
+    idle: float
+    """Share of a processor that one of the ranks took while it waited for its turns."""
+    peak: int
+    """Bytes; of the largest rank."""
+
+
+class Contender:
+    """One contender through a run."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.failure: ContenderError | None = None
+        self.versions: dict[str, str] = {}
+        self.losses: list[float] = []
+        """Of the warm-up."""
+        self.setup_peak = 0
+        self.turns: list[list[Turn]] = []
+        """Of each round, of each workload."""
+
+    def imported(self) -> None:
+        self.versions = self._guarded(self.group.answers)[0].get("versions", {})
+
+    def build(self, warm_up: int) -> None:
+        self.losses = _mean_losses(self._guarded(partial(self.group.ask, steps=warm_up)))
+        self.setup_peak = self.group.peak()
+        self.group.forget_peak()  # building a trainer is not training
+
+    def take_turn(self, steps: int, workloads: Sequence[Mapping[str, Any]]) -> list[Turn] | None:
+        if self.failure:
+            return None
+        try:
+            return [self._turn(steps, workload) for workload in workloads]
+        except ContenderError:
+            return None
+
+    def _turn(self, steps: int, workload: Mapping[str, Any]) -> Turn:
+        sent, busy, start = loopback_bytes(), busy_seconds(), time.perf_counter()
+        answers = self._guarded(partial(self.group.ask, steps=steps + 1, **workload))
+        seconds = time.perf_counter() - start
+        busy, sent = busy_seconds() - busy, loopback_bytes() - sent
+        by_step = list(zip(*(answer["steps"] for answer in answers), strict=True))
+        return Turn(
+            steps=[{k: statistics.mean(rank[k] for rank in step) for k in step[0]} for step in by_step[1:]],
+            losses=_mean_losses(answers),
+            sent=sent / len(by_step),
+            others=max(busy - sum(answer["cpu"] for answer in answers), 0.0) / seconds,
+            idle=max(answer["idle"] for answer in answers),
+            peak=self.group.peak(),
+        )
+
+    def _guarded(self, act: Callable[[], list[dict[str, Any]]]) -> list[dict[str, Any]]:
+        try:
+            return act()
+        except ContenderError as error:
+            self.failure = error
+            raise
+
+
+def _mean_losses(answers: list[dict[str, Any]]) -> list[float]:
+    by_step = zip(*(answer["steps"] for answer in answers), strict=True)
+    return [round(statistics.mean(rank["loss"] for rank in step), 5) for step in by_step if "loss" in step[0]]
+
+
+class Result:
+    """What was measured of one contender under one workload: a list of steps for each round."""
+
+    def __init__(self, turns: list[Turn], setup_peak: int, losses: list[float]) -> None:
+        self.turns = turns
+        self.setup_peak = setup_peak
+        """Bytes; of the largest rank, while it was built and warmed up."""
+        self.losses = losses
+
+    @classmethod
+    def of(cls, contender: Contender, workload: int) -> "Result":
+        turns = [turns[workload] for turns in contender.turns]
+        return cls(turns, contender.setup_peak, contender.losses + [loss for turn in turns for loss in turn.losses])
+
+    def __add__(self, later: "Result") -> "Result":
+        """With the turns of another run; losses are of the first."""
+        return Result(self.turns + later.turns, max(self.setup_peak, later.setup_peak), self.losses)
+
+    def samples(self, *phases: str) -> list[float]:
+        """ms of the phases together, of each step."""
+        return [sum(step[phase] for phase in phases) for turn in self.turns for step in turn.steps]
+
+    def by_round(self, *phases: str) -> list[float]:
+        """ms of the phases together, the median of each round."""
+        return [statistics.median(sum(step[phase] for phase in phases) for step in t.steps) for t in self.turns]
+
+    @property
+    def phases(self) -> list[str]:
+        return [key for key in self.turns[0].steps[0] if key not in ("loss", "grad_norm")]
+
+    def rows(self, name: str, **extra: Any) -> list[dict[str, Any]]:
+        """Of the record; ``losses`` and what the last step gave are the row's of the total."""
+        rows = [row(name, phase, "ms", self.samples(phase), **extra) for phase in self.phases]
+        last = self.turns[-1].steps[-1]
+        rows[-1] |= {"losses": self.losses, "last": {k: last[k] for k in ("loss", "grad_norm") if k in last}}
+        rows.append(row(name, "peak RSS", "GB", [max(turn.peak for turn in self.turns) / 1e9], **extra))
+        rows.append(row(name, "peak RSS while it is built", "GB", [self.setup_peak / 1e9], **extra))
+        rows.append(row(name, "sent", "MB/step", [turn.sent / 1e6 for turn in self.turns], **extra))
+        rows.append(row(name, "others' CPU", "processors", [turn.others for turn in self.turns], **extra))
+        rows.append(row(name, "CPU while waiting", "processors", [self.turns[-1].idle], **extra))
+        return rows
+
+
+def run(
+    groups: Mapping[str, Callable[[], Group]],
+    *,
+    rounds: int,
+    steps: int,
+    warm_up: int,
+    workloads: Sequence[Mapping[str, Any]] = ({},),
+) -> tuple[dict[str, list[Result]], dict[str, ContenderError], dict[str, str]]:
+    """Start them all and let them take turns: a result for each workload, why the others could not, and versions.
+
+    All import at once, and are built one after another, so that no two are at the peak of that together.
+    """
+    contenders: dict[str, Contender] = {}
+    try:
+        for name, start in groups.items():
+            contenders[name] = Contender(start())
+        for name, contender in contenders.items():
+            with suppress(ContenderError):
+                contender.imported()
+                print(f"{name}: building", file=sys.stderr)
+                contender.build(warm_up)
+        able = {name: contender for name, contender in contenders.items() if not contender.failure}
+        turns = {name: partial(contender.take_turn, steps, workloads) for name, contender in able.items()}
+        for name, taken in take_turns(turns, rounds, warm_up=0).items():
+            contenders[name].turns = [turn for turn in taken if turn is not None]
+    finally:
+        for contender in contenders.values():
+            contender.group.close()
+    results = {
+        name: [Result.of(contender, i) for i in range(len(workloads))]
+        for name, contender in able.items()
+        if not contender.failure
+    }
+    failures = {name: contender.failure for name, contender in contenders.items() if contender.failure}
+    versions = {k: v for contender in contenders.values() for k, v in contender.versions.items()}
+    return results, failures, versions
+
+
+class Part:
+    """What becomes the record of a part that compares processes."""
+
+    def __init__(self, bench: str, title: str) -> None:
+        self.bench, self.title = bench, title
+        self.versions: dict[str, str] = record.versions()
+        self.rows: list[dict[str, Any]] = []
+        self.ratios: list[dict[str, Any]] = []
+        self.missing: list[dict[str, str]] = []
+        self.notes: list[str] = []
+
+    def miss(self, name: str, error: ContenderError) -> None:
+        """Say that one could not run, and why."""
+        print(f"{name}: COULD NOT RUN\n{error}")
+        self.missing.append(record.missing(name, error.why))
+
+    def compare(self, ratios: Iterable[dict[str, Any]], results: Mapping[str, Result]) -> None:
+        """Add them; of one that misses its target the note says where the time of all contenders went."""
+        for ratio in ratios:
+            self.ratios.append(ratio)
+            if missed(ratio):
+                self.notes.append(f"{ratio['name']}: {ratio['p50']:.2f}, target {ratio['target']}; {medians(results)}")
+
+    def finish(self, path: Path | None, config: Mapping[str, Any]) -> int:
+        """Print ratios and notes, write the record, and return the exit status: 1 where one could not run."""
+        for ratio in self.ratios:
+            target = "" if ratio["target"] is None else f" (target: {_WORDS[ratio['better']]} {ratio['target']})"
+            print(f"{ratio['name']}: {ratio['p50']:.2f}, {ratio['p20']:.2f} to {ratio['p80']:.2f}{target}")
+        for note in self.notes:
+            print(note)
+        known = {"bench": self.bench, "title": self.title, "config": config, "versions": self.versions}
+        lists = {"rows": self.rows, "ratios": self.ratios, "missing": self.missing, "notes": self.notes}
+        record.append(path, known | lists)
+        return 1 if self.missing else 0
+
+
+def missed(ratio: Mapping[str, Any]) -> bool:
+    if ratio["target"] is None:
+        return False
+    return ratio["p50"] < ratio["target"] if ratio["better"] == "higher" else ratio["p50"] > ratio["target"]
+
+
+def medians(results: Mapping[str, Result]) -> str:
+    """ms of each phase of each contender."""
+    known = {
+        name: ", ".join(f"{phase} {quantiles(result.samples(phase))[1]:.1f}" for phase in result.phases)
+        for name, result in results.items()
+    }
+    return "ms: " + "; ".join(f"{name}: {phases}" for name, phases in known.items())
+
+
+def loopback_bytes() -> int:
+    """What this machine has sent to itself: gloo's data and its headers, and what else there was meanwhile."""
+    lines = Path("/proc/net/dev").read_text().splitlines()
+    return next(int(line.split()[9]) for line in lines if line.strip().startswith("lo:"))
+
+
+def busy_seconds() -> float:
+    """Processor time of the whole machine."""
+    times = psutil.cpu_times()
+    return times.user + times.nice + times.system + times.irq + times.softirq
+
+
+def show(results: Mapping[str, Result]) -> None:
+    """A table of the contenders of one workload."""
+    if not results:
+        return
+    phases = max((result.phases for result in results.values()), key=len)
+    columns = ("peak RSS", "and setup", "MB a step", "idle CPU", "others CPU", "loss", "norm")
+    print(f"{'ms, median (p20 to p80)':36}" + "".join(f"{p:>26}" for p in phases))
+    for name, result in results.items():
+        cells = [f"{q[1]:.1f} ({q[0]:.1f} to {q[2]:.1f})" for q in _of_phases(result, phases)]
+        print(f"{name:36}" + "".join(f"{cell:>26}" for cell in cells))
+    print(f"{'':36}" + "".join(f"{column:>12}" for column in columns))
+    for name, result in results.items():
+        last = result.turns[-1].steps[-1]
+        cells = [
+            f"{max(turn.peak for turn in result.turns) / 1e9:.2f} GB",
+            f"{result.setup_peak / 1e9:.2f} GB",
+            f"{statistics.median(turn.sent for turn in result.turns) / 1e6:.1f}",
+            f"{100 * result.turns[-1].idle:.2f} %",
+            f"{100 * statistics.median(turn.others for turn in result.turns):.0f} %",
+            *(f"{last[k]:.4f}" if k in last else "" for k in ("loss", "grad_norm")),
+        ]
+        print(f"{name:36}" + "".join(f"{cell:>12}" for cell in cells))
+
+
+def _of_phases(result: Result, phases: Iterable[str]) -> Iterable[tuple[float, float, float]]:
+    nan = float("nan")
+    return (quantiles(result.samples(p)) if p in result.phases else (nan, nan, nan) for p in phases)
