@@ -27,7 +27,7 @@ from bench.record import quantiles, row
 from bench.turns import take_turns
 
 _LOG_LINES = 40
-_PATIENCE = 150.0
+_PATIENCE = 400.0
 """Seconds: DeepSpeed compiles meanwhile."""
 _WORDS = {"higher": "at least", "lower": "at most"}
 _ERROR = re.compile(r"[\w.]*(Error|Exception|Exit|Interrupt)\b(: .*)?$")
@@ -61,8 +61,9 @@ class Group:
             "LOCAL_WORLD_SIZE": str(ranks),
             "OMP_NUM_THREADS": str(threads),
             "OMP_WAIT_POLICY": "passive",
-            # DeepSpeed compiles its Adam on first use, with the ninja of this environment.
+            # DeepSpeed compiles its Adam on first use, with the ninja of this environment and for its torch.
             "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
+            "TORCH_EXTENSIONS_DIR": os.environ.get("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix, "torch_extensions"))),
             **environment,
         }
         self._processes = [

@@ -1,0 +1,127 @@
+"""One contender of ``bench.jax_step``: NAME SETTINGS."""
+
+import importlib
+import json
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from importlib import metadata
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import SingleDeviceSharding
+
+from bench.contender import Step, claim_stdout, serve
+from bench.gpt_jax import init_params, loss_of
+from bench.presets import BETAS, WEIGHT_DECAY
+from offload_core.model_shapes import GPTConfig
+
+OURS = "offload-core"
+IN_MEMORY = "optax.adamw, in memory"
+PINNED = "optax.adamw, states in pinned_host"
+UNPINNED = "optax.adamw, states in unpinned_host"
+LEARNING_RATE, CLIPPING, TOKENS = 3e-4, 1.0, 256
+
+Train = Callable[[np.ndarray], tuple[Any, dict[str, float]]]
+"""Takes windows; gives the loss, and ms of the phases there are."""
+
+
+def main() -> None:
+    answers = claim_stdout()
+    name, settings = sys.argv[1], json.loads(sys.argv[2])
+    jax.devices()
+    if name == OURS:
+        importlib.import_module("frontends.jax")
+    gpt, context = GPTConfig(**settings["gpt"]), settings["context"]
+
+    def make_step() -> Step:
+        train = CONTENDERS[name](gpt)
+        draw = np.random.default_rng(0)
+
+        def step(micro_batch: int) -> dict[str, float]:
+            windows = draw.integers(TOKENS, size=(micro_batch, context + 1), dtype=np.int32)
+            start = time.perf_counter()
+            loss, parts = train(windows)
+            return {**parts, "total": 1e3 * (time.perf_counter() - start), "loss": float(loss)}
+
+        return step
+
+    versions = {package: metadata.version(package) for package in ("jax", "jaxlib", "optax")}
+    serve(answers, settings["micro_batch"], make_step, versions=versions)
+
+
+def loss_and_params(gpt: GPTConfig) -> tuple[Callable[[Any, Any], Any], Any]:
+    """The loss, and fp32 parameters."""
+    loss_fn = partial(loss_of, config=gpt, activation_checkpointing=False)
+    return loss_fn, init_params(jax.random.key(0), gpt, jnp.float32)
+
+
+def offload_core(gpt: GPTConfig) -> Train:
+    from frontends.jax import wrap
+
+    loss_fn, params = loss_and_params(gpt)
+    offloaded = wrap(
+        params, lr=LEARNING_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY,
+        gradient_clipping=CLIPPING, param_dtype="bfloat16",
+    )  # fmt: skip
+    value_and_grad = offloaded.value_and_grad(loss_fn)
+
+    def train(windows: np.ndarray) -> tuple[Any, dict[str, float]]:
+        start = time.perf_counter()
+        loss, grads = jax.block_until_ready(value_and_grad(offloaded.params, windows))
+        after_grads = time.perf_counter()
+        jax.block_until_ready(offloaded.update(grads))
+        parts = {"forward and backward": after_grads - start, "step": time.perf_counter() - after_grads}
+        return loss, {phase: 1e3 * seconds for phase, seconds in parts.items()}
+
+    return train
+
+
+def in_optax(gpt: GPTConfig, memory_kind: str | None = None) -> Train:
+    """One compiled step of fp32 masters that are cast for the loss; with a memory kind, masters and moments rest there
+    and are moved to the device and back within the step."""
+    loss_fn, masters = loss_and_params(gpt)
+    optimizer = optax.chain(
+        optax.clip_by_global_norm(CLIPPING), optax.adamw(LEARNING_RATE, *BETAS, weight_decay=WEIGHT_DECAY)
+    )
+    device = jax.devices()[0]
+    working = SingleDeviceSharding(device, memory_kind="device")
+    resting = SingleDeviceSharding(device, memory_kind=memory_kind or "device")
+    params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), masters)
+    states = jax.device_put((masters, optimizer.init(masters)), resting)
+    del masters
+
+    @partial(jax.jit, donate_argnums=(0, 1), out_shardings=(None, working, resting))
+    def step(params: Any, states: Any, windows: Any) -> tuple[Any, Any, Any]:
+        loss, grads = jax.value_and_grad(loss_fn)(params, windows)
+        masters, state = states if memory_kind is None else jax.device_put(states, working)
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+        updates, state = optimizer.update(grads, state, masters)
+        masters = optax.apply_updates(masters, updates)
+        states = masters, state
+        if memory_kind is not None:
+            states = jax.device_put(states, resting)
+        return loss, jax.tree.map(lambda p: p.astype(jnp.bfloat16), masters), states
+
+    def train(windows: np.ndarray) -> tuple[Any, dict[str, float]]:
+        nonlocal params, states
+        loss, params, states = jax.block_until_ready(step(params, states, windows))
+        return loss, {}
+
+    return train
+
+
+CONTENDERS: dict[str, Callable[[GPTConfig], Train]] = {
+    OURS: offload_core,
+    IN_MEMORY: in_optax,
+    PINNED: partial(in_optax, memory_kind="pinned_host"),
+    UNPINNED: partial(in_optax, memory_kind="unpinned_host"),
+}
+
+
+if __name__ == "__main__":
+    main()

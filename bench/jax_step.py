@@ -1,0 +1,72 @@
+"""Whole training steps in JAX on the CPU, 34 M parameters in bf16, clipping on: offload-core, optax.adamw in memory, and
+optax.adamw whose states rest in host memory and are moved in and out of the compiled step.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+from bench import record
+from bench.processes import Group, Part, Result, run, show
+from bench.step import MODELS
+from offload_core.cpus import available_cpus
+
+OURS = "offload-core"
+OTHERS = ("optax.adamw, in memory", "optax.adamw, states in pinned_host", "optax.adamw, states in unpinned_host")
+GPT = MODELS["34m"]
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = record.parser("jax_step", __doc__.strip())
+    parser.add_argument("--threads", type=int, default=available_cpus())
+    parser.add_argument("--rounds", type=int, help="default: 8")
+    parser.add_argument("--steps", type=int, default=2, help="counted in each round of each contender (default: 2)")
+    args = parser.parse_args(arguments)
+    args.rounds = args.rounds or (2 if args.quick else 8)
+    return args
+
+
+def ratios_of(results: Mapping[str, Result]) -> list[dict[str, Any]]:
+    """How many times longer each other's step takes."""
+    if OURS not in results:
+        return []
+    ours = results[OURS].by_round("total")
+    return [
+        record.ratio(f"JAX, step: {name} / {OURS}", results[name].by_round("total"), ours, better="higher")
+        for name in OTHERS
+        if name in results
+    ]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    args = parse(arguments)
+    settings = {"micro_batch": 2, "context": 64, "gpt": asdict(GPT)}
+    environment = {"JAX_PLATFORMS": "cpu", "NPROC": str(args.threads)}  # the latter is how many XLA takes
+    groups = {
+        name: partial(
+            Group, "bench.jax_contenders", [name, json.dumps(settings)],
+            ranks=1, threads=args.threads, environment=environment,
+        )
+        for name in (OURS, *OTHERS)
+    }  # fmt: skip
+    by_workload, failures, versions = run(groups, rounds=args.rounds, steps=args.steps, warm_up=3)
+    results = {name: result for name, [result] in by_workload.items()}
+    part = Part("jax_step", "Whole training steps in JAX")
+    part.versions |= versions
+    print(f"{GPT.numel:,} parameters in bf16, 2 x 64 tokens, {args.threads} threads, {args.rounds} rounds")
+    show(results)
+    for name, error in failures.items():
+        part.miss(name, error)
+    part.compare(ratios_of(results), results)
+    for name, result in results.items():
+        part.rows += result.rows(name, params=GPT.numel, threads=args.threads)
+    config = {"rounds": args.rounds, "steps": args.steps, "threads": args.threads, "param_dtype": "bfloat16"}
+    return part.finish(args.json, config | settings)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
