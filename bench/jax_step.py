@@ -1,4 +1,4 @@
-"""Whole training steps in JAX on the CPU, 34 M parameters in bf16, clipping on: offload-core, optax.adamw in memory, and
+"""Whole training steps in JAX on the CPU, 34 M parameters in bf16, clipping on: offload-core, optax.adamw in memory and
 optax.adamw whose states rest in host memory and are moved in and out of the compiled step.
 """
 

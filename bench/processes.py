@@ -7,6 +7,7 @@ import json
 import os
 import re
 import select
+import signal
 import socket
 import statistics
 import subprocess
@@ -73,6 +74,7 @@ class Group:
                 stdout=subprocess.PIPE,
                 stderr=self._log,
                 text=True,
+                start_new_session=True,  # one that is killed takes its compilers with it
                 env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             )
             for rank in range(ranks)
@@ -125,7 +127,7 @@ class Group:
             try:
                 process.wait(patience)
             except subprocess.TimeoutExpired:
-                process.kill()
+                os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
 
 

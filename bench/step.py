@@ -107,9 +107,17 @@ def ratios_of(results: Results, size: str) -> list[dict[str, Any]]:
     return known
 
 
-def start(settings: Mapping[str, Any], ranks: int, name: str) -> Callable[[], Group]:
-    threads = settings["threads"]
-    return partial(Group, "bench.rank_contenders", [name, json.dumps(settings)], ranks=ranks, threads=threads)
+def start(
+    settings: Mapping[str, Any], ranks: int, name: str, environment: Mapping[str, str] = {}
+) -> Callable[[], Group]:
+    return partial(
+        Group,
+        "bench.rank_contenders",
+        [name, json.dumps(settings)],
+        ranks=ranks,
+        threads=settings["threads"],
+        environment=environment,
+    )
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:

@@ -1,0 +1,127 @@
+"""Bytes a parameter of GPT-2 124M in bf16 on one rank of the CPU: what was planned, and what real processes take.
+
+Measured from outside: by how much a process's resident memory has grown since it had imported its libraries, when the
+model is built, between steps, and at the peak of a step; the device is the CPU, so a process holds both host's and
+device's. Activations of 8 tokens, and what libraries allocate, are in it.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from bench import record
+from bench.processes import ContenderError, Group, Part
+from bench.rank_contenders import DEEPSPEED, DS_2, DS_3, FSDP2, FUSED, OURS, OURS_3, deepspeed_config
+from bench.step import start
+from offload_core.bucket_terms import BucketTerms
+from offload_core.config import OffloadConfig
+from offload_core.cpus import available_cpus
+from offload_core.dtypes import FLOAT32
+from offload_core.exchange import planned_device
+from offload_core.memory_plan import MemoryPlan
+from offload_core.model_shapes import GPTS, GPTConfig, specs_of
+
+BUILT, BETWEEN, PEAK = "process, peak while it is built", "process, between steps", "process, peak of a step"
+PRESET = "gpt2-124m"
+CONTENDERS = (OURS, DS_2, OURS_3, DS_3, FUSED, FSDP2)
+STAGES = {OURS: 2, OURS_3: 3}
+TARGET = 0.7
+UNIT = "bytes/parameter"
+ON_DEVICE = 4
+"""Bytes of a bf16 parameter and its gradient: not the host's where the device is a GPU."""
+# Fixed, or glibc keeps freed blocks of up to 32 MiB: what is measured would depend on what came before.
+_MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(2**20)}
+
+
+def plan(gpt: GPTConfig, stage: int, *, on_host: bool) -> MemoryPlan:
+    config = OffloadConfig(stage=stage, param_dtype="bfloat16", gradient_clipping=1.0)
+    specs = specs_of(gpt.shapes, FLOAT32, config, 1)
+    return BucketTerms(config, planned_device(1, addressable=on_host)).plan(specs)
+
+
+def measure(group: Group) -> dict[str, int]:
+    """Bytes beyond those of the libraries."""
+    group.answers()
+    before = group.resident()
+    group.ask(steps=3)
+    took = {BUILT: group.peak()}
+    group.forget_peak()
+    group.ask(steps=2)
+    took |= {BETWEEN: group.resident(), PEAK: group.peak()}
+    return {what: n_bytes - before for what, n_bytes in took.items()}
+
+
+def measure_all(starts: dict[str, Callable[[], Group]], part: Part) -> dict[str, dict[str, int]]:
+    """Each in a process of its own; all import at once, and no two have a model at a time."""
+    groups = {name: begin() for name, begin in starts.items()}
+    took = {}
+    try:
+        for name, group in groups.items():
+            print(f"{name}: building", file=sys.stderr)
+            try:
+                took[name] = measure(group)
+            except ContenderError as error:
+                part.miss(name, error)
+            group.close()
+    finally:
+        for group in groups.values():
+            group.close()
+    return took
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = record.parser("memory", __doc__.partition("\n\n")[0])
+    parser.add_argument("--threads", type=int, default=available_cpus())
+    parser.add_argument("--rounds", type=int, help="default: 2; each with processes of its own")
+    args = parser.parse_args(arguments)
+    args.rounds = args.rounds or (1 if args.quick else 2)
+    return args
+
+
+def main(arguments: list[str] | None = None) -> int:
+    args = parse(arguments)
+    gpt = GPTS[PRESET]
+    settings = {"threads": args.threads, "micro_batch": 1, "context": 8, "gpt": asdict(gpt)}
+    part = Part("memory", "Memory of a parameter")
+    starts = {name: start(settings, 1, name, _MALLOC) for name in CONTENDERS}
+    rounds = []
+    for _ in range(args.rounds):
+        rounds.append(measure_all(starts, part))
+        starts = {name: begin for name, begin in starts.items() if name in rounds[-1]}
+    samples = {
+        name: {what: [took[name][what] / gpt.numel for took in rounds] for what in (BUILT, BETWEEN, PEAK)}
+        for name in starts
+    }
+    extra = {"params": gpt.numel, "threads": args.threads}
+    for name, of_name in samples.items():
+        part.rows += [record.row(name, what, UNIT, values, **extra) for what, values in of_name.items()]
+    for name, stage in STAGES.items():
+        for device, on_host in (("CPU", True), ("GPU", False)):
+            planned = plan(gpt, stage, on_host=on_host)
+            for where, n_bytes in (("host", planned.host_bytes), ("device", planned.device_bytes)):
+                part.rows.append(record.row(name, f"planned, {where}, {device}", UNIT, [n_bytes / gpt.numel], **extra))
+    print(f"{PRESET}, {gpt.numel:,} parameters in bf16, bytes a parameter")
+    for row in part.rows:
+        print(f"{row['name']:28}{row['metric']:34}{row['p50']:8.2f}")
+    ratios = [ratio for ours, other in ((OURS, DS_2), (OURS_3, DS_3)) for ratio in ratios_of(samples, ours, other)]
+    part.compare(ratios, {})
+    config = {"preset": PRESET, "rounds": args.rounds, "param_dtype": "bfloat16", **settings, "environment": _MALLOC}
+    config["deepspeed"] = {name: deepspeed_config(1, DEEPSPEED[name]) for name in (DS_2, DS_3)}
+    return part.finish(args.json, config)
+
+
+def ratios_of(samples: dict[str, dict[str, list[float]]], ours: str, other: str) -> list[dict[str, Any]]:
+    if not {ours, other} <= samples.keys():
+        return []
+    top, bottom = samples[ours][PEAK], samples[other][PEAK]
+    host = [[took - ON_DEVICE for took in side] for side in (top, bottom)]
+    return [
+        record.ratio(f"host memory a parameter: {ours} / {other}", *host, target=TARGET),
+        record.ratio(f"host and device memory a parameter: {ours} / {other}", top, bottom),
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
