@@ -23,7 +23,6 @@ from offload_core.model_shapes import GPTConfig
 OURS = "offload-core"
 IN_MEMORY = "optax.adamw, in memory"
 PINNED = "optax.adamw, states in pinned_host"
-UNPINNED = "optax.adamw, states in unpinned_host"
 LEARNING_RATE, CLIPPING, TOKENS = 3e-4, 1.0, 256
 
 Train = Callable[[np.ndarray], tuple[Any, dict[str, float]]]
@@ -91,7 +90,7 @@ def in_optax(gpt: GPTConfig, memory_kind: str | None = None) -> Train:
     device = jax.devices()[0]
     working = SingleDeviceSharding(device, memory_kind="device")
     resting = SingleDeviceSharding(device, memory_kind=memory_kind or "device")
-    params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), masters)
+    params = jax.device_put(jax.tree.map(lambda p: p.astype(jnp.bfloat16), masters), working)
     states = jax.device_put((masters, optimizer.init(masters)), resting)
     del masters
 
@@ -119,7 +118,6 @@ CONTENDERS: dict[str, Callable[[GPTConfig], Train]] = {
     OURS: offload_core,
     IN_MEMORY: in_optax,
     PINNED: partial(in_optax, memory_kind="pinned_host"),
-    UNPINNED: partial(in_optax, memory_kind="unpinned_host"),
 }
 
 

@@ -16,7 +16,7 @@ from bench.step import MODELS
 from offload_core.cpus import available_cpus
 
 OURS = "offload-core"
-OTHERS = ("optax.adamw, in memory", "optax.adamw, states in pinned_host", "optax.adamw, states in unpinned_host")
+OTHERS = ("optax.adamw, in memory", "optax.adamw, states in pinned_host")
 GPT = MODELS["34m"]
 
 

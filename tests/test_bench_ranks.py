@@ -31,17 +31,22 @@ def test_contenders_train_alike_and_one_that_cannot_run_is_named(tmp_path: Path)
     (tmp_path / "deepspeed.py").write_text("raise ImportError('no such peer')\n")
     out = tmp_path / "result.jsonl"
     names = ("offload-core", "offload-core, stage 3", "DeepSpeed", "DDP, no offload")
-    done = run("--contenders", *names, f"--json={out}", path=tmp_path)
+    done = run("--ranks=2", "--contenders", *names, f"--json={out}", path=tmp_path)
     assert done.returncode == 1, f"{done.stdout}\n{done.stderr}"
     assert "DeepSpeed: COULD NOT RUN" in done.stdout
     assert "no such peer" in done.stdout
 
     record = json.loads(out.read_text())
-    assert "no such peer" in record["could_not_run"]["DeepSpeed"]
-    ours, plain = (record["results"][name] for name in ("offload-core", "DDP, no offload"))
+    assert [(entry["name"], "no such peer" in entry["why"]) for entry in record["missing"]] == [("DeepSpeed", True)]
+    totals = {row["name"]: row for row in record["rows"] if row["metric"] == "total"}
+    assert totals.keys() == set(names) - {"DeepSpeed"}
+    ours, sharded, plain = (totals[name] for name in names if name != "DeepSpeed")
     assert ours["last"] == pytest.approx(plain["last"], rel=1e-2)
-    assert record["results"]["offload-core, stage 3"]["last"] == ours["last"]
-    assert record["compared"].keys() == {"offload-core, stage 3", "DDP, no offload"}
+    assert sharded["losses"] == ours["losses"]
+    assert len(ours["losses"]) == 1 + 3  # the warm-up, and a step that is not counted
+    assert ours["n"] == 2
+    compared = {ratio["name"].rpartition(": ")[2] for ratio in record["ratios"]}
+    assert compared == {"offload-core, stage 3 / offload-core", "DDP, no offload / offload-core"}
 
 
 @pytest.mark.parametrize(
