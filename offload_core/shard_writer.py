@@ -112,6 +112,7 @@ class ShardWriter:
         self._full: deque[tuple[int, np.ndarray]] = deque()
         self._changed = threading.Condition()
         self._error: BaseException | None = None
+        self._done = False
         label, n_buffers = "checkpoint staging", min(BUFFERS, n_blocks)
         self._free = [memory.allocate(label, block_bytes, np.dtype(np.uint8)) for _ in range(n_buffers)]
         try:
@@ -149,8 +150,11 @@ class ShardWriter:
     def capture(self, params: Iterable[int | None]) -> None:
         """Return when what changes with these parameters may change (None: what may change at any time).
 
-        Where the file has been given up it returns at once: what uses this memory goes on.
+        Where the file has been given up it returns at once: what uses this memory goes on. What goes wrong in copying
+        is why the file is given up, and an error of :meth:`write`.
         """
+        if self._done:
+            return
         blocks = sorted(set().union(*(self._blocks_of.get(param, ()) for param in params)))
         for block in blocks:
             with self._changed:
@@ -162,6 +166,8 @@ class ShardWriter:
             try:
                 self._fill(block, buffer)
                 self._full.append((block, buffer))
+            except Exception as error:
+                self.cancel(error)
             except BaseException as error:
                 self.cancel(error)
                 raise
@@ -210,6 +216,7 @@ class ShardWriter:
             with self._changed:
                 self._changed.wait_for(lambda: not self._copying)
                 self._free, self._full, self.sources = [], deque(), []
+                self._done = True
 
     def _next_block(self) -> tuple[int, np.ndarray]:
         """The next block to be written, and its bytes; those come first that somebody has copied already."""
