@@ -223,7 +223,7 @@ class ShardWriter:
         with self._changed:
             self._changed.wait_for(lambda: self._error or self._full or (self._free and self._find_left() is not None))
             if self._error:
-                raise self._error
+                raise CheckpointError(f"{self.path}: given up, because of {self._error!r}") from self._error
             if self._full:
                 return self._full.popleft()
             block = self._find_left()
