@@ -321,11 +321,14 @@ class Checkpoints:
 class Loaded:
     """What a checkpoint says besides its tensors.
 
+    Args:
+        rank: this process's; None: of what each process had of its own nothing is read.
+
     Raises:
         CheckpointError: the manifest lacks something.
     """
 
-    def __init__(self, checkpoint: Checkpoint, rank: int, types: Sequence[ArrayType] = ()) -> None:
+    def __init__(self, checkpoint: Checkpoint, rank: int | None, types: Sequence[ArrayType] = ()) -> None:
         self.checkpoint = checkpoint
         self.content = content = checkpoint.content
         self._types = types
@@ -341,7 +344,7 @@ class Loaded:
             _check_types(content, {"step": int, "own": list})
             self.state = self._decode(0, content["state"])
             own = content["own"]
-            self.own = self._decode(rank, own[rank]) if rank < len(own) else None
+            self.own = self._decode(rank, own[rank]) if rank is not None and rank < len(own) else None
             """What this process's predecessor had of its own; None where there was none."""
         except files.NOT_A_MANIFEST as error:
             raise CheckpointError(f"{checkpoint.path / files.MANIFEST}: incomplete ({error!r})") from None

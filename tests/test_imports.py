@@ -24,6 +24,8 @@ LAYERS = [
     {"gradients", "updates"},
     {"pipeline"},
     {"checkpoint"},
+    {"inspect_command"},
+    {"__main__"},
 ]
 """The core's modules, lowest first: a module imports from layers below its own only."""
 

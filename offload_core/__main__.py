@@ -1,0 +1,36 @@
+"""``python -m offload_core``: look at a checkpoint."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from . import inspect_command
+from .errors import OffloadError
+
+COMMANDS = {"inspect": inspect_command}
+"""Each a module with a ``HELP``, ``add_arguments(parser)`` and ``run(args)``, which returns the exit status."""
+WRONG_ARGUMENTS = 2
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(WRONG_ARGUMENTS, f"{self.prog}: {message}\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = _Parser(prog="python -m offload_core", description=__doc__.partition(": ")[2], allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="|".join(COMMANDS))
+    for name, command in COMMANDS.items():
+        about = command.HELP
+        command.add_arguments(commands.add_parser(name, help=about, description=about, allow_abbrev=False))
+    args = parser.parse_args(arguments)
+    try:
+        return COMMANDS[args.command].run(args)
+    except (OffloadError, OSError) as error:
+        print(f"{parser.prog} {args.command}: {error}", file=sys.stderr)
+        return WRONG_ARGUMENTS
+
+
+if __name__ == "__main__":
+    sys.exit(main())
