@@ -149,6 +149,11 @@ class Checkpoints:
                 raise
             self._end()  # after an interrupt it goes on, and is still told of changes
 
+    @property
+    def saving(self) -> bool:
+        """Whether this process still writes."""
+        return self._save is not None and self._save.running
+
     def _end(self) -> None:
         self._save = None
         self._pipeline.before_change(None)
@@ -603,6 +608,11 @@ class _Save:
         self._thread.join()
         with together(collectives, "save"):
             self._raise()
+
+    @property
+    def running(self) -> bool:
+        """Whether this process has anything left to do for it."""
+        return self._thread.is_alive()
 
     def _raise(self) -> None:
         if self._error is not None:
