@@ -25,6 +25,8 @@ from .safetensors_files import plan_file
 
 BLOCK_BYTES = 8 * 2**20
 """Checksums are of so many bytes each; a multiple of every element size."""
+_WRITE_BACK_BLOCKS = 4
+"""After so many the disk is told to begin with them, so that little is left for the end, and no page cache is kept."""
 BUFFERS = 8
 """Blocks of the past that are held at a time."""
 _NO_PREALLOCATION = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
@@ -196,11 +198,13 @@ class ShardWriter:
             CheckpointError: it cannot be written.
         """
         try:
-            for _ in self.checksums:
+            for n in range(1, len(self.checksums) + 1):
                 block, buffer = self._next_block()
                 data = buffer[: min(self.block_bytes, self.n_bytes - block * self.block_bytes)]
                 self.checksums[block] = checksum(data)
                 self._put(data, block * self.block_bytes)
+                if n % _WRITE_BACK_BLOCKS == 0 and hasattr(os, "posix_fadvise"):
+                    os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_DONTNEED)
                 with self._changed:
                     self._free.append(buffer)
                     self._changed.notify_all()
