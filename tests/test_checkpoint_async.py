@@ -390,3 +390,52 @@ def test_a_program_that_ends_right_after_is_saved(tmp_path, end):
         [sys.executable, "-c", check, tmp_path], env={"PYTHONPATH": path}, capture_output=True, text=True
     )
     assert done.stdout.strip() == "4", done.stderr
+
+
+def load_optimizer_state():
+    torch = pytest.importorskip("torch")
+    from frontends.torch import wrap
+
+    engine = wrap(torch.nn.Linear(8, 8), param_dtype="bfloat16")
+    engine.backward(engine(torch.ones(2, 8, dtype=torch.bfloat16)).sum())
+    engine.step()
+    state = engine.optimizer.state_dict()
+    state["state"] = {i: {k: torch.full_like(v, 3.0) for k, v in e.items()} for i, e in state["state"].items()}
+    optimizer = engine.optimizer
+    return optimizer.pipeline, optimizer._tensors(), lambda: optimizer.load_state_dict(state)
+
+
+def load_pytree():
+    jnp = pytest.importorskip("jax.numpy")
+    from frontends.jax import wrap
+
+    offloaded = wrap({"w": jnp.ones((8, 8), jnp.bfloat16), "b": jnp.ones(8, jnp.bfloat16)})
+    tree = offloaded.to_pytree()
+    tree |= {name: {k: v + 3 for k, v in tree[name].items()} for name in ("master", "exp_avg", "exp_avg_sq")}
+    return offloaded._pipeline, list(offloaded._all_leaves), lambda: offloaded.load_pytree(tree)
+
+
+@pytest.mark.parametrize("front_end", [load_optimizer_state, load_pytree], ids=lambda f: f.__name__)
+def test_front_ends_that_replace_states_copy_them_first(tmp_path, monkeypatch, front_end):
+    monkeypatch.setattr("offload_core.shard_writer.BUFFERS", 1000)
+    pipeline, tensors, replace_states = front_end()
+    checkpoints, slow = Checkpoints(pipeline), Slow(monkeypatch)
+    names = [spec.name for spec in pipeline.params]
+
+    def states():
+        return [
+            {name: view.copy() for name, view in views.items()}
+            for i in range(len(names))
+            for _, views in pipeline.states(i)
+        ]
+
+    before = states()
+    path = checkpoints.save(tmp_path, Contents(names), tensors, step=1, keep=None, wait=False)
+    replace_states()
+    assert all((a["exp_avg"] != b["exp_avg"]).any() for a, b in zip(states(), before, strict=True))
+    slow.go_on()
+    checkpoints.wait()
+    checkpoint = Checkpoint(path)
+    for name, views in zip(names, before, strict=True):
+        for kind, values in views.items():
+            assert np.array_equal(checkpoint.array(name, kind).reshape(-1), values), (name, kind)

@@ -444,6 +444,7 @@ class OffloadedParams:
         steps = self._leaves_of(tree, "steps", dict.fromkeys(trained, ()))
         self._pipeline.drop_gradients()
         self.flush()  # what is held back would follow
+        self._pipeline.will_change(range(len(self._leaves)))
         for i, leaf in enumerate(self._leaves):
             for name in STATE_NAMES:
                 flat = np.reshape(states[name][leaf.position], -1)
