@@ -156,14 +156,15 @@ def main() -> None:
     parser.add_argument("--preset", choices=PRESETS, default="gpt2-124m")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--step-rounds", type=int, default=3)
-    parser.add_argument("--micro-batch", type=int, default=1, help="sequences a step")
+    parser.add_argument("--micro-batch", type=int, help="sequences a step; the preset's unless given")
     parser.add_argument("--context", type=int, help="tokens of a sequence; the preset's unless given")
     parser.add_argument("--folder", type=Path, help="where checkpoints go; a temporary folder unless given")
     parser.add_argument("--json", type=Path, help="append the record to this file")
     args = parser.parse_args()
     context = args.context or PRESETS[args.preset].context
+    micro_batch = args.micro_batch or PRESETS[args.preset].micro_batch
     torch.set_num_threads(available_cpus())
-    run = Run(args.preset, args.micro_batch, context)
+    run = Run(args.preset, micro_batch, context)
     folder = Path(tempfile.mkdtemp(dir=args.folder))
     try:
         n_bytes, times = transfers(run, folder, args.rounds)
@@ -180,7 +181,7 @@ def main() -> None:
     }
     if args.step_rounds:
         ratios["steps during a save"] = medians["steps during a save"] / medians["steps"]
-    print(f"{machine()}; {args.preset}, {n_bytes:,} bytes, {args.rounds} rounds; {args.micro_batch} x {context} tokens")
+    print(f"{machine()}; {args.preset}, {n_bytes:,} bytes, {args.rounds} rounds; {micro_batch} x {context} tokens")
     for name in ("save", "sequential write", *list(times)[2:6]):
         print(f"{name:36} {medians[name]:7.2f} s {n_bytes / medians[name] / 1e6:8.0f} MB/s")
     if args.step_rounds:
@@ -191,7 +192,7 @@ def main() -> None:
         print(f"{name}: {ratio:.3f} (target {TARGETS[name]})")
     record = {
         "bench": "checkpoint", "torch": torch.__version__, "threads": available_cpus(), "preset": args.preset,
-        "micro_batch": args.micro_batch, "context": context, "bytes": n_bytes, "seconds": times, "ratios": ratios,
+        "micro_batch": micro_batch, "context": context, "bytes": n_bytes, "seconds": times, "ratios": ratios,
     }  # fmt: skip
     append(args.json, record)
 

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from bench.presets import GPTConfig
 from frontends.jax import gather_params, gathered
+from offload_core.model_shapes import GPTConfig
 
 Params = dict[str, Any]
 

@@ -19,10 +19,11 @@ import numpy as np
 import torch
 
 from bench.gpt_torch import GPT
-from bench.presets import GPT2_VOCABULARY, PRESETS, GPTConfig
+from bench.presets import PRESETS
 from bench.record import commit, machine
 from frontends.torch import wrap
 from offload_core.host_memory import HostMemory
+from offload_core.model_shapes import GPT2_VOCABULARY, GPTConfig
 
 MODELS = {
     "toy": GPTConfig(layers=2, width=128, heads=4, vocabulary=256, positions=None),

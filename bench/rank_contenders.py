@@ -53,7 +53,7 @@ def main() -> None:
     import torch.distributed as dist
 
     from bench.gpt_torch import GPT
-    from bench.presets import GPTConfig
+    from offload_core.model_shapes import GPTConfig
 
     torch.set_num_threads(settings["threads"])
     dist.init_process_group("gloo")

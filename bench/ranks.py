@@ -25,9 +25,9 @@ from typing import Any
 
 import psutil
 
-from bench.presets import GPTConfig
 from bench.rank_contenders import CONTENDERS, DEEPSPEED, TOKENS, deepspeed_config
 from bench.record import append
+from offload_core.model_shapes import GPTConfig
 
 PHASES = ("forward", "backward", "step", "total")
 TARGET = 1.5

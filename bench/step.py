@@ -18,11 +18,11 @@ import torch
 import offload_core
 from bench.cpu_adam import Buffers, build_stream
 from bench.gpt_torch import GPT
-from bench.presets import GPTConfig
 from bench.record import append, machine
 from frontends.torch import wrap
 from offload_core.cpus import available_cpus
 from offload_core.dtypes import BFLOAT16
+from offload_core.model_shapes import GPTConfig
 
 MODELS = {
     "34m": GPTConfig(layers=8, width=512, heads=8, vocabulary=16384, positions=None),

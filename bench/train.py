@@ -5,6 +5,7 @@ python -m bench.train --frontend jax --param-dtype bfloat16 --compare
 python -m bench.train --frontend jax --devices 4
 torchrun --nproc-per-node 2 -m bench.train --stage 2
 torchrun --nproc-per-node 2 -m bench.train --stage 3 --offload-param cpu --init --preset gpt2-124m
+python -m bench.train --out runs/a --save-every 100; python -m bench.train --out runs/b --resume runs/a/checkpoints
 """
 
 import argparse
@@ -31,8 +32,9 @@ import numpy as np
 from bench.data import Corpus, held_out_batches, load_corpus, training_batch
 from bench.launch import Ranks
 from bench.presets import PRESETS
-from bench.trainer import ITEM_SIZES, OffloadTrainer, Settings, Step, Trainer
+from bench.trainer import OffloadTrainer, Settings, Step, Trainer
 from offload_core.cpus import default_threads
+from offload_core.dtypes import BY_NAME
 from offload_core.errors import CollectiveError, OffloadError
 from offload_core.host_memory import format_bytes
 from offload_core.memory_plan import format_table
@@ -50,9 +52,9 @@ def main(arguments: list[str] | None = None) -> int:
     with ExitStack() as at_end:  # other ranks learn of an error by losing this one: after it has been said
         if Ranks.launched().rank > 0:
             at_end.enter_context(redirect_stdout(at_end.enter_context(open(os.devnull, "w"))))
-        settings, files = parse(arguments)
+        settings, files, saving = parse(arguments)
         try:
-            return run(settings, files, at_end)
+            return run(settings, files, saving, at_end)
         except CollectiveError as error:
             return fail(str(error), echo=True)
         except OffloadError as error:
@@ -102,6 +104,17 @@ class Files:
 
     out: Path
     trace: Path | None
+    checkpoints: Path
+
+
+@dataclass(frozen=True)
+class Saving:
+    """When it saves, and from what it goes on."""
+
+    every: int | None
+    """Updates from one checkpoint to the next, the last of which is at the end."""
+    keep: int
+    resume: Path | None
 
 
 class Parser(argparse.ArgumentParser):
@@ -110,7 +123,7 @@ class Parser(argparse.ArgumentParser):
         super().error(message)
 
 
-def parse(arguments: list[str] | None) -> tuple[Settings, Files]:
+def parse(arguments: list[str] | None) -> tuple[Settings, Files, Saving]:
     def at_least(least: int) -> Callable[[str], int]:
         def integer(text: str) -> int:
             if int(text) < least:
@@ -136,7 +149,7 @@ def parse(arguments: list[str] | None) -> tuple[Settings, Files]:
     add = parser.add_argument
     add("--frontend", choices=("torch", "jax"), default="torch")
     add("--preset", choices=tuple(PRESETS), default="tiny")
-    add("--param-dtype", choices=tuple(ITEM_SIZES), help="of the device parameters")
+    add("--param-dtype", choices=tuple(BY_NAME), help="of the device parameters")
     add("--stage", type=int, choices=(1, 2, 3), default=2, help="ZeRO stage (default: 2)")
     add("--offload-param", choices=("cpu",), help="stage 3: parameters wait in host memory")
     add("--init", action="store_true", help="stage 3: build the model in shards, never whole on a rank (torch)")
@@ -168,6 +181,15 @@ def parse(arguments: list[str] | None) -> tuple[Settings, Files]:
     add("--compare", action="store_true", help="train with the framework's own AdamW beside it, step by step")
     add("--out", type=Path, help="folder of metrics.jsonl and summary.json (default: a new one in runs/)")
     add("--trace", type=Path, help=f"record step {TRACED_STEP}, or the last, to this file, for https://ui.perfetto.dev")
+    add("--save-every", type=at_least(1), help="save a checkpoint after so many updates, and at the end")
+    add("--checkpoints", type=Path, help="the folder of checkpoints (default: checkpoints/ in --out)")
+    add("--keep", type=at_least(1), default=2, help="checkpoints that are kept (default: 2)")
+    add(
+        "--resume",
+        type=Path,
+        help="go on from this checkpoint, or the latest of this folder; the ranks, the stage and the front end may "
+        "be others, as long as ranks x accumulate are as many",
+    )
     add("--eval-batches", type=at_least(1), help="held-out micro-batches")
     add("--sample-bytes", type=at_least(0), default=200, help="bytes to generate at the end (default: 200)")
     given = vars(parser.parse_args(arguments))
@@ -175,7 +197,8 @@ def parse(arguments: list[str] | None) -> tuple[Settings, Files]:
     preset = PRESETS[given["preset"]]
     of_preset = {name: value for name, value in vars(preset).items() if name != "gpt"}
     chosen = of_preset | {name: value for name, value in given.items() if value is not None}
-    out, trace = chosen.pop("out", None), chosen.pop("trace", None)
+    out, trace, checkpoints = (chosen.pop(name, None) for name in ("out", "trace", "checkpoints"))
+    saving = Saving(*(chosen.pop(name, None) for name in ("save_every", "keep", "resume")))
     chosen.setdefault("offload_param", None)
     chosen["clip"] = chosen["clip"] or None
     gpt = preset.gpt
@@ -188,19 +211,21 @@ def parse(arguments: list[str] | None) -> tuple[Settings, Files]:
         parser.error("--init builds torch models in the shards of stage 3; expected --frontend torch --stage 3 with it")
     if settings.compare and settings.param_dtype == "float16":
         parser.error("--compare has no plain loop for float16; expected --param-dtype float32 or bfloat16")
+    if settings.compare and saving.resume is not None:
+        parser.error("--resume: what --compare trains beside it is not saved; expected one of them")
     if out is None:
         out = Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{settings.preset}-{settings.frontend}"
     if (out / "metrics.jsonl").exists():
         parser.error(f"--out {out} holds the metrics of another run; name another folder")
     if trace is not None and not trace.parent.is_dir():
         parser.error(f"--trace {trace}: there is no folder {trace.parent}; expected one that exists")
-    return settings, Files(out, trace)
+    return settings, Files(out, trace, checkpoints or out / "checkpoints"), saving
 
 
 # --- the run -------------------------------------------------------------------------------------------
 
 
-def run(settings: Settings, files: Files, at_end: ExitStack) -> int:
+def run(settings: Settings, files: Files, saving: Saving, at_end: ExitStack) -> int:
     out, corpus = files.out, load_corpus()
     shortest = min(len(corpus.training), len(corpus.held_out))
     if settings.context >= shortest:
@@ -216,12 +241,13 @@ def run(settings: Settings, files: Files, at_end: ExitStack) -> int:
     framework = importlib.import_module(f"bench.train_{settings.frontend}")
     ranks = at_end.enter_context(framework.join(settings))
     offloaded, plain = framework.make_trainers(settings, ranks)
+    done = resume(settings, ranks, saving.resume, offloaded) if saving.resume is not None else 0
 
     writes = ranks.rank == 0
     if writes:
         out.mkdir(parents=True, exist_ok=True)
     with open(out / "metrics.jsonl" if writes else os.devnull, "w", buffering=1) as metrics:
-        records, interrupted = train(settings, ranks, corpus, offloaded, plain, metrics, files.trace)
+        records, interrupted = train(settings, ranks, corpus, offloaded, plain, metrics, files, saving, done)
     summary = finish(settings, ranks, corpus, offloaded, plain, records, interrupted)
     if writes:
         (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
@@ -273,28 +299,36 @@ def train(
     offloaded: OffloadTrainer,
     plain: Trainer | None,
     metrics: TextIO,
-    trace: Path | None,
+    files: Files,
+    saving: Saving,
+    done_before: int,
 ) -> tuple[list[dict[str, Any]], bool]:
-    """Train to the end or to a rank's Ctrl-C, and whether it came; one record a step, as written to `metrics`."""
+    """Train to the end or to a rank's Ctrl-C, and whether it came; one record a step, as written to `metrics`.
+
+    Args:
+        done_before: steps of the run that is resumed.
+    """
     from tqdm import tqdm
 
     records = []
     micro_batches = settings.accumulate * ranks.world_size
-    traced = min(TRACED_STEP, settings.steps - 1)
+    traced = min(done_before + TRACED_STEP, settings.steps - 1)
     tokens = micro_batches * settings.micro_batch * settings.context
     windows = {"batch": settings.micro_batch, "context": settings.context}
     draw = partial(training_batch, corpus.training, settings.seed, **windows)
     interrupted = False
     # A log file gets a line now and then, a terminal a moving bar.
     often = {"mininterval": 0.2} if sys.stderr.isatty() else {"mininterval": 10.0, "ascii": True}
-    bar = tqdm(total=settings.steps, unit="step", dynamic_ncols=True, disable=ranks.rank > 0, **often)
+    bar = tqdm(
+        total=settings.steps, initial=done_before, unit="step", dynamic_ncols=True, disable=ranks.rank > 0, **often
+    )
     with Interrupt() as interrupt, bar:
-        for step in range(settings.steps):
+        for step in range(done_before, settings.steps):
             # Each rank takes its turns in the micro-batches that one rank alone would accumulate.
             first = step * micro_batches
             rounds = range(first, first + micro_batches, ranks.world_size)
             batches = [np.concatenate([draw(i) for i in ranks.turn(start)]) for start in rounds]
-            with offloaded.trace(trace) if trace and step == traced else nullcontext():
+            with offloaded.trace(files.trace) if files.trace and step == traced else nullcontext():
                 done, seconds = timed(offloaded, batches)
             losses = [done.loss]
             if plain is not None:
@@ -319,10 +353,44 @@ def train(
             metrics.write(json.dumps(record) + "\n")
             bar.set_postfix_str(describe(replace(done, loss=losses[0]), tokens / seconds), refresh=False)
             bar.update()
+            last = interrupted or step == settings.steps - 1
+            if saving.every is not None and (last or (step + 1) % saving.every == 0):
+                extras = {"steps": step + 1, "batches": batches_of(settings, ranks)}
+                offloaded.save(files.checkpoints, extras, saving.keep, wait=last)
             if interrupted:
                 interrupt.asked = True  # it may still be on its way to this rank
                 break
     return records, interrupted
+
+
+def batches_of(settings: Settings, ranks: Ranks) -> dict[str, int]:
+    """What decides which windows an update sees."""
+    micro_batches = settings.accumulate * ranks.world_size
+    return {
+        "seed": settings.seed,
+        "context": settings.context,
+        "micro-batch": settings.micro_batch,
+        "ranks x accumulate": micro_batches,
+    }
+
+
+def resume(settings: Settings, ranks: Ranks, path: Path, offloaded: OffloadTrainer) -> int:
+    """Load a checkpoint; the steps that its run had done."""
+    extras = offloaded.load(path)
+    try:
+        done, theirs = extras["steps"], extras["batches"]
+    except (KeyError, TypeError):
+        raise OffloadError(f"--resume {path}: not a checkpoint of this program; expected one of its own") from None
+    mine = batches_of(settings, ranks)
+    for name, value in mine.items():
+        if theirs.get(name) != value:
+            raise OffloadError(
+                f"--resume {path}: {name} was {theirs.get(name)} there, and is {value}; expected the same"
+            )
+    if done >= settings.steps:
+        raise OffloadError(f"--resume {path}: {done} steps are done, and --steps is {settings.steps}; expected more")
+    print(f"resumed after {done} steps from {path}", flush=True)
+    return done
 
 
 def timed(trainer: Trainer, batches: list[np.ndarray]) -> tuple[Step, float]:

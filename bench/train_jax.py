@@ -212,7 +212,6 @@ class Offloaded(JaxTrainer):
             mesh=self.mesh,
         )
         self.value_and_grad = self.offloaded.value_and_grad(self.loss_fn)
-        self.updates = 0
 
     @property
     def params(self) -> Params:  # type: ignore[override]
@@ -220,7 +219,7 @@ class Offloaded(JaxTrainer):
 
     @losing_a_rank()
     def step(self, batches: list[np.ndarray]) -> Step:
-        lr = float(self.schedule(self.updates))
+        lr = float(self.schedule(self.offloaded.count))
         losses = []
         for batch in batches:
             loss, grads = self.value_and_grad(self.offloaded.params, self.on_devices(batch))
@@ -228,12 +227,17 @@ class Offloaded(JaxTrainer):
             losses.append(loss)
         report = self.offloaded.report
         assert report is not None
-        self.updates += report.updated
         return Step(float(np.mean(losses)), report.grad_norm, lr, report.skipped)
 
     @property
     def sent_bytes(self) -> int:
         return self.offloaded.sent_bytes // len(self.devices)
+
+    def save(self, folder: Path, extras: Any, keep: int, *, wait: bool) -> None:
+        self.offloaded.save_checkpoint(folder, extras=extras, keep=keep, wait=wait)
+
+    def load(self, path: Path) -> Any:
+        return self.offloaded.load_checkpoint(path)
 
     def memory_report(self) -> MemoryReport:
         return self.offloaded.memory_report()

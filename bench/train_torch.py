@@ -156,6 +156,13 @@ class Offloaded(TorchTrainer):
     def sent_bytes(self) -> int:
         return self.engine.sent_bytes
 
+    def save(self, folder: Path, extras: Any, keep: int, *, wait: bool) -> None:
+        stateful = {"schedule": self.schedule}
+        self.engine.save_checkpoint(folder, stateful=stateful, extras=extras, keep=keep, wait=wait)
+
+    def load(self, path: Path) -> Any:
+        return self.engine.load_checkpoint(path, stateful={"schedule": self.schedule})
+
     def memory_report(self) -> MemoryReport:
         return self.engine.memory_report()
 

@@ -1,19 +1,21 @@
 """What the training program asks of a framework, and what it tells it."""
 
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from bench.launch import Ranks
-from bench.presets import GPTConfig
+from offload_core.bucket_terms import STAGING, BucketTerms
+from offload_core.config import OffloadConfig
+from offload_core.dtypes import FLOAT32
 from offload_core.errors import HostMemoryError
+from offload_core.exchange import planned_device
 from offload_core.host_memory import available_bytes, format_bytes
-from offload_core.memory_plan import MemoryReport
-
-ITEM_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
+from offload_core.memory_plan import MemoryReport, PlanRow
+from offload_core.model_shapes import GPTConfig, specs_of
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,14 @@ class OffloadTrainer(Trainer, Protocol):
         """Bytes of gradients and parameters that each of this process's ranks has sent to other ranks."""
         ...
 
+    def save(self, folder: Path, extras: Any, keep: int, *, wait: bool) -> None:
+        """Save a checkpoint, of all ranks; without `wait` in the background."""
+        ...
+
+    def load(self, path: Path) -> Any:
+        """Load one, and return its extras."""
+        ...
+
     def memory_report(self) -> MemoryReport: ...
 
     def trace(self, path: Path) -> AbstractContextManager[None]:
@@ -105,23 +115,26 @@ def check_room(settings: Settings, ranks: Ranks, on_host: bool) -> None:
 
     This is the least that the ranks on this machine need; what a front end adds, it checks by itself.
     """
-    numel, item = settings.gpt.numel * ranks.local_world_size, ITEM_SIZES[settings.param_dtype]
-    partitioned = settings.stage == 3 and (ranks.world_size > 1 or settings.offload_param is not None)
-    shards = numel // ranks.world_size
-    # States are partitioned. An fp32 parameter in host memory may be its own master weight.
-    needs = {"Adam states": 8 * shards}
-    if not (on_host and item == 4):
-        needs["master weights"] = 4 * shards
-    if on_host:
-        needs["parameters"] = item * (shards if settings.init and partitioned else numel)
-        needs["gradients"] = 4 * shards if partitioned and ranks.world_size > 1 else item * numel
-    elif settings.offload_param is not None:
-        needs["parameters"] = item * shards
-    needed, available = sum(needs.values()), available_bytes()
-    if needed > available:
-        parts = ", ".join(f"{what} {format_bytes(n)}" for what, n in needs.items())
+    config = OffloadConfig(
+        stage=settings.stage,
+        offload_param=settings.offload_param,
+        param_persistence_threshold=settings.persistence_threshold,
+        param_dtype=settings.param_dtype,
+        schedule=settings.schedule,
+        gradient_accumulation_steps=settings.accumulate,
+    )
+    terms = BucketTerms(config, planned_device(ranks.world_size, addressable=on_host))
+    specs = specs_of(settings.gpt.shapes, FLOAT32, config, ranks.world_size)
+    plan = terms.plan(specs)
+    least = [row for row in plan.rows if row.what != STAGING]
+    if config.takes_apart(ranks.world_size) and not settings.init:  # it is made whole, and then cut
+        whole = sum(spec.numel * spec.dtype.itemsize for spec in specs)
+        least.append(PlanRow("the model while it is whole", "device", whole, "--init", passing=True))
+    plan = replace(plan, rows=tuple(least))
+    available = available_bytes()
+    if missing := plan.missing(available, processes=ranks.local_world_size):
         of_ranks = f" for {ranks.local_world_size} ranks" if ranks.local_world_size > 1 else ""
         raise HostMemoryError(
-            f"{settings.preset} in {settings.param_dtype} needs at least {format_bytes(needed)} of host memory"
-            f"{of_ranks} ({parts}), and {format_bytes(available)} is available; take a smaller --preset"
+            f"{settings.preset} in {settings.param_dtype} needs at least {format_bytes(missing['host'])} of host memory"
+            f"{of_ranks} ({plan.largest('host')}), and {format_bytes(available)} is available; take a smaller --preset"
         )

@@ -3,9 +3,11 @@
 from ._kernels import KernelInfo, kernel_info, set_instruction_set
 from .config import OffloadConfig
 from .errors import (
+    CheckpointError,
     CollectiveError,
     ConfigError,
     ConfigWarning,
+    DeviceMemoryError,
     GradientError,
     HostMemoryError,
     KernelError,
@@ -15,9 +17,11 @@ from .errors import (
 )
 
 __all__ = [
+    "CheckpointError",
     "CollectiveError",
     "ConfigError",
     "ConfigWarning",
+    "DeviceMemoryError",
     "GradientError",
     "HostMemoryError",
     "KernelError",

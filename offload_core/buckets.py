@@ -1,28 +1,27 @@
 """What a process holds of all buckets: states, gradients' homes, staging; and who may touch them when."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from . import _kernels
+from .bucket_terms import BucketTerms, as_it_stays
+from .collectives import merge
 from .config import OffloadConfig
-from .cpu_adam import STATE_NAMES, AdamStates
-from .device import Arrival, Copy, Device, HostArray
-from .dtypes import BY_NAME, BY_NUMPY, FLOAT32, ElementType
+from .cpu_adam import AdamStates
+from .device import Copy, Device, HostArray
+from .dtypes import BY_NUMPY, FLOAT32, ElementType
 from .host_memory import HostMemory, StagingRing
 from .layout import agree
 from .local_bucket import LocalBucket
-from .memory_plan import MemoryPlan, PlanRow
 from .partition import Bucket, ParamSpec, Piece, build_buckets
-from .tasks import Background, Inline
 from .trace import COMPUTE
 
 T = TypeVar("T")
-PARAMETER_SHARDS = "parameters on the host"
-"""What ``offload_param`` keeps there."""
 
 
 class StateRun(NamedTuple):
@@ -31,19 +30,21 @@ class StateRun(NamedTuple):
     start: int
     numel: int
     arrays: dict[str, np.ndarray]
-    """By name, those of ``cpu_adam.STATE_NAMES`` among them."""
+    """By name, those of ``cpu_adam.STATE_NAMES``."""
     in_place: bool
     """Whether ``"master"`` is the parameter itself."""
+    read_parameter: Callable[[int, np.ndarray], None]
+    """``read_parameter(at, out)`` copies the device parameter's own elements, from the run's ``at`` on, to ``out``."""
 
 
-class LocalBuckets:
+class LocalBuckets(BucketTerms):
     """The buckets of one process, and the thread that works on them behind the caller's back.
 
     Who asks for something to be done on a bucket gives it away until :meth:`claim`.
     """
 
     def __init__(self, config: OffloadConfig, device: Device) -> None:
-        self.config = config
+        super().__init__(config, device)
         self.device = device
         self.trace = device.trace
         self.threads = config.threads
@@ -54,65 +55,20 @@ class LocalBuckets:
         self.memory = HostMemory(config.threads)
         self.planned_host_bytes = 0
         self.staging: StagingRing | None = None
-        self._ring_bytes = 0
         self.in_staging: deque[tuple[LocalBucket, Future[None]]] = deque()
         """Buckets on their way to the host that may still hold staging, and the end of it, oldest first."""
         self._states = AdamStates(self.memory, len(device.ranks))
-        self.direct = device.addressable and device.world_size == 1
-        """Nothing is moved: kernels read gradients and write parameters where they are."""
-        self.sums = config.gradient_accumulation_steps > 1 or device.world_size > 1
-        """Gradients are summed on the host, in fp32."""
-        self.host_shards = device.addressable or config.offload_param == "cpu"
-        """What this process holds of partitioned parameters is host memory."""
-        self.emits = config.update_in_backward and config.schedule == "overlap" and config.stage < 3 and not self.direct
-        """Parameters may leave for the device before their step. Not in stage 3, which gathers them in backward."""
         self.before_change: Callable[[Iterable[int]], None] = lambda params: None
         """Called before states of these parameters change."""
-        self.tasks = Inline() if self.direct or config.schedule == "serial" else Background()
+        self.tasks = self._runs()
 
     # --- parameters and states ---------------------------------------------------------------------
 
-    def plan(self, specs: Sequence[ParamSpec]) -> MemoryPlan:
-        """What :meth:`add` of ``specs`` would allocate, and what the device holds besides."""
-        buckets = self._build(specs)
-        host: dict[str, int] = dict.fromkeys((*STATE_NAMES, "gradients on the host", "staging"), 0)
-        for bucket in buckets:
-            numel = len(self.device.ranks) * bucket.shard_numel
-            for name in STATE_NAMES:
-                if not (name == "master" and self.without_master(bucket)):
-                    host[name] += 4 * numel
-            if self._has_home:
-                host["gradients on the host"] += self._home_dtype(bucket).itemsize * numel
-        if not self.direct:
-            host["staging"] = self._staging_slots * max(self._slot_bytes(buckets) - self._ring_bytes, 0)
-        shards = sum(bucket.shard_numel * bucket.dtype.itemsize for bucket in buckets if bucket.partitioned)
-        if self.config.offload_param is not None:
-            host[PARAMETER_SHARDS] = shards
-        remedies = {
-            "gradients on the host": "gradient_accumulation_steps=1" if self.sums else "param_dtype='bfloat16'",
-            "staging": "reduce_bucket_size",
-            PARAMETER_SHARDS: "param_dtype='bfloat16'",
-        }
-        rows = [PlanRow(what, "host", n_bytes, remedies.get(what, "more ranks")) for what, n_bytes in host.items()]
-        whole = sum(spec.numel * spec.dtype.itemsize for spec in specs if not spec.partitioned)
-        gathered = [spec for spec in specs if spec.partitioned]
-        sizes = sum(spec.numel for spec in gathered), sum(spec.numel * spec.dtype.itemsize for spec in gathered)
-        live = min(1.0, self.config.max_live_parameters / max(sizes[0], 1)) * sizes[1]
-        device = {
-            "parameters": whole + (0 if self.config.offload_param is not None else shards),
-            "gathered parameters": int(live),
-            "gradients": whole + sizes[1],
-        }
-        remedies = {"gathered parameters": "max_live_parameters"}
-        rows += [
-            PlanRow(what, "device", n_bytes, remedies.get(what, "param_dtype='bfloat16'"))
-            for what, n_bytes in device.items()
-        ]
-        return MemoryPlan(tuple(rows), sum(spec.numel for spec in specs))
-
-    def add(self, specs: Sequence[ParamSpec], tensors: Sequence[Any]) -> list[LocalBucket]:
+    def add(
+        self, specs: Sequence[ParamSpec], tensors: Sequence[Any], frozen: Sequence[ParamSpec] = ()
+    ) -> list[LocalBucket]:
         """Take on parameters, as :meth:`Pipeline.add_parameters`; the new buckets."""
-        planned = self.plan(specs).host_bytes
+        planned = sum(row.n_bytes for row in self.host_rows(specs, frozen=frozen))
         self.run(lambda: self._agree_on_start(specs, tensors))
         buckets = self._build(specs)
         self._states.add(buckets, without_master=self.without_master)
@@ -169,12 +125,8 @@ class LocalBuckets:
         assert end + pieces[-1][1].numel == at + numel
         return {name: array[at : at + numel] for name, array in arena.items()}
 
-    def runs(self, param: int, tensor: Any, *, device_parameter: bool = False) -> list[StateRun]:
-        """This process's states of a parameter, bucket after bucket; its memory itself.
-
-        Args:
-            device_parameter: also the parameter's own value, as ``"param"``.
-        """
+    def runs(self, param: int, tensor: Any) -> list[StateRun]:
+        """This process's states of a parameter, bucket after bucket; its memory itself."""
         found = []
         for work, piece in self._pieces_of(param):
             arena, at = self._states.locate(work.bucket.index, piece.offset)
@@ -182,10 +134,13 @@ class LocalBuckets:
             in_place = self.without_master(work.bucket)
             if in_place:
                 arrays["master"] = self._read(work, piece, tensor).view()
-            if device_parameter:
-                arrays["param"] = self._read(work, piece, tensor).view()
-            found.append(StateRun(piece.start, piece.numel, arrays, in_place))
+            read = partial(self._read_parameter, work, piece, tensor)
+            found.append(StateRun(piece.start, piece.numel, arrays, in_place, read))
         return found
+
+    def _read_parameter(self, work: LocalBucket, piece: Piece, tensor: Any, at: int, out: np.ndarray) -> None:
+        source = self._read(work, piece, tensor, at, out.size)
+        np.copyto(out, source.view())
 
     def own_masters(self, param: int, tensor: Any) -> list[tuple[int, np.ndarray]]:
         """Where a parameter is its own master weight, all of it that this process holds: ``(start, memory)`` a run."""
@@ -194,6 +149,18 @@ class LocalBuckets:
         if self.params[param].partitioned:
             return [(run.start, run.arrays["master"]) for run in self.runs(param, tensor)]
         return [(0, self.device.host_array(tensor).view())]
+
+    def whole_states(self, param: int, names: Collection[str], tensor: Any) -> dict[str, np.ndarray]:
+        """As :meth:`Pipeline.whole_states`, when nothing is on its way."""
+        spec = self.params[param]
+        words = {name: np.zeros(-(-spec.numel // 2), np.int64) for name in names}
+        whole = {name: array.view(np.float32)[: spec.numel] for name, array in words.items()}
+        for run in self.runs(param, tensor):
+            for name, array in whole.items():
+                array[run.start : run.start + run.numel] = run.arrays[name]
+        for name, mine in words.items():
+            merge(self.device.collectives.sum_integers, mine, f"{name} of {spec.name}")
+        return whole
 
     def reload_master(self, param: int, tensor: Any) -> None:
         """Take a parameter's master weights from the device parameter."""
@@ -275,12 +242,6 @@ class LocalBuckets:
             first_bucket=len(self.all),
         )
 
-    def without_master(self, bucket: Bucket) -> bool:
-        """Whether the bucket's parameters are their own master weights."""
-        apart = self.config.schedule == "delayed" or self.emits  # masters and parameters may be of different steps
-        in_place = self.host_shards if bucket.partitioned else self.device.updates_in_place
-        return in_place and bucket.dtype is FLOAT32 and not apart
-
     def written_by_kernel(self, work: LocalBucket) -> bool:
         """Whether the kernel writes the new parameters where they are, so that nothing is left to publish."""
         return self.direct or (work.bucket.partitioned and self.host_shards)
@@ -289,30 +250,10 @@ class LocalBuckets:
         """A piece of the parameters themselves, where they are host memory."""
         return self.device.host_array(tensors[piece.param]).run(work.bucket.in_tensor(piece), piece.numel)
 
-    @property
-    def _staging_slots(self) -> int:
-        ways = 2 if self.emits else 1  # at a time; else there is one after the other
-        return ways * self.device.staging_slots * self.tasks.depth
-
-    @property
-    def _has_home(self) -> bool:
-        return self.sums or not self.direct
-
-    def _wire(self, bucket: Bucket) -> ElementType:
-        """The element type in which gradients travel."""
-        asked = self.config.communication_dtype
-        return bucket.dtype if asked is None or self.device.world_size == 1 else BY_NAME[asked]
-
-    def _home_dtype(self, bucket: Bucket) -> ElementType:
-        return FLOAT32 if self.sums else self.device.arrival(self._wire(bucket)).dtype
-
     def _allocate_home(self, bucket: Bucket, dtype: ElementType) -> np.ndarray:
         pinned = self._pinned and self.device.arrival(self._wire(bucket)) == as_it_stays(dtype)
         numel = len(self.device.ranks) * bucket.shard_numel
         return self.memory.allocate("gradients on the host", numel, dtype.numpy, pinned=pinned)
-
-    def _slot_bytes(self, buckets: Sequence[Bucket]) -> int:
-        return max((self.device.slot_bytes(bucket, self._wire(bucket)) for bucket in buckets), default=0)
 
     def _pieces_of(self, param: int) -> list[tuple[LocalBucket, Piece]]:
         found = [(work, work.pieces[i]) for work in self.of[param] for i in work.positions.get(param, ())]
@@ -338,16 +279,12 @@ class LocalBuckets:
         rows = _kernels.spans_of([(source.address, _kernels.address(master), piece.numel)])
         _kernels.cast(rows, source.dtype, FLOAT32, threads=self.threads)
 
-    def _read(self, work: LocalBucket, piece: Piece, tensor: Any) -> HostArray:
-        """A piece of a parameter's tensor, of its own element type."""
-        start = work.bucket.in_tensor(piece, len(self.device.ranks))
+    def _read(self, work: LocalBucket, piece: Piece, tensor: Any, at: int = 0, numel: int | None = None) -> HostArray:
+        """A piece of a parameter's tensor, or ``numel`` elements of it from ``at`` on; of its own element type."""
+        start = work.bucket.in_tensor(piece, len(self.device.ranks)) + at
+        numel = piece.numel if numel is None else numel
         if self.host_shards if work.bucket.partitioned else self.device.addressable:
-            return self.device.host_array(tensor).run(start, piece.numel)
-        host = np.empty(piece.numel, self.device.dtype(tensor).numpy)
-        self.device.to_host([Copy(tensor, start, piece.numel, 0)], host).wait()
+            return self.device.host_array(tensor).run(start, numel)
+        host = np.empty(numel, self.device.dtype(tensor).numpy)
+        self.device.to_host([Copy(tensor, start, numel, 0)], host).wait()
         return HostArray.of(host)
-
-
-def as_it_stays(home: ElementType) -> Arrival:
-    """What can arrive where gradients wait, nothing left to be done."""
-    return Arrival(1, home, 1.0)

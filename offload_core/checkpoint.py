@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -33,12 +34,21 @@ from .layout import fingerprint
 from .pipeline import Pipeline
 from .plain import ArrayType, decode, encode
 from .regions import Region
+from .safetensors_files import NAME_OF
 from .shard_writer import ShardWriter, Source
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_KINDS = {str(dtype): {"V": "f", "u": "i"}.get(dtype.kind, dtype.kind) for dtype in NAME_OF}
+"""Element types whose numbers can be taken for each other's."""
 _POLL_SECONDS = 0.05
+_LONGEST_PAUSE_SECONDS = 0.2
+_TARGET_BYTES = 64 * 2**20
+"""Of what is not trained, read at a time (or one tensor, where that is larger)."""
 _PATIENCE_SECONDS = 600.0
 """How long process 0 waits while no file of the others grows."""
+
+Names = Mapping[str, str] | Callable[[str], str] | None
+"""From a model's names to those in a checkpoint."""
 
 
 @dataclass
@@ -71,6 +81,8 @@ class Target:
     """What is to be read, of the kind that there is: ``"param"``, or ``"master"``."""
     loaded: Callable[[], None] = lambda: None
     """Called when it has been."""
+    dtype: np.dtype | None = None
+    """One of another kind (integers, floats) is refused; None: it may be of any."""
 
 
 class Checkpoints:
@@ -197,12 +209,14 @@ class Checkpoints:
 
     def _sources_of(self, i: int, name: str, tensor: Any, behind: bool) -> list[Source]:
         found = []
-        for run in self._pipeline.runs(i, tensor, device_parameter=behind):
+        for run in self._pipeline.runs(i, tensor):
             for at, region in self._pipeline.elements(i).regions(run.start, run.numel):
                 for kind, array in run.arrays.items():
-                    fixed = kind == "param" or (kind == "master" and run.in_place)
-                    part = array[at : at + region.numel]
-                    found.append(Source.of(name, kind, region, part, None if fixed else i))
+                    fixed = kind == "master" and run.in_place
+                    found.append(Source.of(name, kind, region, array[at : at + region.numel], None if fixed else i))
+                if behind:
+                    dtype = self._pipeline.device.dtype(tensor).numpy
+                    found.append(Source(name, "param", region, dtype, partial(_read_from, run.read_parameter, at)))
         return found
 
     # --- loading -------------------------------------------------------------------------------------
@@ -247,14 +261,10 @@ class Checkpoints:
                 wants = []
                 for i, name in enumerate(names):
                     wants += self._wants_of(loaded.checkpoint, i, name, tensors[i], i in behind)
-                for target in targets:
-                    kind = "param" if target.name in loaded.others else "master"
-                    wants += target.wants(kind)
                 loaded.checkpoint.read(wants)
                 if self._collectives.rank == 0:  # what nobody reads is to be whole, too
                     loaded.checkpoint.verify(besides=("master", *_MOMENTS, "param"))
-                for target in targets:
-                    target.loaded()
+                self._read_targets(loaded, targets)
             pipeline.publish_later(range(len(names)))
             publish()
             with together(self._collectives, "load"):
@@ -271,6 +281,22 @@ class Checkpoints:
             if pipeline.scaler is not None and loaded.content["loss_scale"] is not None:
                 pipeline.scaler.load_state_dict(loaded.content["loss_scale"])
         return loaded
+
+    def _read_targets(self, loaded: "Loaded", targets: Sequence[Target]) -> None:
+        """Some at a time: a front end may need memory for each until it is loaded."""
+        read: list[Target] = []
+        wants: list[Want] = []
+        n_bytes = 0
+        for target in targets:
+            more = list(target.wants("param" if target.name in loaded.others else "master"))
+            n_bytes += sum(want.out.nbytes for want in more)
+            read.append(target)
+            wants += more
+            if n_bytes >= _TARGET_BYTES or target is targets[-1]:
+                loaded.checkpoint.read(wants)
+                for each in read:
+                    each.loaded()
+                read, wants, n_bytes = [], [], 0
 
     def _check(self, loaded: "Loaded", names: Sequence[str], targets: Sequence[Target]) -> None:
         """Raise :class:`CheckpointError` where it is another model's."""
@@ -293,6 +319,13 @@ class Checkpoints:
                 raise CheckpointError(
                     f"{path}: {name!r} has shape {there[name]['shape']} in it, expected {list(shape)}: is it the "
                     "checkpoint of another model?"
+                )
+        for target in targets:
+            theirs = loaded.others.get(target.name, {}).get("dtype", "float32")
+            if target.dtype is not None and _KINDS.get(theirs) != _KINDS[str(target.dtype)]:
+                raise CheckpointError(
+                    f"{path}: {target.name!r} is of {theirs} in it, expected {target.dtype}: is it the checkpoint of "
+                    "another model?"
                 )
 
     def _agree(self, checkpoint: Checkpoint) -> None:
@@ -447,6 +480,17 @@ def _failed_ranks(collectives: Collectives, what: str, *, failed: bool) -> str:
     return ", ".join(map(str, np.flatnonzero(flags)))
 
 
+def _read_from(read: Callable[[int, np.ndarray], None], at: int, start: int, out: np.ndarray) -> None:
+    read(at + start, out)
+
+
+def translation(names: Names) -> Callable[[str], str]:
+    """As a function; what is not in a mapping has its own name."""
+    if isinstance(names, Mapping):
+        return lambda name: names.get(name, name)
+    return names or (lambda name: name)
+
+
 def states_of(stateful: Mapping[str, Any] | None) -> dict[str, Any]:
     """The states of a user's objects: schedulers, data loaders, whatever has ``state_dict``.
 
@@ -548,11 +592,11 @@ class _Place:
                 fcntl.flock(lock, fcntl.LOCK_UN)  # a child forked meanwhile has the descriptor, too
             os.close(lock)
 
-    def removed(self) -> CheckpointError:
-        """What is wrong where it is not there any more."""
+    def lost(self) -> CheckpointError:
+        """What is wrong where it is not there any more, or is not to be."""
         return CheckpointError(
-            f"{self.unfinished}: given up, because another process has failed, or somebody removed it; checkpoints "
-            "before it are untouched"
+            f"{self.unfinished}: saving failed in another process, which says there why, or somebody removed it; "
+            "checkpoints before it are untouched"
         )
 
     def give_up(self) -> None:
@@ -576,7 +620,6 @@ class _Save:
         self._keep = keep
         self._quiet = quiet
         self._error: Exception | None = None
-        self._written = threading.Event()
         self._given_up = threading.Event()
         writer: ShardWriter | None = None
         try:
@@ -593,30 +636,42 @@ class _Save:
             raise
 
     def wait(self) -> None:
-        """Return when it is complete, in all processes."""
-        collectives = self._place.collectives
-        self._written.wait()
+        """Return when it is complete, in all processes; after an interrupt it goes on.
+
+        They ask each other again and again: a collective that waited for a slow disk might come too late.
+        """
+        collectives, pause = self._place.collectives, 0.001
+        status = np.zeros(2, np.int64)
         try:
-            with together(collectives, "save"):
-                self._raise()
-        except BaseException:
-            self._given_up.set()
-            self._thread.join()
-            if collectives.rank == 0:  # others may have written to what was removed
-                self._place.give_up()
+            while status[0] < collectives.world_size and not status[1]:
+                self._thread.join(pause)
+                status[:] = not self.running, self._error is not None
+                collectives.sum_integers(status, "checkpoint: save")
+                pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+            if status[1]:
+                self._abandon()
+                collectives.sum_integers(status, "checkpoint: save")  # nobody writes there any more
+        except Exception:
+            self._abandon()
             raise
+        finally:
+            if self._given_up.is_set() and collectives.rank == 0:
+                self._place.give_up()
         self._thread.join()
-        with together(collectives, "save"):
-            self._raise()
+        if self._error is not None:
+            raise self._error
+        if status[1]:
+            raise self._place.lost()
+
+    def _abandon(self) -> None:
+        self._given_up.set()
+        self.writer.cancel(self._place.lost())
+        self._thread.join()
 
     @property
     def running(self) -> bool:
         """Whether this process has anything left to do for it."""
         return self._thread.is_alive()
-
-    def _raise(self) -> None:
-        if self._error is not None:
-            raise self._error
 
     def _run(self) -> None:
         place = self._place
@@ -625,22 +680,23 @@ class _Save:
             self._record["blocks"] = self.writer.checksums
             part = json.dumps(self._part | {"files": self._record})
             files.durable(self._part_of(place.collectives.rank), part)
-            self._written.set()
             if place.collectives.rank == 0:
                 self._complete()
         except Exception as error:
-            self._error = self._explained(error)
+            explained = self._explained(error)
             place.give_up()
-            if not self._quiet and not self._given_up.is_set():
-                warnings.warn(CheckpointWarning(str(self._error)))
+            try:
+                if not self._quiet and not self._given_up.is_set():
+                    warnings.warn(CheckpointWarning(str(explained)))
+            finally:
+                self._error = explained
         finally:
             place.release()
-            self._written.set()
 
     def _explained(self, error: Exception) -> CheckpointError:
         place = self._place
         if not (place.unfinished.is_dir() or (place.folder / place.name).is_dir()):
-            return place.removed()
+            return place.lost()
         if isinstance(error, CheckpointError):
             return error
         path, why = place.unfinished, repr(error)
@@ -672,7 +728,7 @@ class _Save:
         since = time.monotonic()
         while missing := [path for path in paths if not path.exists()]:
             if self._given_up.is_set() or not self._place.unfinished.is_dir():
-                raise self._place.removed()
+                raise self._place.lost()
             now = [(path.name, path.stat().st_mtime_ns) for path in sorted(self._place.unfinished.glob("shard-*"))]
             if now != seen:
                 seen, since = now, time.monotonic()

@@ -113,7 +113,7 @@ def write_manifest(folder: Path, content: dict[str, Any]) -> None:
 
 
 def _manifest(content: Any) -> str:
-    text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    text = json.dumps(content, separators=(",", ":"), allow_nan=False)  # in its order
     head = {"format": FORMAT, "version": VERSION, "checksum": checksum(text.encode())}
     return f'{json.dumps(head)[:-1]}, "content": {text}}}\n'
 

@@ -1,8 +1,12 @@
 """What ranks say to each other through host memory, and the group of one."""
 
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
+
+_PIECE_WORDS = 2**20
+"""Words that :func:`merge` sums at a time: what a backend needs for it stays small."""
 
 
 class Collectives(Protocol):
@@ -41,6 +45,16 @@ class HostCollectives(Collectives, Protocol):
     def gather(self, send: np.ndarray, received: np.ndarray, what: str) -> None:
         """All-gather: ``send`` of rank i becomes the i-th of ``world_size`` equal parts of ``received``."""
         ...
+
+
+def merge(sum_integers: Callable[[np.ndarray, str], None], words: np.ndarray, what: str) -> None:
+    """Give every process the int64 words of which each has a part, and zeros elsewhere; piece by piece.
+
+    Args:
+        sum_integers: as :meth:`Collectives.sum_integers`.
+    """
+    for start in range(0, words.size, _PIECE_WORDS):
+        sum_integers(words[start : start + _PIECE_WORDS], what)
 
 
 class SingleRank:

@@ -201,6 +201,10 @@ class OffloadConfig:
         _check_names(given)
         return cls(**_converted(given))
 
+    def takes_apart(self, world_size: int) -> bool:
+        """Whether parameters of at least ``param_persistence_threshold`` elements are partitioned."""
+        return self.stage == 3 and (world_size > 1 or self.offload_param is not None)
+
     @property
     def threads(self) -> int:
         """Threads of the update."""

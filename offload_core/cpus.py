@@ -24,14 +24,19 @@ def available_cpus() -> int:
     return max(1, min(cpus, _cgroup_cpus() or cpus))
 
 
-def default_threads() -> int:
-    """This process's share of the processors: those available, over the ranks on this machine.
-
-    Launchers set ``LOCAL_WORLD_SIZE`` (torchrun) or ``SLURM_NTASKS_PER_NODE``; ``OMP_NUM_THREADS``, which
-    they set to 1, is not looked at.
-    """
+def local_processes() -> int:
+    """Processes on this machine that a launcher started together, as ``LOCAL_WORLD_SIZE`` (torchrun) or
+    ``SLURM_NTASKS_PER_NODE`` say; without one 1."""
     for name in ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE"):
-        ranks = os.environ.get(name, "")
-        if ranks.isdigit() and int(ranks) > 0:
-            return max(1, available_cpus() // int(ranks))
-    return available_cpus()
+        processes = os.environ.get(name, "")
+        if processes.isdigit() and int(processes) > 0:
+            return int(processes)
+    return 1
+
+
+def default_threads() -> int:
+    """This process's share of the processors: those available, over the processes on this machine.
+
+    ``OMP_NUM_THREADS``, which launchers set to 1, is not looked at.
+    """
+    return max(1, available_cpus() // local_processes())

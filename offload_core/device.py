@@ -166,6 +166,10 @@ class TensorMemory(Protocol):
     wants_pinned: bool
     """Copies run asynchronously only from and to memory registered with the CUDA driver."""
 
+    def free_bytes(self) -> int | None:
+        """Bytes that can still be allocated here; None: not known, or the host's."""
+        ...
+
     def dtype(self, tensor: Any) -> ElementType: ...
 
     def numel(self, tensor: Any) -> int: ...
@@ -197,28 +201,51 @@ class TensorMemory(Protocol):
         ...
 
 
-class Device(Protocol):
+class DeviceTerms(Protocol):
+    """What of a :class:`Device` the sizes of buffers follow from."""
+
+    addressable: bool
+    updates_in_place: bool
+    wants_pinned: bool
+    world_size: int
+
+    @property
+    def staging_slots(self) -> int:
+        """Staging buffers in use at a time, the pipeline's own included."""
+        ...
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks whose shards this process holds, ascending."""
+        ...
+
+    def arrival(self, wire: ElementType) -> Arrival:
+        """What :meth:`Device.reduce` brings where gradients travel as ``wire``."""
+        ...
+
+    def slot_bytes(self, bucket: Bucket, wire: ElementType) -> int:
+        """Bytes of a staging buffer that every use of one for this bucket fits in."""
+        ...
+
+    def link_numel(self, bucket: Bucket) -> int:
+        """Elements of the bucket that cross between device and host, each way."""
+        ...
+
+    def way_bytes(self, bucket: Bucket, wire: ElementType) -> int:
+        """Bytes of the device's own memory that the bucket takes on its way, besides gradients and parameters."""
+        ...
+
+
+class Device(DeviceTerms, Protocol):
     """Where device parameters and gradients live, and the way of their buckets from and to this process's shards.
 
     All processes make the same calls of :meth:`reduce` and :meth:`publish` in the same order; those that need another
     rank raise :class:`CollectiveError` where it was lost.
     """
 
-    addressable: bool
-    updates_in_place: bool
-    wants_pinned: bool
-    world_size: int
-    staging_slots: int
-    """Staging buffers in use at a time, the pipeline's own included."""
-
     @property
     def trace(self) -> Trace:
         """Where it notes copies and what ranks do together, and its pipeline the rest."""
-        ...
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The ranks whose shards this process holds, ascending."""
         ...
 
     @property
@@ -255,12 +282,8 @@ class Device(Protocol):
         """Give every rank's parameters rank 0's values."""
         ...
 
-    def arrival(self, wire: ElementType) -> Arrival:
-        """What :meth:`reduce` brings where gradients travel as ``wire``."""
-        ...
-
-    def slot_bytes(self, bucket: Bucket, wire: ElementType) -> int:
-        """Bytes of a staging buffer that every use of one for this bucket fits in."""
+    def free_bytes(self) -> int | None:
+        """As :meth:`TensorMemory.free_bytes`, for all of this process's ranks together."""
         ...
 
     def reduce(
@@ -333,6 +356,9 @@ class HostDevice:
     addressable = True
     updates_in_place = True
     wants_pinned = False
+
+    def free_bytes(self) -> None:
+        return None
 
     def dtype(self, tensor: np.ndarray) -> ElementType:
         return BY_NUMPY[tensor.dtype]

@@ -29,6 +29,10 @@ class HostMemoryError(OffloadError, MemoryError):
     """The host memory asked for is not available."""
 
 
+class DeviceMemoryError(OffloadError, MemoryError):
+    """The device memory asked for is not available."""
+
+
 class CollectiveError(OffloadError, RuntimeError):
     """A collective operation failed: a rank was lost, timed out, or differs from the others."""
 

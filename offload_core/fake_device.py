@@ -93,6 +93,9 @@ class FakeDevice:
         for lane in self._lanes.values():
             lane.shutdown()
 
+    def free_bytes(self) -> None:
+        return None
+
     def dtype(self, tensor: FakeTensor | np.ndarray) -> ElementType:
         return BY_NUMPY[(tensor.memory if isinstance(tensor, FakeTensor) else tensor).dtype]
 

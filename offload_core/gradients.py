@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 
 from . import _kernels
-from .buckets import LocalBuckets, as_it_stays
+from .bucket_terms import as_it_stays
+from .buckets import LocalBuckets
 from .device import Arrival, Done, Event, HostArray
 from .dtypes import BY_NUMPY, FLOAT32, ElementType
 from .errors import GradientError

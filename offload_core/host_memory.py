@@ -119,13 +119,28 @@ def available_bytes() -> int:
     return max(min([psutil.virtual_memory().available, *_cgroup_headrooms()]), 0)
 
 
-def _cgroup_headrooms(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> list[int]:
-    """What each control group above this process (version 1 or 2) still grants; page cache it can drop is free."""
+def control_group_limit() -> int | None:
+    """The bytes that the control groups above this process grant it; None: no bound."""
+    limits = [limit for limit, _ in _cgroups() if limit < psutil.virtual_memory().total]
+    return min(limits, default=None)
+
+
+_ROOT, _MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+
+
+def _cgroup_headrooms(root: Path = _ROOT, membership: Path = _MEMBERSHIP) -> list[int]:
+    """What each control group above this process still grants."""
+    return [limit - used for limit, used in _cgroups(root, membership)]
+
+
+def _cgroups(root: Path = _ROOT, membership: Path = _MEMBERSHIP) -> list[tuple[int, int]]:
+    """What each control group above this process (version 1 or 2) grants, and what of that is used; page cache that it
+    can drop is free."""
     try:
         lines = [line.split(":", 2) for line in membership.read_text().splitlines()]
     except OSError:
         return []
-    headrooms = []
+    groups = []
     for _, controllers, path in lines:
         if controllers not in ("", "memory"):
             continue
@@ -138,12 +153,12 @@ def _cgroup_headrooms(root: Path = Path("/sys/fs/cgroup"), membership: Path = Pa
             try:
                 limit, used = (int((folder / name).read_text()) for name in names)
                 stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-                headrooms.append(limit - used + int(stat.get(cache, 0)))
+                groups.append((limit, used - int(stat.get(cache, 0))))
             except (OSError, ValueError):
                 pass  # no limit here ("max"), or no such file
             if folder == base:
                 break
-    return headrooms
+    return groups
 
 
 def format_bytes(n_bytes: float) -> str:

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 
 from .collectives import HostCollectives, SingleRank
-from .device import Arrival, Copy, Done, Event, HostArray, TensorMemory, Waiting, traced
+from .device import Copy, Done, Event, HostArray, TensorMemory, Waiting, traced
 from .dtypes import ElementType
+from .exchange import ExchangeOnHost
 from .host_memory import Lease
 from .partition import Bucket, ParamSpec
 from .trace import GATHER, REDUCTION, TO_DEVICE, TO_HOST, Trace
@@ -17,7 +18,7 @@ _BROADCAST_BYTES = 64 * 2**20
 """The most that is copied at a time to start all ranks alike."""
 
 
-class HostRanks:
+class HostRanks(ExchangeOnHost):
     """One rank a process. A bucket is copied to the host whole and its slices are exchanged there.
 
     Args:
@@ -42,9 +43,9 @@ class HostRanks:
         self.to_host = memory.to_host
         self.mark = memory.mark
         self.synchronize = memory.synchronize
+        self.free_bytes = memory.free_bytes
         self.native = native
         self.trace = Trace(self.collectives.rank, self.world_size)
-        self.staging_slots = 1 if self.world_size == 1 else 2
 
     @property
     def sent_bytes(self) -> int:
@@ -63,12 +64,6 @@ class HostRanks:
                 self.to_host([copy], host).wait()
                 self.collectives.broadcast(host, f"parameter {spec.name!r}: rank {source}'s value", source)
                 self.memory.to_device(host, [copy], self.mark()).wait()
-
-    def arrival(self, wire: ElementType) -> Arrival:
-        return Arrival(1 if self.native else self.world_size, wire, float(self.world_size))
-
-    def slot_bytes(self, bucket: Bucket, wire: ElementType) -> int:
-        return bucket.padded_numel * max(wire.itemsize, bucket.dtype.itemsize)
 
     def reduce(
         self, bucket: Bucket, wire: ElementType, gradients: Mapping[int, Any], out: np.ndarray, staging: Lease

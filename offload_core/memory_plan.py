@@ -3,8 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .errors import HostMemoryError
+from .errors import DeviceMemoryError, HostMemoryError
 from .host_memory import format_bytes
+
+_NAMED = 3
+"""Consumers that an error names."""
 
 
 @dataclass(frozen=True)
@@ -15,45 +18,96 @@ class PlanRow:
     where: str
     n_bytes: int
     remedy: str
+    passing: bool = False
+    """It is there only while ``wrap`` runs, before gradients and gathered parameters are."""
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The consumers of one rank."""
+    """The consumers of one process, at the moment at which they take the most together.
+
+    Activations, what autograd and XLA hold for a while, and the framework itself are not among them.
+    """
 
     rows: tuple[PlanRow, ...]
     numel: int
-    """Parameters, in elements."""
+    """Trained parameters, in elements."""
+    shared: bool = False
+    """The device's memory is the host's."""
+    held: int = 0
+    """Bytes of the device that the model has now, and that the plan's rows take the place of."""
 
     @property
     def host_bytes(self) -> int:
-        """Bytes that wrap will allocate on the host."""
-        return sum(row.n_bytes for row in self.rows if row.where == "host")
+        """Bytes that stay allocated on the host."""
+        return self._sum("host")
 
     @property
     def device_bytes(self) -> int:
         """Bytes that parameters and gradients take on the device."""
-        return sum(row.n_bytes for row in self.rows if row.where == "device")
+        return self._sum("device")
+
+    def _sum(self, where: str, *, passing: bool = False) -> int:
+        return sum(row.n_bytes for row in self.rows if row.where == where and row.passing is passing)
+
+    @property
+    def needs(self) -> dict[str, int]:
+        """Bytes that must be free by memory: while ``wrap`` runs or while the model trains, whichever takes more."""
+        wrapping = {where: self._sum(where, passing=True) for where in ("host", "device")}
+        wrapping["host"] += self.host_bytes
+        training = {"host": self.host_bytes, "device": self.device_bytes - self.held}
+        if self.shared:
+            return {"host": max(sum(wrapping.values()), sum(training.values()))}
+        return {where: max(wrapping[where], training[where]) for where in ("host", "device")}
+
+    def missing(self, host: int | None, device: int | None = None, *, processes: int = 1) -> dict[str, int]:
+        """The bytes that are needed, of the memories in which so many are not free; None: not known.
+
+        Args:
+            processes: those of this machine with such a plan each, which share its memory.
+        """
+        free = {"host": host, "device": device}
+        share = {"host": processes, "device": 1}
+        needed = {where: share[where] * n_bytes for where, n_bytes in self.needs.items()}
+        return {where: n for where, n in needed.items() if n > (n if (has := free[where]) is None else has)}
+
+    def check(self, host: int, device: int | None = None, *, processes: int = 1) -> None:
+        """Raise :class:`HostMemoryError` or :class:`DeviceMemoryError`, with the table, as :meth:`missing` says."""
+        for where, needed in self.missing(host, device, processes=processes).items():
+            free = host if where == "host" else device
+            of = f" on each of {processes} ranks of this machine" if processes > 1 and where == "host" else ""
+            if self.held and (self.shared or where == "device"):
+                of += f" besides the {format_bytes(self.held)} that the model takes"
+            error = HostMemoryError if where == "host" else DeviceMemoryError
+            assert free is not None
+            raise error(
+                f"training needs {format_bytes(needed)} of {where} memory for {self.numel:,} parameters{of}, and "
+                f"{format_bytes(free)} is available; nothing was allocated. The most is taken by "
+                f"{self.largest(where)}. Free memory, or change what is named:\n{self.table()}"
+            )
+
+    def largest(self, where: str) -> str:
+        """The largest consumers of a memory in words, with what shrinks them."""
+        rows = [row for row in self.rows if row.n_bytes and (row.where == where or (self.shared and where == "host"))]
+        rows = sorted(rows, key=lambda row: -row.n_bytes)[:_NAMED]
+        return ", ".join(f"{row.what} {format_bytes(row.n_bytes)} ({row.remedy})" for row in rows)
 
     def table(self) -> str:
         """The plan as text, largest consumer first."""
         return format_table(
             [
-                (row.where, row.what, format_bytes(row.n_bytes), f"{row.n_bytes / max(self.numel, 1):.2f}", row.remedy)
+                (
+                    row.where + " (in wrap only)" * row.passing,
+                    row.what,
+                    format_bytes(row.n_bytes),
+                    f"{row.n_bytes / max(self.numel, 1):.2f}",
+                    row.remedy,
+                )
                 for row in sorted(self.rows, key=lambda row: (row.where, -row.n_bytes))
                 if row.n_bytes
             ],
             ("where", "what", "bytes", "per parameter", "made smaller by"),
         )
-
-    def check(self, available: int) -> None:
-        """Raise :class:`HostMemoryError`, with the table, if the host part exceeds ``available`` bytes."""
-        if self.host_bytes > available:
-            raise HostMemoryError(
-                f"the optimizer needs {format_bytes(self.host_bytes)} of host memory for {self.numel:,} parameters, "
-                f"and {format_bytes(available)} is available; nothing was allocated. Free memory, use more ranks, "
-                f"or change what the last column names:\n{self.table()}"
-            )
 
 
 @dataclass(frozen=True)

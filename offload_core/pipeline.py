@@ -20,16 +20,17 @@ written where they are, and nothing is done behind the caller's back.
 """
 
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from .bucket_terms import BucketTerms
 from .buckets import LocalBuckets, StateRun
 from .config import OffloadConfig
-from .cpu_adam import AdamHyper
+from .cpu_adam import STATE_NAMES, AdamHyper
 from .device import Device, Event
 from .dtypes import FLOAT16
 from .errors import CollectiveError, StateError
@@ -38,7 +39,7 @@ from .gradients import Gradients
 from .layout import fingerprint
 from .local_bucket import LocalBucket
 from .loss_scale import LossScaler
-from .memory_plan import MemoryPlan, MemoryReport
+from .memory_plan import MemoryReport
 from .partition import ParamSpec
 from .regions import Elements, InMemory
 from .step_state import BucketEvent, BucketState
@@ -117,35 +118,72 @@ class Pipeline:
 
     # --- parameters and states ---------------------------------------------------------------------
 
-    def plan(self, specs: Sequence[ParamSpec]) -> MemoryPlan:
-        """What :meth:`add_parameters` of ``specs`` would allocate, and what the device holds besides."""
-        return self._buckets.plan(specs)
+    @property
+    def terms(self) -> BucketTerms:
+        """The rules by which :meth:`add_parameters` allocates: they plan."""
+        return self._buckets
 
-    def reserve(self, n_bytes: int) -> None:
-        """Plan with so many bytes that the front end allocates in ``memory`` besides."""
-        self._buckets.planned_host_bytes += n_bytes
-
-    def add_parameters(self, specs: Sequence[ParamSpec], tensors: Sequence[Any]) -> None:
+    def add_parameters(
+        self, specs: Sequence[ParamSpec], tensors: Sequence[Any], *, frozen: Sequence[ParamSpec] = ()
+    ) -> None:
         """Take on parameters: allocate their states, master weights starting from ``tensors``.
 
         The tensors may be of another element type than the specs (the model's own, before it is cast).
+
+        Args:
+            frozen: others that are not trained, whose shards the front end allocates in ``memory`` besides.
         """
         self.finish()
-        self._gradients.order += self._buckets.add(specs, tensors)
+        self._gradients.order += self._buckets.add(specs, tensors, frozen)
         self.steps += [np.zeros((), np.float32) for _ in specs]
 
-    def states(self, param: int) -> list[tuple[int, dict[str, np.ndarray]]]:
+    def states(self, param: int, *, writable: bool = False) -> list[tuple[int, dict[str, np.ndarray]]]:
         """This process's states of a parameter: ``(start, {name: fp32 view})`` a contiguous run, ascending.
 
         The names are those of ``cpu_adam.STATE_NAMES``; an fp32 parameter updated in place has no ``"master"``.
+
+        Args:
+            writable: the caller is about to write to them.
         """
         self.finish()
+        if writable:
+            self._buckets.before_change([param])
         return self._buckets.states(param)
 
     def local_states(self, param: int) -> dict[str, np.ndarray]:
         """This process's part of a parameter's states, one-dimensional: the runs of :meth:`states`, end to end."""
         self.finish()
         return self._buckets.local_states(param)
+
+    def whole_states(
+        self, param: int, names: Collection[str] = STATE_NAMES, *, tensor: Any = None
+    ) -> dict[str, np.ndarray]:
+        """A copy of a parameter's states with the parts of all ranks, which all must ask: ``{name: fp32 array}``.
+
+        One-dimensional, in the order of :meth:`states`.
+
+        Args:
+            tensor: the device parameter; it is read where it is its own master weights.
+        """
+        self.finish()
+        return self._buckets.run(lambda: self._buckets.whole_states(param, names, tensor))
+
+    def sum_integers(self, array: np.ndarray, what: str) -> None:
+        """As ``Collectives.sum_integers``, after what ranks have yet to tell each other of gradients."""
+        self._buckets.run(lambda: self.device.collectives.sum_integers(array, what))
+
+    def set_states(self, param: int, values: Mapping[str, np.ndarray]) -> None:
+        """Give states of a parameter these values: by name, fp32, all of the parameter's, in the order of
+        :meth:`states`.
+
+        The device parameter, which may be its own master weights, is the caller's to write, after this.
+        """
+        self.finish()
+        self._recall([param])
+        self._buckets.before_change([param])
+        for start, views in self._buckets.states(param):
+            for name in values.keys() & views.keys():
+                views[name][...] = values[name][start : start + views[name].size]
 
     def reload_master(self, param: int, tensor: Any) -> None:
         """Take a parameter's master weights from the device parameter."""
@@ -165,10 +203,10 @@ class Pipeline:
         spec = self.params[param]
         return spec.elements or InMemory((spec.numel,))
 
-    def runs(self, param: int, tensor: Any, *, device_parameter: bool = False) -> list[StateRun]:
+    def runs(self, param: int, tensor: Any) -> list[StateRun]:
         """As :meth:`LocalBuckets.runs`."""
         self.finish()
-        return self._buckets.runs(param, tensor, device_parameter=device_parameter)
+        return self._buckets.runs(param, tensor)
 
     def own_masters(self, param: int, tensor: Any) -> list[tuple[int, np.ndarray]]:
         """As :meth:`LocalBuckets.own_masters`."""

@@ -11,9 +11,10 @@ from rank_worker import main
 from torch import nn
 
 from bench.gpt_torch import GPT
-from bench.presets import PRESETS, GPTConfig
+from bench.presets import PRESETS
 from frontends.torch import gathered_parameters, init, wrap
 from offload_core import StateError
+from offload_core.model_shapes import GPTConfig
 
 SMALL = GPTConfig(vocabulary=64, width=32, heads=2, layers=2, positions=16)
 STAGE_3 = {"stage": 3, "param_persistence_threshold": 40, "reduce_bucket_size": 1000}

@@ -2,12 +2,15 @@
 
 import functools
 import re
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import safetensors.numpy
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -29,6 +32,7 @@ from jax_mesh_worker import (
 import frontends.jax.sharded as sharded
 from frontends.jax import RankGradients, ScaledGradients, gather_params, gathered, wrap
 from frontends.jax.gather import Gathering, reduce_scatter
+from offload_core.dtypes import BFLOAT16
 from offload_core.errors import ConfigError, GradientError, ParameterError
 
 W = 4
@@ -277,6 +281,33 @@ def states_of_any_stage_and_number_of_ranks_are_loaded():
         assert_same_tree(resumed.update(tree_of(i)), straight.update(tree_of(i)))
         saved = resumed.to_pytree()
         assert_same_tree(saved, straight.to_pytree())
+
+
+@two_processes
+def exports_are_whole_in_every_process():
+    folder, optax_states = Path(sys.argv[1]).parent, []
+    for place in ({"mesh": mesh_of(W), **STAGE3}, {"mesh": mesh_of(W)}, {}):
+        offloaded = wrap(tree_of(0), **HYPER, param_dtype="bfloat16", **place)
+        for i in range(2):
+            offloaded.update(tree_of(i, BFLOAT16.numpy))
+        optax_states.append(offloaded.to_optax_state())
+        assert_same_tree(optax_states[0], optax_states[-1])
+        if place:
+            for dtype in (None, "float32"):
+                offloaded.export_safetensors(folder / f"{len(optax_states)} {dtype}", dtype=dtype, max_shard_bytes=9000)
+    saved = offloaded.to_pytree()
+    for dtype, tree in ((None, saved["params"]), ("float32", saved["master"])):
+        flat = jax.tree_util.tree_leaves_with_path(tree)
+        expected = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in flat}
+        for i in (1, 2):
+            files = (folder / f"{i} {dtype}").glob("*.safetensors")
+            got = {name: array for file in files for name, array in safetensors.numpy.load_file(file).items()}
+            assert {n: (a.dtype, a.shape, a.tobytes()) for n, a in got.items()} == {
+                n: (a.dtype, a.shape, a.tobytes()) for n, a in expected.items()
+            }
+    resumed = wrap(tree_of(1), **HYPER, mesh=mesh_of(W), **STAGE3)
+    resumed.load_optax_state(optax_states[0])
+    assert_same_tree(resumed.to_optax_state(), optax_states[0])
 
 
 @two_processes

@@ -5,8 +5,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from bench.gpt_torch import GPT
-from bench.presets import GPTConfig
 from frontends.torch import register_external_parameter
+from offload_core.model_shapes import GPTConfig
 
 
 def gpt(activation_checkpointing=False):

@@ -383,7 +383,7 @@ def others_states(rank, world_size):
     return {"said": said, "ours": bits(engine.module), "theirs": bits(plain)}
 
 
-def main(scenarios):
+def main(scenarios, timeout=5):
     scenario, rank, world_size, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -391,7 +391,7 @@ def main(scenarios):
         init_method=f"file://{folder}/rendezvous",
         rank=rank,
         world_size=world_size,
-        timeout=timedelta(seconds=5),
+        timeout=timedelta(seconds=timeout),
     )
     result = scenarios[scenario](rank, world_size)
     (folder / f"{rank}.json").write_text(json.dumps(result))

@@ -287,7 +287,7 @@ def test_an_error_of_one_rank_is_an_error_of_all_and_leaves_the_checkpoints_befo
         config = make().pipeline.config
         subject = Subject(HostDevice(), masters, [BFLOAT16], [0], config, collectives=rank)
         first, _ = save(subject, tmp_path, step=1)
-        with pytest.raises(CheckpointError, match="No space left|another process has failed"):
+        with pytest.raises(CheckpointError, match="No space left|saving failed in another process"):
             save(subject, tmp_path, step=2)
         assert load(subject, tmp_path).checkpoint.path == first
 

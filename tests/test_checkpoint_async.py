@@ -213,7 +213,7 @@ def test_an_interrupt_of_waiting_leaves_the_save_and_its_moment(tmp_path, monkey
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoints._save._written, "wait", interrupted)
+        patch.setattr(checkpoints._save._thread, "join", interrupted)
         with pytest.raises(KeyboardInterrupt):
             checkpoints.wait()
     step(subject)

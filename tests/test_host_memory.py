@@ -145,6 +145,13 @@ def test_a_plan_names_what_needs_how_much_and_what_shrinks_it():
         assert part in str(caught.value)
 
 
+def test_the_control_groups_limit_is_the_least_that_bounds_anything(monkeypatch):
+    total = psutil.virtual_memory().total
+    for groups, limit in (([], None), ([(2 * total, 5)], None), ([(2**40, 5), (2**20, 5), (2**21, 5)], 2**20)):
+        monkeypatch.setattr(host_memory, "_cgroups", lambda groups=groups: groups)
+        assert host_memory.control_group_limit() == limit
+
+
 def test_available_memory_is_no_more_than_the_system_has():
     assert 0 < available_bytes() <= psutil.virtual_memory().total
 

@@ -9,21 +9,22 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = [
-    {"errors", "dtypes", "cpus", "_offload"},
+    {"errors", "dtypes", "cpus", "quantities", "_offload"},
     {"checks", "regions"},
     {"lr_schedules"},
     {"deepspeed_keys"},
     {"deepspeed_json"},
     {"_kernels", "config", "partition", "step_state", "tasks", "trace", "use_order"},
     {"host_memory", "grad_norm", "loss_scale", "safetensors_files"},
-    {"memory_plan", "collectives", "cpu_adam", "shard_writer", "plain"},
+    {"memory_plan", "collectives", "cpu_adam", "export", "shard_writer", "plain"},
     {"checkpoint_files"},
     {"device", "layout", "thread_ranks"},
-    {"local_bucket", "host_ranks", "fake_device"},
+    {"local_bucket", "exchange", "fake_device", "bucket_terms"},
+    {"host_ranks"},
     {"buckets", "live_params"},
-    {"gradients", "updates"},
+    {"gradients", "updates", "step_time", "machine", "model_shapes"},
     {"pipeline"},
-    {"checkpoint"},
+    {"checkpoint", "plan_command", "info_command"},
     {"inspect_command"},
     {"__main__"},
 ]

@@ -483,3 +483,36 @@ def test_a_copy_that_fails_changes_nothing(device):
     recorder.before_wait = lambda what, index: None
     assert_same_tree(offloaded.update(many_buckets()), twin.update(many_buckets()))
     assert_same_tree(offloaded.to_pytree(), twin.to_pytree())
+
+
+@pytest.mark.parametrize("schedule", ["overlap", "delayed"])
+def test_checkpoints_are_those_of_the_direct_way(tmp_path, device, schedule, monkeypatch):
+    monkeypatch.setattr("frontends.jax.device.on_cpu", lambda array: False)  # arrays are cut on the device
+    fields = {"param_dtype": "bfloat16", "schedule": schedule, "delay_warmup_steps": 1}
+    fields["trainable"] = {"model": True, "frozen": False, "key": False}
+
+    def tree_of(seed):
+        return {"model": random_tree(seed), "frozen": seed + jnp.arange(7.0), "key": jax.random.key(seed)}
+
+    def update(offloaded, seed):
+        offloaded.update({"model": random_tree(seed), "frozen": None, "key": None})
+
+    straight, resumed = (on_accelerator(tree_of(seed), **fields) for seed in (0, 1))
+    elsewhere = wrap(jax.device_put(tree_of(1), jax.devices("cpu")[0]), **HYPER, **fields)
+    assert elsewhere._pipeline.device.addressable
+    for seed in range(3):
+        update(straight, seed)
+    straight.save_checkpoint(tmp_path, wait=False)
+    straight.wait_for_checkpoint()
+    for one in (resumed, elsewhere):
+        one.load_checkpoint(tmp_path)
+        assert one.params["key"] == jax.random.key(0)
+        assert_same_tree(one.params["frozen"], np.arange(7, dtype=np.float32))
+        assert_same_tree(one.params["model"], straight.params["model"])
+    for one in (straight, resumed, elsewhere):
+        update(one, 9)
+    for one in (resumed, elsewhere):
+        assert_same_tree(one.params["model"], straight.params["model"])
+    for one in (resumed, elsewhere):
+        assert_same_tree(one.to_pytree()["master"], straight.to_pytree()["master"])
+    assert {d for leaf in jax.tree.leaves(resumed.params) for d in leaf.devices()} == {device}

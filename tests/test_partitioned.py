@@ -730,8 +730,8 @@ def test_device_memory_does_not_grow_with_depth_and_is_as_planned():
         assert report.device_bytes == 0
         assert report.host["parameters on the host"] >= 4 * report.numel
         assert report.host_bytes == report.planned_host_bytes
-        plan = engine.optimizer.pipeline.plan(engine.optimizer.pipeline.params)
+        plan = engine.optimizer.pipeline.terms.plan(engine.optimizer.pipeline.params)
         [window] = [row for row in plan.rows if row.what == "gathered parameters"]
-        assert window.n_bytes == 4 * 4000
-        assert peaks[layers] <= window.n_bytes
+        assert 0.8 * 4 * 4000 < window.n_bytes <= 4 * 4000  # beside the most gradients
+        assert peaks[layers] <= 4 * 4000
     assert abs(peaks[48] / peaks[12] - 1) < 0.05, peaks

@@ -582,7 +582,7 @@ def test_a_plan_larger_than_the_memory_is_refused_before_anything_is_allocated(m
     monkeypatch.setattr("offload_core.host_memory.HostMemory.allocate", lambda *a, **k: allocated.append(a))
     expect_refusal(
         HostMemoryError,
-        r"needs 36.9 KiB of host memory for 3,152 parameters, and 9.8 KiB is available",
+        r"needs 36.9 KiB of host memory for 3,152 parameters besides the 12.3 KiB that the model takes, and 9.8 KiB",
         make(),
         param_dtype="bfloat16",
     )

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import tempfile
 import threading
 
 import pytest
@@ -75,7 +76,7 @@ def states():
         assert_states(read(engine.optimizer.state))
 
 
-def a_checkpoint_of_delayed_parameters():
+def states_of_delayed_parameters():
     """They are level with the states that are saved, and with those that were there before others are loaded."""
     saved = two_steps(wrap(make(), **{**OPTIONS, "schedule": "serial"})).optimizer.state_dict()
     for act in (
@@ -86,6 +87,26 @@ def a_checkpoint_of_delayed_parameters():
         engine = two_steps(wrap(make(), **OPTIONS, schedule="delayed", delay_warmup_steps=1))
         act(engine.optimizer)
         assert_parameters(engine.parameters())
+
+
+def delayed_parameters_after_a_step_that_was_skipped():
+    fields = {"schedule": "delayed", "delay_warmup_steps": 1, "skip_nonfinite": True}
+    engine = two_steps(wrap(make(), **OPTIONS, **fields))
+    engine.backward(loss_of(engine, 0) * torch.inf)
+    assert engine.step().skipped == "overflow"
+    assert_parameters(engine.parameters())
+
+
+def checkpoints():
+    with tempfile.TemporaryDirectory() as folder:
+        engine = two_steps(wrap(make(), **OPTIONS))
+        path = engine.save_checkpoint(folder, wait=False)
+        engine.close()
+        assert path.is_dir()
+        other = wrap(make(), **OPTIONS)
+        other.load_checkpoint(folder)
+        assert_parameters(other.parameters())
+        assert_states([other.optimizer.state[p] for p in other.parameters()])
 
 
 def an_engine_that_is_closed_or_dropped():
@@ -180,7 +201,9 @@ SCENARIOS = [
     a_forward,
     a_copy,
     states,
-    a_checkpoint_of_delayed_parameters,
+    states_of_delayed_parameters,
+    delayed_parameters_after_a_step_that_was_skipped,
+    checkpoints,
     an_engine_that_is_closed_or_dropped,
     an_engine_that_is_closed_while_its_device_still_writes,
     parameters_of_a_class_of_their_own,

@@ -10,10 +10,12 @@ import gc
 import time
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
+from jax import lax
 
 from offload_core.device import Copy, Done, Event, HostArray, fill
 from offload_core.dtypes import BY_NUMPY, ElementType
@@ -34,6 +36,9 @@ class JaxDevice:
     addressable = True
     updates_in_place = False
     wants_pinned = False
+
+    def free_bytes(self) -> None:
+        return None
 
     def dtype(self, tensor: Any) -> ElementType:
         return BY_NUMPY[np.dtype(tensor.dtype)]
@@ -69,9 +74,30 @@ def on_cpu(array: jax.Array) -> bool:
     return next(iter(array.devices())).platform == "cpu"
 
 
+def free_bytes(devices: Sequence[jax.Device]) -> int | None:
+    """Bytes that can still be allocated on these together, as much on each; None: not known, or the host's."""
+    stats = [device.memory_stats() or {} for device in devices]
+    if not all({"bytes_limit", "bytes_in_use"} <= each.keys() for each in stats):
+        return None
+    return len(stats) * min(each["bytes_limit"] - each["bytes_in_use"] for each in stats)
+
+
 def in_host_memory(array: jax.Array) -> bool:
     """Whether the array lies where ``offload_param="cpu"`` puts parameters, and not in its device's own memory."""
     return array.sharding.memory_kind == HOST_MEMORY
+
+
+def read(array: jax.Array, start: int, stop: int) -> np.ndarray:
+    """Elements of an array of one device, or alike on all of them, flattened."""
+    if in_host_memory(array) or on_cpu(array):
+        return np.asarray(array).reshape(-1)[start:stop]
+    # Cut on the device: an array keeps the host copy that NumPy made of it.
+    return np.asarray(_cut(array, start, stop - start))
+
+
+@partial(jax.jit, static_argnums=2)
+def _cut(array: jax.Array, start: int, numel: int) -> jax.Array:
+    return lax.dynamic_slice_in_dim(array.reshape(-1), start, numel)
 
 
 def _is_row_major(array: jax.Array) -> bool:

@@ -25,6 +25,8 @@ from offload_core.host_memory import Lease
 from offload_core.partition import Bucket, ParamSpec
 from offload_core.trace import TO_DEVICE, TO_HOST, Trace
 
+from .device import free_bytes
+
 REPLICATED = PartitionSpec()
 
 RUNTIME_ERRORS = (jax.errors.JaxRuntimeError, ValueError)
@@ -335,6 +337,9 @@ class JaxMeshDevice:
         mine = jnp.where(lax.axis_index(self.axis.name) == 0, bits.astype(jnp.uint32), 0)
         return lax.bitcast_convert_type(lax.psum(mine, self.axis.name).astype(bits.dtype), value.dtype)
 
+    def free_bytes(self) -> int | None:
+        return free_bytes([self.axis.devices[rank] for rank in self.ranks])
+
     # --- gradients -----------------------------------------------------------------------------------
 
     def arrival(self, wire: ElementType) -> Arrival:
@@ -342,6 +347,12 @@ class JaxMeshDevice:
 
     def slot_bytes(self, bucket: Bucket, wire: ElementType) -> int:
         return len(self.ranks) * bucket.shard_numel * FLOAT32.itemsize
+
+    def link_numel(self, bucket: Bucket) -> int:
+        return len(self.ranks) * bucket.shard_numel
+
+    def way_bytes(self, bucket: Bucket, wire: ElementType) -> int:
+        return self.slot_bytes(bucket, wire)  # what was summed
 
     def reduce(
         self,

@@ -1,9 +1,10 @@
 """``wrap(params) -> OffloadedParams``: a pytree of parameters whose optimizer states live in host memory."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,20 +12,26 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from offload_core.checkpoint import Names
 from offload_core.config import ConfigLike, OffloadConfig, check_hyperparameters
 from offload_core.cpu_adam import STATE_NAMES, AdamHyper
+from offload_core.cpus import local_processes
 from offload_core.dtypes import BY_NUMPY
 from offload_core.errors import ConfigError, GradientError, ParameterError, StateError
+from offload_core.export import MAX_SHARD_BYTES
 from offload_core.host_memory import available_bytes
 from offload_core.loss_scale import scaler_for
-from offload_core.memory_plan import MemoryReport
+from offload_core.memory_plan import MemoryPlan, MemoryReport
 from offload_core.partition import ParamSpec
 from offload_core.pipeline import Pipeline, StepReport
 from offload_core.regions import InMemory
 from offload_core.trace import COMPUTE
 
+from .checkpoint import TreeCheckpoints, take_up
 from .device import in_host_memory
+from .export import export_safetensors
 from .gradients import RankGradients, ScaledGradients, check_alike
+from .optax_state import adam_of, state_of
 from .optax_updates import OffloadState, exact_update, exact_update_of_shards, no_update
 from .placement import placement_for
 from .shard_layout import ShardLayout
@@ -114,6 +121,7 @@ class OffloadedParams:
         """What the last :meth:`update` did."""
         self.count = 0
         """Updates made so far."""
+        self._masked = mask is not None
         flat, self._treedef = flatten(params)
         self._paths = [path for path, _ in flat]
         leaves = [leaf for _, leaf in flat]
@@ -124,23 +132,31 @@ class OffloadedParams:
             raise ParameterError("params: no leaf is a trainable floating-point array; expected at least one")
         target = self.config.target_dtype
         self._placement = placement_for(self.config, mesh, axis, [leaves[i] for i in positions])
-        arrays = [self._placement.place(self._paths[i], leaves[i]) for i in positions]
-        layouts = [self._placement.layout(array) for array in arrays]
+        layouts = [self._placement.layout(leaves[i]) for i in positions]
         specs = []
-        for i, array, layout in zip(positions, arrays, layouts, strict=True):
-            dtype, group = target or BY_NUMPY[array.dtype], int(not decayed[i])
-            numel = array.size if layout is None else layout.numel
-            elements = InMemory(array.shape) if layout is None else layout
+        for i, layout in zip(positions, layouts, strict=True):
+            leaf = leaves[i]
+            dtype, group = target or BY_NUMPY[np.dtype(leaf.dtype)], int(not decayed[i])
+            numel = leaf.size if layout is None else layout.numel
+            elements = InMemory(leaf.shape) if layout is None else layout
             specs.append(ParamSpec(self._paths[i], numel, dtype, group, elements, partitioned=layout is not None))
         scaler = scaler_for(self.config, [s.dtype for s in specs])
         # To the core gradients come all at once, and parameters in JAX's host memory are the device's as any.
         config = replace(self.config, update_in_backward=False, offload_param=None)
         self._pipeline = Pipeline(config, self._placement.device, scaler)
-        plan = self._pipeline.plan(specs)
-        self._planned_host_bytes = plan.host_bytes
-        rows = self._placement.plan(specs, arrays, self._pipeline.memory)
-        replace(plan, rows=(*plan.rows, *rows)).check(available_bytes())
-        self._planned_host_bytes += self._placement.planned_host_bytes
+        terms = self._pipeline.terms
+        host_rows = terms.host_rows(specs)
+        rows = [*host_rows, *self._placement.plan(specs, layouts, self._pipeline.memory)]
+        # All that leave together take no more than the next parameters, which come after; the last is held till then.
+        rows.append(terms.way_row(terms.cut(specs), 1))
+        there = [] if self._placement.on_host else [leaves[i] for i in positions if isinstance(leaves[i], jax.Array)]
+        held = sum(part.data.nbytes for a in there if not in_host_memory(a) for part in a.addressable_shards)
+        plan = MemoryPlan(tuple(rows), sum(spec.numel for spec in specs), shared=self._placement.on_host, held=held)
+        device = self._placement.device
+        processes = min(local_processes(), device.collectives.world_size)
+        plan.check(available_bytes(), device.free_bytes(), processes=processes)
+        self._planned_host_bytes = sum(row.n_bytes for row in host_rows) + self._placement.planned_host_bytes
+        arrays = [self._placement.place(self._paths[i], leaves[i]) for i in positions]
         tensors = self._placement.start(arrays)
         self._pipeline.add_parameters(specs, tensors)
         arrays = self._placement.started(tensors)
@@ -151,6 +167,7 @@ class OffloadedParams:
             leaves[i] = self._placement.cast(array, spec.dtype, layout)
             self._leaves.append(_Leaf(i, array.shape, leaves[i].dtype, layout))
         self._all_leaves = leaves
+        self._checkpoints = TreeCheckpoints(self._pipeline, self._placement, self.params, leaves, positions)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._pipeline.__reduce_ex__(protocol)  # which says what to do instead
@@ -296,10 +313,14 @@ class OffloadedParams:
         """
         _refuse_jit("flush()")
         if self.config.schedule == "delayed":
-            targets = self._placement.targets([self._all_leaves[leaf.position] for leaf in self._leaves])
-            self._pipeline.flush(targets)
-            self._take_published(targets)
+            self._publish()
         return self.params
+
+    def _publish(self) -> None:
+        """Bring master weights that are ahead to the parameters."""
+        targets = self._placement.targets([self._all_leaves[leaf.position] for leaf in self._leaves])
+        self._pipeline.flush(targets)
+        self._take_published(targets)
 
     def trace(self, path: str | os.PathLike[str]) -> AbstractContextManager[None]:
         """Record the steps inside to a file for https://ui.perfetto.dev: ``with offloaded.trace("step.json"): ...``
@@ -409,12 +430,8 @@ class OffloadedParams:
         :meth:`flush`.
         """
         self.flush()
-        states: dict[str, list[Any]] = {name: [None] * len(self._all_leaves) for name in (*STATE_NAMES, "steps")}
-        for i, leaf in enumerate(self._leaves):
-            for name, state in self._whole_states(i).items():
-                states[name][leaf.position] = state.reshape(leaf.shape)
-            states["steps"][leaf.position] = self._pipeline.steps[i].copy()
-        trees = {name: jax.tree_util.tree_unflatten(self._treedef, leaves) for name, leaves in states.items()}
+        steps = {leaf.position: self._pipeline.steps[i].copy() for i, leaf in enumerate(self._leaves)}
+        trees = {**self._whole_trees(STATE_NAMES), "steps": self._tree_of(steps)}
         scaler = self._pipeline.scaler
         loss_scale = {} if scaler is None else {"loss_scale": scaler.state_dict()}
         layouts = {leaf.position: leaf.layout for leaf in self._leaves}
@@ -441,18 +458,7 @@ class OffloadedParams:
         arrays = {i: numpy_shape(leaf) for i, leaf in enumerate(self._all_leaves) if is_array(leaf)}
         params = self._leaves_of(tree, "params", arrays)
         states = {name: self._leaves_of(tree, name, trained) for name in STATE_NAMES}
-        steps = self._leaves_of(tree, "steps", dict.fromkeys(trained, ()))
-        self._pipeline.drop_gradients()
-        self.flush()  # what is held back would follow
-        self._pipeline.will_change(range(len(self._leaves)))
-        for i, leaf in enumerate(self._leaves):
-            for name in STATE_NAMES:
-                flat = np.reshape(states[name][leaf.position], -1)
-                if leaf.layout is not None:
-                    flat = leaf.layout.to_core(flat)
-                for start, views in self._pipeline.states(i):
-                    views[name][...] = flat[start : start + views[name].size]
-            self._pipeline.steps[i][...] = steps[leaf.position]
+        self._restore(states, self._leaves_of(tree, "steps", dict.fromkeys(trained, ())))
         layouts = {leaf.position: leaf.layout for leaf in self._leaves}
         for position, value in params.items():
             like = self._all_leaves[position]
@@ -465,32 +471,201 @@ class OffloadedParams:
         self.count = int(tree["count"])
         return self.params
 
-    def _whole_states(self, i: int) -> dict[str, np.ndarray]:
-        """A parameter's states; what other processes hold comes from there."""
-        numel = self._pipeline.params[i].numel
-        words = {name: np.zeros(-(-numel // 2), np.int64) for name in STATE_NAMES}
-        whole = {name: array.view(np.float32)[:numel] for name, array in words.items()}
-        for start, views in self._pipeline.states(i):
-            for name, view in views.items():
-                whole[name][start : start + view.size] = view
-        for name, array in words.items():  # the bits of one process, and zeros of the others
-            self._pipeline.device.collectives.sum_integers(array, f"{name} of {self._pipeline.params[i].name}")
-        layout = self._leaves[i].layout
-        return whole if layout is None else {name: layout.from_core(state) for name, state in whole.items()}
+    def to_optax_state(self) -> Any:
+        """The states as those of ``optax.adamw`` with these settings (``optax.adam`` after ``add_decayed_weights`` with
+        ``adam_mode="adam"``), in NumPy arrays: on fp32 parameters eager optax goes on with the same bits.
 
-    def _leaves_of(self, tree: Mapping[str, Any], name: str, shapes: Mapping[int, tuple[int, ...]]) -> dict[int, Any]:
+        Its parameters are those of ``to_pytree()["master"]``. A leaf that is not trained is None in ``mu`` and ``nu``,
+        as in the gradients of :meth:`value_and_grad`. With several processes all must call this. It begins with
+        :meth:`flush`.
+
+        Raises:
+            StateError: parameters have had different numbers of updates, of which optax has one.
+        """
+        self.flush()
+        steps = [int(step) for step in self._pipeline.steps]
+        other = next((i for i, step in enumerate(steps) if step != steps[0]), None)
+        if other is not None:
+            names = [self._paths[self._leaves[i].position] for i in (0, other)]
+            raise StateError(
+                f"to_optax_state: {names[0]} has had {steps[0]} updates and {names[1]} {steps[other]}; expected the "
+                "same of all parameters, as optax counts them together: a gradient was None; use to_pytree()"
+            )
+        trees = self._whole_trees(["exp_avg", "exp_avg_sq"])
+        return state_of(
+            self.config,
+            masked=self._masked,
+            steps=steps[0],
+            count=self.count,
+            mu=trees["exp_avg"],
+            nu=trees["exp_avg_sq"],
+        )
+
+    def load_optax_state(self, state: Any) -> None:
+        """Load the moments and the count of ``optax.adamw``'s state, or of any with one Adam in it, in fp32.
+
+        The parameters stay: to go on from optax, wrap those that belong to the state. Gradients that wait for their
+        update are forgotten.
+
+        Raises:
+            StateError: there is no Adam in it, or several, or its moments do not fit; nothing has changed.
+        """
+        mu, nu, steps, count = adam_of(state)
+        trained = {leaf.position: leaf.shape for leaf in self._leaves}
+        moments = {"exp_avg": mu, "exp_avg_sq": nu}
+        states = {name: self._leaves_of(moments, name, trained, "load_optax_state") for name in moments}
+        self._restore(states, dict.fromkeys(trained, steps))
+        self.count = count
+
+    def export_safetensors(
+        self, folder: str | os.PathLike[str], *, max_shard_bytes: int = MAX_SHARD_BYTES, dtype: str | None = None
+    ) -> None:
+        """Write the tree's arrays as Hugging Face's libraries read weights, by their dotted paths.
+
+        Files are ``model.safetensors``, or ``model-00001-of-0000N.safetensors`` and so on with
+        ``model.safetensors.index.json``; names are ``jax.tree_util.keystr(path, simple=True, separator=".")``. Keys of
+        random generators are left out. With several processes all must call this; the first writes, one array in
+        memory at a time. Files appear whole, in place of an earlier export's. It begins with :meth:`flush`.
+
+        Args:
+            max_shard_bytes: of the arrays in a file.
+            dtype: None: the parameters as the model runs with them. ``"float32"``: master weights, exactly;
+                ``"bfloat16"``, ``"float16"``: these rounded. Floating-point arrays that are not trained are cast.
+
+        Raises:
+            ConfigError, ParameterError: an argument, or an array, cannot be written, or two have one name; nothing was.
+            CheckpointError: in all processes, where a file could not be written; nothing is left of it.
+        """
+        self.flush()
+        export_safetensors(
+            self.params, self._pipeline, self._whole_leaf, folder, max_shard_bytes=max_shard_bytes, dtype=dtype
+        )
+
+    def _whole_leaf(self, position: int, *, master: bool, wanted: bool) -> np.ndarray | None:
+        """A leaf, or its master weights if it has any, where this process wants it; with several processes all ask."""
+        i = next((i for i, leaf in enumerate(self._leaves) if leaf.position == position), None)
+        if i is not None and master:
+            return self._whole_states(i, ["master"])["master"]
+        layout = None if i is None else self._leaves[i].layout
+        return self._placement.to_numpy(self._all_leaves[position], layout) if wanted or layout is not None else None
+
+    def _tree_of(self, leaves: Mapping[int, Any]) -> Any:
+        """A tree of the parameters' structure with these leaves, by position, and None for the others."""
+        return jax.tree_util.tree_unflatten(self._treedef, [leaves.get(i) for i in range(len(self._all_leaves))])
+
+    def _whole_trees(self, names: Collection[str]) -> dict[str, Any]:
+        """States of all parameters, each name's as a tree."""
+        states: dict[str, dict[int, np.ndarray]] = {name: {} for name in names}
+        for i, leaf in enumerate(self._leaves):
+            for name, state in self._whole_states(i, names).items():
+                states[name][leaf.position] = state
+        return {name: self._tree_of(leaves) for name, leaves in states.items()}
+
+    def _restore(self, states: Mapping[str, Mapping[int, Any]], steps: Mapping[int, Any]) -> None:
+        """Take on states and update counts, which have been checked, by position."""
+        self._pipeline.drop_gradients()
+        self.flush()  # what is held back would follow
+        for i, leaf in enumerate(self._leaves):
+            flat = {name: np.reshape(values[leaf.position], -1) for name, values in states.items()}
+            if leaf.layout is not None:
+                flat = {name: leaf.layout.to_core(values) for name, values in flat.items()}
+            self._pipeline.set_states(i, flat)
+            self._pipeline.steps[i][...] = steps[leaf.position]
+
+    def _whole_states(self, i: int, names: Collection[str]) -> dict[str, np.ndarray]:
+        """The states of a parameter, in its shape; what other processes hold comes from there."""
+        leaf, whole = self._leaves[i], self._pipeline.whole_states(i, names)
+        if leaf.layout is not None:
+            return {name: leaf.layout.from_core(state) for name, state in whole.items()}
+        return {name: state.reshape(leaf.shape) for name, state in whole.items()}
+
+    def _leaves_of(
+        self,
+        tree: Mapping[str, Any],
+        name: str,
+        shapes: Mapping[int, tuple[int, ...]],
+        what: str = "load_pytree",
+    ) -> dict[int, Any]:
         """The leaves of ``tree[name]`` at the positions of ``shapes``; checked to be of these shapes."""
         if name not in tree:
             raise _missing(name, tree)
         flat, treedef = flatten(tree[name])
         if treedef != self._treedef:
-            check_paths(self._paths, flat, StateError, f"load_pytree: {name}")
+            check_paths(self._paths, flat, StateError, f"{what}: {name}")
         for position, shape in shapes.items():
             path, value = flat[position]
             if value is None or np.shape(value) != shape:
                 got = "None" if value is None else list(np.shape(value))
-                raise StateError(f"load_pytree: {name}{path} is {got}, expected shape {list(shape)}")
+                raise StateError(f"{what}: {name}{path} is {got}, expected shape {list(shape)}")
         return {position: flat[position][1] for position in shapes}
+
+    # --- checkpoints -------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        stateful: Mapping[str, Any] | None = None,
+        extras: Any = None,
+        keep: int | None = None,
+        wait: bool = True,
+    ) -> Path:
+        """Save what training goes on from, and return the checkpoint's folder, ``folder/step-…``.
+
+        All processes call it; they must share the folder. It holds master weights, moments, arrays that are not trained
+        (the first process's), step counts, the loss scale, the state of the random generators (Python's, NumPy's) of
+        each process, and what is given here. Any number of devices and processes, any stage and the torch front end
+        load it; arrays are known by their dotted paths: ``h.0.w``. It appears whole or not at all, and
+        ``folder/latest`` names it then. With ``schedule="delayed"`` the run goes on as if it had not been saved.
+
+        Args:
+            stateful: objects with ``state_dict()`` and ``load_state_dict()``, by name: data loaders, for example. The
+                first process's states are saved.
+            extras: plain values and arrays (no objects: nothing is pickled), given back by :meth:`load_checkpoint`.
+            keep: delete all but so many of the checkpoints in the folder; None: keep all.
+            wait: False: return while optimizer states are still being written, as they are now; training may go on. The
+                next save or :meth:`wait_for_checkpoint` ends it.
+
+        Raises:
+            CheckpointError: in all processes; earlier checkpoints are untouched.
+            StateError: gradients wait for an update; under jit.
+        """
+        _refuse_jit("save_checkpoint()")
+        return self._checkpoints.save(
+            folder, updates=self.count, stateful=stateful, extras=extras, keep=keep, wait=wait
+        )
+
+    def wait_for_checkpoint(self) -> None:
+        """Return when the last checkpoint is on the disk; raise what went wrong. All processes call it."""
+        self._checkpoints.wait()
+
+    def load_checkpoint(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        stateful: Mapping[str, Any] | None = None,
+        names: Names = None,
+        random_state: bool = True,
+    ) -> Any:
+        """Load a checkpoint, or the latest of a folder, and return its extras; ``params`` are then those it holds.
+
+        All processes call it. Gradients that wait for an update are forgotten.
+
+        Args:
+            stateful: objects that take up the states saved under these names.
+            names: from the dotted paths of this tree to the names in the checkpoint, a function or a mapping of those
+                that differ.
+            random_state: whether the random generators go on where they were. A process that the saving run did not
+                have keeps its own.
+
+        Raises:
+            CheckpointError: in all processes. Nothing has changed, unless the message says that loading broke off.
+            StateError: under jit.
+        """
+        _refuse_jit("load_checkpoint()")
+        loaded = self._checkpoints.load(path, self._publish, stateful=stateful, names=names)
+        self.count = int(loaded.state["updates"])
+        return take_up(loaded, stateful, random_state=random_state)
 
     def memory_report(self) -> MemoryReport:
         """Planned and measured bytes of this process. On the CPU the parameters' buffers count as device memory.

@@ -44,6 +44,11 @@ class Compute(Protocol):
         ...
 
 
+PARAMETERS, GRADIENTS = "parameters", "gradients"
+NEXT = "next parameters"
+"""And before them, in as much memory, gradients that were laid in buckets."""
+SMALLER = "param_dtype='bfloat16'"
+
 Compiled = Callable[[list[Any], list[Any], Any, Any, tuple, dict[str, Any]], Any]
 """As :class:`Compute`."""
 
@@ -54,13 +59,14 @@ class OnMesh:
     def __init__(self, axis: MeshAxis, config: OffloadConfig) -> None:
         self.device: Device = JaxMeshDevice(axis, native=config.reduction == "native", threads=config.threads)
         self.planned_host_bytes = 0
+        self.on_host = axis.on_cpu
         self._axis = axis
         self._mean = axis.map(self._mean_over_ranks, axis.split, REPLICATED)
 
     def place(self, path: str, leaf: Any) -> jax.Array:
         return self._axis.replicate(leaf)
 
-    def layout(self, array: jax.Array) -> ShardLayout | None:
+    def layout(self, leaf: Any) -> ShardLayout | None:
         return None
 
     def cast(self, array: jax.Array, dtype: ElementType, layout: ShardLayout | None) -> jax.Array:
@@ -75,11 +81,10 @@ class OnMesh:
     def pass_through(self, leaf: Any) -> Any:
         return self._axis.replicate(leaf) if isinstance(leaf, jax.Array) else leaf
 
-    def plan(self, specs: Sequence[ParamSpec], arrays: Sequence[jax.Array], memory: HostMemory) -> list[PlanRow]:
-        if not self._axis.on_cpu:
-            return []
-        n_bytes = 2 * len(self._axis.ranks) * sum(spec.numel * spec.dtype.itemsize for spec in specs)
-        return [PlanRow("parameters of host devices", "host", n_bytes, "param_dtype='bfloat16'")]
+    def plan(
+        self, specs: Sequence[ParamSpec], layouts: Sequence[ShardLayout | None], memory: HostMemory
+    ) -> list[PlanRow]:
+        return replicated_rows(specs, len(self._axis.ranks))
 
     def start(self, arrays: Sequence[jax.Array]) -> list[Any]:
         return [MeshParameter(array) for array in arrays]
@@ -219,6 +224,12 @@ class OnMesh:
             return ordered_mean(parts).astype(result.dtype)
 
         return jax.tree.map(one, stacked)
+
+
+def replicated_rows(specs: Sequence[ParamSpec], devices: int) -> list[PlanRow]:
+    """What parameters and gradients take that are whole on each of so many devices."""
+    n_bytes = devices * sum(spec.numel * spec.dtype.itemsize for spec in specs)
+    return [PlanRow(what, "device", n_bytes, SMALLER) for what in (PARAMETERS, NEXT, GRADIENTS)]
 
 
 class _Split(NamedTuple):

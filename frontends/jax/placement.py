@@ -19,7 +19,7 @@ from offload_core.partition import ParamSpec
 
 from .device import JaxDevice, ParameterBuffers, on_cpu
 from .mesh import JaxMeshDevice, LoneDevice, MeshAxis, MeshGradient, MeshParameter
-from .on_mesh import Compiled, Compute, OnMesh
+from .on_mesh import SMALLER, Compiled, Compute, OnMesh, replicated_rows
 from .shard_layout import ShardLayout
 from .sharded import ShardedOnMesh
 from .trees import from_numpy, to_numpy
@@ -34,8 +34,8 @@ class Placement(Protocol):
         """The leaf where parameters lie; ``ParameterError`` if it cannot be."""
         ...
 
-    def layout(self, array: jax.Array) -> ShardLayout | None:
-        """How a parameter that :meth:`place` gave is cut over ranks; None: it is not."""
+    def layout(self, leaf: Any) -> ShardLayout | None:
+        """How a parameter is cut over ranks, before :meth:`place` or after; None: it is not."""
         ...
 
     def cast(self, array: jax.Array, dtype: ElementType, layout: ShardLayout | None) -> jax.Array:
@@ -54,10 +54,19 @@ class Placement(Protocol):
         """A leaf that is not trained, where functions of :meth:`compile` take it without moving it."""
         ...
 
-    def plan(self, specs: Sequence[ParamSpec], arrays: Sequence[jax.Array], memory: HostMemory) -> list[PlanRow]:
-        """What these parameters need of the host, besides the pipeline's own; the first call.
+    on_host: bool
+    """The devices' memory is the host's."""
 
-        ``memory`` is the host's account, for what is not device memory.
+    def plan(
+        self, specs: Sequence[ParamSpec], layouts: Sequence[ShardLayout | None], memory: HostMemory
+    ) -> list[PlanRow]:
+        """What training these parameters takes, besides the pipeline's host memory; the first call.
+
+        Gradients come all at once, and new parameters are other arrays than the old ones, which live until all are
+        there.
+
+        Args:
+            memory: the host's account, for what is not device memory.
         """
         ...
 
@@ -113,7 +122,7 @@ def placement_for(config: OffloadConfig, mesh: Mesh | None, axis: str | None, le
     arrays = [leaf if isinstance(leaf, jax.Array) else jnp.zeros(()) for leaf in leaves]  # NumPy's: where JAX puts them
     devices = {device for array in arrays for device in array.devices()}
     if len(devices) > 1 or on_cpu(arrays[0]):
-        return OneDevice(config.threads)
+        return OneDevice(config.threads, on_host=on_cpu(arrays[0]))
     return OneAccelerator(devices.pop(), config.threads)
 
 
@@ -123,11 +132,11 @@ class OneDevice:
     For a device that is host memory, and for parameters that lie on a device each.
     """
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, *, on_host: bool) -> None:
         self.device: Device = HostRanks(JaxDevice())
         self.planned_host_bytes = 0
+        self.on_host = on_host
         self._threads = threads
-        self._on_cpu = True
 
     def place(self, path: str, leaf: Any) -> jax.Array:
         if isinstance(leaf, jax.Array) and len(leaf.devices()) > 1:
@@ -137,7 +146,7 @@ class OneDevice:
             )
         return jnp.asarray(leaf)
 
-    def layout(self, array: jax.Array) -> None:
+    def layout(self, leaf: Any) -> None:
         return None
 
     def cast(self, array: jax.Array, dtype: ElementType, layout: ShardLayout | None) -> jax.Array:
@@ -152,14 +161,16 @@ class OneDevice:
     def pass_through(self, leaf: Any) -> Any:
         return leaf
 
-    def plan(self, specs: Sequence[ParamSpec], arrays: Sequence[jax.Array], memory: HostMemory) -> list[PlanRow]:
-        self._on_cpu = on_cpu(arrays[0])
+    def plan(
+        self, specs: Sequence[ParamSpec], layouts: Sequence[ShardLayout | None], memory: HostMemory
+    ) -> list[PlanRow]:
         # On the CPU the buffers are the device parameters themselves: the device's account, not the host's.
-        self.buffer_memory = HostMemory(self._threads) if self._on_cpu else memory
+        self.buffer_memory = HostMemory(self._threads) if self.on_host else memory
         self.buffers = ParameterBuffers(self.buffer_memory, specs)
         n_bytes = 2 * self.buffers.generation_bytes
-        self.planned_host_bytes = 0 if self._on_cpu else n_bytes
-        return [PlanRow("parameter buffers", "host", n_bytes, "param_dtype='bfloat16'")]
+        self.planned_host_bytes = 0 if self.on_host else n_bytes
+        rows = replicated_rows(specs, 1)
+        return rows if self.on_host else [PlanRow("parameter buffers", "host", n_bytes, SMALLER), *rows]
 
     def start(self, arrays: Sequence[jax.Array]) -> list[Any]:
         return list(arrays)
@@ -171,7 +182,7 @@ class OneDevice:
         self, path: str, gradient: jax.Array, like: jax.Array, layout: ShardLayout | None, *, unreduced: bool
     ) -> Any:
         _check_plain(path, gradient, unreduced=unreduced)
-        if not self._on_cpu:
+        if not self.on_host:
             gradient.copy_to_host_async()
         return gradient
 
@@ -197,14 +208,16 @@ class OneAccelerator(OneDevice):
     """
 
     def __init__(self, device: jax.Device, threads: int) -> None:
-        super().__init__(threads)
+        super().__init__(threads, on_host=False)
         self._lone = LoneDevice(device)
         self.device = JaxMeshDevice(self._lone, threads=threads)
 
-    def plan(self, specs: Sequence[ParamSpec], arrays: Sequence[jax.Array], memory: HostMemory) -> list[PlanRow]:
+    def plan(
+        self, specs: Sequence[ParamSpec], layouts: Sequence[ShardLayout | None], memory: HostMemory
+    ) -> list[PlanRow]:
         # JAX's own, out of the host's account: all buckets may be on their way at once.
         n_bytes = sum(spec.numel * spec.dtype.itemsize for spec in specs)
-        return [PlanRow("gradients on their way", "host", n_bytes, "param_dtype='bfloat16'")]
+        return [PlanRow("gradients on their way", "host", n_bytes, SMALLER), *replicated_rows(specs, 1)]
 
     def start(self, arrays: Sequence[jax.Array]) -> list[Any]:
         return [MeshParameter(array) for array in arrays]

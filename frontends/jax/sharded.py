@@ -15,18 +15,19 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from offload_core.collectives import merge
 from offload_core.config import OffloadConfig
 from offload_core.device import Copy, Done, Event, Waiting, fill
-from offload_core.dtypes import BY_NUMPY, ElementType
+from offload_core.dtypes import BY_NUMPY, FLOAT32, ElementType
 from offload_core.errors import ConfigError
 from offload_core.host_memory import HostMemory
 from offload_core.memory_plan import PlanRow
 from offload_core.partition import ALIGNMENT, Bucket, ParamSpec, round_up
 
-from .device import HOST_MEMORY, in_host_memory
+from .device import HOST_MEMORY, in_host_memory, read
 from .gather import Gathering, Shard
 from .mesh import RUNTIME_ERRORS, JaxMeshDevice, MeshAxis, MeshGradient, MeshParameter
-from .on_mesh import Differentiated, OnMesh, names
+from .on_mesh import SMALLER, Differentiated, OnMesh, names, replicated_rows
 from .shard_layout import ShardLayout
 
 
@@ -162,14 +163,6 @@ class ShardedMeshDevice(JaxMeshDevice):
         self._count_received(bucket, tensor)
 
 
-def read(array: jax.Array, start: int, stop: int) -> np.ndarray:
-    """Elements of an array of one device, flattened."""
-    if in_host_memory(array):
-        return np.asarray(array).reshape(-1)[start:stop]
-    # Cut on the device: an array keeps the host copy that NumPy made of it.
-    return np.asarray(array.reshape(-1)[start:stop])
-
-
 class ShardedOnMesh(OnMesh):
     """Cut along a dimension over a mesh axis where that goes and the parameter is large enough, else replicated."""
 
@@ -220,25 +213,27 @@ class ShardedOnMesh(OnMesh):
         dims = range(1, leaf.ndim) if leaf.ndim > 1 else range(leaf.ndim)
         return next((dim for dim in dims if leaf.shape[dim] % n == 0), None)
 
-    def layout(self, array: jax.Array) -> ShardLayout | None:
-        spec = array.sharding.spec  # type: ignore[attr-defined]
-        dim = next((dim for dim, entry in enumerate(spec) if self._axis.name in names((entry,))), None)
-        if dim is None:
-            return None
-        return ShardLayout(array.shape, dim, self._axis.world_size, self._bucket_numel)
+    def layout(self, leaf: Any) -> ShardLayout | None:
+        dim = self._dim_of(leaf)
+        return None if dim is None else ShardLayout(leaf.shape, dim, self._axis.world_size, self._bucket_numel)
 
-    def plan(self, specs: Sequence[ParamSpec], arrays: Sequence[jax.Array], memory: HostMemory) -> list[PlanRow]:
-        self._layouts = [self.layout(array) for array in arrays]
-        # Old ones live until all new ones are there.
-        n_bytes, each = {"parameters": 0, "parameters of host devices": 0}, 2 * len(self._axis.ranks)
-        for spec, layout in zip(specs, self._layouts, strict=True):
-            if layout is not None and self._memory_kind is not None:
-                n_bytes["parameters"] += each * layout.local_numel * spec.dtype.itemsize
-            elif self._axis.on_cpu:
-                numel = spec.numel if layout is None else layout.local_numel
-                n_bytes["parameters of host devices"] += each * numel * spec.dtype.itemsize
-        self.planned_host_bytes = n_bytes["parameters"]
-        return [PlanRow(what, "host", n, "param_dtype='bfloat16'") for what, n in n_bytes.items()]
+    def plan(
+        self, specs: Sequence[ParamSpec], layouts: Sequence[ShardLayout | None], memory: HostMemory
+    ) -> list[PlanRow]:
+        self._layouts = list(layouts)
+        n = len(self._axis.ranks)
+        numels = [(spec, layout.local_numel) for spec, layout in zip(specs, layouts, strict=True) if layout is not None]
+        parameters = n * sum(numel * spec.dtype.itemsize for spec, numel in numels)
+        gradients = n * sum(numel * FLOAT32.itemsize for _, numel in numels)
+        where = "device" if self._memory_kind is None else "host"
+        self.planned_host_bytes = 2 * parameters if where == "host" else 0
+        smaller = f"{SMALLER}, or more devices"
+        return [
+            *replicated_rows([spec for spec, layout in zip(specs, layouts, strict=True) if layout is None], n),
+            PlanRow("shards of parameters", where, parameters, smaller),
+            PlanRow("next shards of parameters", where, parameters, smaller),
+            PlanRow("gradients of shards", "device", gradients, "more devices"),
+        ]
 
     def start(self, arrays: Sequence[jax.Array]) -> list[Any]:
         return [
@@ -273,7 +268,7 @@ class ShardedOnMesh(OnMesh):
         whole = words.view(np.uint8)[: array.nbytes].view(array.dtype).reshape(array.shape)
         for shard in array.addressable_shards:
             whole[shard.index] = np.asarray(shard.data)
-        collectives.sum_integers(words, "parameters")
+        merge(collectives.sum_integers, words, "parameters")
         return whole
 
     # --- gradients -----------------------------------------------------------------------------------

@@ -11,6 +11,8 @@ import numpy as np
 from offload_core.dtypes import BY_NUMPY
 from offload_core.errors import OffloadError, ParameterError
 
+from .device import in_host_memory, on_cpu
+
 Mask = Any
 """A pytree of booleans with the parameters' structure or a prefix of it, or a function from the parameters to one."""
 
@@ -48,6 +50,12 @@ def flatten(tree: Any) -> tuple[list[tuple[str, Any]], Any]:
     """Leaves with their paths, None being a leaf: gradients have it where a leaf is not trained."""
     flat, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda leaf: leaf is None)
     return [(jax.tree_util.keystr(path) or "the whole tree", leaf) for path, leaf in flat], treedef
+
+
+def dotted_names(tree: Any) -> list[str]:
+    """Of the leaves that :func:`flatten` gives: ``h.0.w``, as torch would name them."""
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda leaf: leaf is None)
+    return [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in flat]
 
 
 def check_paths(expected: Sequence[str], flat: Sequence[tuple[str, Any]], error: type[OffloadError], what: str) -> None:
@@ -89,18 +97,28 @@ def is_key(leaf: Any) -> bool:
 def to_numpy(leaf: Any) -> Any:
     if is_key(leaf):
         leaf = jax.random.key_data(leaf)
+    if isinstance(leaf, jax.Array) and not on_cpu(leaf) and not in_host_memory(leaf):
+        leaf = leaf.copy()  # an array keeps the host copy that NumPy makes of it
     return np.array(leaf) if is_array(leaf) else leaf
 
 
 def numpy_shape(leaf: Any) -> tuple[int, ...]:
     """The shape of ``to_numpy(leaf)``."""
-    return jax.eval_shape(jax.random.key_data, leaf).shape if is_key(leaf) else leaf.shape
+    return numpy_form(leaf)[0]
+
+
+def numpy_form(leaf: Any) -> tuple[tuple[int, ...], np.dtype]:
+    """The shape and element type of ``to_numpy(leaf)``."""
+    of = jax.eval_shape(jax.random.key_data, leaf) if is_key(leaf) else leaf
+    return of.shape, np.dtype(of.dtype)
 
 
 def from_numpy(value: Any, like: Any) -> Any:
     """A new array with what ``to_numpy`` gave, of the type and, if all of that is here, in the place of another."""
     if isinstance(like, np.ndarray):
         return np.array(value, like.dtype)
+    if isinstance(like, np.generic):
+        return np.asarray(value, like.dtype)[()]
     if is_key(like):
         array = jax.random.wrap_key_data(jnp.array(value), impl=jax.random.key_impl(like))
     else:

@@ -4,6 +4,7 @@ from offload_core.config import OffloadConfig
 from offload_core.pipeline import StepReport
 
 from .construction import init
+from .deepspeed_weights import load_deepspeed
 from .engine import Engine, wrap
 from .optimizer import OffloadedAdamW
 from .partitioned import gathered_parameters, register_external_parameter
@@ -15,6 +16,7 @@ __all__ = [
     "StepReport",
     "gathered_parameters",
     "init",
+    "load_deepspeed",
     "register_external_parameter",
     "wrap",
 ]

@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from offload_core.buckets import PARAMETER_SHARDS
+from offload_core.bucket_terms import PARAMETER_SHARDS
 from offload_core.config import OffloadConfig
 from offload_core.errors import ConfigError, ParameterError, StateError
 from offload_core.host_memory import HostMemory, give_back_freed

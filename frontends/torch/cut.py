@@ -29,9 +29,13 @@ class Cut:
     def padded_numel(self) -> int:
         return sum(bucket.padded_numel for bucket in self.buckets)
 
+    @property
+    def runs(self) -> list[tuple[int, int, int]]:
+        """What this rank holds: ``(start in the parameter, start in the shards, elements)``."""
+        return [(piece.start, bucket.in_tensor(piece), piece.numel) for bucket, piece in self._pieces]
+
     def cut(self, param: torch.Tensor, out: torch.Tensor) -> None:
         """Copy this rank's part of the parameter, which is whole."""
         source = flat(param)
-        for bucket, piece in self._pieces:
-            start = bucket.in_tensor(piece)
-            out[start : start + piece.numel].copy_(source[piece.start : piece.stop])
+        for start, at, numel in self.runs:
+            out[at : at + numel].copy_(source[start : start + numel])

@@ -35,6 +35,9 @@ class TorchDevice(ABC):
     updates_in_place: bool
     wants_pinned: bool
 
+    def free_bytes(self) -> int | None:
+        return None
+
     def dtype(self, tensor: torch.Tensor) -> ElementType:
         return ELEMENT_TYPES[tensor.dtype]
 
@@ -162,6 +165,10 @@ class CudaDevice(TorchDevice):
         self.device = device
         self._to_host = torch.cuda.Stream(device)
         self._to_device = torch.cuda.Stream(device)
+
+    def free_bytes(self) -> int:
+        kept = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        return torch.cuda.mem_get_info(self.device)[0] + kept
 
     def mark(self) -> Event:
         return _CudaEvent(torch.cuda.current_stream(self.device), None)

@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 
 from offload_core.config import OffloadConfig
-from offload_core.device import Arrival, Copy, Event, HostArray, traced
-from offload_core.dtypes import FLOAT32, ElementType
+from offload_core.device import Copy, Event, HostArray, traced
+from offload_core.dtypes import ElementType
 from offload_core.errors import CollectiveError
+from offload_core.exchange import ExchangeOnDevice
 from offload_core.host_memory import Lease
 from offload_core.host_ranks import HostRanks
 from offload_core.partition import Bucket
@@ -22,7 +23,7 @@ from .device import TorchDevice, as_torch, fill, memory_of, spread
 from .tensors import TORCH_DTYPES
 
 
-class DeviceRanks(HostRanks):
+class DeviceRanks(ExchangeOnDevice, HostRanks):
     """One rank a process; only its own shards cross to the host and back.
 
     The bucket's slices are exchanged and, in rank order and fp32, summed on the device.
@@ -37,18 +38,11 @@ class DeviceRanks(HostRanks):
         # The default group is named by None, for the same reason as in TorchRanks.
         self._group = None if group is dist.group.WORLD else group
         self._sent_bytes = 0
-        self.staging_slots = 1
 
     @property
     def sent_bytes(self) -> int:
         """As :attr:`Device.sent_bytes`."""
         return self._sent_bytes
-
-    def arrival(self, wire: ElementType) -> Arrival:
-        return Arrival(1, wire, float(self.world_size)) if self.native else Arrival(1, FLOAT32, 1.0)
-
-    def slot_bytes(self, bucket: Bucket, wire: ElementType) -> int:
-        return bucket.shard_numel * max(bucket.dtype.itemsize, self.arrival(wire).dtype.itemsize)
 
     def reduce(
         self, bucket: Bucket, wire: ElementType, gradients: Mapping[int, Any], out: np.ndarray, staging: Lease

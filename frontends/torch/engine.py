@@ -2,8 +2,9 @@
 
 import itertools
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,14 +12,18 @@ from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 from torch.utils._pytree import tree_map_only
 
+from offload_core.checkpoint import Names
 from offload_core.config import ConfigLike
 from offload_core.errors import GradientError, ParameterError, StateError
+from offload_core.export import MAX_SHARD_BYTES
 from offload_core.loss_scale import scaler_for
 from offload_core.memory_plan import MemoryReport
 from offload_core.pipeline import StepReport
 from offload_core.trace import COMPUTE
 
+from .checkpoint import ModelCheckpoints
 from .collectives import default_group
+from .export import export_safetensors
 from .optimizer import OffloadedAdamW
 from .tensors import TORCH_DTYPES, cast_param
 
@@ -271,6 +276,95 @@ class Engine(nn.Module):
     def flush(self) -> None:
         """Wait until parameters and states are those of the last step; see ``OffloadedAdamW.flush``."""
         self.optimizer.flush()
+
+    # --- checkpoints ---------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        stateful: Mapping[str, Any] | None = None,
+        extras: Any = None,
+        keep: int | None = None,
+        wait: bool = True,
+    ) -> Path:
+        """Save what training goes on from, and return the checkpoint's folder, ``folder/step-…``.
+
+        All ranks call it; they must share the folder. It holds master weights, moments, frozen parameters and
+        persistent buffers (rank 0's), step counts, the loss scale, hyperparameters, the state of the random generators
+        (Python's, NumPy's, torch's) of each rank, and what is given here. Any number of ranks, any stage and the JAX
+        front end load it. It appears whole or not at all, and ``folder/latest`` names it then.
+
+        Args:
+            stateful: objects with ``state_dict()`` and ``load_state_dict()``, by name: LR schedulers, data loaders.
+                Rank 0's states are saved.
+            extras: plain values and arrays (no objects: nothing is pickled), given back by :meth:`load_checkpoint`.
+            keep: delete all but so many of the checkpoints in the folder; None: keep all.
+            wait: False: return while optimizer states are still being written, as they are now; training may go on. The
+                next save, :meth:`wait_for_checkpoint` or :meth:`close` ends it.
+
+        Raises:
+            CheckpointError: on all ranks; earlier checkpoints are untouched.
+            StateError: gradients wait for an update.
+        """
+        return self._checkpoints.save(folder, stateful=stateful, extras=extras, keep=keep, wait=wait)
+
+    def wait_for_checkpoint(self) -> None:
+        """Return when the last checkpoint is on the disk; raise what went wrong. All ranks call it."""
+        self.optimizer.checkpoints.wait()
+
+    def load_checkpoint(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        stateful: Mapping[str, Any] | None = None,
+        names: Names = None,
+        random_state: bool = True,
+    ) -> Any:
+        """Load a checkpoint, or the latest of a folder, and return its extras. All ranks call it.
+
+        Args:
+            stateful: objects that take up the states saved under these names.
+            names: from this model's names to those in the checkpoint, a function or a mapping of those that differ.
+            random_state: whether the random generators go on where they were. A rank that the saving run did not have
+                keeps its own.
+
+        Raises:
+            CheckpointError: on all ranks. Nothing has changed, unless the message says that loading broke off.
+        """
+        return self._checkpoints.load(path, stateful=stateful, names=names, random_state=random_state)
+
+    @property
+    def _checkpoints(self) -> ModelCheckpoints:
+        return ModelCheckpoints(self.module, self.optimizer)
+
+    def export_safetensors(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        max_shard_bytes: int = MAX_SHARD_BYTES,
+        dtype: str | torch.dtype | None = None,
+    ) -> None:
+        """Write the model's weights as Hugging Face's libraries read them, in any stage; all ranks must call this.
+
+        What ``state_dict()`` lists goes to ``model.safetensors``, or to ``model-00001-of-0000N.safetensors`` and so on
+        with ``model.safetensors.index.json``; tied weights once, so that ``from_pretrained(folder)`` ties them again
+        (``model.config.save_pretrained(folder)`` writes what it needs besides). Rank 0 writes, one parameter in memory
+        at a time; files appear whole, in place of an earlier export's. It begins with :meth:`flush`.
+
+        Args:
+            max_shard_bytes: of the tensors in a file.
+            dtype: None: the parameters as the model runs with them. ``"float32"``: master weights, exactly;
+                ``"bfloat16"``, ``"float16"``: these rounded. What is not trained is cast; buffers that are no
+                floating-point numbers stay as they are.
+
+        Raises:
+            ConfigError, ParameterError: an argument, or what the model has, cannot be written; nothing was.
+            CheckpointError: on all ranks, where a file could not be written; nothing is left of it.
+        """
+        export_safetensors(self.module, self.optimizer, folder, max_shard_bytes=max_shard_bytes, dtype=dtype)
+
+    # --- memory --------------------------------------------------------------------------------------
 
     def memory_report(self) -> MemoryReport:
         """Planned and measured bytes, on the device and on the host."""

@@ -3,7 +3,7 @@
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -14,28 +14,35 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import increment_version
 
+from offload_core.checkpoint import Checkpoints
 from offload_core.config import FIELDS, ConfigLike, OffloadConfig, check_hyperparameters
-from offload_core.cpu_adam import AdamHyper
+from offload_core.cpu_adam import STATE_NAMES, AdamHyper
+from offload_core.cpus import local_processes
 from offload_core.errors import ConfigError, GradientError, ParameterError, StateError
 from offload_core.host_memory import available_bytes
-from offload_core.memory_plan import MemoryReport
+from offload_core.memory_plan import MemoryPlan, MemoryReport
+from offload_core.partition import ParamSpec
 from offload_core.pipeline import Pipeline, StepReport
 
-from .construction import check_finished, check_takes_none
+from .construction import check_finished, check_takes_none, shards_of
 from .device_ranks import device_for
-from .partitioned import PartitionedModel
+from .export import torch_state_dict
+from .partitioned import PartitionedModel, gathered_parameters
 from .pending import can_wait, make_pending
 from .slots import OWNED, Slot, let_go
 from .states import Hidden, States, check_entry, hide_state, state_views
 from .tensors import (
     TORCH_DTYPES,
     TakenGradient,
+    bytes_as,
     cast_param,
     check_gradient,
     check_param,
     flat,
     flat_like,
+    memory_of_all,
     memory_order,
+    shaped_like,
     spec_of,
 )
 
@@ -142,16 +149,17 @@ class OffloadedAdamW(torch.optim.Optimizer):
         pipeline = Pipeline(config, device_for(first.device, process_group, config), None)
         self.partitioned: PartitionedModel | None = None
         """Parameters that are there in shards only."""
-        if model is not None and config.stage == 3 and (pipeline.device.world_size > 1 or config.offload_param):
+        if model is not None and config.takes_apart(pipeline.device.world_size):
             self.partitioned = PartitionedModel(model, first.device, process_group, pipeline)
         else:
             check_takes_none([*(entry[:2] for entry in named), *(model.named_parameters() if model else ())], config)
         trained = [entry for entry in named if entry[1].requires_grad]
         params = [param for _, param, _ in trained]
-        self._take_on(pipeline, trained, besides=self.partitioned.plan_frozen(params) if self.partitioned else 0)
+        self._take_on(pipeline, trained, model)
         if self.partitioned is not None:
             self.partitioned.keep_frozen(params)
         self._pipeline = pipeline
+        self.checkpoints = Checkpoints(pipeline)
 
     def _finish(self) -> None:
         if self._pipeline is not None:
@@ -174,6 +182,20 @@ class OffloadedAdamW(torch.optim.Optimizer):
         shard = self.partitioned.shard_of(slot.param) if self.partitioned is not None else None
         # Of .data: the pipeline's writes are counted once, and not when they happen.
         return flat(slot.param.data) if shard is None else shard
+
+    @property
+    def slots(self) -> list[Slot]:
+        """What is known of each parameter, in the pipeline's order."""
+        return list(self._slots.values())
+
+    def replaced(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Master weights have been replaced: bring them to the parameters, and discard the gradients of before."""
+        self.pipeline.flush(tensors)
+        for slot in self._slots.values():
+            slot.release()
+            increment_version(slot.param)
+            slot.note()
+        self._forget_arrivals()
 
     # --- parameters --------------------------------------------------------------------------------
 
@@ -249,21 +271,28 @@ class OffloadedAdamW(torch.optim.Optimizer):
                     "expected one owner: use the first one, or end it with .close()"
                 )
 
-    def _take_on(self, pipeline: Pipeline, named: Sequence[tuple[str, torch.Tensor, int]], *, besides: int = 0) -> None:
+    def _take_on(
+        self, pipeline: Pipeline, named: Sequence[tuple[str, torch.Tensor, int]], model: nn.Module | None = None
+    ) -> None:
         """Allocate states for these parameters; cast them to ``param_dtype``.
 
         Args:
-            besides: bytes of host memory that will be needed for others.
+            model: what else of it takes memory is part of the plan.
         """
         for name, param, _ in named:
             check_param(name, param)
         target = self.config.target_dtype
         parted = self.partitioned
         specs = [spec_of(name, p, g, target, parted is not None and parted.takes(p)) for name, p, g in named]
-        pipeline.plan(specs).check(available_bytes() - besides)
+        frozen = parted.frozen([p for _, p, _ in named]) if parted is not None and model is not None else []
+        plan = self._plan(pipeline, [(spec, p) for spec, (_, p, _) in zip(specs, named, strict=True)], frozen, model)
+        device = pipeline.device
+        processes = min(local_processes(), device.world_size)
+        plan.check(available_bytes(), device.free_bytes(), processes=processes)
         first = len(pipeline.params)
         cut = parted.cut([(spec, p) for spec, (_, p, _) in zip(specs, named, strict=True)]) if parted else {}
-        pipeline.add_parameters(specs, [cut[p].shard if p in cut else flat(p) for _, p, _ in named])
+        tensors = [cut[p].shard if p in cut else flat(p) for _, p, _ in named]
+        pipeline.add_parameters(specs, tensors, frozen=[spec for spec, _ in frozen])
         if parted is not None:
             parted.keep_shards(cut.values())
         for i, (name, param, _) in enumerate(named):
@@ -287,9 +316,33 @@ class OffloadedAdamW(torch.optim.Optimizer):
             if self.early_copy:
                 self._hook(slot)
 
+    def _plan(
+        self,
+        pipeline: Pipeline,
+        trained: Sequence[tuple[ParamSpec, torch.Tensor]],
+        frozen: Sequence[tuple[ParamSpec, torch.Tensor]],
+        model: nn.Module | None,
+    ) -> MemoryPlan:
+        params = [param for _, param in trained]
+        known = {id(param) for _, param in (*trained, *frozen)}
+        others = [t for t in (*model.parameters(), *model.buffers()) if id(t) not in known] if model else []
+        others = [tensor for tensor in others if tensor.device == self._device]
+        plan = pipeline.terms.plan(
+            [spec for spec, _ in trained],
+            frozen=[spec for spec, _ in frozen],
+            besides=sum(bytes_as(tensor, self.config.target_dtype) for tensor in others),
+            gradients_stay=not self.early_copy,
+        )
+        rows = [] if self.partitioned is None else [self.partitioned.plan_cut(trained)]
+        whole = [*params, *(param for _, param in frozen), *others]
+        shards = [built.values for built in map(shards_of, whole) if built is not None]
+        held = memory_of_all(tensor for tensor in (*whole, *shards) if tensor.device == self._device)
+        return replace(plan, rows=(*plan.rows, *rows), held=held)
+
     def close(self) -> None:
         """Let the parameters go: remove the hooks, discard gradients on the host, free the states."""
         if self._pipeline is not None:
+            self.checkpoints.wait()
             self.flush()
         if self.partitioned is not None:
             self.partitioned.close()
@@ -475,12 +528,12 @@ class OffloadedAdamW(torch.optim.Optimizer):
                 slot.note()
                 make_pending(slot.param, partial(_await, lock, pipeline, slot.index))
 
-        tensors = self._follow_changes()
+        tensors = self.current_tensors()
         divisor = float(self.config.gradient_accumulation_steps)
         pipeline.expect_step(self._hypers(), tensors, divisor=divisor, groups=self._groups(), emitted=emitted)
 
-    def _follow_changes(self) -> list[torch.Tensor]:
-        """All parameters' memory; what has been changed there from outside is in the master weights, too.
+    def current_tensors(self) -> list[torch.Tensor]:
+        """All parameters' memory, as the pipeline takes it; what was changed there from outside is in the masters, too.
 
         It is that of ``.data``: the pipeline's writes are counted once, and not when they happen.
         """
@@ -495,10 +548,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
     @torch._disable_dynamo
     def _update(self) -> StepReport:
         pipeline, hypers = self.pipeline, self.prepare()
-        others = self.pipeline.device.world_size > 1  # they may have had a gradient where this rank had none
-        updated = [slot for slot in self._slots.values() if others or slot.param.grad is not None]
         gathered = 0 if self.partitioned is None else self.partitioned.before_change()
-        tensors = self._follow_changes()
+        tensors = self.current_tensors()
         try:
             report = pipeline.step(hypers, tensors, divisor=self._divisor, groups=self._groups(), gathered=gathered)
             if not self.reads_wait:
@@ -513,13 +564,13 @@ class OffloadedAdamW(torch.optim.Optimizer):
                 slot.release()
             self._forget_arrivals()
         self.updates += report.updated
-        for slot in updated:
-            if report.updated:
-                increment_version(slot.param)  # autograd must know, as after any in-place update
+        written = [slot for slot in self._slots.values() if slot.index in pipeline.published]
+        for slot in written:
+            increment_version(slot.param)  # autograd must know, as after any in-place update
         for slot in self._slots.values():
             slot.note()
-        if report.updated and not pipeline.finished:
-            for slot in updated:
+        if not pipeline.finished:
+            for slot in written:
                 if not slot.partitioned:
                     make_pending(slot.param, partial(_await, self._lock, pipeline, slot.index))
         return report
@@ -621,6 +672,46 @@ class OffloadedAdamW(torch.optim.Optimizer):
         if self.pipeline.scaler is not None and "loss_scale" in state_dict:
             self.pipeline.scaler.load_state_dict(state_dict["loss_scale"])
 
+    def torch_state_dict(self, *, rank0_only: bool = True) -> dict[str, Any] | None:
+        """A ``state_dict`` for ``torch.optim.AdamW`` (``Adam`` with ``adam_mode="adam"``), whole in any stage.
+
+        On fp32 parameters torch goes on from it with the bits that this optimizer would give (of a multiple of 16
+        elements; ``fused=True`` is set in its groups). The states are copies in fp32 on the host, shaped as the
+        parameters; torch has no master weights: ``engine.export_safetensors(folder, dtype="float32")`` writes them. All
+        ranks must call this. It begins with :meth:`flush`.
+
+        Args:
+            rank0_only: the others get None; False: a copy on each.
+        """
+        return torch_state_dict(self, rank0_only=rank0_only)
+
+    def has_states(self, param: torch.Tensor) -> bool:
+        """Whether the optimizer has states of a parameter, which a frozen one has when it was trained once."""
+        return param in self._slots
+
+    def whole_states(self, param: torch.Tensor, names: Collection[str] = STATE_NAMES) -> dict[str, torch.Tensor]:
+        """A copy of a parameter's states (``"master"``, ``"exp_avg"``, ``"exp_avg_sq"``), all ranks' parts of them.
+
+        In fp32 on the host, shaped and laid out in memory as the parameter. All ranks must call this.
+        """
+        slot = self._slots[param]
+        with torch._C.DisableTorchFunctionSubclass():  # what it was updated to is in its states
+            tensor = self._tensor(slot)
+        if slot.changed_outside:
+            self.pipeline.adopt(slot.index, tensor)
+            slot.note()
+        whole = self.pipeline.whole_states(slot.index, names, tensor=tensor)
+        return {name: shaped_like(torch.from_numpy(state), param) for name, state in whole.items()}
+
+    def load_master(self, param: torch.Tensor, values: torch.Tensor) -> None:
+        """Give a parameter's master weights these values, exactly, and the parameter these rounded; all ranks must
+        call this, with the same values, of the parameter's shape."""
+        slot = self._slots[param]
+        self.pipeline.set_states(slot.index, {"master": flat_like(values.to("cpu", torch.float32), param).numpy()})
+        with gathered_parameters(param, modifier_rank=0), torch.no_grad():
+            param.copy_(values)
+        slot.note()
+
     def __getstate__(self) -> dict[str, Any]:
         if self.pipeline.device.world_size > 1 or self.partitioned is not None:
             raise StateError(
@@ -670,6 +761,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         return {name: part(value) for name, value in entry.items()}
 
     def _load(self, slot: Slot, entry: Mapping[str, Any]) -> None:
+        self.pipeline.states(slot.index, writable=True)  # whose memory these are views of
         views = self.state[slot.param]
         self.pipeline.will_change([slot.index])
         for name, view in views.items():

@@ -24,11 +24,12 @@ from torch import nn
 from torch.autograd.graph import increment_version, saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from offload_core.buckets import PARAMETER_SHARDS
+from offload_core.bucket_terms import PARAMETER_SHARDS
 from offload_core.errors import ParameterError, StateError
 from offload_core.layout import agree
 from offload_core.live_params import LiveParams, PartitionedParam
-from offload_core.partition import ParamSpec, build_buckets
+from offload_core.memory_plan import PlanRow
+from offload_core.partition import ParamSpec
 from offload_core.pipeline import Pipeline
 
 from .construction import gathered_shards, hand_over, in_shards, shards_of, unexpected_change
@@ -152,6 +153,10 @@ class PartitionedModel:
         record = self._of.get(id(param))
         return None if record is None else record.shard
 
+    def record_of(self, param: torch.Tensor) -> PartitionedParameter | None:
+        """What there is of a parameter, if it is partitioned."""
+        return self._of.get(id(param))
+
     def cut(self, entries: Sequence[tuple[ParamSpec, torch.Tensor]]) -> dict[torch.Tensor, PartitionedParameter]:
         """The partitioned ones among these, with this rank's shards of them.
 
@@ -200,7 +205,8 @@ class PartitionedModel:
             self._guard(record)
         self._hook_all()
 
-    def _frozen(self, trained: Collection[torch.Tensor]) -> list[tuple[ParamSpec, torch.Tensor]]:
+    def frozen(self, trained: Collection[torch.Tensor]) -> list[tuple[ParamSpec, torch.Tensor]]:
+        """The parameters that are to be partitioned and are not trained."""
         ids = {id(param) for param in trained}
         owned = [
             (name, param) for param, name, _ in self._owners.values() if id(param) not in ids and self.takes(param)
@@ -208,22 +214,19 @@ class PartitionedModel:
         target = self._config.target_dtype
         return [(spec_of(name, param, 0, target, partitioned=True), param) for name, param in owned]
 
-    def plan_frozen(self, trained: Collection[torch.Tensor]) -> int:
-        """Host bytes that :meth:`keep_frozen` will allocate; they are part of the plan from now on."""
-        if self._config.offload_param is None:
-            return 0
+    def plan_cut(self, entries: Sequence[tuple[ParamSpec, torch.Tensor]]) -> PlanRow:
+        """What :meth:`cut` of these takes till :meth:`keep_shards`, beside the whole parameters."""
         n_bytes = 0
-        for spec, _ in self._frozen(trained):
-            buckets = build_buckets(
-                [spec], world_size=self._world.world_size, bucket_numel=self._config.reduce_bucket_size
-            )
-            n_bytes += sum(bucket.shard_numel for bucket in buckets) * spec.dtype.itemsize
-        self._pipeline.reserve(n_bytes)
-        return n_bytes
+        for spec, param in entries:
+            if spec.partitioned and id(param) not in self._of and not in_shards(param):
+                cut = Cut(spec, self._world.ranks, self._world.world_size, self._config.reduce_bucket_size)
+                n_bytes += cut.shard_numel * param.element_size()
+        where = "host" if self._shards_device.type == "cpu" else "device"
+        return PlanRow("shards as they were given", where, n_bytes, "init()", passing=True)
 
     def keep_frozen(self, trained: Collection[torch.Tensor]) -> None:
         """Partition what is not trained."""
-        self.keep_shards(self.cut(self._frozen(trained)).values())
+        self.keep_shards(self.cut(self.frozen(trained)).values())
 
     def train(self, param: torch.Tensor, index: int) -> None:
         """The parameter is the pipeline's of that number."""

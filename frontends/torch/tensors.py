@@ -4,16 +4,20 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 
 from offload_core.dtypes import BFLOAT16, FLOAT16, FLOAT32, ElementType
 from offload_core.errors import GradientError, ParameterError
 from offload_core.partition import ParamSpec
 from offload_core.regions import InMemory
+from offload_core.safetensors_files import NAME_OF
 
 ELEMENT_TYPES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 _ADDITIONS = (torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor)
 TORCH_DTYPES = {element_type: dtype for dtype, element_type in ELEMENT_TYPES.items()}
+NUMPY_DTYPES = {getattr(torch, dtype.name): dtype for dtype in NAME_OF}
+"""Of all tensors that files hold."""
 
 
 def memory_order(tensor: torch.Tensor) -> list[int] | None:
@@ -47,6 +51,14 @@ def flat_like(tensor: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     order = memory_order(param)
     detached = tensor.detach().resolve_neg()
     return (detached if order is None else detached.permute(order)).reshape(-1).contiguous()
+
+
+def memory(run: torch.Tensor) -> np.ndarray:
+    """The memory of a one-dimensional tensor on the host; of bfloat16 too, which ``Tensor.numpy`` refuses."""
+    dtype = NUMPY_DTYPES[run.dtype]
+    if run.numel() == 0:
+        return np.empty(0, dtype)
+    return run.view(torch.uint8).numpy().view(dtype)
 
 
 def shaped_like(run: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
@@ -119,6 +131,24 @@ def cast_param(param: torch.Tensor, dtype: torch.dtype) -> None:
         param.data = param.data.to(dtype)
         if gradient is not None:
             param.grad = gradient.to(dtype)
+
+
+def bytes_as(tensor: torch.Tensor, target: ElementType | None) -> int:
+    """Bytes of the tensor once what is floating-point has this element type."""
+    return tensor.numel() * (target.itemsize if target and tensor.is_floating_point() else tensor.element_size())
+
+
+def memory_of_all(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of memory that tensors take, each storage once."""
+    storages = {}
+    with torch._C.DisableTorchFunctionSubclass():
+        for tensor in tensors:
+            try:
+                storage = tensor.untyped_storage()
+                storages[storage._cdata] = storage.nbytes()
+            except NotImplementedError:  # wrappers
+                storages[-id(tensor)] = tensor.nbytes
+    return sum(storages.values())
 
 
 def check_gradient(name: str, param: torch.Tensor, gradient: torch.Tensor) -> None:

@@ -1,0 +1,214 @@
+"""What a tree has besides its optimizer states, as checkpoints hold it (``offload_core/checkpoint.py``)."""
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from offload_core.checkpoint import (
+    Checkpoints,
+    Contents,
+    Loaded,
+    Names,
+    Target,
+    check_stateful,
+    random_state,
+    set_random_state,
+    states_of,
+    together,
+    translation,
+)
+from offload_core.checkpoint_files import Want
+from offload_core.errors import CheckpointError
+from offload_core.pipeline import Pipeline
+from offload_core.plain import ArrayType
+from offload_core.regions import Region
+from offload_core.safetensors_files import NAME_OF
+from offload_core.shard_writer import Source
+
+from .device import read
+from .placement import Placement
+from .trees import dotted_names, from_numpy, is_array, is_key, numpy_form
+
+
+def _is_key_of(kind: str, value: Any) -> bool:
+    return is_key(value) and jax.random.key_impl(value) == kind
+
+
+def _to_numpy(array: jax.Array) -> np.ndarray:
+    if not (array.is_fully_addressable or array.is_fully_replicated):
+        raise CheckpointError(
+            f"an array of {array.dtype}{list(array.shape)} that lies in several processes; expected one that each has "
+            "whole"
+        )
+    return np.asarray(array)
+
+
+def _key(kind: str, data: np.ndarray) -> jax.Array:
+    return jax.random.wrap_key_data(jnp.asarray(data), impl=kind)
+
+
+ARRAYS = [
+    ArrayType("jax", lambda value: isinstance(value, jax.Array) and not is_key(value), _to_numpy, jnp.asarray),
+    *(
+        ArrayType(
+            f"jax key {kind}",
+            partial(_is_key_of, kind),
+            lambda key: _to_numpy(jax.random.key_data(key)),
+            partial(_key, kind),
+        )
+        for kind in ("threefry2x32", "rbg", "unsafe_rbg")
+    ),
+]
+
+
+class TreeCheckpoints:
+    """The checkpoints of a pytree.
+
+    Args:
+        leaves: all of the tree's; those that are loaded are put there.
+        trained: which of them are the pipeline's, in its order.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        placement: Placement,
+        tree: Any,
+        leaves: list[Any],
+        trained: Sequence[int],
+    ) -> None:
+        self._core = Checkpoints(pipeline)
+        self._pipeline = pipeline
+        self._placement = placement
+        self._paths = dotted_names(tree)
+        self._leaves = leaves
+        self._trained = trained
+
+    def save(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        updates: int,
+        stateful: Mapping[str, Any] | None,
+        extras: Any,
+        keep: int | None,
+        wait: bool,
+    ) -> Path:
+        """Save a tree that has had so many updates."""
+        collectives = self._pipeline.device.collectives
+        with together(collectives, "save"):
+            names = self._names(None)
+            untrained = {names[i]: i for i in self._untrained()}
+            shapes = {name: _form(name, self._leaves[i]) for name, i in untrained.items()}
+            sources = [_source(name, self._leaves[i]) for name, i in untrained.items()] if collectives.rank == 0 else []
+            state = {"updates": updates, "groups": None, "stateful": states_of(stateful), "extras": extras}
+        own = {"random": random_state()}
+        contents = Contents([names[i] for i in self._trained], sources, shapes, state, own, ARRAYS, "jax")
+        return self._core.save(folder, contents, self._tensors(), step=updates, keep=keep, wait=wait)
+
+    def wait(self) -> None:
+        """Return when the last one is on the disk."""
+        self._core.wait()
+
+    def load(
+        self,
+        path: str | os.PathLike[str],
+        publish: Callable[[], None],
+        *,
+        stateful: Mapping[str, Any] | None,
+        names: Names,
+    ) -> Loaded:
+        """Load one that has states of these objects. ``publish`` brings master weights to the trained leaves."""
+        with together(self._pipeline.device.collectives, "load"):
+            theirs = self._names(names)
+            targets = [self._target(theirs[i], i) for i in self._untrained()]
+        return self._core.load(
+            path,
+            [theirs[i] for i in self._trained],
+            targets,
+            self._tensors(),
+            publish,
+            ARRAYS,
+            accept=partial(_accept, stateful),
+        )
+
+    # --- what there is -------------------------------------------------------------------------------
+
+    def _names(self, names: Names) -> dict[int, str]:
+        """Of each array, in a checkpoint."""
+        translated: dict[int, str] = {}
+        seen: dict[str, str] = {}
+        for i in sorted([*self._trained, *self._untrained()]):
+            path = self._paths[i]
+            translated[i] = name = translation(names)(path)
+            if name in seen:
+                raise CheckpointError(
+                    f"two arrays of the tree are named {name!r}: {seen[name]!r} and {path!r}, their paths' keys joined "
+                    "by dots; expected different names"
+                )
+            seen[name] = path
+        return translated
+
+    def _untrained(self) -> list[int]:
+        trained = set(self._trained)
+        return [i for i, leaf in enumerate(self._leaves) if i not in trained and is_array(leaf)]
+
+    def _tensors(self) -> list[Any]:
+        return self._placement.start([self._leaves[i] for i in self._trained])
+
+    def _target(self, name: str, i: int) -> Target:
+        shape, dtype = _form(name, self._leaves[i])
+        staged: list[np.ndarray] = []
+
+        def wants(kind: str) -> Iterable[Want]:
+            array = np.empty(shape, dtype)
+            staged.append(array)
+            return [Want(name, kind, Region(shape, 0, array.size), array.reshape(-1))]
+
+        def loaded() -> None:
+            self._leaves[i] = self._placement.pass_through(from_numpy(staged.pop(), self._leaves[i]))
+
+        return Target(name, shape, wants, loaded, dtype)
+
+
+def take_up(loaded: Loaded, stateful: Mapping[str, Any] | None, *, random_state: bool) -> Any:
+    """What a checkpoint holds besides arrays: give it to these objects and the generators; its extras."""
+    for name, item in (stateful or {}).items():
+        item.load_state_dict(loaded.state["stateful"][name])
+    if random_state and loaded.own is not None:
+        set_random_state(loaded.own["random"])
+    return loaded.state["extras"]
+
+
+def _accept(stateful: Mapping[str, Any] | None, loaded: Loaded) -> None:
+    check_stateful(stateful, loaded.state["stateful"])
+
+
+def _form(name: str, leaf: Any) -> tuple[tuple[int, ...], np.dtype]:
+    shape, dtype = numpy_form(leaf)
+    if dtype not in NAME_OF:
+        raise CheckpointError(
+            f"{name!r} is an array of {dtype}; expected one of {', '.join(map(str, NAME_OF))}: a checkpoint cannot "
+            "hold it"
+        )
+    return shape, dtype
+
+
+def _source(name: str, leaf: Any) -> Source:
+    shape, dtype = _form(name, leaf)
+    region = Region(shape, 0, int(np.prod(shape, dtype=np.int64)))
+    if not isinstance(leaf, jax.Array):
+        return Source.of(name, "param", region, np.ascontiguousarray(leaf))
+    local = leaf.addressable_data(0) if leaf.is_fully_replicated else leaf
+    array = jax.random.key_data(local) if is_key(leaf) else local
+    return Source(name, "param", region, dtype, partial(_read, array))
+
+
+def _read(array: jax.Array, start: int, out: np.ndarray) -> None:
+    out[...] = read(array, start, start + out.size)

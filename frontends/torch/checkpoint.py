@@ -1,0 +1,235 @@
+"""What a model has besides its optimizer states, as checkpoints hold it (``offload_core/checkpoint.py``)."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.autograd.graph import increment_version
+
+from offload_core.checkpoint import (
+    Contents,
+    Loaded,
+    Names,
+    Target,
+    check_stateful,
+    random_state,
+    set_random_state,
+    states_of,
+    translation,
+)
+from offload_core.checkpoint_files import Want
+from offload_core.errors import CheckpointError, ParameterError
+from offload_core.plain import ArrayType
+from offload_core.regions import InMemory
+from offload_core.shard_writer import Source
+
+from .optimizer import OffloadedAdamW
+from .partitioned import PartitionedParameter
+from .tensors import NUMPY_DTYPES, elements_of, flat, memory
+
+
+def _to_numpy(tensor: torch.Tensor) -> np.ndarray:
+    host = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    if host.dtype not in NUMPY_DTYPES:
+        raise CheckpointError(f"a tensor of {host.dtype}; expected one of {', '.join(map(str, NUMPY_DTYPES))}")
+    return memory(host.view(-1)).reshape(tuple(host.shape))
+
+
+def _from_numpy(array: np.ndarray) -> torch.Tensor:
+    tensor = torch.empty(array.shape, dtype=getattr(torch, array.dtype.name))
+    memory(tensor.view(-1))[:] = array.reshape(-1)
+    return tensor
+
+
+TENSORS = ArrayType("torch", lambda value: isinstance(value, torch.Tensor), _to_numpy, _from_numpy)
+
+
+class ModelCheckpoints:
+    """The checkpoints of a model and its optimizer."""
+
+    def __init__(self, model: nn.Module, optimizer: OffloadedAdamW) -> None:
+        self._model = model
+        self._optimizer = optimizer
+
+    def save(
+        self,
+        folder: Any,
+        *,
+        stateful: Mapping[str, Any] | None,
+        extras: Any,
+        keep: int | None,
+        wait: bool,
+    ) -> Path:
+        optimizer = self._optimizer
+        if optimizer.partitioned is not None:
+            optimizer.partitioned.check_closed()
+        tensors = optimizer.current_tensors()
+        sources, shapes = [], {}
+        alone = optimizer.pipeline.device.collectives.rank == 0
+        for name, tensor, record in self._untrained():
+            shapes[name] = (tuple(tensor.shape), _numpy_dtype(name, tensor))
+            if record is not None:
+                sources += _shard_sources(name, record)
+            elif alone:
+                sources.append(_source(name, tensor))
+        groups = [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in optimizer.param_groups]
+        state = {
+            "updates": optimizer.updates,
+            "groups": groups,
+            "stateful": states_of(stateful),
+            "extras": extras,
+        }
+        contents = Contents(self._names(), sources, shapes, state, {"random": _random_state()}, [TENSORS], "torch")
+        return optimizer.checkpoints.save(folder, contents, tensors, step=optimizer.updates, keep=keep, wait=wait)
+
+    def load(self, path: Any, *, stateful: Mapping[str, Any] | None, names: Names, random_state: bool) -> Any:
+        optimizer, translated = self._optimizer, translation(names)
+        if optimizer.partitioned is not None:
+            optimizer.partitioned.check_closed()
+        tensors = optimizer.current_tensors()
+
+        def accept(loaded: Loaded) -> None:
+            check_stateful(stateful, loaded.state["stateful"])
+            groups = loaded.state["groups"]
+            if groups is not None and len(groups) != len(optimizer.param_groups):
+                raise CheckpointError(
+                    f"{loaded.checkpoint.path}: {len(groups)} parameter groups in it, expected "
+                    f"{len(optimizer.param_groups)}, as this optimizer has"
+                )
+
+        def publish() -> None:
+            if optimizer.partitioned is not None:
+                optimizer.partitioned.before_change()
+            optimizer.replaced(tensors)
+
+        targets = [self._target(translated(name), tensor, record) for name, tensor, record in self._untrained()]
+        loaded = optimizer.checkpoints.load(
+            path, [translated(name) for name in self._names()], targets, tensors, publish, [TENSORS], accept=accept
+        )
+        state = loaded.state
+        optimizer.updates = int(state["updates"])
+        for group, saved in zip(optimizer.param_groups, state["groups"] or [], strict=False):
+            for key, value in saved.items():
+                if isinstance(group.get(key), torch.Tensor):
+                    group[key].fill_(float(value))  # schedulers may hold it
+                else:
+                    group[key] = value
+        for name, item in (stateful or {}).items():
+            item.load_state_dict(state["stateful"][name])
+        if random_state and loaded.own is not None:
+            _set_random_state(loaded.own["random"])
+        return state["extras"]
+
+    # --- what there is -------------------------------------------------------------------------------
+
+    def _names(self) -> list[str]:
+        """Of the trained parameters: the model's names of them."""
+        of_model = {id(param): name for name, param in self._model.named_parameters()}
+        return [of_model.get(id(slot.param), slot.name) for slot in self._optimizer.slots]
+
+    def _untrained(self) -> Iterator[tuple[str, torch.Tensor, PartitionedParameter | None]]:
+        """Frozen parameters and buffers; of partitioned ones their shards, too."""
+        trained = {id(slot.param) for slot in self._optimizer.slots}
+        parted = self._optimizer.partitioned
+        for name, param in self._model.named_parameters():
+            if id(param) not in trained:
+                yield name, param, None if parted is None else parted.record_of(param)
+        seen: set[int] = set()
+        for prefix, module in self._model.named_modules():
+            for own, buffer in module._buffers.items():
+                if buffer is None or own in module._non_persistent_buffers_set or id(buffer) in seen:
+                    continue
+                seen.add(id(buffer))
+                yield f"{prefix}.{own}" if prefix else own, buffer, None
+
+    def _target(self, name: str, tensor: torch.Tensor, record: PartitionedParameter | None) -> Target:
+        shape = tuple(tensor.shape)
+        if record is None:
+            where, elements = tensor, _elements_of(tensor)
+            runs = [(0, 0, tensor.numel())]
+        else:
+            where, elements = record.shard, elements_of(record.param)
+            runs = record.runs
+        in_place = where.device.type == "cpu" and _is_dense(where)
+        staged: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+        def wants(kind: str) -> Iterable[Want]:
+            with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+                run = flat(where.data) if _is_dense(where) else where.detach()
+                host = run if in_place else torch.empty(where.numel(), dtype=where.dtype)
+                if not in_place:
+                    staged.append((run, host.view(run.shape)))
+            for start, at, numel in runs:
+                for offset, region in elements.regions(start, numel):
+                    part = host[at + offset : at + offset + region.numel]
+                    yield Want(name, kind, region, memory(part))
+
+        def loaded() -> None:
+            with torch.no_grad():
+                for run, host in staged:
+                    run.copy_(host)
+                staged.clear()
+                if not tensor.is_inference():
+                    increment_version(tensor)
+
+        return Target(name, shape, wants, loaded, _numpy_dtype(name, tensor))
+
+
+def _source(name: str, tensor: torch.Tensor) -> Source:
+    [(_, region)] = _elements_of(tensor).regions(0, tensor.numel())
+    run = flat(tensor.data) if _is_dense(tensor) else tensor.detach().contiguous().view(-1)
+    return Source(name, "param", region, _numpy_dtype(name, tensor), partial(_read, run))
+
+
+def _shard_sources(name: str, record: PartitionedParameter) -> list[Source]:
+    elements, dtype = elements_of(record.param), record.spec.dtype.numpy
+    return [
+        Source(name, "param", region, dtype, partial(_read, record.shard[at + offset : at + offset + region.numel]))
+        for start, at, numel in record.runs
+        for offset, region in elements.regions(start, numel)
+    ]
+
+
+def _read(run: torch.Tensor, start: int, out: np.ndarray) -> None:
+    part = run[start : start + out.size].view(torch.uint8)
+    torch.from_numpy(out.view(np.uint8)).copy_(part)
+
+
+def _numpy_dtype(name: str, tensor: torch.Tensor) -> np.dtype:
+    if tensor.dtype not in NUMPY_DTYPES or tensor.layout is not torch.strided:
+        raise CheckpointError(
+            f"{name!r} is a {tensor.layout} tensor of {tensor.dtype}; expected a dense one of "
+            f"{', '.join(map(str, NUMPY_DTYPES))}: a checkpoint cannot hold it"
+        )
+    return NUMPY_DTYPES[tensor.dtype]
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    try:
+        elements_of(tensor)
+    except ParameterError:
+        return False
+    return True
+
+
+def _elements_of(tensor: torch.Tensor) -> InMemory:
+    return elements_of(tensor) if _is_dense(tensor) else InMemory(tuple(tensor.shape))
+
+
+def _random_state() -> dict[str, Any]:
+    state = random_state() | {"torch": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _set_random_state(state: Mapping[str, Any]) -> None:
+    set_random_state(state)
+    if "torch" in state:
+        torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

@@ -1,0 +1,317 @@
+"""The fp32 weights of DeepSpeed's ZeRO checkpoints, read without running anything that is in them.
+
+A checkpoint is a folder ``TAG`` beside a file ``latest`` that names it. In stages 1 and 2 each rank has, of each
+parameter group, an equal part of the flattened fp32 weights; in stage 3 an equal part of each parameter, padded, end to
+end. Files are pickles: they are read with ``weights_only=True``, and DeepSpeed's own classes in them become
+:class:`_Inert`.
+"""
+
+import math
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from offload_core.errors import CheckpointError
+
+from .engine import Engine
+from .export import named_tensors
+from .partitioned import gathered_parameters
+
+_OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+_MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
+_REMEDY = (
+    "expected a whole checkpoint of ZeRO stage 1, 2 or 3 alone: DeepSpeed's zero_to_fp32.py makes safetensors files of "
+    "others, for load_state_dict()"
+)
+
+
+def load_deepspeed(model: nn.Module, folder: str | os.PathLike[str], *, tag: str | None = None) -> None:
+    """Load the weights of a DeepSpeed checkpoint (ZeRO stage 1, 2 or 3, any number of ranks) into a model.
+
+    An :class:`Engine`'s master weights become the checkpoint's, exactly, and its parameters these rounded; a plain
+    module's parameters take them in their own element type. Buffers and frozen parameters are loaded, too; optimizer
+    states are not. One parameter is in memory at a time, besides the files, which are mapped. All ranks must call this,
+    and each must see the files.
+
+    Args:
+        folder: what was given to ``save_checkpoint``.
+        tag: which of its checkpoints; None: the one that the file ``latest`` names.
+
+    Raises:
+        CheckpointError: a file is missing, does not fit, or has objects in it that are no weights; nothing was changed.
+    """
+    if not isinstance(model, Engine):
+        for tensor, value in _matched(model, Path(folder), tag):
+            _load_device(tensor, value)
+        return
+    optimizer = model.optimizer
+    model.flush()
+    matched: list[tuple[torch.Tensor, _Value]] = []
+    refusal: CheckpointError | None = None
+    try:
+        matched = _matched(model.module, Path(folder), tag)
+    except CheckpointError as error:
+        refusal = error
+    refusals = np.array([refusal is not None], np.int64)
+    optimizer.pipeline.sum_integers(refusals, "load_deepspeed")
+    if refusals[0]:
+        raise refusal or CheckpointError(f"{folder}: another rank could not read it; its own error says why")
+    for tensor, value in matched:
+        if optimizer.has_states(tensor):
+            optimizer.load_master(tensor, value.read())
+        else:
+            _load_device(tensor, value)
+
+
+def _load_device(tensor: torch.Tensor, value: "_Value") -> None:
+    with gathered_parameters(tensor, modifier_rank=0), torch.no_grad():
+        tensor.copy_(value.read())
+
+
+@dataclass(frozen=True)
+class _Value:
+    """A tensor of the checkpoint."""
+
+    shape: tuple[int, ...]
+    file: Path
+    """Where (a part of) it is."""
+    read: Callable[[], torch.Tensor]
+
+
+def _matched(module: nn.Module, folder: Path, tag: str | None) -> list[tuple[torch.Tensor, _Value]]:
+    """Each parameter and buffer with its value."""
+    try:
+        values = _read(folder, tag)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{folder}: not laid out as ZeRO lays out its files ({error!r}); {_REMEDY}") from error
+    tensors = named_tensors(module)
+    names: dict[int, list[str]] = {}
+    for name, tensor in tensors.items():
+        names.setdefault(id(tensor), []).append(name)
+    matched = []
+    for same in names.values():
+        known = [name for name in same if name in values]
+        if not known:
+            raise CheckpointError(f"{folder}: has no {same[0]!r}; expected a checkpoint of this model: {_some(values)}")
+        name = known[0]
+        tensor, value = tensors[name], values[name]
+        if tuple(tensor.shape) != value.shape:
+            raise CheckpointError(
+                f"{value.file}: {name!r} has shape {list(value.shape)}, expected {list(tensor.shape)}: the checkpoint "
+                "is of another model"
+            )
+        matched.append((tensor, value))
+    unknown = [name for name in values if name not in tensors]
+    if unknown:
+        raise CheckpointError(f"{folder}: has {_some(unknown)}, which the model has not; expected one of this model")
+    return matched
+
+
+def _some(names: Any) -> str:
+    listed = list(names)
+    return ", ".join(map(repr, listed[:5])) + ", …" * (len(listed) > 5)
+
+
+def _read(folder: Path, tag: str | None) -> dict[str, _Value]:
+    """The checkpoint's tensors by their names, those of tied weights too."""
+    latest = folder / "latest"
+    if tag is None and not latest.is_file():
+        raise CheckpointError(f"{latest}: no such file; expected the folder of a DeepSpeed checkpoint, or tag=")
+    folder = folder / (latest.read_text().strip() if tag is None else tag)
+    models, optimizers = _files(folder)
+    states = [_load(path) for path in optimizers]
+    first = _entry(states[0], optimizers[0], "optimizer_state_dict", dict)
+    stage_3 = "fp32_flat_groups" in first
+    count = _entry(first, optimizers[0], "partition_count", (int, list))
+    ranks = max(count) if isinstance(count, list) else count
+    expected = [ranks if stage_3 else 1, ranks]
+    for paths, n in zip((models, optimizers), expected, strict=True):
+        if len(paths) != n:
+            raise CheckpointError(
+                f"{folder}: {len(paths)} files such as {paths[0].name}, expected {n}, one of each rank: {_REMEDY}"
+            )
+    described = [_load(path) for path in models]
+    parts = [_entry(state, path, "optimizer_state_dict", dict) for state, path in zip(states, optimizers, strict=True)]
+    read = _of_stage_3 if stage_3 else _of_stage_1_or_2
+    values = read(described, models, parts, optimizers)
+    for alias, name in (described[0].get("shared_params") or {}).items():
+        if name in values:
+            values[alias] = values[name]
+    return values
+
+
+def _files(folder: Path) -> tuple[list[Path], list[Path]]:
+    """Files of models and of optimizers, by rank."""
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: no such folder; expected that of a DeepSpeed checkpoint's tag")
+    found: tuple[dict[int, Path], dict[int, Path]] = ({}, {})
+    for path in sorted(folder.glob("*_states.pt")):
+        for pattern, files in zip((_MODEL, _OPTIMIZER), found, strict=True):
+            match = pattern.fullmatch(path.name)
+            if match is not None and int(match[2]) == 0:
+                files[int(match[1] or 0)] = path
+                break
+        else:
+            raise CheckpointError(f"{path}: is of a pipeline's, a tensor's or an expert's parallel ranks; {_REMEDY}")
+    names = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    for files, name in zip(found, names, strict=True):
+        missing = next(rank for rank in range(len(files) + 1) if rank not in files)
+        if missing < max(len(files), 1):
+            raise CheckpointError(f"{folder / name}: no such file of rank {missing}; {_REMEDY}")
+    models, optimizers = ([files[rank] for rank in sorted(files)] for files in found)
+    return models, optimizers
+
+
+class _Inert(int):
+    """What stands for any class of DeepSpeed's while a file is read; it keeps a number that it is made of, no more."""
+
+    def __new__(cls, *args: Any) -> "_Inert":
+        return super().__new__(cls, args[0] if args and type(args[0]) is int else 0)
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        named = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+        foreign = [name for name in named if not name.startswith("deepspeed.")]
+        if not foreign:
+            with torch.serialization.safe_globals([(_Inert, name) for name in named]):
+                state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:
+        raise CheckpointError(f"{path}: cannot be read as weights alone ({error}); {_REMEDY}") from error
+    if foreign:
+        raise CheckpointError(
+            f"{path}: has {_some(foreign)} in it, and reading that could run code; expected tensors, numbers and text "
+            f"alone; {_REMEDY}"
+        )
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{path}: holds a {type(state).__name__}, expected a dict; {_REMEDY}")
+    return state
+
+
+def _entry(state: Mapping[str, Any], path: Path, name: str, kind: type | tuple[type, ...]) -> Any:
+    if not isinstance(state.get(name), kind):
+        raise CheckpointError(f"{path}: {name!r} is {_kind(state.get(name))}, expected what ZeRO writes; {_REMEDY}")
+    return state[name]
+
+
+def _kind(value: Any) -> str:
+    return "missing" if value is None else f"a {type(value).__name__}"
+
+
+def _shapes(described: Mapping[str, Any], path: Path) -> list[dict[str, tuple[int, ...]]]:
+    """Names and shapes of the parameters of each group, in the order in which they lie."""
+    groups = _entry(described, path, "param_shapes", list)
+    return [{name: _integers(shape, path) for name, shape in group.items()} for group in groups]
+
+
+def _integers(values: Any, path: Path) -> tuple[int, ...]:
+    if not all(type(value) is int and value >= 0 for value in values):
+        raise CheckpointError(f"{path}: {list(values)} is a shape or padding there, expected integers; {_REMEDY}")
+    return tuple(values)
+
+
+def _flat(tensors: Any, path: Path) -> list[torch.Tensor]:
+    flat = list(tensors) if isinstance(tensors, list | tuple) else [tensors]
+    if not all(isinstance(t, torch.Tensor) and t.dim() == 1 for t in flat):
+        raise CheckpointError(f"{path}: the fp32 weights are {_kind(tensors)}, expected flat tensors; {_REMEDY}")
+    return flat
+
+
+def _run(tensors: Sequence[torch.Tensor], start: int, numel: int) -> torch.Tensor:
+    """Elements of tensors that lie end to end."""
+    parts, at = [], 0
+    for tensor in tensors:
+        low, high = max(start - at, 0), min(start + numel - at, tensor.numel())
+        if low < high:
+            parts.append(tensor[low:high])
+        at += tensor.numel()
+    return torch.cat(parts) if parts else torch.empty(0)
+
+
+def _check_numel(path: Path, got: int, least: int, most: int) -> None:
+    if not least <= got <= most:
+        bounds = f"{least}" if least == most else f"{least} to {most}"
+        raise CheckpointError(f"{path}: {got} elements of weights lie end to end, expected {bounds}; {_REMEDY}")
+
+
+def _of_stage_1_or_2(
+    described: list[dict[str, Any]], models: list[Path], parts: list[dict[str, Any]], optimizers: list[Path]
+) -> dict[str, _Value]:
+    [path], [module] = models, [_entry(described[0], models[0], "module", dict)]
+    # Frozen parameters and buffers are there whole.
+    values = {
+        name: _Value(tuple(tensor.shape), path, tensor.detach)
+        for name, tensor in module.items()
+        if isinstance(tensor, torch.Tensor)
+    }
+    shapes = _shapes(described[0], path)
+    groups = [
+        _flat(_entry(part, file, "single_partition_of_fp32_groups", list), file)
+        for part, file in zip(parts, optimizers, strict=True)
+    ]
+    paddings = [
+        _integers(group, optimizers[0])
+        for group in parts[0].get("param_alignment_paddings") or [[0] * len(group) for group in shapes]
+    ]
+    if {len(shapes)} != {len(rank) for rank in groups} or list(map(len, shapes)) != list(map(len, paddings)):
+        raise CheckpointError(f"{optimizers[0]}: its parameter groups are not those of {path.name}; {_REMEDY}")
+    for g, group in enumerate(shapes):
+        flat, start, end = [rank[g] for rank in groups], 0, 0
+        for (name, shape), padding in zip(group.items(), paddings[g], strict=True):
+            values[name] = _trained(shape, optimizers[0], [(flat, start)], math.prod(shape))
+            end = start + math.prod(shape)
+            start = end + padding
+        align = 2 * len(parts)  # what may have been left after the last
+        _check_numel(optimizers[0], sum(part.numel() for part in flat), end, -(-start // align) * align)
+    return values
+
+
+def _of_stage_3(
+    described: list[dict[str, Any]], models: list[Path], parts: list[dict[str, Any]], optimizers: list[Path]
+) -> dict[str, _Value]:
+    module = _entry(described[0], models[0], "module", dict)
+    buffers = _entry(described[0], models[0], "buffer_names", list)
+    values = {
+        name: _Value(tuple(module[name].shape), models[0], module[name].detach) for name in buffers if name in module
+    }
+    for name, shape in (described[0].get("frozen_param_shapes") or {}).items():
+        fragments = [
+            _flat(_entry(_entry(state, path, "frozen_param_fragments", dict), path, name, torch.Tensor), path)
+            for state, path in zip(described, models, strict=True)
+        ]
+        part = -(-math.prod(shape) // len(models))
+        for [fragment], path in zip(fragments, models, strict=True):
+            _check_numel(path, fragment.numel(), part, part)
+        values[name] = _trained(_integers(shape, models[0]), models[0], [(fragment, 0) for fragment in fragments], part)
+    flat = [_flat(part.get("fp32_flat_groups"), path) for part, path in zip(parts, optimizers, strict=True)]
+    start = 0
+    for group in _shapes(described[0], models[0]):
+        for name, shape in group.items():
+            part = -(-math.prod(shape) // len(flat))
+            values[name] = _trained(shape, optimizers[0], [(rank, start) for rank in flat], part)
+            start += part
+    for rank, path in zip(flat, optimizers, strict=True):
+        _check_numel(path, sum(tensor.numel() for tensor in rank), start, start)
+    return values
+
+
+def _trained(
+    shape: tuple[int, ...], file: Path, places: Sequence[tuple[list[torch.Tensor], int]], numel: int
+) -> _Value:
+    """A parameter whose elements are ``numel`` from each place."""
+
+    def read() -> torch.Tensor:
+        whole = torch.cat([_run(flat, start, numel) for flat, start in places])
+        return whole[: math.prod(shape)].view(shape)
+
+    return _Value(shape, file, read)

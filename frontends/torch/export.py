@@ -1,0 +1,114 @@
+"""What leaves for other programs: weights as Hugging Face writes them, states as ``torch.optim.AdamW`` does."""
+
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from offload_core import checks
+from offload_core.errors import ParameterError
+from offload_core.export import Weight, export_weights
+
+from .partitioned import gathered_parameters
+from .tensors import ELEMENT_TYPES, NUMPY_DTYPES, memory
+
+if TYPE_CHECKING:
+    from .optimizer import OffloadedAdamW
+
+_COMPILED = "_orig_mod."  # what torch.compile puts in the names of a module's parts
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in ELEMENT_TYPES}
+
+
+def export_safetensors(
+    model: nn.Module,
+    optimizer: "OffloadedAdamW",
+    folder: str | os.PathLike[str],
+    *,
+    max_shard_bytes: int,
+    dtype: str | torch.dtype | None,
+) -> None:
+    """As ``Engine.export_safetensors``."""
+    target = None
+    if dtype is not None:
+        checks.choice("dtype", str(dtype).removeprefix("torch."), _DTYPES)
+        target = _DTYPES[str(dtype).removeprefix("torch.")]
+    optimizer.flush()
+    weights = [_weight(optimizer, name, tensor, target) for name, tensor in _untied(model)]
+    pipeline = optimizer.pipeline
+    rank = pipeline.device.collectives.rank
+    export_weights(folder, weights, max_shard_bytes=max_shard_bytes, rank=rank, sum_integers=pipeline.sum_integers)
+
+
+def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What ``state_dict()`` lists, the parameters themselves; none of them is read, for they may be in shards.
+
+    Raises:
+        ParameterError: something there is no tensor.
+    """
+    found = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        name = name.replace(_COMPILED, "")
+        if not isinstance(tensor, torch.Tensor):
+            raise ParameterError(
+                f"{name!r} of the model's state_dict() is a {type(tensor).__name__}, expected a tensor: weights "
+                "are nothing else (a get_extra_state() that returns one will do)"
+            )
+        found[name] = tensor
+    return found
+
+
+def _untied(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each tensor once: by the name that ``transformers`` ties others to, or the first."""
+    names: dict[int, list[str]] = {}
+    found = named_tensors(model)
+    for name, tensor in found.items():
+        names.setdefault(id(tensor), []).append(name)
+    tied = getattr(getattr(model, "_orig_mod", model), "all_tied_weights_keys", {})  # {the one that is left out: other}
+    for same in names.values():
+        kept = next((name for name in same if name not in tied), same[0])
+        yield kept, found[kept]
+
+
+def _weight(optimizer: "OffloadedAdamW", name: str, tensor: torch.Tensor, target: torch.dtype | None) -> Weight:
+    dtype = target if target is not None and tensor.dtype.is_floating_point else tensor.dtype
+    if tensor.layout is not torch.strided or dtype not in NUMPY_DTYPES or tensor.is_meta:
+        where = " on the meta device" * tensor.is_meta
+        raise ParameterError(
+            f"export_safetensors: {name!r} is {tensor.dtype}, {tensor.layout}{where}; expected a dense tensor with "
+            f"values, of one of {', '.join(str(d).removeprefix('torch.') for d in NUMPY_DTYPES)}"
+        )
+    master = target is not None and optimizer.has_states(tensor)
+
+    def read(wanted: bool) -> np.ndarray | None:
+        if master:
+            values = optimizer.whole_states(tensor, ["master"])["master"]
+            return _in_order(values.to(dtype)) if wanted else None
+        with gathered_parameters(tensor):
+            return _in_order(tensor.detach().to("cpu", dtype)) if wanted else None
+
+    return Weight(name, NUMPY_DTYPES[dtype], tuple(tensor.shape), read)
+
+
+def _in_order(tensor: torch.Tensor) -> np.ndarray:
+    return memory(tensor.resolve_conj().resolve_neg().contiguous().view(-1))
+
+
+def torch_state_dict(optimizer: "OffloadedAdamW", *, rank0_only: bool) -> dict[str, Any] | None:
+    """As ``OffloadedAdamW.torch_state_dict``."""
+    optimizer.flush()
+    adam = torch.optim.AdamW if optimizer.config.adam_mode == "adamw" else torch.optim.Adam
+    settings = {name: value for name, value in adam([torch.empty(0)]).param_groups[0].items() if name != "params"}
+    groups = [{**settings, **group, "fused": True} for group in optimizer.state_dict()["param_groups"]]
+    wanted = optimizer.pipeline.device.collectives.rank == 0 or not rank0_only
+    numbers = [i for group in groups for i in group["params"]]
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    state = {}
+    for i, param in zip(numbers, params, strict=True):
+        if optimizer.has_states(param) and optimizer.state[param]["step"] > 0:  # torch has none of what was not updated
+            whole = optimizer.whole_states(param, ["exp_avg", "exp_avg_sq"])
+            if wanted:
+                state[i] = {"step": optimizer.state[param]["step"].clone(), **whole}
+    return {"state": state, "param_groups": groups} if wanted else None

@@ -1,0 +1,274 @@
+"""Which buffers a process has of its buckets, and how large: what follows from configuration, device and sizes alone.
+
+``LocalBuckets`` allocates by the same rules that the plan is made with, so that the plan cannot be another. Sizes of
+what comes and goes on the device follow from the order in which gradients are expected: last parameter first.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .config import OffloadConfig
+from .cpu_adam import STATE_NAMES
+from .device import Arrival, DeviceTerms
+from .dtypes import BY_NAME, FLOAT32, ElementType
+from .memory_plan import MemoryPlan, PlanRow
+from .partition import Bucket, ParamSpec, build_buckets
+from .tasks import Background, Inline
+
+PARAMETER_SHARDS = "parameters on the host"
+"""What ``offload_param`` keeps there."""
+STAGING = "staging"
+GATHERED = "gathered parameters"
+_NARROWER = "param_dtype='bfloat16'"
+_RANKS = "more ranks, on other machines"
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that one process moves in a step."""
+
+    update: float
+    """To and from the host's memory, by the kernel."""
+    to_host: float
+    to_device: float
+
+
+class BucketTerms:
+    """The rules for one process."""
+
+    def __init__(self, config: OffloadConfig, device: DeviceTerms) -> None:
+        self.config = config
+        self._terms = device
+        self.direct = device.addressable and device.world_size == 1
+        """Nothing is moved: kernels read gradients and write parameters where they are."""
+        self.sums = config.gradient_accumulation_steps > 1 or device.world_size > 1
+        """Gradients are summed on the host, in fp32."""
+        self.host_shards = device.addressable or config.offload_param == "cpu"
+        """What this process holds of partitioned parameters is host memory."""
+        self.emits = config.update_in_backward and config.schedule == "overlap" and config.stage < 3 and not self.direct
+        """Parameters may leave for the device before their step. Not in stage 3, which gathers them in backward."""
+        self._runs = Inline if self.direct or config.schedule == "serial" else Background
+        self._ring_bytes = 0
+        """Of a staging buffer that is there already."""
+
+    # --- the plan ------------------------------------------------------------------------------------
+
+    def plan(
+        self,
+        specs: Sequence[ParamSpec],
+        *,
+        frozen: Sequence[ParamSpec] = (),
+        besides: int = 0,
+        gradients_stay: bool = False,
+    ) -> MemoryPlan:
+        """What training ``specs`` takes where gradients come one by one, as in torch.
+
+        Args:
+            frozen: parameters that are not trained.
+            besides: bytes on the device of what belongs to the model and stays as it is (buffers).
+            gradients_stay: all gradients are on the device till the update, whatever becomes of them.
+        """
+        rows = [*self.host_rows(specs, frozen=frozen), *self._device_rows(specs, frozen, besides, gradients_stay)]
+        return MemoryPlan(tuple(rows), sum(spec.numel for spec in specs), shared=self._terms.addressable)
+
+    def host_rows(self, specs: Sequence[ParamSpec], *, frozen: Sequence[ParamSpec] = ()) -> list[PlanRow]:
+        """What is allocated on the host when ``specs`` are taken on, and for the shards of ``frozen``."""
+        buckets = self.cut(specs)
+        host: dict[str, int] = dict.fromkeys((*STATE_NAMES, "gradients on the host", STAGING), 0)
+        for bucket in buckets:
+            numel = len(self._terms.ranks) * bucket.shard_numel
+            for name in STATE_NAMES:
+                if not (name == "master" and self.without_master(bucket)):
+                    host[name] += 4 * numel
+            if self._has_home:
+                host["gradients on the host"] += self._home_dtype(bucket).itemsize * numel
+        if not self.direct:
+            host[STAGING] = self._staging_slots * max(self._slot_bytes(buckets) - self._ring_bytes, 0)
+        if self.config.offload_param is not None:
+            host[PARAMETER_SHARDS] = _shard_bytes([*buckets, *self.cut(frozen)])
+        smaller = _NARROWER if any(spec.dtype is FLOAT32 for spec in (*specs, *frozen)) else _RANKS
+        remedies = {
+            "gradients on the host": "gradient_accumulation_steps=1" if self._accumulates else smaller,
+            STAGING: "reduce_bucket_size",
+            PARAMETER_SHARDS: smaller,
+        }
+        return [PlanRow(what, "host", n_bytes, remedies.get(what, _RANKS)) for what, n_bytes in host.items()]
+
+    def _device_rows(
+        self, specs: Sequence[ParamSpec], frozen: Sequence[ParamSpec], besides: int, gradients_stay: bool
+    ) -> list[PlanRow]:
+        every = [*specs, *frozen]
+        buckets = self.cut(specs)
+        parameters = besides + sum(_bytes(spec) for spec in every if not spec.partitioned)
+        if self.config.offload_param is None:
+            parameters += _shard_bytes([*buckets, *self.cut(frozen)])
+        gathered, gradients = self._most_together(specs, frozen, buckets, gradients_stay)
+        wide = any(spec.dtype is FLOAT32 for spec in every)
+        if not self._has_home:
+            sooner = _NARROWER if wide else _RANKS
+        else:
+            sooner = "wrap(model, ...), which takes them as they come" if gradients_stay else "reduce_bucket_size"
+        if self.config.stage < 3:
+            smaller = "stage=3, offload_param='cpu'"
+        else:
+            smaller = "offload_param='cpu'" if self.config.offload_param is None else "param_persistence_threshold"
+        rows = {
+            "parameters": (parameters, _NARROWER if wide else smaller),
+            GATHERED: (gathered, "max_live_parameters, max_reuse_distance"),
+            "gradients": (gradients, sooner),
+        }
+        rows_of = [PlanRow(what, "device", n_bytes, remedy) for what, (n_bytes, remedy) in rows.items()]
+        return [*rows_of, self.way_row(buckets, self._depth)]
+
+    def way_row(self, buckets: Sequence[Bucket], at_once: int) -> PlanRow:
+        """What so many buckets on their way take on the device."""
+        each = max((self._terms.way_bytes(bucket, self._wire(bucket)) for bucket in buckets), default=0)
+        return PlanRow("buckets on their way", "device", min(at_once, len(buckets)) * each, "reduce_bucket_size")
+
+    def _most_together(
+        self,
+        specs: Sequence[ParamSpec],
+        frozen: Sequence[ParamSpec],
+        buckets: Sequence[Bucket],
+        gradients_stay: bool,
+    ) -> tuple[int, int]:
+        """Bytes of gathered parameters and of gradients when they are the most together.
+
+        In backward parameters are released while gradients appear. The order of uses that decides what stays whole
+        is not known: as much does as may, of what backward has not passed yet.
+        """
+        parted = [spec for spec in (*specs, *frozen) if spec.partitioned]
+        numel, n_bytes = sum(spec.numel for spec in parted), sum(map(_bytes, parted))
+        largest = max((spec.numel for spec in parted), default=0)
+        # What forward used last backward uses first: half the distance is on the way there, half on the way back.
+        kept = max(self.config.max_reuse_distance // 2, self.config.prefetch_bucket_size) + largest
+        live = max(min(self.config.max_live_parameters, kept), largest)
+        bound = int(min(1.0, live / max(numel, 1)) * n_bytes)
+        ahead, most = n_bytes, (bound, 0)
+        for param, gradients in self._gradients_held(specs, buckets, gradients_stay):
+            gathered = min(bound, ahead)
+            most = max(most, (gathered, gradients), key=sum)
+            if specs[param].partitioned:
+                ahead -= _bytes(specs[param])
+        return most
+
+    def _gradients_held(
+        self, specs: Sequence[ParamSpec], buckets: Sequence[Bucket], stay: bool
+    ) -> list[tuple[int, int]]:
+        """The bytes of gradients on the device when each parameter's has come, in the order in which they come.
+
+        One leaves when all buckets that hold a part of it have left: when they are full, or where copies take their
+        time when as many others are as may be on their way.
+        """
+        stay = stay or not self._has_home
+        missing = {bucket.index: {piece.param for piece in bucket.pieces} for bucket in buckets}
+        of: dict[int, set[int]] = {}
+        for bucket in buckets:
+            for param in missing[bucket.index]:
+                of.setdefault(param, set()).add(bucket.index)
+        members = {index: frozenset(params) for index, params in missing.items()}
+        behind = 0 if self._terms.addressable else self._depth
+        leaving: deque[int] = deque()
+        held, seen = 0, []
+        for param in reversed(range(len(specs))):
+            held += _bytes(specs[param])
+            seen.append((param, held))
+            for index in sorted(of.get(param, ())):
+                missing[index].discard(param)
+                if not missing[index]:
+                    leaving.append(index)
+            while len(leaving) > behind and not stay:
+                index = leaving.popleft()
+                for member in members[index]:
+                    of[member].discard(index)
+                    held -= 0 if of[member] else _bytes(specs[member])
+        return seen
+
+    def traffic(self, specs: Sequence[ParamSpec]) -> tuple[Traffic, Traffic]:
+        """What a step moves, and what its last bucket does.
+
+        An update reads a gradient, reads and writes three fp32 states (a parameter that is its own master weight is
+        one of them), and writes the parameter: 28 bytes an element in bf16, and in fp32 where parameters are updated
+        in place. Gradients cross to the host in every micro-step, parameters back once, or, from shards on the host,
+        for each forward and each backward; for one of them where they may stay whole in between.
+        """
+        buckets = self.cut(specs)
+        each = [self._traffic_of(bucket, sum(spec.numel for spec in specs if spec.partitioned)) for bucket in buckets]
+        sums = [sum(getattr(one, name) for one in each) for name in ("update", "to_host", "to_device")]
+        return Traffic(*sums), each[-1] if each else Traffic(0, 0, 0)
+
+    def _traffic_of(self, bucket: Bucket, partitioned: int) -> Traffic:
+        steps = self.config.gradient_accumulation_steps
+        gradient = self._home_dtype(bucket) if self._has_home else bucket.dtype
+        states = 2 * FLOAT32.itemsize * len(STATE_NAMES)
+        rounded = 0 if self.without_master(bucket) else bucket.dtype.itemsize
+        numel = len(self._terms.ranks) * bucket.shard_numel
+        update = numel * (gradient.itemsize + states + rounded)
+        if self._terms.addressable:
+            return Traffic(update, 0, 0)
+        crossing = self._terms.link_numel(bucket)
+        to_host = steps * crossing * self._terms.arrival(self._wire(bucket)).dtype.itemsize
+        times = 1
+        if bucket.partitioned and self.config.offload_param is not None:
+            stays = partitioned <= min(self.config.max_live_parameters, self.config.max_reuse_distance)
+            times = steps * (1 if stays else 2)
+        return Traffic(update, to_host, times * crossing * bucket.dtype.itemsize)
+
+    # --- small decisions, each made here only --------------------------------------------------------
+
+    def cut(self, specs: Sequence[ParamSpec]) -> list[Bucket]:
+        """The buckets of parameters that are alone."""
+        return build_buckets(specs, world_size=self._terms.world_size, bucket_numel=self.config.reduce_bucket_size)
+
+    def without_master(self, bucket: Bucket) -> bool:
+        """Whether the bucket's parameters are their own master weights."""
+        apart = self.config.schedule == "delayed" or self.emits  # masters and parameters may be of different steps
+        in_place = self.host_shards if bucket.partitioned else self._terms.updates_in_place
+        return in_place and bucket.dtype is FLOAT32 and not apart
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether copies, reduction and the update run behind the device's work."""
+        return self._runs.behind
+
+    @property
+    def _depth(self) -> int:
+        return self._runs.depth
+
+    @property
+    def _staging_slots(self) -> int:
+        ways = 2 if self.emits else 1  # at a time; else there is one after the other
+        return ways * self._terms.staging_slots * self._depth
+
+    @property
+    def _accumulates(self) -> bool:
+        return self.config.gradient_accumulation_steps > 1 and self._terms.world_size == 1
+
+    @property
+    def _has_home(self) -> bool:
+        return self.sums or not self.direct
+
+    def _wire(self, bucket: Bucket) -> ElementType:
+        """The element type in which gradients travel."""
+        asked = self.config.communication_dtype
+        return bucket.dtype if asked is None or self._terms.world_size == 1 else BY_NAME[asked]
+
+    def _home_dtype(self, bucket: Bucket) -> ElementType:
+        return FLOAT32 if self.sums else self._terms.arrival(self._wire(bucket)).dtype
+
+    def _slot_bytes(self, buckets: Sequence[Bucket]) -> int:
+        return max((self._terms.slot_bytes(bucket, self._wire(bucket)) for bucket in buckets), default=0)
+
+
+def as_it_stays(home: ElementType) -> Arrival:
+    """What can arrive where gradients wait, nothing left to be done."""
+    return Arrival(1, home, 1.0)
+
+
+def _bytes(spec: ParamSpec) -> int:
+    return spec.numel * spec.dtype.itemsize
+
+
+def _shard_bytes(buckets: Sequence[Bucket]) -> int:
+    return sum(bucket.shard_numel * bucket.dtype.itemsize for bucket in buckets if bucket.partitioned)

@@ -1,0 +1,212 @@
+"""Consolidated weights as Hugging Face's libraries read them: one safetensors file, or several and an index."""
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from . import checks
+from .errors import CheckpointError, ParameterError
+from .safetensors_files import plan_file
+
+MAX_SHARD_BYTES = 5 * 10**9
+_INDEX = "model.safetensors.index.json"
+_OURS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?(\.tmp)?")
+_METADATA = {"format": "pt"}  # without which transformers refuses a file
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A tensor to be written."""
+
+    name: str
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    read: Callable[[bool], np.ndarray | None]
+    """Its bytes, in C order, as an array of any type. All ranks ask; those that give False do not want them."""
+
+    @property
+    def n_bytes(self) -> int:
+        return self.dtype.itemsize * int(np.prod(self.shape, dtype=np.int64))
+
+
+def export_weights(
+    folder: str | os.PathLike[str],
+    weights: Sequence[Weight],
+    *,
+    max_shard_bytes: int,
+    rank: int,
+    sum_integers: Callable[[np.ndarray, str], None],
+) -> None:
+    """Write ``model.safetensors``, or ``model-00001-of-0000N.safetensors`` and so on with their index.
+
+    Rank 0 writes, a tensor at a time, to names that end in ``.tmp``, and moves whole files into place, the index last;
+    then it removes what an earlier export has left. At any moment the folder has the old weights, or the new, or, where
+    files of both have the same names, for an instant none that can be loaded.
+
+    Args:
+        max_shard_bytes: of the tensors in a file; one that is larger has a file of its own.
+        sum_integers: as ``Collectives.sum_integers``.
+
+    Raises:
+        ConfigError, ParameterError: an argument or a name that cannot be; nothing was written.
+        CheckpointError: on all ranks, where a file could not be written; no file is left of it.
+    """
+    checks.integer("max_shard_bytes", max_shard_bytes)
+    _check_names(weight.name for weight in weights)
+    writer = _Writer(Path(folder)) if rank == 0 else None
+
+    def agree(act: Callable[..., None], *args: Any) -> None:
+        """Rank 0 acts, and all learn whether it could."""
+        failure: OSError | None = None
+        if writer is not None:
+            try:
+                act(writer, *args)
+            except OSError as error:
+                failure = error
+        failed = np.array([failure is not None], np.int64)
+        sum_integers(failed, "export")
+        if failure is not None:
+            assert writer is not None
+            raise CheckpointError(
+                f"{writer.path}: cannot be written ({failure.strerror or failure}); expected room and leave to write "
+                "there: nothing of this export was left behind; free space, or give another folder"
+            ) from failure
+        if failed[0]:
+            raise CheckpointError(f"{folder}: rank 0 could not write there; its own error says why")
+
+    shards = _shards(weights, max_shard_bytes)
+    try:
+        agree(_Writer.start)
+        for name, shard in shards.items():
+            header, _, _ = plan_file({w.name: (w.dtype, w.shape) for w in shard}, _METADATA)
+            agree(_Writer.begin, name, header)
+            for weight in shard:
+                agree(_Writer.write, weight.read(rank == 0))
+        if len(shards) > 1:
+            agree(_Writer.begin, _INDEX, _index(shards))
+        agree(_Writer.commit)
+    except BaseException:
+        if writer is not None:
+            writer.abandon()
+        raise
+
+
+def _check_names(names: Iterable[str]) -> None:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen or name in ("", "__metadata__"):
+            what = "two tensors have this name" if name in seen else "no tensor may have this name"
+            raise ParameterError(f"export: {name!r}: {what} in a file; expected a name of its own for each: rename one")
+        seen.add(name)
+
+
+def _shards(weights: Sequence[Weight], max_bytes: int) -> dict[str, list[Weight]]:
+    """The tensors of each file, in the order in which they are written: readers expect them aligned."""
+    shards: list[list[Weight]] = [[]]
+    taken = 0
+    for weight in weights:
+        if shards[-1] and taken + weight.n_bytes > max_bytes:
+            shards.append([])
+            taken = 0
+        shards[-1].append(weight)
+        taken += weight.n_bytes
+    n = len(shards)
+    names = ["model.safetensors"] if n == 1 else [f"model-{i:05}-of-{n:05}.safetensors" for i in range(1, n + 1)]
+    return {
+        name: sorted(shard, key=lambda weight: -weight.dtype.itemsize)
+        for name, shard in zip(names, shards, strict=True)
+    }
+
+
+def _index(shards: dict[str, list[Weight]]) -> bytes:
+    weight_map = {weight.name: name for name, shard in shards.items() for weight in shard}
+    total = sum(weight.n_bytes for shard in shards.values() for weight in shard)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
+
+
+class _Writer:
+    """The files of one export: written aside, moved into place together."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._made: list[Path] = []
+        self._names: list[str] = []
+        self._file: FileIO | None = None
+        self.path = folder
+        """What is being written."""
+
+    def start(self) -> None:
+        self._made = [folder for folder in (self._folder, *self._folder.parents) if not folder.exists()]
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._remove(lambda name: name.endswith(".tmp"))  # of an export that was killed
+
+    def begin(self, name: str, header: bytes) -> None:
+        """What is written from now on is this file, which begins with ``header``."""
+        self._end()
+        self.path = self._folder / name
+        self._names.append(name)
+        self._file = FileIO(_aside(self.path), "w")
+        self.write(np.frombuffer(header, np.uint8))
+
+    def write(self, values: np.ndarray | None) -> None:
+        assert self._file is not None
+        assert values is not None
+        rest = values.reshape(-1).view(np.uint8).data
+        while rest.nbytes:
+            rest = rest[self._file.write(rest) :]
+
+    def _end(self) -> None:
+        if self._file is not None:
+            os.fsync(self._file.fileno())
+            self._file.close()
+            self._file = None
+
+    def commit(self) -> None:
+        self._end()
+        if any((self._folder / name).exists() for name in self._names if name != _INDEX) and _INDEX in self._names:
+            (self._folder / _INDEX).unlink(missing_ok=True)  # it must not list files of both
+        for name in self._names:
+            self.path = self._folder / name
+            if name == _INDEX:
+                self._sync()
+            os.replace(_aside(self.path), self.path)
+        self._sync()
+        self._remove(lambda name: name not in self._names)
+        self._sync()
+
+    def _sync(self) -> None:
+        """The names are on the disk, too."""
+        folder = os.open(self._folder, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    def _remove(self, which: Callable[[str], bool]) -> None:
+        for path in self._folder.iterdir():
+            if _OURS.fullmatch(path.name) and which(path.name):
+                path.unlink()
+
+    def abandon(self) -> None:
+        with suppress(OSError):
+            if self._file is not None:
+                self._file.close()
+        for name in self._names:
+            with suppress(OSError):
+                _aside(self._folder / name).unlink(missing_ok=True)
+        for folder in self._made:
+            with suppress(OSError):
+                folder.rmdir()
+
+
+def _aside(path: Path) -> Path:
+    return path.with_name(path.name + ".tmp")

@@ -1,0 +1,101 @@
+"""What this machine is, and how fast its memory is."""
+
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+from . import _kernels
+from .cpu_adam import AdamHyper
+from .cpus import available_cpus, default_threads
+from .dtypes import FLOAT32
+from .host_memory import HostMemory, available_bytes, control_group_limit
+
+_MEASURED = 16 * 2**20
+"""Elements of each array that is streamed: more than caches hold."""
+_RUNS = 5
+_PACKAGES = ("offload-core", "numpy", "torch", "jax")
+
+
+@dataclass(frozen=True)
+class Bandwidths:
+    """Of the host's memory, bytes a second read and written together; the best of several runs."""
+
+    dram: float
+    """As the update streams it: four fp32 arrays are read and three written by the Adam kernel."""
+    copy: float
+    """Of copying an array to another."""
+
+
+def measure_bandwidths(threads: int) -> Bandwidths:
+    """Take some 270 MB and a second."""
+    memory = HostMemory(threads)
+    arrays = [memory.allocate("measurement", _MEASURED, FLOAT32.numpy) for _ in range(4)]
+    grad, master, exp_avg, exp_avg_sq = map(_kernels.address, arrays)
+    segments = np.array([(grad, master, exp_avg, exp_avg_sq, 0, _MEASURED, 0)], _kernels.SEGMENT)
+    scalars = np.array([AdamHyper(1e-3).scalars(1, op_order="torch", grad_scale=1.0)], _kernels.SCALARS)
+
+    def update() -> None:
+        _kernels.adam(
+            segments,
+            scalars,
+            grad_dtype=FLOAT32,
+            param_dtype=None,
+            op_order="torch",
+            adam_mode="adamw",
+            threads=threads,
+        )
+
+    def copy() -> None:
+        _kernels.cast_array(arrays[0], FLOAT32, arrays[1], FLOAT32, threads)
+
+    n_bytes = arrays[0].nbytes
+    return Bandwidths(7 * n_bytes / _least_seconds(update), 2 * n_bytes / _least_seconds(copy))
+
+
+def _least_seconds(act: Callable[[], None]) -> float:
+    seconds = []
+    for _ in range(_RUNS):
+        start = time.perf_counter()
+        act()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
+def describe() -> dict[str, Any]:
+    """The machine, this process's share of it, kernels and versions; sizes in bytes."""
+    kernels = _kernels.kernel_info()
+    return {
+        "cpu": _cpu_name(),
+        "system": platform.platform(),
+        "cores": available_cpus(),
+        "cores of the machine": psutil.cpu_count() or 1,
+        "memory": psutil.virtual_memory().total,
+        "available memory": available_bytes(),
+        "control group limit": control_group_limit(),
+        "instruction set": kernels.instruction_set,
+        "instruction sets": list(kernels.supported),
+        "threads": default_threads(),
+        "versions": {"python": platform.python_version()} | {name: _version(name) for name in _PACKAGES},
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):  # AArch64 names none
+        return platform.processor() or platform.machine()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,134 @@
+"""Shapes of models, by which memory can be planned before anything is built: GPTs by their configuration, any model by
+the header of its safetensors files, or, where only a count is known, a GPT of about that size.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from .config import OffloadConfig
+from .dtypes import BY_NUMPY, ElementType
+from .errors import CheckpointError
+from .partition import ParamSpec
+from .regions import InMemory
+from .safetensors_files import read_header
+
+GPT2_VOCABULARY = 50304  # 50257 padded to a multiple of 64; bytes use the first 256
+INDEX = "model.safetensors.index.json"
+LEAST = 1_000_000
+"""The fewest parameters that :func:`gpt_of` makes a GPT of."""
+_HEAD = 128
+"""Elements of an attention head, where only a count is known."""
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""Parameters by name, in the order of a forward."""
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """The shape of a GPT: pre-norm, biases, the embedding tied to the output layer."""
+
+    layers: int
+    width: int
+    heads: int
+    vocabulary: int
+    positions: int | None
+    """Rows of GPT-2's learned position table; None: rotary positions, which a short run learns to use sooner."""
+
+    @property
+    def shapes(self) -> Shapes:
+        """Its parameters; the tied embedding is one."""
+        width = self.width
+        table = {} if self.positions is None else {"position.weight": (self.positions, width)}
+        shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (self.vocabulary, width), **table}
+        linears = {
+            "qkv": (3 * width, width),
+            "attention_out": (width, width),
+            "mlp_in": (4 * width, width),
+            "mlp_out": (width, 4 * width),
+        }
+        block: dict[str, tuple[int, ...]] = {}
+        for name in ("attention_norm", "qkv", "attention_out", "mlp_norm", "mlp_in", "mlp_out"):
+            weight = linears.get(name, (width,))
+            block |= {f"{name}.weight": weight, f"{name}.bias": weight[:1]}
+        for layer in range(self.layers):
+            shapes |= {f"blocks.{layer}.{name}": shape for name, shape in block.items()}
+        return shapes | {"norm.weight": (width,), "norm.bias": (width,)}
+
+    @property
+    def numel(self) -> int:
+        """Parameters, the tied embedding counted once."""
+        return sum(map(math.prod, self.shapes.values()))
+
+
+GPTS = {
+    "tiny": GPTConfig(layers=2, width=128, heads=4, vocabulary=256, positions=None),
+    "gpt2-124m": GPTConfig(layers=12, width=768, heads=12, vocabulary=GPT2_VOCABULARY, positions=1024),
+    "gpt2-1.5b": GPTConfig(layers=48, width=1600, heads=25, vocabulary=GPT2_VOCABULARY, positions=1024),
+    "gpt2-10b": GPTConfig(layers=50, width=4096, heads=32, vocabulary=GPT2_VOCABULARY, positions=1024),
+}
+"""The models of ``bench``, by their presets' names."""
+
+
+def gpt_of(numel: int) -> GPTConfig:
+    """A GPT of about so many parameters, at least :data:`LEAST`, its layers to its width as in the known one nearest to
+    it. From ten millions on it is within a tenth."""
+    near = min(GPTS.values(), key=lambda gpt: abs(math.log(gpt.numel / numel)))
+    wanted = near.width * (numel / near.numel) ** (1 / 3)
+    width = max(_HEAD, _HEAD * round(wanted / _HEAD))
+
+    def of(layers: int, vocabulary: int) -> GPTConfig:
+        return GPTConfig(layers, width, width // _HEAD, vocabulary, near.positions)
+
+    vocabulary = min(near.vocabulary, max(1, numel // (4 * width)))  # of small models it must not be most
+    ends, two = of(1, vocabulary).numel, of(2, vocabulary).numel
+    return of(max(1, round(1 + (numel - ends) / (two - ends))), vocabulary)
+
+
+def stored_shapes(path: Path) -> tuple[Shapes, dict[str, ElementType]]:
+    """The floating-point tensors of a ``.safetensors`` file, of an index of several, or of the folder of one of these,
+    and their element types.
+
+    Raises:
+        CheckpointError: there is none, or it is not whole, or holds no parameters.
+        OSError: a file cannot be read.
+    """
+    if path.is_dir():
+        found = [path / INDEX] if (path / INDEX).exists() else sorted(path.glob("*.safetensors"))
+        if not found:
+            raise CheckpointError(f"{path}: holds neither {INDEX} nor a .safetensors file")
+        files = _files_of(found[0]) if found[0].name == INDEX else found
+    else:
+        files = _files_of(path) if path.suffix == ".json" else [path]
+    stored = {name: tensor for file in files for name, tensor in read_header(file).items()}
+    tensors = {name: tensor for name, tensor in stored.items() if tensor.dtype in BY_NUMPY}
+    if not tensors:
+        raise CheckpointError(f"{path}: holds no float32, bfloat16 or float16 tensor")
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    return shapes, {name: BY_NUMPY[tensor.dtype] for name, tensor in tensors.items()}
+
+
+def _files_of(index: Path) -> list[Path]:
+    try:
+        names = set(json.loads(index.read_text())["weight_map"].values())
+        return [index.parent / name for name in sorted(names)]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index}: no index of safetensors files ({error!r})") from None
+
+
+def specs_of(
+    shapes: Shapes, dtypes: ElementType | Mapping[str, ElementType], config: OffloadConfig, world_size: int
+) -> list[ParamSpec]:
+    """The parameters as torch's front end gives them to the core, ``param_dtype`` before their own types."""
+    least = max(config.param_persistence_threshold, 1)
+    apart = config.takes_apart(world_size)
+
+    def spec(name: str, shape: tuple[int, ...]) -> ParamSpec:
+        own = dtypes if isinstance(dtypes, ElementType) else dtypes[name]
+        numel = math.prod(shape)
+        dtype = config.target_dtype or own
+        return ParamSpec(name, numel, dtype, elements=InMemory(shape), partitioned=apart and numel >= least)
+
+    return [spec(name, shape) for name, shape in shapes.items()]

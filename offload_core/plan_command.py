@@ -1,0 +1,224 @@
+"""``python -m offload_core plan``: what training a model takes in each stage, whether it fits, and a step's time."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from .bucket_terms import BucketTerms
+from .config import OffloadConfig
+from .cpus import default_threads
+from .dtypes import BFLOAT16, BY_NAME, ElementType
+from .errors import ConfigError
+from .exchange import planned_device
+from .host_memory import available_bytes, format_bytes
+from .machine import measure_bandwidths
+from .memory_plan import MemoryPlan, PlanRow, format_table
+from .model_shapes import GPTS, LEAST, Shapes, gpt_of, specs_of, stored_shapes
+from .quantities import count, rate, size
+from .step_time import Speeds, StepTime, predict
+
+HELP = "what training a model takes on host and device in each stage, whether it fits, and the time of a step"
+_TIERS: tuple[tuple[int, str | None], ...] = ((1, None), (2, None), (3, None), (3, "cpu"))
+_FIELDS = ("reduce_bucket_size", "gradient_accumulation_steps", "max_live_parameters", "schedule")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    model = parser.add_mutually_exclusive_group(required=True)
+    model.add_argument("--preset", choices=tuple(GPTS), help="a GPT of bench.train")
+    model.add_argument("--parameters", type=count, metavar="N", help="a GPT of about so many parameters, such as 10B")
+    model.add_argument(
+        "--safetensors", type=Path, metavar="PATH", help="a .safetensors file, an index of several, or their folder"
+    )
+    add("--param-dtype", choices=tuple(BY_NAME), help="of the device parameters (default: the file's, else bfloat16)")
+    add("--stage", type=int, choices=(1, 2, 3), help="ask for this stage alone")
+    add("--offload-param", choices=("cpu", "none"), help="ask for this tier of stage 3 alone")
+    add("--world-size", type=count, default=1, metavar="W", help="ranks (default: 1)")
+    add("--local-world-size", type=count, metavar="W", help="of them on one machine, whose memory they share (all)")
+    add("--device", choices=("cuda", "cpu"), default="cuda", help="what the ranks compute on (default: cuda)")
+    add("--host-memory", type=size, metavar="SIZE", help="of a machine (default: what is available here)")
+    add("--device-memory", type=size, metavar="SIZE", help="of each device")
+    add("--activation-memory", type=size, default=0, metavar="SIZE", help="of each device; else it is not counted")
+    for name in _FIELDS[:3]:
+        add(f"--{name.replace('_', '-')}", type=count, metavar="N", help=f"as OffloadConfig.{name}")
+    add("--schedule", choices=("overlap", "serial", "delayed"), help="as OffloadConfig.schedule")
+    add("--dram-bandwidth", type=rate, metavar="RATE", help="of a machine, bytes a second (default: measured here)")
+    add("--link-bandwidth", type=rate, metavar="RATE", help="between host and each device, each way")
+    add("--flops", type=count, metavar="N", help="operations a second that each device reaches, such as 50T")
+    add("--tokens", type=count, metavar="N", help="of each rank a step; with --flops the compute time is predicted")
+    add("--activation-checkpointing", action="store_true", help="activations are computed again in backward")
+    add("--json", action="store_true", help="print one JSON object; sizes in bytes, times in seconds")
+
+
+@dataclass(frozen=True)
+class _Tier:
+    """What was asked for, in one stage."""
+
+    stage: int
+    offload_param: str | None
+    plan: MemoryPlan
+    missing: dict[str, int]
+    step: StepTime
+
+    @property
+    def name(self) -> str:
+        return f"stage {self.stage}" + (f", offload_param={self.offload_param!r}" if self.offload_param else "")
+
+    @property
+    def fits(self) -> bool:
+        return not self.missing
+
+
+def run(args: argparse.Namespace) -> int:
+    _check(args)
+    what, shapes, dtypes = _model(args)
+    processes = args.local_world_size or args.world_size
+    host = available_bytes() if args.host_memory is None else args.host_memory
+    dram = args.dram_bandwidth or measure_bandwidths(default_threads()).dram
+    speeds = Speeds(dram, args.link_bandwidth, args.flops)
+    tiers = [
+        _plan(args, stage, tier, shapes, dtypes, host, processes, speeds)
+        for stage, tier in _TIERS
+        if args.stage in (None, stage) and args.offload_param in (None, tier or "none")
+    ]
+    fitting = [tier for tier in tiers if tier.fits]
+    numel = tiers[0].plan.numel
+    if args.json:
+        print(
+            json.dumps(
+                {
+                    "model": what,
+                    "parameters": numel,
+                    "world_size": args.world_size,
+                    "local_world_size": processes,
+                    "host_memory": host,
+                    "device_memory": args.device_memory,
+                    "activation_memory": args.activation_memory or None,
+                    "speeds": asdict(speeds),
+                    "tiers": [_as_json(tier) for tier in tiers],
+                    "fits": bool(fitting),
+                }
+            )
+        )
+    else:
+        measured = "measured here" if args.dram_bandwidth is None else "as given"
+        link = "not known" if speeds.link is None else f"{speeds.link / 1e9:.1f} GB/s each way"
+        print(f"{what}: {numel:,} parameters, {args.world_size} rank(s), {processes} a machine, on {args.device}")
+        print(f"memory: host {format_bytes(host)} a machine, device {_or(args.device_memory, format_bytes, 'any')}")
+        print(f"bandwidth: host {speeds.dram / 1e9:.1f} GB/s ({measured}), link {link}")
+        counted = "as given" if args.activation_memory else "not counted (--activation-memory)"
+        print(f"sizes are a rank's; activations: {counted}\n")
+        print(_overview(tiers))
+        for alike in _alike(tiers):
+            print(f"\n{' and '.join(tier.name for tier in alike)}\n{alike[0].plan.table()}")
+        if not fitting:
+            print("\nnothing fits:")
+            for tier in tiers:
+                print(f"  {tier.name}: " + "; ".join(_short(tier, where, host, args) for where in tier.missing))
+    return 0 if fitting else 1
+
+
+def _check(args: argparse.Namespace) -> None:
+    if args.device == "cpu" and (args.device_memory or args.link_bandwidth):
+        raise ConfigError("--device cpu: its memory is the host's; expected neither --device-memory nor a link")
+    local, ranks = args.local_world_size, args.world_size
+    if local and local > ranks:
+        raise ConfigError(f"--local-world-size {local} with --world-size {ranks}; expected at most that many")
+    if args.parameters is not None and args.parameters < LEAST:
+        raise ConfigError(f"--parameters {args.parameters:,}: expected at least {LEAST:,}")
+    if (args.flops is None) != (args.tokens is None):
+        raise ConfigError("--flops and --tokens predict the compute time together; expected both or neither")
+    if args.offload_param == "cpu" and args.stage not in (None, 3):
+        raise ConfigError(f"--offload-param cpu is of stage 3; expected no --stage {args.stage}")
+
+
+def _model(args: argparse.Namespace) -> tuple[str, Shapes, ElementType | dict[str, ElementType]]:
+    if args.safetensors is not None:
+        return str(args.safetensors), *stored_shapes(args.safetensors)
+    if args.preset is not None:
+        return args.preset, GPTS[args.preset].shapes, BFLOAT16
+    gpt = gpt_of(args.parameters)
+    return f"a GPT of {gpt.layers} layers of width {gpt.width}", gpt.shapes, BFLOAT16
+
+
+def _plan(
+    args: argparse.Namespace,
+    stage: int,
+    tier: str | None,
+    shapes: Shapes,
+    dtypes: ElementType | dict[str, ElementType],
+    host: int,
+    processes: int,
+    speeds: Speeds,
+) -> _Tier:
+    given = {name: getattr(args, name) for name in _FIELDS if getattr(args, name) is not None}
+    config = OffloadConfig(stage=stage, offload_param=tier, param_dtype=args.param_dtype, **given)
+    on_host = args.device == "cpu"
+    terms = BucketTerms(config, planned_device(args.world_size, addressable=on_host))
+    specs = specs_of(shapes, dtypes, config, args.world_size)
+    plan = terms.plan(specs)
+    if args.activation_memory:
+        row = PlanRow("activations", "device", args.activation_memory, "smaller micro-batches")
+        plan = replace(plan, rows=(*plan.rows, row))
+    step = predict(
+        terms,
+        specs,
+        speeds,
+        processes=processes,
+        tokens=args.tokens,
+        checkpointing=args.activation_checkpointing,
+    )
+    return _Tier(stage, tier, plan, plan.missing(host, args.device_memory, processes=processes), step)
+
+
+def _overview(tiers: Sequence[_Tier]) -> str:
+    header = ["", "host", "device", "fits", "step", "of it: update", "to host", "to device", "compute"]
+    lines = [
+        [
+            tier.name,
+            format_bytes(tier.plan.host_bytes),
+            format_bytes(tier.plan.device_bytes),
+            "yes" if tier.fits else f"no: {' and '.join(tier.missing)}",
+            _seconds(tier.step.seconds) + " and more" * (None in (tier.step.to_host, tier.step.compute)),
+            *map(_seconds, (tier.step.update, tier.step.to_host, tier.step.to_device, tier.step.compute)),
+        ]
+        for tier in tiers
+    ]
+    return format_table(lines, header)
+
+
+def _alike(tiers: Sequence[_Tier]) -> list[list[_Tier]]:
+    """Those that take the same of everything together: on one rank stages differ by name alone."""
+    found: dict[tuple, list[_Tier]] = {}
+    for tier in tiers:
+        found.setdefault(tuple((row.what, row.n_bytes) for row in tier.plan.rows), []).append(tier)
+    return list(found.values())
+
+
+def _short(tier: _Tier, where: str, host: int, args: argparse.Namespace) -> str:
+    has = host if where == "host" else args.device_memory
+    return f"{format_bytes(tier.missing[where])} of {where} memory, of {format_bytes(has)}: {tier.plan.largest(where)}"
+
+
+def _seconds(value: float | None) -> str:
+    return "not known" if value is None else f"{value * 1e3:.0f} ms" if value < 10 else f"{value:.1f} s"
+
+
+def _or(value: Any, to_text: Any, otherwise: str) -> str:
+    return otherwise if value is None else to_text(value)
+
+
+def _as_json(tier: _Tier) -> dict[str, Any]:
+    return {
+        "stage": tier.stage,
+        "offload_param": tier.offload_param,
+        "fits": tier.fits,
+        "missing": tier.missing,
+        "host_bytes": tier.plan.host_bytes,
+        "device_bytes": tier.plan.device_bytes,
+        "rows": [{k: v for k, v in asdict(row).items() if k != "passing"} for row in tier.plan.rows if row.n_bytes],
+        "step": {**asdict(tier.step), "seconds": tier.step.seconds},
+    }

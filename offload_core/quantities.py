@@ -1,0 +1,34 @@
+"""Sizes, counts and rates as a command line takes them."""
+
+import argparse
+import math
+import re
+
+_BYTES = {"": 1, "B": 1}
+for _power, _letter in enumerate("KMGT", 1):
+    _BYTES |= {_letter: 1000**_power, f"{_letter}B": 1000**_power, f"{_letter}IB": 1024**_power}
+_COUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
+_NUMBER = re.compile(r"\s*(\d+(?:\.\d*)?(?:[eE][+-]?\d+)?)\s*([A-Za-z]*)\s*")
+
+
+def size(text: str) -> int:
+    """Bytes: ``"32GB"`` (10^9), ``"32GiB"`` (2^30), ``"1000"``."""
+    return round(_scaled(text, _BYTES, "a size such as 32GB or 32GiB"))
+
+
+def rate(text: str) -> float:
+    """Bytes a second: a size, with or without ``/s``."""
+    return _scaled(text.removesuffix("/s"), _BYTES, "bytes a second such as 25GB")
+
+
+def count(text: str) -> int:
+    """A count: ``"10B"``, ``"124M"``, ``"7000000"``."""
+    return round(_scaled(text, _COUNTS, "a count such as 10B, 124M or 7000000"))
+
+
+def _scaled(text: str, units: dict[str, int], expected: str) -> float:
+    match = _NUMBER.fullmatch(text)
+    value = float(match[1]) * units[match[2].upper()] if match and match[2].upper() in units else math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected {expected}")
+    return value

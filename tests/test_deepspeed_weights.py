@@ -1,0 +1,199 @@
+"""Weights of real DeepSpeed checkpoints (tests/fixtures/deepspeed/make.py), against what DeepSpeed reads from them."""
+
+import copy
+import io
+import os
+import tarfile
+from pathlib import Path
+
+import pytest
+import torch
+from fixtures.deepspeed.make import CASES, model
+from safetensors.torch import load_file
+from test_torch_ranks import run as run_ranks
+
+import frontends.torch.deepspeed_weights as deepspeed_weights
+from frontends.torch import gathered_parameters, load_deepspeed, wrap
+from offload_core import CheckpointError
+
+FIXTURES = Path(__file__).resolve().parent / "fixtures" / "deepspeed"
+STAGE_3 = {"stage": 3, "offload_param": "cpu", "param_persistence_threshold": 10, "reduce_bucket_size": 1000}
+
+
+@pytest.fixture(params=CASES)
+def case(request, tmp_path):
+    """A checkpoint's folder, and the fp32 weights that are in it."""
+    with tarfile.open(FIXTURES / f"{request.param}.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    return tmp_path, load_file(FIXTURES / f"{request.param}.safetensors")
+
+
+def blank():
+    made = model()
+    with torch.no_grad():
+        for tensor in (*made.parameters(), *made.buffers()):
+            tensor.fill_(7.0)
+    return made
+
+
+def assert_loaded(state, weights, frozen):
+    """Every trained weight and the buffer have DeepSpeed's bits, and nothing is left as it was."""
+    assert weights.keys() - {"frozen.weight", "frozen.bias"} == state.keys() - {"frozen.weight", "frozen.bias"}
+    for name, tensor in weights.items():
+        assert torch.equal(state[name], tensor.to(state[name].dtype)), name
+    for name, tensor in frozen.items():  # which zero_to_fp32 misses on one rank of stage 1
+        assert torch.equal(state[name], tensor.to(state[name].dtype)), name
+
+
+def frozen_of(folder):
+    """The frozen parameters are as they were made, rounded to what the run was in."""
+    dtype = torch.float16 if list(folder.rglob("zero_pp_rank_0_mp_rank_00_optim_states.pt")) else torch.bfloat16
+    return {n: p.detach().to(dtype).float() for n, p in model().named_parameters() if n.startswith("frozen")}
+
+
+@pytest.mark.parametrize("fields", [{}, {"param_dtype": "bfloat16"}, STAGE_3, {**STAGE_3, "param_dtype": "bfloat16"}])
+def test_an_engine_has_the_fp32_weights_exactly_and_trains_on(case, fields):
+    folder, weights = case
+    engine = wrap(blank(), lr=1e-2, **fields)
+    load_deepspeed(engine, folder)
+    for name, param in engine.module.named_parameters():
+        if engine.optimizer.has_states(param):
+            assert torch.equal(engine.optimizer.whole_states(param)["master"], weights[name]), name
+    with gathered_parameters(engine.module.parameters()):
+        state = {name: tensor.clone() for name, tensor in engine.module.state_dict().items()}
+    assert_loaded(state, weights, frozen_of(folder))
+    other = blank()
+    load_deepspeed(other, folder, tag="after-3")
+    assert_loaded(other.state_dict(), weights, frozen_of(folder))
+    twin = wrap(other, lr=1e-2, **fields)
+    for e in (engine, twin):
+        e.backward(e(torch.arange(7)).float().pow(2).mean())
+        e.step()
+        e.close()
+    for (name, x), (_, y) in zip(engine.module.named_parameters(), other.named_parameters(), strict=True):
+        assert torch.equal(x, y), name
+
+
+@pytest.mark.parametrize("fields", [{}, {"param_dtype": "bfloat16"}])
+def test_who_saves_states_meanwhile_is_told_before_they_change(case, fields):
+    folder, _ = case
+    engine, seen = wrap(blank(), **fields), set()
+    masters = {i: engine.optimizer.state[p].get("master", p) for i, p in enumerate(engine.optimizer.state)}
+
+    def before(params):
+        for i in params:
+            assert i in seen or (masters[i] == 7).all()
+            seen.add(i)
+
+    engine.optimizer.pipeline.before_change(before)
+    load_deepspeed(engine, folder)
+    assert seen == masters.keys()
+    assert not any((master == 7).any() for master in masters.values())
+
+
+def test_nothing_in_a_file_is_run_and_nothing_half_is_loaded(case, tmp_path, monkeypatch):
+    folder, _ = case
+    files = sorted((folder / "after-3").glob("*.pt"))
+    engine = wrap(blank(), param_dtype="bfloat16")
+    before = copy.deepcopy(engine.module.state_dict())
+
+    def refused(said, **kwargs):
+        with pytest.raises(CheckpointError, match=said):
+            load_deepspeed(engine, folder, **kwargs)
+        for name, tensor in engine.module.state_dict().items():
+            assert torch.equal(tensor, before[name])
+
+    class Runs:
+        def __init__(self, function, *args):
+            self.call = function, args
+
+        def __reduce__(self):
+            return self.call
+
+    for path in files:
+        whole = path.read_bytes()
+        state = torch.load(io.BytesIO(whole), weights_only=False) if "model" in path.name else {}
+        for function, name in ((os.mkdir, "mkdir"), (eval, "eval"), (copy.copy, "copy.copy")):
+            torch.save({**state, "extra": Runs(function, str(tmp_path / "ran"))}, path)
+            refused(rf"{path.name}: .*{name}")
+        for length in (0, 100, len(whole) - 100):
+            path.write_bytes(whole[:length])
+            refused(rf"{path.name}: cannot be read")
+        path.unlink()
+        refused(r"states.pt|expected")
+        path.write_bytes(whole)
+    assert not (tmp_path / "ran").exists()
+    (folder / "after-3" / "layer_00-model_states.pt").write_bytes(b"")
+    refused(r"layer_00-model_states.pt: is of a pipeline's")
+    (folder / "after-3" / "layer_00-model_states.pt").unlink()
+    refused("other: no such folder", tag="other")
+    (folder / "latest").unlink()
+    refused("latest: no such file")
+    load_deepspeed(engine, folder, tag="after-3")
+
+
+def paths_of(tree, at=()):
+    """The ways to everything in dicts and lists."""
+    pairs = tree.items() if isinstance(tree, dict) else enumerate(tree) if type(tree) in (list, tuple) else ()
+    for key, value in pairs:
+        yield (*at, key)
+        yield from paths_of(value, (*at, key))
+
+
+def test_what_is_damaged_is_refused_or_does_not_matter(case):
+    folder, _ = case
+    sound, tried = blank(), 0
+    load_deepspeed(sound, folder)
+    for path in sorted((folder / "after-3").glob("*.pt")):
+        state = deepspeed_weights._load(path)
+        for name in ("loss_scaler", "zero_stage", "param_slice_mappings"):  # DeepSpeed's own classes
+            state.get("optimizer_state_dict", {}).pop(name, None)
+        state = copy.deepcopy(state)  # it is mapped from the file that is to be written
+        torch.save(state, path)
+        load_deepspeed(blank(), folder)
+        for way in paths_of({key: value for key, value in state.items() if key not in ("ds_config", "lr_scheduler")}):
+            if "base_optimizer_state" in way or way.count("optimizer_state_dict") > 1:
+                continue
+            for damage in (7, torch.zeros(1), []):
+                wrong = copy.deepcopy(state)
+                holder = wrong
+                for key in way[:-1]:
+                    holder = holder[key]
+                if isinstance(holder, tuple):
+                    continue
+                holder[way[-1]] = damage
+                torch.save(wrong, path)
+                found, tried = blank(), tried + 1
+                refusal = None
+                try:
+                    load_deepspeed(found, folder)
+                except CheckpointError as error:
+                    refusal = str(error)
+                assert refusal is None or str(folder) in refusal, way
+                expected = blank() if refusal else sound
+                for name, tensor in found.state_dict().items():
+                    assert torch.equal(tensor, expected.state_dict()[name]), (way, damage, name)
+        torch.save(state, path)
+    assert tried > 100
+
+
+def test_a_checkpoint_of_another_model_is_refused(case):
+    folder, _ = case
+    narrow, more, less = blank(), blank(), blank()
+    narrow.back = torch.nn.Linear(5, 4)
+    more.extra = torch.nn.Linear(2, 2)
+    del less.norm
+    refusals = {
+        r"'back.weight' has shape \[3, 5\], expected \[4, 5\]": narrow,
+        "has no 'extra.weight'": more,
+        "has 'norm.weight', 'norm.bias', which the model has not": less,
+    }
+    for said, wrong in refusals.items():
+        with pytest.raises(CheckpointError, match=said):
+            load_deepspeed(wrong, folder)
+        assert wrong.embedding.weight.unique().tolist() == [7]
+
+
+def test_ranks_load_a_checkpoint_in_every_stage(tmp_path):
+    for result in run_ranks("deepspeed", 2, tmp_path, "export_worker.py"):
+        assert all(result.values()), result

@@ -1,0 +1,395 @@
+"""``python -m offload_core plan`` and ``info``: what they print, and that the plan is the one that ``wrap`` makes."""
+
+import json
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import psutil
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from slow_torch_device import SlowTorchDevice
+from strategies import law
+
+import frontends.jax.placement as jax_placement
+import frontends.torch.optimizer as optimizer_module
+from bench.gpt_jax import init_params
+from bench.gpt_torch import GPT
+from frontends.jax import wrap as wrap_jax
+from frontends.torch import wrap
+from offload_core import DeviceMemoryError, HostMemoryError
+from offload_core.__main__ import main
+from offload_core.bucket_terms import BucketTerms
+from offload_core.config import OffloadConfig
+from offload_core.dtypes import BFLOAT16, FLOAT32
+from offload_core.exchange import planned_device
+from offload_core.host_memory import HostMemory
+from offload_core.host_ranks import HostRanks
+from offload_core.memory_plan import MemoryPlan, PlanRow
+from offload_core.model_shapes import GPTS, LEAST, GPTConfig, gpt_of
+from offload_core.partition import ParamSpec
+from offload_core.quantities import count, rate, size
+from offload_core.step_time import Speeds, predict
+
+ROOT = Path(__file__).resolve().parent.parent
+SMALL = GPTConfig(layers=3, width=96, heads=3, vocabulary=500, positions=64)
+RATES = ["--dram-bandwidth=100GB/s", "--link-bandwidth=25GB"]
+
+
+def plan(capsys: pytest.CaptureFixture[str], *arguments: object, status: int = 0) -> dict:
+    assert main(["plan", "--json", *RATES[: 1 if "--device=cpu" in arguments else 2], *map(str, arguments)]) == status
+    return json.loads(capsys.readouterr().out)
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """Wrong arguments: status 2, one line."""
+    try:
+        status = main([*map(str, arguments)])
+    except SystemExit as exit_:
+        status = exit_.code
+    out, complaint = capsys.readouterr()
+    assert (status, out, complaint.count("\n")) == (2, "", 1), (status, out, complaint)
+    return complaint
+
+
+# --- models by their shapes -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gpt", [*GPTS.values(), SMALL])
+def test_a_gpts_shapes_are_those_of_the_model_that_is_trained(gpt: GPTConfig) -> None:
+    with torch.device("meta"):
+        model = GPT(gpt)
+    assert list(gpt.shapes.items()) == [(name, tuple(p.shape)) for name, p in model.named_parameters()]
+    tree = jax.eval_shape(lambda key: init_params(key, gpt, jnp.bfloat16), jax.random.key(0))
+    assert gpt.numel == sum(p.numel() for p in model.parameters())
+    assert gpt.numel == sum(math.prod(x.shape) for x in jax.tree.leaves(tree))
+
+
+@law(100)
+@given(numel=st.integers(LEAST, 10**13))
+@example(10 * 10**9)
+def test_a_gpt_of_a_count_has_about_that_count(numel: int) -> None:
+    gpt = gpt_of(numel)
+    assert abs(gpt.numel / numel - 1) <= (0.1 if numel >= 10**7 else 0.25)
+    assert gpt.width == 128 * gpt.heads
+
+
+def test_safetensors_are_planned_from_their_headers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file, a folder, an index and the preset of the same shapes: the same plan, and no tensor is read."""
+    tensors = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in GPTS["tiny"].shapes.items()}
+    one, several = tmp_path / "one", tmp_path / "several"
+    one.mkdir()
+    several.mkdir()
+    save_file({**tensors, "ids": torch.arange(4)}, one / "model.safetensors")
+    names = list(tensors)
+    for i, part in enumerate((names[::2], names[1::2])):
+        save_file({name: tensors[name] for name in part}, several / f"{i}.safetensors")
+    index = several / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {name: f"{i % 2}.safetensors" for i, name in enumerate(names)}}))
+
+    expected = plan(capsys, "--preset=tiny", "--world-size=2", "--host-memory=1GB")
+    for path in (one / "model.safetensors", one, index, several):
+        found = plan(capsys, f"--safetensors={path}", "--world-size=2", "--host-memory=1GB")
+        assert found["parameters"] == expected["parameters"]
+        assert [t["host_bytes"] for t in found["tiers"]] == [t["host_bytes"] for t in expected["tiers"]]
+
+    (several / "1.safetensors").write_bytes(b"\0" * 100)
+    assert "1.safetensors" in refusal(capsys, "plan", f"--safetensors={index}")
+    index.write_text("{}")
+    assert "no index" in refusal(capsys, "plan", f"--safetensors={several}")
+    (tmp_path / "none").mkdir()
+    assert "holds neither" in refusal(capsys, "plan", f"--safetensors={tmp_path / 'none'}")
+    assert "No such file" in refusal(capsys, "plan", f"--safetensors={tmp_path / 'x.safetensors'}")
+
+
+# --- the plan -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def checked(monkeypatch: pytest.MonkeyPatch) -> list[MemoryPlan]:
+    """The plans that wrap checks."""
+    seen: list[MemoryPlan] = []
+    check = MemoryPlan.check
+    monkeypatch.setattr(MemoryPlan, "check", lambda p, *args, **kw: seen.append(p) or check(p, *args, **kw))
+    return seen
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_it_is_the_plan_of_wrap(dtype: str, checked, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_file({name: torch.zeros(shape) for name, shape in SMALL.shapes.items()}, tmp_path / "a.safetensors")
+    asked = [f"--safetensors={tmp_path}", f"--param-dtype={dtype}", "--device=cpu", "--reduce-bucket-size=10000"]
+    tiers = plan(capsys, *asked, "--max-live-parameters=30000")["tiers"]
+    assert [(tier["stage"], tier["offload_param"]) for tier in tiers] == [(1, None), (2, None), (3, None), (3, "cpu")]
+    for tier in tiers:
+        fields = {"stage": tier["stage"], "offload_param": tier["offload_param"]}
+        wrap(GPT(SMALL), param_dtype=dtype, reduce_bucket_size=10000, max_live_parameters=30000, **fields)
+        ours = {(row.where, row.what): row.n_bytes for row in checked[-1].rows if row.n_bytes and not row.passing}
+        assert ours == {(row["where"], row["what"]): row["n_bytes"] for row in tier["rows"]}
+
+
+def test_gradients_are_counted_for_as_long_as_they_are_on_the_device() -> None:
+    """Ten parameters of a bucket each: by hand."""
+    specs = [ParamSpec(str(i), 160, BFLOAT16) for i in range(10)]
+
+    def gradients(world_size: int, addressable: bool, **fields: object) -> int:
+        config = OffloadConfig(reduce_bucket_size=160, **fields)
+        terms = BucketTerms(config, planned_device(world_size, addressable=addressable))
+        [row] = [row for row in terms.plan(specs).rows if (row.where, row.what) == ("device", "gradients")]
+        return row.n_bytes // 320
+
+    assert gradients(1, True) == 10  # read where they are, at the step
+    assert gradients(1, True, gradient_accumulation_steps=2) == 1  # summed at once
+    assert gradients(2, True) == 1  # copied to staging at once
+    assert gradients(1, False, schedule="serial") == 2  # one copy on its way
+    assert gradients(1, False) == 3  # two
+    wide = BucketTerms(OffloadConfig(reduce_bucket_size=160), planned_device(2, addressable=True))
+    stay = wide.plan(specs, gradients_stay=True)
+    assert max(row.n_bytes for row in stay.rows if row.what == "gradients") == 3200
+
+
+def test_what_is_missing_is_what_is_more_than_there_is() -> None:
+    rows = (
+        PlanRow("a", "host", 100, "x"),
+        PlanRow("b", "device", 50, "y"),
+        PlanRow("c", "host", 30, "z", passing=True),
+    )
+    assert MemoryPlan(rows, 1).missing(130, 50) == {}
+    assert MemoryPlan(rows, 1).missing(129, 49) == {"host": 130, "device": 50}
+    assert MemoryPlan(rows, 1, held=20).missing(130, 30) == {}
+    assert MemoryPlan(rows, 1).missing(259, None, processes=2) == {"host": 260}
+    shared = MemoryPlan(rows, 1, shared=True)
+    assert (shared.missing(150), shared.missing(149)) == ({}, {"host": 150})
+    held = MemoryPlan(rows, 1, shared=True, held=40)
+    assert (held.missing(130), held.missing(129)) == ({}, {"host": 130})  # while wrap runs all is there still
+
+
+def test_a_machine_is_enough_or_it_is_said_what_is_not(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["--preset=gpt2-10b", "--host-memory=128GB", "--device-memory=32GB"]
+    found = plan(capsys, *asked, status=1)
+    assert not found["fits"]
+    assert found["parameters"] == GPTS["gpt2-10b"].numel
+    for tier in found["tiers"]:
+        for where in ("host", "device"):
+            assert tier[f"{where}_bytes"] == sum(row["n_bytes"] for row in tier["rows"] if row["where"] == where)
+        assert tier["missing"] == {"host": tier["host_bytes"]}
+    assert main(["plan", *asked, *RATES]) == 1
+    shown = capsys.readouterr().out
+    last = shown.partition("nothing fits:")[2].splitlines()[1]
+    for what in ("master", "exp_avg", "exp_avg_sq"):
+        assert re.search(rf"{what} 38\.3 GiB \(more ranks", last), shown
+
+    enough = plan(capsys, *asked, "--host-memory=200GB")
+    assert enough["fits"]
+    assert all(tier["fits"] for tier in enough["tiers"])
+    small = plan(capsys, *asked, "--host-memory=200GB", "--device-memory=8GB")
+    assert [tier["fits"] for tier in small["tiers"]] == [False, False, False, True]
+    assert plan(capsys, *asked, "--host-memory=200GB", "--device-memory=8GB", "--stage=2", status=1)["tiers"]
+    several = plan(capsys, *asked, "--world-size=4", status=1)
+    apart = plan(capsys, *asked, "--world-size=4", "--local-world-size=1")
+    for tier, alone in zip(several["tiers"], apart["tiers"], strict=True):
+        assert tier["missing"]["host"] == 4 * tier["host_bytes"]
+        assert alone["fits"]
+
+
+def test_activations_are_counted_where_they_are_given(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["plan", "--preset=gpt2-124m", "--host-memory=8GB", "--device-memory=1GB", "--stage=2", *RATES]
+    assert main(asked) == 0
+    assert "activations: not counted" in capsys.readouterr().out
+    assert main([*asked, "--activation-memory=1GB"]) == 1
+    assert re.search(r"device +activations +953.7 MiB", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "plan|info"),
+        (["plan"], "--preset --parameters --safetensors"),
+        (["plan", "--preset=gpt3"], "gpt2-10b"),
+        (["plan", "--parameters=10X"], "expected a count such as 10B"),
+        (["plan", "--parameters=10"], "expected at least 1,000,000"),
+        (["plan", "--preset=tiny", "--parameters=10B"], "not allowed with"),
+        (["plan", "--preset=tiny", "--host-memory=-1GB"], "expected a size such as 32GB"),
+        (["plan", "--preset=tiny", "--stage=4"], "--stage"),
+        (["plan", "--preset=tiny", "--flops=1T"], "expected both or neither"),
+        (["plan", "--preset=tiny", "--local-world-size=2"], "expected at most"),
+        (["plan", "--preset=tiny", "--device=cpu", "--device-memory=1GB"], "its memory is the host's"),
+        (["plan", "--preset=tiny", "--stage=2", "--offload-param=cpu"], "of stage 3"),
+        (["info", "--fast"], "--fast"),
+    ],
+)  # fmt: skip
+def test_wrong_arguments_are_one_line(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert words in refusal(capsys, *arguments)
+
+
+@law(100)
+@given(value=st.integers(1, 10**6), unit=st.sampled_from("KMGT"))
+@example(1, "G")
+def test_quantities_have_the_units_of_their_kind(value: int, unit: str) -> None:
+    power = 1 + "KMGT".index(unit)
+    assert size(f"{value}{unit}B") == size(f"{value} {unit.lower()}") == value * 1000**power
+    assert size(f"{value}{unit}iB") == value * 1024**power
+    assert rate(f"{value}{unit}B/s") == value * 1000**power
+    assert count(f"{value}") == value
+    assert count(f"{value}B") == value * 10**9 == size(f"{value}GB")
+
+
+# --- a step's time --------------------------------------------------------------------------------------
+
+
+def step_time(
+    world_size: int = 1, *, dtype=BFLOAT16, addressable: bool = False, speeds=None, partitioned=False, **fields
+):
+    terms = BucketTerms(
+        OffloadConfig(reduce_bucket_size=1600, **fields), planned_device(world_size, addressable=addressable)
+    )
+    specs = [ParamSpec(str(i), 16_000, dtype, partitioned=partitioned) for i in range(10)]
+    speeds = speeds or Speeds(28e6, 2e6, 6e9)
+    return predict(terms, specs, speeds, processes=world_size, tokens=100)
+
+
+def test_a_steps_time_is_that_of_its_slowest_part_and_a_tail() -> None:
+    n, bucket = 160_000, 1600
+    time = step_time()
+    assert time.update == pytest.approx(28 * n / 28e6)
+    assert time.to_host == time.to_device == pytest.approx(2 * n / 2e6)
+    assert time.compute == pytest.approx(6 * n * 100 / 6e9)
+    assert time.tail == pytest.approx(28 * bucket / 28e6 + 2 * 2 * bucket / 2e6)
+    assert time.seconds == pytest.approx(max(time.update, time.to_host, time.compute) + time.tail)
+    serial = step_time(schedule="serial")
+    assert serial.seconds == pytest.approx(time.update + 2 * time.to_host + time.compute)
+
+    # Two ranks a machine: each updates half, of fp32 sums, and shares the memory; over nccl shards of sums cross.
+    two = step_time(2)
+    assert two.update == pytest.approx((4 + 24 + 2) * n / 28e6)
+    assert two.to_host == pytest.approx(4 * n / 2 / 2e6)
+    assert two.to_device == pytest.approx(2 * n / 2 / 2e6)
+
+    # What waits on the host comes twice, for forward and backward, unless it may stay.
+    tier = {"stage": 3, "offload_param": "cpu", "partitioned": True}
+    assert step_time(**tier).to_device == pytest.approx(time.to_device)
+    assert step_time(**tier, max_live_parameters=100_000).to_device == pytest.approx(2 * time.to_device)
+
+    host = step_time(addressable=True, dtype=FLOAT32)
+    assert (host.update, host.to_host, host.to_device) == (pytest.approx(28 * n / 28e6), 0, 0)
+    assert host.seconds == pytest.approx(host.update + host.compute)
+    unknown = step_time(speeds=Speeds(28e6))
+    assert (unknown.to_host, unknown.compute) == (None, None)
+    assert unknown.seconds == pytest.approx(unknown.update + 28 * bucket / 28e6)
+
+
+# --- what wrap does with it -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def allocated(monkeypatch: pytest.MonkeyPatch) -> list:
+    seen: list = []
+    allocate = HostMemory.allocate
+    monkeypatch.setattr(HostMemory, "allocate", lambda *args, **kw: seen.append(args) or allocate(*args, **kw))
+    return seen
+
+
+def test_a_device_too_small_is_refused_before_anything_is_allocated(monkeypatch: pytest.MonkeyPatch, allocated) -> None:
+    device = SlowTorchDevice()
+    monkeypatch.setattr(optimizer_module, "device_for", lambda *args, **kw: HostRanks(device))
+    model = GPT(SMALL)
+    before = [(id(p), p.detach().clone(), p.dtype) for p in model.parameters()]
+    monkeypatch.setattr(device, "free_bytes", lambda: 0, raising=False)
+    with pytest.raises(
+        DeviceMemoryError, match=r"(?s)of device memory.*nothing was allocated.*made smaller by"
+    ) as error:
+        wrap(model)
+    needed = re.search(r"parameters besides the ([\d.]+ .iB) that.*The most is taken by (.*)\. Free", str(error.value))
+    assert needed[1] == "1.5 MiB"
+    named = re.findall(r"(\w[\w ]*) [\d.]+ .iB \(", needed[2])
+    assert set(named) == {"gradients", "parameters", "buckets on their way"}
+    assert not allocated
+    for p, (identity, value, dtype) in zip(model.parameters(), before, strict=True):
+        assert (id(p), p.dtype, p.grad) == (identity, dtype, None)
+        assert torch.equal(p, value)
+    monkeypatch.setattr(device, "free_bytes", lambda: 10**8, raising=False)
+    engine = wrap(model)
+    ids = torch.randint(0, 64, (1, 9))
+    engine.backward(engine(ids[:, :-1], ids[:, 1:]))
+    assert engine.step().updated
+
+
+def test_on_the_cpu_parameters_and_gradients_count_as_host_memory(monkeypatch: pytest.MonkeyPatch, allocated) -> None:
+    """States 8 bytes, gradients 4; the parameters are there."""
+    model = GPT(SMALL)
+    needed = 12 * SMALL.numel
+    monkeypatch.setattr(optimizer_module, "available_bytes", lambda: needed - 1)
+    with pytest.raises(HostMemoryError, match=r"(?s)is taken by exp_avg 1.5 MiB.*device +gradients"):
+        wrap(model)
+    assert not allocated
+    monkeypatch.setattr(optimizer_module, "available_bytes", lambda: 16 * -(-needed // 16) + 64 * 8)  # and padding
+    wrap(model)
+    assert allocated
+
+
+def test_ranks_on_a_machine_share_what_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the launcher's word is that there are more processes than ranks: those are other runs."""
+    model = GPT(SMALL)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(optimizer_module, "available_bytes", lambda: 13 * SMALL.numel)
+    wrap(model).close()
+    monkeypatch.setattr(optimizer_module.MemoryPlan, "check", lambda plan, *args, processes: 1 / (processes - 1))
+    with pytest.raises(ZeroDivisionError):
+        wrap(model)
+
+
+def test_jax_on_a_small_device_is_refused_before_anything_is_placed(monkeypatch: pytest.MonkeyPatch, allocated) -> None:
+    params, fields = {"w": np.ones((300, 1000), np.float32)}, {"reduce_bucket_size": 16_000}
+    needed = 3 * 4 * 300_000 + 4 * 16_000  # parameters, the next ones, gradients; the bucket that leaves last
+    monkeypatch.setattr(jax_placement, "on_cpu", lambda array: False)
+    placed = []
+    place = jax_placement.OneAccelerator.place
+    monkeypatch.setattr(jax_placement.OneAccelerator, "place", lambda *args: placed.append(args) or place(*args))
+    monkeypatch.setattr("frontends.jax.mesh.free_bytes", lambda devices: needed - 1)
+    with pytest.raises(DeviceMemoryError, match=r"(?s)3\.5 MiB of device memory for 300,000.*gradients 1\.1 MiB"):
+        wrap_jax(params, **fields)
+    assert not allocated
+    assert not placed
+    monkeypatch.setattr("frontends.jax.mesh.free_bytes", lambda devices: needed)
+    wrap_jax(params, **fields)
+    assert allocated
+    assert placed
+    monkeypatch.setattr("frontends.jax.mesh.free_bytes", lambda devices: needed - 4 * 300_000)
+    wrap_jax({"w": jnp.ones((300, 1000))}, **fields)  # there already
+
+
+# --- info -----------------------------------------------------------------------------------------------
+
+
+def test_info_tells_of_this_machine() -> None:
+    command = [sys.executable, "-m", "offload_core", "info"]
+    shown, found = (
+        subprocess.run([*command, *json_], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60).stdout
+        for json_ in ([], ["--json"])
+    )
+    about = json.loads(found)
+    assert about["memory"] == psutil.virtual_memory().total
+    assert about["versions"]["numpy"] == np.__version__
+    assert about["instruction set"] in about["instruction sets"]
+    assert about["bandwidth"]["dram"] > 1e8
+    assert about["bandwidth"]["copy"] > 1e8
+    assert about["bandwidth"]["link"] is None
+    for line in ("processor", "kernels", "memory bandwidth", "link to a device"):
+        assert re.search(rf"^{line} ", shown, re.M), shown
+    assert about["cpu"] in shown
+
+
+def test_no_framework_is_needed() -> None:
+    code = (
+        "import sys; sys.argv = ['', 'plan', '--preset=tiny', '--dram-bandwidth=1GB'];"
+        "import runpy; sys.modules.update(torch=None, jax=None)\n"
+        "runpy.run_module('offload_core', run_name='__main__')"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60, capture_output=True)

@@ -1,0 +1,226 @@
+"""Checkpoints of torch engines: resuming is invisible, whatever the model holds, and wrong ones are refused."""
+
+import copy
+import random
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from test_torch_optimizer import batch, loss_of, make, same_bits
+from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
+
+from frontends.torch import gathered_parameters, wrap
+from offload_core.checkpoint_files import Checkpoint
+from offload_core.errors import CheckpointError, StateError
+
+
+class Mixed(nn.Module):
+    """All that a module can have: convolutions in memory order, dropout, statistics, tied, frozen and odd tensors."""
+
+    def __init__(self, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.conv = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
+        self.norm = nn.BatchNorm2d(8)
+        self.drop = nn.Dropout(0.5)
+        self.head = nn.Linear(8, 4)
+        self.tied = self.head
+        self.scale = nn.Parameter(torch.randn(()))
+        self.frozen = nn.Parameter(torch.randn(4, 4), requires_grad=False)
+        self.register_buffer("mask", torch.rand(4) > 0.5)
+        self.register_buffer("phase", torch.randn(2, dtype=torch.complex64))
+        self.register_buffer("spread", torch.randn(3, 8)[:, ::2])
+        self.register_buffer("cache", torch.randn(3), persistent=False)
+
+    def forward(self, x):
+        x = self.drop(torch.relu(self.norm(self.conv(x)))).mean((2, 3))
+        return (self.tied(x) @ self.frozen) * self.scale
+
+
+def train(engine, steps, *schedules):
+    for _ in range(steps):
+        x = torch.randn(4, 3, 6, 6)
+        x = x + np.random.rand() + random.random()
+        engine.backward(engine(x).float().pow(2).mean())
+        engine.step()
+        for schedule in schedules:
+            schedule.step()
+
+
+def everything(engine):
+    with gathered_parameters(engine.module.parameters()):
+        found = {name: t.detach().clone() for name, t in engine.module.state_dict().items()}
+    for i, (name, state) in enumerate(zip(engine.module.parameters(), engine.optimizer.state.values(), strict=False)):
+        found |= {f"{i} {name}": torch.as_tensor(value).clone() for name, value in state.items()}
+    return found
+
+
+def assert_same(one, other):
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert same_bits(tensor, other[name]), name
+
+
+WAYS = {
+    "plain": {},
+    "bfloat16": {"param_dtype": "bfloat16", "schedule": "serial"},
+    "float16": {"param_dtype": "float16", "initial_loss_scale": 2.0**26, "loss_scale_window": 3},
+    "delayed": {"param_dtype": "bfloat16", "schedule": "delayed", "delay_warmup_steps": 2},
+    "stage 3": {"stage": 3, "offload_param": "cpu", "param_persistence_threshold": 8},
+    "function": {"lr": lambda updates: 1e-2 / (1 + updates), "param_dtype": "bfloat16"},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, way):
+    def new(seed):
+        engine = wrap(Mixed(seed), **{"lr": 1e-2, "gradient_clipping": 0.1, **WAYS[way]})
+        schedules = [] if way == "function" else [CosineAnnealingLR(engine.optimizer, 7)]
+        return engine, schedules
+
+    engine, schedules = new(0)
+    for generator in (torch.manual_seed, random.seed, np.random.seed):
+        generator(5)
+    train(engine, 10, *schedules)
+    stateful = {str(i): schedule for i, schedule in enumerate(schedules)}
+    extras = {"epoch": 3, "table": torch.arange(3), "pair": (1, None)}
+    path = engine.save_checkpoint(tmp_path, stateful=stateful, extras=extras, wait=way != "bfloat16")
+    train(engine, 20, *schedules)
+    other, schedules = new(1)
+    train(other, 3, *schedules)
+    stateful = {str(i): schedule for i, schedule in enumerate(schedules)}
+    engine.wait_for_checkpoint()
+    found = other.load_checkpoint(tmp_path, stateful=stateful)
+    assert repr(found) == repr(extras)
+    train(other, 20, *schedules)
+    assert_same(everything(other), everything(engine))
+    assert other.optimizer.pipeline.loss_scale == engine.optimizer.pipeline.loss_scale
+    assert other.optimizer.param_groups[0]["lr"] == engine.optimizer.param_groups[0]["lr"]
+    [shard] = path.glob("*.safetensors")
+    stored = safetensors.torch.load_file(shard)  # any reader of the format reads it
+    assert stored["param/mask"].dtype == torch.bool
+    assert "param/cache" not in stored
+
+
+@pytest.mark.parametrize("other", [way for way in WAYS if way not in ("delayed", "plain")])
+def test_another_configuration_loads_it(tmp_path, other):
+    """Another stage, element type, tier: master weights and moments are the same bits."""
+    engine = wrap(Mixed(), lr=1e-2)
+    train(engine, 3)
+    engine.save_checkpoint(tmp_path)
+    loaded = wrap(Mixed(1), **{"lr": 1e-2, **WAYS[other]})
+    loaded.load_checkpoint(tmp_path)
+    again = tmp_path / "again"
+    loaded.save_checkpoint(again)
+    third = wrap(Mixed(2), lr=1e-2)
+    third.load_checkpoint(again)
+    mine, theirs = everything(third), everything(engine)
+    narrow = loaded.config.param_dtype
+    rounded = {"frozen", "norm.running_mean", "norm.running_var", "spread"} if narrow else set()
+    assert_same(
+        {name: t for name, t in mine.items() if name not in rounded},
+        {name: t for name, t in theirs.items() if name not in rounded},
+    )
+    for name in rounded:
+        assert same_bits(mine[name], theirs[name].to(getattr(torch, narrow)).float())
+
+
+def test_a_parameter_that_is_frozen_or_trained_now_only(tmp_path):
+    engine = wrap(Mixed(), lr=1e-2)
+    train(engine, 2)
+    engine.save_checkpoint(tmp_path)
+    model = Mixed(1)
+    model.frozen.requires_grad_(True)
+    model.head.weight.requires_grad_(False)
+    other = wrap(model, lr=1e-2, param_dtype="bfloat16")
+    other.load_checkpoint(tmp_path)
+    assert same_bits(model.frozen, engine.module.frozen.bfloat16())
+    assert same_bits(model.head.weight, engine.module.head.weight.bfloat16())
+    state = other.optimizer.state[model.frozen]
+    assert state["step"] == 0
+    assert not state["exp_avg"].any()
+    assert same_bits(state["master"], engine.module.frozen)
+    train(other, 1)
+
+
+def test_parameters_that_are_changed_by_hand_right_after_the_call_are_saved_as_they_were(tmp_path):
+    """They may be: weights are swapped for their average, then evaluated."""
+    engine = wrap(make(), lr=1e-2)
+    engine.backward(loss_of(engine, 0))
+    engine.step()
+    before = everything(engine)
+    engine.save_checkpoint(tmp_path, wait=False)
+    with torch.no_grad():
+        for param in engine.module.parameters():
+            param.zero_()
+    engine.wait_for_checkpoint()
+    other = wrap(make(), lr=1e-2)
+    other.load_checkpoint(tmp_path)
+    assert_same(everything(other), before)
+
+
+def test_names_are_translated_and_the_optimizers_groups_must_agree(tmp_path):
+    engine = wrap(make(), lr=1e-2)
+    engine.save_checkpoint(tmp_path)
+    inside = nn.ModuleDict({"inner": make()})
+    with pytest.raises(CheckpointError, match=r"it lacks 'inner\.0\.weight'.*`names=` translates"):
+        wrap(inside, lr=1e-2).load_checkpoint(tmp_path)
+    inside = nn.ModuleDict({"inner": make()})
+    other = wrap(inside, lr=1e-2)
+    other.load_checkpoint(tmp_path, names=lambda name: name.removeprefix("inner."))
+    for a, b in zip(other.module.parameters(), engine.module.parameters(), strict=True):
+        assert same_bits(a, b)
+    model = make()
+    first, *rest = model.parameters()
+    grouped = wrap(model, lr=1e-2, params=[{"params": [first]}, {"params": rest}])
+    with pytest.raises(CheckpointError, match="1 parameter groups in it, expected 2"):
+        grouped.load_checkpoint(tmp_path)
+
+
+def test_what_cannot_be_saved_is_named_and_nothing_is_left(tmp_path):
+    engine = wrap(make(), lr=1e-2)
+    with pytest.raises(CheckpointError, match=r"state\['extras'\]\['model'\] is a torch.nn"):
+        engine.save_checkpoint(tmp_path, extras={"model": engine.module})
+    with pytest.raises(CheckpointError, match=r"stateful\['x'\] is a int"):
+        engine.save_checkpoint(tmp_path, stateful={"x": 1})
+    engine.backward(loss_of(engine, 0))
+    with pytest.raises(StateError, match="between backward"):
+        engine.save_checkpoint(tmp_path)
+    engine.step()
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(CheckpointError, match="no checkpoint"):
+        engine.load_checkpoint(tmp_path)
+    engine.save_checkpoint(tmp_path)
+    with pytest.raises(
+        CheckpointError, match=r"stateful\['x'\]: the checkpoint has no state of that name; it has none"
+    ):
+        engine.load_checkpoint(tmp_path, stateful={"x": LambdaLR(engine.optimizer, lambda step: 1.0)})
+
+
+def test_gradients_that_wait_are_discarded_by_loading(tmp_path):
+    engine, straight = (wrap(make(), lr=1e-2, gradient_accumulation_steps=2) for _ in range(2))
+    engine.save_checkpoint(tmp_path)
+    engine.backward(loss_of(engine, 7))
+    engine.step()
+    engine.load_checkpoint(tmp_path)
+    for subject in (engine, straight):
+        for seed in range(2):
+            subject.backward(loss_of(subject, seed))
+            subject.step()
+    assert_same(everything(engine), everything(straight))
+
+
+def test_an_engine_that_saves_can_be_copied_and_a_checkpoint_stays_as_it_is(tmp_path):
+    engine = wrap(make(), lr=1e-2)
+    engine.save_checkpoint(tmp_path, wait=False)
+    twin = copy.deepcopy(engine)
+    for seed in range(3):
+        twin.backward(loss_of(twin, seed))
+        twin.step()
+    engine.wait_for_checkpoint()
+    Checkpoint(tmp_path).verify()
+    twin.load_checkpoint(tmp_path)
+    assert_same(everything(twin), everything(engine))
+    assert same_bits(twin(batch(0)), engine(batch(0)))

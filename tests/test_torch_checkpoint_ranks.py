@@ -1,0 +1,28 @@
+"""Resuming in new processes, in as many ranks as before or fewer, is invisible."""
+
+import pytest
+from test_torch_ranks import run
+
+pytestmark = pytest.mark.slow
+
+
+def test_thirty_steps_are_ten_saved_and_twenty_by_as_many_ranks_or_fewer(tmp_path):
+    def ranks(scenario, world_size):
+        folder = tmp_path / f"{scenario} {world_size}"
+        folder.mkdir()
+        results = run(scenario, world_size, folder, "checkpoint_worker.py")
+        assert all(result == results[0] for result in results)
+        return results[0]
+
+    straight = ranks("straight", 4)
+    assert len(straight) == 15
+    assert (
+        straight["1, float16"]
+        == straight["2, float16"]
+        == straight["3, float16"]
+        == straight["3 in host memory, float16"]
+    )
+    for world_size in (4, 2, 1):
+        resumed = ranks("resumed", world_size)
+        for case, bits in straight.items():
+            assert resumed[case] == bits, f"{case}: {world_size} ranks"
