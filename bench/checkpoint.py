@@ -14,7 +14,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +23,6 @@ from bench.gpt_torch import GPT
 from bench.presets import PRESETS
 from bench.record import append, machine
 from frontends.torch import wrap
-from offload_core.checkpoint import Checkpoints, Contents
 from offload_core.checkpoint_files import Checkpoint
 from offload_core.cpus import available_cpus
 
@@ -39,9 +37,7 @@ class Run:
         config = PRESETS[preset].gpt
         torch.manual_seed(0)
         self.engine = wrap(GPT(config), lr=1e-4, param_dtype="bfloat16")
-        self.optimizer = self.engine.optimizer
-        self.names = [spec.name for spec in self.optimizer.pipeline.params]
-        self.checkpoints = Checkpoints(self.optimizer.pipeline)
+        self.checkpoints = self.engine.optimizer.checkpoints
         self.tokens = torch.randint(config.vocabulary, (micro_batch, context + 1))
 
     def step(self) -> None:
@@ -49,12 +45,10 @@ class Run:
         self.engine.step()
 
     def save(self, folder: Path, *, wait: bool = True) -> Path:
-        contents = Contents(self.names, state={"step": 1})
-        return self.checkpoints.save(folder, contents, self.optimizer._tensors(), step=1, keep=1, wait=wait)
+        return self.engine.save_checkpoint(folder, keep=1, wait=wait)
 
     def load(self, path: Path) -> None:
-        tensors = self.optimizer._tensors()
-        self.checkpoints.load(path, self.names, (), tensors, partial(self.optimizer.pipeline.flush, tensors))
+        self.engine.load_checkpoint(path)
 
 
 def write(path: Path, n_bytes: int, chunk: np.ndarray) -> None:
