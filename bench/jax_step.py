@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from bench import record
-from bench.processes import Group, Part, Result, run, show
+from bench.processes import Group, Part, Result, medians, run, show
 from bench.step import MODELS
 from offload_core.cpus import available_cpus
 
@@ -61,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
     show(results)
     for name, error in failures.items():
         part.miss(name, error)
-    part.compare(ratios_of(results), results)
+    part.compare(ratios_of(results), medians(results))
     for name, result in results.items():
         part.rows += result.rows(name, params=GPT.numel, threads=args.threads)
     config = {"rounds": args.rounds, "steps": args.steps, "threads": args.threads, "param_dtype": "bfloat16"}

@@ -106,7 +106,8 @@ def main(arguments: list[str] | None = None) -> int:
     for row in part.rows:
         print(f"{row['name']:28}{row['metric']:34}{row['p50']:8.2f}")
     ratios = [ratio for ours, other in ((OURS, DS_2), (OURS_3, DS_3)) for ratio in ratios_of(samples, ours, other)]
-    part.compare(ratios, {})
+    why = "; ".join(f"{row['name']}, {row['metric']} {row['p50']:.2f}" for row in part.rows)
+    part.compare(ratios, f"bytes a parameter: {why}")
     config = {"preset": PRESET, "rounds": args.rounds, "param_dtype": "bfloat16", **settings, "environment": _MALLOC}
     config["deepspeed"] = {name: deepspeed_config(1, DEEPSPEED[name]) for name in (DS_2, DS_3)}
     return part.finish(args.json, config)

@@ -308,12 +308,12 @@ class Part:
         print(f"{name}: COULD NOT RUN\n{error}")
         self.missing.append(record.missing(name, error.why))
 
-    def compare(self, ratios: Iterable[dict[str, Any]], results: Mapping[str, Result]) -> None:
-        """Add them; of one that misses its target the note says where the time of all contenders went."""
+    def compare(self, ratios: Iterable[dict[str, Any]], why: str) -> None:
+        """Add them; ``why`` is noted of one that misses its target."""
         for ratio in ratios:
             self.ratios.append(ratio)
             if missed(ratio):
-                self.notes.append(f"{ratio['name']}: {ratio['p50']:.2f}, target {ratio['target']}; {medians(results)}")
+                self.notes.append(f"{ratio['name']}: {ratio['p50']:.2f}, target {ratio['target']}; {why}")
 
     def finish(self, path: Path | None, config: Mapping[str, Any]) -> int:
         """Print ratios and notes, write the record, and return the exit status: 1 where one could not run."""

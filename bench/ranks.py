@@ -11,7 +11,7 @@ from dataclasses import asdict
 from typing import Any
 
 from bench import record
-from bench.processes import Part, Result, run, show
+from bench.processes import Part, Result, medians, run, show
 from bench.rank_contenders import CONTENDERS, DDP, DEEPSPEED, DS_2, DS_3, FSDP2, OURS, OURS_3, TOKENS, deepspeed_config
 from bench.step import MODELS, start
 from offload_core.model_shapes import GPTConfig
@@ -110,7 +110,7 @@ def main(arguments: list[str] | None = None) -> int:
                 for name, result in of_size.items():
                     tokens = [1e3 * ranks * size * args.context / ms for ms in result.samples("total")]
                     part.rows += [*result.rows(name, **extra), record.row(name, "speed", "tokens/s", tokens, **extra)]
-                part.compare(ratios_of(of_size, heat[0], ranks, size), of_size)
+                part.compare(ratios_of(of_size, heat[0], ranks, size), medians(of_size))
     config = {
         **{name: getattr(args, name) for name in ("ranks", "steps", "warm_up")},
         "rounds": args.rounds or ROUNDS,

@@ -15,7 +15,7 @@ from typing import Any
 
 import offload_core
 from bench import record
-from bench.processes import Group, Part, Result, run, show
+from bench.processes import Group, Part, Result, medians, run, show
 from bench.rank_contenders import (
     DEEPSPEED,
     DS_2,
@@ -42,6 +42,7 @@ HEATS = {
     "34m": [(OURS, SERIAL, UNCLIPPED, OURS_3, DS_2, DS_3, FUSED, UNFUSED, FSDP2, GRADIENTS_ONLY, STREAM)],
     "319m": [
         (OURS, DS_2, GRADIENTS_ONLY, STREAM),
+        (SERIAL, DS_2),
         (OURS_3, DS_3),
         (OURS, SERIAL, UNFUSED),
         (OURS, UNCLIPPED, FUSED),
@@ -76,11 +77,11 @@ class Comparison:
 
 TARGETS = [  # at 319 M
     Comparison(DS_2, OURS, target=3.5),
-    Comparison(DS_2, OURS, ("step",), target=1.25),
-    Comparison(DS_2, OURS, ("backward", "step"), target=4.0),
-    Comparison(UNFUSED, OURS, ("step",), target=5.0),
+    # Of phases with the serial schedule: the other's step returns while updates go on.
+    Comparison(DS_2, SERIAL, ("step",), target=1.25),
+    Comparison(DS_2, SERIAL, ("backward", "step"), target=4.0),
+    Comparison(UNFUSED, SERIAL, ("step",), target=5.0),
     Comparison(DS_3, OURS_3),
-    Comparison(DS_3, OURS_3, ("step",)),
     Comparison(FUSED, OURS),
     Comparison(UNFUSED, OURS),
     Comparison(FSDP2, OURS_3),
@@ -148,7 +149,7 @@ def main(arguments: list[str] | None = None) -> int:
             show(results)
             for name, error in failures.items():
                 part.miss(f"{name}, {size}", error)
-            part.compare(ratios_of(results, size), results)
+            part.compare(ratios_of(results, size), medians(results))
             for name, result in results.items():
                 of_all[name] = of_all[name] + result if name in of_all else result
         for name, result in of_all.items():
