@@ -1,5 +1,6 @@
 """``OffloadedAdamW``: a ``torch.optim.Optimizer`` whose states live in host memory."""
 
+import gc
 import threading
 import weakref
 from collections import defaultdict
@@ -265,6 +266,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
                 raise ParameterError(
                     f"parameter {name!r} is on {param.device}, others are on {device}; expected one device a process"
                 )
+            if id(param) in OWNED and param not in self._slots:
+                gc.collect()  # a trainer that is no more, and its optimizer, may be waiting for that
             if id(param) in OWNED and param not in self._slots:
                 raise StateError(
                     f"parameter {name!r} already belongs to another OffloadedAdamW (was the model wrapped twice?); "
@@ -634,10 +637,13 @@ class OffloadedAdamW(torch.optim.Optimizer):
         """As ``torch.optim.Optimizer.state_dict``; the tensors are the live states in host memory.
 
         Gradients that wait for the next update are not part of it. Under loss scaling it has a ``"loss_scale"``, and
-        where ``lr`` or ``betas`` is a function the number of ``"updates"``.
+        where ``lr`` or ``betas`` is a function the number of ``"updates"``. Any rank may call this, also alone.
         """
-        self.flush()
         scaler, device = self.pipeline.scaler, self.pipeline.device
+        if device.world_size == 1:
+            self.flush()  # among ranks that would be collective under schedule="delayed"
+        else:
+            self._finish()
         state = super().state_dict()
         if device.world_size > 1:
             state["partition"] = {"rank": device.ranks[0], "world_size": device.world_size}
