@@ -1,28 +1,27 @@
-"""OffloadedAdamW in Hugging Face's Trainer: what Trainer's own settings say holds, bit for bit as with torch's AdamW."""
+"""OffloadedAdamW in Hugging Face's Trainer: its own settings hold, bit for bit as with torch's AdamW."""
 
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from hugging_face import alone
 from safetensors.torch import load_file
 from test_torch_optimizer import same_bits
+from test_torch_ranks import run
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments, get_scheduler
 
 from frontends.torch import OffloadedAdamW
 from frontends.torch.integrations.transformers import FOLDER, OffloadCallback
 from offload_core.errors import CheckpointError, ConfigError, StateError
 
+__all__ = ["alone"]  # a fixture
+
 STEPS, EPOCH, CLIP, LR = 8, 4, 0.5, 1e-2
 OFFLOADED = {"optimizer_cls_and_kwargs": (OffloadedAdamW, {"lr": LR})}
 TORCHS = {"optimizer_cls_and_kwargs": (torch.optim.AdamW, {"lr": LR, "fused": True})}
 TOKENS = torch.randint(64, (4 * EPOCH, 12), generator=torch.Generator().manual_seed(1))
 DATA = [{"input_ids": row, "labels": row} for row in TOKENS]
-
-
-@pytest.fixture(autouse=True)
-def offline(monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
 def llama(dtype=torch.float32):
@@ -165,7 +164,14 @@ def test_the_log_says_what_is_held_where(tmp_path):
     assert {"offload_host_bytes", "offload_device_bytes"} <= later.keys
 
 
+class Searching(TrainerCallback):
+    def on_train_begin(self, args, state, control, **kwargs):
+        state.is_hyper_param_search = True
+
+
 def test_what_the_callback_cannot_do_is_said_when_training_begins(straight, tmp_path):
+    with pytest.raises(ConfigError, match="checkpoints in a search of hyper-parameters"):
+        trained(tmp_path, callbacks=[Searching(), OffloadCallback()])
     with pytest.raises(ConfigError, match=r"the optimizer is AdamW, expected OffloadedAdamW: .*optimizer_cls_and_kw"):
         trained(tmp_path, TORCHS, callbacks=[OffloadCallback()])
     saved = Path(straight.args.output_dir)
@@ -187,3 +193,11 @@ def test_the_parameters_of_a_trainer_that_is_gone_are_free(tmp_path):
     with pytest.raises(StateError, match="already belongs to another OffloadedAdamW"):
         trained(tmp_path, model=model, max_steps=1)
     held.optimizer.optimizer.close()
+
+
+@pytest.mark.slow
+def test_two_ranks_train_as_ddp_does_and_resume_their_shards(tmp_path):
+    for result in run("shards", 2, tmp_path, "trainer_worker.py"):
+        assert result["ours"] == result["theirs"] == result["resumed"]
+        assert result["share"] == pytest.approx(0.5, abs=0.01)
+        assert "save_only_model=False on 2 ranks" in result["refused"]

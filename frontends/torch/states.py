@@ -57,7 +57,7 @@ class HostState(torch.Tensor):
     Copies, files and the results of any function are plain tensors.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """As ``Tensor.to``; where no other dtype is asked for, this one."""

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -17,7 +16,7 @@ from ..checkpoint import ModelCheckpoints, random_states, set_random_states
 from ..optimizer import OffloadedAdamW
 
 FOLDER = "offload"
-"""Of the shards, in a ``checkpoint-…`` folder."""
+"""The name of the shards' folder in a ``checkpoint-…`` folder."""
 
 
 class OffloadCallback(TrainerCallback):
@@ -25,9 +24,9 @@ class OffloadCallback(TrainerCallback):
 
     In each ``checkpoint-…`` folder that Trainer writes, ``offload/`` then holds what ``Engine.save_checkpoint`` saves:
     master weights, moments, what is not trained, the states of the scheduler and of a GradScaler, and random
-    generators. All ranks write, each its own part. ``trainer.train(resume_from_checkpoint=...)`` goes on from it bit for
-    bit. Trainer's own ``optimizer.pt`` holds the states a second time; ``save_only_model=True`` leaves it out. Among
-    several ranks that is required, as Trainer would write those of rank 0 only.
+    generators. All ranks write, each its own part. ``trainer.train(resume_from_checkpoint=...)`` goes on from it bit
+    for bit. Trainer's own ``optimizer.pt`` holds the states a second time; ``save_only_model=True`` leaves it out.
+    Among several ranks that is required, as Trainer would write those of rank 0 only.
 
     To each log of the training loss it adds ``offload_host_bytes`` (states and buffers) and ``offload_device_bytes``
     (parameters); on CUDA ``offload_peak_device_bytes`` (the most that torch had allocated); under a GradScaler
@@ -49,18 +48,9 @@ class OffloadCallback(TrainerCallback):
         self._random: Mapping[str, Any] | None = None
 
     def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        *,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        lr_scheduler: Any,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        offloaded = _offloaded(optimizer)
-        world_size = offloaded.pipeline.device.world_size
+        world_size = _offloaded(kwargs).pipeline.device.world_size
         if world_size > 1 and args.save_strategy != "no" and not args.save_only_model:
             raise ConfigError(
                 f"save_only_model=False on {world_size} ranks: Trainer would write the states of rank 0 only; expected "
@@ -68,11 +58,11 @@ class OffloadCallback(TrainerCallback):
             )
         if state.is_hyper_param_search and args.save_strategy != "no":
             raise ConfigError(
-                f'save_strategy="{args.save_strategy}" in a search of hyper-parameters, of whose folders a callback '
-                'knows nothing; expected save_strategy="no"'
+                "checkpoints in a search of hyper-parameters, of whose folders a callback knows nothing; expected "
+                'TrainingArguments(save_strategy="no")'
             )
         if state.global_step:
-            self._resume(self._resumed_folder(args, state), state.global_step, model, optimizer, lr_scheduler)
+            self._resume(self._resumed_folder(args, state), state.global_step, kwargs)
 
     def _resumed_folder(self, args: TrainingArguments, state: TrainerState) -> Path:
         given = self._resume_from or args.resume_from_checkpoint
@@ -80,9 +70,7 @@ class OffloadCallback(TrainerCallback):
             return _checkpoint_folder(args, state)
         return Path(given)
 
-    def _resume(
-        self, folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, lr_scheduler: Any
-    ) -> None:
+    def _resume(self, folder: Path, step: int, running: Mapping[str, Any]) -> None:
         if not (folder / FOLDER).is_dir():
             if (folder / OPTIMIZER_NAME).is_file():
                 return  # saved without this callback; Trainer has loaded it
@@ -91,9 +79,8 @@ class OffloadCallback(TrainerCallback):
                 "expected the checkpoint that Trainer resumes from: name it with OffloadCallback(resume_from=...), or "
                 "it was saved without the states"
             )
-        checkpoints = ModelCheckpoints(model, _offloaded(optimizer))
-        stateful = _stateful(optimizer, lr_scheduler)
-        extras = checkpoints.load(folder / FOLDER, stateful=stateful, names=None, random_state=True)
+        checkpoints = ModelCheckpoints(running["model"], _offloaded(running))
+        extras = checkpoints.load(folder / FOLDER, stateful=_stateful(running), names=None, random_state=True)
         if extras["global_step"] != step:
             raise CheckpointError(
                 f"{folder / FOLDER}: the states of step {extras['global_step']}, and Trainer resumes at step {step}; "
@@ -104,7 +91,7 @@ class OffloadCallback(TrainerCallback):
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if state.epoch is not None and state.epoch == int(state.epoch):  # no batches to skip: it begins as it would have
+        if state.epoch is not None and state.epoch == int(state.epoch):  # no batches to skip
             self._restore_random()
 
     def on_step_begin(
@@ -117,38 +104,20 @@ class OffloadCallback(TrainerCallback):
             set_random_states(self._random)
             self._random = None
 
-    def on_save(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        *,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        lr_scheduler: Any,
-        **kwargs: Any,
-    ) -> None:
-        ModelCheckpoints(model, _offloaded(optimizer)).save(
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        ModelCheckpoints(kwargs["model"], _offloaded(kwargs)).save(
             _checkpoint_folder(args, state) / FOLDER,
-            stateful=_stateful(optimizer, lr_scheduler),
+            stateful=_stateful(kwargs),
             extras={"global_step": state.global_step},
             keep=1,
             wait=True,
         )
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        *,
-        optimizer: torch.optim.Optimizer,
-        logs: dict[str, float],
-        **kwargs: Any,
-    ) -> None:
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        logs = kwargs["logs"]
         if "loss" not in logs:
             return
-        offloaded, scaler = _offloaded(optimizer), getattr(optimizer, "scaler", None)
+        offloaded, scaler = _offloaded(kwargs), _stateful(kwargs).get("scaler")
         memory, report = offloaded.memory_report(), offloaded.report
         added: dict[str, float] = {
             "offload_host_bytes": memory.host_bytes,
@@ -166,10 +135,12 @@ class OffloadCallback(TrainerCallback):
 
 
 def _checkpoint_folder(args: TrainingArguments, state: TrainerState) -> Path:
+    assert args.output_dir is not None
     return Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
 
 
-def _offloaded(optimizer: torch.optim.Optimizer) -> OffloadedAdamW:
+def _offloaded(running: Mapping[str, Any]) -> OffloadedAdamW:
+    optimizer = running["optimizer"]
     found = getattr(optimizer, "optimizer", optimizer)  # Accelerate's wrapper
     if not isinstance(found, OffloadedAdamW):
         raise ConfigError(
@@ -179,6 +150,7 @@ def _offloaded(optimizer: torch.optim.Optimizer) -> OffloadedAdamW:
     return found
 
 
-def _stateful(optimizer: torch.optim.Optimizer, lr_scheduler: Any) -> dict[str, Any]:
-    parts = {"lr_scheduler": lr_scheduler, "scaler": getattr(optimizer, "scaler", None)}
+def _stateful(running: Mapping[str, Any]) -> dict[str, Any]:
+    """What has a state besides model and optimizer."""
+    parts = {"lr_scheduler": running["lr_scheduler"], "scaler": getattr(running["optimizer"], "scaler", None)}
     return {name: part for name, part in parts.items() if part is not None}
