@@ -1,6 +1,5 @@
 """``OffloadedAdamW``: a ``torch.optim.Optimizer`` whose states live in host memory."""
 
-import gc
 import threading
 import weakref
 from collections import defaultdict
@@ -266,8 +265,6 @@ class OffloadedAdamW(torch.optim.Optimizer):
                 raise ParameterError(
                     f"parameter {name!r} is on {param.device}, others are on {device}; expected one device a process"
                 )
-            if id(param) in OWNED and param not in self._slots:
-                gc.collect()  # a trainer that is no more, and its optimizer, may be waiting for that
             if id(param) in OWNED and param not in self._slots:
                 raise StateError(
                     f"parameter {name!r} already belongs to another OffloadedAdamW (was the model wrapped twice?); "
