@@ -61,6 +61,7 @@ import numpy as np
 
 from bench.record import append
 from offload_core import _kernels
+from offload_core.collectives import HostCollectives
 from offload_core.config import OffloadConfig
 from offload_core.cpu_adam import AdamHyper
 from offload_core.dtypes import BFLOAT16, ElementType
@@ -77,7 +78,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "serial": {"schedule": "serial"},
 }
 TARGET = 0.08
-KERNELS = ("adam", "sum_squares", "cast")
+KERNELS = ("adam", "sum_squares", "cast", "reduce")
 GB = 1e9
 
 
@@ -200,23 +201,40 @@ def slow_kernels(bandwidth: float) -> Iterator[None]:
     host = Sleeper()
 
     def lasting(kernel: Callable[..., None], bytes_of: Callable[..., int]) -> Callable[..., None]:
-        def run(spans: np.ndarray, *args: Any, **kwargs: Any) -> None:
+        def run(*args: Any, **kwargs: Any) -> None:
             start = time.perf_counter()
-            kernel(spans, *args, **kwargs)
-            n_bytes = int(spans["numel"].sum()) * bytes_of(*args, **kwargs)
-            host.sleep(n_bytes / bandwidth - (time.perf_counter() - start))
+            kernel(*args, **kwargs)
+            host.sleep(bytes_of(*args, **kwargs) / bandwidth - (time.perf_counter() - start))
 
         return run
 
     def of_adam(
-        scalars: Any, *, grad_dtype: ElementType, param_dtype: ElementType | None, keep_states: bool, **others: Any
+        segments: np.ndarray,
+        scalars: Any,
+        *,
+        grad_dtype: ElementType,
+        param_dtype: ElementType | None,
+        keep_states: bool,
+        **others: Any,
     ) -> int:
-        return (12 if keep_states else 24) + grad_dtype.itemsize + (param_dtype.itemsize if param_dtype else 0)
+        states = 12 if keep_states else 24
+        return numel(segments) * (states + grad_dtype.itemsize + (param_dtype.itemsize if param_dtype else 0))
+
+    def of_reduce(src: np.ndarray, n_sources: int, src_type: Any, dst: np.ndarray, *, add: bool, **others: Any) -> int:
+        return src.nbytes + (2 if add else 1) * dst.nbytes
+
+    def numel(spans: np.ndarray) -> int:
+        return int(spans["numel"].sum())
 
     before = {name: getattr(_kernels, name) for name in KERNELS}
     _kernels.adam = lasting(_kernels.adam, of_adam)
-    _kernels.sum_squares = lasting(_kernels.sum_squares, lambda dtype, bins, threads: dtype.itemsize)
-    _kernels.cast = lasting(_kernels.cast, lambda src, dst, threads: src.itemsize + dst.itemsize)
+    _kernels.sum_squares = lasting(
+        _kernels.sum_squares, lambda spans, dtype, bins, threads: numel(spans) * dtype.itemsize
+    )
+    _kernels.cast = lasting(
+        _kernels.cast, lambda spans, src, dst, threads: numel(spans) * (src.itemsize + dst.itemsize)
+    )
+    _kernels.reduce = lasting(_kernels.reduce, of_reduce)
     try:
         yield
     finally:
@@ -227,7 +245,16 @@ def slow_kernels(bandwidth: float) -> Iterator[None]:
 class Run:
     """A pipeline on a simulated machine, one layer a bucket."""
 
-    def __init__(self, case: Case, params: int, buckets: int, scale: int, clips: bool, schedule: str) -> None:
+    def __init__(
+        self,
+        case: Case,
+        params: int,
+        buckets: int,
+        scale: int,
+        clips: bool,
+        schedule: str,
+        collectives: HostCollectives | None = None,
+    ) -> None:
         numel = params // scale // buckets
         self.times = Times.of(case, params, buckets, clips)
         self.layers = range(buckets)
@@ -235,7 +262,7 @@ class Run:
         clip = 1e9 if clips else None  # nothing is
         options = SCHEDULES[schedule]
         config = OffloadConfig(reduce_bucket_size=numel, gradient_clipping=clip, num_threads=1, **options)
-        self.pipeline = Pipeline(config, HostRanks(self.fake), None)
+        self.pipeline = Pipeline(config, HostRanks(self.fake, collectives), None)
         weights = np.ones(numel, BFLOAT16.numpy)
         self.tensors = [FakeTensor(weights) for _ in self.layers]
         self.gradients = [FakeTensor(weights) for _ in self.layers]

@@ -6,6 +6,7 @@ time. Who is due at the same moment goes in the order in which that was settled,
 
 import heapq
 import itertools
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -47,6 +48,7 @@ class Clock:
                     if hasattr(module, name):
                         stack.enter_context(mock.patch.object(module, name, stand_in))
             yield
+            self.sleep(math.inf)  # what was asked for ends
 
     def perf_counter(self) -> float:
         return self.now
@@ -66,6 +68,10 @@ class Clock:
             me = threading.Semaphore(0)
             future.add_done_callback(lambda _: self._wake(me, self.now))
             self._pass_on(me)
+
+    def future(self) -> "Future[Any]":
+        """To be waited for in this time."""
+        return _Future(self)
 
     def thread(self, max_workers: int = 1, thread_name_prefix: str = "") -> "_Thread":
         """Stands in for an executor of one thread."""
