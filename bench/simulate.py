@@ -6,6 +6,7 @@ figures, under the assumptions of ``ASSUMPTIONS``, or with ``--gpus`` about one'
 """
 
 import argparse
+import math
 import multiprocessing
 import statistics
 import tempfile
@@ -20,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from bench.cluster import WAITING, Job, Machines, Result, SimulatedGroup, SimulatedRank, on_ranks, simulate, virtual
+from bench.cluster import WAITING, Job, Machines, SimulatedGroup, SimulatedRank, on_ranks, simulate, virtual
 from bench.overlap import CASES, GB, SCHEDULES, Case, Run, slow_kernels
 from bench.record import append, parser, ratio, row, versions
 from bench.turns import take_turns
@@ -33,6 +34,7 @@ RANK_CASES = {
     "exchange": Case(forward=0.01, backward=0.02, link=1 * GB, host=8 * GB),
 }
 RANKS, RANK_BUCKETS, RANK_NUMEL = 2, 8, 2**20
+ALONE = "exchanges alone"
 PATIENCE = timedelta(seconds=60)
 
 DGX2 = Machines(
@@ -54,8 +56,11 @@ ASSUMPTIONS = [
 BATCH, LENGTH, LAYERS = 10, 1024, 50
 PUBLISHED_ADAM = {1e9: 0.22, 2e9: 0.51, 4e9: 1.03, 8e9: 2.41, 10e9: 2.57}
 """Seconds of ZeRO-Offload's CPU-Adam: arXiv:2101.06840, section 6, as are the other published figures."""
-PUBLISHED_TFLOPS = 40.0
-PUBLISHED_DELAYED = (1.1, 1.6)
+PUBLISHED_RATE = "about 40 TFLOPS with accumulation"
+PUBLISHED_SCALING = "published: near-linear"
+PUBLISHED_DELAYED = "published: 1.1 to 1.6"
+BYTES = 28
+"""Of an fp16 parameter's update."""
 CLUSTERS = ((1, 1), (4, 1), (16, 1), (16, 2), (16, 4), (16, 8))
 """GPUs of a machine, machines."""
 NOT_MODELLED = (
@@ -70,7 +75,8 @@ class Cell(NamedTuple):
     name: str
     measured: list[float]
     """Seconds of a step, one a round."""
-    predicted: float
+    predicted: list[float]
+    """Likewise, from what was measured of exchanges in that round."""
 
 
 # --- against the wall clock ------------------------------------------------------------------------------
@@ -101,7 +107,7 @@ def on_fake_device(cases: dict[str, Case], rounds: int, steps: int = 2) -> list[
             for schedule in SCHEDULES:
                 label = f"{name}, {'clipped' if clips else 'not clipped'}, {schedule}"
                 expected = predicted(case, params, buckets, scale, clips, schedule, steps)
-                cells.append(Cell(f"fake device: {label}", measured[schedule], expected))
+                cells.append(Cell(f"fake device: {label}", measured[schedule], rounds * [expected]))
     return cells
 
 
@@ -118,19 +124,23 @@ def on_two_ranks(cases: dict[str, Case], rounds: int, steps: int = 3) -> list[Ce
             ranks = [rank.result() for rank in running]
     cells = []
     for name, case in cases.items():
+        both = zip(*(rank[name][ALONE] for rank in ranks), strict=True)
+        took = [[statistics.mean(each) for each in zip(*of_round, strict=True)] for of_round in both]
         for schedule in SCHEDULES:
-            measured, took = zip(*(rank[name, schedule] for rank in ranks), strict=True)
-            exchange, gather, tell = (statistics.mean(each) for each in zip(*took, strict=True))
-            with virtual(case.host) as clock:
-                group = SimulatedGroup(
-                    clock, RANKS, lambda n_bytes: exchange, lambda n_bytes: gather if n_bytes >= RANK_NUMEL else tell
-                )
-                turn = partial(simulated_rank, case, schedule, steps, group)
-                expected = statistics.mean(on_ranks(clock, RANKS, turn))
-            cells.append(
-                Cell(f"2 gloo ranks: {name}, {schedule}", list(map(statistics.mean, zip(*measured))), expected)
-            )
+            measured = [statistics.mean(each) for each in zip(*(rank[name][schedule] for rank in ranks), strict=True)]
+            expected = []
+            for seconds in took:
+                with virtual(case.host) as clock:
+                    group = SimulatedGroup(clock, RANKS, *durations(*seconds))
+                    turn = partial(simulated_rank, case, schedule, steps, group)
+                    expected.append(statistics.mean(on_ranks(clock, RANKS, turn)))
+            cells.append(Cell(f"2 gloo ranks: {name}, {schedule}", measured, expected))
     return cells
+
+
+def durations(exchange: float, gather: float, tell: float) -> tuple[Callable[[int], float], Callable[[int], float]]:
+    """Seconds of an exchange and a gather, of a bucket's bytes or a few."""
+    return lambda n_bytes: exchange, lambda n_bytes: gather if n_bytes >= RANK_NUMEL else tell
 
 
 def rank_run(case: Case, schedule: str, collectives: Any) -> Run:
@@ -147,8 +157,8 @@ def simulated_rank(case: Case, schedule: str, steps: int, group: SimulatedGroup,
 
 def real_rank(
     rank: int, store: str, cases: dict[str, Case], rounds: int, steps: int
-) -> dict[tuple[str, str], tuple[list[float], tuple[float, float, float]]]:
-    """Of each case and schedule: the mean step of each round, and the seconds of an exchange, a gather and a sum."""
+) -> dict[str, dict[str, list[Any]]]:
+    """Of each case, for each round: each schedule's mean step, and what :func:`alone` returns."""
     import torch
     import torch.distributed as dist
 
@@ -159,17 +169,16 @@ def real_rank(
     answers = {}
     for name, case in cases.items():
         runs = {s: rank_run(case, s, TorchRanks(None)) for s in SCHEDULES}
+        turns: dict[str, Callable[[], Any]] = {s: partial(mean_of, run.turn, steps) for s, run in runs.items()}
         with slow_kernels(case.host):
-            measured = take_turns({s: partial(mean_of, run.turn, steps) for s, run in runs.items()}, rounds)
-        took = alone(TorchRanks(None))
-        for schedule, run in runs.items():
+            answers[name] = take_turns({**turns, ALONE: partial(alone, TorchRanks(None))}, rounds)
+        for run in runs.values():
             run.close()
-            answers[name, schedule] = measured[schedule], took
     dist.destroy_process_group()
     return answers
 
 
-def alone(ranks: Any, times: int = 20) -> tuple[float, float, float]:
+def alone(ranks: Any, times: int = 20) -> list[float]:
     """Seconds of an exchange and a gather of a bucket, and of a sum of a few numbers."""
     whole, shard = np.zeros(RANK_NUMEL, np.uint16), np.zeros(RANK_NUMEL // RANKS, np.uint16)
     received, few = np.empty_like(whole), np.zeros(64, np.int64)
@@ -186,209 +195,176 @@ def alone(ranks: Any, times: int = 20) -> tuple[float, float, float]:
             call()
             samples.append(time.perf_counter() - start)
         seconds.append(statistics.median(samples))
-    exchange, gather, tell = seconds
-    return exchange, gather, tell
+    return seconds
+
+
+def show(cells: list[Cell]) -> None:
+    print(f"{'ms a step':58}{'measured':>10}{'predicted':>11}{'p/m':>7}")
+    for cell in cells:
+        measured, predicted = (statistics.median(seconds) for seconds in (cell.measured, cell.predicted))
+        print(f"{cell.name:58}{1e3 * measured:10.1f}{1e3 * predicted:11.1f}{predicted / measured:7.3f}")
 
 
 # --- beside the published figures --------------------------------------------------------------------------
 
 
-def adam_rows(sizes: dict[float, float]) -> list[dict[str, Any]]:
-    rows = []
-    for parameters, published in sizes.items():
-        result = simulate(DGX2, Job(parameters, LAYERS, LENGTH), "overlap")
-        seconds = result.busy["update"]
-        rows.append(row("CPU Adam, one V100", "update", "s", [seconds], params=parameters, published=published))
-    return rows
+class Question(NamedTuple):
+    """What a step takes, and what is published of it."""
+
+    name: str
+    machines: Machines
+    job: Job
+    schedule: str
+    published: str = ""
 
 
-def schedule_rows(parameters: float, accumulations: tuple[int, ...]) -> list[dict[str, Any]]:
-    """TFLOPS of one GPU."""
-    rows = []
-    for micro_steps in accumulations:
-        job = Job(parameters, LAYERS, BATCH * LENGTH, micro_steps)
-        for schedule in (*SCHEDULES, WAITING) if micro_steps == 1 else ("overlap", WAITING):
-            rows.append(gpu_row(f"one V100, {schedule}", DGX2, job, schedule, published=PUBLISHED_TFLOPS))
-    return rows
-
-
-def gpu_row(name: str, machines: Machines, job: Job, schedule: str, **extra: Any) -> dict[str, Any]:
-    result = simulate(machines, job, schedule)
-    known = {"params": job.parameters, "micro_steps": job.micro_steps, "gpus": machines.world_size}
-    known["step_s"] = result.seconds
-    return row(name, "rate of a GPU", "TFLOPS", [result.tflops], **known, **extra)
-
-
-def cluster_rows(parameters: float) -> list[dict[str, Any]]:
-    rows = []
+def questions(quick: bool) -> list[Question]:
+    sizes = {1e9: PUBLISHED_ADAM[1e9]} if quick else PUBLISHED_ADAM
+    largest = Job(max(sizes), LAYERS, BATCH * LENGTH)
+    asked = [
+        Question("one V100", DGX2, largest._replace(parameters=size), "overlap", f"Adam {adam} s")
+        for size, adam in sizes.items()
+    ]
+    for micro_steps in (1,) if quick else (1, 4):
+        job = largest._replace(micro_steps=micro_steps)
+        name = f"one V100, {micro_steps} micro-steps" if micro_steps > 1 else "one V100"
+        for schedule in ("in backward", "delayed", "serial", WAITING) if micro_steps == 1 else ("overlap", WAITING):
+            asked.append(Question(name, DGX2, job, schedule, PUBLISHED_RATE))
     for reduction in ("ordered", "native"):
-        job = Job(parameters, LAYERS, BATCH * LENGTH, reduction=reduction)
+        job = largest._replace(reduction=reduction)
         for gpus, machines in CLUSTERS:
-            where = replace(DGX2, gpus=gpus, machines=machines)
-            rows.append(gpu_row(f"overlap, {reduction} reduction", where, job, "overlap", published="near-linear"))
+            cluster = replace(DGX2, gpus=gpus, machines=machines)
+            name = f"{machines} x {gpus} V100, {reduction}"
+            asked.append(Question(name, cluster, job, "overlap", PUBLISHED_SCALING))
+    return asked
+
+
+def answer(asked: list[Question], traces: Path | None = None) -> list[dict[str, Any]]:
+    """A row of each; its table is printed."""
+    header = f"{'':30}{'schedule':12}{'parameters':>12}{'GPUs':>6}{'s a step':>10}{'TFLOPS a GPU':>14}{'Adam, s':>10}"
+    print(f"\n{header}  published")
+    rows = []
+    for question in asked:
+        name, machines, job, schedule, published = question
+        trace = traces and traces / f"{schedule.replace(' ', '-')}.json"
+        result = simulate(machines, job, schedule, trace)
+        adam, size = result.busy["update"], job.parameters
+        known = {"params": size, "gpus": machines.world_size, "micro_steps": job.micro_steps, "tflops": result.tflops}
+        known |= {"schedule": schedule, "adam_s": adam, "published": published}
+        rows.append(row(f"{name}, {schedule}", "step", "s", [result.seconds], **known))
+        numbers = f"{size:12.3g}{machines.world_size:6}{result.seconds:10.3f}{result.tflops:14.2f}{adam:10.3f}"
+        print(f"{name:30}{schedule:12}{numbers}  {published}", flush=True)
     return rows
 
 
-def delayed_rows(batches: tuple[int, ...]) -> list[dict[str, Any]]:
+def delayed(batches: tuple[int, ...]) -> list[dict[str, Any]]:
     """How many times faster than the step that waits; every time is in proportion to the parameters."""
-    slow_adam = 28 * 10e9 / PUBLISHED_ADAM[10e9]
+    published_adam = BYTES * 10e9 / PUBLISHED_ADAM[10e9]
+    print("\ntimes faster than a step that ends when all parameters are written")
     rows = []
-    for dram, whose in ((DGX2.dram, "assumed DRAM"), (slow_adam, "the published Adam's DRAM")):
+    for dram, whose in ((DGX2.dram, "DRAM as assumed"), (published_adam, "the published Adam")):
         for batch in batches:
             job, machines = Job(1e9, LAYERS, batch * LENGTH), replace(DGX2, dram=dram)
-            seconds = {s: simulate(machines, job, s).seconds for s in (WAITING, "delayed", "overlap", "in backward")}
-            for schedule, each in seconds.items():
-                if schedule != WAITING:
-                    samples = [seconds[WAITING] / each]
-                    known = {"batch": batch, "published": PUBLISHED_DELAYED if schedule == "delayed" else None}
-                    rows.append(row(f"{schedule}, {whose}", "faster than waiting", "x", samples, **known))
+            waiting = simulate(machines, job, WAITING).seconds
+            faster = {s: waiting / simulate(machines, job, s).seconds for s in ("delayed", "overlap", "in backward")}
+            print(f"  batch {batch:3}, {whose:20}" + "".join(f"{s:>14} {x:.2f}" for s, x in faster.items()))
+            for schedule, times in faster.items():
+                known = {"batch": batch, "published": PUBLISHED_DELAYED if schedule == "delayed" else ""}
+                rows.append(row(f"{schedule}, {whose}", "times faster than waiting", "x", [times], **known))
     return rows
+
+
+def summary(rows: list[dict[str, Any]], hidden: list[dict[str, Any]]) -> list[str]:
+    """What the rows say beside what is published."""
+    said = []
+    for size, published in PUBLISHED_ADAM.items():
+        for each in rows:
+            if each["params"] == size and each["published"].startswith("Adam"):
+                implied = BYTES * size / published / GB
+                said.append(
+                    f"Adam, {size / 1e9:.0f} B: {each['adam_s']:.2f} s, published {published} s (28 bytes a parameter "
+                    f"at {implied:.0f} GB/s)"
+                )
+    for reduction in ("ordered", "native"):
+        rates = {each["gpus"]: each["tflops"] for each in rows if reduction in each["name"]}
+        kept = ", ".join(f"{gpus}: {100 * rate / rates[1]:.1f} %" for gpus, rate in rates.items())
+        said.append(f"of one GPU's rate each GPU keeps, {reduction} reduction: {kept}; {PUBLISHED_SCALING}")
+    times = [each["p50"] for each in hidden if each["name"].startswith("delayed")]
+    said.append(f"delayed: {min(times):.2f} to {max(times):.2f} times faster than waiting; {PUBLISHED_DELAYED}")
+    return said
 
 
 # --- as a command --------------------------------------------------------------------------------------------
 
 
-def show_cells(cells: list[Cell]) -> None:
-    print(f"{'ms a step':58}{'measured':>10}{'predicted':>11}{'p/m':>7}")
-    for cell in cells:
-        middle = statistics.median(cell.measured)
-        print(f"{cell.name:58}{1e3 * middle:10.1f}{1e3 * cell.predicted:11.1f}{cell.predicted / middle:7.3f}")
-
-
-def show_rows(title: str, rows: list[dict[str, Any]]) -> None:
-    print(f"\n{title}")
-    hidden = {"name", "metric", "unit", "p20", "p50", "p80", "n", "published"}
-    for each in rows:
-        where = ", ".join(f"{key} {value:.4g}" for key, value in each.items() if key not in hidden)
-        beside = "" if each.get("published") is None else f"   published: {each['published']}"
-        print(f"  {each['name']:42}{where:58}{each['p50']:9.3f} {each['unit']}{beside}")
-
-
-def published(quick: bool) -> tuple[list[dict[str, Any]], list[str]]:
-    """The rows beside the published figures, and what they say together."""
-    size = 1e9 if quick else 10e9
-    print("\nassumed:")
-    for what, value, source in ASSUMPTIONS:
-        print(f"  {what:24}{value:42}{source}")
-    adam = adam_rows({1e9: 0.22} if quick else PUBLISHED_ADAM)
-    show_rows("CPU Adam, seconds a step", adam)
-    single = schedule_rows(size, (1,) if quick else (1, 4))
-    show_rows(f"{size / 1e9:.0f} B on one V100-32GB, {BATCH} x {LENGTH} tokens a micro-step", single)
-    clusters = cluster_rows(size)
-    show_rows(f"{size / 1e9:.0f} B on DGX-2s", clusters)
-    delayed = delayed_rows((8,) if quick else (1, 2, 4, 8, 16))
-    show_rows("What hides the update, beside a step that waits for all parameters", delayed)
-    notes = [f"{what}: {value} ({source})" for what, value, source in ASSUMPTIONS]
-    notes.append(f"not modelled: {NOT_MODELLED}")
-    last = adam[-1]
-    implied = 28 * last["params"] / last["published"] / GB
-    notes.append(
-        f"CPU Adam at {last['params'] / 1e9:.0f} B: {last['p50']:.2f} s simulated, {last['published']} s published, "
-        f"which is 28 bytes a parameter at {implied:.0f} GB/s"
-    )
-    for reduction in ("ordered", "native"):
-        rates = [each["p50"] for each in clusters if reduction in each["name"]]
-        notes.append(
-            f"{reduction} reduction: a GPU of {CLUSTERS[-1][0] * CLUSTERS[-1][1]} keeps "
-            f"{100 * rates[-1] / rates[0]:.1f} % of one GPU's rate, the worst of all sizes "
-            f"{100 * min(rates) / rates[0]:.1f} %"
-        )
-    low, high = (f([e["p50"] for e in delayed if e["name"].startswith("delayed")]) for f in (min, max))
-    notes.append(f"delayed: {low:.2f} to {high:.2f} times faster, published {PUBLISHED_DELAYED}; the batch decides")
-    return [*adam, *single, *clusters, *delayed], notes
-
-
-def own(args: argparse.Namespace) -> tuple[Machines, Job]:
-    """The user's machines and job."""
-    machines = Machines(
-        gpus=args.gpus or 1,
-        machines=args.machines,
-        flops=args.tflops * 1e12,
-        link=args.link,
-        dram=args.dram,
-        peer=args.peer,
-        network=args.network,
-        links=args.links or float("inf"),
-    )
-    tokens = args.micro_batch * args.context
-    known = {"checkpointing": args.checkpointing, "clips": args.clipping, "reduction": args.reduction}
-    return machines, Job(args.parameters, args.layers, tokens, args.micro_steps, **known)
-
-
-def show_own(machines: Machines, job: Job, trace: Path | None) -> list[dict[str, Any]]:
-    rows = []
-    for schedule in (*SCHEDULES, WAITING):
-        path = trace and trace / f"{schedule.replace(' ', '-')}.json"
-        result: Result = simulate(machines, job, schedule, path)
-        lanes = {lane: round(seconds, 6) for lane, seconds in result.busy.items()}
-        rows.append(row(schedule, "step", "s", [result.seconds], tflops=result.tflops, busy=lanes))
-        busy = ", ".join(f"{lane} {seconds:.3f}" for lane, seconds in lanes.items())
-        print(f"{schedule:12}{result.seconds:10.3f} s{result.tflops:8.1f} TFLOPS a GPU   busy (s): {busy}")
-    return rows
-
-
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     known = parser("simulate", __doc__.splitlines()[0])
-    known.add_argument("--gpus", type=int, help="of a machine: simulate one's own machines instead")
-    known.add_argument("--machines", type=int, default=1)
-    known.add_argument("--parameters", type=count, default=10e9, metavar="N", help="such as 10B (default)")
-    known.add_argument("--layers", type=int, default=LAYERS)
-    known.add_argument("--micro-batch", type=int, default=BATCH, help=f"sequences a GPU (default: {BATCH})")
-    known.add_argument("--context", type=int, default=LENGTH, help=f"tokens of a sequence (default: {LENGTH})")
-    known.add_argument("--micro-steps", type=int, default=1, help="gradients accumulate over so many (default: 1)")
-    known.add_argument("--checkpointing", action=argparse.BooleanOptionalAction, default=True)
-    known.add_argument("--clipping", action=argparse.BooleanOptionalAction, default=True)
+    known.add_argument("--trace", type=Path, metavar="FOLDER", help="write a trace of each schedule (with --gpus)")
+    switch = argparse.BooleanOptionalAction
+    known.add_argument("--checkpointing", action=switch, default=True, help="activations are computed again")
+    known.add_argument("--clipping", action=switch, default=True)
     known.add_argument("--reduction", choices=("ordered", "native"), default="ordered")
-    known.add_argument("--tflops", type=float, default=DGX2.flops / 1e12, help="that a GPU reaches")
-    for name, what in (
-        ("link", "of a GPU to the host, each way"),
-        ("links", "of all GPUs of a machine to the host together (default: no bound)"),
-        ("dram", "of a machine"),
-        ("peer", "out of a GPU to others of its machine"),
-        ("network", "out of a machine"),
-    ):
-        default = None if name == "links" else getattr(DGX2, name)
-        known.add_argument(f"--{name}", type=rate, default=default, metavar="BYTES", help=f"a second, {what}")
-    known.add_argument("--trace", type=Path, help="write a trace of each schedule to this folder (with --gpus)")
-    args = known.parse_args(arguments)
-    for name in ("gpus", "machines", "layers", "micro_batch", "context", "micro_steps"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            known.error(f"--{name.replace('_', '-')}: got {getattr(args, name)}, expected at least 1")
-    return args
+    options: list[tuple[str, Callable[[str], Any], Any, str]] = [
+        ("gpus", count, None, "of a machine: simulate one's own machines"),
+        ("machines", count, 1, ""),
+        ("parameters", count, 10e9, "such as 10B"),
+        ("layers", count, LAYERS, ""),
+        ("micro-batch", count, BATCH, "sequences a GPU"),
+        ("context", count, LENGTH, "tokens of a sequence"),
+        ("micro-steps", count, 1, "over which gradients accumulate"),
+        ("flops", rate, DGX2.flops, "operations a second that a GPU reaches, such as 39T"),
+        ("link", rate, DGX2.link, "bytes a second of a GPU to the host, each way, such as 12GB"),
+        ("links", rate, math.inf, "of all GPUs of a machine to the host together"),
+        ("dram", rate, DGX2.dram, "of a machine's memory"),
+        ("peer", rate, DGX2.peer, "out of a GPU to others of its machine"),
+        ("network", rate, DGX2.network, "out of a machine"),
+    ]
+    for name, kind, default, what in options:
+        known.add_argument(f"--{name}", type=kind, default=default, help=f"{what} (default: {default})".strip())
+    return known.parse_args(arguments)
+
+
+def own(args: argparse.Namespace) -> list[Question]:
+    """What the user asks."""
+    speeds = {name: getattr(args, name) for name in ("flops", "link", "links", "dram", "peer", "network")}
+    machines = Machines(args.gpus, args.machines, **speeds)
+    tokens = args.micro_batch * args.context
+    options = args.checkpointing, args.clipping, args.reduction
+    job = Job(args.parameters, args.layers, tokens, args.micro_steps, *options)
+    return [Question(f"{args.machines} x {args.gpus}", machines, job, schedule) for schedule in (*SCHEDULES, WAITING)]
 
 
 def main(arguments: list[str] | None = None) -> None:
     args = parse(arguments)
+    ratios: list[dict[str, Any]] = []
+    notes = [f"not modelled: {NOT_MODELLED}"]
     if args.gpus:
-        machines, job = own(args)
         if args.trace:
             args.trace.mkdir(parents=True, exist_ok=True)
-        rows = show_own(machines, job, args.trace)
-        config = {"machines": asdict(machines), "job": job._asdict()}
-        record = {"rows": rows, "ratios": [], "notes": [f"not modelled: {NOT_MODELLED}"]}
+        asked = own(args)
+        rows = answer(asked, args.trace)
+        config = {"machines": asdict(asked[0].machines), "job": asked[0].job._asdict()}
     else:
         rounds = 1 if args.quick else 2
         cells = on_fake_device({"compute": HALF["compute"]} if args.quick else HALF, rounds)
         cells += on_two_ranks({"exchange": RANK_CASES["exchange"]} if args.quick else RANK_CASES, rounds)
-        show_cells(cells)
-        rows = [row(c.name, "step", "ms", [1e3 * s for s in c.measured], predicted=1e3 * c.predicted) for c in cells]
-        ratios = [ratio(f"predicted / measured, {c.name}", [c.predicted] * len(c.measured), c.measured) for c in cells]
-        more, notes = published(args.quick)
-        print("", *notes[len(ASSUMPTIONS) :], sep="\n")
+        show(cells)
+        ratios = [ratio(f"predicted / measured, {c.name}", c.predicted, c.measured) for c in cells]
+        notes += [f"{what}: {value} ({source})" for what, value, source in ASSUMPTIONS]
+        print("", *notes, sep="\n")
+        rows = answer(questions(args.quick))
+        hidden = delayed((8,) if args.quick else (1, 2, 4, 8, 16))
+        said = summary(rows, hidden)
+        print("", *said, sep="\n")
+        notes += said
+        rows += hidden
+        for cell in cells:
+            rows.append(row(cell.name, "step", "ms", [1e3 * s for s in cell.measured]))
+            rows.append(row(f"{cell.name}, predicted", "step", "ms", [1e3 * s for s in cell.predicted]))
         config = {"machines": asdict(DGX2), "batch": BATCH, "length": LENGTH, "layers": LAYERS}
-        record = {"rows": [*rows, *more], "ratios": ratios, "notes": notes}
     title = "Scale on paper: the pipeline in virtual time"
-    append(
-        args.json,
-        {
-            "bench": "simulate",
-            "title": title,
-            "config": config,
-            "versions": versions("torch", "numpy"),
-            "missing": [],
-            **record,
-        },
-    )
+    record = {"bench": "simulate", "title": title, "config": config, "versions": versions("torch", "numpy")}
+    append(args.json, {**record, "rows": rows, "ratios": ratios, "missing": [], "notes": notes})
 
 
 if __name__ == "__main__":
