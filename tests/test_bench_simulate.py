@@ -121,10 +121,10 @@ def test_nothing_begins_before_what_it_needs(machines, tmp_path):
     for lane in (TO_HOST, TO_DEVICE, UPDATE):
         assert all(before[3] <= after[2] + 1e-3 for before, after in pairwise(lanes[lane])), lane
     buckets = len({bucket for _, bucket, _, _ in lanes[UPDATE]})
-    first = {
-        lane: {bucket: span for (*span,) in reversed(spans) for bucket in [span[1]]} for lane, spans in lanes.items()
-    }
-    boundary = max(end for what, _, _, end in lanes[REDUCTION][: 2 * buckets + 1] if "norm" in what)
+    first = {lane: {span[1]: span for span in reversed(spans)} for lane, spans in lanes.items()}
+    norms = {what: end for what, _, _, end in reversed(lanes[REDUCTION]) if "norm" in what}
+    assert len(norms) == buckets + (machines.world_size > 1)
+    boundary = max(norms.values())
     for bucket in range(buckets):
         arrived, updated, sent = (first[lane][bucket] for lane in (TO_HOST, UPDATE, TO_DEVICE))
         assert arrived[3] <= boundary <= updated[2] + 1e-3, "the norm is of all gradients"
