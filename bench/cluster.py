@@ -44,6 +44,8 @@ WAITING = "waiting"
 """A schedule: ``overlap``, but a step ends when all parameters are on the device, as ZeRO-Offload's does."""
 FIRST, COUNTED = 2, 2
 """Steps before those that count, until each is like the one before; and those."""
+BLOCK = (3, 1, 4, 4)
+"""A transformer block's matrices by their size: queries, keys and values; attention's output; the MLP's two."""
 BUCKET_NUMEL = 2**14
 """Elements that tensors have left of a bucket, about."""
 
@@ -302,38 +304,39 @@ class Training:
             num_threads=1,
             **SCHEDULES.get(schedule, {}),
         )
-        numel = round(job.parameters / job.layers / scale)
-        self._layers = range(job.layers)
+        of_layer = job.parameters / job.layers / scale
+        numels = [round(of_layer * share / sum(BLOCK)) for _ in range(job.layers) for share in BLOCK]
         self._micro_steps = job.micro_steps
-        a_layer = job.operations / job.micro_steps / job.layers / machines.flops
-        self._forward = a_layer * (2 / 8 if job.checkpointing else 2 / 6)
-        self._backward = a_layer - self._forward
+        each = job.operations / job.micro_steps / machines.flops / sum(numels)
+        forward = 2 / (8 if job.checkpointing else 6)
+        self._forward = [forward * each * numel for numel in numels]
+        self._backward = [(1 - forward) * each * numel for numel in numels]
         self.pipeline = Pipeline(config, device, None)
-        tensor = np.broadcast_to(np.zeros((), FLOAT16.numpy), numel)
-        self._tensors = [tensor for _ in self._layers]
+        zero = np.zeros((), FLOAT16.numpy)
+        self._tensors = [np.broadcast_to(zero, numel) for numel in numels]
         self._hypers = [AdamHyper(1e-3)]
-        specs = [ParamSpec(f"layer {i}", numel, FLOAT16) for i in self._layers]
+        specs = [ParamSpec(f"matrix {i}", numel, FLOAT16) for i, numel in enumerate(numels)]
         self.pipeline.add_parameters(specs, self._tensors)
 
     def step(self) -> None:
         for micro_step in range(self._micro_steps):
-            for layer in self._layers:
-                self.pipeline.await_param(layer)
-                self._compute("forward", layer, self._forward)
+            for matrix, seconds in enumerate(self._forward):
+                self.pipeline.await_param(matrix)
+                self._compute("forward", matrix, seconds)
             if micro_step == self._micro_steps - 1:
                 self.pipeline.expect_step(self._hypers, self._tensors)
-            for layer in reversed(self._layers):
-                self._compute("backward", layer, self._backward)
-                self.pipeline.add_gradient(layer, self._tensors[layer])
+            for matrix, seconds in reversed(list(enumerate(self._backward))):
+                self._compute("backward", matrix, seconds)
+                self.pipeline.add_gradient(matrix, self._tensors[matrix])
             self.pipeline.end_micro_step()
         assert self.pipeline.step(self._hypers, self._tensors).updated
         if self._waits:
             self.pipeline.finish()
 
-    def _compute(self, what: str, layer: int, seconds: float) -> None:
+    def _compute(self, what: str, matrix: int, seconds: float) -> None:
         ran = self._gpu.queue(COMPUTE, seconds).ran
         if self.pipeline.device.trace.on:
-            self.pipeline.device.trace.note(Span(COMPUTE, f"{what} of layer {layer}", None, None, *ran))
+            self.pipeline.device.trace.note(Span(COMPUTE, f"{what} of matrix {matrix}", None, None, *ran))
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from strategies import law
 
 from bench import overlap, simulate
-from bench.cluster import WAITING, Job, Machines, SimulatedGroup, SimulatedRank, on_ranks, virtual
+from bench.cluster import BLOCK, WAITING, Job, Machines, SimulatedGroup, SimulatedRank, on_ranks, virtual
 from bench.cluster import simulate as step_on
 from bench.overlap import CASES, GB, SCHEDULES, Case, Run
 from bench.virtual_time import Clock, DeadlockError
@@ -129,9 +129,10 @@ def test_nothing_begins_before_what_it_needs(machines, tmp_path):
         arrived, updated, sent = (first[lane][bucket] for lane in (TO_HOST, UPDATE, TO_DEVICE))
         assert arrived[3] <= boundary <= updated[2] + 1e-3, "the norm is of all gradients"
         assert updated[3] <= sent[2] + 1e-3
+    matrices = JOB.layers * len(BLOCK)
     backward = [span for span in lanes[COMPUTE] if span[0].startswith("backward")]
-    assert first[TO_HOST][0][2] < backward[JOB.layers - 1][3], "gradients leave during backward"
-    again = [span for span in lanes[COMPUTE] if span[0].startswith("forward")][JOB.layers]
+    assert first[TO_HOST][0][2] < backward[matrices - 1][3], "gradients leave during backward"
+    again = [span for span in lanes[COMPUTE] if span[0].startswith("forward")][matrices]
     assert again[2] >= max(first[TO_DEVICE][bucket][3] for bucket in range(buckets)) - 1e-3
 
 
@@ -178,6 +179,13 @@ def test_as_much_is_done_as_the_bytes_take(schedule):
         assert busy[UPDATE] == pytest.approx(update * JOB.parameters / ONE.dram, rel=1e-3)
     assert busy[TO_HOST] == pytest.approx(2 * JOB.parameters / ONE.link, rel=1e-3)
     assert busy[REDUCTION] == pytest.approx(2 * JOB.parameters / ONE.dram, rel=1e-3)
+
+
+def test_accumulated_gradients_are_summed_in_fp32():
+    accumulated = step_on(ONE, JOB._replace(micro_steps=2), "overlap").busy
+    first, second, norm = 2 + 4, 2 + 4 + 4, 4
+    assert accumulated[REDUCTION] == pytest.approx((first + second + norm) * JOB.parameters / ONE.dram, rel=1e-3)
+    assert accumulated[UPDATE] == pytest.approx(30 * JOB.parameters / ONE.dram, rel=1e-3)
 
 
 def test_ranks_share_the_update_and_the_links():
