@@ -39,7 +39,7 @@ void stream_float32(const float *grad, float *a, float *b, float *c, int64_t n);
 void stream_bfloat16(const uint16_t *grad, float *a, float *b, float *c, uint16_t *out, int64_t n);
 """
 _COLD = 20_000_000
-"""Parameters that a turn goes through at least: 560 MB."""
+"""Parameters that a turn goes through at least: 560 MB, more than any cache."""
 _SLOW = 100_000_000
 """Above so many, what makes a pass an operation is left out."""
 _PEAK_BYTES = 60
@@ -203,7 +203,7 @@ class TorchBuffers:
             param.grad = torch.randn(n) * 1e-3
         self.moments = [(torch.zeros(n), torch.zeros(n)) for _ in range(sets)]
 
-    def torch(self, **options: bool) -> Run:
+    def adamw(self, **options: bool) -> Run:
         return in_a_row([self._step(torch.optim.AdamW([p], lr=_HYPER.lr, **options)) for p in self.params])
 
     def _step(self, optimizer: torch.optim.Optimizer) -> Run:
@@ -285,19 +285,18 @@ Measured = dict[str, Any]
 
 def per_parameter(contenders: dict[str, Run], params: int, rounds: int) -> dict[str, list[float]]:
     """Nanoseconds a parameter of each contender in each round."""
-    seconds = take_turns({name: timed(run) for name, run in contenders.items()}, rounds)
+    seconds = take_turns({name: timed(run) for name, run in contenders.items()}, rounds, pause=0.02)
     return {name: [s / params * 1e9 for s in values] for name, values in seconds.items()}
 
 
-def measure_updates(n: int, threads: int, rounds: int, ratios: bool) -> Measured:
-    sets = max(1, _COLD // n)
+def measure_updates(n: int, threads: int, sets: int, rounds: int, ratios: bool) -> Measured:
     buffers, tensors = Buffers(n, threads, sets), TorchBuffers(n, sets)
     stream = build_stream()
     contenders = {
         FP32: buffers.adam(FLOAT32, None),
         BF16: buffers.adam(BFLOAT16, BFLOAT16),
         FP16: buffers.adam(FLOAT16, FLOAT16),
-        FUSED: tensors.torch(fused=True),
+        FUSED: tensors.adamw(fused=True),
         STREAM: buffers.stream(*stream, FLOAT32),
         STREAM_BF16: buffers.stream(*stream, BFLOAT16),
         NORM: buffers.norm(FLOAT32),
@@ -310,7 +309,7 @@ def measure_updates(n: int, threads: int, rounds: int, ratios: bool) -> Measured
         absent.append(missing("DeepSpeedCPUAdam", error))
     ns = per_parameter(contenders, n * sets, rounds)
     if n <= _SLOW:
-        slow = {SINGLE: tensors.torch(foreach=False), FOREACH: tensors.torch(foreach=True), NUMPY: tensors.numpy()}
+        slow = {SINGLE: tensors.adamw(foreach=False), FOREACH: tensors.adamw(foreach=True), NUMPY: tensors.numpy()}
         ns |= per_parameter(slow, n * sets, max(rounds // 3, 2))
     extra = {"params": n, "threads": threads}
     found = []
@@ -329,9 +328,8 @@ def measure_updates(n: int, threads: int, rounds: int, ratios: bool) -> Measured
     return {"rows": found, "ratios": compared, "missing": absent, "notes": []}
 
 
-def measure_types(n: int, threads: int, rounds: int) -> Measured:
+def measure_types(n: int, threads: int, sets: int, rounds: int) -> Measured:
     """Each element type of gradient and output, on each instruction set."""
-    sets = max(1, _COLD // n)
     buffers = Buffers(n, threads, sets)
     found = []
     for instruction_set in _kernels.kernel_info().supported:
@@ -347,7 +345,7 @@ def measure_types(n: int, threads: int, rounds: int) -> Measured:
     return {"rows": found, "ratios": [], "missing": [], "notes": []}
 
 
-def measure_host_step(n: int, threads: int, rounds: int, ratios: bool) -> Measured:
+def measure_host_step(n: int, threads: int, rounds: int) -> Measured:
     buffers = Buffers(n, threads)
     contenders = {
         THIS_STEP: buffers.host_step(),
@@ -356,12 +354,10 @@ def measure_host_step(n: int, threads: int, rounds: int, ratios: bool) -> Measur
         FUSED_STEP: torch_host_step(n, fused=True),
     }
     ns = per_parameter(contenders, n, rounds)
-    compared = []
-    if ratios:
-        compared = [
-            ratio(f"host step, {name} / this", ns[name], ns[THIS_STEP], target=target, better="higher")
-            for name, target in ((SINGLE_STEP, 5.0), (FOREACH_STEP, 5.0), (FUSED_STEP, None))
-        ]
+    compared = [
+        ratio(f"host step, {name} / this", ns[name], ns[THIS_STEP], target=target, better="higher")
+        for name, target in ((SINGLE_STEP, 5.0), (FOREACH_STEP, 5.0), (FUSED_STEP, None))
+    ]
     found = rows("host step", "ns/param", ns, params=n, threads=threads)
     return {"rows": found, "ratios": compared, "missing": [], "notes": []}
 
@@ -369,8 +365,8 @@ def measure_host_step(n: int, threads: int, rounds: int, ratios: bool) -> Measur
 def in_processes(threads: int, tasks: Sequence[Callable[[], Measured]]) -> Iterator[Measured]:
     """Each measured in a process whose libraries all have so many threads."""
     os.environ |= {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive"}
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool:
-        for task in tasks:
+    for task in tasks:
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
             yield pool.submit(task).result()
 
 
@@ -394,7 +390,7 @@ def main(arguments: list[str] | None = None) -> None:
     options.add_argument("--threads", type=int, nargs="+", help="default: 1 and all")
     options.add_argument("--rounds", type=int, help="default: 9")
     args = options.parse_args(arguments)
-    sizes = args.numel or ([10**6, 4 * 10**6] if args.quick else [10**6, 10**7, 10**8, 2 * 10**8])
+    sizes = args.numel or ([10**6, 2 * 10**6] if args.quick else [10**6, 10**7, 10**8, 2 * 10**8])
     threads = args.threads or sorted({1, available_cpus()})
     rounds = args.rounds or (2 if args.quick else 9)
     known: Measured = {"rows": [], "ratios": [], "missing": [], "notes": []}
@@ -406,12 +402,19 @@ def main(arguments: list[str] | None = None) -> None:
         options.error(f"--numel: {known['missing'][0]['why']}")
     compared = max((n for n in fitting if n <= _SLOW), default=fitting[0])  # what README's ratios are of
     find_compilers()
+    cold = 10**6 if args.quick else _COLD
+    fewer = max(rounds // 2, 2)
     for count in threads:
         widest = count == max(threads)
-        tasks = [partial(measure_updates, n, count, rounds, widest and n == compared) for n in fitting]
-        tasks.append(partial(measure_host_step, compared, count, max(rounds // 2, 2), widest))
+        tasks = []
+        for n in fitting:
+            ratios = widest and n == compared
+            if widest or n <= compared:
+                sets = max(1, cold // n)
+                tasks.append(partial(measure_updates, n, count, sets, rounds if ratios else fewer, ratios))
         if widest:
-            tasks.append(partial(measure_types, min(fitting), count, max(rounds // 2, 2)))
+            tasks.append(partial(measure_host_step, compared, count, rounds))
+            tasks.append(partial(measure_types, min(fitting), count, max(1, cold // min(fitting)), fewer))
         for measured in in_processes(count, tasks):
             show(measured)
             for key, values in measured.items():
