@@ -17,18 +17,25 @@ from bench.record import append, missing, parser, row, versions
 _ROOT = Path(__file__).resolve().parent.parent
 
 
+EXTENSIONS = Path(sys.prefix, "torch_extensions")
+"""Of this environment alone: what another one compiled fits other headers."""
+
+
 def find_compilers() -> None:
-    """Put this environment's ninja where DeepSpeed, which compiles on first use, finds it."""
+    """Put this environment's ninja where DeepSpeed, which compiles on first use, finds it, and name a folder for it."""
     own = str(Path(sys.executable).parent)
     path = os.environ.get("PATH", os.defpath).split(os.pathsep)
     if own not in path:
         os.environ["PATH"] = os.pathsep.join([own, *path])
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(EXTENSIONS))
 
 
 def deepspeed() -> None:
     from deepspeed.ops.op_builder import CPUAdamBuilder
 
     find_compilers()
+    for lock in Path(os.environ["TORCH_EXTENSIONS_DIR"]).glob("**/lock"):
+        lock.unlink()  # of a compilation that was killed: the next would wait for it forever
     CPUAdamBuilder().load(verbose=False)
 
 

@@ -5,6 +5,7 @@ Nothing in it is typed: words are here, figures are the results'.
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -55,10 +56,10 @@ def newest(folder: Path, parts: Iterable[str]) -> Path | None:
 
 
 def number(value: Any) -> str:
-    """Three digits, or all of an integer."""
+    """Three digits, or all of a whole number."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
-    if isinstance(value, int) or abs(value) >= 1000:
+    if math.isfinite(value) and (value == int(value) or abs(value) >= 1000):
         return f"{value:,.0f}"
     digits = f"{value:#.3g}"
     return f"{value:.2e}" if "e" in digits else digits.rstrip(".")

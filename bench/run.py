@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
@@ -53,11 +54,9 @@ def run(part: str, path: Path, quick: bool, seconds: float) -> str:
         _, errors = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGTERM)
-        try:
+        with suppress(subprocess.TimeoutExpired):
             process.wait(_PATIENCE)
-        except subprocess.TimeoutExpired:
-            pass
-        finally:
+        with suppress(ProcessLookupError):  # all have ended
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
         return f"took longer than its {seconds:.0f} s"
