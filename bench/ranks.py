@@ -3,7 +3,7 @@
 Every contender has processes of its own, which live through the whole run; whose turn it is runs a few steps while the
 others wait in a read. Turns are shuffled within each round, so that the machine's drift hits all alike.
 
-DeepSpeed is no dependency: `make bench-ranks` installs it. A contender that cannot run is reported, and the exit
+DeepSpeed is no dependency: `make bench` installs it. A contender that cannot run is reported, and the exit
 status is 1. "Others CPU" tells how quiet the machine was.
 """
 
