@@ -61,7 +61,7 @@ PUBLISHED_SCALING = "published: near-linear"
 PUBLISHED_DELAYED = "published: 1.1 to 1.6"
 BYTES = 28
 """Of an fp16 parameter's update."""
-CLUSTERS = ((1, 1), (4, 1), (16, 1), (16, 2), (16, 4), (16, 8))
+CLUSTERS = ((4, 1), (16, 1), (16, 2), (16, 4), (16, 8))
 """GPUs of a machine, machines."""
 NOT_MODELLED = (
     "Python and launches of kernels; copies and exchanges that slow down the host's memory or the GPU; memory that is "
@@ -285,9 +285,11 @@ def summary(rows: list[dict[str, Any]], hidden: list[dict[str, Any]]) -> list[st
                     f"Adam, {size / 1e9:.0f} B: {each['adam_s']:.2f} s, published {published} s (28 bytes a parameter "
                     f"at {implied:.0f} GB/s)"
                 )
+    largest = max(each["params"] for each in rows)
+    [one] = [each["tflops"] for each in rows if each["name"] == "one V100, overlap" and each["params"] == largest]
     for reduction in ("ordered", "native"):
-        rates = {each["gpus"]: each["tflops"] for each in rows if reduction in each["name"]}
-        kept = ", ".join(f"{gpus}: {100 * rate / rates[1]:.1f} %" for gpus, rate in rates.items())
+        rates = {each["gpus"]: each["tflops"] / one for each in rows if f" {reduction}," in each["name"]}
+        kept = ", ".join(f"{gpus}: {100 * rate:.1f} %" for gpus, rate in rates.items())
         said.append(f"of one GPU's rate each GPU keeps, {reduction} reduction: {kept}; {PUBLISHED_SCALING}")
     times = [each["p50"] for each in hidden if each["name"].startswith("delayed")]
     said.append(f"delayed: {min(times):.2f} to {max(times):.2f} times faster than waiting; {PUBLISHED_DELAYED}")
