@@ -232,3 +232,4 @@ def test_two_real_ranks_are_measured_beside_the_simulated():
     cells = simulate.on_two_ranks({"small": Case(1e-3, 2e-3, 1 * GB, 8 * GB)}, 1, 1)
     assert len(cells) == len(SCHEDULES)
     assert all(seconds > 3e-3 for cell in cells for seconds in (*cell.measured, *cell.predicted))
+    assert simulate.together("2 gloo ranks", cells)["name"].endswith(f"2 gloo ranks, {len(SCHEDULES)} regimes")
