@@ -14,7 +14,7 @@ that slow down forward and backward, memory that is not enough, ranks that are s
 
 import json
 import tempfile
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -154,7 +154,7 @@ class Gpu:
     def __init__(self, clock: Clock, link: float) -> None:
         self.clock = clock
         self._link = link
-        self._free: Counter[str] = Counter()
+        self._free: defaultdict[str, float] = defaultdict(float)
         """When each queue is through with what it was given."""
 
     def hold(self, queue: str, until: float) -> None:
@@ -182,7 +182,7 @@ class Gpu:
         host.fill(0)
         return self.queue(TO_HOST_QUEUE, host.nbytes / self._link, self.mark())
 
-    def to_device(self, host: np.ndarray, copies: Sequence[Copy], after: Event) -> Event:
+    def to_device(self, host: np.ndarray, copies: Sequence[Copy], after: Event) -> _At:
         return self.queue(TO_DEVICE_QUEUE, host.nbytes / self._link, after)
 
     def mark(self) -> _At:
@@ -387,7 +387,7 @@ def simulate(machines: Machines, job: Job, schedule: str, trace: Path | None = N
             return (end - begin) / COUNTED, json.loads(written.read_text())["traceEvents"]
 
         [(seconds, events), *_] = on_ranks(clock, machines.world_size, rank)
-    busy: Counter[str] = Counter()
+    busy: defaultdict[str, float] = defaultdict(float)
     for event in events:
         if event["ph"] == "X" and not event["name"].endswith("wait"):
             busy[event["cat"]] += event["dur"] / 1e6 / COUNTED

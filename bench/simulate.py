@@ -166,7 +166,7 @@ def real_rank(
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS, timeout=PATIENCE)
-    answers = {}
+    answers: dict[str, dict[str, list[Any]]] = {}
     for name, case in cases.items():
         runs = {s: rank_run(case, s, TorchRanks(None)) for s in SCHEDULES}
         turns: dict[str, Callable[[], Any]] = {s: partial(mean_of, run.turn, steps) for s, run in runs.items()}
@@ -276,7 +276,10 @@ def delayed(batches: tuple[int, ...]) -> list[dict[str, Any]]:
             faster = {s: waiting / simulate(machines, job, s).seconds for s in ("delayed", "overlap", "in backward")}
             print(f"  batch {batch:3}, {whose:20}" + "".join(f"{s:>14} {x:.2f}" for s, x in faster.items()))
             for schedule, times in faster.items():
-                known = {"batch": batch, "published": PUBLISHED_DELAYED if schedule == "delayed" else ""}
+                known: dict[str, Any] = {
+                    "batch": batch,
+                    "published": PUBLISHED_DELAYED if schedule == "delayed" else "",
+                }
                 rows.append(row(f"{schedule}, {whose}", "times faster than waiting", "x", [times], **known))
     return rows
 
