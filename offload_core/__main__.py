@@ -1,14 +1,14 @@
-"""``python -m offload_core``: plan a run, or look at this machine."""
+"""``python -m offload_core``: plan a run, look at this machine, or at a checkpoint."""
 
 import argparse
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from . import info_command, plan_command
+from . import info_command, inspect_command, plan_command
 from .errors import OffloadError
 
-COMMANDS = {"plan": plan_command, "info": info_command}
+COMMANDS = {"plan": plan_command, "info": info_command, "inspect": inspect_command}
 """Each a module with a ``HELP``, ``add_arguments(parser)`` and ``run(args)``, which returns the exit status."""
 WRONG_ARGUMENTS = 2
 

@@ -12,7 +12,7 @@ from . import _kernels
 from .bucket_terms import BucketTerms, as_it_stays
 from .collectives import merge
 from .config import OffloadConfig
-from .cpu_adam import STATE_NAMES, AdamStates
+from .cpu_adam import AdamStates
 from .device import Copy, Device, HostArray
 from .dtypes import BY_NUMPY, FLOAT32, ElementType
 from .host_memory import HostMemory, StagingRing

@@ -16,9 +16,11 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, fields
+from datetime import UTC, datetime
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +67,8 @@ class Contents:
     """Plain values that each process has of its own."""
     types: Sequence[ArrayType] = ()
     """The arrays that may be among them."""
+    front_end: str | None = None
+    """Who saves, for those who look at the checkpoint."""
 
 
 @dataclass
@@ -90,7 +94,7 @@ class Checkpoints:
 
     @property
     def _collectives(self) -> Collectives:
-        return self._pipeline.device.collectives
+        return _InOrder(self._pipeline)
 
     # --- saving --------------------------------------------------------------------------------------
 
@@ -116,6 +120,8 @@ class Checkpoints:
         Raises:
             CheckpointError: on all processes, where one could not save; earlier checkpoints are as they were.
         """
+        if type(step) is not int or step < 0:
+            raise CheckpointError(f"step: got {step!r}, expected the number of updates made, an integer")
         if keep is not None and (type(keep) is not int or keep < 1):
             raise CheckpointError(
                 f"keep: got {keep!r}, expected a number of checkpoints of at least 1, or None for all"
@@ -132,7 +138,11 @@ class Checkpoints:
         self._save = _Save(place, lambda path: self._prepare(path, contents, tensors, step), keep, quiet=wait)
         writer = self._save.writer
         self._pipeline.before_change(writer.capture)
-        writer.capture([None])
+        try:
+            writer.capture([None])
+        except BaseException as error:  # the caller may change now what has not been copied
+            writer.cancel(error)
+            raise
         if wait:
             self.wait()
         return place.folder / place.name
@@ -143,13 +153,22 @@ class Checkpoints:
         Raises:
             CheckpointError: on all processes, where it could not be completed.
         """
-        save, self._save = self._save, None
-        if save is not None:
+        if self._save is not None:
             try:
-                self._pipeline.finish()  # ranks meet for one thing at a time
-                save.wait()
-            finally:
-                self._pipeline.before_change(None)
+                self._save.wait()
+            except Exception:
+                self._end()
+                raise
+            self._end()  # after an interrupt it goes on, and is still told of changes
+
+    @property
+    def saving(self) -> bool:
+        """Whether this process still writes."""
+        return self._save is not None and self._save.running
+
+    def _end(self) -> None:
+        self._save = None
+        self._pipeline.before_change(None)
 
     def _prepare(
         self, path: Path, contents: Contents, tensors: Sequence[Any], step: int
@@ -162,6 +181,7 @@ class Checkpoints:
         if rank == 0:
             scaler = pipeline.scaler
             part["step"] = step
+            part["written"] = _written(pipeline, contents.front_end)
             part["state"] = encode(contents.state, arrays, contents.types, where="state")
             part["loss_scale"] = None if scaler is None else scaler.state_dict()
             part["parameters"] = {
@@ -184,7 +204,7 @@ class Checkpoints:
         for i, name in enumerate(contents.names):
             sources += self._sources_of(i, name, tensors[i], i in behind)
         world = self._collectives.world_size
-        writer = ShardWriter(path / f"shard-{rank:05d}-of-{world:05d}.safetensors", sources, pipeline.memory)
+        writer = ShardWriter(path / files.file_name(rank, world), sources, pipeline.memory)
         return writer, part
 
     def _sources_of(self, i: int, name: str, tensor: Any, behind: bool) -> list[Source]:
@@ -242,6 +262,8 @@ class Checkpoints:
                 for i, name in enumerate(names):
                     wants += self._wants_of(loaded.checkpoint, i, name, tensors[i], i in behind)
                 loaded.checkpoint.read(wants)
+                if self._collectives.rank == 0:  # what nobody reads is to be whole, too
+                    loaded.checkpoint.verify(besides=("master", *_MOMENTS, "param"))
                 self._read_targets(loaded, targets)
             pipeline.publish_later(range(len(names)))
             publish()
@@ -337,11 +359,14 @@ class Checkpoints:
 class Loaded:
     """What a checkpoint says besides its tensors.
 
+    Args:
+        rank: this process's; None: of what each process had of its own nothing is read.
+
     Raises:
         CheckpointError: the manifest lacks something.
     """
 
-    def __init__(self, checkpoint: Checkpoint, rank: int, types: Sequence[ArrayType] = ()) -> None:
+    def __init__(self, checkpoint: Checkpoint, rank: int | None, types: Sequence[ArrayType] = ()) -> None:
         self.checkpoint = checkpoint
         self.content = content = checkpoint.content
         self._types = types
@@ -350,15 +375,32 @@ class Loaded:
             self.parameters: dict[str, dict[str, Any]] = content["parameters"]
             """Of what was trained: shape, dtype, step, group, behind."""
             self.others: dict[str, dict[str, Any]] = content["others"]
+            for entry in (*self.parameters.values(), *self.others.values()):
+                _check_types(entry, _OTHER)
+            for entry in self.parameters.values():
+                _check_types(entry, _PARAMETER)
+            _check_types(content, {"step": int, "own": list})
             self.state = self._decode(0, content["state"])
             own = content["own"]
-            self.own = self._decode(rank, own[rank]) if rank < len(own) else None
+            self.own = self._decode(rank, own[rank]) if rank is not None and rank < len(own) else None
             """What this process's predecessor had of its own; None where there was none."""
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        except files.NOT_A_MANIFEST as error:
             raise CheckpointError(f"{checkpoint.path / files.MANIFEST}: incomplete ({error!r})") from None
 
     def _decode(self, rank: int, value: Any) -> Any:
         return decode(value, _Values(self.checkpoint, rank), self._types)
+
+
+_OTHER = {"shape": list, "dtype": str}
+_PARAMETER = {"step": int, "group": int, "behind": bool}
+
+
+def _check_types(entry: Any, types: Mapping[str, type]) -> None:
+    for key, expected in types.items():
+        if type(entry[key]) is not expected:
+            raise TypeError(f"{key} is {str(entry[key])[:80]!r}")
+    if any(type(n) is not int or n < 0 for n in entry.get("shape", ())):
+        raise ValueError(f"shape {entry['shape']}")
 
 
 class _Values(Sequence[np.ndarray]):
@@ -372,6 +414,46 @@ class _Values(Sequence[np.ndarray]):
 
     def __len__(self) -> int:
         raise NotImplementedError
+
+
+class _InOrder:
+    """A pipeline's collectives, for what comes after all that it was asked for."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._pipeline = pipeline
+        self._collectives = pipeline.device.collectives
+        self.rank, self.world_size = self._collectives.rank, self._collectives.world_size
+
+    def sum_integers(self, array: np.ndarray, what: str) -> None:
+        self._run(lambda: self._collectives.sum_integers(array, what))
+
+    def broadcast(self, array: np.ndarray, what: str, source: int = 0) -> None:
+        self._run(lambda: self._collectives.broadcast(array, what, source))
+
+    def _run(self, task: Callable[[], None]) -> None:
+        if self.world_size > 1:
+            self._pipeline.run_in_order(task)
+
+
+def _written(pipeline: Pipeline, front_end: str | None) -> dict[str, Any]:
+    """By whom, with what settings and when: nothing that loading depends on."""
+    config = {
+        field.name: value if value is None or isinstance(value, bool | int | float | str) else repr(value)
+        for field in fields(pipeline.config)
+        for value in [getattr(pipeline.config, field.name)]
+    }
+    try:
+        package = version("offload-core")
+    except PackageNotFoundError:
+        package = None
+    return {
+        "version": package,
+        "front_end": front_end,
+        "world_size": pipeline.device.collectives.world_size,
+        "stage": pipeline.config.stage,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "config": config,
+    }
 
 
 @contextmanager
@@ -458,32 +540,36 @@ class _Place:
         self.folder = folder
         self.collectives = collectives
         self._lock: int | None = None
+        self.name = self._token = ""
         said = np.zeros(128, np.uint8)
-        with together(collectives, "save"):
-            if collectives.rank == 0:
-                try:
-                    text = self._make(step)
-                except OSError as error:
-                    self.release()
+        try:
+            with together(collectives, "save"):
+                if collectives.rank == 0:
+                    try:
+                        text = self._make(step)
+                    except OSError as error:
+                        raise CheckpointError(
+                            f"{folder}: {error.strerror}; expected a folder that can be written"
+                        ) from error
+                    said[: len(text)] = np.frombuffer(text, np.uint8)
+            collectives.broadcast(said, "checkpoint: save")
+            self.name, self._token = said.tobytes().rstrip(b"\0").decode().split("/")
+            with together(collectives, "save"):
+                if not self.unfinished.is_dir():
                     raise CheckpointError(
-                        f"{folder}: {error.strerror}; expected a folder that can be written"
-                    ) from error
-                said[: len(text)] = np.frombuffer(text, np.uint8)
-        collectives.broadcast(said, "checkpoint: save")
-        self.name, self._token = said.tobytes().rstrip(b"\0").decode().split("/")
-        with together(collectives, "save"):
-            if not self.unfinished.is_dir():
-                raise CheckpointError(
-                    f"{self.unfinished}: made by process 0 and not seen by process {collectives.rank}; expected a file "
-                    "system that all processes share"
-                )
+                        f"{self.unfinished}: made by process 0 and not seen by process {collectives.rank}; expected a "
+                        "file system that all processes share"
+                    )
+        except BaseException:
+            self.give_up()
+            raise
 
     @property
     def unfinished(self) -> Path:
         return self.folder / f".{self.name}.{self._token}{files.UNFINISHED}"
 
     def _make(self, step: int) -> bytes:
-        self.folder.mkdir(parents=True, exist_ok=True)
+        files.make_folder(self.folder)
         self._lock = os.open(self.folder, os.O_RDONLY)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -500,13 +586,22 @@ class _Place:
 
     def release(self) -> None:
         """Let others save here."""
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            with suppress(OSError):
+                fcntl.flock(lock, fcntl.LOCK_UN)  # a child forked meanwhile has the descriptor, too
+            os.close(lock)
+
+    def lost(self) -> CheckpointError:
+        """What is wrong where it is not there any more, or is not to be."""
+        return CheckpointError(
+            f"{self.unfinished}: saving failed in another process, which says there why, or somebody removed it; "
+            "checkpoints before it are untouched"
+        )
 
     def give_up(self) -> None:
-        """Remove what there is of it."""
-        if self.collectives.rank == 0:
+        """Remove what there is of it. Only where it cannot be complete: process 0 may be about to make it known."""
+        if self._token:
             files.discard(self.unfinished)
         self.release()
 
@@ -526,23 +621,22 @@ class _Save:
         self._quiet = quiet
         self._error: Exception | None = None
         self._given_up = threading.Event()
-        writer = None
+        writer: ShardWriter | None = None
         try:
             with together(place.collectives, "save"):
                 writer, self._part = prepare(place.unfinished)
                 self._record = files.file_record(writer)
+            self.writer = writer
+            self._thread = threading.Thread(target=self._run, name="offload-core checkpoint")
+            self._thread.start()
         except BaseException:
             if writer is not None:
                 writer.close()
             place.give_up()
             raise
-        assert writer is not None
-        self.writer = writer
-        self._thread = threading.Thread(target=self._run, name="offload-core checkpoint")
-        self._thread.start()
 
     def wait(self) -> None:
-        """Return when it is complete, in all processes.
+        """Return when it is complete, in all processes; after an interrupt it goes on.
 
         They ask each other again and again: a collective that waited for a slow disk might come too late.
         """
@@ -551,23 +645,33 @@ class _Save:
         try:
             while status[0] < collectives.world_size and not status[1]:
                 self._thread.join(pause)
-                status[:] = not self._thread.is_alive(), self._error is not None
+                status[:] = not self.running, self._error is not None
                 collectives.sum_integers(status, "checkpoint: save")
                 pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+            if status[1]:
+                self._abandon()
+                collectives.sum_integers(status, "checkpoint: save")  # nobody writes there any more
+        except Exception:
+            self._abandon()
+            raise
         finally:
-            if status[0] < collectives.world_size or status[1]:
-                self._given_up.set()
-                self.writer.cancel(self._given_up_error())
-            self._thread.join()
+            if self._given_up.is_set() and collectives.rank == 0:
+                self._place.give_up()
+        self._thread.join()
         if self._error is not None:
             raise self._error
         if status[1]:
-            raise self._given_up_error()
+            raise self._place.lost()
 
-    def _given_up_error(self) -> CheckpointError:
-        return CheckpointError(
-            f"{self._place.unfinished}: saving failed in another process, and so in all; it says there why"
-        )
+    def _abandon(self) -> None:
+        self._given_up.set()
+        self.writer.cancel(self._place.lost())
+        self._thread.join()
+
+    @property
+    def running(self) -> bool:
+        """Whether this process has anything left to do for it."""
+        return self._thread.is_alive()
 
     def _run(self) -> None:
         place = self._place
@@ -579,14 +683,26 @@ class _Save:
             if place.collectives.rank == 0:
                 self._complete()
         except Exception as error:
-            if isinstance(error, OSError):
-                error = CheckpointError(f"{place.unfinished}: {error.strerror or error}; the checkpoint is given up")
-            self._error = error
+            explained = self._explained(error)
             place.give_up()
-            if not self._quiet and not self._given_up.is_set():
-                warnings.warn(CheckpointWarning(str(error)))
+            try:
+                if not self._quiet and not self._given_up.is_set():
+                    warnings.warn(CheckpointWarning(str(explained)))
+            finally:
+                self._error = explained
         finally:
             place.release()
+
+    def _explained(self, error: Exception) -> CheckpointError:
+        place = self._place
+        if not (place.unfinished.is_dir() or (place.folder / place.name).is_dir()):
+            return place.lost()
+        if isinstance(error, CheckpointError):
+            return error
+        path, why = place.unfinished, repr(error)
+        if isinstance(error, OSError):
+            path, why = error.filename or path, error.strerror or str(error)
+        return CheckpointError(f"{path}: {why}; the checkpoint is given up, and those before it are untouched")
 
     def _part_of(self, rank: int) -> Path:
         return self._place.unfinished / f"part-{rank:05d}.json"
@@ -599,17 +715,20 @@ class _Save:
         for path in paths:
             path.unlink()
         files.write_manifest(self._place.unfinished, content)
-        files.commit(self._place.unfinished, self._place.name)
+        path = files.commit(self._place.unfinished, self._place.name)
         if self._keep is not None:
-            files.rotate(self._place.folder, self._keep)
+            try:
+                files.rotate(self._place.folder, self._place.name, self._keep)
+            except OSError as error:
+                warnings.warn(CheckpointWarning(f"{path} is complete, but not all before it could be deleted: {error}"))
 
     def _await(self, paths: Sequence[Path]) -> None:
         """Wait until all of these are there; not for ever, where nothing happens any more."""
         seen: Any = None
         since = time.monotonic()
         while missing := [path for path in paths if not path.exists()]:
-            if self._given_up.is_set():
-                raise self._given_up_error()
+            if self._given_up.is_set() or not self._place.unfinished.is_dir():
+                raise self._place.lost()
             now = [(path.name, path.stat().st_mtime_ns) for path in sorted(self._place.unfinished.glob("shard-*"))]
             if now != seen:
                 seen, since = now, time.monotonic()

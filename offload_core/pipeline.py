@@ -187,17 +187,15 @@ class Pipeline:
 
     def reload_master(self, param: int, tensor: Any) -> None:
         """Take a parameter's master weights from the device parameter."""
-        self.finish()
+        self.will_change([param])
         self._recall([param])
-        self._buckets.before_change([param])
         self._buckets.reload_master(param, tensor)
 
     def adopt(self, param: int, tensor: Any) -> None:
         """Follow a change made to a device parameter from outside: where its bits are not those of the rounded
         master weight, the master weight takes its value. The rest keep their low bits."""
-        self.finish()
+        self.will_change([param])
         self._recall([param])
-        self._buckets.before_change([param])
         self._buckets.adopt(param, tensor)
 
     def elements(self, param: int) -> Elements:
@@ -213,6 +211,15 @@ class Pipeline:
     def own_masters(self, param: int, tensor: Any) -> list[tuple[int, np.ndarray]]:
         """As :meth:`LocalBuckets.own_masters`."""
         return self._buckets.own_masters(param, tensor)
+
+    def will_change(self, params: Iterable[int]) -> None:
+        """To be called before states of these parameters are written to from outside."""
+        self.finish()
+        self._buckets.before_change(params)
+
+    def run_in_order(self, task: Callable[[], T]) -> T:
+        """The result of a task that comes after all that was asked for: ranks meet for one thing at a time."""
+        return self._buckets.run(task)
 
     def before_change(self, notify: Callable[[Iterable[int]], None] | None) -> None:
         """Have somebody told, in whichever thread it is, before states of parameters change."""

@@ -125,11 +125,15 @@ def common(sources: Sequence[Region], target: Region) -> np.ndarray:
     numbers = [i for i, source in enumerate(sources) if source.numel]
     if not numbers or not target.numel:
         return np.zeros((0, 4), np.int64)
-    if all(sources[i].view == target.view for i in numbers):  # both are ranges of one sequence
-        theirs = [np.array([[sources[i].start, sources[i].numel]], np.int64) for i in numbers]
-        mine = np.array([[target.start, target.numel]], np.int64)
-    else:
-        theirs, mine = [sources[i].runs() for i in numbers], target.runs()
+    if all(sources[i].view == target.view for i in numbers):  # all are ranges of one sequence
+        found = []
+        for i in numbers:
+            start = max(sources[i].start, target.start)
+            end = min(sources[i].start + sources[i].numel, target.start + target.numel)
+            if start < end:
+                found.append((i, start - sources[i].start, start - target.start, end - start))
+        return np.array(found, np.int64).reshape(-1, 4)
+    theirs, mine = [sources[i].runs() for i in numbers], target.runs()
     index = np.repeat(np.array(numbers, np.int64), [len(runs) for runs in theirs])
     places = np.concatenate([np.cumsum(runs[:, 1]) - runs[:, 1] for runs in theirs])
     starts, lengths = np.concatenate(theirs).T

@@ -25,6 +25,8 @@ from .safetensors_files import plan_file
 
 BLOCK_BYTES = 8 * 2**20
 """Checksums are of so many bytes each; a multiple of every element size."""
+_WRITE_BACK_BLOCKS = 4
+"""After so many the disk is told to begin with them, so that little is left for the end, and no page cache is kept."""
 BUFFERS = 8
 """Blocks of the past that are held at a time."""
 _NO_PREALLOCATION = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
@@ -112,6 +114,7 @@ class ShardWriter:
         self._full: deque[tuple[int, np.ndarray]] = deque()
         self._changed = threading.Condition()
         self._error: BaseException | None = None
+        self._done = False
         label, n_buffers = "checkpoint staging", min(BUFFERS, n_blocks)
         self._free = [memory.allocate(label, block_bytes, np.dtype(np.uint8)) for _ in range(n_buffers)]
         try:
@@ -149,8 +152,11 @@ class ShardWriter:
     def capture(self, params: Iterable[int | None]) -> None:
         """Return when what changes with these parameters may change (None: what may change at any time).
 
-        Where the file has been given up it returns at once: what uses this memory goes on.
+        Where the file has been given up it returns at once: what uses this memory goes on. What goes wrong in copying
+        is why the file is given up, and an error of :meth:`write`.
         """
+        if self._done:
+            return
         blocks = sorted(set().union(*(self._blocks_of.get(param, ()) for param in params)))
         for block in blocks:
             with self._changed:
@@ -162,6 +168,8 @@ class ShardWriter:
             try:
                 self._fill(block, buffer)
                 self._full.append((block, buffer))
+            except Exception as error:
+                self.cancel(error)
             except BaseException as error:
                 self.cancel(error)
                 raise
@@ -190,11 +198,13 @@ class ShardWriter:
             CheckpointError: it cannot be written.
         """
         try:
-            for _ in self.checksums:
+            for n in range(1, len(self.checksums) + 1):
                 block, buffer = self._next_block()
                 data = buffer[: min(self.block_bytes, self.n_bytes - block * self.block_bytes)]
                 self.checksums[block] = checksum(data)
                 self._put(data, block * self.block_bytes)
+                if n % _WRITE_BACK_BLOCKS == 0 and hasattr(os, "posix_fadvise"):
+                    os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_DONTNEED)
                 with self._changed:
                     self._free.append(buffer)
                     self._changed.notify_all()
@@ -210,13 +220,14 @@ class ShardWriter:
             with self._changed:
                 self._changed.wait_for(lambda: not self._copying)
                 self._free, self._full, self.sources = [], deque(), []
+                self._done = True
 
     def _next_block(self) -> tuple[int, np.ndarray]:
         """The next block to be written, and its bytes; those come first that somebody has copied already."""
         with self._changed:
             self._changed.wait_for(lambda: self._error or self._full or (self._free and self._find_left() is not None))
             if self._error:
-                raise self._error
+                raise CheckpointError(f"{self.path}: given up, because of {self._error!r}") from self._error
             if self._full:
                 return self._full.popleft()
             block = self._find_left()

@@ -3,6 +3,7 @@
 import threading
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from test_pipeline import STATES, Subject, bits, make
 from test_ranks import averaged, rank_cases, run_naive, run_rank
 
 from offload_core.checkpoint import Checkpoints, Contents, Target
-from offload_core.checkpoint_files import Checkpoint, Want
+from offload_core.checkpoint_files import Checkpoint, Want, file_name, file_record, write_manifest
 from offload_core.cpu_adam import AdamHyper
 from offload_core.device import HostDevice
 from offload_core.dtypes import BFLOAT16, FLOAT16, FLOAT32
@@ -81,6 +82,38 @@ def test_what_some_ranks_save_any_number_loads(tmp_path_factory, ranks, others, 
 
     assert_states(run_ranks(others, load_elsewhere), naive)
     Checkpoint(folder).verify()
+
+
+@law(60)
+@given(
+    shape=st.lists(st.integers(1, 7), min_size=1, max_size=4).map(tuple),
+    data=st.data(),
+    types=st.sampled_from([(FLOAT32, FLOAT32), (FLOAT32, BFLOAT16), (FLOAT16, FLOAT32)]),
+    rows=st.sampled_from([1, 20, 10**6]),
+)
+def test_any_order_and_cut_of_elements_is_read_into_any_other(tmp_path_factory, shape, data, types, rows):
+    numel, dims = int(np.prod(shape)), range(len(shape))
+    values = np.arange(numel).reshape(shape)
+    orders = [data.draw(st.none() | st.permutations(dims).map(tuple)) for _ in range(2)]
+    cuts = [sorted({0, numel, *data.draw(st.lists(st.integers(0, numel), max_size=4))}) for _ in range(2)]
+    runs = []
+    for order, cut in zip(orders, cuts, strict=True):
+        flat = values.transpose(order or dims).reshape(-1)
+        runs.append([(Region(shape, low, high - low, order), flat[low:high]) for low, high in pairwise(cut)])
+    folder = tmp_path_factory.mktemp("orders")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("offload_core.shard_writer.BLOCK_BYTES", 64)
+        patch.setattr("offload_core.checkpoint_files._MOST_ROWS", rows)
+        sources = [Source.of("p", "master", region, part.astype(types[0].numpy)) for region, part in runs[0]]
+        writer = ShardWriter(folder / file_name(0, 1), sources, make().pipeline.memory)
+        record = file_record(writer)
+        writer.write()
+        write_manifest(folder, {"step": 1, "files": [record | {"blocks": writer.checksums}]})
+        got = [np.full(part.size, -1, types[1].numpy) for _, part in runs[1]]
+        wants = [Want("p", "master", region, out) for (region, _), out in zip(runs[1], got, strict=True)]
+        Checkpoint(folder).read(wants)
+    for (region, part), out in zip(runs[1], got, strict=True):
+        assert_same_bits(str(region), out, part.astype(types[0].numpy).astype(types[1].numpy))
 
 
 def one_step(subject, value=0.5):

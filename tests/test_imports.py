@@ -25,6 +25,7 @@ LAYERS = [
     {"gradients", "updates", "step_time", "machine", "model_shapes"},
     {"pipeline"},
     {"checkpoint", "plan_command", "info_command"},
+    {"inspect_command"},
     {"__main__"},
 ]
 """The core's modules, lowest first: a module imports from layers below its own only."""

@@ -109,7 +109,7 @@ class TreeCheckpoints:
             sources = [_source(name, self._leaves[i]) for name, i in untrained.items()] if collectives.rank == 0 else []
             state = {"updates": updates, "groups": None, "stateful": states_of(stateful), "extras": extras}
         own = {"random": random_state()}
-        contents = Contents([names[i] for i in self._trained], sources, shapes, state, own, ARRAYS)
+        contents = Contents([names[i] for i in self._trained], sources, shapes, state, own, ARRAYS, "jax")
         return self._core.save(folder, contents, self._tensors(), step=updates, keep=keep, wait=wait)
 
     def wait(self) -> None:

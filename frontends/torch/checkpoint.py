@@ -83,7 +83,7 @@ class ModelCheckpoints:
             "stateful": states_of(stateful),
             "extras": extras,
         }
-        contents = Contents(self._names(), sources, shapes, state, {"random": _random_state()}, [TENSORS])
+        contents = Contents(self._names(), sources, shapes, state, {"random": _random_state()}, [TENSORS], "torch")
         return optimizer.checkpoints.save(folder, contents, tensors, step=optimizer.updates, keep=keep, wait=wait)
 
     def load(self, path: Any, *, stateful: Mapping[str, Any] | None, names: Names, random_state: bool) -> Any:

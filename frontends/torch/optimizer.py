@@ -763,6 +763,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
     def _load(self, slot: Slot, entry: Mapping[str, Any]) -> None:
         self.pipeline.states(slot.index, writable=True)  # whose memory these are views of
         views = self.state[slot.param]
+        self.pipeline.will_change([slot.index])
         for name, view in views.items():
             if name in entry:
                 view.copy_(torch.as_tensor(entry[name]))
