@@ -328,6 +328,22 @@ def measure_updates(n: int, threads: int, sets: int, rounds: int, ratios: bool) 
     return {"rows": found, "ratios": compared, "missing": absent, "notes": []}
 
 
+def measure_sizes(sizes: Sequence[int], threads: int, cold: int, rounds: int, compared: int | None) -> Measured:
+    """Of all sizes; ratios, and all rounds, only at one of them."""
+    known: Measured = {"rows": [], "ratios": [], "missing": [], "notes": []}
+    for n in sizes:
+        n_rounds = rounds if n == compared else max(rounds // 2, 2)
+        measured = measure_updates(n, threads, max(1, cold // n), n_rounds, n == compared)
+        merge(known, measured)
+    return known
+
+
+def merge(known: Measured, measured: Measured) -> None:
+    """Add what is not known yet."""
+    for key, values in measured.items():
+        known[key] += [value for value in values if value not in known[key]]
+
+
 def measure_types(n: int, threads: int, sets: int, rounds: int) -> Measured:
     """Each element type of gradient and output, on each instruction set."""
     buffers = Buffers(n, threads, sets)
@@ -403,22 +419,19 @@ def main(arguments: list[str] | None = None) -> None:
     compared = max((n for n in fitting if n <= _SLOW), default=fitting[0])  # what README's ratios are of
     find_compilers()
     cold = 10**6 if args.quick else _COLD
-    fewer = max(rounds // 2, 2)
     for count in threads:
-        widest = count == max(threads)
-        tasks = []
-        for n in fitting:
-            ratios = widest and n == compared
-            if widest or n <= compared:
-                sets = max(1, cold // n)
-                tasks.append(partial(measure_updates, n, count, sets, rounds if ratios else fewer, ratios))
-        if widest:
-            tasks.append(partial(measure_host_step, compared, count, rounds))
-            tasks.append(partial(measure_types, min(fitting), count, max(1, cold // min(fitting)), fewer))
+        if count < max(threads):
+            tasks = [partial(measure_sizes, [n for n in fitting if n <= compared], count, cold, rounds, None)]
+        else:
+            smallest = min(fitting)
+            tasks = [
+                partial(measure_sizes, fitting, count, cold, rounds, compared),
+                partial(measure_host_step, compared, count, rounds),
+                partial(measure_types, smallest, count, max(1, cold // smallest), max(rounds // 2, 2)),
+            ]
         for measured in in_processes(count, tasks):
             show(measured)
-            for key, values in measured.items():
-                known[key] += [value for value in values if key != "missing" or value not in known[key]]
+            merge(known, measured)
     for absent in known["missing"]:
         print(f"{absent['name']}: COULD NOT RUN: {absent['why']}")
     record = {

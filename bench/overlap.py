@@ -307,7 +307,7 @@ def measure(runs: dict[str, Run], rounds: int, steps: int) -> dict[str, list[flo
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for i in range(rounds + 1):
         for name, run in order.sample(list(runs.items()), len(runs)):
-            taken = run.turn(steps)
+            taken = run.turn(steps if i else 1)
             seconds[name] += taken if i else []
     return seconds
 
@@ -400,12 +400,12 @@ def main(arguments: list[str] | None = None) -> None:
     options.add_argument("--scale", type=int, default=2**10, help="how much smaller tensors are (default: 1024)")
     options.add_argument("--buckets", type=int, nargs="+", default=[16])
     options.add_argument("--cases", nargs="+", choices=CASES, metavar="NAME", help="default: all")
-    options.add_argument("--rounds", type=int, help="default: 3")
-    options.add_argument("--steps", type=int, default=2, help="counted in each round of each schedule (default: 2)")
+    options.add_argument("--rounds", type=int, help="default: 2")
+    options.add_argument("--steps", type=int, default=3, help="counted in each round of each schedule (default: 3)")
     options.add_argument("--trace", type=Path, help="write a trace of two steps of each case to this folder")
     args = options.parse_args(arguments)
     args.cases = args.cases or list(CASES)[: 1 if args.quick else None]
-    args.rounds = args.rounds or (2 if args.quick else 3)
+    args.rounds = args.rounds or (1 if args.quick else 2)
     if args.trace:
         args.trace.mkdir(parents=True, exist_ok=True)
     print(f"{args.params:,} parameters, tensors {args.scale} times smaller; ms a step, median of {args.rounds} rounds")

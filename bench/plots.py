@@ -19,6 +19,7 @@ def pyplot() -> Any:
     matplotlib.use("svg")
     matplotlib.rcParams |= {
         "svg.hashsalt": "offload-core",
+        "svg.fonttype": "none",
         "font.size": 8,
         "axes.spines.top": False,
         "axes.spines.right": False,
@@ -51,6 +52,11 @@ def draw(records: dict[str, Record], folder: Path) -> list[Path]:
     return written
 
 
+def whiskers(rows: list[Row]) -> list[list[float]]:
+    """From the median to the percentiles, down and up."""
+    return [[max(sign * (row[end] - row["p50"]), 0.0) for row in rows] for end, sign in (("p20", -1), ("p80", 1))]
+
+
 def by_size(plt: Any, record: Record) -> Any:
     """Nanoseconds a parameter against parameters, one panel a number of threads."""
     rows = [row for row in record["rows"] if row["metric"] in ("update", "norm") and "instruction_set" not in row]
@@ -63,10 +69,9 @@ def by_size(plt: Any, record: Record) -> Any:
                 (r for r in rows if r["name"] == name and r["threads"] == count), key=lambda row: row["params"]
             )
             middle = [row["p50"] for row in points]
-            spread = [[r["p50"] - r["p20"] for r in points], [r["p80"] - r["p50"] for r in points]]
             style = {"linestyle": "--" if "limit" in name else "-", "color": plt.get_cmap("tab20")(i % 20)}
             at = [row["params"] for row in points]
-            panel.errorbar(at, middle, spread, label=name, marker="o", markersize=3, capsize=2, **style)
+            panel.errorbar(at, middle, whiskers(points), label=name, marker="o", markersize=3, capsize=2, **style)
         panel.set(xscale="log", yscale="log", xlabel="parameters", title=f"{count} thread{'s' if count > 1 else ''}")
     panels[0][0].set_ylabel("ns a parameter, median, p20 to p80")
     figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
@@ -112,11 +117,13 @@ def bars(plt: Any, record: Record) -> Any:
         for row in rows:
             told = [f"{key} {value}" for key, value in extras(row).items() if key not in alike]
             labels.append(textwrap.shorten(", ".join([row["name"], *told]), 90))
-        spread = [[row["p50"] - row["p20"] for row in rows], [row["p80"] - row["p50"] for row in rows]]
         ours = [row["name"].startswith(("this", "offload-core")) for row in rows]
         at = range(len(rows))
         axis.barh(
-            at, [row["p50"] for row in rows], xerr=spread, color=["tab:orange" if o else "tab:gray" for o in ours]
+            at,
+            [row["p50"] for row in rows],
+            xerr=whiskers(rows),
+            color=["tab:orange" if o else "tab:gray" for o in ours],
         )
         axis.set_yticks(at, labels)
         axis.invert_yaxis()

@@ -20,6 +20,8 @@ PERFORMANCE = ROOT / "docs" / "performance.md"
 BEGIN = "<!-- what follows is written by: python -m bench.report --write -->\n"
 END = "<!-- here it ends -->\n"
 
+_MOST_RATIOS = 12
+
 Record = dict[str, Any]
 Records = dict[str, Record]
 """The last of each part, in the order they ran."""
@@ -87,9 +89,15 @@ def table(head: list[str], lines: Iterable[list[Any]]) -> list[str]:
     return [f"| {' | '.join(map(cell, line))} |" for line in (head, ["---"] * len(head), *lines)]
 
 
-def ratio_lines(record: Record) -> list[list[str]]:
+def printed(record: Record) -> list[Record]:
+    """The ratios that the README has of a part: all, or of many those with a target."""
+    ratios: list[Record] = record["ratios"]
+    return ratios if len(ratios) <= _MOST_RATIOS else [ratio for ratio in ratios if ratio["target"] is not None]
+
+
+def ratio_lines(ratios: list[Record]) -> list[list[str]]:
     lines = []
-    for ratio in record["ratios"]:
+    for ratio in ratios:
         target, verdict = "", ""
         if ratio["target"] is not None:
             target = f"at {'most' if ratio['better'] == 'lower' else 'least'} {number(ratio['target'])}"
@@ -152,7 +160,7 @@ HOW = (
 
 
 def section(records: Records) -> str:
-    """The README's figures: every ratio; of a part without, its rows."""
+    """The README's figures: ratios; of a part without, its rows."""
     lines = [*where(records), "", HOW, "All figures, with pictures: [docs/performance.md](docs/performance.md)."]
     for record in records.values():
         if not (record["ratios"] or record["missing"] or record["rows"]) or record["bench"] == "peers":
@@ -161,7 +169,9 @@ def section(records: Records) -> str:
         if settings(record["config"]):
             lines += [f"{settings(record['config'])}.", ""]
         if record["ratios"]:
-            lines += table(["", "ratio", "target", ""], ratio_lines(record))
+            lines += table(["", "ratio", "target", ""], ratio_lines(printed(record))) if printed(record) else []
+            rest = [ratio["p50"] for ratio in record["ratios"] if ratio not in printed(record)]
+            lines += ["", f"{len(rest)} more: {number(min(rest))} to {number(max(rest))}."] if rest else []
         elif record["rows"]:
             lines += row_table(record)
         lines += ["", *remarks(record)] if record["missing"] else []
@@ -190,7 +200,7 @@ def document(records: Records, pictures: dict[str, list[str]]) -> str:
             if isinstance(value, dict):
                 lines += ["", f"{key}:", "", "```json", json.dumps(value, indent=1), "```"]
         if record["ratios"]:
-            lines += ["", *table(["", "ratio", "target", ""], ratio_lines(record))]
+            lines += ["", *table(["", "ratio", "target", ""], ratio_lines(record["ratios"]))]
         for picture in pictures.get(part, ()):
             lines += ["", f"![{record['title']}]({picture})"]
         if record["rows"]:
@@ -223,10 +233,10 @@ def measured(readme: str, records: Records) -> str:
 
 
 def compare(one: Records, other: Records) -> list[tuple[str, Record, Record | None, bool]]:
-    """Of each ratio of either: whether the medians lie within each other's 20th and 80th percentile."""
+    """Of each ratio that the README has: whether the medians lie within each other's 20th and 80th percentile."""
 
     def ratios(records: Records) -> dict[str, Record]:
-        return {f"{r['title']}: {ratio['name']}": ratio for r in records.values() for ratio in r["ratios"]}
+        return {f"{r['title']}: {ratio['name']}": ratio for r in records.values() for ratio in printed(r)}
 
     first, second = ratios(one), ratios(other)
     lines = []
