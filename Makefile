@@ -3,13 +3,14 @@
 PYTHON ?= python3
 FRONTEND ?= torch
 ARGS ?=
+PARTS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 SITE_STAMP := $(VENV)/.requirements
 BUILD_STAMP := $(VENV)/.built
 PEERS_STAMP := $(VENV)/.peers
 
-.PHONY: train test test-all lint bench bench-ranks setup clean
+.PHONY: train test test-all lint bench setup clean
 .DELETE_ON_ERROR:
 
 train: setup
@@ -26,11 +27,9 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: setup
-	$(BIN)/python -m bench.cpu_adam $(ARGS)
-
-bench-ranks: setup $(PEERS_STAMP)
-	$(BIN)/python -m bench.ranks $(ARGS)
+# All parts, or some: make bench PARTS="cpu_adam step" ARGS=--quick
+bench: setup $(PEERS_STAMP)
+	$(BIN)/python -m bench.run $(ARGS) $(PARTS)
 
 setup: $(BUILD_STAMP)
 
@@ -49,10 +48,9 @@ $(BUILD_STAMP): $(SITE_STAMP) setup.py offload_core/_ffi_build.py $(wildcard c_s
 	$(BIN)/python setup.py --quiet build_ext --inplace
 	touch $@
 
-# Without it bench.ranks measures the others, and ends with what DeepSpeed said.
-$(PEERS_STAMP): $(SITE_STAMP)
-	if DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation -e '.[peers]'; \
-	    then touch $@; else echo "make: DeepSpeed could not be installed" >&2; fi
+# One that cannot be installed is tried again the next time, and the results say why it is missing.
+$(PEERS_STAMP): $(BUILD_STAMP)
+	if $(BIN)/python -m bench.peers install; then touch $@; fi
 
 clean:
 	rm -rf $(VENV) build *.egg-info offload_core/_offload*.so offload_core/_offload.c .hypothesis

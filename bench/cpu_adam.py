@@ -1,37 +1,68 @@
-"""The update kernel against ``torch.optim.AdamW(fused=True)`` and the streaming limit of the same bytes.
+"""The update kernel against torch, DeepSpeed and NumPy, and against the streaming limit of the same bytes.
 
-Every contender runs once a round, in turn, so that the machine's drift hits all alike; ratios are of medians.
+Each number of threads has a process of its own, so that every library's OpenMP has the same. Small updates go through
+many sets of buffers in a row, so that none is in a cache when its turn comes.
+
+The host step is what lies between the gradients and the parameters of the next forward, both bf16: norm, clipping,
+AdamW in fp32, cast. torch's has a pass for each of these; there is no loss scale to take out, which would be one more.
 """
 
-import argparse
-import random
-import statistics
+import itertools
+import math
+import multiprocessing
+import os
 import subprocess
+import sys
 import tempfile
-import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from cffi import FFI
 
-import offload_core
-from bench.record import append
+from bench.peers import find_compilers
+from bench.record import append, missing, parser, ratio, rows, versions
+from bench.turns import take_turns, timed
 from offload_core import _kernels
 from offload_core.cpu_adam import AdamHyper
 from offload_core.cpus import available_cpus
 from offload_core.dtypes import BFLOAT16, FLOAT16, FLOAT32, ElementType
-from offload_core.host_memory import HostMemory
+from offload_core.grad_norm import SumOfSquares, clip_coefficient
+from offload_core.host_memory import HostMemory, available_bytes, format_bytes
 
 _STREAM_CDEF = """
 void stream_float32(const float *grad, float *a, float *b, float *c, int64_t n);
 void stream_bfloat16(const uint16_t *grad, float *a, float *b, float *c, uint16_t *out, int64_t n);
 """
+_COLD = 20_000_000
+"""Parameters that a turn goes through at least: 560 MB, more than any cache."""
+_SLOW = 100_000_000
+"""Above so many, what makes a pass an operation is left out."""
+_PEAK_BYTES = 60
+"""Of a parameter, with all contenders' buffers and torch's temporaries."""
+_CLIPPING = 1.0
+_HOST_STEP_TENSORS = 24
+_HYPER = AdamHyper(1e-3)
+
+FP32, BF16, FP16 = "this, fp32", "this, bf16 gradient and output", "this, fp16 gradient and output"
+SINGLE, FOREACH, FUSED = "torch AdamW, single tensor", "torch AdamW, foreach", "torch AdamW, fused"
+DEEPSPEED, DEEPSPEED_BF16 = "DeepSpeedCPUAdam, fp32", "DeepSpeedCPUAdam, bf16 without master weights"
+NUMPY = "NumPy"
+STREAM, STREAM_BF16 = "streaming limit, fp32", "streaming limit, bf16"
+NORM, NORM_BF16 = "norm, fp32", "norm, bf16"
+BYTES = {DEEPSPEED_BF16: 22, NORM: 4, NORM_BF16: 2}
+"""Read and written of a parameter; others 28."""
+THIS_STEP, SINGLE_STEP, FOREACH_STEP = "this: norm, then update", "torch: clip, single tensor", "torch: clip, foreach"
+FUSED_STEP = "torch: clip, fused"
+
+Run = Callable[[], object]
 
 
-def build_stream() -> tuple[FFI, object]:
+def build_stream() -> tuple[FFI, Any]:
     """Compile ``stream.c`` for this machine."""
     ffi = FFI()
     ffi.cdef(_STREAM_CDEF)
@@ -41,52 +72,88 @@ def build_stream() -> tuple[FFI, object]:
     return ffi, ffi.dlopen(str(target))
 
 
-class Buffers:
-    """The arrays of one update of n elements, in the memory the engine would use."""
+def in_a_row(runs: Sequence[Run]) -> Run:
+    def run() -> None:
+        for each in runs:
+            each()
 
-    def __init__(self, n: int, threads: int) -> None:
+    return run
+
+
+class Buffers:
+    """The arrays of ``sets`` updates of n elements, in the memory the engine would use."""
+
+    def __init__(self, n: int, threads: int, sets: int = 1) -> None:
         memory = HostMemory(threads)
         rng = np.random.default_rng(0)
         self.n, self.threads = n, threads
-        self.grads = {t: memory.allocate("grad", n, t.numpy) for t in (FLOAT32, BFLOAT16, FLOAT16)}
-        self.grads[FLOAT32][:] = rng.standard_normal(n, dtype=np.float32) * np.float32(1e-3)
+        total = n * sets
+        self._starts = range(0, total, n)
+        self.grads = {t: memory.allocate("grad", total, t.numpy) for t in (FLOAT32, BFLOAT16, FLOAT16)}
+        self.grads[FLOAT32][:] = rng.standard_normal(total, dtype=np.float32) * np.float32(1e-3)
         for t in (BFLOAT16, FLOAT16):
             _kernels.cast_array(self.grads[FLOAT32], FLOAT32, self.grads[t], t, threads)
-        self.states = [memory.allocate("state", n, FLOAT32.numpy) for _ in range(3)]
+        self.states = [memory.allocate("state", total, FLOAT32.numpy) for _ in range(3)]
         self.states[0][:] = self.grads[FLOAT32]
-        self.outs = {t: memory.allocate("out", n, t.numpy) for t in (BFLOAT16, FLOAT16)}
+        self.outs = {t: memory.allocate("out", total, t.numpy) for t in (BFLOAT16, FLOAT16)}
 
-    def adam(self, grad: ElementType, out: ElementType | None) -> Callable[[], None]:
-        """One AdamW step with clipping's factor, in the engine's call."""
-        master, exp_avg, exp_avg_sq = map(_kernels.address, self.states)
-        param = 0 if out is None else _kernels.address(self.outs[out])
-        row = (_kernels.address(self.grads[grad]), master, exp_avg, exp_avg_sq, param, self.n, 0)
-        segments = np.array([row], _kernels.SEGMENT)
-        scalars = np.array([AdamHyper(1e-3).scalars(10, op_order="torch", grad_scale=0.5)], _kernels.SCALARS)
-        return lambda: _kernels.adam(
-            segments,
-            scalars,
-            grad_dtype=grad,
-            param_dtype=out,
-            op_order="torch",
-            adam_mode="adamw",
-            threads=self.threads,
+    def adam(self, grad: ElementType, out: ElementType | None, instruction_set: str | None = None) -> Run:
+        """One AdamW step of each set with clipping's factor, in the engine's call."""
+        scalars = np.array([_HYPER.scalars(10, op_order="torch", grad_scale=0.5)], _kernels.SCALARS)
+        runs = [
+            partial(
+                _kernels.adam,
+                np.array([self._segment(grad, out, start, start + self.n)], _kernels.SEGMENT),
+                scalars,
+                grad_dtype=grad,
+                param_dtype=out,
+                op_order="torch",
+                adam_mode="adamw",
+                threads=self.threads,
+            )
+            for start in self._starts
+        ]
+        if instruction_set is None:
+            return in_a_row(runs)
+
+        def run() -> None:
+            before = _kernels.kernel_info().instruction_set
+            _kernels.set_instruction_set(instruction_set)
+            in_a_row(runs)()
+            _kernels.set_instruction_set(before)
+
+        return run
+
+    def _segment(self, grad: ElementType, out: ElementType | None, start: int, end: int) -> tuple[int, ...]:
+        states = (_kernels.address(state[start:]) for state in self.states)
+        param = 0 if out is None else _kernels.address(self.outs[out][start:])
+        return (_kernels.address(self.grads[grad][start:]), *states, param, end - start, 0)
+
+    def norm(self, grad: ElementType) -> Run:
+        """The exact sum of squares of each set's gradient."""
+        bins = np.zeros(_kernels.NORM_BINS, np.int64)
+        source = self.grads[grad]
+        return in_a_row(
+            [
+                partial(
+                    _kernels.sum_squares,
+                    _kernels.spans_of([(_kernels.address(source[start:]), 0, self.n)]),
+                    grad,
+                    bins,
+                    threads=self.threads,
+                )
+                for start in self._starts
+            ]
         )
 
-    def norm(self, grad: ElementType) -> Callable[[], None]:
-        """The exact sum of squares of a gradient."""
-        spans = _kernels.spans_of([(_kernels.address(self.grads[grad]), 0, self.n)])
-        bins = np.zeros(_kernels.NORM_BINS, np.int64)
-        return lambda: _kernels.sum_squares(spans, grad, bins, threads=self.threads)
-
-    def stream(self, ffi: FFI, lib: object, grad: ElementType) -> Callable[[], None]:
-        """The streaming limit, one contiguous part a thread."""
+    def stream(self, ffi: FFI, lib: Any, grad: ElementType) -> Run:
+        """The streaming limit, one contiguous part of a set a thread."""
         pool = ThreadPoolExecutor(self.threads)
         ends = [self.n * i // self.threads // 64 * 64 for i in range(self.threads)] + [self.n]
 
-        def part(i: int) -> None:
+        def part(start: int, i: int) -> None:
             def at(array: np.ndarray, ctype: str) -> object:
-                return ffi.cast(ctype, _kernels.address(array) + ends[i] * array.itemsize)
+                return ffi.cast(ctype, _kernels.address(array[start + ends[i] :]))
 
             states = [at(state, "float *") for state in self.states]
             n = ends[i + 1] - ends[i]
@@ -96,84 +163,289 @@ class Buffers:
                 out = at(self.outs[grad], "uint16_t *")
                 lib.stream_bfloat16(at(self.grads[grad], "uint16_t *"), *states, out, n)
 
-        return lambda: list(pool.map(part, range(self.threads))) and None
+        def run() -> None:
+            for start in self._starts:
+                list(pool.map(partial(part, start), range(self.threads)))
+
+        return run
+
+    def host_step(self) -> Run:
+        """Norm, clipping, AdamW and cast of one set, as so many tensors: gradients are read twice."""
+        ends = [self.n * i // _HOST_STEP_TENSORS for i in range(_HOST_STEP_TENSORS + 1)]
+        tensors = list(itertools.pairwise(ends))
+        segments = np.array([self._segment(BFLOAT16, BFLOAT16, *tensor) for tensor in tensors], _kernels.SEGMENT)
+        source = self.grads[BFLOAT16]
+        spans = _kernels.spans_of([(_kernels.address(source[a:]), 0, b - a) for a, b in tensors])
+
+        def run() -> None:
+            norm = SumOfSquares()
+            norm.add(spans, BFLOAT16, threads=self.threads)
+            scale = clip_coefficient(norm.norm(), _CLIPPING)
+            _kernels.adam(
+                segments,
+                np.array([_HYPER.scalars(10, op_order="torch", grad_scale=scale)], _kernels.SCALARS),
+                grad_dtype=BFLOAT16,
+                param_dtype=BFLOAT16,
+                op_order="torch",
+                adam_mode="adamw",
+                threads=self.threads,
+            )
+
+        return run
 
 
-def torch_fused(n: int) -> Callable[[], None]:
-    """torch's own fused AdamW on one fp32 tensor."""
-    param = torch.nn.Parameter(torch.randn(n) * 1e-3)
-    param.grad = torch.randn(n) * 1e-3
-    optimizer = torch.optim.AdamW([param], lr=1e-3, fused=True)
-    return lambda: optimizer.step() and None
+class TorchBuffers:
+    """The tensors of ``sets`` updates of n elements, which torch's, DeepSpeed's and NumPy's updates share."""
+
+    def __init__(self, n: int, sets: int) -> None:
+        self.params = [torch.nn.Parameter(torch.randn(n) * 1e-3) for _ in range(sets)]
+        for param in self.params:
+            param.grad = torch.randn(n) * 1e-3
+        self.moments = [(torch.zeros(n), torch.zeros(n)) for _ in range(sets)]
+
+    def adamw(self, **options: bool) -> Run:
+        return in_a_row([self._step(torch.optim.AdamW([p], lr=_HYPER.lr, **options)) for p in self.params])
+
+    def _step(self, optimizer: torch.optim.Optimizer) -> Run:
+        (param,) = optimizer.param_groups[0]["params"]
+        (i,) = (i for i, p in enumerate(self.params) if p is param)
+        exp_avg, exp_avg_sq = self.moments[i]
+        optimizer.state[param] = {"step": torch.tensor(0.0), "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+        return optimizer.step
+
+    def deepspeed(self) -> Run:
+        return in_a_row([self._deepspeed(param, *self.moments[i]) for i, param in enumerate(self.params)])
+
+    def deepspeed_bf16(self) -> Run:
+        runs = []
+        for param, moments in zip(self.params, self.moments, strict=True):
+            narrow = torch.nn.Parameter(param.detach().bfloat16())
+            narrow.grad = param.grad.bfloat16()
+            runs.append(self._deepspeed(narrow, *moments))
+        return in_a_row(runs)
+
+    @staticmethod
+    def _deepspeed(param: torch.nn.Parameter, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> Run:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        optimizer = DeepSpeedCPUAdam([param], lr=_HYPER.lr, weight_decay=_HYPER.weight_decay)
+        optimizer.state[param] = {"step": 0, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+        return optimizer.step
+
+    def numpy(self) -> Run:
+        """In place, with two temporaries that are allocated once."""
+        runs = []
+        scratch = [np.empty(self.params[0].numel(), np.float32) for _ in range(2)]
+        for param, moments in zip(self.params, self.moments, strict=True):
+            arrays = [param.detach().numpy(), param.grad.numpy(), *(moment.numpy() for moment in moments)]
+            runs.append(partial(numpy_adamw, *arrays, *scratch))
+        return in_a_row(runs)
 
 
-def measure(contenders: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each contender in each round, after one round that is not counted.
-
-    The caches are filled with something else before each run: what the run before left there is no merit. A pause and
-    another order each round keep whoever ran before from weighing on one contender only.
-    """
-    order = random.Random(0)
-    elsewhere = np.zeros(1 << 24, np.float64)
-    seconds: dict[str, list[float]] = {name: [] for name in contenders}
-    for i in range(rounds + 1):
-        for name, run in order.sample(list(contenders.items()), len(contenders)):
-            elsewhere += 1
-            time.sleep(0.05)
-            start = time.perf_counter()
-            run()
-            if i:
-                seconds[name].append(time.perf_counter() - start)
-    return seconds
+def numpy_adamw(
+    param: np.ndarray, grad: np.ndarray, exp_avg: np.ndarray, exp_avg_sq: np.ndarray, a: np.ndarray, b: np.ndarray
+) -> None:
+    beta1, beta2 = _HYPER.betas
+    t = 10
+    param *= 1 - _HYPER.lr * _HYPER.weight_decay
+    exp_avg += np.multiply(np.subtract(grad, exp_avg, out=a), 1 - beta1, out=a)
+    exp_avg_sq *= beta2
+    exp_avg_sq += np.multiply(np.multiply(grad, grad, out=a), 1 - beta2, out=a)
+    np.sqrt(exp_avg_sq, out=a)
+    a /= math.sqrt(1 - beta2**t)
+    a += _HYPER.eps
+    np.multiply(exp_avg, _HYPER.lr / (1 - beta1**t), out=b)
+    param -= np.divide(b, a, out=b)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.cpu_adam", description=__doc__.splitlines()[0])
-    parser.add_argument("--numel", type=int, default=100_000_000, help="elements (default: 100 M)")
-    parser.add_argument("--threads", type=int, default=available_cpus())
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--json", type=Path, help="append the result to this file, one JSON object a line")
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    ffi, lib = build_stream()
-    buffers = Buffers(args.numel, args.threads)
-    widest = offload_core.kernel_info().instruction_set
+def torch_host_step(n: int, **options: bool) -> Run:
+    """fp32 masters of bf16 parameters: gradients cast, clipped, the update, parameters cast."""
+    ends = [n * i // _HOST_STEP_TENSORS for i in range(_HOST_STEP_TENSORS + 1)]
+    masters = [torch.nn.Parameter(torch.randn(b - a) * 1e-3) for a, b in itertools.pairwise(ends)]
+    params = [master.detach().bfloat16() for master in masters]
+    grads = [torch.randn_like(param) * 1e-3 for param in params]
+    optimizer = torch.optim.AdamW(masters, lr=_HYPER.lr, **options)
+
+    @torch.no_grad()
+    def run() -> None:
+        for master, grad in zip(masters, grads, strict=True):
+            master.grad = grad.float()
+        torch.nn.utils.clip_grad_norm_(masters, _CLIPPING)
+        optimizer.step()
+        for param, master in zip(params, masters, strict=True):
+            param.copy_(master)
+            master.grad = None
+
+    return run
+
+
+Measured = dict[str, Any]
+"""``{"rows": [...], "ratios": [...], "missing": [...], "notes": [...]}``"""
+
+
+def per_parameter(contenders: dict[str, Run], params: int, rounds: int) -> dict[str, list[float]]:
+    """Nanoseconds a parameter of each contender in each round."""
+    seconds = take_turns({name: timed(run) for name, run in contenders.items()}, rounds, pause=0.02)
+    return {name: [s / params * 1e9 for s in values] for name, values in seconds.items()}
+
+
+def measure_updates(n: int, threads: int, sets: int, rounds: int, ratios: bool) -> Measured:
+    buffers, tensors = Buffers(n, threads, sets), TorchBuffers(n, sets)
+    stream = build_stream()
     contenders = {
-        "torch AdamW(fused=True), fp32": torch_fused(args.numel),
-        "this, fp32": buffers.adam(FLOAT32, None),
-        "streaming limit, fp32, 28 bytes": buffers.stream(ffi, lib, FLOAT32),
-        "this, bf16 gradient and output": buffers.adam(BFLOAT16, BFLOAT16),
-        "this, fp16 gradient and output": buffers.adam(FLOAT16, FLOAT16),
-        "streaming limit, bf16, 28 bytes": buffers.stream(ffi, lib, BFLOAT16),
-        "norm, fp32": buffers.norm(FLOAT32),
-        "norm, bf16": buffers.norm(BFLOAT16),
+        FP32: buffers.adam(FLOAT32, None),
+        BF16: buffers.adam(BFLOAT16, BFLOAT16),
+        FP16: buffers.adam(FLOAT16, FLOAT16),
+        FUSED: tensors.adamw(fused=True),
+        STREAM: buffers.stream(*stream, FLOAT32),
+        STREAM_BF16: buffers.stream(*stream, BFLOAT16),
+        NORM: buffers.norm(FLOAT32),
+        NORM_BF16: buffers.norm(BFLOAT16),
     }
-    seconds = measure(contenders, args.rounds)
-    median = {name: statistics.median(s) for name, s in seconds.items()}
-    print(f"{args.numel:,} parameters, {args.threads} threads, {widest}, median of {args.rounds} rounds")
-    for name, value in median.items():
-        low, *_, high = sorted(seconds[name])
-        per = value / args.numel * 1e9
-        print(f"  {name:34} {value * 1e3:8.2f} ms ({low * 1e3:.2f} to {high * 1e3:.2f})  {per:.3f} ns/parameter")
-    ratios = {
-        "fp32 step / torch fused": ("this, fp32", "torch AdamW(fused=True), fp32", 1.05),
-        "bf16 step / streaming limit": ("this, bf16 gradient and output", "streaming limit, bf16, 28 bytes", 1.10),
-        "fp32 norm / fp32 step": ("norm, fp32", "this, fp32", 0.6),
+    absent = []
+    try:
+        contenders |= {DEEPSPEED: tensors.deepspeed(), DEEPSPEED_BF16: tensors.deepspeed_bf16()}
+    except Exception as error:  # not installed, or its C++ does not compile here
+        absent.append(missing("DeepSpeedCPUAdam", error))
+    ns = per_parameter(contenders, n * sets, rounds)
+    if n <= _SLOW:
+        slow = {SINGLE: tensors.adamw(foreach=False), FOREACH: tensors.adamw(foreach=True), NUMPY: tensors.numpy()}
+        ns |= per_parameter(slow, n * sets, max(rounds // 3, 2))
+    extra = {"params": n, "threads": threads}
+    found = []
+    for name, values in ns.items():
+        metric = "norm" if name in (NORM, NORM_BF16) else "update"
+        found += rows(metric, "ns/param", {name: values}, bytes=BYTES.get(name, 28), **extra)
+    compared = []
+    if ratios:
+        compared = [
+            ratio("fp32 update / torch fused", ns[FP32], ns[FUSED], target=1.05),
+            ratio("bf16 update / streaming limit", ns[BF16], ns[STREAM_BF16], target=1.10),
+            ratio("fp32 norm / fp32 update", ns[NORM], ns[FP32], target=0.6),
+        ]
+        if DEEPSPEED in ns:
+            compared.append(ratio("fp32 update / DeepSpeedCPUAdam", ns[FP32], ns[DEEPSPEED], target=1.05))
+    return {"rows": found, "ratios": compared, "missing": absent, "notes": []}
+
+
+def measure_sizes(sizes: Sequence[int], threads: int, cold: int, rounds: int, compared: int | None) -> Measured:
+    """Of all sizes; ratios, and all rounds, only at one of them."""
+    known: Measured = {"rows": [], "ratios": [], "missing": [], "notes": []}
+    for n in sizes:
+        n_rounds = rounds if n == compared else max(rounds // 2, 2)
+        measured = measure_updates(n, threads, max(1, cold // n), n_rounds, n == compared)
+        merge(known, measured)
+    return known
+
+
+def merge(known: Measured, measured: Measured) -> None:
+    """Add what is not known yet."""
+    for key, values in measured.items():
+        known[key] += [value for value in values if value not in known[key]]
+
+
+def measure_types(n: int, threads: int, sets: int, rounds: int) -> Measured:
+    """Each element type of gradient and output, on each instruction set."""
+    buffers = Buffers(n, threads, sets)
+    found = []
+    for instruction_set in _kernels.kernel_info().supported:
+        contenders, n_bytes = {}, {}
+        for grad in (FLOAT32, BFLOAT16, FLOAT16):
+            for out in (None, BFLOAT16, FLOAT16):
+                name = f"{grad.name} gradient, {out.name if out else 'no'} output"
+                contenders[name] = buffers.adam(grad, out, instruction_set)
+                n_bytes[name] = 24 + grad.itemsize + (out.itemsize if out else 0)
+        for name, values in per_parameter(contenders, n * sets, rounds).items():
+            extra = {"params": n, "threads": threads, "bytes": n_bytes[name]}
+            found += rows("update", "ns/param", {name: values}, **extra, instruction_set=instruction_set)
+    return {"rows": found, "ratios": [], "missing": [], "notes": []}
+
+
+def measure_host_step(n: int, threads: int, rounds: int) -> Measured:
+    buffers = Buffers(n, threads)
+    contenders = {
+        THIS_STEP: buffers.host_step(),
+        SINGLE_STEP: torch_host_step(n, foreach=False),
+        FOREACH_STEP: torch_host_step(n, foreach=True),
+        FUSED_STEP: torch_host_step(n, fused=True),
     }
-    result = {}
-    for name, (top, bottom, bound) in ratios.items():
-        # Of neighbours within a round, so that drift cancels.
-        pairs = [a / b for a, b in zip(seconds[top], seconds[bottom], strict=True)]
-        result[name] = statistics.median(pairs)
-        print(f"  {name:34} {result[name]:8.3f} (target: at most {bound})")
+    ns = per_parameter(contenders, n, rounds)
+    compared = [
+        ratio(f"host step, {name} / this", ns[name], ns[THIS_STEP], target=target, better="higher")
+        for name, target in ((SINGLE_STEP, 5.0), (FOREACH_STEP, 5.0), (FUSED_STEP, None))
+    ]
+    found = rows("host step", "ns/param", ns, params=n, threads=threads)
+    return {"rows": found, "ratios": compared, "missing": [], "notes": []}
+
+
+def in_processes(threads: int, tasks: Sequence[Callable[[], Measured]]) -> Iterator[Measured]:
+    """Each measured in a process whose libraries all have so many threads."""
+    os.environ |= {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive"}
+    for task in tasks:
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            yield pool.submit(task).result()
+
+
+def show(measured: Measured) -> None:
+    for row in measured["rows"]:
+        where = f"{row['params']:>12,}{row['threads']:>3}  {row.get('instruction_set', ''):8}"
+        gigabytes = f"{row['bytes'] / row['p50']:7.1f} GB/s" if "bytes" in row else ""
+        print(
+            f"{where}{row['name']:46} {row['metric']:10}"
+            f"{row['p50']:8.3f} ({row['p20']:.3f} to {row['p80']:.3f}) ns/param{gigabytes}"
+        )
+    for known in measured["ratios"]:
+        target = "" if known["target"] is None else f" (target: {known['better']} than {known['target']})"
+        print(f"  {known['name']}: {known['p50']:.3f} ({known['p20']:.3f} to {known['p80']:.3f}){target}")
+    sys.stdout.flush()
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parser("cpu_adam", __doc__.splitlines()[0])
+    options.add_argument("--numel", type=int, nargs="+", help="parameters (default: 1, 10, 100 and 200 M)")
+    options.add_argument("--threads", type=int, nargs="+", help="default: 1 and all")
+    options.add_argument("--rounds", type=int, help="default: 9")
+    args = options.parse_args(arguments)
+    sizes = args.numel or ([10**6, 2 * 10**6] if args.quick else [10**6, 10**7, 10**8, 2 * 10**8])
+    threads = args.threads or sorted({1, available_cpus()})
+    rounds = args.rounds or (2 if args.quick else 9)
+    known: Measured = {"rows": [], "ratios": [], "missing": [], "notes": []}
+    fitting = [n for n in sizes if n * _PEAK_BYTES <= available_bytes()]
+    for n in set(sizes) - set(fitting):
+        need, have = format_bytes(n * _PEAK_BYTES), format_bytes(available_bytes())
+        known["missing"].append(missing(f"{n:,} parameters", f"all contenders together need {need}, {have} available"))
+    if not fitting:
+        options.error(f"--numel: {known['missing'][0]['why']}")
+    compared = max((n for n in fitting if n <= _SLOW), default=fitting[0])  # what README's ratios are of
+    find_compilers()
+    cold = 10**6 if args.quick else _COLD
+    for count in threads:
+        if count < max(threads):
+            tasks = [partial(measure_sizes, [n for n in fitting if n <= compared], count, cold, rounds, None)]
+        else:
+            smallest = min(fitting)
+            tasks = [
+                partial(measure_sizes, fitting, count, cold, rounds, compared),
+                partial(measure_host_step, compared, count, rounds),
+                partial(measure_types, smallest, count, max(1, cold // smallest), max(rounds // 2, 2)),
+            ]
+        for measured in in_processes(count, tasks):
+            show(measured)
+            merge(known, measured)
+    for absent in known["missing"]:
+        print(f"{absent['name']}: COULD NOT RUN: {absent['why']}")
     record = {
         "bench": "cpu_adam",
-        "torch": torch.__version__,
-        "instruction_set": widest,
-        "numel": args.numel,
-        "threads": args.threads,
-        "seconds": seconds,
-        "ratios": result,
+        "title": "The update on the host",
+        "config": {
+            "params": fitting,
+            "ratios at": compared,
+            "threads": threads,
+            "rounds": rounds,
+            "instruction sets": list(_kernels.kernel_info().supported),
+        },
+        "versions": versions("torch", "deepspeed", "numpy"),
+        **known,
     }
     append(args.json, record)
 

@@ -61,8 +61,13 @@ def test_a_run_measures_every_schedule_and_writes_its_traces(tmp_path, capsys):
     small = ["--params=1024", "--scale=1", "--buckets=2", "--rounds=1", "--steps=1", "--cases=compute"]
     overlap.main([*small, f"--json={tmp_path / 'result.jsonl'}", f"--trace={tmp_path}"])
     [record] = [json.loads(line) for line in (tmp_path / "result.jsonl").read_text().splitlines()]
-    assert [row["schedule"] for row in record["results"]] == 2 * list(overlap.SCHEDULES)
-    assert all(s > 0 for row in record["results"] for s in row["seconds"])
+    assert [(row["name"], row["clipping"]) for row in record["rows"]] == [
+        (schedule, clips) for clips in (True, False) for schedule in overlap.SCHEDULES
+    ]
+    assert all(0 < row["p20"] <= row["p50"] <= row["p80"] for row in record["rows"])
+    [ratio] = [ratio for ratio in record["ratios"] if ratio["name"].startswith("in backward / limit")]
+    [row] = [row for row in record["rows"] if (row["name"], row["clipping"]) == ("in backward", True)]
+    assert ratio["p50"] == pytest.approx(row["p50"] / row["limit_ms"])
     assert "off its model" in capsys.readouterr().out
     assert len(list(tmp_path.glob("compute-2-*-*.json"))) == 8
     assert _kernels.adam.__module__ == _kernels.__name__, "as it was"

@@ -1,0 +1,299 @@
+"""The report of a run of ``make bench``: Markdown and pictures, the README's figures, two runs compared.
+
+Nothing in it is typed: words are here, figures are the results'.
+"""
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from bench import plots
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "bench" / "results"
+README = ROOT / "README.md"
+PERFORMANCE = ROOT / "docs" / "performance.md"
+BEGIN = "<!-- what follows is written by: python -m bench.report --write -->\n"
+END = "<!-- here it ends -->\n"
+
+_MOST_RATIOS = 12
+
+Record = dict[str, Any]
+Records = dict[str, Record]
+"""The last of each part, in the order they ran."""
+
+
+class ReportError(Exception):
+    """A file holds no results to report on."""
+
+
+def read(path: Path) -> Records:
+    """The records of a file; those of an older form, without rows, are none."""
+    known: Records = {}
+    for line in path.read_text().splitlines():
+        record = json.loads(line)
+        if "rows" in record and "ratios" in record:
+            known.pop(record["bench"], None)
+            known[record["bench"]] = record
+    if not known:
+        raise ReportError(f"{path}: no record with rows and ratios in it, expected those that make bench writes")
+    return known
+
+
+def newest(folder: Path, parts: Iterable[str]) -> Path | None:
+    """The latest file with a record of every part."""
+    runs = []
+    for path in folder.glob("*.jsonl"):
+        try:
+            known = read(path)
+        except ReportError:
+            continue
+        if set(parts) <= set(known):
+            runs.append((max(record["date"] for record in known.values()), path))
+    return max(runs)[1] if runs else None
+
+
+def number(value: Any) -> str:
+    """Three digits, or all of a whole number."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    if math.isfinite(value) and (value == int(value) or abs(value) >= 1000):
+        return f"{value:,.0f}"
+    digits = f"{value:#.3g}"
+    return f"{value:.2e}" if "e" in digits else digits.rstrip(".")
+
+
+def spread(measured: Record) -> str:
+    """The median and, where they differ from it, the 20th and 80th percentile."""
+    low, middle, high = (number(measured[key]) for key in ("p20", "p50", "p80"))
+    return middle if low == high == middle else f"{middle} ({low} to {high})"
+
+
+def missed_by(ratio: Record) -> float:
+    """How far the median is from the target, as a part of it; 0 where it is met or there is none."""
+    if ratio["target"] is None:
+        return 0.0
+    beyond = ratio["p50"] / ratio["target"] - 1
+    return max(beyond if ratio["better"] == "lower" else -beyond, 0.0)
+
+
+def cell(text: Any) -> str:
+    return str(text).replace("|", "\\|").replace("\n", " ")
+
+
+def table(head: list[str], lines: Iterable[list[Any]]) -> list[str]:
+    return [f"| {' | '.join(map(cell, line))} |" for line in (head, ["---"] * len(head), *lines)]
+
+
+def printed(record: Record) -> list[Record]:
+    """The ratios that the README has of a part: all, or of many those with a target."""
+    ratios: list[Record] = record["ratios"]
+    return ratios if len(ratios) <= _MOST_RATIOS else [ratio for ratio in ratios if ratio["target"] is not None]
+
+
+def ratio_lines(ratios: list[Record]) -> list[list[str]]:
+    lines = []
+    for ratio in ratios:
+        target, verdict = "", ""
+        if ratio["target"] is not None:
+            target = f"at {'most' if ratio['better'] == 'lower' else 'least'} {number(ratio['target'])}"
+            beyond = missed_by(ratio)
+            verdict = f"**missed** by {100 * beyond:.0f} %" if beyond else "met"
+            verdict += f": {ratio['note']}" if beyond and ratio.get("note") else ""
+        lines.append([ratio["name"], spread(ratio), target, verdict])
+    return lines
+
+
+def row_table(record: Record) -> list[str]:
+    """A line a contender and what tells it from others, a column a metric."""
+    metrics = list(dict.fromkeys((row["metric"], row["unit"]) for row in record["rows"]))
+    told = list(dict.fromkeys(key for row in record["rows"] for key in plots.extras(row)))
+    lines: dict[tuple[str, ...], dict[tuple[str, str], str]] = {}
+    for row in record["rows"]:
+        key = (row["name"], *(number(row.get(extra, "")) for extra in told))
+        lines.setdefault(key, {})[row["metric"], row["unit"]] = spread(row)
+    head = ["", *(extra.replace("_", " ") for extra in told), *(f"{metric}, {unit}" for metric, unit in metrics)]
+    return table(head, ([*key, *(cells.get(metric, "") for metric in metrics)] for key, cells in lines.items()))
+
+
+def settings(config: dict[str, Any]) -> str:
+    """What of a configuration fits a line."""
+
+    def plain(value: Any) -> str | None:
+        if isinstance(value, list) and all(not isinstance(each, dict | list) for each in value):
+            return ", ".join(map(number, value))
+        return None if isinstance(value, dict | list) else number(value)
+
+    known = {key.replace("_", " "): plain(value) for key, value in config.items()}
+    return "; ".join(f"{key} {value}" for key, value in known.items() if value is not None)
+
+
+def remarks(record: Record) -> list[str]:
+    absent = [f"- {absent['name']} could not run: {cell(absent['why'])}" for absent in record["missing"]]
+    return [*absent, *(f"- {note}" for note in record["notes"])]
+
+
+def where(records: Records) -> list[str]:
+    """The machine, dates, commits and versions: one each, or all there are."""
+
+    def all_of(key: str) -> str:
+        return " and ".join(dict.fromkeys(str(record[key]) for record in records.values()))
+
+    days = dict.fromkeys(record["date"].partition("T")[0] for record in records.values())
+    sizes = dict.fromkeys(f"{record['memory'] / 2**30:.1f} GiB" for record in records.values())
+    known = {name: version for record in records.values() for name, version in record["versions"].items()}
+    packages = ", ".join(f"{name} {version}" for name, version in known.items())
+    return [
+        f"On {all_of('machine')}, {' and '.join(sizes)} of memory; {' and '.join(days)}, commit {all_of('commit')}; "
+        f"{packages}."
+    ]
+
+
+HOW = (
+    "Contenders take turns within one run. A ratio is of two contenders' turns in the same round: the median over "
+    "rounds, in brackets the 20th to the 80th percentile."
+)
+
+
+def section(records: Records) -> str:
+    """The README's figures: ratios; of a part without, its rows."""
+    lines = [*where(records), "", HOW, "All figures, with pictures: [docs/performance.md](docs/performance.md)."]
+    for record in records.values():
+        if not (record["ratios"] or record["missing"] or record["rows"]) or record["bench"] == "peers":
+            continue
+        lines += ["", f"### {record['title']}", ""]
+        if settings(record["config"]):
+            lines += [f"{settings(record['config'])}.", ""]
+        if record["ratios"]:
+            lines += table(["", "ratio", "target", ""], ratio_lines(printed(record))) if printed(record) else []
+            rest = [ratio["p50"] for ratio in record["ratios"] if ratio not in printed(record)]
+            lines += ["", f"{len(rest)} more: {number(min(rest))} to {number(max(rest))}."] if rest else []
+        elif record["rows"]:
+            lines += row_table(record)
+        lines += ["", *remarks(record)] if record["missing"] else []
+    absent = [line for record in records.values() if record["bench"] == "peers" for line in remarks(record)]
+    if absent:
+        lines += ["", "Not compared with:", "", *absent]
+    return "\n".join(lines).replace("\n\n\n", "\n\n") + "\n"
+
+
+def document(records: Records, pictures: dict[str, list[str]]) -> str:
+    """All of it, with the links to each part's pictures."""
+    lines = ["# Performance", "", *where(records), "", HOW]
+    over = [(record, ratio) for record in records.values() for ratio in record["ratios"] if missed_by(ratio)]
+    lines += ["", "## Targets missed", ""]
+    for record, ratio in over:
+        bound = "at most" if ratio["better"] == "lower" else "at least"
+        note = ratio.get("note") or " ".join(record["notes"])
+        lines.append(
+            f"- {record['title']}, {ratio['name']}: {spread(ratio)}, target {bound} {number(ratio['target'])}, "
+            f"missed by {100 * missed_by(ratio):.0f} %. {note}".rstrip()
+        )
+    lines += [] if over else ["None."]
+    for part, record in records.items():
+        lines += ["", f"## {record['title']}", "", f"`python -m bench.{part}`. {settings(record['config'])}".rstrip()]
+        for key, value in record["config"].items():
+            if isinstance(value, dict):
+                lines += ["", f"{key}:", "", "```json", json.dumps(value, indent=1), "```"]
+        if record["ratios"]:
+            lines += ["", *table(["", "ratio", "target", ""], ratio_lines(record["ratios"]))]
+        for picture in pictures.get(part, ()):
+            lines += ["", f"![{record['title']}]({picture})"]
+        if record["rows"]:
+            lines += ["", *row_table(record)]
+        if remarks(record):
+            lines += ["", *remarks(record)]
+    return "\n".join(lines) + "\n"
+
+
+def pictures_of(path: Path, records: Records, prefix: str) -> dict[str, list[str]]:
+    """Links to what has been drawn of a results file."""
+    drawn = sorted(path.with_suffix("").glob("*.svg"))
+    return {part: [f"{prefix}{path.stem}/{p.name}" for p in drawn if p.stem.startswith(f"{part}-")] for part in records}
+
+
+def performance(path: Path) -> str:
+    """``docs/performance.md``."""
+    records = read(path)
+    source = f"<!-- written by: python -m bench.report --write; from bench/results/{path.name} -->\n"
+    return source + document(records, pictures_of(path, records, "../bench/results/"))
+
+
+def measured(readme: str, records: Records) -> str:
+    """The README with these figures between its marks."""
+    before, begin, rest = readme.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise ReportError(f"README.md: expected the marks {BEGIN.strip()} and {END.strip()}; the figures go between")
+    return before + begin + section(records) + end + after
+
+
+def compare(one: Records, other: Records) -> list[tuple[str, Record, Record | None, bool]]:
+    """Of each ratio that the README has: whether the medians lie within each other's 20th and 80th percentile."""
+
+    def ratios(records: Records) -> dict[str, Record]:
+        return {f"{r['title']}: {ratio['name']}": ratio for r in records.values() for ratio in printed(r)}
+
+    first, second = ratios(one), ratios(other)
+    lines = []
+    for name in dict.fromkeys([*first, *second]):
+        a, b = first.get(name), second.get(name)
+        if a is None or b is None:
+            lines.append((name, a or b, None, False))
+        else:
+            agree = a["p20"] <= b["p50"] <= a["p80"] and b["p20"] <= a["p50"] <= b["p80"]
+            lines.append((name, a, b, agree))
+    return lines
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.report", description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "results", nargs="*", type=Path, help="one: report; two: compare (default: the newest whole run)"
+    )
+    parser.add_argument("--write", action="store_true", help="also write README's figures and docs/performance.md")
+    args = parser.parse_args(arguments)
+    if len(args.results) > 2 or (args.write and len(args.results) > 1):
+        parser.error(f"got {len(args.results)} files, expected one to report on, or two to compare")
+    try:
+        return compared(*args.results) if len(args.results) == 2 else reported(args.results, args.write)
+    except (OSError, ReportError) as error:
+        parser.error(str(error))
+
+
+def compared(one: Path, other: Path) -> int:
+    lines = compare(read(one), read(other))
+    for name, a, b, agree in lines:
+        what = f"{spread(a)} and {spread(b)}" if b is not None else f"{spread(a)}, in one run only"
+        print(f"{'agree ' if agree else 'DIFFER'}  {name}: {what}")
+    differ = sum(not agree for *_, agree in lines)
+    print(f"{len(lines) - differ} of {len(lines)} ratios agree within their 20th to 80th percentiles")
+    return 1 if differ else 0
+
+
+def reported(results: list[Path], write: bool) -> int:
+    from bench.run import PARTS
+
+    path = results[0] if results else newest(RESULTS, PARTS)
+    if path is None:
+        raise ReportError(f"{RESULTS}: no results of all of {', '.join(PARTS)}; make bench writes them")
+    records = read(path)
+    try:
+        plots.draw(records, path.with_suffix(""))
+    except ImportError as error:
+        print(f"no pictures: {error}", file=sys.stderr)
+    path.with_suffix(".md").write_text(document(records, pictures_of(path, records, "")))
+    print(path.with_suffix(".md"))
+    if write:
+        README.write_text(measured(README.read_text(), records))
+        PERFORMANCE.write_text(performance(path))
+        print(README, PERFORMANCE, sep="\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

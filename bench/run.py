@@ -1,0 +1,96 @@
+"""``make bench``: every part in a process of its own, their records in one file, then the report.
+
+A part that fails or outlives its time is reported, and the rest go on.
+"""
+
+import argparse
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from datetime import UTC, datetime
+from importlib.util import find_spec
+from pathlib import Path
+
+from bench import report
+from bench.record import append, machine, missing
+
+PARTS = {
+    "peers": 120,  # compiles DeepSpeed's Adam
+    "cpu_adam": 240,
+    "step": 240,
+    "ranks": 200,
+    "jax_step": 80,
+    "memory": 80,
+    "exactness": 30,
+    "overlap": 110,
+    "simulate": 80,
+}
+"""Seconds that each may take, of 20 minutes."""
+_PATIENCE = 10.0
+_LAST_LINES = 20
+
+
+def free_path(folder: Path, quick: bool) -> Path:
+    """Today's file of this machine, or the first of its successors that does not exist."""
+    name = machine().partition(", Linux")[0]
+    slug = re.sub(r"[^a-z0-9]+", "-", re.sub(r"\((r|tm)\)", "", name.lower())).strip("-")
+    stem = f"{datetime.now(UTC):%Y-%m-%d}-{slug}{'-quick' if quick else ''}"
+    later = (folder / f"{stem}{'' if i == 1 else f'-{i}'}.jsonl" for i in range(1, 1000))
+    return next(path for path in later if not path.exists())
+
+
+def run(part: str, path: Path, quick: bool, seconds: float) -> str:
+    """Why the part failed, in its own last words, or nothing."""
+    if find_spec(f"bench.{part}") is None:
+        return f"there is no bench.{part}"
+    command = [sys.executable, "-m", f"bench.{part}", "--json", str(path), *(["--quick"] if quick else [])]
+    # Of its own session: what it started, ranks for example, ends with it.
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        _, errors = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_PATIENCE)
+        with suppress(ProcessLookupError):  # all have ended
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        return f"took longer than its {seconds:.0f} s"
+    lines = errors.strip().splitlines()
+    if process.returncode:
+        print(*lines[-_LAST_LINES:], sep="\n", file=sys.stderr)
+        return f"exit status {process.returncode}: {lines[-1] if lines else 'without a word'}"
+    return ""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.run", description="Runs the benchmarks and reports.")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"default: all of {', '.join(PARTS)}")
+    parser.add_argument("--quick", action="store_true", help="small sizes and two rounds, to see that all runs")
+    parser.add_argument("--results", type=Path, metavar="FILE", help="append to it (default: a new file)")
+    args = parser.parse_args(arguments)
+    for part in args.parts:
+        if part not in PARTS:
+            parser.error(f"part {part!r}: expected one of {', '.join(PARTS)}")
+    path = args.results or free_path(report.RESULTS, args.quick)
+    failed = []
+    for part in args.parts or PARTS:
+        print(f"== {part}, at most {PARTS[part]} s", flush=True)
+        start = time.monotonic()
+        why = run(part, path, args.quick, PARTS[part])
+        if why:
+            failed.append(part)
+            print(f"{part}: FAILED: {why}", flush=True)
+            record = {"bench": part, "title": part, "config": {}, "versions": {}, "rows": [], "ratios": []}
+            append(path, {**record, "missing": [missing(part, why)], "notes": []})
+        print(f"== {part}: {time.monotonic() - start:.0f} s", flush=True)
+    report.main([str(path)])
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

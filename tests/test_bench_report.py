@@ -1,0 +1,183 @@
+"""The README's figures are the results', and the report says what was missed, what was missing and what differs."""
+
+import copy
+import json
+import re
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import law
+
+from bench import record, report, run
+
+
+def records(scale=1.0):
+    """Two parts, in which every number is a multiple of the scale and no word has a digit."""
+    ours, theirs = [3.1 * scale, 3.3 * scale, 3.7 * scale], [4.7 * scale * scale] * 3
+    parts = {
+        "update": {
+            "config": {"params": round(700 * scale), "nested": {"depth": round(900 * scale)}},
+            "versions": {"peer": f"v{round(8000 * scale)}"},
+            "rows": [*record.rows("step", "ms", {"this": ours, "peer": theirs}, threads=round(60 * scale))],
+            "ratios": [
+                record.ratio("this / peer", ours, theirs, target=0.31 / scale**2, note="bound by memory"),
+                record.ratio("peer / this", theirs, ours, target=0.41 * scale, better="higher"),
+            ],
+            "missing": [record.missing("absent peer", "needs a card")],
+            "notes": ["a remark"],
+        },
+        "bits": {
+            "config": {},
+            "versions": {},
+            "rows": [record.row("this", "changed", "elements", [round(500 * scale)], shards=round(4000 * scale))],
+            "ratios": [],
+            "missing": [],
+            "notes": [],
+        },
+    }
+    stamp = {
+        "date": f"{round(2000 * scale)}-{round(21 * scale)}T",
+        "machine": f"c{round(77 * scale)}",
+        "memory": round(2**33 * scale),
+        "commit": f"{round(9999 * scale)}",
+    }
+    return {part: {"bench": part, "title": part, **stamp, **known} for part, known in parts.items()}
+
+
+def numbers(text):
+    return set(re.findall(r"\d[\d,.]*", text))
+
+
+def test_every_figure_comes_from_the_results():
+    words = {"20", "80"}  # the percentiles' names
+    for text in (report.section, lambda known: report.document(known, {})):
+        one, other = (numbers(text(records(scale))) for scale in (1.0, 1.37))
+        assert len(one) > 15
+        assert {n.rstrip(".,") for n in one & other} <= words
+
+
+def test_the_readmes_figures_are_what_the_newest_run_gives():
+    newest = report.newest(report.RESULTS, run.PARTS)
+    readme = report.README.read_text()
+    if newest is None:
+        pytest.skip("no whole run of make bench is committed")
+    assert report.measured(readme, report.read(newest)) == readme
+    assert report.performance(newest) == report.PERFORMANCE.read_text()
+
+
+def test_only_what_lies_between_the_marks_is_replaced():
+    readme = f"before 1\n{report.BEGIN}old 2\n{report.END}after 3\n"
+    written = report.measured(readme, records())
+    assert written == f"before 1\n{report.BEGIN}{report.section(records())}{report.END}after 3\n"
+    assert report.measured(written, records()) == written
+    with pytest.raises(report.ReportError, match="expected the marks"):
+        report.measured("no marks\n", records())
+
+
+def test_a_missed_target_is_said_with_how_far_and_why_and_so_is_a_missing_peer():
+    known = records()
+    middle = known["update"]["ratios"][0]["p50"]
+    beyond = f"missed by {100 * (middle / 0.31 - 1):.0f} %"
+    assert beyond in report.document(known, {})
+    assert beyond.replace("missed", "**missed**") in report.section(known)
+    for text in (report.section(known), report.document(known, {})):
+        assert "bound by memory" in text
+        assert "absent peer could not run: needs a card" in text
+    assert known["update"]["ratios"][1]["p50"] > 0.41
+    [met] = [line for line in report.section(known).splitlines() if line.startswith("| peer / this")]
+    assert met.endswith("| met |")
+
+
+samples = st.lists(st.floats(0.1, 100), min_size=1, max_size=12)
+
+
+@law(100)
+@given(samples)
+def test_percentiles_are_ordered_within_the_samples(values):
+    low, middle, high = record.quantiles(values)
+    assert min(values) <= low <= middle <= high <= max(values)
+
+
+def test_ratios_are_of_turns_in_the_same_round():
+    drifting, twice = [1.0, 10.0, 100.0], [2.0, 20.0, 200.0]
+    ratio = record.ratio("twice / drifting", twice, drifting)
+    assert (ratio["p20"], ratio["p50"], ratio["p80"]) == (2.0, 2.0, 2.0)
+
+
+def test_two_runs_agree_where_each_median_lies_within_the_others_spread():
+    one = records()
+    ratio = {"p20": 0.5, "p50": 0.7, "p80": 0.9, "target": None, "better": "lower"}
+    one["update"]["ratios"] = [
+        {**ratio, "name": name} for name in ("alike", "drifted", "sharp here", "sharp there", "only here")
+    ]
+    other = copy.deepcopy(one)
+    alike, drifted, here, there, _ = other["update"]["ratios"]
+    alike.update(p20=0.6, p50=0.8, p80=1.0)
+    drifted.update(p20=1.5, p50=1.7, p80=1.9)
+    one["update"]["ratios"][2].update(p20=0.69, p80=0.71)
+    here.update(p50=0.72)
+    one["update"]["ratios"][3].update(p50=0.72)
+    there.update(p20=0.69, p80=0.71)
+    other["update"]["ratios"].pop()
+    assert [(name, agree) for name, *_, agree in report.compare(one, other)] == [
+        ("update: alike", True),
+        ("update: drifted", False),
+        ("update: sharp here", False),
+        ("update: sharp there", False),
+        ("update: only here", False),
+    ]
+
+
+def write(path, known):
+    path.write_text("".join(json.dumps(each) + "\n" for each in known.values()))
+    return path
+
+
+def test_the_newest_run_is_by_date_whole_and_of_this_form(tmp_path):
+    early, late, part = records(), records(), records()
+    for known, date in ((early, "2026-01-01T"), (late, "2026-01-02T"), (part, "2026-01-03T")):
+        for each in known.values():
+            each["date"] = date
+    del part["bits"]
+    write(tmp_path / "z.jsonl", early)
+    write(tmp_path / "part.jsonl", part)
+    (tmp_path / "old.jsonl").write_text('{"bench": "update", "seconds": {}}\n')
+    expected = write(tmp_path / "a.jsonl", late)
+    assert report.newest(tmp_path, ["update", "bits"]) == expected
+    assert report.newest(tmp_path, ["update", "bits", "more"]) is None
+
+
+def test_a_part_that_fails_or_hangs_is_reported_and_the_rest_go_on(tmp_path, monkeypatch, capsys):
+    """Parts are stood in for by modules of a package that is found first."""
+    package = tmp_path / "bench"
+    package.mkdir()
+    bodies = {
+        "failing": "raise SystemExit('out of luck')",
+        "hanging": "import time; time.sleep(600)",
+        "fine": f"import json, sys; path = sys.argv[sys.argv.index('--json') + 1]\n"
+        f"open(path, 'a').write({json.dumps(json.dumps(records()['bits'] | {'bench': 'fine'}))} + chr(10))",
+    }
+    for part, body in bodies.items():
+        (package / f"{part}.py").write_text(body)
+    (package / "__init__.py").touch()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys.modules["bench"], "__path__", [str(package), *sys.modules["bench"].__path__])
+    monkeypatch.setattr(run, "PARTS", {"failing": 60, "hanging": 2, "fine": 60, "absent": 60})
+    path = tmp_path / "results.jsonl"
+    assert run.main(["--results", str(path)]) == 1
+    known = report.read(path)
+    assert list(known) == ["failing", "hanging", "fine", "absent"]
+    why = {part: [absent["why"] for absent in each["missing"]] for part, each in known.items()}
+    assert why["failing"] == ["exit status 1: out of luck"]
+    assert why["hanging"] == ["took longer than its 2 s"]
+    assert why["fine"] == []
+    assert why["absent"] == ["there is no bench.absent"]
+    assert "out of luck" in path.with_suffix(".md").read_text()
+    assert "FAILED" in capsys.readouterr().out
+
+
+def test_the_parts_may_take_twenty_minutes_together():
+    assert sum(run.PARTS.values()) <= 20 * 60
