@@ -35,14 +35,14 @@ from offload_core.grad_norm import SumOfSquares, clip_coefficient
 from offload_core.host_memory import HostMemory, available_bytes, format_bytes
 
 _STREAM_CDEF = """
-void stream_float32(const float *grad, float *a, float *b, float *c, int64_t n);
+void stream_float32(const uint32_t *grad, uint32_t *a, uint32_t *b, uint32_t *c, int64_t n);
 void stream_bfloat16(const uint16_t *grad, float *a, float *b, float *c, uint16_t *out, int64_t n);
 """
 _COLD = 20_000_000
 """Parameters that a turn goes through at least: 560 MB, more than any cache."""
 _SLOW = 100_000_000
 """Above so many, what makes a pass an operation is left out."""
-_PEAK_BYTES = 60
+_PEAK_BYTES = 72
 """Of a parameter, with all contenders' buffers and torch's temporaries."""
 _CLIPPING = 1.0
 _HOST_STEP_TENSORS = 24
@@ -84,7 +84,8 @@ class Buffers:
     """The arrays of ``sets`` updates of n elements, in the memory the engine would use."""
 
     def __init__(self, n: int, threads: int, sets: int = 1) -> None:
-        memory = HostMemory(threads)
+        memory = self._memory = HostMemory(threads)
+        self._streamed: list[np.ndarray] = []
         rng = np.random.default_rng(0)
         self.n, self.threads = n, threads
         total = n * sets
@@ -148,6 +149,8 @@ class Buffers:
 
     def stream(self, ffi: FFI, lib: Any, grad: ElementType) -> Run:
         """The streaming limit, one contiguous part of a set a thread."""
+        if not self._streamed:  # of its own: what it leaves there are no numbers to compute with
+            self._streamed = [self._memory.allocate("streamed", array.size, array.dtype) for array in self.states]
         pool = ThreadPoolExecutor(self.threads)
         ends = [self.n * i // self.threads // 64 * 64 for i in range(self.threads)] + [self.n]
 
@@ -155,11 +158,12 @@ class Buffers:
             def at(array: np.ndarray, ctype: str) -> object:
                 return ffi.cast(ctype, _kernels.address(array[start + ends[i] :]))
 
-            states = [at(state, "float *") for state in self.states]
             n = ends[i + 1] - ends[i]
             if grad is FLOAT32:
-                lib.stream_float32(at(self.grads[grad], "float *"), *states, n)
+                states = [at(state, "uint32_t *") for state in self._streamed]
+                lib.stream_float32(at(self.grads[grad], "uint32_t *"), *states, n)
             else:
+                states = [at(state, "float *") for state in self._streamed]
                 out = at(self.outs[grad], "uint16_t *")
                 lib.stream_bfloat16(at(self.grads[grad], "uint16_t *"), *states, out, n)
 

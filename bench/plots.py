@@ -91,12 +91,16 @@ def roofline(plt: Any, record: Record) -> Any:
         others = {name: rate for name, rate in rates.items() if "limit" not in name}
         colors = ["tab:orange" if name.startswith(("this", "norm")) else "tab:gray" for name in others]
         panel.barh(list(others), list(others.values()), color=colors)
-        panel.invert_yaxis()
         panel.set(
             xlabel="GB/s read and written", title=f"{size:,} parameters, {count} thread{'s' if count > 1 else ''}"
         )
+    panels[0][0].invert_yaxis()  # of all panels: they share it
     figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
     return figure
+
+
+def plain(value: str | float) -> str:
+    return value if isinstance(value, str) else f"{value:g}"
 
 
 def bars(plt: Any, record: Record) -> Any:
@@ -115,7 +119,7 @@ def bars(plt: Any, record: Record) -> Any:
         alike = {key for key, value in extras(rows[0]).items() if all(row.get(key) == value for row in rows)}
         labels = []
         for row in rows:
-            told = [f"{key} {value}" for key, value in extras(row).items() if key not in alike]
+            told = [f"{key} {plain(value)}" for key, value in extras(row).items() if key not in alike]
             labels.append(textwrap.shorten(", ".join([row["name"], *told]), 90))
         ours = [row["name"].startswith(("this", "offload-core")) for row in rows]
         at = range(len(rows))

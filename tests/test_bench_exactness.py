@@ -19,8 +19,13 @@ def test_an_update_that_knows_where_it_was_cut_is_counted():
     assert exactness.changed(update, arrays, [1, 2, 5]) == {1: (0, 0), 2: (1, 1), 5: (4, 4)}
 
 
-def test_this_kernels_bits_are_the_same_in_any_shards(tmp_path):
+def test_this_kernels_bits_are_the_same_in_any_shards(tmp_path, monkeypatch):
     pytest.importorskip("torch")
+
+    def absent(params):
+        raise ImportError("no such peer")
+
+    monkeypatch.setattr(exactness, "deepspeed", absent)  # it would compile
     path = tmp_path / "result.jsonl"
     exactness.main(["--numel=10007", "--steps=3", f"--json={path}"])
     record = json.loads(path.read_text())
@@ -29,3 +34,4 @@ def test_this_kernels_bits_are_the_same_in_any_shards(tmp_path):
     assert all(row["p50"] == 0 for row in ours)
     torchs = {row["shards"]: row["p50"] for row in record["rows"] if row["name"].startswith("torch")}
     assert set(torchs) == {1, 2, 5, 200}
+    assert record["missing"] == [{"name": "DeepSpeedCPUAdam", "why": "ImportError: no such peer"}]
