@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.autograd.graph import increment_version
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as EXTRA_STATE
 
 from offload_core.checkpoint import (
     Contents,
@@ -65,9 +66,14 @@ class ModelCheckpoints:
         wait: bool,
     ) -> Path:
         optimizer = self._optimizer
-        if optimizer.partitioned is not None:
-            optimizer.partitioned.check_closed()
-        tensors = optimizer.current_tensors()
+        with optimizer.checkpoints.together("save"):
+            self._check_closed("save_checkpoint()")
+            tensors = optimizer.current_tensors()
+            contents = self._contents(stateful, extras)
+        return optimizer.checkpoints.save(folder, contents, tensors, step=optimizer.updates, keep=keep, wait=wait)
+
+    def _contents(self, stateful: Mapping[str, Any] | None, extras: Any) -> Contents:
+        optimizer = self._optimizer
         sources, shapes = [], {}
         alone = optimizer.pipeline.device.collectives.rank == 0
         for name, tensor, record in self._untrained():
@@ -80,19 +86,36 @@ class ModelCheckpoints:
         state = {
             "updates": optimizer.updates,
             "groups": groups,
+            "modules": {name: module.get_extra_state() for name, module in self._stateful_modules()},
             "stateful": states_of(stateful),
             "extras": extras,
         }
-        contents = Contents(self._names(), sources, shapes, state, {"random": _random_state()}, [TENSORS], "torch")
-        return optimizer.checkpoints.save(folder, contents, tensors, step=optimizer.updates, keep=keep, wait=wait)
+        return Contents(
+            self._names(),
+            sources,
+            shapes,
+            state,
+            own={"random": _random_state()},
+            types=[TENSORS],
+            gradients_wait=any(slot.deferred is not None for slot in optimizer.slots),
+            front_end="torch",
+        )
 
     def load(self, path: Any, *, stateful: Mapping[str, Any] | None, names: Names, random_state: bool) -> Any:
         optimizer, translated = self._optimizer, translation(names)
-        if optimizer.partitioned is not None:
-            optimizer.partitioned.check_closed()
-        tensors = optimizer.current_tensors()
+        modules = {translated(name): module for name, module in self._stateful_modules()}
+        with optimizer.checkpoints.together("load"):
+            self._check_closed("load_checkpoint()")
+            optimizer.take_on_unfrozen()
+            tensors = optimizer.current_tensors()
 
         def accept(loaded: Loaded) -> None:
+            missing = [name for name in modules if name not in loaded.state.get("modules", modules)]
+            if missing:
+                raise CheckpointError(
+                    f"{loaded.checkpoint.path}: has no {missing[0]!r}, which this model's get_extra_state() gives; is "
+                    "it the checkpoint of another model?"
+                )
             check_stateful(stateful, loaded.state["stateful"])
             groups = loaded.state["groups"]
             if groups is not None and len(groups) != len(optimizer.param_groups):
@@ -118,6 +141,9 @@ class ModelCheckpoints:
                     group[key].fill_(float(value))  # schedulers may hold it
                 else:
                     group[key] = value
+        for name, module in modules.items():
+            if name in state.get("modules", ()):  # the other front end knows no modules
+                module.set_extra_state(state["modules"][name])
         for name, item in (stateful or {}).items():
             item.load_state_dict(state["stateful"][name])
         if random_state and loaded.own is not None:
@@ -125,6 +151,18 @@ class ModelCheckpoints:
         return state["extras"]
 
     # --- what there is -------------------------------------------------------------------------------
+
+    def _check_closed(self, what: str) -> None:
+        if self._optimizer.partitioned is not None:
+            self._optimizer.partitioned.check_closed(what)
+
+    def _stateful_modules(self) -> list[tuple[str, nn.Module]]:
+        """Modules with a ``get_extra_state``, by the names that ``state_dict()`` gives these states."""
+        return [
+            (f"{prefix}.{EXTRA_STATE}" if prefix else EXTRA_STATE, module)
+            for prefix, module in self._model.named_modules()
+            if type(module).get_extra_state is not nn.Module.get_extra_state
+        ]
 
     def _names(self) -> list[str]:
         """Of the trained parameters: the model's names of them."""

@@ -486,7 +486,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
             if self.partitioned is not None:
                 self.partitioned.check_closed()
             pipeline.check_expected(hypers, divisor=self._divisor, groups=self._groups())
-        self._take_on_unfrozen()
+        self.take_on_unfrozen(with_gradient=self.pipeline.device.world_size == 1)  # among ranks, one may have it
         self._check_unchanged()
         trained = {param for group in self.param_groups for param in group["params"]}
         present = [
@@ -602,14 +602,13 @@ class OffloadedAdamW(torch.optim.Optimizer):
         scheduled: dict[str, Any] = {"lr": lr} if callable(self.config.lr) else {}
         return scheduled | {"betas": betas} if callable(self.config.betas) else scheduled
 
-    def _take_on_unfrozen(self) -> None:
-        """States for parameters that were frozen and have a gradient now; among ranks, that may have one."""
-        alone = self.pipeline.device.world_size == 1
+    def take_on_unfrozen(self, *, with_gradient: bool = False) -> None:
+        """Make states for parameters that were frozen and can have a gradient now, or have one."""
         unknown = [
             entry
             for g in range(len(self.param_groups))
             for entry in self._named(g)
-            if entry[1] not in self._slots and (entry[1].grad is not None if alone else entry[1].requires_grad)
+            if entry[1] not in self._slots and (entry[1].grad is not None if with_gradient else entry[1].requires_grad)
         ]
         if unknown:
             self._check_new(unknown, self._device)
