@@ -32,6 +32,7 @@ class Mixed(nn.Module):
         self.register_buffer("mask", torch.rand(4) > 0.5)
         self.register_buffer("phase", torch.randn(2, dtype=torch.complex64))
         self.register_buffer("spread", torch.randn(3, 8)[:, ::2])
+        self.register_buffer("ones", torch.ones(3, 1).expand(3, 4))
         self.register_buffer("cache", torch.randn(3), persistent=False)
 
     def forward(self, x):
@@ -198,7 +199,20 @@ def test_what_modules_have_besides_tensors_comes_back(tmp_path):
         both.load_checkpoint(tmp_path)
 
 
-def test_every_kind_of_schedule_is_plain_values(tmp_path):
+def test_a_compiled_model_is_the_same_model(tmp_path):
+    plain, within = nn.Linear(3, 3), nn.Linear(3, 3)
+    within.register_buffer("mask", torch.ones(2))
+    plain.register_buffer("mask", torch.zeros(2))
+    compiled = torch.compile(within, backend="eager")
+    engine, other = wrap(compiled, lr=1e-2), wrap(plain, lr=1e-2)
+    engine.save_checkpoint(tmp_path)
+    other.load_checkpoint(tmp_path)
+    for name, tensor in plain.state_dict().items():
+        assert same_bits(tensor, within.state_dict()[name]), name
+    engine.load_checkpoint(tmp_path)
+
+
+def test_a_schedule_that_counts_its_milestones_comes_back(tmp_path):
     def new():
         engine = wrap(make(), lr=1e-2)
         return engine, MultiStepLR(engine.optimizer, [1, 3, 3])
@@ -207,8 +221,8 @@ def test_every_kind_of_schedule_is_plain_values(tmp_path):
     engine.optimizer.step()
     schedule.step()
     engine.save_checkpoint(tmp_path, stateful={"schedule": schedule})
-    _, other = engine_and_schedule = new()
-    engine_and_schedule[0].load_checkpoint(tmp_path, stateful={"schedule": other})
+    resumed, other = new()
+    resumed.load_checkpoint(tmp_path, stateful={"schedule": other})
     assert other.state_dict() == schedule.state_dict()
     for each in (schedule, other):
         each.optimizer.step()

@@ -28,6 +28,7 @@ from offload_core.plain import ArrayType
 from offload_core.regions import InMemory
 from offload_core.shard_writer import Source
 
+from .export import uncompiled
 from .optimizer import OffloadedAdamW
 from .partitioned import PartitionedParameter
 from .tensors import NUMPY_DTYPES, elements_of, flat, memory
@@ -159,14 +160,14 @@ class ModelCheckpoints:
     def _stateful_modules(self) -> list[tuple[str, nn.Module]]:
         """Modules with a ``get_extra_state``, by the names that ``state_dict()`` gives these states."""
         return [
-            (f"{prefix}.{EXTRA_STATE}" if prefix else EXTRA_STATE, module)
+            (uncompiled(f"{prefix}.{EXTRA_STATE}" if prefix else EXTRA_STATE), module)
             for prefix, module in self._model.named_modules()
             if type(module).get_extra_state is not nn.Module.get_extra_state
         ]
 
     def _names(self) -> list[str]:
         """Of the trained parameters: the model's names of them."""
-        of_model = {id(param): name for name, param in self._model.named_parameters()}
+        of_model = {id(param): uncompiled(name) for name, param in self._model.named_parameters()}
         return [of_model.get(id(slot.param), slot.name) for slot in self._optimizer.slots]
 
     def _untrained(self) -> Iterator[tuple[str, torch.Tensor, PartitionedParameter | None]]:
@@ -175,14 +176,14 @@ class ModelCheckpoints:
         parted = self._optimizer.partitioned
         for name, param in self._model.named_parameters():
             if id(param) not in trained:
-                yield name, param, None if parted is None else parted.record_of(param)
+                yield uncompiled(name), param, None if parted is None else parted.record_of(param)
         seen: set[int] = set()
         for prefix, module in self._model.named_modules():
             for own, buffer in module._buffers.items():
                 if buffer is None or own in module._non_persistent_buffers_set or id(buffer) in seen:
                     continue
                 seen.add(id(buffer))
-                yield f"{prefix}.{own}" if prefix else own, buffer, None
+                yield uncompiled(f"{prefix}.{own}" if prefix else own), buffer, None
 
     def _target(self, name: str, tensor: torch.Tensor, record: PartitionedParameter | None) -> Target:
         shape = tuple(tensor.shape)
@@ -209,7 +210,8 @@ class ModelCheckpoints:
         def loaded() -> None:
             with torch.no_grad():
                 for run, host in staged:
-                    run.copy_(host)
+                    once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in run.stride())  # expanded
+                    run[once].copy_(host[once])
                 staged.clear()
                 if not tensor.is_inference():
                     increment_version(tensor)

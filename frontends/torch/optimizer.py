@@ -152,7 +152,9 @@ class OffloadedAdamW(torch.optim.Optimizer):
         if model is not None and config.takes_apart(pipeline.device.world_size):
             self.partitioned = PartitionedModel(model, first.device, process_group, pipeline)
         else:
-            check_takes_none([*(entry[:2] for entry in named), *(model.named_parameters() if model else ())], config)
+            check_takes_none(
+                [*(entry[:2] for entry in named), *(model.named_parameters() if model is not None else ())], config
+            )
         trained = [entry for entry in named if entry[1].requires_grad]
         params = [param for _, param, _ in trained]
         self._take_on(pipeline, trained, model)
@@ -325,7 +327,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
     ) -> MemoryPlan:
         params = [param for _, param in trained]
         known = {id(param) for _, param in (*trained, *frozen)}
-        others = [t for t in (*model.parameters(), *model.buffers()) if id(t) not in known] if model else []
+        others = [t for t in (*model.parameters(), *model.buffers()) if id(t) not in known] if model is not None else []
         others = [tensor for tensor in others if tensor.device == self._device]
         plan = pipeline.terms.plan(
             [spec for spec, _ in trained],
@@ -760,7 +762,6 @@ class OffloadedAdamW(torch.optim.Optimizer):
         return {name: part(value) for name, value in entry.items()}
 
     def _load(self, slot: Slot, entry: Mapping[str, Any]) -> None:
-        self.pipeline.states(slot.index, writable=True)  # whose memory these are views of
         views = self.state[slot.param]
         self.pipeline.will_change([slot.index])
         for name, view in views.items():
