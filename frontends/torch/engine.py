@@ -293,7 +293,8 @@ class Engine(nn.Module):
         All ranks call it; they must share the folder. It holds master weights, moments, frozen parameters and
         persistent buffers (rank 0's), what modules give as ``get_extra_state()`` (rank 0's; plain values), step counts,
         the loss scale, hyperparameters, the state of the random generators (Python's, NumPy's, torch's) of each rank,
-        and what is given here. Any number of ranks, any stage and the JAX front end load it. It appears whole or not at all, and ``folder/latest`` names it then.
+        and what is given here. Any number of ranks, any stage and the JAX front end load it. It appears
+        whole or not at all, and ``folder/latest`` names it then.
 
         Args:
             stateful: objects with ``state_dict()`` and ``load_state_dict()``, by name: LR schedulers, data loaders.
