@@ -212,6 +212,20 @@ def state_dicts(rank, world_size):
     return {"straight": bits(engine.module), "resumed": bits(resumed.module)}
 
 
+def state_dict_of_one_rank(rank, world_size):
+    """Rank 0 alone asks for it, while parameters are still to be gathered; then all go on."""
+    engines = [wrap(make(), lr=1e-2, schedule="delayed", delay_warmup_steps=1) for _ in range(2)]
+    for seed in range(4):
+        for engine in engines:
+            engine.backward(loss_of(engine, seed, rank))
+            engine.step()
+        if rank == 0:
+            engines[0].optimizer.state_dict()
+    for engine in engines:
+        engine.flush()
+    return {"asked": bits(engines[0].module), "not asked": bits(engines[1].module)}
+
+
 def nan(rank, world_size):
     engine = wrap(make(), gradient_clipping=1.0)
     before = bits(engine.module)

@@ -81,6 +81,11 @@ def test_each_rank_resumes_its_part(tmp_path):
     assert len({value for result in results for value in result.values()}) == 1
 
 
+def test_one_rank_alone_may_ask_for_its_state_dict(tmp_path):
+    first, second = run("state_dict_of_one_rank", 2, tmp_path)
+    assert first["asked"] == first["not asked"] == second["asked"] == second["not asked"]
+
+
 def test_a_nan_on_one_rank_makes_all_skip(tmp_path):
     assert run("nan", 3, tmp_path) == [{"skipped": "overflow", "unchanged": True}] * 3
 

@@ -96,7 +96,7 @@ class ModelCheckpoints:
             sources,
             shapes,
             state,
-            own={"random": _random_state()},
+            own={"random": random_states()},
             types=[TENSORS],
             gradients_wait=any(slot.deferred is not None for slot in optimizer.slots),
             front_end="torch",
@@ -148,7 +148,7 @@ class ModelCheckpoints:
         for name, item in (stateful or {}).items():
             item.load_state_dict(state["stateful"][name])
         if random_state and loaded.own is not None:
-            _set_random_state(loaded.own["random"])
+            set_random_states(loaded.own["random"])
         return state["extras"]
 
     # --- what there is -------------------------------------------------------------------------------
@@ -260,14 +260,16 @@ def _elements_of(tensor: torch.Tensor) -> InMemory:
     return elements_of(tensor) if _is_dense(tensor) else InMemory(tuple(tensor.shape))
 
 
-def _random_state() -> dict[str, Any]:
+def random_states() -> dict[str, Any]:
+    """The state of all global generators: Python's, NumPy's and torch's, the current CUDA device's among them."""
     state = random_state() | {"torch": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
     return state
 
 
-def _set_random_state(state: Mapping[str, Any]) -> None:
+def set_random_states(state: Mapping[str, Any]) -> None:
+    """Take up what :func:`random_states` gave."""
     set_random_state(state)
     if "torch" in state:
         torch.set_rng_state(state["torch"])

@@ -635,10 +635,13 @@ class OffloadedAdamW(torch.optim.Optimizer):
         """As ``torch.optim.Optimizer.state_dict``; the tensors are the live states in host memory.
 
         Gradients that wait for the next update are not part of it. Under loss scaling it has a ``"loss_scale"``, and
-        where ``lr`` or ``betas`` is a function the number of ``"updates"``.
+        where ``lr`` or ``betas`` is a function the number of ``"updates"``. Any rank may call this, also alone.
         """
-        self.flush()
         scaler, device = self.pipeline.scaler, self.pipeline.device
+        if device.world_size == 1:
+            self.flush()  # among ranks that would be collective under schedule="delayed"
+        else:
+            self._finish()
         state = super().state_dict()
         if device.world_size > 1:
             state["partition"] = {"rank": device.ranks[0], "world_size": device.world_size}

@@ -1,5 +1,6 @@
 """An optimizer's states as torch sees them: views of the host's memory, and their way through ``state_dict``."""
 
+import copy
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -50,14 +51,39 @@ class Hidden:
     value: Any
 
 
+class HostState(torch.Tensor):
+    """A state, which stays on the host: Accelerate and Lightning call ``to(device)`` of all that an optimizer holds.
+
+    Copies, files and the results of any function are plain tensors.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As ``Tensor.to``; where no other dtype is asked for, this one."""
+        dtype = torch._C._nn._parse_to(*args, **{k: v for k, v in kwargs.items() if k != "copy"})[1]
+        if kwargs.get("copy") or dtype not in (None, self.dtype):
+            return self.as_subclass(torch.Tensor).to(*args, **kwargs)
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        memo[id(self)] = copied = copy.deepcopy(self.as_subclass(torch.Tensor), memo)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
+
+
 def state_views(pipeline: Pipeline, index: int, param: torch.Tensor) -> dict[str, torch.Tensor]:
     views: dict[str, torch.Tensor] = {"step": torch.from_numpy(pipeline.steps[index])}
     states = pipeline.local_states(index)
     alone = pipeline.device.world_size == 1
-    if not states:  # a parameter of no elements, or none of them this rank's
-        return views | {name: torch.empty(param.shape if alone else 0) for name in ("exp_avg", "exp_avg_sq")}
-    runs = {name: torch.from_numpy(array) for name, array in states.items()}
-    return views | ({name: shaped_like(run, param) for name, run in runs.items()} if alone else runs)
+    if states:
+        runs = {name: torch.from_numpy(array) for name, array in states.items()}
+        views |= {name: shaped_like(run, param) for name, run in runs.items()} if alone else runs
+    else:  # a parameter of no elements, or none of them this rank's
+        views |= {name: torch.empty(param.shape if alone else 0) for name in ("exp_avg", "exp_avg_sq")}
+    return {name: view.as_subclass(HostState) for name, view in views.items()}
 
 
 def check_entry(name: str, expected: torch.Tensor, entry: Mapping[str, Any]) -> None:

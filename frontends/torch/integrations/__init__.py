@@ -1,0 +1,1 @@
+"""What other libraries' training loops need besides an optimizer; each module imports the library it is named for."""

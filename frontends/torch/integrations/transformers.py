@@ -1,0 +1,156 @@
+"""Hugging Face's Trainer: checkpoints in shards, and what its log says of the states on the host."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer import OPTIMIZER_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from offload_core.errors import CheckpointError, ConfigError
+
+from ..checkpoint import ModelCheckpoints, random_states, set_random_states
+from ..optimizer import OffloadedAdamW
+
+FOLDER = "offload"
+"""The name of the shards' folder in a ``checkpoint-…`` folder."""
+
+
+class OffloadCallback(TrainerCallback):
+    """Saves and resumes an ``OffloadedAdamW`` with Trainer's checkpoints, in shards, and adds to Trainer's log.
+
+    In each ``checkpoint-…`` folder that Trainer writes, ``offload/`` then holds what ``Engine.save_checkpoint`` saves:
+    master weights, moments, what is not trained, the states of the scheduler and of a GradScaler, and random
+    generators. All ranks write, each its own part. ``trainer.train(resume_from_checkpoint=...)`` goes on from it bit
+    for bit. Trainer's own ``optimizer.pt`` holds the states a second time; ``save_only_model=True`` leaves it out.
+    Among several ranks that is required, as Trainer would write those of rank 0 only.
+
+    To each log of the training loss it adds ``offload_host_bytes`` (states and buffers) and ``offload_device_bytes``
+    (parameters); on CUDA ``offload_peak_device_bytes`` (the most that torch had allocated); under a GradScaler
+    ``loss_scale``; and ``offload_grad_norm``, after Trainer's clipping, where the optimizer computes it
+    (``gradient_clipping``, ``skip_nonfinite``). Callbacks that come later in ``callbacks=`` see them, and
+    ``trainer.state.log_history``.
+
+    Args:
+        resume_from: the checkpoint folder that Trainer resumes from; None: the one in ``args.resume_from_checkpoint``,
+            or that of the same step in ``args.output_dir``.
+
+    Raises:
+        ConfigError: when training begins, with another optimizer or with settings as above.
+        CheckpointError: when it begins or saves; what ``resume_from`` names has no states, or those of another step.
+    """
+
+    def __init__(self, resume_from: str | os.PathLike[str] | None = None) -> None:
+        self._resume_from = resume_from
+        self._random: Mapping[str, Any] | None = None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        world_size = _offloaded(kwargs).pipeline.device.world_size
+        if world_size > 1 and args.save_strategy != "no" and not args.save_only_model:
+            raise ConfigError(
+                f"save_only_model=False on {world_size} ranks: Trainer would write the states of rank 0 only; expected "
+                "TrainingArguments(save_only_model=True): this callback saves and resumes all of them"
+            )
+        if state.is_hyper_param_search and args.save_strategy != "no":
+            raise ConfigError(
+                "checkpoints in a search of hyper-parameters, of whose folders a callback knows nothing; expected "
+                'TrainingArguments(save_strategy="no")'
+            )
+        if state.global_step:
+            self._resume(self._resumed_folder(args, state), state.global_step, kwargs)
+
+    def _resumed_folder(self, args: TrainingArguments, state: TrainerState) -> Path:
+        given = self._resume_from or args.resume_from_checkpoint
+        if given is None or str(given).lower() in ("true", "false"):  # the command line's; the latest, then
+            return _checkpoint_folder(args, state)
+        return Path(given)
+
+    def _resume(self, folder: Path, step: int, running: Mapping[str, Any]) -> None:
+        if not (folder / FOLDER).is_dir():
+            if (folder / OPTIMIZER_NAME).is_file():
+                return  # saved without this callback; Trainer has loaded it
+            raise CheckpointError(
+                f"{folder}: training resumes at step {step}, and neither {FOLDER}/ nor {OPTIMIZER_NAME} is there; "
+                "expected the checkpoint that Trainer resumes from: name it with OffloadCallback(resume_from=...), or "
+                "it was saved without the states"
+            )
+        checkpoints = ModelCheckpoints(running["model"], _offloaded(running))
+        extras = checkpoints.load(folder / FOLDER, stateful=_stateful(running), names=None, random_state=True)
+        if extras["global_step"] != step:
+            raise CheckpointError(
+                f"{folder / FOLDER}: the states of step {extras['global_step']}, and Trainer resumes at step {step}; "
+                "expected the same checkpoint: name it with OffloadCallback(resume_from=...)"
+            )
+        self._random = random_states()
+
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if state.epoch is not None and state.epoch == int(state.epoch):  # no batches to skip
+            self._restore_random()
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._restore_random()  # the loader has begun the epoch anew and skipped batches
+
+    def _restore_random(self) -> None:
+        if self._random is not None:
+            set_random_states(self._random)
+            self._random = None
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        ModelCheckpoints(kwargs["model"], _offloaded(kwargs)).save(
+            _checkpoint_folder(args, state) / FOLDER,
+            stateful=_stateful(kwargs),
+            extras={"global_step": state.global_step},
+            keep=1,
+            wait=True,
+        )
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        logs = kwargs["logs"]
+        if "loss" not in logs:
+            return
+        offloaded, scaler = _offloaded(kwargs), _stateful(kwargs).get("scaler")
+        memory, report = offloaded.memory_report(), offloaded.report
+        added: dict[str, float] = {
+            "offload_host_bytes": memory.host_bytes,
+            "offload_device_bytes": memory.device_bytes,
+        }
+        device = offloaded.slots[0].param.device
+        if device.type == "cuda":
+            added["offload_peak_device_bytes"] = torch.cuda.max_memory_allocated(device)
+        if report is not None and report.grad_norm is not None:
+            added["offload_grad_norm"] = report.grad_norm
+        if scaler is not None:
+            added["loss_scale"] = scaler.get_scale()
+        logs.update(added)
+        state.log_history[-1].update(added)  # Trainer has put a copy of logs there
+
+
+def _checkpoint_folder(args: TrainingArguments, state: TrainerState) -> Path:
+    assert args.output_dir is not None
+    return Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+
+
+def _offloaded(running: Mapping[str, Any]) -> OffloadedAdamW:
+    optimizer = running["optimizer"]
+    found = getattr(optimizer, "optimizer", optimizer)  # Accelerate's wrapper
+    if not isinstance(found, OffloadedAdamW):
+        raise ConfigError(
+            f"OffloadCallback: the optimizer is {type(found).__name__}, expected OffloadedAdamW: "
+            'Trainer(optimizer_cls_and_kwargs=(OffloadedAdamW, {"lr": ...}))'
+        )
+    return found
+
+
+def _stateful(running: Mapping[str, Any]) -> dict[str, Any]:
+    """What has a state besides model and optimizer."""
+    parts = {"lr_scheduler": running["lr_scheduler"], "scaler": getattr(running["optimizer"], "scaler", None)}
+    return {name: part for name, part in parts.items() if part is not None}

@@ -1,0 +1,161 @@
+"""OffloadedAdamW in Hugging Face's Accelerate: prepare, accumulate, clip, save, GradScaler, as with torch's AdamW."""
+
+import copy
+import io
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer, move_to_device
+from accelerate.state import PartialState
+from hugging_face import alone
+from test_torch_optimizer import assert_same, same_bits
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from frontends.torch import OffloadedAdamW
+
+__all__ = ["alone"]  # a fixture
+
+TOKENS = torch.randint(64, (12, 8), generator=torch.Generator().manual_seed(1))
+CLIP = 0.25
+
+
+def gpt2(dtype=torch.float32):
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2, n_positions=16)).to(dtype)
+
+
+def ours(params):
+    return OffloadedAdamW(params, lr=1e-2, weight_decay=0.1)
+
+
+def torchs(params):
+    optimizer = torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1, fused=True)
+    optimizer._step_supports_amp_scaling = False  # else it skips by itself, and Accelerate steps the schedule
+    return optimizer
+
+
+class Run:
+    """A model, an optimizer, a loader and a schedule, prepared, and the loop that Accelerate's documentation shows."""
+
+    def __init__(self, new, *, accumulate=2, model=None, scaler=None):
+        self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
+        self.accelerator.scaler = scaler  # on a GPU mixed_precision="fp16" puts one there; on the CPU it does not
+        self.accelerator.native_amp = scaler is not None
+        model = gpt2() if model is None else model
+        optimizer = new(model.parameters())
+        schedule = LambdaLR(optimizer, lambda update: 1 / (1 + update))
+        self.model, self.optimizer, self.loader, self.schedule = self.accelerator.prepare(
+            model, optimizer, DataLoader(TOKENS, batch_size=2), schedule
+        )
+        self.losses, self.norms, self.skipped = [], [], []
+
+    def train(self, *, overflow_at=None):
+        for i, tokens in enumerate(self.loader):
+            with self.accelerator.accumulate(self.model):
+                loss = self.model(input_ids=tokens, labels=tokens).loss
+                self.accelerator.backward(loss)
+                if i == overflow_at:
+                    next(self.model.parameters()).grad[0, 0] = torch.inf
+                if self.accelerator.sync_gradients:
+                    before = self.accelerator.clip_grad_norm_(self.model.parameters(), CLIP)
+                    after = torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters()])
+                    self.norms.append((float(before), float(after)))
+                self.optimizer.step()
+                self.skipped.append(self.optimizer.step_was_skipped)
+                self.schedule.step()
+                self.optimizer.zero_grad()
+            self.losses.append(float(loss.detach()))
+        return self
+
+
+def assert_same_run(one, other):
+    assert one.losses == other.losses
+    assert one.schedule.get_last_lr() == other.schedule.get_last_lr()
+    assert_same(one.model, other.model, one.optimizer, other.optimizer)
+
+
+def test_a_run_is_that_of_torchs_fused_adamw_and_clips_to_the_asked_norm():
+    one, other = Run(ours).train(), Run(torchs).train()
+    assert_same_run(one, other)
+    assert one.norms == other.norms
+    assert len(one.norms) == 3
+    for before, after in one.norms:
+        assert before > CLIP
+        assert after == pytest.approx(CLIP, rel=1e-5)
+
+
+def addresses_and_copies(optimizer):
+    return [
+        (value.data_ptr(), value.dtype, value.clone()) for state in optimizer.state.values() for value in state.values()
+    ]
+
+
+def test_preparing_neither_moves_nor_rounds_the_states(monkeypatch):
+    """Accelerate moves all that state_dict() holds to the model's device, and loads it: of a device that holds no
+    values nothing would come back."""
+    model = gpt2(torch.bfloat16)
+    optimizer = ours(model.parameters())
+    model(input_ids=TOKENS, labels=TOKENS).loss.backward()
+    optimizer.step()
+    before = addresses_and_copies(optimizer)
+    assert len(before) == 4 * len(list(model.parameters()))
+    Accelerator(cpu=True)
+    monkeypatch.setitem(PartialState._shared_state, "device", torch.device("meta"))
+    prepared = AcceleratedOptimizer(optimizer, device_placement=True)
+    assert str(prepared.accelerator_state.device) == "meta"
+    for (address, dtype, value), now in zip(before, addresses_and_copies(optimizer), strict=True):
+        assert (address, dtype) == now[:2]
+        assert same_bits(value, now[2])
+    torchs_own = torchs([torch.nn.Parameter(torch.zeros(16))])
+    torchs_own.param_groups[0]["params"][0].grad = torch.ones(16)
+    torchs_own.step()
+    moved = move_to_device(torchs_own.state_dict(), torch.device("meta"))
+    assert moved["state"][0]["exp_avg"].is_meta  # so this is what it does
+
+
+def test_a_state_is_an_ordinary_tensor_in_all_else():
+    optimizer = ours([torch.nn.Parameter(torch.ones(4, 4))])
+    state = optimizer.state_dict()["state"][0]["exp_avg"]
+    assert state.to("meta") is state
+    assert state.to(torch.device("cpu"), non_blocking=True) is state
+    assert state.to(torch.float64).dtype is torch.float64
+    assert type(state + 1) is type(copy.deepcopy(state)) is type(state.to("cpu", copy=True)) is torch.Tensor
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    assert type(loaded["state"][0]["exp_avg"]) is torch.Tensor
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_save_state_and_load_state_resume_bit_for_bit(tmp_path, dtype):
+    straight = Run(ours, model=gpt2(dtype)).train()
+    straight.accelerator.save_state(str(tmp_path))
+    straight.losses.clear()
+    straight.train()
+    resumed = Run(ours, model=gpt2(dtype))
+    resumed.accelerator.load_state(str(tmp_path))
+    resumed.train()
+    assert_same_run(resumed, straight)
+    for p, q in zip(resumed.model.parameters(), straight.model.parameters(), strict=True):
+        assert ("master" in resumed.optimizer.state[p]) == (dtype != torch.float32)
+        for mine, yours in zip(resumed.optimizer.state[p].values(), straight.optimizer.state[q].values(), strict=True):
+            assert same_bits(mine, yours)
+
+
+def test_a_step_that_grad_scaler_skips_is_none():
+    """Neither states, parameters nor the schedule move, and the loss scale falls."""
+    runs = [
+        Run(new, accumulate=1, scaler=torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)).train(
+            overflow_at=2
+        )
+        for new in (ours, torchs)
+    ]
+    assert_same_run(*runs)
+    assert runs[0].skipped == [i == 2 for i in range(6)]
+    assert runs[0].accelerator.scaler.get_scale() == runs[1].accelerator.scaler.get_scale() == 1024.0
+    assert {float(state["step"]) for state in runs[0].optimizer.state.values()} == {5.0}
+    assert runs[0].schedule.get_last_lr() == [pytest.approx(1e-2 / 6)]

@@ -1,0 +1,193 @@
+"""OffloadedAdamW in Hugging Face's Trainer: its own settings hold, bit for bit as with torch's AdamW."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from hugging_face import alone
+from safetensors.torch import load_file
+from test_torch_optimizer import same_bits
+from test_torch_ranks import run
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments, get_scheduler
+
+from frontends.torch import OffloadedAdamW
+from frontends.torch.integrations.transformers import FOLDER, OffloadCallback
+from offload_core.errors import CheckpointError, ConfigError
+
+__all__ = ["alone"]  # a fixture
+
+STEPS, EPOCH, CLIP, LR = 8, 4, 0.5, 1e-2
+OFFLOADED = {"optimizer_cls_and_kwargs": (OffloadedAdamW, {"lr": LR})}
+TORCHS = {"optimizer_cls_and_kwargs": (torch.optim.AdamW, {"lr": LR, "fused": True})}
+TOKENS = torch.randint(64, (4 * EPOCH, 12), generator=torch.Generator().manual_seed(1))
+DATA = [{"input_ids": row, "labels": row} for row in TOKENS]
+
+
+def llama(dtype=torch.float32):
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+                         num_attention_heads=2, num_key_value_heads=2, attention_dropout=0.1)  # fmt: skip
+    return LlamaForCausalLM(config).to(dtype)
+
+
+def trainer_of(folder, optimizer=OFFLOADED, *, model=None, callbacks=(), **settings):
+    """A Trainer that accumulates, clips, decays, warms up, and saves in the middle and at the end of an epoch."""
+    settings = {
+        "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": STEPS, "max_grad_norm": CLIP,
+        "weight_decay": 0.1, "lr_scheduler_type": "cosine", "warmup_steps": 2, "logging_steps": 1, "save_steps": 2,
+        "use_cpu": True, "report_to": "none", "disable_tqdm": True, "dataloader_pin_memory": False,
+    } | settings  # fmt: skip
+    arguments = TrainingArguments(output_dir=str(folder), **settings)
+    model = llama() if model is None else model
+    return Trainer(model, arguments, train_dataset=DATA, callbacks=list(callbacks), **optimizer)
+
+
+def trained(*args, resume=None, **kwargs):
+    trainer = trainer_of(*args, **kwargs)
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def logged(trainer, *keys):
+    return [[entry[key] for key in keys] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def assert_same_run(one, other, *, states=False):
+    assert logged(one, "step", "loss", "grad_norm", "learning_rate") == logged(
+        other, "step", "loss", "grad_norm", "learning_rate"
+    )
+    for (name, p), q in zip(one.model.named_parameters(), other.model.parameters(), strict=True):
+        assert same_bits(p, q), name
+        for key in ("step", "exp_avg", "exp_avg_sq", *(["master"] if states and p.dtype != torch.float32 else [])):
+            mine, yours = one.optimizer.state[p][key], other.optimizer.state[q][key]
+            assert same_bits(torch.as_tensor(mine).float(), torch.as_tensor(yours).float()), (name, key)
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    return trained(tmp_path_factory.mktemp("torch"), TORCHS, save_strategy="no")
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """A run without interruption."""
+    return trained(tmp_path_factory.mktemp("offloaded"), callbacks=[OffloadCallback()])
+
+
+def test_a_run_is_that_of_torchs_fused_adamw(reference, straight):
+    assert_same_run(straight, reference)
+
+
+def test_an_optimizer_and_a_schedule_of_ones_own_mean_the_same(reference, tmp_path):
+    model = llama()
+    decayed = {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.1}
+    plain = {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0}
+    optimizer = OffloadedAdamW([decayed, plain], lr=LR)
+    schedule = get_scheduler("cosine", optimizer, 2, STEPS)
+    trainer = trained(tmp_path, {"optimizers": (optimizer, schedule)}, model=model, save_strategy="no")
+    assert_same_run(trainer, reference)
+
+
+@pytest.mark.parametrize("step", [2, EPOCH], ids=["in an epoch", "between epochs"])
+@pytest.mark.parametrize("way", ["Trainer's file", "both", "shards"])
+def test_a_resumed_run_is_the_uninterrupted_one(straight, tmp_path, way, step):
+    """With the callback or without; dropout takes up its random numbers where they were."""
+    folder = tmp_path / f"checkpoint-{step}"
+    shutil.copytree(Path(straight.args.output_dir) / folder.name, folder)
+    if way == "Trainer's file":
+        shutil.rmtree(folder / FOLDER)
+    if way == "shards":  # what save_only_model=True leaves out
+        for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
+            (folder / name).unlink()
+    resumed = trained(tmp_path, callbacks=[OffloadCallback()], save_strategy="no", resume=str(folder))
+    assert_same_run(resumed, straight, states=True)
+
+
+def test_bfloat16_parameters_resume_with_their_master_weights(tmp_path):
+    """From the latest checkpoint; it is there once, in shards; save_model writes what the model computes with."""
+    settings = {"save_only_model": True, "save_steps": 3, "max_steps": 5, "activation_checkpointing": True}
+
+    def run(**more):
+        model = llama(torch.bfloat16)
+        return trained(tmp_path, model=model, callbacks=[OffloadCallback()], **settings, **more)
+
+    straight = run()
+    assert {path.name for path in (tmp_path / "checkpoint-3").iterdir()} & {"optimizer.pt", FOLDER} == {FOLDER}
+    shutil.rmtree(tmp_path / "checkpoint-5")
+    resumed = run(resume=True)
+    assert_same_run(resumed, straight, states=True)
+    resumed.save_model(str(tmp_path / "saved"))
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    for name, param in straight.model.named_parameters():
+        assert name == "lm_head.weight" or same_bits(saved[name], param), name
+
+
+def test_bf16_autocast_and_gradient_checkpointing_change_nothing_in_the_optimizer(tmp_path):
+    settings = {"bf16": True, "activation_checkpointing": True, "max_steps": 3, "save_strategy": "no"}
+    assert_same_run(trained(tmp_path, **settings), trained(tmp_path, TORCHS, **settings))
+
+
+class Norms(TrainerCallback):
+    """Of the gradients that the optimizer finds."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_pre_optimizer_step(self, args, state, control, model, **kwargs):
+        grads = [p.grad for p in model.parameters()]
+        self.seen.append(float(torch.linalg.vector_norm(torch.stack([g.double().norm() for g in grads]))))
+
+
+def test_gradients_are_clipped_to_the_asked_norm_and_the_log_has_both(tmp_path):
+    checking = {"optimizer_cls_and_kwargs": (OffloadedAdamW, {"lr": LR, "skip_nonfinite": True})}
+    norms = Norms()
+    trainer = trained(tmp_path, checking, callbacks=[OffloadCallback(), norms], max_steps=3, save_strategy="no")
+    for (before, after), found in zip(logged(trainer, "grad_norm", "offload_grad_norm"), norms.seen, strict=True):
+        assert before > CLIP
+        assert after == pytest.approx(found, rel=1e-7)
+        assert after == pytest.approx(CLIP, rel=1e-5)
+
+
+class Later(TrainerCallback):
+    def on_log(self, args, state, control, logs, **kwargs):
+        self.keys = getattr(self, "keys", set()) | set(logs)
+
+
+def test_the_log_says_what_is_held_where(tmp_path):
+    later = Later()
+    trainer = trained(tmp_path, callbacks=[OffloadCallback(), later], max_steps=1, save_strategy="no")
+    n_params = sum(p.numel() for p in trainer.model.parameters())
+    [[host, device]] = logged(trainer, "offload_host_bytes", "offload_device_bytes")
+    assert device == 4 * n_params
+    assert 8 * n_params <= host < 8 * n_params + 2**16  # moments; on the CPU a parameter is its own master weight
+    assert {"offload_host_bytes", "offload_device_bytes"} <= later.keys
+
+
+class Searching(TrainerCallback):
+    def on_train_begin(self, args, state, control, **kwargs):
+        state.is_hyper_param_search = True
+
+
+def test_what_the_callback_cannot_do_is_said_when_training_begins(straight, tmp_path):
+    with pytest.raises(ConfigError, match="checkpoints in a search of hyper-parameters"):
+        trained(tmp_path, callbacks=[Searching(), OffloadCallback()])
+    with pytest.raises(ConfigError, match=r"the optimizer is AdamW, expected OffloadedAdamW: .*optimizer_cls_and_kw"):
+        trained(tmp_path, TORCHS, callbacks=[OffloadCallback()])
+    saved = Path(straight.args.output_dir)
+    folder = tmp_path / "checkpoint-2"
+    shutil.copytree(saved / "checkpoint-2", folder)
+    (folder / "optimizer.pt").unlink()
+    with pytest.raises(CheckpointError, match=r"the states of step 4, and Trainer resumes at step 2.*resume_from"):
+        trained(tmp_path, callbacks=[OffloadCallback(saved / "checkpoint-4")], resume=str(folder))
+    shutil.rmtree(folder / FOLDER)
+    with pytest.raises(CheckpointError, match=r"resumes at step 2, and neither offload/ nor optimizer.pt is there"):
+        trained(tmp_path, callbacks=[OffloadCallback()], resume=str(folder))
+
+
+@pytest.mark.slow
+def test_two_ranks_train_as_ddp_does_and_resume_their_shards(tmp_path):
+    for result in run("shards", 2, tmp_path, "trainer_worker.py"):
+        assert result["ours"] == result["theirs"] == result["resumed"]
+        assert result["share"] == pytest.approx(0.5, abs=0.01)
+        assert "save_only_model=False on 2 ranks" in result["refused"]
