@@ -1,6 +1,8 @@
 """``python -m offload_core``: plan a run, look at this machine, or at a checkpoint."""
 
 import argparse
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -11,6 +13,7 @@ from .errors import OffloadError
 COMMANDS = {"plan": plan_command, "info": info_command, "inspect": inspect_command}
 """Each a module with a ``HELP``, ``add_arguments(parser)`` and ``run(args)``, which returns the exit status."""
 WRONG_ARGUMENTS = 2
+READER_GONE = 128 + signal.SIGPIPE
 
 
 class _Parser(argparse.ArgumentParser):
@@ -26,7 +29,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.add_arguments(commands.add_parser(name, help=about, description=about, allow_abbrev=False))
     args = parser.parse_args(arguments)
     try:
-        return COMMANDS[args.command].run(args)
+        status = COMMANDS[args.command].run(args)
+        if sys.stdout is not None:  # closed
+            sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # who reads has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end
+        return READER_GONE
     except (OffloadError, OSError) as error:
         print(f"{parser.prog} {args.command}: {error}", file=sys.stderr)
         return WRONG_ARGUMENTS

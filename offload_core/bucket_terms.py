@@ -193,8 +193,8 @@ class BucketTerms:
         in place. Gradients cross to the host in every micro-step, parameters back once, or, from shards on the host,
         for each forward and each backward; for one of them where they may stay whole in between.
         """
-        buckets = self.cut(specs)
-        each = [self._traffic_of(bucket, sum(spec.numel for spec in specs if spec.partitioned)) for bucket in buckets]
+        partitioned = sum(spec.numel for spec in specs if spec.partitioned)
+        each = [self._traffic_of(bucket, partitioned) for bucket in self.cut(specs)]
         sums = [sum(getattr(one, name) for one in each) for name in ("update", "to_host", "to_device")]
         return Traffic(*sums), each[-1] if each else Traffic(0, 0, 0)
 

@@ -16,7 +16,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from functools import partial
@@ -67,6 +67,8 @@ class Contents:
     """Plain values that each process has of its own."""
     types: Sequence[ArrayType] = ()
     """The arrays that may be among them."""
+    gradients_wait: bool = False
+    """Whether the front end holds gradients that it has yet to give to the pipeline."""
     front_end: str | None = None
     """Who saves, for those who look at the checkpoint."""
 
@@ -96,6 +98,22 @@ class Checkpoints:
     def _collectives(self) -> Collectives:
         return _InOrder(self._pipeline)
 
+    def together(self, what: str) -> AbstractContextManager[None]:
+        """An error of one process inside is an error of all: :func:`together`, after all that is under way."""
+        return together(self._collectives, what)
+
+    def _agree_on(self, numbers: Mapping[str, int], what: str) -> None:
+        """Raise :class:`CheckpointError` on all processes unless all were given process 0's."""
+        mine = np.array([*numbers.values()], np.int64)
+        others = mine.copy()
+        self._collectives.broadcast(others, f"checkpoint: {what}")
+        with self.together(what):
+            if (mine != others).any():
+                raise CheckpointError(
+                    f"{what}: process {self._collectives.rank} was given {dict(numbers)}, and process 0 "
+                    f"{dict(zip(numbers, others.tolist(), strict=True))}; expected the same of all"
+                )
+
     # --- saving --------------------------------------------------------------------------------------
 
     def save(
@@ -120,20 +138,22 @@ class Checkpoints:
         Raises:
             CheckpointError: on all processes, where one could not save; earlier checkpoints are as they were.
         """
-        if type(step) is not int or step < 0:
-            raise CheckpointError(f"step: got {step!r}, expected the number of updates made, an integer")
-        if keep is not None and (type(keep) is not int or keep < 1):
-            raise CheckpointError(
-                f"keep: got {keep!r}, expected a number of checkpoints of at least 1, or None for all"
-            )
         self.wait()
-        with together(self._collectives, "save"):
-            if self._pipeline.holds_gradients:
+        with self.together("save"):
+            if type(step) is not int or step < 0:
+                raise CheckpointError(f"step: got {step!r}, expected the number of updates made, an integer")
+            if keep is not None and (type(keep) is not int or keep < 1):
+                raise CheckpointError(
+                    f"keep: got {keep!r}, expected a number of checkpoints of at least 1, or None for all"
+                )
+            _check_names([*contents.names, *contents.shapes])
+            if contents.gradients_wait or self._pipeline.holds_gradients:
                 raise StateError(
                     "a checkpoint is asked for between backward() and step(), or between micro-steps: gradients that "
                     "wait for an update are not saved; expected the call after an update"
                 )
             self._pipeline.finish()
+        self._agree_on({"step": step, "keep": keep or 0, "wait": int(wait)}, "save")
         place = _Place(Path(folder), self._collectives, step)
         self._save = _Save(place, lambda path: self._prepare(path, contents, tensors, step), keep, quiet=wait)
         writer = self._save.writer
@@ -247,7 +267,7 @@ class Checkpoints:
         self.wait()
         pipeline = self._pipeline
         loaded: Loaded | None = None
-        with together(self._collectives, "load"):
+        with self.together("load"):
             loaded = Loaded(Checkpoint(path), self._collectives.rank, types)
             self._check(loaded, names, targets)
             accept(loaded)
@@ -257,7 +277,7 @@ class Checkpoints:
             delayed = pipeline.config.schedule == "delayed"
             entries = [loaded.parameters.get(name) for name in names]
             behind = {i for i, entry in enumerate(entries) if entry and entry["behind"] and delayed}
-            with together(self._collectives, "load"):
+            with self.together("load"):
                 wants = []
                 for i, name in enumerate(names):
                     wants += self._wants_of(loaded.checkpoint, i, name, tensors[i], i in behind)
@@ -267,7 +287,7 @@ class Checkpoints:
                 self._read_targets(loaded, targets)
             pipeline.publish_later(range(len(names)))
             publish()
-            with together(self._collectives, "load"):
+            with self.together("load"):
                 wants = []
                 for i in behind:
                     for run in pipeline.runs(i, tensors[i]):
@@ -332,7 +352,7 @@ class Checkpoints:
         mine = fingerprint(json.dumps(checkpoint.content, sort_keys=True))
         both = np.array([mine], np.int64)
         self._collectives.broadcast(both, "load")
-        with together(self._collectives, "load"):
+        with self.together("load"):
             if both[0] != mine:
                 raise CheckpointError(f"{checkpoint.path}: not the checkpoint that process 0 loads; expected the same")
 
@@ -482,6 +502,17 @@ def _failed_ranks(collectives: Collectives, what: str, *, failed: bool) -> str:
 
 def _read_from(read: Callable[[int, np.ndarray], None], at: int, start: int, out: np.ndarray) -> None:
     read(at + start, out)
+
+
+def _check_names(names: Iterable[str]) -> None:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise CheckpointError(
+                f"two tensors are named {name!r}, and a checkpoint tells them apart by their names; expected different "
+                "ones: rename one (add_param_group() takes names, too)"
+            )
+        seen.add(name)
 
 
 def translation(names: Names) -> Callable[[str], str]:

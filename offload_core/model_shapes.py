@@ -19,6 +19,8 @@ GPT2_VOCABULARY = 50304  # 50257 padded to a multiple of 64; bytes use the first
 INDEX = "model.safetensors.index.json"
 LEAST = 1_000_000
 """The fewest parameters that :func:`gpt_of` makes a GPT of."""
+MOST = 10**12
+"""The most of which a plan is made."""
 _HEAD = 128
 """Elements of an attention head, where only a count is known."""
 

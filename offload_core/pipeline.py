@@ -137,17 +137,13 @@ class Pipeline:
         self._gradients.order += self._buckets.add(specs, tensors, frozen)
         self.steps += [np.zeros((), np.float32) for _ in specs]
 
-    def states(self, param: int, *, writable: bool = False) -> list[tuple[int, dict[str, np.ndarray]]]:
+    def states(self, param: int) -> list[tuple[int, dict[str, np.ndarray]]]:
         """This process's states of a parameter: ``(start, {name: fp32 view})`` a contiguous run, ascending.
 
         The names are those of ``cpu_adam.STATE_NAMES``; an fp32 parameter updated in place has no ``"master"``.
-
-        Args:
-            writable: the caller is about to write to them.
+        Who writes to them calls :meth:`will_change` before.
         """
         self.finish()
-        if writable:
-            self._buckets.before_change([param])
         return self._buckets.states(param)
 
     def local_states(self, param: int) -> dict[str, np.ndarray]:

@@ -6,7 +6,7 @@ JSON. The rest is ``{"$": kind, …}``; a decoder that does not know the kind sa
 
 import base64
 import math
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -55,16 +55,17 @@ def encode(value: Any, arrays: list[np.ndarray], types: Sequence[ArrayType] = ()
         if type(value) in (list, tuple, set, frozenset):
             items = [walk(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)]
             return items if type(value) is list else {_KIND: type(value).__name__, "value": items}
-        if type(value) in (dict, OrderedDict, defaultdict):  # a factory would be code
-            if all(type(key) is str and not key.startswith(_KIND) for key in value):
+        if type(value) in (dict, OrderedDict, defaultdict, Counter):  # a factory would be code
+            kind = "Counter" if type(value) is Counter else "dict"
+            if kind == "dict" and all(type(key) is str and not key.startswith(_KIND) for key in value):
                 return {key: walk(item, f"{where}[{key!r}]", depth + 1) for key, item in value.items()}
             items = [
                 [walk(key, where, depth + 1), walk(item, f"{where}[{key!r}]", depth + 1)] for key, item in value.items()
             ]
-            return {_KIND: "dict", "value": items}
-        for kind in types:
-            if kind.of(value):
-                return {_KIND: kind.kind, "value": array(kind.to_numpy(value), where)}
+            return {_KIND: kind, "value": items}
+        for arrays_of in types:
+            if arrays_of.of(value):
+                return {_KIND: arrays_of.kind, "value": array(arrays_of.to_numpy(value), where)}
         raise CheckpointError(
             f"{where} is a {type(value).__module__}.{type(value).__qualname__}; expected plain values (None, numbers, "
             "strings, bytes, lists, tuples, dictionaries) and arrays: a checkpoint holds nothing that would have to be "
@@ -106,8 +107,8 @@ def decode(value: Any, arrays: Sequence[np.ndarray], types: Sequence[ArrayType] 
             return base64.b64decode(held, validate=True)
         if kind in ("tuple", "set", "frozenset"):
             return {"tuple": tuple, "set": set, "frozenset": frozenset}[kind](walk(held))
-        if kind == "dict":
-            return {walk(key): walk(item) for key, item in held}
+        if kind in ("dict", "Counter"):
+            return {"dict": dict, "Counter": Counter}[kind]({walk(key): walk(item) for key, item in held})
         if kind == "scalar":
             return arrays[held][()]
         return from_numpy.get(kind, np.asarray)(arrays[held])

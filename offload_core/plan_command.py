@@ -16,7 +16,7 @@ from .exchange import planned_device
 from .host_memory import available_bytes, format_bytes
 from .machine import measure_bandwidths
 from .memory_plan import MemoryPlan, PlanRow, format_table
-from .model_shapes import GPTS, LEAST, Shapes, gpt_of, specs_of, stored_shapes
+from .model_shapes import GPTS, LEAST, MOST, Shapes, gpt_of, specs_of, stored_shapes
 from .quantities import count, rate, size
 from .step_time import Speeds, StepTime, predict
 
@@ -127,8 +127,8 @@ def _check(args: argparse.Namespace) -> None:
     local, ranks = args.local_world_size, args.world_size
     if local and local > ranks:
         raise ConfigError(f"--local-world-size {local} with --world-size {ranks}; expected at most that many")
-    if args.parameters is not None and args.parameters < LEAST:
-        raise ConfigError(f"--parameters {args.parameters:,}: expected at least {LEAST:,}")
+    if args.parameters is not None and not LEAST <= args.parameters <= MOST:
+        raise ConfigError(f"--parameters {args.parameters:,}: expected at least {LEAST:,}, at most {MOST:,}")
     if (args.flops is None) != (args.tokens is None):
         raise ConfigError("--flops and --tokens predict the compute time together; expected both or neither")
     if args.offload_param == "cpu" and args.stage not in (None, 3):

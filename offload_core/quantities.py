@@ -23,12 +23,16 @@ def rate(text: str) -> float:
 
 def count(text: str) -> int:
     """A count: ``"10B"``, ``"124M"``, ``"7000000"``."""
-    return round(_scaled(text, _COUNTS, "a count such as 10B, 124M or 7000000"))
+    expected = "a count such as 10B, 124M or 7000000"
+    value = _scaled(text, _COUNTS, expected)
+    if value != round(value):
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected {expected}: a whole number")
+    return round(value)
 
 
 def _scaled(text: str, units: dict[str, int], expected: str) -> float:
     match = _NUMBER.fullmatch(text)
     value = float(match[1]) * units[match[2].upper()] if match and match[2].upper() in units else math.nan
-    if not 0 < value < math.inf:
+    if not 1 <= value < math.inf:
         raise argparse.ArgumentTypeError(f"got {text!r}, expected {expected}")
     return value

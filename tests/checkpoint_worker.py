@@ -133,5 +133,42 @@ def resumed(rank, world_size):
     return result
 
 
+class OnRankZeroAlone:
+    """A stateful object that only one rank has the state of."""
+
+    def __init__(self, rank):
+        self.rank = rank
+
+    def state_dict(self):
+        if self.rank:
+            raise ValueError("not here")
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
+def refused(rank, world_size):
+    """What stops one rank stops all, at once, and they go on together."""
+    said = []
+    engine = wrap(nn.Linear(3, 3), stage=1, gradient_accumulation_steps=2)
+
+    def save(**options):
+        try:
+            engine.save_checkpoint(FOLDER, **options)
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}"[:60])
+
+    save(stateful={"it": OnRankZeroAlone(rank)})
+    with engine.no_sync():
+        engine.backward(engine(torch.ones(2, 3)).sum())
+        save()
+        engine.step()
+    save()
+    engine.optimizer.zero_grad()
+    engine.save_checkpoint(FOLDER)
+    return said
+
+
 if __name__ == "__main__":
     main(globals(), timeout=100)  # disks may be slow

@@ -118,7 +118,7 @@ def deepspeed(rank, world_size):
         try:
             load_deepspeed(engine, FOLDER / ("deepspeed" if rank else "none"))
         except CheckpointError as error:
-            result[f"{stage} refused"] = ("another rank" if rank else "latest: no such file") in str(error)
+            result[f"{stage} refused"] = ("failed in process 0" if rank else "latest: no such file") in str(error)
     return result
 
 

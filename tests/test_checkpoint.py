@@ -293,3 +293,32 @@ def test_an_error_of_one_rank_is_an_error_of_all_and_leaves_the_checkpoints_befo
 
     run_ranks(2, act)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000001"]
+
+
+@pytest.mark.parametrize("name", ["wait", "keep", "step"])
+def test_what_ranks_are_asked_differently_is_refused_by_all(tmp_path, name):
+    """One that waited would meet one that goes on training."""
+
+    def act(rank):
+        subject = Subject(
+            HostDevice(), [np.ones(100, np.float32)], [BFLOAT16], [0], make().pipeline.config, collectives=rank
+        )
+        asked = {"wait": rank.rank == 0, "keep": 1 + rank.rank, "step": 1 + rank.rank}
+        with pytest.raises(CheckpointError, match=f"'{name}'.*expected the same of all|failed in process 1"):
+            save(subject, tmp_path, **{name: asked[name]})
+        save(subject, tmp_path)
+
+    run_ranks(2, act)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000001"]
+
+
+def test_an_argument_that_one_rank_refuses_is_refused_by_all(tmp_path):
+    def act(rank):
+        subject = Subject(
+            HostDevice(), [np.ones(100, np.float32)], [BFLOAT16], [0], make().pipeline.config, collectives=rank
+        )
+        with pytest.raises(CheckpointError, match="keep: got 0|failed in process 0"):
+            save(subject, tmp_path, keep=rank.rank)
+        save(subject, tmp_path)
+
+    run_ranks(2, act)

@@ -154,13 +154,16 @@ def test_what_is_damaged_is_refused_or_does_not_matter(case):
         for way in paths_of({key: value for key, value in state.items() if key not in ("ds_config", "lr_scheduler")}):
             if "base_optimizer_state" in way or way.count("optimizer_state_dict") > 1:
                 continue
-            for damage in (7, torch.zeros(1), []):
+            for kind in (7, torch.zeros(1), [], "no values"):
+                damage = kind
                 wrong = copy.deepcopy(state)
                 holder = wrong
                 for key in way[:-1]:
                     holder = holder[key]
                 if isinstance(holder, tuple):
                     continue
+                if type(kind) is str and isinstance(holder[way[-1]], torch.Tensor):
+                    damage = holder[way[-1]].to("meta")
                 holder[way[-1]] = damage
                 torch.save(wrong, path)
                 found, tried = blank(), tried + 1

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 
 import numpy as np
 import pytest
@@ -30,6 +30,7 @@ VALUES = st.recursive(
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.lists(inner, max_size=3).map(tuple)
+        | st.lists(KEYS, max_size=3).map(Counter)
         | st.dictionaries(KEYS, inner, max_size=3)
         | st.dictionaries(st.sampled_from(["$", "$x", "value", "a"]), inner, max_size=3)
     ),

@@ -26,7 +26,7 @@ from bench.gpt_torch import GPT
 from frontends.jax import wrap as wrap_jax
 from frontends.torch import wrap
 from offload_core import DeviceMemoryError, HostMemoryError
-from offload_core.__main__ import main
+from offload_core.__main__ import READER_GONE, main
 from offload_core.bucket_terms import BucketTerms
 from offload_core.config import OffloadConfig
 from offload_core.dtypes import BFLOAT16, FLOAT32
@@ -215,6 +215,10 @@ def test_activations_are_counted_where_they_are_given(capsys: pytest.CaptureFixt
         (["plan", "--preset=gpt3"], "gpt2-10b"),
         (["plan", "--parameters=10X"], "expected a count such as 10B"),
         (["plan", "--parameters=10"], "expected at least 1,000,000"),
+        (["plan", "--parameters=1e30"], "at most 1,000,000,000,000"),
+        (["plan", "--preset=tiny", "--world-size=2.5"], "a whole number"),
+        (["plan", "--preset=tiny", "--world-size=0.4"], "expected a count"),
+        (["plan", "--preset=tiny", "--dram-bandwidth=1e-320"], "expected bytes a second"),
         (["plan", "--preset=tiny", "--parameters=10B"], "not allowed with"),
         (["plan", "--preset=tiny", "--host-memory=-1GB"], "expected a size such as 32GB"),
         (["plan", "--preset=tiny", "--stage=4"], "--stage"),
@@ -393,3 +397,13 @@ def test_no_framework_is_needed() -> None:
         "runpy.run_module('offload_core', run_name='__main__')"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60, capture_output=True)
+
+
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    """As with ``| head -1``."""
+    command = [sys.executable, "-m", "offload_core", "plan", "--preset=tiny", "--dram-bandwidth=1GB", "--json"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    process.stderr.close()
+    assert process.wait() == READER_GONE

@@ -9,7 +9,7 @@ import safetensors.torch
 import torch
 from test_torch_optimizer import batch, loss_of, make, same_bits
 from torch import nn
-from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, MultiStepLR
 
 from frontends.torch import gathered_parameters, wrap
 from offload_core.checkpoint_files import Checkpoint
@@ -32,6 +32,7 @@ class Mixed(nn.Module):
         self.register_buffer("mask", torch.rand(4) > 0.5)
         self.register_buffer("phase", torch.randn(2, dtype=torch.complex64))
         self.register_buffer("spread", torch.randn(3, 8)[:, ::2])
+        self.register_buffer("ones", torch.ones(3, 1).expand(3, 4))
         self.register_buffer("cache", torch.randn(3), persistent=False)
 
     def forward(self, x):
@@ -143,6 +144,99 @@ def test_a_parameter_that_is_frozen_or_trained_now_only(tmp_path):
     assert not state["exp_avg"].any()
     assert same_bits(state["master"], engine.module.frozen)
     train(other, 1)
+
+
+def test_a_parameter_that_was_unfrozen_on_the_way_keeps_its_states(tmp_path):
+    def new(seed):
+        model = Mixed(seed)
+        model.head.requires_grad_(False)
+        engine = wrap(model, lr=1e-2, param_dtype="bfloat16")
+        return model, engine
+
+    model, engine = new(0)
+    train(engine, 1)
+    model.head.requires_grad_(True)
+    train(engine, 2)
+    engine.save_checkpoint(tmp_path)
+    train(engine, 2)
+    model, other = new(1)
+    model.head.requires_grad_(True)  # and nothing has had a gradient yet
+    other.load_checkpoint(tmp_path)
+    train(other, 2)
+    for name, tensor in model.state_dict().items():
+        assert name == "cache" or same_bits(tensor, engine.module.state_dict()[name]), name
+    for param, same in zip(model.parameters(), engine.module.parameters(), strict=True):
+        for name, state in engine.optimizer.state.get(same, {}).items():
+            assert same_bits(torch.as_tensor(other.optimizer.state[param][name]), torch.as_tensor(state)), name
+
+
+class Counting(nn.Linear):
+    """Knows how often it was called, in the state that modules have besides tensors."""
+
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x)
+
+    def get_extra_state(self):
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state):
+        self.calls = state["calls"]
+
+
+def test_what_modules_have_besides_tensors_comes_back(tmp_path):
+    engine = wrap(nn.Sequential(Counting(3, 3), nn.Linear(3, 3)), lr=1e-2)
+    engine(torch.ones(1, 3))
+    engine.save_checkpoint(tmp_path)
+    inside = nn.ModuleDict({"inner": nn.Sequential(Counting(3, 3), nn.Linear(3, 3))})
+    other = wrap(inside, lr=1e-2)
+    other.load_checkpoint(tmp_path, names=lambda name: name.removeprefix("inner."))
+    assert inside["inner"][0].calls == 1
+    both = wrap(nn.Sequential(Counting(3, 3), Counting(3, 3)), lr=1e-2)
+    with pytest.raises(CheckpointError, match=r"has no '1\._extra_state'.*get_extra_state"):
+        both.load_checkpoint(tmp_path)
+
+
+def test_a_compiled_model_is_the_same_model(tmp_path):
+    plain, within = nn.Linear(3, 3), nn.Linear(3, 3)
+    within.register_buffer("mask", torch.ones(2))
+    plain.register_buffer("mask", torch.zeros(2))
+    compiled = torch.compile(within, backend="eager")
+    engine, other = wrap(compiled, lr=1e-2), wrap(plain, lr=1e-2)
+    engine.save_checkpoint(tmp_path)
+    other.load_checkpoint(tmp_path)
+    for name, tensor in plain.state_dict().items():
+        assert same_bits(tensor, within.state_dict()[name]), name
+    engine.load_checkpoint(tmp_path)
+
+
+def test_a_schedule_that_counts_its_milestones_comes_back(tmp_path):
+    def new():
+        engine = wrap(make(), lr=1e-2)
+        return engine, MultiStepLR(engine.optimizer, [1, 3, 3])
+
+    engine, schedule = new()
+    engine.optimizer.step()
+    schedule.step()
+    engine.save_checkpoint(tmp_path, stateful={"schedule": schedule})
+    resumed, other = new()
+    resumed.load_checkpoint(tmp_path, stateful={"schedule": other})
+    assert other.state_dict() == schedule.state_dict()
+    for each in (schedule, other):
+        each.optimizer.step()
+        each.step()
+        each.step()
+    assert other.get_last_lr() == schedule.get_last_lr() == [1e-2 * 0.1**3]
+
+
+def test_two_tensors_of_one_name_are_refused_before_anything_is_written(tmp_path):
+    engine = wrap(nn.Linear(3, 3), lr=1e-2)
+    engine.optimizer.add_param_group({"params": [("weight", nn.Parameter(torch.ones(3)))]})
+    with pytest.raises(CheckpointError, match="two tensors are named 'weight'.*rename one"):
+        engine.save_checkpoint(tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_parameters_that_are_changed_by_hand_right_after_the_call_are_saved_as_they_were(tmp_path):

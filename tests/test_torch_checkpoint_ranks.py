@@ -3,9 +3,8 @@
 import pytest
 from test_torch_ranks import run
 
-pytestmark = pytest.mark.slow
 
-
+@pytest.mark.slow
 def test_thirty_steps_are_ten_saved_and_twenty_by_as_many_ranks_or_fewer(tmp_path):
     def ranks(scenario, world_size):
         folder = tmp_path / f"{scenario} {world_size}"
@@ -26,3 +25,14 @@ def test_thirty_steps_are_ten_saved_and_twenty_by_as_many_ranks_or_fewer(tmp_pat
         resumed = ranks("resumed", world_size)
         for case, bits in straight.items():
             assert resumed[case] == bits, f"{case}: {world_size} ranks"
+
+
+def test_what_one_rank_cannot_save_none_does_and_gradients_that_were_not_sent_count(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    first, second = run("refused", 2, folder, "checkpoint_worker.py")
+    assert first[0] == "CheckpointError: save of a checkpoint failed in process 1, a"
+    assert second[0] == "ValueError: not here"
+    waiting = "StateError: a checkpoint is asked for between backward() and"
+    assert first[1:] == second[1:] == [waiting, waiting]
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir() if path.is_dir()] == ["step-00000000"]

@@ -20,7 +20,6 @@ from offload_core.checkpoint import (
     random_state,
     set_random_state,
     states_of,
-    together,
     translation,
 )
 from offload_core.checkpoint_files import Want
@@ -101,15 +100,19 @@ class TreeCheckpoints:
         wait: bool,
     ) -> Path:
         """Save a tree that has had so many updates."""
-        collectives = self._pipeline.device.collectives
-        with together(collectives, "save"):
+        with self._core.together("save"):
             names = self._names(None)
             untrained = {names[i]: i for i in self._untrained()}
             shapes = {name: _form(name, self._leaves[i]) for name, i in untrained.items()}
-            sources = [_source(name, self._leaves[i]) for name, i in untrained.items()] if collectives.rank == 0 else []
+            sources = (
+                [_source(name, self._leaves[i]) for name, i in untrained.items()]
+                if self._pipeline.device.collectives.rank == 0
+                else []
+            )
             state = {"updates": updates, "groups": None, "stateful": states_of(stateful), "extras": extras}
         own = {"random": random_state()}
-        contents = Contents([names[i] for i in self._trained], sources, shapes, state, own, ARRAYS, "jax")
+        trained = [names[i] for i in self._trained]
+        contents = Contents(trained, sources, shapes, state, own, ARRAYS, front_end="jax")
         return self._core.save(folder, contents, self._tensors(), step=updates, keep=keep, wait=wait)
 
     def wait(self) -> None:
@@ -125,7 +128,7 @@ class TreeCheckpoints:
         names: Names,
     ) -> Loaded:
         """Load one that has states of these objects. ``publish`` brings master weights to the trained leaves."""
-        with together(self._pipeline.device.collectives, "load"):
+        with self._core.together("load"):
             theirs = self._names(names)
             targets = [self._target(theirs[i], i) for i in self._untrained()]
         return self._core.load(

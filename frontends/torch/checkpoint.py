@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.autograd.graph import increment_version
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as EXTRA_STATE
 
 from offload_core.checkpoint import (
     Contents,
@@ -27,6 +28,7 @@ from offload_core.plain import ArrayType
 from offload_core.regions import InMemory
 from offload_core.shard_writer import Source
 
+from .export import uncompiled
 from .optimizer import OffloadedAdamW
 from .partitioned import PartitionedParameter
 from .tensors import NUMPY_DTYPES, elements_of, flat, memory
@@ -65,9 +67,14 @@ class ModelCheckpoints:
         wait: bool,
     ) -> Path:
         optimizer = self._optimizer
-        if optimizer.partitioned is not None:
-            optimizer.partitioned.check_closed()
-        tensors = optimizer.current_tensors()
+        with optimizer.checkpoints.together("save"):
+            self._check_closed("save_checkpoint()")
+            tensors = optimizer.current_tensors()
+            contents = self._contents(stateful, extras)
+        return optimizer.checkpoints.save(folder, contents, tensors, step=optimizer.updates, keep=keep, wait=wait)
+
+    def _contents(self, stateful: Mapping[str, Any] | None, extras: Any) -> Contents:
+        optimizer = self._optimizer
         sources, shapes = [], {}
         alone = optimizer.pipeline.device.collectives.rank == 0
         for name, tensor, record in self._untrained():
@@ -80,19 +87,36 @@ class ModelCheckpoints:
         state = {
             "updates": optimizer.updates,
             "groups": groups,
+            "modules": {name: module.get_extra_state() for name, module in self._stateful_modules()},
             "stateful": states_of(stateful),
             "extras": extras,
         }
-        contents = Contents(self._names(), sources, shapes, state, {"random": random_states()}, [TENSORS], "torch")
-        return optimizer.checkpoints.save(folder, contents, tensors, step=optimizer.updates, keep=keep, wait=wait)
+        return Contents(
+            self._names(),
+            sources,
+            shapes,
+            state,
+            own={"random": random_states()},
+            types=[TENSORS],
+            gradients_wait=any(slot.deferred is not None for slot in optimizer.slots),
+            front_end="torch",
+        )
 
     def load(self, path: Any, *, stateful: Mapping[str, Any] | None, names: Names, random_state: bool) -> Any:
         optimizer, translated = self._optimizer, translation(names)
-        if optimizer.partitioned is not None:
-            optimizer.partitioned.check_closed()
-        tensors = optimizer.current_tensors()
+        modules = {translated(name): module for name, module in self._stateful_modules()}
+        with optimizer.checkpoints.together("load"):
+            self._check_closed("load_checkpoint()")
+            optimizer.take_on_unfrozen()
+            tensors = optimizer.current_tensors()
 
         def accept(loaded: Loaded) -> None:
+            missing = [name for name in modules if name not in loaded.state.get("modules", modules)]
+            if missing:
+                raise CheckpointError(
+                    f"{loaded.checkpoint.path}: has no {missing[0]!r}, which this model's get_extra_state() gives; is "
+                    "it the checkpoint of another model?"
+                )
             check_stateful(stateful, loaded.state["stateful"])
             groups = loaded.state["groups"]
             if groups is not None and len(groups) != len(optimizer.param_groups):
@@ -118,6 +142,9 @@ class ModelCheckpoints:
                     group[key].fill_(float(value))  # schedulers may hold it
                 else:
                     group[key] = value
+        for name, module in modules.items():
+            if name in state.get("modules", ()):  # the other front end knows no modules
+                module.set_extra_state(state["modules"][name])
         for name, item in (stateful or {}).items():
             item.load_state_dict(state["stateful"][name])
         if random_state and loaded.own is not None:
@@ -126,9 +153,21 @@ class ModelCheckpoints:
 
     # --- what there is -------------------------------------------------------------------------------
 
+    def _check_closed(self, what: str) -> None:
+        if self._optimizer.partitioned is not None:
+            self._optimizer.partitioned.check_closed(what)
+
+    def _stateful_modules(self) -> list[tuple[str, nn.Module]]:
+        """Modules with a ``get_extra_state``, by the names that ``state_dict()`` gives these states."""
+        return [
+            (uncompiled(f"{prefix}.{EXTRA_STATE}" if prefix else EXTRA_STATE), module)
+            for prefix, module in self._model.named_modules()
+            if type(module).get_extra_state is not nn.Module.get_extra_state
+        ]
+
     def _names(self) -> list[str]:
         """Of the trained parameters: the model's names of them."""
-        of_model = {id(param): name for name, param in self._model.named_parameters()}
+        of_model = {id(param): uncompiled(name) for name, param in self._model.named_parameters()}
         return [of_model.get(id(slot.param), slot.name) for slot in self._optimizer.slots]
 
     def _untrained(self) -> Iterator[tuple[str, torch.Tensor, PartitionedParameter | None]]:
@@ -137,14 +176,14 @@ class ModelCheckpoints:
         parted = self._optimizer.partitioned
         for name, param in self._model.named_parameters():
             if id(param) not in trained:
-                yield name, param, None if parted is None else parted.record_of(param)
+                yield uncompiled(name), param, None if parted is None else parted.record_of(param)
         seen: set[int] = set()
         for prefix, module in self._model.named_modules():
             for own, buffer in module._buffers.items():
                 if buffer is None or own in module._non_persistent_buffers_set or id(buffer) in seen:
                     continue
                 seen.add(id(buffer))
-                yield f"{prefix}.{own}" if prefix else own, buffer, None
+                yield uncompiled(f"{prefix}.{own}" if prefix else own), buffer, None
 
     def _target(self, name: str, tensor: torch.Tensor, record: PartitionedParameter | None) -> Target:
         shape = tuple(tensor.shape)
@@ -171,7 +210,8 @@ class ModelCheckpoints:
         def loaded() -> None:
             with torch.no_grad():
                 for run, host in staged:
-                    run.copy_(host)
+                    once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in run.stride())  # expanded
+                    run[once].copy_(host[once])
                 staged.clear()
                 if not tensor.is_inference():
                     increment_version(tensor)

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -53,16 +52,8 @@ def load_deepspeed(model: nn.Module, folder: str | os.PathLike[str], *, tag: str
         return
     optimizer = model.optimizer
     model.flush()
-    matched: list[tuple[torch.Tensor, _Value]] = []
-    refusal: CheckpointError | None = None
-    try:
+    with optimizer.checkpoints.together("load"):
         matched = _matched(model.module, Path(folder), tag)
-    except CheckpointError as error:
-        refusal = error
-    refusals = np.array([refusal is not None], np.int64)
-    optimizer.pipeline.sum_integers(refusals, "load_deepspeed")
-    if refusals[0]:
-        raise refusal or CheckpointError(f"{folder}: another rank could not read it; its own error says why")
     for tensor, value in matched:
         if optimizer.has_states(tensor):
             optimizer.load_master(tensor, value.read())
@@ -222,9 +213,13 @@ def _integers(values: Any, path: Path) -> tuple[int, ...]:
 
 def _flat(tensors: Any, path: Path) -> list[torch.Tensor]:
     flat = list(tensors) if isinstance(tensors, list | tuple) else [tensors]
-    if not all(isinstance(t, torch.Tensor) and t.dim() == 1 for t in flat):
+    if not all(_has_values(t) and t.dim() == 1 and t.is_floating_point() for t in flat):
         raise CheckpointError(f"{path}: the fp32 weights are {_kind(tensors)}, expected flat tensors; {_REMEDY}")
     return flat
+
+
+def _has_values(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_meta
 
 
 def _run(tensors: Sequence[torch.Tensor], start: int, numel: int) -> torch.Tensor:
@@ -250,9 +245,7 @@ def _of_stage_1_or_2(
     [path], [module] = models, [_entry(described[0], models[0], "module", dict)]
     # Frozen parameters and buffers are there whole.
     values = {
-        name: _Value(tuple(tensor.shape), path, tensor.detach)
-        for name, tensor in module.items()
-        if isinstance(tensor, torch.Tensor)
+        name: _Value(tuple(tensor.shape), path, tensor.detach) for name, tensor in module.items() if _has_values(tensor)
     }
     shapes = _shapes(described[0], path)
     groups = [
@@ -282,7 +275,9 @@ def _of_stage_3(
     module = _entry(described[0], models[0], "module", dict)
     buffers = _entry(described[0], models[0], "buffer_names", list)
     values = {
-        name: _Value(tuple(module[name].shape), models[0], module[name].detach) for name in buffers if name in module
+        name: _Value(tuple(module[name].shape), models[0], module[name].detach)
+        for name in buffers
+        if _has_values(module.get(name))
     }
     for name, shape in (described[0].get("frozen_param_shapes") or {}).items():
         fragments = [

@@ -291,9 +291,10 @@ class Engine(nn.Module):
         """Save what training goes on from, and return the checkpoint's folder, ``folder/step-…``.
 
         All ranks call it; they must share the folder. It holds master weights, moments, frozen parameters and
-        persistent buffers (rank 0's), step counts, the loss scale, hyperparameters, the state of the random generators
-        (Python's, NumPy's, torch's) of each rank, and what is given here. Any number of ranks, any stage and the JAX
-        front end load it. It appears whole or not at all, and ``folder/latest`` names it then.
+        persistent buffers (rank 0's), what modules give as ``get_extra_state()`` (rank 0's; plain values), step counts,
+        the loss scale, hyperparameters, the state of the random generators (Python's, NumPy's, torch's) of each rank,
+        and what is given here. Any number of ranks, any stage and the JAX front end load it. It appears
+        whole or not at all, and ``folder/latest`` names it then.
 
         Args:
             stateful: objects with ``state_dict()`` and ``load_state_dict()``, by name: LR schedulers, data loaders.
@@ -322,6 +323,8 @@ class Engine(nn.Module):
         random_state: bool = True,
     ) -> Any:
         """Load a checkpoint, or the latest of a folder, and return its extras. All ranks call it.
+
+        A parameter that is frozen in this model gets its value and no states: unfreeze before what was unfrozen then.
 
         Args:
             stateful: objects that take up the states saved under these names.

@@ -42,6 +42,11 @@ def export_safetensors(
     export_weights(folder, weights, max_shard_bytes=max_shard_bytes, rank=rank, sum_integers=pipeline.sum_integers)
 
 
+def uncompiled(name: str) -> str:
+    """The name that a tensor has in the model before ``torch.compile``."""
+    return name.replace(_COMPILED, "")
+
+
 def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """What ``state_dict()`` lists, the parameters themselves; none of them is read, for they may be in shards.
 
@@ -50,7 +55,7 @@ def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """
     found = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        name = name.replace(_COMPILED, "")
+        name = uncompiled(name)
         if not isinstance(tensor, torch.Tensor):
             raise ParameterError(
                 f"{name!r} of the model's state_dict() is a {type(tensor).__name__}, expected a tensor: weights "

@@ -152,7 +152,9 @@ class OffloadedAdamW(torch.optim.Optimizer):
         if model is not None and config.takes_apart(pipeline.device.world_size):
             self.partitioned = PartitionedModel(model, first.device, process_group, pipeline)
         else:
-            check_takes_none([*(entry[:2] for entry in named), *(model.named_parameters() if model else ())], config)
+            check_takes_none(
+                [*(entry[:2] for entry in named), *(model.named_parameters() if model is not None else ())], config
+            )
         trained = [entry for entry in named if entry[1].requires_grad]
         params = [param for _, param, _ in trained]
         self._take_on(pipeline, trained, model)
@@ -325,7 +327,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
     ) -> MemoryPlan:
         params = [param for _, param in trained]
         known = {id(param) for _, param in (*trained, *frozen)}
-        others = [t for t in (*model.parameters(), *model.buffers()) if id(t) not in known] if model else []
+        others = [t for t in (*model.parameters(), *model.buffers()) if id(t) not in known] if model is not None else []
         others = [tensor for tensor in others if tensor.device == self._device]
         plan = pipeline.terms.plan(
             [spec for spec, _ in trained],
@@ -486,7 +488,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
             if self.partitioned is not None:
                 self.partitioned.check_closed()
             pipeline.check_expected(hypers, divisor=self._divisor, groups=self._groups())
-        self._take_on_unfrozen()
+        self.take_on_unfrozen(with_gradient=self.pipeline.device.world_size == 1)  # among ranks, one may have it
         self._check_unchanged()
         trained = {param for group in self.param_groups for param in group["params"]}
         present = [
@@ -602,14 +604,13 @@ class OffloadedAdamW(torch.optim.Optimizer):
         scheduled: dict[str, Any] = {"lr": lr} if callable(self.config.lr) else {}
         return scheduled | {"betas": betas} if callable(self.config.betas) else scheduled
 
-    def _take_on_unfrozen(self) -> None:
-        """States for parameters that were frozen and have a gradient now; among ranks, that may have one."""
-        alone = self.pipeline.device.world_size == 1
+    def take_on_unfrozen(self, *, with_gradient: bool = False) -> None:
+        """Make states for parameters that were frozen and can have a gradient now, or have one."""
         unknown = [
             entry
             for g in range(len(self.param_groups))
             for entry in self._named(g)
-            if entry[1] not in self._slots and (entry[1].grad is not None if alone else entry[1].requires_grad)
+            if entry[1] not in self._slots and (entry[1].grad is not None if with_gradient else entry[1].requires_grad)
         ]
         if unknown:
             self._check_new(unknown, self._device)
@@ -764,7 +765,6 @@ class OffloadedAdamW(torch.optim.Optimizer):
         return {name: part(value) for name, value in entry.items()}
 
     def _load(self, slot: Slot, entry: Mapping[str, Any]) -> None:
-        self.pipeline.states(slot.index, writable=True)  # whose memory these are views of
         views = self.state[slot.param]
         self.pipeline.will_change([slot.index])
         for name, view in views.items():

@@ -245,11 +245,11 @@ class PartitionedModel:
         shards = 0 if self._config.offload_param == "cpu" else sum(r.shard.nbytes for r in self._of.values())
         return self.live.n_bytes + shards
 
-    def check_closed(self) -> None:
+    def check_closed(self, what: str = "an update") -> None:
         """Raise :class:`StateError` inside ``gathered_parameters``."""
         if self._open:
             raise StateError(
-                "an update inside gathered_parameters(); expected it after: parameters are about to change"
+                f"{what} inside gathered_parameters(); expected it after: what is written there is in no shard yet"
             )
 
     def before_change(self) -> int:
