@@ -6,6 +6,8 @@ ARGS ?=
 PARTS ?=
 VENV := .venv
 BIN := $(VENV)/bin
+# Two files of tests at a time; ARGS="-n 0" for one.
+TEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile
 SITE_STAMP := $(VENV)/.requirements
 BUILD_STAMP := $(VENV)/.built
 PEERS_STAMP := $(VENV)/.peers
@@ -17,10 +19,10 @@ train: setup
 	$(BIN)/python -m bench.train --frontend $(FRONTEND) $(ARGS)
 
 test: setup
-	$(BIN)/python -m pytest -q -m "not slow" $(ARGS)
+	$(TEST) -m "not slow" $(ARGS)
 
 test-all: setup
-	$(BIN)/python -m pytest -q $(ARGS)
+	$(TEST) $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

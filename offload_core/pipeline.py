@@ -161,7 +161,7 @@ class Pipeline:
         Args:
             tensor: the device parameter; it is read where it is its own master weights.
         """
-        self.finish()
+        self._refuse_if_broken()
         return self._buckets.run(lambda: self._buckets.whole_states(param, names, tensor))
 
     def sum_integers(self, array: np.ndarray, what: str) -> None:
@@ -226,7 +226,6 @@ class Pipeline:
         """Inside, all states are replaced. After an error there everything raises until that has been done."""
         self._half_loaded = None
         self.drop_gradients()
-        self.withdraw()
         self.finish()
         try:
             yield

@@ -100,9 +100,11 @@ def delayed_parameters_after_a_step_that_was_skipped():
 def checkpoints():
     with tempfile.TemporaryDirectory() as folder:
         engine = two_steps(wrap(make(), **OPTIONS))
-        path = engine.save_checkpoint(folder, wait=False)
+        path, checkpoints = engine.save_checkpoint(folder, wait=False), engine.optimizer.checkpoints
         engine.close()
-        assert path.is_dir()
+        complete = path.is_dir()
+        checkpoints.wait()
+        assert complete
         other = wrap(make(), **OPTIONS)
         other.load_checkpoint(folder)
         assert_parameters(other.parameters())

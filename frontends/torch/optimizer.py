@@ -640,8 +640,6 @@ class OffloadedAdamW(torch.optim.Optimizer):
         scaler, device = self.pipeline.scaler, self.pipeline.device
         if device.world_size == 1:
             self.flush()  # among ranks that would be collective under schedule="delayed"
-        else:
-            self._finish()
         state = super().state_dict()
         if device.world_size > 1:
             state["partition"] = {"rank": device.ranks[0], "world_size": device.world_size}

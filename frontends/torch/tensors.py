@@ -143,6 +143,9 @@ def memory_of_all(tensors: Iterable[torch.Tensor]) -> int:
     storages = {}
     with torch._C.DisableTorchFunctionSubclass():
         for tensor in tensors:
+            if tensor.layout is not torch.strided:  # values and the place of each
+                storages[-id(tensor)] = tensor._nnz() * (tensor.element_size() + 8 * tensor.dim())
+                continue
             try:
                 storage = tensor.untyped_storage()
                 storages[storage._cdata] = storage.nbytes()
