@@ -8,15 +8,10 @@ Each process writes a file and says in another, its *part*, what is in it. When 
 a checkpoint (``checkpoint_files.py``). So nobody waits for anybody while training goes on.
 """
 
-import fcntl
 import json
 import os
-import random
-import threading
-import time
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from functools import partial
@@ -28,8 +23,9 @@ import numpy as np
 
 from . import checkpoint_files as files
 from .checkpoint_files import Checkpoint, Want
+from .checkpoint_save import Place, Save, together
 from .collectives import Collectives
-from .errors import CheckpointError, CheckpointWarning, StateError
+from .errors import CheckpointError, StateError
 from .layout import fingerprint
 from .pipeline import Pipeline
 from .plain import ArrayType, decode, encode
@@ -40,12 +36,8 @@ from .shard_writer import ShardWriter, Source
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _KINDS = {str(dtype): {"V": "f", "u": "i"}.get(dtype.kind, dtype.kind) for dtype in NAME_OF}
 """Element types whose numbers can be taken for each other's."""
-_POLL_SECONDS = 0.05
-_LONGEST_PAUSE_SECONDS = 0.2
 _TARGET_BYTES = 64 * 2**20
 """Of what is not trained, read at a time (or one tensor, where that is larger)."""
-_PATIENCE_SECONDS = 600.0
-"""How long process 0 waits while no file of the others grows."""
 
 Names = Mapping[str, str] | Callable[[str], str] | None
 """From a model's names to those in a checkpoint."""
@@ -92,7 +84,7 @@ class Checkpoints:
 
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
-        self._save: _Save | None = None
+        self._save: Save | None = None
 
     @property
     def _collectives(self) -> Collectives:
@@ -154,8 +146,8 @@ class Checkpoints:
                 )
             self._pipeline.finish()
         self._agree_on({"step": step, "keep": keep or 0, "wait": int(wait)}, "save")
-        place = _Place(Path(folder), self._collectives, step)
-        self._save = _Save(place, lambda path: self._prepare(path, contents, tensors, step), keep, quiet=wait)
+        place = Place(Path(folder), self._collectives, step)
+        self._save = Save(place, lambda path: self._prepare(path, contents, tensors, step), keep, quiet=wait)
         writer = self._save.writer
         self._pipeline.before_change(writer.capture)
         try:
@@ -476,30 +468,6 @@ def _written(pipeline: Pipeline, front_end: str | None) -> dict[str, Any]:
     }
 
 
-@contextmanager
-def together(collectives: Collectives, what: str) -> Iterator[None]:
-    """An error of one process inside is an error of all.
-
-    Raises:
-        CheckpointError: another process failed.
-    """
-    try:
-        yield
-    except Exception:
-        _failed_ranks(collectives, what, failed=True)
-        raise
-    others = _failed_ranks(collectives, what, failed=False)
-    if others:
-        raise CheckpointError(f"{what} of a checkpoint failed in process {others}, and so in all; it says there why")
-
-
-def _failed_ranks(collectives: Collectives, what: str, *, failed: bool) -> str:
-    flags = np.zeros(collectives.world_size, np.int64)
-    flags[collectives.rank] = failed
-    collectives.sum_integers(flags, f"checkpoint: {what}")
-    return ", ".join(map(str, np.flatnonzero(flags)))
-
-
 def _read_from(read: Callable[[int, np.ndarray], None], at: int, start: int, out: np.ndarray) -> None:
     read(at + start, out)
 
@@ -520,252 +488,3 @@ def translation(names: Names) -> Callable[[str], str]:
     if isinstance(names, Mapping):
         return lambda name: names.get(name, name)
     return names or (lambda name: name)
-
-
-def states_of(stateful: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The states of a user's objects: schedulers, data loaders, whatever has ``state_dict``.
-
-    Raises:
-        CheckpointError: one has not.
-    """
-    for name, item in (stateful or {}).items():
-        if not (callable(getattr(item, "state_dict", None)) and callable(getattr(item, "load_state_dict", None))):
-            raise CheckpointError(
-                f"stateful[{name!r}] is a {type(item).__name__}; expected an object with state_dict() and "
-                "load_state_dict(), as schedulers are"
-            )
-    return {name: item.state_dict() for name, item in (stateful or {}).items()}
-
-
-def check_stateful(stateful: Mapping[str, Any] | None, saved: Mapping[str, Any]) -> None:
-    """Raise :class:`CheckpointError` unless there is a state for each of these objects."""
-    states_of(stateful)
-    for name in stateful or {}:
-        if name not in saved:
-            there = ", ".join(map(repr, saved)) or "none"
-            raise CheckpointError(f"stateful[{name!r}]: the checkpoint has no state of that name; it has {there}")
-
-
-def random_state() -> dict[str, Any]:
-    """The state of Python's and NumPy's global generators."""
-    return {"python": random.getstate(), "numpy": np.random.get_state(legacy=True)}
-
-
-def set_random_state(state: Mapping[str, Any]) -> None:
-    """Take up what :func:`random_state` gave."""
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-
-
-# --- a save ------------------------------------------------------------------------------------------------
-
-
-class _Place:
-    """Where a checkpoint is written; process 0 makes it and says so.
-
-    Raises:
-        CheckpointError: on all processes, where it cannot be made, or not all see it.
-    """
-
-    def __init__(self, folder: Path, collectives: Collectives, step: int) -> None:
-        self.folder = folder
-        self.collectives = collectives
-        self._lock: int | None = None
-        self.name = self._token = ""
-        said = np.zeros(128, np.uint8)
-        try:
-            with together(collectives, "save"):
-                if collectives.rank == 0:
-                    try:
-                        text = self._make(step)
-                    except OSError as error:
-                        raise CheckpointError(
-                            f"{folder}: {error.strerror}; expected a folder that can be written"
-                        ) from error
-                    said[: len(text)] = np.frombuffer(text, np.uint8)
-            collectives.broadcast(said, "checkpoint: save")
-            self.name, self._token = said.tobytes().rstrip(b"\0").decode().split("/")
-            with together(collectives, "save"):
-                if not self.unfinished.is_dir():
-                    raise CheckpointError(
-                        f"{self.unfinished}: made by process 0 and not seen by process {collectives.rank}; expected a "
-                        "file system that all processes share"
-                    )
-        except BaseException:
-            self.give_up()
-            raise
-
-    @property
-    def unfinished(self) -> Path:
-        return self.folder / f".{self.name}.{self._token}{files.UNFINISHED}"
-
-    def _make(self, step: int) -> bytes:
-        files.make_folder(self.folder)
-        self._lock = os.open(self.folder, os.O_RDONLY)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise CheckpointError(
-                f"{self.folder}: another run is saving there; expected a folder for each run"
-            ) from None
-        except OSError:
-            pass  # a file system without locks
-        files.clean(self.folder)
-        self.name, self._token = files.free_name(self.folder, step), os.urandom(4).hex()
-        self.unfinished.mkdir()
-        return f"{self.name}/{self._token}".encode()
-
-    def release(self) -> None:
-        """Let others save here."""
-        lock, self._lock = self._lock, None
-        if lock is not None:
-            with suppress(OSError):
-                fcntl.flock(lock, fcntl.LOCK_UN)  # a child forked meanwhile has the descriptor, too
-            os.close(lock)
-
-    def lost(self) -> CheckpointError:
-        """What is wrong where it is not there any more, or is not to be."""
-        return CheckpointError(
-            f"{self.unfinished}: saving failed in another process, which says there why, or somebody removed it; "
-            "checkpoints before it are untouched"
-        )
-
-    def give_up(self) -> None:
-        """Remove what there is of it. Only where it cannot be complete: process 0 may be about to make it known."""
-        if self._token:
-            files.discard(self.unfinished)
-        self.release()
-
-
-class _Save:
-    """A checkpoint on its way to the disk, as one process sees it."""
-
-    def __init__(
-        self,
-        place: _Place,
-        prepare: Callable[[Path], tuple[ShardWriter, dict[str, Any]]],
-        keep: int | None,
-        quiet: bool,
-    ) -> None:
-        self._place = place
-        self._keep = keep
-        self._quiet = quiet
-        self._error: Exception | None = None
-        self._given_up = threading.Event()
-        writer: ShardWriter | None = None
-        try:
-            with together(place.collectives, "save"):
-                writer, self._part = prepare(place.unfinished)
-                self._record = files.file_record(writer)
-            self.writer = writer
-            self._thread = threading.Thread(target=self._run, name="offload-core checkpoint")
-            self._thread.start()
-        except BaseException:
-            if writer is not None:
-                writer.close()
-            place.give_up()
-            raise
-
-    def wait(self) -> None:
-        """Return when it is complete, in all processes; after an interrupt it goes on.
-
-        They ask each other again and again: a collective that waited for a slow disk might come too late.
-        """
-        collectives, pause = self._place.collectives, 0.001
-        status = np.zeros(2, np.int64)
-        try:
-            while status[0] < collectives.world_size and not status[1]:
-                self._thread.join(pause)
-                status[:] = not self.running, self._error is not None
-                collectives.sum_integers(status, "checkpoint: save")
-                pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
-            if status[1]:
-                self._abandon()
-                collectives.sum_integers(status, "checkpoint: save")  # nobody writes there any more
-        except Exception:
-            self._abandon()
-            raise
-        finally:
-            if self._given_up.is_set() and collectives.rank == 0:
-                self._place.give_up()
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-        if status[1]:
-            raise self._place.lost()
-
-    def _abandon(self) -> None:
-        self._given_up.set()
-        self.writer.cancel(self._place.lost())
-        self._thread.join()
-
-    @property
-    def running(self) -> bool:
-        """Whether this process has anything left to do for it."""
-        return self._thread.is_alive()
-
-    def _run(self) -> None:
-        place = self._place
-        try:
-            self.writer.write()
-            self._record["blocks"] = self.writer.checksums
-            part = json.dumps(self._part | {"files": self._record})
-            files.durable(self._part_of(place.collectives.rank), part)
-            if place.collectives.rank == 0:
-                self._complete()
-        except Exception as error:
-            explained = self._explained(error)
-            place.give_up()
-            try:
-                if not self._quiet and not self._given_up.is_set():
-                    warnings.warn(CheckpointWarning(str(explained)))
-            finally:
-                self._error = explained
-        finally:
-            place.release()
-
-    def _explained(self, error: Exception) -> CheckpointError:
-        place = self._place
-        if not (place.unfinished.is_dir() or (place.folder / place.name).is_dir()):
-            return place.lost()
-        if isinstance(error, CheckpointError):
-            return error
-        path, why = place.unfinished, repr(error)
-        if isinstance(error, OSError):
-            path, why = error.filename or path, error.strerror or str(error)
-        return CheckpointError(f"{path}: {why}; the checkpoint is given up, and those before it are untouched")
-
-    def _part_of(self, rank: int) -> Path:
-        return self._place.unfinished / f"part-{rank:05d}.json"
-
-    def _complete(self) -> None:
-        paths = [self._part_of(rank) for rank in range(self._place.collectives.world_size)]
-        self._await(paths)
-        parts = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
-        content = parts[0] | {key: [part[key] for part in parts] for key in ("own", "files")}
-        for path in paths:
-            path.unlink()
-        files.write_manifest(self._place.unfinished, content)
-        path = files.commit(self._place.unfinished, self._place.name)
-        if self._keep is not None:
-            try:
-                files.rotate(self._place.folder, self._place.name, self._keep)
-            except OSError as error:
-                warnings.warn(CheckpointWarning(f"{path} is complete, but not all before it could be deleted: {error}"))
-
-    def _await(self, paths: Sequence[Path]) -> None:
-        """Wait until all of these are there; not for ever, where nothing happens any more."""
-        seen: Any = None
-        since = time.monotonic()
-        while missing := [path for path in paths if not path.exists()]:
-            if self._given_up.is_set() or not self._place.unfinished.is_dir():
-                raise self._place.lost()
-            now = [(path.name, path.stat().st_mtime_ns) for path in sorted(self._place.unfinished.glob("shard-*"))]
-            if now != seen:
-                seen, since = now, time.monotonic()
-            elif time.monotonic() - since > _PATIENCE_SECONDS:
-                raise CheckpointError(
-                    f"{missing[0]}: not written, and nothing has been for {_PATIENCE_SECONDS:.0f} s; was its process "
-                    "lost? The checkpoint is given up"
-                )
-            time.sleep(_POLL_SECONDS)

@@ -328,7 +328,7 @@ def test_the_thread_that_cannot_be_started_leaves_nothing(tmp_path, monkeypatch)
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patch:
-        patch.setattr("offload_core.checkpoint.threading.Thread.start", refuse)
+        patch.setattr("offload_core.checkpoint_save.threading.Thread.start", refuse)
         with pytest.raises(RuntimeError, match="can't start"):
             save(subject, tmp_path)
     assert not left_in(tmp_path)

@@ -10,18 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from offload_core.checkpoint import (
-    Checkpoints,
-    Contents,
-    Loaded,
-    Names,
-    Target,
-    check_stateful,
-    random_state,
-    set_random_state,
-    states_of,
-    translation,
-)
+from offload_core.checkpoint import Checkpoints, Contents, Loaded, Names, Target, translation
 from offload_core.checkpoint_files import Want
 from offload_core.errors import CheckpointError
 from offload_core.pipeline import Pipeline
@@ -29,6 +18,7 @@ from offload_core.plain import ArrayType
 from offload_core.regions import Region
 from offload_core.safetensors_files import NAME_OF
 from offload_core.shard_writer import Source
+from offload_core.stateful import check_states, load_states, random_state, set_random_state, states_of
 
 from .device import read
 from .placement import Placement
@@ -182,15 +172,14 @@ class TreeCheckpoints:
 
 def take_up(loaded: Loaded, stateful: Mapping[str, Any] | None, *, random_state: bool) -> Any:
     """What a checkpoint holds besides arrays: give it to these objects and the generators; its extras."""
-    for name, item in (stateful or {}).items():
-        item.load_state_dict(loaded.state["stateful"][name])
+    load_states(stateful, loaded.state["stateful"])
     if random_state and loaded.own is not None:
         set_random_state(loaded.own["random"])
     return loaded.state["extras"]
 
 
 def _accept(stateful: Mapping[str, Any] | None, loaded: Loaded) -> None:
-    check_stateful(stateful, loaded.state["stateful"])
+    check_states(stateful, loaded.state["stateful"])
 
 
 def _form(name: str, leaf: Any) -> tuple[tuple[int, ...], np.dtype]:

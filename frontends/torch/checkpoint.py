@@ -11,22 +11,13 @@ from torch import nn
 from torch.autograd.graph import increment_version
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as EXTRA_STATE
 
-from offload_core.checkpoint import (
-    Contents,
-    Loaded,
-    Names,
-    Target,
-    check_stateful,
-    random_state,
-    set_random_state,
-    states_of,
-    translation,
-)
+from offload_core.checkpoint import Contents, Loaded, Names, Target, translation
 from offload_core.checkpoint_files import Want
 from offload_core.errors import CheckpointError, ParameterError
 from offload_core.plain import ArrayType
 from offload_core.regions import InMemory
 from offload_core.shard_writer import Source
+from offload_core.stateful import check_states, load_states, random_state, set_random_state, states_of
 
 from .export import uncompiled
 from .optimizer import OffloadedAdamW
@@ -117,7 +108,7 @@ class ModelCheckpoints:
                     f"{loaded.checkpoint.path}: has no {missing[0]!r}, which this model's get_extra_state() gives; is "
                     "it the checkpoint of another model?"
                 )
-            check_stateful(stateful, loaded.state["stateful"])
+            check_states(stateful, loaded.state["stateful"])
             groups = loaded.state["groups"]
             if groups is not None and len(groups) != len(optimizer.param_groups):
                 raise CheckpointError(
@@ -145,8 +136,7 @@ class ModelCheckpoints:
         for name, module in modules.items():
             if name in state.get("modules", ()):  # the other front end knows no modules
                 module.set_extra_state(state["modules"][name])
-        for name, item in (stateful or {}).items():
-            item.load_state_dict(state["stateful"][name])
+        load_states(stateful, state["stateful"])
         if random_state and loaded.own is not None:
             set_random_states(loaded.own["random"])
         return state["extras"]
