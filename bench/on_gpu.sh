@@ -21,6 +21,7 @@ nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv >"$out/mach
 lscpu >>"$out/machine.txt"
 step build "$python" setup.py --quiet build_ext --inplace
 step tests "$python" -m pytest -q -p no:cacheprovider -m gpu tests/test_gpu.py
+step info "$python" -m offload_core info
 step cpu_adam "$python" -m bench.cpu_adam --rounds 5 --json "$out/cpu_adam.jsonl"
 step train-124m "$python" -m bench.train --preset gpt2-124m --device cuda --steps 30 --out "$out/run-124m"
 STEP_SECONDS=240 step gpu_step "$python" -m bench.gpu_step --out "$out/gpu_step"

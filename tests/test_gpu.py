@@ -171,3 +171,48 @@ def test_a_model_built_in_host_memory_is_the_one_built_on_the_device_and_takes_n
         assert all(p.is_cuda and same_bits(p, q) for p, q in zip(model.parameters(), whole.parameters(), strict=True))
     engine.backward(engine(torch.ones(2, 1024, device="cuda")).sum())
     assert engine.step().updated
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"gradient_clipping": 0.05},
+        {"schedule": "delayed", "delay_warmup_steps": 2},
+        {"stage": 3, "offload_param": "cpu", "param_persistence_threshold": 0},
+        {"stage": 3, "param_persistence_threshold": 0},
+    ],
+    ids=str,
+)
+def test_a_checkpoint_resumes_on_the_device_and_on_the_host(tmp_path, fields):
+    """With a frozen layer, a buffer and dropout, whose generator is the device's."""
+
+    def new(device, seed):
+        torch.manual_seed(seed)
+        frozen = torch.nn.Linear(256, 256).requires_grad_(False)
+        layers = [torch.nn.Linear(256, 256), torch.nn.Dropout(0.5), frozen, torch.nn.BatchNorm1d(256)]
+        return wrap(torch.nn.Sequential(*layers).to(device), lr=1e-2, param_dtype="bfloat16", **fields)
+
+    def train(engine, seeds):
+        for seed in seeds:
+            x = torch.randn(8, 256, generator=torch.Generator().manual_seed(seed)).cuda()
+            engine.backward(engine(x).float().pow(2).mean())
+            engine.step()
+
+    def everything(engine):
+        with gathered_parameters(engine.module.parameters()):
+            found = [t.detach().cpu().clone() for t in engine.module.state_dict().values()]
+        return found + [t.clone() for state in engine.optimizer.state.values() for t in state.values()]
+
+    straight, resumed, on_host = new("cuda", 0), new("cuda", 1), new("cpu", 2)
+    train(straight, range(5))
+    straight.save_checkpoint(tmp_path, wait=False)
+    train(straight, range(5, 10))
+    straight.wait_for_checkpoint()
+    resumed.load_checkpoint(tmp_path)
+    train(resumed, range(5, 10))
+    for a, b in zip(everything(straight), everything(resumed), strict=True):
+        assert same_bits(a.reshape(-1), b.reshape(-1))
+    resumed.load_checkpoint(tmp_path)
+    on_host.load_checkpoint(tmp_path, random_state=False)
+    for a, b in zip(everything(resumed), everything(on_host), strict=True):
+        assert same_bits(a.reshape(-1), b.reshape(-1))
