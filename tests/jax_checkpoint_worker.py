@@ -171,7 +171,7 @@ def fail(folder, case):
     assert outcome(offloaded, Loader()) == before
     assert {path.name for path in folder.iterdir()} == {"latest", good.name}
 
-    read, calls = Checkpoint._block, []
+    read, calls = Checkpoint._read_block, []
 
     def flipped(checkpoint, i, block, *arguments):
         calls.append(block)
@@ -180,7 +180,7 @@ def fail(folder, case):
         return read(checkpoint, i, block, *arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Checkpoint, "_block", flipped)
+        patch.setattr(Checkpoint, "_read_block", flipped)
         with pytest.raises(CheckpointError, match="bytes are not those" if second else here):
             offloaded.load_checkpoint(folder)
     with pytest.raises(StateError, match="loading a checkpoint broke off"):
