@@ -102,7 +102,7 @@ def transfers(run: Run, folder: Path, rounds: int) -> tuple[int, dict[str, list[
         return [*files[0].glob("*.safetensors")]
 
     acts: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
-        "save": (lambda: None, save),
+        "save": (lambda: shutil.rmtree(saved, ignore_errors=True), save),  # as the plain file goes, out of the time
         "sequential write": (lambda: plain.unlink(missing_ok=True), lambda: write(plain, n_bytes, chunk)),
         "load from the disk": (lambda: drop(*shards()), lambda: run.load(files[0])),
         "sequential read from the disk": (lambda: drop(plain), lambda: read(plain, chunk)),
