@@ -25,7 +25,7 @@ from offload_core.machine import describe
 
 @pytest.fixture
 def elsewhere(monkeypatch):
-    """As on macOS: neither Linux's own calls nor /proc and /sys, and a call that Linux lacks; the list is of its uses."""
+    """As on macOS: neither Linux's own calls nor /proc and /sys, and a call that Linux lacks; returns its uses."""
     for module, names in {
         os: ("sched_getaffinity", "posix_fallocate", "posix_fadvise"),
         mmap: ("MADV_HUGEPAGE",),

@@ -94,7 +94,7 @@ def digest(instruction_set: str) -> str:
 def check_files() -> None:
     """It is the installed package that runs, with what belongs to it."""
     package = Path(offload_core.__file__).parent
-    assert HERE.parent not in package.parents, f"{package} is the checkout; run this where the wheel is installed"
+    assert package.parent != HERE.parent, f"{package} is the checkout; run this where the wheel is installed"
     for folder in (package, package.parent / "frontends"):
         assert (folder / "py.typed").exists(), f"{folder}: no py.typed"
     assert not (package.parent / "c_src").exists()
