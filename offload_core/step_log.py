@@ -28,7 +28,6 @@ from typing import Any, Self
 
 from .checks import integer
 from .errors import StateError
-from .event_file import EventFile, append
 from .optional import library
 from .pipeline import StepReport
 
@@ -216,7 +215,7 @@ class JsonLines(Writer):
             self._take_back(step)
         self._last = step
         line = json.dumps({"step": step, **{name: _in_json(value) for name, value in record.items()}}, allow_nan=False)
-        append(self._file, line.encode() + b"\n")
+        _append(self._file, line.encode() + b"\n")
 
     def _take_back(self, step: int) -> None:
         """Move lines from this step on, and those that are none, out of the file."""
@@ -242,6 +241,18 @@ class JsonLines(Writer):
             self._file.close()
 
 
+def _append(file: FileIO, record: bytes) -> None:
+    """Write all of a record to an unbuffered file, or, where the system does not take it, nothing."""
+    before, written = os.fstat(file.fileno()).st_size, 0
+    try:
+        while written < len(record):
+            written += file.write(record[written:])
+    except BaseException:
+        if written:
+            os.ftruncate(file.fileno(), before)
+        raise
+
+
 def _in_json(value: Value) -> Value:
     return value if not isinstance(value, float) or math.isfinite(value) else None
 
@@ -256,7 +267,7 @@ def _step_of(line: bytes) -> float:
 
 
 class TensorBoard(Writer):
-    """Event files that TensorBoard shows (``tensorboard --logdir FOLDER``); to write them it need not be installed.
+    """Event files that TensorBoard shows (``tensorboard --logdir FOLDER``), written by tensorboardX.
 
     A file a run; one that goes on from a checkpoint says from which step on others do not count.
 
@@ -266,18 +277,24 @@ class TensorBoard(Writer):
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
-        self._file: EventFile | None = None
+        self._file: Any = None
         self._last: int | None = None
 
     def open(self, rank: int | None) -> None:
-        self._file = EventFile(self.folder if rank is None else self.folder / f"rank{rank}")
+        self._new_file = library("tensorboardX", "log", "TensorBoard").SummaryWriter
+        self.folder = self.folder if rank is None else self.folder / f"rank{rank}"
+        self.folder.mkdir(parents=True, exist_ok=True)
 
     def write(self, step: int, record: Mapping[str, Value]) -> None:
-        assert self._file is not None
         if self._last is None or step < self._last:
-            self._file.start(step)
+            self.close()
+            own = f".{time.time_ns()}.{os.getpid()}"  # names have whole seconds, and are read in their order
+            self._file = self._new_file(str(self.folder), purge_step=step, filename_suffix=own)
         self._last = step
-        self._file.scalars(step, {name: x for name, x in record.items() if isinstance(x, float | int)})
+        for name, value in record.items():
+            if isinstance(value, float | int):
+                self._file.add_scalar(name, value, step)
+        self._file.flush()
 
     def close(self) -> None:
         if self._file is not None:

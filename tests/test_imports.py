@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = [
-    {"errors", "dtypes", "cpus", "disks", "quantities", "optional", "event_file", "user_line", "_offload"},
+    {"errors", "dtypes", "cpus", "disks", "quantities", "optional", "user_line", "_offload"},
     {"checks", "regions"},
     {"lr_schedules"},
     {"deepspeed_keys"},
