@@ -15,11 +15,11 @@ from jax.sharding import Mesh
 from offload_core.checkpoint import Names
 from offload_core.config import ConfigLike, OffloadConfig, check_hyperparameters
 from offload_core.cpu_adam import STATE_NAMES, AdamHyper
-from offload_core.cpus import local_processes
 from offload_core.dtypes import BY_NUMPY
 from offload_core.errors import ConfigError, GradientError, ParameterError, StateError
 from offload_core.export import MAX_SHARD_BYTES
 from offload_core.host_memory import available_bytes
+from offload_core.launch import local_processes
 from offload_core.loss_scale import scaler_for
 from offload_core.memory_plan import MemoryPlan, MemoryReport
 from offload_core.partition import ParamSpec

@@ -17,9 +17,9 @@ from torch.autograd.graph import increment_version
 from offload_core.checkpoint import Checkpoints
 from offload_core.config import FIELDS, ConfigLike, OffloadConfig, check_hyperparameters
 from offload_core.cpu_adam import STATE_NAMES, AdamHyper
-from offload_core.cpus import local_processes
 from offload_core.errors import ConfigError, GradientError, ParameterError, StateError
 from offload_core.host_memory import available_bytes
+from offload_core.launch import local_processes
 from offload_core.memory_plan import MemoryPlan, MemoryReport
 from offload_core.partition import ParamSpec
 from offload_core.pipeline import Pipeline, StepReport
