@@ -195,8 +195,8 @@ def _slurm_local_tasks(environ: Environment) -> str | None:
         if node < 0:
             return str(tasks)
     raise ConfigError(
-        f"SLURM_STEP_TASKS_PER_NODE: got {counts!r} for machine {environ['SLURM_NODEID']}; expected a list that has it, "
-        "like 2(x3),1"
+        f"SLURM_STEP_TASKS_PER_NODE: got {counts!r} for machine {environ['SLURM_NODEID']}; expected a list that has it,"
+        " like 2(x3),1"
     )
 
 

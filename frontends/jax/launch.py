@@ -28,8 +28,8 @@ def initialize(local_device_ids: Sequence[int] | None = None, *, timeout_seconds
     process that an exception ends does not wait for the others at its exit.
 
     Args:
-        local_device_ids: the devices of this process among those that it sees. None: the one of its place on the machine,
-            or all where it is the only process there or sees just one.
+        local_device_ids: the devices of this process among those that it sees. None: the one of its place on the
+            machine, or all where it is the only process there or sees just one.
         timeout_seconds: how long ``wrap`` and its updates wait for other processes. Then one error says for what, and
             the process ends: JAX cannot break off a collective. Where the program itself waits for others, JAX's
             heartbeats end it, after twice the time at most. None: as JAX has it, heartbeats of 100 seconds alone.
