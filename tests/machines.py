@@ -99,6 +99,8 @@ class Cluster:
             self.machines.append(machine)
         first, second = self.machines
         first.run("ip", "link", "add", INTERFACE, "type", "veth", "peer", "name", INTERFACE, "netns", str(second.pid))
+        nobody = self._folder / "resolv.conf"
+        nobody.write_text("nameserver 127.0.0.1\n")
         for machine in self.machines:
             hosts = self._folder / f"hosts-of-{machine.name}"
             itself = "" if self._finds_itself or machine is first else f"127.0.1.1 {machine.name}\n"
@@ -106,6 +108,8 @@ class Cluster:
             hosts.write_text(f"127.0.0.1 localhost\n{itself}{others}")
             machine.run("hostname", machine.name)
             machine.run("mount", "--bind", str(hosts), "/etc/hosts")
+            if Path("/etc/resolv.conf").exists():  # whose name servers nobody reaches from there, but waits for
+                machine.run("mount", "--bind", str(nobody), "/etc/resolv.conf")
             machine.run("ip", "address", "add", f"{machine.address}/24", "dev", INTERFACE)
             for interface in ("lo", INTERFACE):
                 machine.run("ip", "link", "set", interface, "up")
