@@ -35,7 +35,7 @@ from bench.presets import PRESETS
 from bench.trainer import OffloadTrainer, Settings, Step, Trainer
 from offload_core.cpus import default_threads
 from offload_core.dtypes import BY_NAME
-from offload_core.errors import CollectiveError, OffloadError
+from offload_core.errors import CollectiveError, ConfigError, OffloadError
 from offload_core.host_memory import format_bytes
 from offload_core.memory_plan import format_table
 from offload_core.step_log import JsonLines, ProgressBar, StepLog, TensorBoard, Writer
@@ -50,8 +50,13 @@ PATIENCE = 5.0
 
 
 def main(arguments: list[str] | None = None) -> int:
+    try:
+        launched = Ranks.launched()
+    except ConfigError as error:  # nobody knows whose word it is
+        print(f"bench.train: {error}", file=sys.stderr)
+        return 1
     with ExitStack() as at_end:  # other ranks learn of an error by losing this one: after it has been said
-        if Ranks.launched().rank > 0:
+        if launched.rank > 0:
             at_end.enter_context(redirect_stdout(at_end.enter_context(open(os.devnull, "w"))))
         settings, files, saving = parse(arguments)
         try:
@@ -61,7 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
         except OffloadError as error:
             return fail(str(error))
         except KeyboardInterrupt:
-            if Ranks.launched().rank == 0:
+            if launched.rank == 0:
                 print("\nbench.train: interrupted", file=sys.stderr)
             return INTERRUPTED
         except ModuleNotFoundError as error:
@@ -144,7 +149,7 @@ def parse(arguments: list[str] | None) -> tuple[Settings, Files, Saving]:
         prog="python -m bench.train",
         description="Train a byte-level GPT on the Python standard library's source, AdamW's states in host memory.",
         epilog="What is left out comes from the preset. Ctrl-C ends a run early, evaluation included; "
-        "a second one ends it at once. Ranks are processes that torchrun starts, or any launcher that sets RANK, "
+        "a second one ends it at once. Ranks are processes that torchrun, srun or mpirun start, or whoever sets RANK, "
         "WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT; in JAX each process has --devices of "
         "them. Each rank draws micro-batches of its own: an update sees ranks x accumulate x micro-batch windows.",
         allow_abbrev=False,
@@ -181,6 +186,7 @@ def parse(arguments: list[str] | None) -> tuple[Settings, Files, Saving]:
     add(
         "--devices", type=at_least(1), default=1, help="of each JAX process, a rank each; CPUs are divided (default: 1)"
     )
+    add("--timeout", type=at_least(1), help="seconds that ranks wait for one that is lost (default: the framework's)")
     add("--compare", action="store_true", help="train with the framework's own AdamW beside it, step by step")
     add("--out", type=Path, help="folder of metrics.jsonl and summary.json (default: a new one in runs/)")
     add("--log", type=Path, help="the file of metrics, a JSON object a step; with --resume one may go on")
@@ -204,7 +210,7 @@ def parse(arguments: list[str] | None) -> tuple[Settings, Files, Saving]:
     chosen = of_preset | {name: value for name, value in given.items() if value is not None}
     files = {name: chosen.pop(name, None) for name in ("out", "log", "tensorboard", "trace", "checkpoints")}
     saving = Saving(*(chosen.pop(name, None) for name in ("save_every", "keep", "resume")))
-    chosen.setdefault("offload_param", None)
+    chosen = {"offload_param": None, "timeout": None} | chosen
     chosen["clip"] = chosen["clip"] or None
     gpt = preset.gpt
     if gpt.positions is not None:

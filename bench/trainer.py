@@ -29,6 +29,8 @@ class Settings:
     device: str
     devices: int
     """Of each process."""
+    timeout: int | None
+    """Seconds that ranks wait for each other; None: as the framework has it."""
     param_dtype: str
     stage: int
     offload_param: str | None

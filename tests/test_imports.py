@@ -9,9 +9,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = [
-    {"errors", "dtypes", "cpus", "disks", "quantities", "optional", "user_line", "_offload"},
-    {"checks", "regions"},
-    {"lr_schedules"},
+    {"errors", "dtypes", "control_groups", "disks", "quantities", "optional", "user_line", "_offload"},
+    {"checks", "regions", "launch"},
+    {"lr_schedules", "cpus"},
     {"deepspeed_keys"},
     {"deepspeed_json"},
     {"_kernels", "config", "partition", "step_state", "tasks", "trace", "use_order"},

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -215,15 +216,18 @@ def test_a_rank_computes_with_its_share_of_the_processors(monkeypatch: pytest.Mo
     from bench import train_torch
 
     monkeypatch.setattr(train_torch, "default_threads", lambda: 3)
-    monkeypatch.setattr(train_torch.dist, "init_process_group", lambda backend: None)
+    joined = []
+    monkeypatch.setattr(train_torch.dist, "init_process_group", lambda *place, **options: joined.append(options))
     monkeypatch.setattr(train_torch.dist, "destroy_process_group", lambda: None)
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    environment = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in {**environment, "MASTER_ADDR": "there", "MASTER_PORT": "4000"}.items():
+        monkeypatch.setenv(name, value)
     before = torch.get_num_threads()
     try:
-        with train_torch.join(train.parse(["--device=cpu"])[0]) as ranks:
+        with train_torch.join(train.parse(["--device=cpu", "--timeout=9"])[0]) as ranks:
             assert (ranks.rank, ranks.world_size) == (1, 2)
             assert torch.get_num_threads() == 3
+            assert joined == [{"timeout": timedelta(seconds=9)}]
     finally:
         torch.set_num_threads(before)
 
@@ -297,7 +301,7 @@ def test_jax_processes_meet_where_the_launcher_leaves_room(
 
     met, configured = [], {}
     monkeypatch.setattr(train_jax, "default_threads", lambda: 3)
-    monkeypatch.setattr(train_jax.jax.distributed, "initialize", lambda *place: met.append(place))
+    monkeypatch.setattr(train_jax.jax.distributed, "initialize", lambda *place, **options: met.append(place))
     monkeypatch.setattr(train_jax.jax.config, "update", configured.__setitem__)
     monkeypatch.setattr(train_jax.atexit, "register", lambda function: None)
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)

@@ -17,11 +17,11 @@ from offload_core.bucket_terms import PARAMETERS
 from offload_core.checkpoint import Names
 from offload_core.config import ConfigLike, OffloadConfig, check_hyperparameters
 from offload_core.cpu_adam import STATE_NAMES, AdamHyper
-from offload_core.cpus import local_processes
 from offload_core.dtypes import BY_NUMPY
 from offload_core.errors import ConfigError, GradientError, ParameterError, StateError
 from offload_core.export import MAX_SHARD_BYTES
 from offload_core.host_memory import available_bytes
+from offload_core.launch import local_processes
 from offload_core.loss_scale import scaler_for
 from offload_core.memory_plan import MemoryPlan, PlanRow
 from offload_core.memory_report import MemoryReport

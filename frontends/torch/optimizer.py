@@ -18,9 +18,9 @@ from offload_core.bucket_terms import GATHERED, GRADIENTS, PARAMETERS
 from offload_core.checkpoint import Checkpoints
 from offload_core.config import FIELDS, ConfigLike, OffloadConfig, check_hyperparameters
 from offload_core.cpu_adam import STATE_NAMES, AdamHyper
-from offload_core.cpus import local_processes
 from offload_core.errors import ConfigError, GradientError, ParameterError, StateError
 from offload_core.host_memory import available_bytes
+from offload_core.launch import local_processes
 from offload_core.memory_plan import MemoryPlan
 from offload_core.memory_report import MemoryReport
 from offload_core.partition import ParamSpec
