@@ -28,6 +28,7 @@ from typing import Any, Self
 
 from .checks import integer
 from .errors import StateError
+from .launch import Launched
 from .optional import library
 from .pipeline import StepReport
 
@@ -63,7 +64,7 @@ class StepLog:
         writers: each a :class:`Writer`, or the path of a file for :class:`JsonLines`.
         every: a record of each so many updates; what was skipped for an overflow has one always. Between them nothing
             is computed and the device not waited for.
-        rank: this process's; of several one alone writes, the first. None: as the launcher says (``RANK``), else 0.
+        rank: this process's; of several one alone writes, the first. None: as the launcher says, else 0.
         every_rank: each rank writes, to a file or folder of its own, named by the rank.
 
     Raises:
@@ -79,7 +80,7 @@ class StepLog:
     ) -> None:
         integer("every", every)
         self._every = every
-        rank = int(os.environ.get("RANK", "0")) if rank is None else rank
+        rank = Launched.read().rank if rank is None else rank
         self._writers: list[Writer] = []
         self._given: dict[str, list[Any]] = {}
         self._updates = 0

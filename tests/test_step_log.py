@@ -248,13 +248,13 @@ def scalars(folder):
 def test_tensorboard_reads_what_is_written_and_forgets_what_is_done_again(tmp_path):
     with StepLog(TensorBoard(tmp_path)) as log:
         for step in (1, 2, 300):
-            log.write(step, {"loss": step / 8, "grad/norm": math.inf, "skipped": "overflow", "none": None, "n" * 300: 3})
+            log.write(step, {"loss": step / 8, "grad/norm": math.inf, "skipped": "overflow", "none": None, "n" * 99: 3})
         log.write(300, {"loss": 1e300})
     found = scalars(tmp_path)
     assert found == {
         "loss": [(1, 0.125), (2, 0.25), (300, 37.5), (300, math.inf)],
         "grad/norm": [(step, math.inf) for step in (1, 2, 300)],
-        "n" * 300: [(step, 3.0) for step in (1, 2, 300)],
+        "n" * 99: [(step, 3.0) for step in (1, 2, 300)],
     }
     with StepLog(TensorBoard(tmp_path)) as log:
         log.write(2, {"loss": -1.0})
