@@ -1,0 +1,54 @@
+"""Runs the documentation's code: imports both frameworks once, then each job in a fork of its own.
+
+In, on standard input: a line of JSON a job, ``{"folder": ..., "arguments": [...]}``, the arguments as Python's command line
+takes them (``-c CODE``, ``-m MODULE ...``, ``FILE ...``). Out: a line each, ``[exit status, output]``.
+"""
+
+import json
+import os
+import runpy
+import sys
+import tempfile
+
+import jax  # noqa: F401
+import torch  # noqa: F401
+
+import frontends.jax
+import frontends.torch  # noqa: F401
+
+
+def execute(folder: str, arguments: list[str], output: int) -> None:
+    """As ``python ARGUMENTS`` in the folder; returns or raises as that ends."""
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    sys.stdin.close()
+    sys.stdout.reconfigure(line_buffering=True)
+    os.chdir(folder)
+    sys.path[0] = folder
+    option, rest = arguments[0], arguments[1:]
+    if option == "-c":
+        sys.argv = ["-c"]
+        names = {"__name__": "__main__"}
+        exec(compile(rest[0], "<block>", "exec"), names)
+    elif option == "-m":
+        sys.argv = rest
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = arguments
+        runpy.run_path(option, run_name="__main__")
+
+
+def main() -> None:
+    for line in sys.stdin.read().splitlines():
+        job = json.loads(line)
+        with tempfile.TemporaryFile("w+", errors="replace") as output:
+            child = os.fork()  # safe: no backend of JAX has been started, and torch has computed nothing
+            if child == 0:
+                return execute(job["folder"], job["arguments"], output.fileno())
+            status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            output.seek(0)
+            print(json.dumps([status, output.read()]), flush=True)
+
+
+if __name__ == "__main__":
+    main()
