@@ -9,6 +9,8 @@ import os
 import runpy
 import sys
 import tempfile
+import traceback
+from typing import NoReturn
 
 import jax  # noqa: F401
 import torch  # noqa: F401
@@ -17,14 +19,27 @@ import frontends.jax
 import frontends.torch  # noqa: F401
 
 
-def execute(folder: str, arguments: list[str], output: int) -> None:
-    """As ``python ARGUMENTS`` in the folder; returns or raises as that ends."""
+def child(folder: str, arguments: list[str], output: int) -> NoReturn:
+    """As ``python ARGUMENTS`` in the folder, but for its end: taking the frameworks down takes longer than most jobs."""
     os.dup2(output, 1)
     os.dup2(output, 2)
     sys.stdin.close()
     sys.stdout.reconfigure(line_buffering=True)
     os.chdir(folder)
     sys.path[0] = folder
+    status = 0
+    try:
+        execute(arguments)
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    sys.stdout.flush()
+    os._exit(status)
+
+
+def execute(arguments: list[str]) -> None:
     option, rest = arguments[0], arguments[1:]
     if option == "-c":
         sys.argv = ["-c"]
@@ -42,10 +57,10 @@ def main() -> None:
     for line in sys.stdin.read().splitlines():
         job = json.loads(line)
         with tempfile.TemporaryFile("w+", errors="replace") as output:
-            child = os.fork()  # safe: no backend of JAX has been started, and torch has computed nothing
-            if child == 0:
-                return execute(job["folder"], job["arguments"], output.fileno())
-            status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            process = os.fork()  # safe: no backend of JAX has been started, and torch has computed nothing
+            if process == 0:
+                child(job["folder"], job["arguments"], output.fileno())
+            status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
             output.seek(0)
             print(json.dumps([status, output.read()]), flush=True)
 
