@@ -1,7 +1,7 @@
 """Runs the documentation's code: imports both frameworks once, then each job in a fork of its own.
 
-In, on standard input: a line of JSON a job, ``{"folder": ..., "arguments": [...]}``, the arguments as Python's command line
-takes them (``-c CODE``, ``-m MODULE ...``, ``FILE ...``). Out: a line each, ``[exit status, output]``.
+In, on standard input: a line of JSON a job, ``{"folder": ..., "arguments": [...]}``, the arguments as Python's command
+line takes them (``-c CODE``, ``-m MODULE ...``, ``FILE ...``). Out: a line each, ``[exit status, output]``.
 """
 
 import json
@@ -20,7 +20,7 @@ import frontends.torch  # noqa: F401
 
 
 def child(folder: str, arguments: list[str], output: int) -> NoReturn:
-    """As ``python ARGUMENTS`` in the folder, but for its end: taking the frameworks down takes longer than most jobs."""
+    """As ``python ARGUMENTS`` in the folder, but for its end: to take the frameworks down outlasts most jobs."""
     os.dup2(output, 1)
     os.dup2(output, 2)
     sys.stdin.close()

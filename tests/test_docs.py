@@ -4,8 +4,8 @@ Three kinds of blocks are tried, each page in a temporary folder:
 
 - ```python: runs, on its own.
 - ```python whose first line is a comment with a file's name (``# train.py``): is saved under that name.
-- ```console: a session. Lines that begin with ``$ python`` are run, in order, and say what stands below them; ``…`` there
-  is whatever comes. One that fails has its last line below it.
+- ```console: a session. Lines that begin with ``$ python`` are run, in order, and say what stands below them; ``…``
+  there is whatever comes. One that fails has its last line below it.
 """
 
 import ast
