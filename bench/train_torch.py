@@ -21,7 +21,7 @@ from frontends.torch.launch import device_of
 from offload_core.cpus import default_threads
 from offload_core.errors import CollectiveError
 from offload_core.launch import Launched
-from offload_core.memory_plan import MemoryReport
+from offload_core.memory_report import MemoryReport
 
 
 class ProcessGroup(Ranks):

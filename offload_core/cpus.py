@@ -25,9 +25,9 @@ def _quota(root: Path = control_groups.ROOT, membership: Path = control_groups.M
 
 def available_cpus() -> int:
     """Processors in this process's affinity mask, bounded by its control groups' quota and what Slurm gave its task."""
-    try:
+    if hasattr(os, "sched_getaffinity"):
         cpus = len(os.sched_getaffinity(0))
-    except AttributeError:  # not on macOS
+    else:  # macOS
         cpus = os.cpu_count() or 1
     return max(1, min(cpus, _quota() or cpus, launch.granted_cpus() or cpus))
 
