@@ -18,7 +18,7 @@ class NotPossible(Exception):
 
 
 class Machine:
-    """One of them; ``name`` is its host name, which all resolve to ``address``."""
+    """One of them; all resolve its ``name`` to ``address``."""
 
     def __init__(self, name: str, address: str, made_in: "Machine | None") -> None:
         self.name, self.address = name, address
@@ -73,7 +73,8 @@ class Cluster:
 
     Args:
         folder: for their files.
-        finds_itself: whether the second finds its own name on the network, or as 127.0.1.1, as Debian installs it.
+        finds_itself: whether a machine's host name leads to its address in the network, or, as Debian installs it, to
+            127.0.1.1; it has another name for others then.
     """
 
     def __init__(self, folder: Path, *, finds_itself: bool) -> None:
@@ -103,10 +104,11 @@ class Cluster:
         nobody.write_text("nameserver 127.0.0.1\n")
         for machine in self.machines:
             hosts = self._folder / f"hosts-of-{machine.name}"
-            itself = "" if self._finds_itself or machine is first else f"127.0.1.1 {machine.name}\n"
+            own_name = machine.name if self._finds_itself else f"{machine.name}.local"
+            itself = "" if self._finds_itself else f"127.0.1.1 {own_name}\n"
             others = "".join(f"{other.address} {other.name}\n" for other in self.machines)
             hosts.write_text(f"127.0.0.1 localhost\n{itself}{others}")
-            machine.run("hostname", machine.name)
+            machine.run("hostname", own_name)
             machine.run("mount", "--bind", str(hosts), "/etc/hosts")
             if Path("/etc/resolv.conf").exists():  # whose name servers nobody reaches from there, but waits for
                 machine.run("mount", "--bind", str(nobody), "/etc/resolv.conf")
