@@ -35,7 +35,7 @@ def trained(rank, world_size):
     path = folder / "3" / f"step={BATCHES}.ckpt"
     resumed = fitted(folder / "resumed", Model(engines), OffloadStrategy(stage=2), resume=path, **settings)
     result["resumed"] = [bits(resumed), resumed.seen]
-    return result | uneven(folder, settings) | partitioned(folder, settings)
+    return result | uneven(folder, settings) | deferred(folder, settings) | partitioned(folder, settings)
 
 
 class Uneven(pl.LightningModule):
@@ -73,6 +73,14 @@ def uneven(folder, settings):
             optimizer.step()
             optimizer.zero_grad()
     return {"uneven": [bits(model), bits(plain)]}
+
+
+def deferred(folder, settings):
+    """In stage 1 gradients are summed on each rank before they are reduced, as DistributedDataParallel's are."""
+    settings = {**settings, "accumulate_grad_batches": 2}
+    theirs = fitted(folder / "theirs", Model(torchs), "ddp", **settings)
+    ours = fitted(folder / "1", Model(engines), OffloadStrategy(stage=1), **settings)
+    return {"deferred": [[bits(model), model.seen] for model in (theirs, ours)]}
 
 
 def partitioned(folder, settings):

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from bench.gpt_torch import GPT
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.precision import DoublePrecision, MixedPrecision
@@ -17,6 +16,7 @@ from test_torch_ranks import run
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
+from bench.gpt_torch import GPT
 from frontends.torch import OffloadedAdamW, wrap
 from frontends.torch.integrations.lightning import TRAINER, OffloadStrategy
 from frontends.torch.integrations.shards import FOLDER
@@ -532,5 +532,6 @@ def test_two_ranks_train_as_ddp_does_and_resume_their_shards(tmp_path):
         assert result["resumed"] == [weights, seen[BATCHES:]]
         assert result["share 2"] == pytest.approx(0.5, abs=0.01)
         assert len({*result["uneven"]}) == 1
+        assert result["deferred"][0] == result["deferred"][1]
     assert results[0]["theirs"][1] != results[1]["theirs"][1]  # of different batches
     assert "the states of rank 0 of 2, expected those of rank 1 of 2" in results[1]["said"]

@@ -4,7 +4,6 @@ from collections.abc import Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
