@@ -251,7 +251,7 @@ def test_old_ones_that_cannot_be_deleted_are_a_warning(tmp_path, monkeypatch):
     assert load(subject, tmp_path).step == 2
 
 
-@pytest.mark.parametrize("call", ["_sync", "rename", "replace"])
+@pytest.mark.parametrize("call", ["names_to_disk", "rename", "replace"])
 def test_a_checkpoint_that_cannot_be_made_known_is_not_left_there(tmp_path, monkeypatch, call):
     subject = make()
     save(subject, tmp_path, step=1)
@@ -262,7 +262,7 @@ def test_a_checkpoint_that_cannot_be_made_known_is_not_left_there(tmp_path, monk
             raise OSError(5, "Input/output error", str(path))
 
         with pytest.MonkeyPatch.context() as patch:
-            if call == "_sync":
+            if call == "names_to_disk":
                 patch.setattr(checkpoint_files, call, fail)
             else:
                 original = getattr(Path, call)

@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = [
-    {"errors", "dtypes", "cpus", "quantities", "_offload"},
+    {"errors", "dtypes", "cpus", "disks", "quantities", "_offload"},
     {"checks", "regions"},
     {"lr_schedules"},
     {"deepspeed_keys"},

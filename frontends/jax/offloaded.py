@@ -181,7 +181,7 @@ class OffloadedParams:
 
     def value_and_grad(
         self, fun: Callable[..., Any], *, has_aux: bool = False, in_specs: Any = None, check_vma: bool = True
-    ) -> Callable[..., Any]:
+    ) -> Callable[..., tuple[Any, Any]]:
         """A compiled function of ``(params, *args, **kwargs)`` that returns ``fun``'s value and its gradients.
 
         As ``jax.jit(jax.value_and_grad(fun))`` for trees that also hold leaves that are not trained: their place in
@@ -229,7 +229,7 @@ class OffloadedParams:
 
         compiled = self._placement.compile(compute, in_specs=in_specs, check_vma=check_vma)
 
-        def call(params: Any, *args: Any, **kwargs: Any) -> Any:
+        def call(params: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
             flat, treedef = flatten(params)
             leaves = [leaf for _, leaf in flat]
             if treedef != self._treedef:
