@@ -1,7 +1,9 @@
 """PyTorch Lightning: OffloadedAdamW from configure_optimizers, and OffloadStrategy, bit for bit as torch's AdamW."""
 
+import os
 import warnings
 from contextlib import contextmanager
+from unittest.mock import patch
 
 import lightning.pytorch as pl
 import pytest
@@ -94,16 +96,16 @@ def _one_thread():
     """Lightning's launcher gives torch all processors, unless it finds the variable."""
     n_threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
+    with patch.dict(os.environ, OMP_NUM_THREADS="1"):
         yield
     torch.set_num_threads(n_threads)
 
 
 @pytest.fixture(autouse=True)
 def _no_group():
-    """A strategy of several processes starts a group, of one rank too; it is not to stay."""
-    yield
+    """A strategy of several processes starts a group, of one rank too, and says so in the environment."""
+    with patch.dict(os.environ):
+        yield
     if dist.is_initialized():
         dist.destroy_process_group()
 
