@@ -13,7 +13,7 @@ BUILD_STAMP := $(VENV)/.built
 PEERS_STAMP := $(VENV)/.peers
 PACKAGE_STAMP := $(VENV)/.package
 
-.PHONY: train test test-all lint bench wheel setup clean
+.PHONY: train test test-all lint docs bench wheel setup clean
 .DELETE_ON_ERROR:
 
 train: setup
@@ -30,6 +30,10 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/mypy --platform darwin
+
+# Pages of docs/ and the reference from docstrings, into build/docs; a warning is an error.
+docs: setup
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet docs build/docs
 
 # All parts, or some: make bench PARTS="cpu_adam step" ARGS=--quick
 bench: setup $(PEERS_STAMP)
@@ -57,7 +61,7 @@ $(SITE_STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "make: Python 3.11 or newer is needed, this is " + sys.version)'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt setuptools cffi
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation -e '.[torch,jax,test,bench,lint]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation -e '.[torch,jax,test,bench,lint,docs]'
 	touch $@
 
 $(BUILD_STAMP): $(SITE_STAMP) setup.py offload_core/_ffi_build.py $(wildcard c_src/*.c c_src/*.h)

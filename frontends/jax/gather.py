@@ -127,10 +127,11 @@ def gathered(
     ``layer_fn`` gets ``params`` (any tree) whole; leaves that are no arrays stay as they are. For backward nothing is
     kept but the shards and the arguments: parameters are gathered again and the layer is computed again
     (``jax.checkpoint``). At other stages, or on no mesh, it is ``jax.checkpoint(layer_fn)``, so that a model need not
-    know its stage.
+    know its stage::
 
         def body(x, layer):
             return gathered(apply_layer)(layer, x), None
+
         x, _ = jax.lax.scan(body, x, params["layers"])
 
     Args:

@@ -1,0 +1,38 @@
+"""How ``make docs`` builds docs/ into pages."""
+
+from importlib import metadata
+from typing import Any
+
+from sphinx.util.nodes import make_refnode
+
+project = "offload-core"
+author = "the offload-core authors"
+release = metadata.version("offload-core")
+html_title = project
+html_theme = "furo"
+html_copy_source = False
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["conf.py"]
+highlight_language = "text"
+myst_heading_anchors = 3
+autodoc_member_order = "bysource"
+autodoc_inherit_docstrings = False
+napoleon_use_rtype = False
+
+
+def resolve(app: Any, env: Any, node: Any, content: Any) -> Any:
+    """Docstrings name our classes and functions as code does, without their module."""
+    if node.get("refdomain") != "py":
+        return None
+    python = env.get_domain("py")
+    ends = f".{node['reftarget'].lstrip('.')}"
+    found = {name: entry for name, entry in python.objects.items() if f".{name}".endswith(ends)}
+    if len(found) != 1:
+        return None
+    [(name, entry)] = found.items()
+    return make_refnode(app.builder, node["refdoc"], entry.docname, entry.node_id, content, name)
+
+
+def setup(app: Any) -> None:
+    app.connect("missing-reference", resolve)

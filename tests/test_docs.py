@@ -1,0 +1,165 @@
+"""README.md and docs/: what is said there works.
+
+Three kinds of blocks are tried, each page in a temporary folder:
+
+- ```python: runs, on its own.
+- ```python whose first line is a comment with a file's name (``# train.py``): is saved under that name.
+- ```console: a session. Lines that begin with ``$ python`` are run, in order, and say what stands below them; ``…``
+  there is whatever comes. One that fails has its last line below it.
+"""
+
+import ast
+import json
+import re
+import shlex
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCK = re.compile(r"^( *)```(\w+)\n(.*?)^ *```$", flags=re.DOTALL | re.MULTILINE)
+FILE = re.compile(r"# ([\w-]+\.py)\n")
+COMMAND = re.compile(r"^\$ (.*)\n", flags=re.MULTILINE)
+LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)")
+
+
+def blocks(page: Path, language: str) -> Iterator[tuple[int, str]]:
+    """The line at which each block begins, and what is in it."""
+    text = page.read_text()
+    for match in BLOCK.finditer(text):
+        if match[2] == language:
+            yield text.count("\n", 0, match.start()) + 1, textwrap.dedent(match[3])
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is run of a page."""
+
+    page: Path
+    line: int
+    arguments: tuple[str, ...]
+    """Of the interpreter."""
+    output: str | None = None
+    """None: no matter."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+
+def files(page: Path) -> dict[str, str]:
+    """The files that a page has its reader save."""
+    named = [(match[1], code) for _, code in blocks(page, "python") if (match := FILE.match(code))]
+    assert len({name for name, _ in named}) == len(named), f"{page}: one file twice"
+    return dict(named)
+
+
+def jobs(page: Path) -> Iterator[Job]:
+    for line, code in blocks(page, "python"):
+        if not FILE.match(code):
+            yield Job(page, line, ("-c", code))
+    for line, session in blocks(page, "console"):
+        parts = COMMAND.split(session)[1:]
+        for command, output in zip(parts[::2], parts[1::2], strict=True):
+            words = shlex.split(command)
+            if words[0] == "python":
+                yield Job(page, line, tuple(words[1:]), output)
+
+
+JOBS = [job for page in PAGES for job in jobs(page)]
+
+
+@pytest.fixture(scope="module")
+def outcomes(request, tmp_path_factory) -> dict[Job, tuple[int, str]]:
+    """Exit status and output of all jobs of the pages that are asked for."""
+    asked = {item.callspec.params["job"].page for item in request.session.items if "job" in _params(item)}
+    lines, todo = [], [job for job in JOBS if job.page in asked]
+    shared = {page: tmp_path_factory.mktemp("page") for page in asked}
+    for page, folder in shared.items():
+        for name, code in files(page).items():
+            (folder / name).write_text(code)
+    for job in todo:
+        folder = tmp_path_factory.mktemp("block") if job.output is None else shared[job.page]
+        lines.append(json.dumps({"folder": str(folder), "arguments": job.arguments}))
+    runner = [sys.executable, "-W", "error", str(ROOT / "tests" / "doc_runner.py")]
+    run = subprocess.run(runner, input="\n".join(lines), capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    return dict(zip(todo, (tuple(json.loads(line)) for line in run.stdout.splitlines()), strict=True))
+
+
+def _params(item: pytest.Item) -> dict:
+    return item.callspec.params if hasattr(item, "callspec") else {}
+
+
+@pytest.mark.parametrize("job", JOBS, ids=lambda job: job.name)
+def test_code_runs_and_says_what_stands_there(job, outcomes):
+    status, output = outcomes[job]
+    if job.output is None:
+        assert status == 0, output
+        return
+    expected = "\n".join(line.rstrip() for line in job.output.strip().splitlines())
+    pattern = ".*?".join(map(re.escape, expected.split("…")))
+    got = "\n".join(line.rstrip() for line in output.strip().splitlines())
+    assert re.fullmatch(pattern, got, flags=re.DOTALL), f"{shlex.join(job.arguments)}\n{got}"
+    assert status == 0 or not expected.splitlines()[-1].startswith("…"), output
+
+
+def test_there_are_examples_for_both_frameworks_and_the_two_commands():
+    code = "".join(code for _, code in blocks(README, "python"))
+    assert {"torch", "jax"} <= set(re.findall(r"frontends\.(\w+)", code))
+    assert "make train" in README.read_text()[:800]
+    assert "make test" in README.read_text()[:800]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_are_used_and_links_lead_somewhere(page):
+    text = page.read_text()
+    for name in files(page):
+        assert len(re.findall(rf"\b{Path(name).stem}\b", text)) > 1, f"{name} is saved and not used"
+    for target in LINK.findall(re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)):
+        assert (page.parent / target).exists(), target
+
+
+# --- docs/troubleshooting.md -------------------------------------------------------------------------
+
+TROUBLESHOOTING = ROOT / "docs" / "troubleshooting.md"
+MESSAGE = re.compile(r"^- `(.+)`\\$", flags=re.MULTILINE)
+MESSAGES = MESSAGE.findall(TROUBLESHOOTING.read_text())
+
+
+def templates(source: str) -> Iterator[str]:
+    """The strings in code, but for docstrings; what is filled in is ``…``."""
+    tree = ast.parse(source)
+    documented = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documented:
+            yield node.value
+
+
+@pytest.fixture(scope="module")
+def said() -> list[str]:
+    paths = [path for folder in ("offload_core", "frontends") for path in sorted((ROOT / folder).rglob("*.py"))]
+    return [template for path in paths for template in templates(path.read_text())]
+
+
+@pytest.mark.parametrize("message", MESSAGES)
+def test_a_message_on_the_page_is_one_of_the_code(message, said):
+    parts = [part for part in message.split("…") if part]
+    assert max(map(len, parts)) >= 10, "too little of it to be told from others"
+    pattern = re.compile(".*".join(map(re.escape, parts)), flags=re.DOTALL)
+    assert any(pattern.search(template) for template in said), "no error says so any more"
+
+
+def test_strings_of_the_code_are_found_and_docstrings_are_not():
+    code = '"""a module"""\ndef f(x):\n    """a function"""\n    raise ValueError(f"{x}: got" " it")\n'
+    assert "…: got it" in templates(code)
+    assert not {"a module", "a function"} & set(templates(code))
