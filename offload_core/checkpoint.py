@@ -261,7 +261,7 @@ class Checkpoints:
         loaded: Loaded | None = None
         with self.together("load"):
             loaded = Loaded(Checkpoint(path), self._collectives.rank, types)
-            self._check(loaded, names, targets)
+            _check(loaded, {name: pipeline.elements(i).shape for i, name in enumerate(names)}, targets)
             accept(loaded)
         assert loaded is not None
         self._agree(loaded.checkpoint)
@@ -276,7 +276,7 @@ class Checkpoints:
                 loaded.checkpoint.read(wants)
                 if self._collectives.rank == 0:  # what nobody reads is to be whole, too
                     loaded.checkpoint.verify(besides=("master", *_MOMENTS, "param"))
-                self._read_targets(loaded, targets)
+                _read_targets(loaded, targets)
             pipeline.publish_later(range(len(names)))
             publish()
             with self.together("load"):
@@ -293,52 +293,6 @@ class Checkpoints:
             if pipeline.scaler is not None and loaded.content["loss_scale"] is not None:
                 pipeline.scaler.load_state_dict(loaded.content["loss_scale"])
         return loaded
-
-    def _read_targets(self, loaded: "Loaded", targets: Sequence[Target]) -> None:
-        """Some at a time: a front end may need memory for each until it is loaded."""
-        read: list[Target] = []
-        wants: list[Want] = []
-        n_bytes = 0
-        for target in targets:
-            more = list(target.wants("param" if target.name in loaded.others else "master"))
-            n_bytes += sum(want.out.nbytes for want in more)
-            read.append(target)
-            wants += more
-            if n_bytes >= _TARGET_BYTES or target is targets[-1]:
-                loaded.checkpoint.read(wants)
-                for each in read:
-                    each.loaded()
-                read, wants, n_bytes = [], [], 0
-
-    def _check(self, loaded: "Loaded", names: Sequence[str], targets: Sequence[Target]) -> None:
-        """Raise :class:`CheckpointError` where it is another model's."""
-        path, there = loaded.checkpoint.path, {**loaded.others, **loaded.parameters}
-        expected = {name: self._pipeline.elements(i).shape for i, name in enumerate(names)}
-        expected |= {target.name: target.shape for target in targets}
-        missing, unknown = [n for n in expected if n not in there], [n for n in there if n not in expected]
-        if missing or unknown:
-            raise CheckpointError(
-                f"{path}: a checkpoint of another model; "
-                + "; ".join(
-                    f"{words} {', '.join(map(repr, found[:5]))}{' …' if len(found) > 5 else ''}"
-                    for words, found in (("it lacks", missing), ("this model lacks", unknown))
-                    if found
-                )
-                + ". Expected the same names: `names=` translates this model's to those of the checkpoint"
-            )
-        for name, shape in expected.items():
-            if tuple(there[name]["shape"]) != tuple(shape):
-                raise CheckpointError(
-                    f"{path}: {name!r} has shape {there[name]['shape']} in it, expected {list(shape)}: is it the "
-                    "checkpoint of another model?"
-                )
-        for target in targets:
-            theirs = loaded.others.get(target.name, {}).get("dtype", "float32")
-            if target.dtype is not None and _KINDS.get(theirs) != _KINDS[str(target.dtype)]:
-                raise CheckpointError(
-                    f"{path}: {target.name!r} is of {theirs} in it, expected {target.dtype}: is it the checkpoint of "
-                    "another model?"
-                )
 
     def _agree(self, checkpoint: Checkpoint) -> None:
         mine = fingerprint(json.dumps(checkpoint.content, sort_keys=True))
@@ -401,6 +355,65 @@ class Loaded:
 
     def _decode(self, rank: int, value: Any) -> Any:
         return decode(value, _Values(self.checkpoint, rank), self._types)
+
+
+def load_values(path: str | os.PathLike[str], targets: Sequence[Target], types: Sequence[ArrayType] = ()) -> Loaded:
+    """Load a checkpoint's values alone, of what is trained and of what is not, in this process.
+
+    Raises:
+        CheckpointError: it is damaged, or another model's. Where a value that is read was damaged others are loaded.
+    """
+    loaded = Loaded(Checkpoint(path), None, types)
+    _check(loaded, {}, targets)
+    _read_targets(loaded, targets)
+    return loaded
+
+
+def _read_targets(loaded: Loaded, targets: Sequence[Target]) -> None:
+    """Some at a time: a front end may need memory for each until it is loaded."""
+    read: list[Target] = []
+    wants: list[Want] = []
+    n_bytes = 0
+    for target in targets:
+        more = list(target.wants("param" if target.name in loaded.others else "master"))
+        n_bytes += sum(want.out.nbytes for want in more)
+        read.append(target)
+        wants += more
+        if n_bytes >= _TARGET_BYTES or target is targets[-1]:
+            loaded.checkpoint.read(wants)
+            for each in read:
+                each.loaded()
+            read, wants, n_bytes = [], [], 0
+
+
+def _check(loaded: Loaded, trained: Mapping[str, tuple[int, ...]], targets: Sequence[Target]) -> None:
+    """Raise :class:`CheckpointError` where it is another model's."""
+    path, there = loaded.checkpoint.path, {**loaded.others, **loaded.parameters}
+    expected = {**trained, **{target.name: target.shape for target in targets}}
+    missing, unknown = [n for n in expected if n not in there], [n for n in there if n not in expected]
+    if missing or unknown:
+        raise CheckpointError(
+            f"{path}: a checkpoint of another model; "
+            + "; ".join(
+                f"{words} {', '.join(map(repr, found[:5]))}{' …' if len(found) > 5 else ''}"
+                for words, found in (("it lacks", missing), ("this model lacks", unknown))
+                if found
+            )
+            + ". Expected the same names: `names=` translates this model's to those of the checkpoint"
+        )
+    for name, shape in expected.items():
+        if tuple(there[name]["shape"]) != tuple(shape):
+            raise CheckpointError(
+                f"{path}: {name!r} has shape {there[name]['shape']} in it, expected {list(shape)}: is it the "
+                "checkpoint of another model?"
+            )
+    for target in targets:
+        theirs = loaded.others.get(target.name, {}).get("dtype", "float32")
+        if target.dtype is not None and _KINDS.get(theirs) != _KINDS[str(target.dtype)]:
+            raise CheckpointError(
+                f"{path}: {target.name!r} is of {theirs} in it, expected {target.dtype}: is it the checkpoint of "
+                "another model?"
+            )
 
 
 _OTHER = {"shape": list, "dtype": str}

@@ -121,12 +121,13 @@ class Gradients:
             if not work.waiting and not work.holds_gradients:
                 work.life.on(BucketEvent.DROP)
 
-    def end_micro_step(self, *, reduce: bool = True) -> bool:
+    def end_micro_step(self, *, reduce: bool = True, boundary: bool | None = None) -> bool:
         """As :meth:`Pipeline.end_micro_step`."""
         if reduce:
             self.end_round()
-        self._micro_steps = (self._micro_steps + 1) % self._buckets.config.gradient_accumulation_steps
-        return self._micro_steps == 0
+        boundary = self.at_boundary if boundary is None else boundary
+        self._micro_steps = 0 if boundary else self._micro_steps + 1
+        return boundary
 
     @property
     def micro_steps(self) -> int:
@@ -136,7 +137,7 @@ class Gradients:
     @property
     def at_boundary(self) -> bool:
         """Whether an update is due at the end of this micro-step."""
-        return self._micro_steps + 1 == self._buckets.config.gradient_accumulation_steps
+        return self._micro_steps + 1 >= self._buckets.config.gradient_accumulation_steps
 
     def begin(self) -> None:
         """Nothing has arrived."""

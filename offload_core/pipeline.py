@@ -273,19 +273,20 @@ class Pipeline:
         if params is None:
             self._emission.announced = None
 
-    def end_micro_step(self, *, reduce: bool = True) -> bool:
+    def end_micro_step(self, *, reduce: bool = True, boundary: bool | None = None) -> bool:
         """End a micro-step; whether it is the boundary, at which an update is due.
 
         Where gradients accumulate, none of the device's is referred to any more.
 
         Args:
             reduce: False where no gradient was added, on any rank alike: the ranks need not meet.
+            boundary: what it is, where the caller counts; None: as ``gradient_accumulation_steps`` says.
         """
         if reduce:
             self._begin_gradients()
             if self._gradients.round_ended:
                 self._recall()
-        return self._or_abort_early(lambda: self._gradients.end_micro_step(reduce=reduce))
+        return self._or_abort_early(lambda: self._gradients.end_micro_step(reduce=reduce, boundary=boundary))
 
     @property
     def holds_gradients(self) -> bool:

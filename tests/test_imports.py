@@ -105,7 +105,7 @@ assert offloaded.report.updated
     ("blocked", "code"),
     [
         (("torch", "jax", "jaxlib", "optax"), "import offload_core, offload_core.pipeline, offload_core.fake_device"),
-        (("jax", "jaxlib", "optax", "transformers", "accelerate"), TORCH),
+        (("jax", "jaxlib", "optax", "transformers", "accelerate", "lightning"), TORCH),
         (("torch", "optax"), JAX),
     ],
     ids=["core", "torch", "jax"],

@@ -1,6 +1,6 @@
 """What a model has besides its optimizer states, as checkpoints hold it (``offload_core/checkpoint.py``)."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from torch import nn
 from torch.autograd.graph import increment_version
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as EXTRA_STATE
 
-from offload_core.checkpoint import Contents, Loaded, Names, Target, translation
+from offload_core.checkpoint import Contents, Loaded, Names, Target, load_values, translation
 from offload_core.checkpoint_files import Want
 from offload_core.errors import CheckpointError, ParameterError
 from offload_core.plain import ArrayType
@@ -21,7 +21,7 @@ from offload_core.stateful import check_states, load_states, random_state, set_r
 
 from .export import uncompiled
 from .optimizer import OffloadedAdamW
-from .partitioned import PartitionedParameter
+from .partitioned import PartitionedModel, PartitionedParameter
 from .tensors import NUMPY_DTYPES, elements_of, flat, memory
 
 
@@ -78,7 +78,7 @@ class ModelCheckpoints:
         state = {
             "updates": optimizer.updates,
             "groups": groups,
-            "modules": {name: module.get_extra_state() for name, module in self._stateful_modules()},
+            "modules": {name: module.get_extra_state() for name, module in _stateful_modules(self._model)},
             "stateful": states_of(stateful),
             "extras": extras,
         }
@@ -95,7 +95,7 @@ class ModelCheckpoints:
 
     def load(self, path: Any, *, stateful: Mapping[str, Any] | None, names: Names, random_state: bool) -> Any:
         optimizer, translated = self._optimizer, translation(names)
-        modules = {translated(name): module for name, module in self._stateful_modules()}
+        modules = {translated(name): module for name, module in _stateful_modules(self._model)}
         with optimizer.checkpoints.together("load"):
             self._check_closed("load_checkpoint()")
             optimizer.take_on_unfrozen()
@@ -121,7 +121,7 @@ class ModelCheckpoints:
                 optimizer.partitioned.before_change()
             optimizer.replaced(tensors)
 
-        targets = [self._target(translated(name), tensor, record) for name, tensor, record in self._untrained()]
+        targets = [_target(translated(name), tensor, record) for name, tensor, record in self._untrained()]
         loaded = optimizer.checkpoints.load(
             path, [translated(name) for name in self._names()], targets, tensors, publish, [TENSORS], accept=accept
         )
@@ -147,66 +147,88 @@ class ModelCheckpoints:
         if self._optimizer.partitioned is not None:
             self._optimizer.partitioned.check_closed(what)
 
-    def _stateful_modules(self) -> list[tuple[str, nn.Module]]:
-        """Modules with a ``get_extra_state``, by the names that ``state_dict()`` gives these states."""
-        return [
-            (uncompiled(f"{prefix}.{EXTRA_STATE}" if prefix else EXTRA_STATE), module)
-            for prefix, module in self._model.named_modules()
-            if type(module).get_extra_state is not nn.Module.get_extra_state
-        ]
-
     def _names(self) -> list[str]:
         """Of the trained parameters: the model's names of them."""
         of_model = {id(param): uncompiled(name) for name, param in self._model.named_parameters()}
         return [of_model.get(id(slot.param), slot.name) for slot in self._optimizer.slots]
 
     def _untrained(self) -> Iterator[tuple[str, torch.Tensor, PartitionedParameter | None]]:
-        """Frozen parameters and buffers; of partitioned ones their shards, too."""
+        """Frozen parameters and buffers."""
         trained = {id(slot.param) for slot in self._optimizer.slots}
-        parted = self._optimizer.partitioned
-        for name, param in self._model.named_parameters():
-            if id(param) not in trained:
-                yield uncompiled(name), param, None if parted is None else parted.record_of(param)
-        seen: set[int] = set()
-        for prefix, module in self._model.named_modules():
-            for own, buffer in module._buffers.items():
-                if buffer is None or own in module._non_persistent_buffers_set or id(buffer) in seen:
-                    continue
-                seen.add(id(buffer))
-                yield uncompiled(f"{prefix}.{own}" if prefix else own), buffer, None
+        return _tensors_of(self._model, but=trained, parted=self._optimizer.partitioned)
 
-    def _target(self, name: str, tensor: torch.Tensor, record: PartitionedParameter | None) -> Target:
-        shape = tuple(tensor.shape)
-        if record is None:
-            where, elements = tensor, _elements_of(tensor)
-            runs = [(0, 0, tensor.numel())]
-        else:
-            where, elements = record.shard, elements_of(record.param)
-            runs = record.runs
-        in_place = where.device.type == "cpu" and _is_dense(where)
-        staged: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-        def wants(kind: str) -> Iterable[Want]:
-            with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-                run = flat(where.data) if _is_dense(where) else where.detach()
-                host = run if in_place else torch.empty(where.numel(), dtype=where.dtype)
-                if not in_place:
-                    staged.append((run, host.view(run.shape)))
-            for start, at, numel in runs:
-                for offset, region in elements.regions(start, numel):
-                    part = host[at + offset : at + offset + region.numel]
-                    yield Want(name, kind, region, memory(part))
+def load_weights(model: nn.Module, path: Any) -> None:
+    """Load a checkpoint's weights into a model that no engine has: parameters (rounded master weights), persistent
+    buffers and what ``set_extra_state`` takes. Each process that calls this loads all of them.
 
-        def loaded() -> None:
-            with torch.no_grad():
-                for run, host in staged:
-                    once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in run.stride())  # expanded
-                    run[once].copy_(host[once])
-                staged.clear()
-                if not tensor.is_inference():
-                    increment_version(tensor)
+    Raises:
+        CheckpointError: it is damaged, or another model's.
+    """
+    targets = [_target(name, tensor, record) for name, tensor, record in _tensors_of(model)]
+    modules = load_values(path, targets, [TENSORS]).state.get("modules", {})
+    for name, module in _stateful_modules(model):
+        if name in modules:
+            module.set_extra_state(modules[name])
 
-        return Target(name, shape, wants, loaded, _numpy_dtype(name, tensor))
+
+def _stateful_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Modules with a ``get_extra_state``, by the names that ``state_dict()`` gives these states."""
+    return [
+        (uncompiled(f"{prefix}.{EXTRA_STATE}" if prefix else EXTRA_STATE), module)
+        for prefix, module in model.named_modules()
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    ]
+
+
+def _tensors_of(
+    model: nn.Module, *, but: Collection[int] = (), parted: PartitionedModel | None = None
+) -> Iterator[tuple[str, torch.Tensor, PartitionedParameter | None]]:
+    """Parameters ``but`` these (by ``id``) and buffers; of partitioned ones their shards, too."""
+    for name, param in model.named_parameters():
+        if id(param) not in but:
+            yield uncompiled(name), param, None if parted is None else parted.record_of(param)
+    seen: set[int] = set()
+    for prefix, module in model.named_modules():
+        for own, buffer in module._buffers.items():
+            if buffer is None or own in module._non_persistent_buffers_set or id(buffer) in seen:
+                continue
+            seen.add(id(buffer))
+            yield uncompiled(f"{prefix}.{own}" if prefix else own), buffer, None
+
+
+def _target(name: str, tensor: torch.Tensor, record: PartitionedParameter | None) -> Target:
+    shape = tuple(tensor.shape)
+    if record is None:
+        where, elements = tensor, _elements_of(tensor)
+        runs = [(0, 0, tensor.numel())]
+    else:
+        where, elements = record.shard, elements_of(record.param)
+        runs = record.runs
+    in_place = where.device.type == "cpu" and _is_dense(where)
+    staged: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def wants(kind: str) -> Iterable[Want]:
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            run = flat(where.data) if _is_dense(where) else where.detach()
+            host = run if in_place else torch.empty(where.numel(), dtype=where.dtype)
+            if not in_place:
+                staged.append((run, host.view(run.shape)))
+        for start, at, numel in runs:
+            for offset, region in elements.regions(start, numel):
+                part = host[at + offset : at + offset + region.numel]
+                yield Want(name, kind, region, memory(part))
+
+    def loaded() -> None:
+        with torch.no_grad():
+            for run, host in staged:
+                once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in run.stride())  # expanded
+                run[once].copy_(host[once])
+            staged.clear()
+            if not tensor.is_inference():
+                increment_version(tensor)
+
+    return Target(name, shape, wants, loaded, _numpy_dtype(name, tensor))
 
 
 def _source(name: str, tensor: torch.Tensor) -> Source:

@@ -147,11 +147,12 @@ class Engine(nn.Module):
             raise
 
     @torch._disable_dynamo
-    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+    def backward(self, loss: torch.Tensor, *, average: bool = True, **kwargs: Any) -> None:
         """Backpropagate; gradients are averaged over the accumulation steps, and scaled under loss scaling.
 
         Args:
             loss: a tensor of one element.
+            average: False: they are summed, as by ``loss.backward()``, for a loss that has been divided already.
             kwargs: passed on to ``loss.backward`` (``retain_graph``, ``create_graph``, ``inputs``).
 
         Raises:
@@ -161,25 +162,31 @@ class Engine(nn.Module):
             got = f"of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
             raise GradientError(f"backward: the loss is {got}, expected a tensor of one element: take its mean or sum")
         if self.config.update_in_backward and self._reads_wait:
-            self.optimizer.expect_step()
-        with self._span("backward"), self._released_on_error(), self.optimizer.scaled_backward() as scale:
+            self.optimizer.expect_step(average=average)
+        scaled = self.optimizer.scaled_backward(average=average)
+        with self._span("backward"), self._released_on_error(), scaled as scale:
             (loss if scale is None else loss.float() * scale).backward(**kwargs)
 
     @torch._disable_dynamo
-    def step(self) -> StepReport:
+    def step(self, *, boundary: bool | None = None) -> StepReport:
         """Update at the accumulation boundary; before it, only count the micro-step.
+
+        Args:
+            boundary: whether it is one, for loops that count themselves (at the end of an epoch there may be fewer
+                micro-steps), on all ranks alike; None: as ``gradient_accumulation_steps`` says.
 
         Raises:
             StateError: no gradient arrived since the last call.
             GradientError: averaged and summed gradients are mixed; nothing was updated.
         """
         with self._span("step"):
-            return self._step()
+            return self._step(boundary)
 
-    def _step(self) -> StepReport:
+    def _step(self, boundary: bool | None) -> StepReport:
         optimizer = self.optimizer
-        optimizer.prepare(boundary=optimizer.pipeline.at_boundary)
-        if not optimizer.fresh:
+        updates = optimizer.pipeline.at_boundary if boundary is None else boundary
+        optimizer.prepare(boundary=updates)
+        if not (optimizer.arrivals.fresh or (boundary and optimizer.pipeline.holds_gradients)):
             raise StateError(
                 "step() without backward(): no gradient arrived since the last step(); expected "
                 "engine.backward(loss) first (does the loss depend on a trained parameter?)"
@@ -190,9 +197,9 @@ class Engine(nn.Module):
                 "sums, were used for one update; expected one of them throughout: discard the gradients with "
                 "engine.optimizer.zero_grad()"
             )
-        reduce = optimizer.reduces or optimizer.pipeline.at_boundary
-        optimizer.begin_micro_step()
-        if not optimizer.pipeline.end_micro_step(reduce=reduce):
+        reduce = optimizer.arrivals.reduces or updates
+        optimizer.arrivals.begin()
+        if not optimizer.pipeline.end_micro_step(reduce=reduce, boundary=updates):
             scale = optimizer.pipeline.loss_scale
             return StepReport(updated=False, skipped="accumulating", loss_scale=scale, step=optimizer.updates + 1)
         optimizer.reads_wait = self._reads_wait

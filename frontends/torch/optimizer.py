@@ -5,7 +5,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -51,6 +51,20 @@ from .tensors import (
 _REFUSED = ("amsgrad", "maximize", "capturable", "differentiable")
 
 
+@dataclass
+class Arrivals:
+    """What has come of this micro-step's gradients."""
+
+    fresh: bool = False
+    """Whether one has arrived."""
+    reduces: bool = False
+    """Whether one has left for its owners."""
+
+    def begin(self) -> None:
+        """What comes from now on is the next micro-step's."""
+        self.fresh = self.reduces = False
+
+
 class OffloadedAdamW(torch.optim.Optimizer):
     """AdamW with master weights and moments in host memory, updated by a C kernel.
 
@@ -82,7 +96,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         ConfigError, ParameterError, StateError, HostMemoryError: before anything is changed.
     """
 
-    _pipeline: Pipeline | None = None
+    _pipeline: Pipeline | None  # no attribute of the class: Lightning's wrapper has that, too, and asks the wrapped one
 
     def __init__(
         self,
@@ -95,6 +109,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         process_group: Any = None,
         **overrides: Any,
     ) -> None:
+        self._pipeline = None
         if lr is not None:
             overrides["lr"] = float(lr) if isinstance(lr, torch.Tensor) else lr
         world_size = 1 if process_group is None else dist.get_world_size(process_group)
@@ -130,7 +145,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
         self.state = States(self._finish)
         self._hook_handles: list[Any] = []
         self._lock = threading.RLock()
-        self._scaling = False
+        self._scaling = self._averaging = False
+        self.arrivals = Arrivals()
         self.deferring = False
         """Whether gradients stay in ``p.grad`` for the time being."""
         self._forget_arrivals()
@@ -432,11 +448,11 @@ class OffloadedAdamW(torch.optim.Optimizer):
             if first and not slot.continues(gradient):  # what came before was discarded or replaced by hand
                 self._drop([slot])
             if self.deferring:
-                slot.deferred, self.fresh = gradient, True
+                slot.deferred, self.arrivals.fresh = gradient, True
             else:
                 self._take(slot, gradient)
             slot.arrived += 1
-            slot.averaged += self._scaling
+            slot.averaged += self._averaging
 
     def _drop(self, slots: Sequence[Slot]) -> None:
         self.pipeline.drop_gradients([slot.index for slot in slots])
@@ -447,19 +463,12 @@ class OffloadedAdamW(torch.optim.Optimizer):
         self.pipeline.add_gradient(slot.index, flat_like(gradient, slot.param))
         slot.param.grad = slot.taken
         slot.deferred = None
-        self.fresh = self.reduces = True
+        self.arrivals.fresh = self.arrivals.reduces = True
 
     def _forget_arrivals(self) -> None:
-        self.begin_micro_step()
+        self.arrivals.begin()
         for slot in self._slots.values():
             slot.forget()
-
-    def begin_micro_step(self) -> None:
-        """What comes from now on is the next micro-step's."""
-        self.fresh = False
-        """Whether a gradient has arrived."""
-        self.reduces = False
-        """Whether one has left for its owners."""
 
     @property
     def averaged(self) -> bool:
@@ -472,13 +481,17 @@ class OffloadedAdamW(torch.optim.Optimizer):
         return self.averaged and any(slot.averaged != slot.arrived for slot in self._slots.values())
 
     @contextmanager
-    def scaled_backward(self) -> Iterator[float | None]:
-        """Accept gradients of a loss multiplied by the yielded loss scale (None: no loss scaling)."""
-        self._scaling = True
+    def scaled_backward(self, *, average: bool = True) -> Iterator[float | None]:
+        """Accept gradients of a loss multiplied by the yielded loss scale (None: no loss scaling).
+
+        Args:
+            average: whether they are to be averaged over the accumulation steps, or summed.
+        """
+        self._scaling, self._averaging = True, average
         try:
             yield None if self.pipeline.scaler is None else self.pipeline.scaler.scale
         finally:
-            self._scaling = False
+            self._scaling = self._averaging = False
 
     @torch._disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -545,7 +558,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         """What the gradients that wait are divided by."""
         return float(self.config.gradient_accumulation_steps) if self.averaged else 1.0
 
-    def expect_step(self) -> None:
+    def expect_step(self, *, average: bool = True) -> None:
         """Announce that ``step`` follows the backward that now begins: it may write to parameters.
 
         Autograd then raises where it would read one that was written, and whoever else reads it waits.
@@ -561,7 +574,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
                 make_pending(slot.param, partial(_await, lock, pipeline, slot.index))
 
         tensors = self.current_tensors()
-        divisor = float(self.config.gradient_accumulation_steps)
+        divisor = float(self.config.gradient_accumulation_steps) if average else 1.0
         pipeline.expect_step(self._hypers(), tensors, divisor=divisor, groups=self._groups(), emitted=emitted)
 
     def current_tensors(self) -> list[torch.Tensor]:
@@ -757,6 +770,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Called by ``load_state_dict`` with hidden entries, and by copy and pickle on an empty object."""
+        vars(self).setdefault("_pipeline", None)
         entries = {p: e.value if isinstance(e, Hidden) else e for p, e in state["state"].items()}
         if self._pipeline is None:
             super().__setstate__({**state, "state": defaultdict(dict)})

@@ -13,11 +13,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from offload_core.errors import CheckpointError, ConfigError
 from offload_core.step_log import StepLog
 
-from ..checkpoint import ModelCheckpoints, random_states, set_random_states
 from ..optimizer import OffloadedAdamW
-
-FOLDER = "offload"
-"""The name of the shards' folder in a ``checkpoint-…`` folder."""
+from .shards import FOLDER, Shards
 
 
 class OffloadCallback(TrainerCallback):
@@ -48,7 +45,7 @@ class OffloadCallback(TrainerCallback):
     def __init__(self, resume_from: str | os.PathLike[str] | None = None, *, log: StepLog | None = None) -> None:
         self._resume_from = resume_from
         self._log = log
-        self._random: Mapping[str, Any] | None = None
+        self._shards = Shards()
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -82,39 +79,27 @@ class OffloadCallback(TrainerCallback):
                 "expected the checkpoint that Trainer resumes from: name it with OffloadCallback(resume_from=...), or "
                 "it was saved without the states"
             )
-        checkpoints = ModelCheckpoints(running["model"], _offloaded(running))
-        extras = checkpoints.load(folder / FOLDER, stateful=_stateful(running), names=None, random_state=True)
-        if extras["global_step"] != step:
+        found = self._shards.load(folder / FOLDER, running["model"], _offloaded(running), stateful=_stateful(running))
+        if found != step:
             raise CheckpointError(
-                f"{folder / FOLDER}: the states of step {extras['global_step']}, and Trainer resumes at step {step}; "
-                "expected the same checkpoint: name it with OffloadCallback(resume_from=...)"
+                f"{folder / FOLDER}: the states of step {found}, and Trainer resumes at step {step}; expected the same "
+                "checkpoint: name it with OffloadCallback(resume_from=...)"
             )
-        self._random = random_states()
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if state.epoch is not None and state.epoch == int(state.epoch):  # no batches to skip
-            self._restore_random()
+            self._shards.resume_random()
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._restore_random()  # the loader has begun the epoch anew and skipped batches
-
-    def _restore_random(self) -> None:
-        if self._random is not None:
-            set_random_states(self._random)
-            self._random = None
+        self._shards.resume_random()  # the loader has begun the epoch anew and skipped batches
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        ModelCheckpoints(kwargs["model"], _offloaded(kwargs)).save(
-            _checkpoint_folder(args, state) / FOLDER,
-            stateful=_stateful(kwargs),
-            extras={"global_step": state.global_step},
-            keep=1,
-            wait=True,
-        )
+        folder, step = _checkpoint_folder(args, state), state.global_step
+        self._shards.save(folder, kwargs["model"], _offloaded(kwargs), step=step, stateful=_stateful(kwargs), keep=1)
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if "loss" in kwargs["logs"]:

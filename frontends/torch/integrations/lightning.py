@@ -1,0 +1,369 @@
+"""PyTorch Lightning: a strategy whose optimizer is an engine's, and whose checkpoints are in shards."""
+
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import GradClipAlgorithmType
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import nn
+
+from offload_core.checkpoint_files import rotate
+from offload_core.config import ConfigLike, OffloadConfig
+from offload_core.errors import CheckpointError, ConfigError
+
+from ..checkpoint import load_weights
+from ..construction import in_shards, init
+from ..engine import Engine, wrap
+from ..partitioned import gathered_parameters
+from .shards import FOLDER, Shards
+
+TRAINER = "trainer.ckpt"
+"""What Lightning itself saves: the file beside the shards, in a checkpoint's folder."""
+
+
+class OffloadStrategy(DDPStrategy):
+    """ZeRO stages 1 to 3 with optimizer states in host memory: ``Trainer(strategy=OffloadStrategy(stage=3, ...))``.
+
+    The module's ``configure_optimizers`` asks it for the optimizer, and may hang schedulers on it::
+
+        def configure_optimizers(self):
+            return self.trainer.strategy.wrap(lr=3e-4, weight_decay=0.1).optimizer
+
+    What :meth:`wrap` gives is an ``Engine`` around the module, which averages the ranks' gradients; there is no
+    ``DistributedDataParallel``. ``accumulate_grad_batches``, ``gradient_clip_val`` (the norm's) and ``precision`` of
+    the Trainer are the engine's; ``p.grad`` holds nothing that could be looked at. In stage 3 what ``configure_model``
+    builds is built in shards, as under ``init()``.
+
+    A checkpoint is a folder: ``offload/`` has what ``Engine.save_checkpoint`` saves, of all ranks, and ``trainer.ckpt``
+    the rest. Any number of ranks resumes from it, at any stage, bit for bit; checkpoints that Lightning wrote with
+    another strategy are read, too. ``save_weights_only=True`` gives one file, as elsewhere.
+
+    Args:
+        config, overrides: as for ``wrap(model, config, **overrides)``: what does not depend on the module.
+        process_group_backend, timeout, start_method: as for ``DDPStrategy``.
+    """
+
+    strategy_name = "offload"
+
+    def __init__(
+        self,
+        config: ConfigLike = None,
+        *,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+        start_method: Any = "popen",
+        **overrides: Any,
+    ) -> None:
+        self.engine: Engine | None = None
+        """The one that :meth:`wrap` made last; it stays after ``fit``."""
+        self._config, self._overrides = config, overrides
+        self._shards = Shards()
+        self._from_shards = False
+        super().__init__(process_group_backend=process_group_backend, timeout=timeout, start_method=start_method)
+
+    def wrap(self, params: Iterable[Any] | None = None, **overrides: Any) -> Engine:
+        """The engine of the module that is fitted, to be called by its ``configure_optimizers``.
+
+        Args:
+            params, overrides: as for ``wrap(model, params=..., **overrides)``; they come before the strategy's own.
+
+        Raises:
+            ConfigError: settings contradict each other or the Trainer's; and as ``wrap`` does.
+        """
+        module = self._module
+        trainer = module.trainer
+        if trainer.state.fn != TrainerFn.FITTING or self.engine is not None:
+            raise ConfigError("OffloadStrategy.wrap(): expected one call for each fit, by configure_optimizers")
+        if is_overridden("backward", module):
+            raise ConfigError(
+                f"{type(module).__name__}.backward is overridden, and engine.backward() takes its place; expected it "
+                "in training_step, or hooks on tensors"
+            )
+        config = self._resolved(**overrides)
+        accumulate, clip = trainer.accumulate_grad_batches, trainer.gradient_clip_val
+        if config.gradient_accumulation_steps not in (1, accumulate):
+            raise ConfigError(
+                f"gradient_accumulation_steps={config.gradient_accumulation_steps}, and the Trainer has "
+                f"accumulate_grad_batches={accumulate}; expected it there alone"
+            )
+        if clip is not None and config.gradient_clipping is None:
+            config = replace(config, gradient_clipping=float(clip) or None)
+        _check_clipping(config, clip, trainer.gradient_clip_algorithm)
+        config = replace(config, gradient_accumulation_steps=accumulate)
+        self.engine = wrap(module, config, params=params)
+        return self.engine
+
+    def _resolved(self, **overrides: Any) -> OffloadConfig:
+        fields = {**self.precision_plugin.fields, **self._overrides, **overrides}
+        return OffloadConfig.resolve(self._config, world_size=self.world_size, **fields)
+
+    @property
+    def _module(self) -> LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    # --- setting up ----------------------------------------------------------------------------------
+
+    @property
+    def precision_plugin(self) -> "OffloadPrecision":
+        """What ``Trainer(precision=...)`` asked for, as far as it is not the engine's."""
+        if self._precision_plugin is None:
+            self._precision_plugin = OffloadPrecision(Precision(), self)
+        assert isinstance(self._precision_plugin, OffloadPrecision)
+        return self._precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, asked: Precision | None) -> None:
+        if asked is not None and not isinstance(asked, OffloadPrecision):
+            asked = OffloadPrecision(asked, self)
+        self._precision_plugin = asked
+
+    @contextmanager
+    def model_sharded_context(self) -> Generator[None, None, None]:
+        config = self._resolved()
+        with init(config=config, enabled=config.stage == 3 and self._module.trainer.state.fn == TrainerFn.FITTING):
+            yield
+
+    def setup(self, trainer: Trainer) -> None:
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._close()
+        elif self.engine is not None and self.engine.module is self.lightning_module:
+            assert self.accelerator is not None
+            self.accelerator.setup(trainer)
+            self.model = self.engine
+            return
+        else:
+            self.precision_plugin.asked.convert_module(self._module)
+        super().setup(trainer)
+
+    def _close(self) -> None:
+        if self.engine is not None:
+            self.engine.close()
+            self.engine = None
+
+    def model_to_device(self) -> None:
+        _to_device(self._module, self.root_device)
+
+    def configure_ddp(self) -> None:
+        """Nothing: the engine averages gradients."""
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        super().setup_optimizers(trainer)
+        if self.engine is None or self.optimizers != [self.engine.optimizer]:
+            got = ", ".join(type(optimizer).__name__ for optimizer in self.optimizers)
+            raise ConfigError(
+                f"configure_optimizers gave {got} under OffloadStrategy; expected the engine's: "
+                "`return self.trainer.strategy.wrap(lr=...).optimizer`"
+            )
+        self.model = self.engine
+
+    def teardown(self) -> None:
+        """Parameters stay where the engine has them: it can save, export and evaluate after ``fit``."""
+        assert self.cluster_environment is not None
+        assert self.accelerator is not None
+        self.model = self.lightning_module
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+    # --- training ------------------------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._module.automatic_optimization:
+            return super().training_step(*args, **kwargs)
+        with self.precision_plugin.train_step_context():  # updates inside a forward of the engine would come too early
+            return self._module.training_step(*args, **kwargs)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx:  # in mid-epoch the loader has begun anew
+            self._shards.resume_random()
+        else:
+            self._shards.forget_random()
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        deferring: AbstractContextManager[None] = nullcontext()
+        if self.engine is not None and self.engine.config.stage == 1:
+            deferring = self.engine.no_sync()
+        with deferring:
+            yield
+
+    # --- checkpoints ---------------------------------------------------------------------------------
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        return not self._from_shards
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Nothing where an engine has the weights: they are in the shards."""
+        return super().lightning_module_state_dict() if self.engine is None else {}
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Nothing: the states are in the shards."""
+        return super().optimizer_state(optimizer) if self.engine is None else {}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        if self.engine is None:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        optimizer, together = self.engine.optimizer, self.engine.optimizer.checkpoints.together
+        if "optimizer_states" not in checkpoint:
+            checkpoint["state_dict"] = self._whole_state_dict()
+            with together("save"):
+                super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        path = self._local(filepath)
+        with together("save"):
+            if self.is_global_zero and path.is_file():
+                path.unlink()  # of weights only
+        shards = self._shards.save(path, self._module, optimizer, step=checkpoint["global_step"], keep=None)
+        kept = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
+        with together("save"):
+            super().save_checkpoint({**kept, FOLDER: shards.name}, path / TRAINER, storage_options)
+            if self.is_global_zero:  # until then the file named those before
+                rotate(path / FOLDER, shards.name, 1)
+
+    def _whole_state_dict(self) -> dict[str, Any]:
+        """On rank 0, one parameter on the device at a time."""
+        found = self._module.state_dict(keep_vars=True)
+        for name, value in found.items():
+            if isinstance(value, torch.Tensor):
+                with gathered_parameters(value):
+                    found[name] = value.detach().to("cpu", copy=True) if self.is_global_zero else None
+        return found
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        path = self._local(checkpoint_path)
+        self._from_shards = (path / FOLDER).is_dir()
+        if not self._from_shards:
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        if not (path / TRAINER).is_file():
+            raise CheckpointError(
+                f"{path}: {TRAINER} is missing beside {FOLDER}/; expected a checkpoint that was saved whole"
+            )
+        checkpoint = super().load_checkpoint(path / TRAINER, weights_only)
+        shards = path / FOLDER / checkpoint[FOLDER]
+        if self.engine is None:
+            load_weights(self._module, shards)
+        else:
+            self._shards.load(shards, self._module, self.engine.optimizer)
+        return checkpoint
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        if not self._from_shards:
+            with gathered_parameters(self._module.parameters(), modifier_rank=0):
+                super().load_model_state_dict(checkpoint, strict)
+
+    def _local(self, path: Any) -> Path:
+        """Rank 0's path of a checkpoint."""
+        path = str(self.broadcast(path))
+        if "://" in path:
+            raise CheckpointError(f"{path}: shards are written to a file system; expected a path of one")
+        return Path(path)
+
+
+class OffloadPrecision(Precision):
+    """A precision of the Trainer's under :class:`OffloadStrategy`: its contexts and inputs hold, and what the engine
+    does instead is in ``fields``: casting parameters, from masters of their own values, and scaling losses.
+
+    Args:
+        asked: ``"32-true"``, ``"bf16-true"``, ``"16-true"``, ``"bf16-mixed"`` or ``"16-mixed"`` as Lightning has it.
+
+    Raises:
+        ConfigError: it is another.
+    """
+
+    def __init__(self, asked: Precision, strategy: OffloadStrategy) -> None:
+        if type(asked) not in (Precision, HalfPrecision, MixedPrecision):
+            raise ConfigError(
+                f"OffloadStrategy: precision is {type(asked).__name__}, expected '32-true', 'bf16-true', '16-true', "
+                "'bf16-mixed' or '16-mixed'"
+            )
+        self.precision = asked.precision
+        self.asked = asked
+        self.fields: dict[str, Any] = {}
+        """Fields of ``OffloadConfig``."""
+        self._strategy = strategy
+        if isinstance(asked, HalfPrecision):
+            self.fields["param_dtype"] = "bfloat16" if asked.precision == "bf16-true" else "float16"
+        if isinstance(asked, MixedPrecision) and asked.scaler is not None and asked.scaler.is_enabled():
+            window, scale = asked.scaler.get_growth_interval(), asked.scaler.get_scale()
+            self.fields |= {"loss_scale": "dynamic", "loss_scale_window": window, "initial_loss_scale": scale}
+
+    @property
+    def _engine(self) -> Engine:
+        assert self._strategy.engine is not None
+        return self._strategy.engine
+
+    def convert_input(self, data: Any) -> Any:
+        return self.asked.convert_input(data)
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        return self.asked.forward_context()
+
+    def backward(  # type: ignore[override]
+        self, tensor: torch.Tensor, model: LightningModule, optimizer: Any, **kwargs: Any
+    ) -> None:
+        engine = self._engine
+        if engine.optimizer.arrivals.fresh:  # of a backward before, which no update followed
+            engine.step(boundary=False)
+        engine.backward(tensor, average=False, **kwargs)  # Lightning has divided the loss
+
+    def optimizer_step(  # type: ignore[override]
+        self, optimizer: Any, model: LightningModule, closure: Any, **kwargs: Any
+    ) -> Any:
+        result = closure()
+        self._after_closure(model, optimizer)
+        skipped = model.automatic_optimization and result is None  # training_step gave no loss
+        if not (skipped and not self._engine.optimizer.pipeline.holds_gradients):
+            self._engine.step(boundary=True)
+        return result
+
+    def clip_gradients(
+        self, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = GradClipAlgorithmType.NORM
+    ) -> None:
+        """Nothing: the engine clips when it updates.
+
+        Raises:
+            ConfigError: to another bound than the engine does.
+        """
+        _check_clipping(self._engine.config, clip_val, gradient_clip_algorithm)
+
+
+def _check_clipping(config: OffloadConfig, value: float | None, algorithm: Any) -> None:
+    """Raise :class:`ConfigError` unless an engine clips so."""
+    if value and (algorithm == GradClipAlgorithmType.VALUE or value != config.gradient_clipping):
+        by = "value" if algorithm == GradClipAlgorithmType.VALUE else "norm"
+        raise ConfigError(
+            f"clipping by {by} to {value}, and the engine, which alone sees gradients, clips to the norm of "
+            f"{config.gradient_clipping}; expected Trainer(gradient_clip_val=...), or strategy.wrap("
+            "gradient_clipping=...) in manual optimization, and nothing else"
+        )
+
+
+def _to_device(module: nn.Module, device: torch.device) -> None:
+    """As ``module.to(device)``; parameters in shards are where they are to be."""
+    own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    if not any(map(in_shards, module.parameters())):
+        module.to(device)
+        return
+    for tensor in own:
+        if not in_shards(tensor):
+            tensor.data = tensor.data.to(device)
+    for child in module.children():
+        _to_device(child, device)

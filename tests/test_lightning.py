@@ -1,0 +1,539 @@
+"""PyTorch Lightning: OffloadedAdamW from configure_optimizers, and OffloadStrategy, bit for bit as torch's AdamW."""
+
+import os
+import warnings
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.precision import DoublePrecision, MixedPrecision
+from test_torch_optimizer import same_bits
+from test_torch_ranks import run
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader
+
+from bench.gpt_torch import GPT
+from frontends.torch import OffloadedAdamW, wrap
+from frontends.torch.integrations.lightning import TRAINER, OffloadStrategy
+from frontends.torch.integrations.shards import FOLDER
+from offload_core.errors import CheckpointError, ConfigError
+from offload_core.model_shapes import GPTConfig
+
+LR, DECAY, CLIP, EPOCHS, BATCHES = 1e-2, 0.1, 0.25, 2, 5
+TOKENS = torch.randint(64, (2 * BATCHES, 12), generator=torch.Generator().manual_seed(1))
+
+
+def ours(module, **fields):
+    return OffloadedAdamW(module.parameters(), lr=LR, weight_decay=DECAY, **fields)
+
+
+def torchs(module):
+    optimizer = torch.optim.AdamW(module.parameters(), lr=LR, weight_decay=DECAY, fused=True)
+    optimizer._step_supports_amp_scaling = False  # else it unscales by itself, and Lightning refuses to clip
+    return optimizer
+
+
+def engines(module):
+    return module.trainer.strategy.wrap(lr=LR, weight_decay=DECAY).optimizer
+
+
+class Model(pl.LightningModule):
+    """A GPT of two layers, a schedule of the updates, and a record of what it saw."""
+
+    def __init__(self, new=ours, *, dropout=0.1, late=False):
+        super().__init__()
+        self.new, self.dropout = new, dropout
+        self.seen = []
+        """Of each batch the loss and the learning rate."""
+        self.gpt = None
+        if not late:
+            self.configure_model()
+
+    def configure_model(self):
+        if self.gpt is None:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
+                self.gpt = GPT(GPTConfig(vocabulary=64, positions=16, layers=2, width=32, heads=2))
+            for block in self.gpt.blocks:
+                block.register_forward_hook(lambda m, args, out: F.dropout(out, self.dropout, m.training))
+
+    def loss(self, tokens):
+        return self.gpt(tokens[:, :-1], tokens[:, 1:])
+
+    def training_step(self, tokens, batch_idx):
+        loss = self.loss(tokens)
+        self.seen.append((float(loss.detach()), self.optimizers().param_groups[0]["lr"]))
+        return loss
+
+    def validation_step(self, tokens, batch_idx):
+        self.log("valid", self.loss(tokens))
+
+    def configure_optimizers(self):
+        optimizer = self.new(self)
+        schedule = LambdaLR(optimizer, lambda update: 1 / (1 + update))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def trainer_of(folder, strategy="auto", *, save_every=None, **settings):
+    settings = {
+        "max_epochs": EPOCHS, "accelerator": "cpu", "devices": 1, "logger": False, "enable_progress_bar": False,
+        "enable_model_summary": False, "limit_val_batches": 0, "use_distributed_sampler": False,
+        "enable_checkpointing": save_every is not None,
+    } | settings  # fmt: skip
+    if save_every is not None:
+        settings["callbacks"] = ModelCheckpoint(folder, "{step}", every_n_train_steps=save_every, save_top_k=-1)
+    return pl.Trainer(strategy=strategy, default_root_dir=folder, **settings)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread():
+    """Lightning's launcher gives torch all processors, unless it finds the variable."""
+    n_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with patch.dict(os.environ, OMP_NUM_THREADS="1"):
+        yield
+    torch.set_num_threads(n_threads)
+
+
+@pytest.fixture(autouse=True)
+def _no_group():
+    """A strategy of several processes starts a group, of one rank too, and says so in the environment."""
+    with patch.dict(os.environ):
+        yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@contextmanager
+def quiet():
+    """Lightning advises more workers, and warns of folders that are not empty."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def fitted(folder, model, strategy="auto", *, resume=None, weights_only=None, batch_size=2, **settings):
+    torch.manual_seed(2)
+    loader = DataLoader(TOKENS, batch_size=batch_size)
+    with quiet():
+        model.fitting = trainer_of(folder, strategy, **settings)
+        model.fitting.fit(model, loader, ckpt_path=resume, weights_only=weights_only)
+    return model
+
+
+def states(model):
+    [optimizer] = model.fitting.optimizers
+    return {
+        f"{name} {key}": value
+        for name, param in model.named_parameters()
+        for key, value in optimizer.state[param].items()
+        if key != "step"
+    } | {f"{name} step": torch.tensor(float(optimizer.state[p]["step"])) for name, p in model.named_parameters()}
+
+
+def assert_same_run(one, other, *, since=0):
+    assert one.seen == other.seen[since:]
+    assert len(one.seen) > 1
+    for (name, p), q in zip(one.named_parameters(), other.parameters(), strict=True):
+        assert same_bits(p, q), name
+    mine, yours = states(one), states(other)
+    assert mine.keys() == yours.keys()
+    for name, value in mine.items():
+        assert same_bits(value.cpu(), yours[name].cpu()), name
+
+
+# --- OffloadedAdamW alone ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("settings", [{}, {"precision": "bf16-mixed"}], ids=["fp32", "bf16-mixed"])
+def test_a_run_is_that_of_torchs_fused_adamw(tmp_path, settings):
+    """Accumulating (the last update of an epoch has one batch), clipping, with a schedule."""
+    settings = {"accumulate_grad_batches": 2, "gradient_clip_val": CLIP, **settings}
+    one = fitted(tmp_path, Model(ours), **settings)
+    other = fitted(tmp_path, Model(torchs), **settings)
+    assert_same_run(one, other)
+    assert one.fitting.global_step == EPOCHS * 3
+
+
+class Norms(Model):
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val, gradient_clip_algorithm):
+        def norm():
+            return float(torch.stack([p.grad.double().norm() for p in self.parameters()]).norm())
+
+        before = norm()
+        self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+        self.norms = [*getattr(self, "norms", ()), (before, norm())]
+
+
+def test_gradients_are_clipped_to_the_asked_norm(tmp_path):
+    model = fitted(tmp_path, Norms(ours), gradient_clip_val=CLIP, max_epochs=1)
+    assert len(model.norms) == BATCHES
+    for before, after in model.norms:
+        assert before > CLIP
+        assert after == pytest.approx(CLIP, rel=1e-5)
+
+
+class Manual(Model):
+    """Two backwards an update; Lightning's wrapper of the optimizer is what a user has."""
+
+    clip = None
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.automatic_optimization = False
+
+    def training_step(self, tokens, batch_idx):
+        optimizer = self.optimizers()
+        assert type(optimizer).__name__.startswith("Lightning")
+        optimizer.zero_grad()
+        for half in tokens.chunk(2):
+            self.manual_backward(super().training_step(half, batch_idx))
+        if self.clip is not None:
+            self.clip_gradients(optimizer, self.clip, "norm")
+        optimizer.step()
+        self.lr_schedulers().step()
+
+
+def test_manual_optimization_is_that_of_torchs_fused_adamw(tmp_path):
+    assert_same_run(*(fitted(tmp_path, Manual(new)) for new in (ours, torchs)))
+
+
+def test_lightnings_wrapper_shows_what_the_optimizer_has(tmp_path):
+    model = fitted(tmp_path, Model(ours), max_epochs=1)
+    wrapper, optimizer = model.optimizers(), model.fitting.optimizers[0]
+    param = next(model.parameters())
+    assert wrapper.pipeline is optimizer.pipeline
+    assert same_bits(wrapper.state[param]["exp_avg"], optimizer.state[param]["exp_avg"])
+    assert wrapper.state_dict()["state"].keys() == optimizer.state_dict()["state"].keys()
+    assert wrapper.memory_report().host_bytes == optimizer.memory_report().host_bytes > 0
+
+
+class Closure(Manual):
+    def training_step(self, tokens, batch_idx):
+        optimizer = self.optimizers()
+
+        def closure():
+            assert torch.is_grad_enabled()
+            optimizer.zero_grad()
+            loss = Model.training_step(self, tokens, batch_idx)
+            self.manual_backward(loss)
+            return loss
+
+        with torch.no_grad():
+            optimizer.step(closure)
+
+
+def test_a_closure_is_run_first_and_under_grad(tmp_path):
+    assert_same_run(*(fitted(tmp_path, Closure(new), max_epochs=1) for new in (ours, torchs)))
+
+
+def test_the_states_stay_on_the_host_in_fp32(tmp_path):
+    """Lightning moves all that an optimizer holds to the model's device; of one without values nothing comes back."""
+    model = fitted(tmp_path, Model(ours), precision="bf16-true", max_epochs=1)
+    before = {name: (value.data_ptr(), value.clone()) for name, value in states(model).items() if "step" not in name}
+    _optimizers_to_device(model.fitting.optimizers, torch.device("meta"))
+    for name, (address, value) in before.items():
+        now = states(model)[name]
+        assert now.data_ptr() == address
+        assert now.dtype is torch.float32
+        assert same_bits(now, value)
+    assert any("master" in name for name in before)
+
+
+@pytest.mark.parametrize("weights_only", [None, True])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, precision, weights_only):
+    """Between epochs; of random generators Lightning saves nothing, so without dropout."""
+    settings = {"precision": precision, "gradient_clip_val": CLIP}
+    straight = fitted(tmp_path, Model(ours, dropout=0.0), save_every=BATCHES, **settings)
+    path = tmp_path / f"step={BATCHES}.ckpt"
+    resumed = fitted(tmp_path, Model(ours, dropout=0.0), resume=path, weights_only=weights_only, **settings)
+    assert_same_run(resumed, straight, since=BATCHES)
+
+
+class Overflowing(Model):
+    """The third batch's gradients are infinite."""
+
+    def training_step(self, tokens, batch_idx):
+        loss = super().training_step(tokens, batch_idx)
+        return loss * torch.inf if batch_idx == 2 else loss
+
+    def on_train_batch_end(self, *args):
+        scaler = getattr(self.trainer.precision_plugin, "scaler", None)
+        scale = self.trainer.strategy.engine.optimizer.pipeline.loss_scale if scaler is None else scaler.get_scale()
+        self.scales = [*getattr(self, "scales", ()), scale]
+
+
+def scaling():
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    return {"plugins": [MixedPrecision("16-mixed", "cpu", scaler)]}
+
+
+def test_a_step_that_grad_scaler_skips_is_none(tmp_path):
+    one, other = (fitted(tmp_path, Overflowing(new), gradient_clip_val=CLIP, **scaling()) for new in (ours, torchs))
+    assert str(one.seen) == str(other.seen)
+    assert one.scales == other.scales
+    one.seen = other.seen = [0, 0]  # an infinite loss is equal to none
+    assert_same_run(one, other)
+    assert other.scales[:3] == [1024.0, 2048.0, 1024.0]
+    assert {float(value) for name, value in states(one).items() if name.endswith("step")} == {EPOCHS * (BATCHES - 1.0)}
+
+
+# --- OffloadStrategy, one rank -------------------------------------------------------------------------
+
+STAGES = {2: {"stage": 2}, 3: {"stage": 3, "offload_param": "cpu", "param_persistence_threshold": 100}}
+
+
+class ExactNorm(Model):
+    """Clips by the norm of the sum of squares in float64."""
+
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val, gradient_clip_algorithm):
+        norm = sum(p.grad.double().square().sum() for p in self.parameters()).sqrt()
+        for p in self.parameters():
+            p.grad.mul_((gradient_clip_val / (norm + 1e-6)).clamp(max=1.0).float())
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    """Torch's optimizer, and Lightning's strategy for one device."""
+    settings = {"accumulate_grad_batches": 2, "gradient_clip_val": CLIP}
+    return fitted(tmp_path_factory.mktemp("reference"), ExactNorm(torchs), **settings), settings
+
+
+def weights_of(model):
+    engine = model.fitting.strategy.engine
+    optimizer = engine.optimizer
+    return {name: optimizer.whole_states(p)["master"] if optimizer.config.stage == 3 else p.detach()
+            for name, p in model.named_parameters()}  # fmt: skip
+
+
+def assert_same_weights(one, other):
+    for name, weight in weights_of(one).items():
+        assert same_bits(weight, other[name]), name
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_under_the_strategy_a_run_is_that_of_torchs_fused_adamw(reference, tmp_path, stage):
+    """In stage 3 the model is built in shards, by configure_model."""
+    expected, settings = reference
+    model = fitted(tmp_path, Model(engines, late=stage == 3), OffloadStrategy(**STAGES[stage]), **settings)
+    assert model.seen == expected.seen
+    assert_same_weights(model, dict(expected.named_parameters()))
+    assert model.fitting.strategy.engine.optimizer.updates == model.fitting.global_step == EPOCHS * 3
+    report = model.fitting.strategy.engine.optimizer.report
+    assert report.grad_norm * report.clip_coefficient == pytest.approx(CLIP, rel=1e-5)
+
+
+def late_in(stage):
+    return Model(engines, late=stage == 3)
+
+
+@pytest.mark.parametrize(("stage", "other"), [(2, 3), (3, 2)])
+def test_the_strategy_resumes_bit_for_bit_in_any_stage(tmp_path, stage, other):
+    """Between epochs, with dropout: random generators are saved too."""
+    straight = fitted(tmp_path, late_in(stage), OffloadStrategy(**STAGES[stage]), save_every=BATCHES)
+    folder = tmp_path / f"step={BATCHES}.ckpt"
+    assert sorted(path.name for path in folder.iterdir()) == [FOLDER, TRAINER]
+    assert torch.load(folder / TRAINER, weights_only=True).keys().isdisjoint({"state_dict", "optimizer_states"})
+    torch.manual_seed(100)
+    resumed = fitted(tmp_path, late_in(other), OffloadStrategy(**STAGES[other]), resume=str(folder))
+    assert resumed.seen == straight.seen[BATCHES:]
+    assert_same_weights(resumed, weights_of(straight))
+
+
+class Stateful(DataLoader):
+    """A loader that goes on in mid-epoch, and draws random numbers when it begins."""
+
+    begin = taken = 0
+
+    def __iter__(self):
+        torch.rand(7)
+        begin, self.begin = self.begin, 0
+        for i, batch in enumerate(super().__iter__()):
+            if i >= begin:
+                self.taken = i + 1
+                yield batch
+
+    def state_dict(self):
+        return {"taken": self.taken}
+
+    def load_state_dict(self, state):
+        self.begin = state["taken"]
+
+
+def test_dropout_goes_on_in_mid_epoch(tmp_path, monkeypatch):
+    monkeypatch.setattr(f"{__name__}.DataLoader", Stateful)
+    straight = fitted(tmp_path, Model(engines), OffloadStrategy(), save_every=2)
+    resumed = fitted(tmp_path, Model(engines), OffloadStrategy(), resume=tmp_path / "step=2.ckpt")
+    assert resumed.seen == straight.seen[2:]
+    assert_same_weights(resumed, weights_of(straight))
+
+
+def test_a_checkpoint_of_another_strategy_goes_on_under_this_one(tmp_path):
+    straight = fitted(tmp_path, Model(torchs, dropout=0.0), save_every=BATCHES)
+    for stage, fields in STAGES.items():
+        model = Model(engines, dropout=0.0, late=stage == 3)
+        fitted(tmp_path, model, OffloadStrategy(**fields), resume=tmp_path / f"step={BATCHES}.ckpt", weights_only=True)
+        assert model.seen == straight.seen[BATCHES:]
+        assert_same_weights(model, dict(straight.named_parameters()))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_evaluation_after_fit_and_from_a_checkpoint_alone(tmp_path, stage):
+    model, loader = fitted(tmp_path, late_in(stage), OffloadStrategy(**STAGES[stage])), DataLoader(TOKENS, 5)
+    path, weights = tmp_path / "last", tmp_path / "weights.ckpt"
+    with quiet():
+        model.fitting.save_checkpoint(path)
+        model.fitting.save_checkpoint(weights, weights_only=True)
+        model.fitting.limit_val_batches = 1.0
+        expected = model.fitting.validate(model, loader, verbose=False)
+        trainer = trainer_of(tmp_path, OffloadStrategy(**STAGES[stage]), limit_val_batches=1.0)
+        assert trainer.validate(Model(engines), loader, ckpt_path=path, verbose=False) == expected
+        alone = trainer_of(tmp_path, limit_val_batches=1.0)
+        loaded = Model.load_from_checkpoint(weights, weights_only=True)
+        assert alone.validate(loaded, loader, verbose=False) == expected
+    assert model.fitting.strategy.engine.optimizer.updates == EPOCHS * BATCHES
+
+
+def test_a_checkpoint_that_is_written_again_is_whole_at_any_moment(tmp_path, monkeypatch):
+    """Until Lightning's file names the new shards, those that it names are there."""
+    model = fitted(tmp_path, Model(engines), OffloadStrategy(), max_epochs=1)
+    folder, save = tmp_path / "last", type(model.fitting.strategy.checkpoint_io).save_checkpoint
+    model.fitting.save_checkpoint(folder)
+    [first] = (path for path in (folder / FOLDER).iterdir() if path.is_dir())
+
+    def broken(*args, **kwargs):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(type(model.fitting.strategy.checkpoint_io), "save_checkpoint", broken)
+    with pytest.raises(OSError, match="disk full"):
+        model.fitting.save_checkpoint(folder)
+    assert torch.load(folder / TRAINER, weights_only=True)[FOLDER] == first.name
+    fitted(tmp_path, Model(engines), OffloadStrategy(), resume=folder)
+    monkeypatch.setattr(type(model.fitting.strategy.checkpoint_io), "save_checkpoint", save)
+    model.fitting.save_checkpoint(folder)
+    [now] = (path for path in (folder / FOLDER).iterdir() if path.is_dir())
+    assert now != first
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_manual_optimization_under_the_strategy(tmp_path, stage):
+    """Clipping has the engine's bound, or is refused."""
+
+    def clipping(module):
+        return module.trainer.strategy.wrap(lr=LR, weight_decay=DECAY, gradient_clipping=CLIP).optimizer
+
+    class Reference(Manual, ExactNorm):
+        def clip_gradients(self, optimizer, gradient_clip_val, gradient_clip_algorithm):
+            self.configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+    Manual.clip = CLIP
+    try:
+        expected = fitted(tmp_path, Reference(torchs))
+        model = fitted(tmp_path, Manual(clipping, late=stage == 3), OffloadStrategy(**STAGES[stage]))
+        assert model.seen == expected.seen
+        assert_same_weights(model, dict(expected.named_parameters()))
+        with pytest.raises(ConfigError, match=r"clipping by norm to 0.25, and the engine.*clips to the norm of None"):
+            fitted(tmp_path, Manual(engines), OffloadStrategy())
+    finally:
+        Manual.clip = None
+
+
+def test_half_precision_starts_from_the_values_that_the_module_was_built_with(tmp_path):
+    """Where Lightning rounds them first; scaling losses is the engine's."""
+    model = fitted(tmp_path, Model(engines), OffloadStrategy(), precision="bf16-true", max_epochs=1)
+    engine = wrap(Model(engines), lr=lambda update: LR / (1 + update), weight_decay=DECAY, param_dtype="bfloat16")
+    torch.manual_seed(2)
+    for tokens in DataLoader(TOKENS, 2):
+        engine.backward(engine.module.loss(tokens))
+        engine.step()
+    for (name, p), q in zip(model.named_parameters(), engine.module.parameters(), strict=True):
+        assert p.dtype is torch.bfloat16
+        assert same_bits(p, q), name
+
+
+def test_losses_are_scaled_by_the_engine(tmp_path):
+    one = fitted(tmp_path, Overflowing(engines), OffloadStrategy(), **scaling())
+    other = fitted(tmp_path, Overflowing(torchs), **scaling())
+    assert str(one.seen) == str(other.seen)
+    assert one.scales == other.scales
+    assert one.scales[:3] == [1024.0, 2048.0, 1024.0]
+    assert_same_weights(one, dict(other.named_parameters()))
+
+
+class Sometimes(Model):
+    """Some batches have no loss."""
+
+    def training_step(self, tokens, batch_idx):
+        loss = super().training_step(tokens, batch_idx)
+        return None if batch_idx in self.none else loss
+
+
+@pytest.mark.parametrize("none", [{3}, {2, 3}], ids=["the last of an update", "all of an update"])
+def test_batches_without_a_loss_take_no_part(tmp_path, none):
+    runs = []
+    for new, strategy in ((torchs, "auto"), (engines, OffloadStrategy())):
+        model = Sometimes(new)
+        model.none = none
+        runs.append(fitted(tmp_path, model, strategy, accumulate_grad_batches=2, max_epochs=1))
+    assert runs[0].seen == runs[1].seen
+    assert_same_weights(runs[1], dict(runs[0].named_parameters()))
+
+
+class OwnBackward(Model):
+    def backward(self, loss):
+        loss.backward()
+
+
+@pytest.mark.parametrize(
+    ("model", "fields", "settings", "said"),
+    [
+        (lambda: Model(ours), {}, {}, r"configure_optimizers gave OffloadedAdamW .*engine's: .*strategy.wrap"),
+        (lambda: OwnBackward(engines), {}, {}, r"OwnBackward.backward is overridden"),
+        (lambda: Model(engines), {}, {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"},
+         r"clipping by value to 1.0"),
+        (lambda: Model(engines), {"gradient_clipping": 2.0}, {"gradient_clip_val": 1.0},
+         r"clipping by norm to 1.0, and the engine.*norm of 2.0"),
+        (lambda: Model(engines), {"gradient_accumulation_steps": 4}, {"accumulate_grad_batches": 2},
+         r"gradient_accumulation_steps=4, and the Trainer has accumulate_grad_batches=2"),
+        (lambda: Model(engines), {"stag": 3}, {}, r"unknown configuration field 'stag'"),
+        (lambda: Model(engines), {}, {"plugins": [DoublePrecision()]}, r"precision is DoublePrecision, expected '32-"),
+    ],
+)  # fmt: skip
+def test_what_the_strategy_cannot_do_is_said(tmp_path, model, fields, settings, said):
+    with pytest.raises(ConfigError, match=said):
+        fitted(tmp_path, model(), OffloadStrategy(**fields), **settings)
+
+
+def test_checkpoints_that_cannot_be_are_refused(tmp_path):
+    model = fitted(tmp_path, Model(engines), OffloadStrategy(), max_epochs=1)
+    with pytest.raises(CheckpointError, match=r"memory://x: shards are written to a file system"):
+        model.fitting.save_checkpoint("memory://x")
+    model.fitting.save_checkpoint(tmp_path / "last")
+    (tmp_path / "last" / TRAINER).unlink()
+    with pytest.raises(CheckpointError, match=r"trainer.ckpt is missing beside offload/"):
+        fitted(tmp_path, Model(engines), OffloadStrategy(), resume=tmp_path / "last")
+
+
+# --- several ranks -------------------------------------------------------------------------------------
+
+
+def test_two_ranks_train_as_ddp_does_and_resume_their_shards(tmp_path):
+    """And OffloadedAdamW over the ranks behind Lightning's own DDP, whose file has one rank's part."""
+    results = run("trained", 2, tmp_path, "lightning_worker.py")
+    for result in results:
+        weights, seen = result["theirs"]
+        assert result["2"] == result["3"] == result["theirs"]
+        assert result["file 2"] == result["file 3"] == result["alone"] == weights
+        assert result["resumed"] == [weights, seen[BATCHES:]]
+        assert result["share 2"] == pytest.approx(0.5, abs=0.01)
+        assert len({*result["uneven"]}) == 1
+        assert result["deferred"][0] == result["deferred"][1]
+    assert results[0]["theirs"][1] != results[1]["theirs"][1]  # of different batches
+    assert "the states of rank 0 of 2, expected those of rank 1 of 2" in results[1]["said"]
