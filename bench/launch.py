@@ -1,14 +1,12 @@
-"""The ranks that train one model together: processes, or the devices of one or several processes.
+"""The ranks that train one model together: processes, or the devices of one or several processes."""
 
-A launcher (torchrun) tells each process of the others in its environment.
-"""
-
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
 import numpy as np
+
+from offload_core.launch import Launched
 
 
 @dataclass(frozen=True)
@@ -26,11 +24,9 @@ class Ranks:
 
     @classmethod
     def launched(cls) -> Self:
-        """One rank a process, as the environment says: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE."""
-        if not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
-            return cls()
-        names = ("rank", "world_size", "local_rank", "local_world_size")
-        return cls(**{name: int(os.environ[name.upper()]) for name in names if name.upper() in os.environ})
+        """One rank a process, as the launcher says."""
+        place = Launched.read()
+        return cls(place.rank, place.world_size, place.local_rank, place.local_world_size)
 
     def times(self, n: int) -> Self:
         """With `n` ranks for each of these."""

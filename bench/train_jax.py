@@ -21,10 +21,10 @@ from bench.gpt_jax import Params, init_params, logits_of, loss_of
 from bench.launch import Ranks
 from bench.presets import BETAS, WEIGHT_DECAY, learning_rate
 from bench.trainer import Settings, Step, check_room
-from frontends.jax import wrap
+from frontends.jax import initialize, wrap
 from offload_core.cpus import default_threads
 from offload_core.errors import CollectiveError, ConfigError
-from offload_core.memory_plan import MemoryReport
+from offload_core.memory_report import MemoryReport
 
 
 @contextmanager
@@ -61,22 +61,15 @@ def join(settings: Settings) -> Iterator[Ranks]:
     if ranks.world_size > 1:
         jax.config.update("jax_num_cpu_devices", settings.devices)
     if launched.world_size > 1:
-        meet(launched.rank, launched.world_size, ranks.local_rank + np.arange(settings.devices))
+        meet(ranks.local_rank + np.arange(settings.devices), settings.timeout)
     yield ranks
 
 
-def meet(process: int, processes: int, local_devices: np.ndarray) -> None:
-    """Start `jax.distributed`, whose first process listens where torch's store would, or beside that of torchrun."""
+def meet(local_devices: np.ndarray, timeout: int | None) -> None:
+    """Join the other processes, whichever launcher started them."""
     os.environ.setdefault("NPROC", str(default_threads()))  # else XLA takes all processors in each process
     jax.config.update("jax_enable_preemption_service", False)  # it ignores the launcher's SIGTERM
-    try:
-        port = int(os.environ["MASTER_PORT"]) + (os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
-        address = f"{os.environ['MASTER_ADDR']}:{port}"
-        jax.distributed.initialize(address, processes, process, local_devices.tolist())
-    except (KeyError, ValueError, RuntimeError) as error:
-        raise CollectiveError(
-            f"rank {process} did not meet the others ({type(error).__name__}: {error}); start them by torchrun"
-        ) from error
+    initialize(local_devices.tolist(), timeout_seconds=timeout)
     atexit.register(leave)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,12 @@ from bench.gpt_torch import GPT
 from bench.launch import Ranks
 from bench.presets import BETAS, WEIGHT_DECAY, learning_rate
 from bench.trainer import Settings, Step, check_room
-from frontends.torch import init, wrap
+from frontends.torch import init, init_process_group, wrap
+from frontends.torch.launch import device_of
 from offload_core.cpus import default_threads
-from offload_core.errors import CollectiveError, ConfigError
-from offload_core.memory_plan import MemoryReport
+from offload_core.errors import CollectiveError
+from offload_core.launch import Launched
+from offload_core.memory_report import MemoryReport
 
 
 class ProcessGroup(Ranks):
@@ -44,38 +47,23 @@ def join(settings: Settings) -> Iterator[Ranks]:
         return
     # Launchers set OMP_NUM_THREADS to 1, however many processors a rank has.
     torch.set_num_threads(default_threads())
-    device = choose_device(settings.device, ranks)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    try:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    except (ValueError, RuntimeError) as error:
-        raise CollectiveError(f"rank {ranks.rank} did not meet the others ({error}); start them by torchrun") from error
+    timeout = None if settings.timeout is None else timedelta(seconds=settings.timeout)
+    init_process_group(device_type(settings), timeout=timeout)
     try:
         yield ranks
     finally:
         dist.destroy_process_group()
 
 
+def device_type(settings: Settings) -> str | None:
+    return None if settings.device == "auto" else settings.device
+
+
 def make_trainers(settings: Settings, ranks: Ranks) -> tuple["Offloaded", "Plain | None"]:
-    device = choose_device(settings.device, ranks)
+    device = device_of(Launched.read(), device_type(settings))
     check_room(settings, ranks, on_host=device.type == "cpu")
     offloaded = Offloaded(settings, device)
     return offloaded, Plain(settings, ranks, device) if settings.compare else None
-
-
-def choose_device(name: str, ranks: Ranks) -> torch.device:
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if name == "cuda" and not gpus:
-        raise ConfigError("--device cuda: torch sees no CUDA device; use --device cpu or auto")
-    if name == "cpu" or not gpus:
-        return torch.device("cpu")
-    if ranks.local_world_size > gpus:
-        raise ConfigError(
-            f"{ranks.local_world_size} ranks on this machine and {gpus} CUDA devices; expected at most one rank a "
-            "device: start fewer, or use --device cpu"
-        )
-    return torch.device("cuda", ranks.local_rank)
 
 
 def partitioning(settings: Settings) -> dict[str, Any]:

@@ -4,39 +4,37 @@ import math
 import os
 from pathlib import Path
 
+from . import control_groups, launch
 
-def _cgroup_cpus() -> int | None:
-    """Processors' worth of time that the control group grants (``cpu.max``), rounded up; None: no bound."""
-    try:
-        group = Path("/proc/self/cgroup").read_text().strip().rpartition("::")[2]
-        quota, period = (Path("/sys/fs/cgroup") / group.lstrip("/") / "cpu.max").read_text().split()
-        return None if quota == "max" else math.ceil(int(quota) / int(period))
-    except (OSError, ValueError):
-        return None
+
+def _quota(root: Path = control_groups.ROOT, membership: Path = control_groups.MEMBERSHIP) -> int | None:
+    """Processors' worth of time that the control groups above this process grant, rounded up; None: no bound."""
+    quotas = []
+    for folder, version in control_groups.folders("cpu", root, membership):
+        try:
+            if version == 2:
+                quota, period = (folder / "cpu.max").read_text().split()
+            else:
+                quota, period = ((folder / f"cpu.cfs_{what}_us").read_text() for what in ("quota", "period"))
+            if int(quota) > 0:
+                quotas.append(math.ceil(int(quota) / int(period)))
+        except (OSError, ValueError):
+            pass  # no bound here ("max"), or no such file
+    return min(quotas, default=None)
 
 
 def available_cpus() -> int:
-    """Processors in this process's affinity mask, bounded by its control group's quota."""
-    try:
+    """Processors in this process's affinity mask, bounded by its control groups' quota and what Slurm gave its task."""
+    if hasattr(os, "sched_getaffinity"):
         cpus = len(os.sched_getaffinity(0))
-    except AttributeError:  # not on macOS
+    else:  # macOS
         cpus = os.cpu_count() or 1
-    return max(1, min(cpus, _cgroup_cpus() or cpus))
-
-
-def local_processes() -> int:
-    """Processes on this machine that a launcher started together, as ``LOCAL_WORLD_SIZE`` (torchrun) or
-    ``SLURM_NTASKS_PER_NODE`` say; without one 1."""
-    for name in ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE"):
-        processes = os.environ.get(name, "")
-        if processes.isdigit() and int(processes) > 0:
-            return int(processes)
-    return 1
+    return max(1, min(cpus, _quota() or cpus, launch.granted_cpus() or cpus))
 
 
 def default_threads() -> int:
-    """This process's share of the processors: those available, over the processes on this machine.
+    """This process's share of the processors that are available to it, which the ranks on this machine divide.
 
     ``OMP_NUM_THREADS``, which launchers set to 1, is not looked at.
     """
-    return max(1, available_cpus() // local_processes())
+    return launch.share_of_cpus(available_cpus())

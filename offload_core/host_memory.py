@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from . import _kernels
+from . import _kernels, control_groups
 from .errors import HostMemoryError
 
 _HUGE_PAGE = 2 * 2**20
@@ -125,39 +125,24 @@ def control_group_limit() -> int | None:
     return min(limits, default=None)
 
 
-_ROOT, _MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-
-
-def _cgroup_headrooms(root: Path = _ROOT, membership: Path = _MEMBERSHIP) -> list[int]:
+def _cgroup_headrooms(root: Path = control_groups.ROOT, membership: Path = control_groups.MEMBERSHIP) -> list[int]:
     """What each control group above this process still grants."""
     return [limit - used for limit, used in _cgroups(root, membership)]
 
 
-def _cgroups(root: Path = _ROOT, membership: Path = _MEMBERSHIP) -> list[tuple[int, int]]:
-    """What each control group above this process (version 1 or 2) grants, and what of that is used; page cache that it
-    can drop is free."""
-    try:
-        lines = [line.split(":", 2) for line in membership.read_text().splitlines()]
-    except OSError:
-        return []
+def _cgroups(root: Path = control_groups.ROOT, membership: Path = control_groups.MEMBERSHIP) -> list[tuple[int, int]]:
+    """What each control group above this process grants, and what of that is used; page cache that it can drop is
+    free."""
     groups = []
-    for _, controllers, path in lines:
-        if controllers not in ("", "memory"):
-            continue
-        version2 = controllers == ""
-        base = root if version2 else root / "memory"
-        names = ("memory.max", "memory.current") if version2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
-        cache = "inactive_file" if version2 else "total_inactive_file"
-        group = base / path.lstrip("/")
-        for folder in (group, *group.parents):
-            try:
-                limit, used = (int((folder / name).read_text()) for name in names)
-                stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-                groups.append((limit, used - int(stat.get(cache, 0))))
-            except (OSError, ValueError):
-                pass  # no limit here ("max"), or no such file
-            if folder == base:
-                break
+    for folder, version in control_groups.folders("memory", root, membership):
+        names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        cache = "inactive_file" if version == 2 else "total_inactive_file"
+        try:
+            limit, used = (int((folder / name).read_text()) for name in names)
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            groups.append((limit, used - int(stat.get(cache, 0))))
+        except (OSError, ValueError):
+            pass  # no limit here ("max"), or no such file
     return groups
 
 

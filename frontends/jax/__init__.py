@@ -5,6 +5,7 @@ from offload_core.pipeline import StepReport
 
 from .gather import gather_params, gathered
 from .gradients import RankGradients, ScaledGradients
+from .launch import initialize
 from .offloaded import OffloadedParams, wrap
 
 __all__ = [
@@ -15,5 +16,6 @@ __all__ = [
     "StepReport",
     "gather_params",
     "gathered",
+    "initialize",
     "wrap",
 ]

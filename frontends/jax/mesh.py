@@ -20,17 +20,15 @@ from offload_core import _kernels
 from offload_core.collectives import Collectives
 from offload_core.device import Arrival, Copy, Done, Event, HostArray, Waiting, fill, traced
 from offload_core.dtypes import BY_NUMPY, FLOAT32, ElementType
-from offload_core.errors import CollectiveError, ConfigError
+from offload_core.errors import ConfigError
 from offload_core.host_memory import Lease
 from offload_core.partition import Bucket, ParamSpec
 from offload_core.trace import TO_DEVICE, TO_HOST, Trace
 
 from .device import free_bytes
+from .launch import meeting
 
 REPLICATED = PartitionSpec()
-
-RUNTIME_ERRORS = (jax.errors.JaxRuntimeError, ValueError)
-"""What a lost peer surfaces as: gloo's errors come as ``ValueError`` from some of JAX's ways of waiting."""
 
 
 class MeshAxis:
@@ -205,10 +203,8 @@ class JaxProcesses:
         shifts = np.arange(0, 64, 16, dtype=np.uint64)
         limbs = ((array.view(np.uint64)[:, None] >> shifts) & np.uint64(0xFFFF)).astype(np.int32)
         parts = [limbs[None] if i == 0 else np.zeros_like(limbs)[None] for i in range(len(self._axis.ranks))]
-        try:
+        with meeting(self._axis.ranks[0], what):
             total = np.asarray(self._sum(self._axis.stack(parts)).addressable_data(0))[0]
-        except RUNTIME_ERRORS as error:
-            raise CollectiveError.of(self._axis.ranks[0], what, error) from error
         array[:] = (total.astype(np.uint64) << shifts).sum(axis=1, dtype=np.uint64).view(np.int64)
 
     def broadcast(self, array: np.ndarray, what: str, source: int = 0) -> None:
@@ -327,10 +323,8 @@ class JaxMeshDevice:
 
     def of_rank_0(self, name: str, array: jax.Array) -> jax.Array:
         """What rank 0 has of a replicated array, on all."""
-        try:
+        with meeting(self.ranks[0], f"parameter {name!r}: initial value"):
             return jax.block_until_ready(self._of_rank_0(array))
-        except RUNTIME_ERRORS as error:
-            raise self._lost(f"parameter {name!r}: initial value", error) from error
 
     def _take_rank_0s(self, value: jax.Array) -> jax.Array:
         bits = lax.bitcast_convert_type(value, jnp.uint32 if value.dtype.itemsize == 4 else jnp.uint16)
@@ -375,13 +369,11 @@ class JaxMeshDevice:
             out[:] = 0
             return Done()
         what = f"bucket {bucket.index}: exchange of gradients"
-        try:
+        with meeting(self.ranks[0], what):
             program = self._reduce_unreduced if unreduced else self._reduce_mean
             if not unreduced:
                 wire = max((BY_NUMPY[array.dtype] for array in arrays), key=lambda dtype: dtype.itemsize)
             shards = self.axis.parts(program(arrays, runs, bucket.shard_numel, wire.numpy))
-        except RUNTIME_ERRORS as error:
-            raise self._lost(what, error) from error
         if unreduced:
             self._count_sent(bucket.shard_numel * wire.itemsize)
         return self._receive(shards, out, what)
@@ -392,12 +384,10 @@ class JaxMeshDevice:
             shard.copy_to_host_async()
 
         def finish() -> None:
-            try:
+            with meeting(self.ranks[0], what):
                 for shard, part in zip(shards, out.reshape(len(shards), -1), strict=True):
                     host = np.asarray(shard)
                     _kernels.cast_array(host, BY_NUMPY[host.dtype], part, FLOAT32, self._threads)
-            except RUNTIME_ERRORS as error:
-                raise self._lost(what, error) from error
 
         return Waiting(finish)
 
@@ -449,12 +439,10 @@ class JaxMeshDevice:
             run = _Run(piece.start, piece.numel, piece.offset)
             writes.append(_Write(run, tensor.array.shape, piece.numel == tensor.array.size))
         what = f"bucket {bucket.index}: gathering of parameters"
-        try:
+        with meeting(self.ranks[0], what):
             # May be the staging memory itself, which nothing reads once the results are there.
             stacked = self.axis.stack(list(shards.reshape(len(self.ranks), -1)))
             results = self._gather(stacked, [tensor.partial for tensor in written], tuple(writes))
-        except RUNTIME_ERRORS as error:
-            raise self._lost(what, error) from error
         for piece, tensor, result in zip(pieces, written, results, strict=True):
             tensor.received += piece.numel
             tensor.partial = result  # its own last value, if any, was donated
@@ -463,11 +451,9 @@ class JaxMeshDevice:
         self._count_sent(bucket.shard_numel * bucket.dtype.itemsize)
 
         def finish() -> None:
-            try:
+            with meeting(self.ranks[0], what):
                 # What a later bucket went on writing to was donated; its present value comes after.
                 jax.block_until_ready([t.array if t.partial is None else t.partial for t in written])
-            except RUNTIME_ERRORS as error:
-                raise self._lost(what, error) from error
 
         return Waiting(finish)
 
@@ -490,9 +476,6 @@ class JaxMeshDevice:
     def _count_sent(self, shard_bytes: int) -> None:
         """Each of this process's ranks sent a shard of this size to every other rank."""
         self.sent_bytes += len(self.ranks) * (self.world_size - 1) * shard_bytes
-
-    def _lost(self, what: str, error: Exception) -> CollectiveError:
-        return CollectiveError.of(self.ranks[0], what, error)
 
 
 def _pack(cuts: Sequence[jax.Array], runs: Sequence[_Run], numel: int) -> jax.Array:

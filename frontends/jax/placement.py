@@ -70,11 +70,6 @@ class Placement(Protocol):
         """
         ...
 
-    @property
-    def planned_host_bytes(self) -> int:
-        """What of the plan is in the host's account: where the device is the host, device parameters are not."""
-        ...
-
     def start(self, arrays: Sequence[jax.Array]) -> list[Any]:
         """The tensors that the pipeline reads start values from."""
         ...
@@ -134,7 +129,6 @@ class OneDevice:
 
     def __init__(self, threads: int, *, on_host: bool) -> None:
         self.device: Device = HostRanks(JaxDevice())
-        self.planned_host_bytes = 0
         self.on_host = on_host
         self._threads = threads
 
@@ -168,7 +162,6 @@ class OneDevice:
         self.buffer_memory = HostMemory(self._threads) if self.on_host else memory
         self.buffers = ParameterBuffers(self.buffer_memory, specs)
         n_bytes = 2 * self.buffers.generation_bytes
-        self.planned_host_bytes = 0 if self.on_host else n_bytes
         rows = replicated_rows(specs, 1)
         return rows if self.on_host else [PlanRow("parameter buffers", "host", n_bytes, SMALLER), *rows]
 
@@ -217,7 +210,7 @@ class OneAccelerator(OneDevice):
     ) -> list[PlanRow]:
         # JAX's own, out of the host's account: all buckets may be on their way at once.
         n_bytes = sum(spec.numel * spec.dtype.itemsize for spec in specs)
-        return [PlanRow("gradients on their way", "host", n_bytes, SMALLER), *replicated_rows(specs, 1)]
+        return [PlanRow("gradients on their way", "host", n_bytes, SMALLER, brief=True), *replicated_rows(specs, 1)]
 
     def start(self, arrays: Sequence[jax.Array]) -> list[Any]:
         return [MeshParameter(array) for array in arrays]

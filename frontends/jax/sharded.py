@@ -26,7 +26,8 @@ from offload_core.partition import ALIGNMENT, Bucket, ParamSpec, round_up
 
 from .device import HOST_MEMORY, in_host_memory, read
 from .gather import Gathering, Shard
-from .mesh import RUNTIME_ERRORS, JaxMeshDevice, MeshAxis, MeshGradient, MeshParameter
+from .launch import meeting
+from .mesh import JaxMeshDevice, MeshAxis, MeshGradient, MeshParameter
 from .on_mesh import SMALLER, Differentiated, OnMesh, names, replicated_rows
 from .shard_layout import ShardLayout
 
@@ -80,10 +81,8 @@ class ShardedMeshDevice(JaxMeshDevice):
         array, start, stop = gradient.array, bucket.shard_start, bucket.shard_start + bucket.shard_numel
         what = f"bucket {bucket.index}: copies of gradients"
         valid = min(stop, array.size // self.world_size) - start
-        try:
+        with meeting(self.ranks[0], what):
             shards = self._cut(array, jnp.int32(start), array.sharding.spec, valid, bucket.shard_numel)  # type: ignore[attr-defined]
-        except RUNTIME_ERRORS as error:
-            raise self._lost(what, error) from error
         return self._receive(self.axis.parts(shards), out, what)
 
     def _cut_from_slice(
@@ -108,22 +107,18 @@ class ShardedMeshDevice(JaxMeshDevice):
         layout, what = tensor.layout, f"bucket {bucket.index}: copies of parameters"
         valid = min(bucket.shard_numel, layout.local_numel - bucket.shard_start)
         spec = tensor.array.sharding.spec  # type: ignore[attr-defined]
-        try:
+        with meeting(self.ranks[0], what):
             stacked = self.axis.stack(list(local))
             result = self._write(
                 stacked, tensor.partial, jnp.int32(bucket.shard_start), spec, valid, layout.local_shape
             )
-        except RUNTIME_ERRORS as error:
-            raise self._lost(what, error) from error
         tensor.partial = result
         self._count_received(bucket, tensor)
 
         def finish() -> None:
-            try:
+            with meeting(self.ranks[0], what):
                 # What a later bucket went on writing to was donated; its present value comes after.
                 jax.block_until_ready(tensor.array if tensor.partial is None else tensor.partial)
-            except RUNTIME_ERRORS as error:
-                raise self._lost(what, error) from error
 
         return Waiting(finish)
 
@@ -161,6 +156,9 @@ class ShardedMeshDevice(JaxMeshDevice):
             parts = [part.reshape(layout.local_shape) for part in tensor.partial]  # nobody writes them again
             tensor.partial = self.axis.of_parts(layout.shape, tensor.array.sharding, parts)
         self._count_received(bucket, tensor)
+
+
+SHARDS = "shards of parameters"
 
 
 class ShardedOnMesh(OnMesh):
@@ -226,13 +224,12 @@ class ShardedOnMesh(OnMesh):
         parameters = n * sum(numel * spec.dtype.itemsize for spec, numel in numels)
         gradients = n * sum(numel * FLOAT32.itemsize for _, numel in numels)
         where = "device" if self._memory_kind is None else "host"
-        self.planned_host_bytes = 2 * parameters if where == "host" else 0
         smaller = f"{SMALLER}, or more devices"
         return [
             *replicated_rows([spec for spec, layout in zip(specs, layouts, strict=True) if layout is None], n),
-            PlanRow("shards of parameters", where, parameters, smaller),
-            PlanRow("next shards of parameters", where, parameters, smaller),
-            PlanRow("gradients of shards", "device", gradients, "more devices"),
+            PlanRow(SHARDS, where, parameters, smaller),
+            PlanRow(f"next {SHARDS}", where, parameters, smaller, brief=True),
+            PlanRow("gradients of shards", "device", gradients, "more devices", brief=True),
         ]
 
     def start(self, arrays: Sequence[jax.Array]) -> list[Any]:

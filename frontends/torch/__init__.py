@@ -6,6 +6,7 @@ from offload_core.pipeline import StepReport
 from .construction import init
 from .deepspeed_weights import load_deepspeed
 from .engine import Engine, wrap
+from .launch import init_process_group
 from .optimizer import OffloadedAdamW
 from .partitioned import gathered_parameters, register_external_parameter
 
@@ -16,6 +17,7 @@ __all__ = [
     "StepReport",
     "gathered_parameters",
     "init",
+    "init_process_group",
     "load_deepspeed",
     "register_external_parameter",
     "wrap",

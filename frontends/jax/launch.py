@@ -1,0 +1,144 @@
+"""Joining the processes that torchrun, ``srun`` or ``mpirun`` started, and the end of waiting for one that is lost."""
+
+import atexit
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import jax
+
+from offload_core.errors import CollectiveError
+from offload_core.launch import Launched
+
+RUNTIME_ERRORS = (jax.errors.JaxRuntimeError, ValueError)
+"""What a lost peer surfaces as: gloo's errors come as ``ValueError`` from some of JAX's ways of waiting."""
+
+_HEARTBEATS = 2
+"""Timeouts after which JAX's heartbeats end the process: later than what can say for what it waited."""
+
+
+def initialize(local_device_ids: Sequence[int] | None = None, *, timeout_seconds: int | None = None) -> None:
+    """Join the other processes; one that is alone joins nobody. Call it before anything else of JAX.
+
+    As ``jax.distributed.initialize()``, which it calls, but it knows torchrun too, and any list of hosts of Slurm's; a
+    process that an exception ends does not wait for the others at its exit.
+
+    Args:
+        local_device_ids: the devices of this process among those that it sees. None: the one of its place on the
+            machine, or all where it is the only process there or sees just one.
+        timeout_seconds: how long ``wrap`` and its updates wait for other processes. Then one error says for what, and
+            the process ends: JAX cannot break off a collective. Where the program itself waits for others, JAX's
+            heartbeats end it, after twice the time at most. None: as JAX has it, heartbeats of 100 seconds alone.
+
+    Raises:
+        ConfigError: the environment is set in part.
+        CollectiveError: the others did not come.
+    """
+    launched = Launched.read()
+    if launched.world_size == 1:
+        return
+    host, port = launched.meeting_point()
+    if launched.launcher == "torchrun":  # whose agent, or store, listens there
+        port += os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    sees_one = os.environ.get("CUDA_VISIBLE_DEVICES", "").isdecimal()
+    if local_device_ids is None and launched.local_world_size > 1 and not sees_one:
+        local_device_ids = [launched.local_rank]
+    timeouts: dict[str, Any] = {}
+    if timeout_seconds is not None:
+        timeouts = {
+            "heartbeat_timeout_seconds": _HEARTBEATS * timeout_seconds,
+            "shutdown_timeout_seconds": timeout_seconds,
+        }
+    try:
+        jax.distributed.initialize(
+            f"{host}:{port}",
+            launched.world_size,
+            launched.rank,
+            local_device_ids,
+            cluster_detection_method="deactivate",  # it would take one device of each machine
+            **timeouts,
+        )
+    except (RuntimeError, ValueError) as error:
+        raise CollectiveError(
+            f"process {launched.rank} of {launched.world_size} did not meet the others at {host}, port {port} "
+            f"({type(error).__name__}: {error}); expected all of them to be started, and that machine and port to be "
+            "reached from all"
+        ) from error
+    atexit.register(_leave_at_once_after_an_error)
+    if timeout_seconds is not None:
+        global _watch
+        _watch = Watch(timeout_seconds, _end)
+
+
+@contextmanager
+def meeting(rank: int, what: str) -> Iterator[None]:
+    """Around what waits for other processes: that one is lost becomes a :class:`CollectiveError`.
+
+    After the time that :func:`initialize` was given, the process says so and ends.
+    """
+    with nullcontext() if _watch is None else _watch.over(rank, what):
+        try:
+            yield
+        except RUNTIME_ERRORS as error:
+            raise CollectiveError.of(rank, what, error) from error
+
+
+class Watch:
+    """Tells ``end`` of a wait that takes longer than ``seconds``."""
+
+    def __init__(self, seconds: float, end: Callable[[str], None]) -> None:
+        self._seconds, self._end = seconds, end
+        self._waits: dict[object, tuple[float, int, str]] = {}  # the oldest first
+        self._begun = threading.Condition()
+        threading.Thread(target=self._run, name="offload-core waits", daemon=True).start()
+
+    @contextmanager
+    def over(self, rank: int, what: str) -> Iterator[None]:
+        """Around a wait."""
+        wait = object()
+        with self._begun:
+            self._waits[wait] = (time.monotonic() + self._seconds, rank, what)
+            self._begun.notify()
+        try:
+            yield
+        finally:
+            with self._begun:
+                del self._waits[wait]
+
+    def _run(self) -> None:
+        while True:
+            with self._begun:
+                while not self._waits:
+                    self._begun.wait()
+                deadline, rank, what = next(iter(self._waits.values()))
+                left = deadline - time.monotonic()
+                if left > 0:
+                    self._begun.wait(left)
+                    continue
+            late = TimeoutError(f"no answer in {self._seconds} seconds")
+            self._end(str(CollectiveError.of(rank, what, late)))
+            return
+
+
+_watch: Watch | None = None
+
+
+def _end(message: str) -> None:
+    print(f"{CollectiveError.__module__}.{CollectiveError.__name__}: {message}", file=sys.stderr)
+    _leave()
+
+
+def _leave_at_once_after_an_error() -> None:
+    """At its exit JAX would wait for the others, which wait for this process."""
+    if getattr(sys, "last_value", None) is not None and jax.distributed.is_initialized():
+        _leave()
+
+
+def _leave() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
