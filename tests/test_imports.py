@@ -1,6 +1,7 @@
 """Who may import whom, and that nothing needs a framework it does not use."""
 
 import ast
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -99,6 +100,27 @@ loss, grads = offloaded.value_and_grad(lambda p, x: (p["w"] * x).sum())(offloade
 offloaded.update(grads)
 assert offloaded.report.updated
 """
+
+
+NEW_MODULES = """
+import json, sys
+import {framework}
+before = {{*sys.modules}}
+import frontends.{framework}
+print(json.dumps(sorted(sys.modules.keys() - before)))
+"""
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_a_front_end_imports_nothing_optional(framework):
+    """Nor more of its framework: torch.compile alone takes longer than ``import torch``."""
+    command = [sys.executable, "-c", NEW_MODULES.format(framework=framework)]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    new = json.loads(run.stdout)
+    may_be = {"frontends", "offload_core", "numpy", "ml_dtypes", "psutil", "xxhash", "_cffi_backend", "jax"}
+    assert {name.partition(".")[0] for name in new} - sys.stdlib_module_names <= may_be
+    assert f"frontends.{framework}.integrations" not in new
+    assert not [name for name in new if name.startswith(("torch._dynamo", "torch.fx", "torch.distributed", "sympy"))]
 
 
 @pytest.mark.parametrize(
