@@ -23,20 +23,37 @@ from test_jax import (
     regression_data,
 )
 
-from bench.gpt_jax import init_params, loss_of
 from frontends.jax import wrap
 from offload_core.errors import ParameterError, StateError
-from offload_core.model_shapes import GPTConfig
 
 STEPS, HALF, CLIP, DECAY = 6, 3, 0.05, 0.1
 LR = optax.warmup_cosine_decay_schedule(1e-3, 1e-2, 2, 12)
-GPT = GPTConfig(layers=2, width=16, heads=2, vocabulary=32, positions=12)
-TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 32, (STEPS, 4, 13)), jnp.int32)
-gpt_loss = jax.jit(jax.value_and_grad(functools.partial(loss_of, config=GPT, activation_checkpointing=False)))
+TOKENS = jnp.asarray((np.arange(STEPS * 4).reshape(STEPS, 4, 1) + 3 * np.arange(13)) % 32, jnp.int32)
+"""[step, sequence, position]: each token is three more than the one before."""
 
 
 def gpt(seed=0):
-    return init_params(jax.random.key(seed), GPT, jnp.float32)
+    """Of few shapes: eager optax is compiled for each."""
+    rng = np.random.default_rng(seed)
+
+    def matrix(rows):
+        return jnp.asarray(0.2 * rng.standard_normal((rows, 16)), jnp.float32)
+
+    layers = [{name: matrix(16) for name in ("q", "k", "v", "out", "up", "down")} for _ in range(2)]
+    return {"embed": matrix(32), "layers": [{**layer, "gain": jnp.ones(16)} for layer in layers]}
+
+
+@jax.jit
+@jax.value_and_grad
+def gpt_loss(params, tokens):
+    x = params["embed"][tokens[:, :-1]]
+    for layer in params["layers"]:
+        y = layer["gain"] * x / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
+        q, k, v = (y @ layer[name] for name in "qkv")
+        scores = jnp.where(jnp.tri(x.shape[1], dtype=bool), jnp.einsum("bqd,bkd->bqk", q, k) / 4, -jnp.inf)
+        x = x + jax.nn.softmax(scores) @ v @ layer["out"]
+        x = x + jax.nn.gelu(x @ layer["up"]) @ layer["down"]
+    return optax.softmax_cross_entropy_with_integer_labels(x @ params["embed"].T, tokens[:, 1:]).mean()
 
 
 def train(tx, params, state, batches=TOKENS):
@@ -134,7 +151,7 @@ def test_parameters_of_another_dtype_are_refused():
     params = gpt()
     offloaded = offloaded_of(params, param_dtype="bfloat16")
     with pytest.raises(
-        ParameterError, match=r"float32\[2, 16\], expected bfloat16\[2, 16\], as in offloaded.params"
+        ParameterError, match=r"float32\[32, 16\], expected bfloat16\[32, 16\], as in offloaded.params"
     ):
         offloaded.as_optax().init(params)
     offloaded.as_optax().init(offloaded.params)
