@@ -150,9 +150,7 @@ def test_parameters_of_another_dtype_are_refused():
     """A loop that starts from the fp32 model, and not from what wrap() made of it."""
     params = gpt()
     offloaded = offloaded_of(params, param_dtype="bfloat16")
-    with pytest.raises(
-        ParameterError, match=r"float32\[32, 16\], expected bfloat16\[32, 16\], as in offloaded.params"
-    ):
+    with pytest.raises(ParameterError, match=r"float32\[32, 16\], expected bfloat16\[32, 16\], as in offloaded.params"):
         offloaded.as_optax().init(params)
     offloaded.as_optax().init(offloaded.params)
     offloaded.as_optax().init(jax.eval_shape(lambda: offloaded.params))
@@ -292,6 +290,17 @@ def test_elements_that_did_not_change_keep_the_low_bits_of_their_masters():
         with pytest.raises(ParameterError, match=r"load_params.*(nothing where|expected bfloat16\[33, 17\])"):
             offloaded.load_params(spoilt)
         assert_same_tree(offloaded.to_pytree(), before)
+
+
+def test_what_a_delayed_update_holds_back_is_not_lost():
+    offloaded = offloaded_of(small(0), schedule="delayed", delay_warmup_steps=1)
+    for i in range(3):
+        offloaded.update(small(i))
+    with pytest.raises(StateError, match=r"delayed.*expected params = offloaded.flush\(\)"):
+        offloaded.load_params(offloaded.params)
+    flushed = offloaded.flush()
+    assert_same_tree(offloaded.load_params({**flushed, "b": jnp.asarray(5.0)})["w"], flushed["w"])
+    assert_same_tree(offloaded.to_pytree()["master"], {**flushed, "b": jnp.asarray(5.0)})
 
 
 def to_float32(tree):

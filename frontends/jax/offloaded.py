@@ -142,7 +142,7 @@ class OffloadedParams:
         for i, array, spec, layout in zip(positions, arrays, specs, layouts, strict=True):
             leaves[i] = self._placement.cast(array, spec.dtype, layout)
             tree.trained.append(Leaf(i, paths[i], array.shape, leaves[i].dtype, layout))
-        self._states = TreeStates(self._pipeline, self._placement, tree, self.flush)
+        self._states = TreeStates(self._pipeline, self._placement, tree)
         self._checkpoints = TreeCheckpoints(self._pipeline, self._placement, tree)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -409,6 +409,7 @@ class OffloadedParams:
         each gets all of them from the others, so all must call this. With ``schedule="delayed"`` it begins with
         :meth:`flush`.
         """
+        self.flush()
         return self._states.to_pytree(self.count)
 
     def load_pytree(self, tree: Mapping[str, Any]) -> Any:
@@ -417,7 +418,7 @@ class OffloadedParams:
         Raises:
             StateError: a key or a leaf is missing, or has another shape; nothing has changed.
         """
-        self.count = self._states.load_pytree(tree)
+        self.count = self._states.load_pytree(tree, self.flush)
         return self.params
 
     def load_params(self, params: Any) -> Any:
@@ -425,14 +426,14 @@ class OffloadedParams:
 
         A parameter's element that is not what it was becomes its master weight; the others keep all bits of theirs, and
         all their moments and counts. Arrays that are not trained are taken on, too. Gradients that wait for an update
-        are forgotten. With several processes all must call this, with the same values. It begins with :meth:`flush`.
+        are forgotten. With several processes all must call this, with the same values.
 
         Args:
             params: a tree of the structure, shapes and dtypes of ``offloaded.params``.
 
         Raises:
             ParameterError: it is of others; nothing has changed.
-            StateError: under jit.
+            StateError: under jit; with ``schedule="delayed"`` before :meth:`flush`.
         """
         refuse_jit("load_params()")
         self._states.load_params(params)
@@ -449,6 +450,7 @@ class OffloadedParams:
         Raises:
             StateError: parameters have had different numbers of updates, of which optax has one.
         """
+        self.flush()
         return self._states.to_optax(self.config, masked=self._masked, count=self.count)
 
     def load_optax_state(self, state: Any) -> None:
@@ -460,7 +462,7 @@ class OffloadedParams:
         Raises:
             StateError: there is no Adam in it, or several, or its moments do not fit; nothing has changed.
         """
-        self.count = self._states.load_optax(state)
+        self.count = self._states.load_optax(state, self.flush)
 
     def export_safetensors(
         self, folder: str | os.PathLike[str], *, max_shard_bytes: int = MAX_SHARD_BYTES, dtype: str | None = None

@@ -20,15 +20,13 @@ from .wrapped_tree import WrappedTree
 class TreeStates:
     """Master weights, moments and step counts: what is read of them and what is put in their place.
 
-    Args:
-        flush: brings parameters level with their master weights.
+    ``flush`` brings parameters level with their master weights; before it reads, the caller has done so.
     """
 
-    def __init__(self, pipeline: Pipeline, placement: Placement, tree: WrappedTree, flush: Callable[[], Any]) -> None:
+    def __init__(self, pipeline: Pipeline, placement: Placement, tree: WrappedTree) -> None:
         self._pipeline = pipeline
         self._placement = placement
         self._tree = tree
-        self._flush = flush
         self._number = {leaf.position: i for i, leaf in enumerate(tree.trained)}
         self._shapes = {leaf.position: leaf.shape for leaf in tree.trained}
 
@@ -36,7 +34,6 @@ class TreeStates:
 
     def to_pytree(self, count: int) -> dict[str, Any]:
         """As ``OffloadedParams.to_pytree``, after so many updates."""
-        self._flush()
         steps = {position: self._pipeline.steps[i].copy() for position, i in self._number.items()}
         scaler = self._pipeline.scaler
         return {
@@ -49,7 +46,6 @@ class TreeStates:
 
     def to_optax(self, config: OffloadConfig, *, masked: bool, count: int) -> Any:
         """As ``OffloadedParams.to_optax_state``."""
-        self._flush()
         steps = [int(step) for step in self._pipeline.steps]
         other = next((i for i, step in enumerate(steps) if step != steps[0]), None)
         if other is not None:
@@ -95,26 +91,27 @@ class TreeStates:
 
     # --- replaced ------------------------------------------------------------------------------------
 
-    def load_pytree(self, tree: Mapping[str, Any]) -> int:
+    def load_pytree(self, tree: Mapping[str, Any], flush: Callable[[], Any]) -> int:
         """As ``OffloadedParams.load_pytree``; the number of updates that the tree has had."""
         if "count" not in tree:
             raise _missing("count", tree)
         arrays = {i: numpy_shape(leaf) for i, leaf in enumerate(self._tree.leaves) if is_array(leaf)}
         params = self._leaves_of(tree, "params", arrays)
         states = {name: self._leaves_of(tree, name, self._shapes) for name in STATE_NAMES}
-        self._restore(states, self._leaves_of(tree, "steps", dict.fromkeys(self._shapes, ())))
+        steps = self._leaves_of(tree, "steps", dict.fromkeys(self._shapes, ()))
+        self._restore(states, steps, flush)
         for position, value in params.items():
             self._tree.leaves[position] = self._placed(position, value)
         if self._pipeline.scaler is not None and "loss_scale" in tree:
             self._pipeline.scaler.load_state_dict(tree["loss_scale"])
         return int(tree["count"])
 
-    def load_optax(self, state: Any) -> int:
+    def load_optax(self, state: Any, flush: Callable[[], Any]) -> int:
         """As ``OffloadedParams.load_optax_state``; the number of updates that the state counts."""
         mu, nu, steps, count = adam_of(state)
         moments = {"exp_avg": mu, "exp_avg_sq": nu}
         states = {name: self._leaves_of(moments, name, self._shapes, "load_optax_state") for name in moments}
-        self._restore(states, dict.fromkeys(self._shapes, steps))
+        self._restore(states, dict.fromkeys(self._shapes, steps), flush)
         return count
 
     def load_params(self, params: Any) -> None:
@@ -123,8 +120,13 @@ class TreeStates:
         for path, value, leaf in zip(self._tree.paths, values, self._tree.leaves, strict=True):
             if is_array(leaf):
                 check_form("load_params", path, value, leaf)
+        self._pipeline.finish()
+        if self._pipeline.behind:
+            raise StateError(
+                "load_params: schedule='delayed' holds back the last update, which would be lost; expected "
+                "params = offloaded.flush(), then the change, then load_params(params)"
+            )
         self._pipeline.drop_gradients()
-        self._flush()
         for position, leaf in enumerate(self._tree.leaves):
             if is_array(leaf) and values[position] is not leaf:
                 self._tree.leaves[position] = self._placed(position, self._as_numpy(position, values[position]))
@@ -139,10 +141,12 @@ class TreeStates:
             return self._placement.pass_through(from_numpy(value, like))
         return self._placement.restored(np.asarray(value), like, self._tree.trained[i].layout)
 
-    def _restore(self, states: Mapping[str, Mapping[int, Any]], steps: Mapping[int, Any]) -> None:
+    def _restore(
+        self, states: Mapping[str, Mapping[int, Any]], steps: Mapping[int, Any], flush: Callable[[], Any]
+    ) -> None:
         """Take on states and update counts, which have been checked, by position."""
         self._pipeline.drop_gradients()
-        self._flush()  # what is held back would follow
+        flush()  # what is held back would follow
         for i, leaf in enumerate(self._tree.trained):
             flat = {name: np.reshape(values[leaf.position], -1) for name, values in states.items()}
             if leaf.layout is not None:
