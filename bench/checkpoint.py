@@ -1,12 +1,11 @@
 """Checkpoints beside the disk they go to: saving and loading against plain sequential input and output of as many bytes
 (blocks of 8 MiB, as ``dd`` does it; written ones flushed with fsync), and what saving costs the steps during it.
 
-All take turns in one process, in another order each round; ratios are of medians over rounds. Reading is measured from
-the page cache, and from the disk after the files were dropped from it. Steps are real ones of the model, some while a
-checkpoint is written and some not: the call that starts the save counts as part of them.
+All take turns in one process, in another order each round. Reading is measured from the page cache, and from the disk
+after the files were dropped from it. Steps are real ones of the model, some while a checkpoint is written and some not:
+the call that starts the save counts as part of them.
 """
 
-import argparse
 import os
 import random
 import shutil
@@ -19,15 +18,21 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from bench import record
 from bench.gpt_torch import GPT
 from bench.presets import PRESETS
-from bench.record import append, machine
 from frontends.torch import wrap
 from offload_core.checkpoint_files import Checkpoint
 from offload_core.cpus import available_cpus
 
 CHUNK = 8 * 2**20
-TARGETS = {"save": 0.6, "load from the disk": 0.6, "load from the page cache": 0.6, "steps during a save": 1.1}
+WAYS = {
+    "save": "sequential write",
+    "load from the disk": "sequential read from the disk",
+    "load from the page cache": "sequential read from the page cache",
+}
+"""And what each is compared with."""
+STEP, STEP_IN_SAVE = "a step", "a step during a save"
 
 
 class Run:
@@ -123,72 +128,80 @@ def transfers(run: Run, folder: Path, rounds: int) -> tuple[int, dict[str, list[
 
 
 def steps_during(run: Run, folder: Path, rounds: int) -> dict[str, list[float]]:
-    """Seconds a step takes while a checkpoint is written, all that are touched by it, and while none is."""
-    times: dict[str, list[float]] = {"steps during a save": [], "steps": [], "steps touched": [], "call": []}
+    """Seconds of a step while a checkpoint is written, all that are touched by it, and by turns of as many without."""
+    times: dict[str, list[float]] = {STEP: [], STEP_IN_SAVE: [], "touched": [], "call": []}
     for _ in range(2):
         run.step()
-    for i in range(2 * rounds):
-        if i % 2 == 0:
-            start, n = time.perf_counter(), 0
-            run.save(folder, wait=False)
-            times["call"].append(time.perf_counter() - start)
-            while n == 0 or run.checkpoints.saving:
-                run.step()
-                n += 1
-            times["steps during a save"].append((time.perf_counter() - start) / n)
-            times["steps touched"].append(float(n))
-            run.checkpoints.wait()
-            os.sync()
-        else:
-            n = max(int(times["steps touched"][-1]), 2)
-            times["steps"] += [seconds(lambda: [run.step() for _ in range(n)]) / n]  # noqa: B023
+    for _ in range(rounds):
+        start, n = time.perf_counter(), 0
+        run.save(folder, wait=False)
+        times["call"].append(time.perf_counter() - start)
+        while n == 0 or run.checkpoints.saving:
+            run.step()
+            n += 1
+        times[STEP_IN_SAVE].append((time.perf_counter() - start) / n)
+        times["touched"].append(n)
+        run.checkpoints.wait()
+        os.sync()
+        start = time.perf_counter()
+        for _ in range(max(n, 2)):
+            run.step()
+        times[STEP].append((time.perf_counter() - start) / max(n, 2))
     return times
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--preset", choices=PRESETS, default="gpt2-124m")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--step-rounds", type=int, default=3)
-    parser.add_argument("--micro-batch", type=int, help="sequences a step; the preset's unless given")
-    parser.add_argument("--context", type=int, help="tokens of a sequence; the preset's unless given")
-    parser.add_argument("--folder", type=Path, help="where checkpoints go; a temporary folder unless given")
-    parser.add_argument("--json", type=Path, help="append the record to this file")
-    args = parser.parse_args()
-    context = args.context or PRESETS[args.preset].context
-    micro_batch = args.micro_batch or PRESETS[args.preset].micro_batch
+def main(arguments: list[str] | None = None) -> None:
+    parser = record.parser("checkpoint", __doc__.partition("\n\n")[0])
+    parser.add_argument("--preset", choices=PRESETS, help="default: gpt2-124m; --quick: tiny")
+    parser.add_argument("--rounds", type=int, help="of saving and loading (default: 5)")
+    parser.add_argument("--step-rounds", type=int, help="of steps with a save behind them and without (default: 3)")
+    parser.add_argument("--micro-batch", type=int, help="sequences a step (default: the preset's)")
+    parser.add_argument("--context", type=int, help="tokens of a sequence (default: the preset's)")
+    parser.add_argument("--folder", type=Path, help="where checkpoints go (default: a temporary folder)")
+    args = parser.parse_args(arguments)
+    name = args.preset or ("tiny" if args.quick else "gpt2-124m")
+    preset = PRESETS[name]
+    rounds, step_rounds = args.rounds or (2 if args.quick else 5), args.step_rounds or (2 if args.quick else 3)
+    context, micro_batch = args.context or preset.context, args.micro_batch or preset.micro_batch
     torch.set_num_threads(available_cpus())
-    run = Run(args.preset, micro_batch, context)
+    run = Run(name, micro_batch, context)
     folder = Path(tempfile.mkdtemp(dir=args.folder))
     try:
-        n_bytes, times = transfers(run, folder, args.rounds)
+        n_bytes, times = transfers(run, folder, rounds)
         shutil.rmtree(folder / "saved")
-        times |= steps_during(run, folder / "steps", args.step_rounds)
+        steps = steps_during(run, folder / "steps", step_rounds)
     finally:
         shutil.rmtree(folder)
-    medians = {name: statistics.median(values) for name, values in times.items() if values}
-    ratios = {
-        "save": medians["sequential write"] / medians["save"],
-        "load from the disk": medians["sequential read from the disk"] / medians["load from the disk"],
-        "load from the page cache": medians["sequential read from the page cache"]
-        / medians["load from the page cache"],
-    }
-    if args.step_rounds:
-        ratios["steps during a save"] = medians["steps during a save"] / medians["steps"]
-    print(f"{machine()}; {args.preset}, {n_bytes:,} bytes, {args.rounds} rounds; {micro_batch} x {context} tokens")
-    for name in ("save", "sequential write", *list(times)[2:6]):
-        print(f"{name:36} {medians[name]:7.2f} s {n_bytes / medians[name] / 1e6:8.0f} MB/s")
-    if args.step_rounds:
-        print(f"{'a step':36} {medians['steps']:7.2f} s")
-        print(f"{'a step during a save':36} {medians['steps during a save']:7.2f} s, of {medians['steps touched']:.0f}")
-        print(f"{'the call that starts a save':36} {medians['call']:7.2f} s")
-    for name, ratio in ratios.items():
-        print(f"{name}: {ratio:.3f} (target {TARGETS[name]})")
-    record = {
-        "bench": "checkpoint", "torch": torch.__version__, "threads": available_cpus(), "preset": args.preset,
-        "micro_batch": micro_batch, "context": context, "bytes": n_bytes, "seconds": times, "ratios": ratios,
+    rows = record.rows("speed", "MB/s", {way: [n_bytes / s / 1e6 for s in taken] for way, taken in times.items()})
+    rows += record.rows("a step", "s", {STEP: steps[STEP], STEP_IN_SAVE: steps[STEP_IN_SAVE]})
+    rows += record.rows("the call that starts it", "s", {STEP_IN_SAVE: steps["call"]})
+    ratios = [
+        record.ratio(f"speed: {ours} / {plain}", times[plain], times[ours], target=0.6, better="higher")
+        for ours, plain in WAYS.items()
+    ]
+    ratios.append(record.ratio(f"{STEP_IN_SAVE} / {STEP}", steps[STEP_IN_SAVE], steps[STEP], target=1.1))
+    print(f"{record.machine()}; {name}, {n_bytes:,} bytes, {rounds} rounds; {micro_batch} x {context} tokens")
+    for each in rows:
+        print(f"{each['name']:36} {each['metric']:24} {each['p50']:8.2f} {each['unit']}")
+    for each in ratios:
+        print(f"{each['name']}: {each['p50']:.3f} ({each['p20']:.3f} to {each['p80']:.3f}; target {each['target']})")
+    config = {
+        "preset": name, "bytes": n_bytes, "rounds": rounds, "step rounds": step_rounds, "micro batch": micro_batch,
+        "context": context, "threads": available_cpus(), "steps touched": statistics.median(steps["touched"]),
     }  # fmt: skip
-    append(args.json, record)
+    record.append(
+        args.json,
+        {
+            "bench": "checkpoint",
+            "title": "Checkpoints beside the disk they go to",
+            "config": config,
+            "versions": record.versions("torch"),
+            "rows": rows,
+            "ratios": ratios,
+            "missing": [],
+            "notes": [],
+        },
+    )
 
 
 if __name__ == "__main__":

@@ -425,7 +425,8 @@ def main(arguments: list[str] | None = None) -> None:
     cold = 10**6 if args.quick else _COLD
     for count in threads:
         if count < max(threads):
-            tasks = [partial(measure_sizes, [n for n in fitting if n <= compared], count, cold, rounds, None)]
+            small = [n for n in fitting if n < compared] or [compared]
+            tasks = [partial(measure_sizes, small, count, cold, rounds, None)]
         else:
             smallest = min(fitting)
             tasks = [

@@ -24,7 +24,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = record.parser("jax_step", __doc__.strip())
     parser.add_argument("--threads", type=int, default=available_cpus())
     parser.add_argument("--rounds", type=int, help="default: 8")
-    parser.add_argument("--steps", type=int, default=2, help="counted in each round of each contender (default: 2)")
+    parser.add_argument("--steps", type=int, default=1, help="counted in each round of each contender (default: 1)")
     args = parser.parse_args(arguments)
     args.rounds = args.rounds or (2 if args.quick else 8)
     return args

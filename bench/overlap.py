@@ -401,7 +401,7 @@ def main(arguments: list[str] | None = None) -> None:
     options.add_argument("--buckets", type=int, nargs="+", default=[16])
     options.add_argument("--cases", nargs="+", choices=CASES, metavar="NAME", help="default: all")
     options.add_argument("--rounds", type=int, help="default: 2")
-    options.add_argument("--steps", type=int, default=3, help="counted in each round of each schedule (default: 3)")
+    options.add_argument("--steps", type=int, default=2, help="counted in each round of each schedule (default: 2)")
     options.add_argument("--trace", type=Path, help="write a trace of two steps of each case to this folder")
     args = options.parse_args(arguments)
     args.cases = args.cases or list(CASES)[: 1 if args.quick else None]

@@ -43,6 +43,8 @@ def draw(records: dict[str, Record], folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for part, record in records.items():
+        if not record["rows"]:  # it could not run
+            continue
         for name, picture in PICTURES.get(part, (("bars", bars), ("curves", curves))):
             figure = picture(plt, record)
             if figure is not None:

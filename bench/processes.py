@@ -242,10 +242,12 @@ class Result:
         return [key for key in self.turns[0].steps[0] if key not in ("loss", "grad_norm")]
 
     def rows(self, name: str, **extra: Any) -> list[dict[str, Any]]:
-        """Of the record; ``losses`` and what the last step gave are the row's of the total."""
+        """Of the record. The loss's has the curve of all steps."""
         rows = [row(name, phase, "ms", self.samples(phase), **extra) for phase in self.phases]
-        last = self.turns[-1].steps[-1]
-        rows[-1] |= {"losses": self.losses, "last": {k: last[k] for k in ("loss", "grad_norm") if k in last}}
+        if self.losses:
+            rows.append(row(name, "loss, last", "nats", self.losses[-1:], **extra) | {"curve": self.losses})
+        if "grad_norm" in self.turns[-1].steps[-1]:
+            rows.append(row(name, "gradient norm, last", "", [self.turns[-1].steps[-1]["grad_norm"]], **extra))
         rows.append(row(name, "peak RSS", "GB", [max(turn.peak for turn in self.turns) / 1e9], **extra))
         rows.append(row(name, "peak RSS while it is built", "GB", [self.setup_peak / 1e9], **extra))
         rows.append(row(name, "sent", "MB/step", [turn.sent / 1e6 for turn in self.turns], **extra))

@@ -20,8 +20,6 @@ PERFORMANCE = ROOT / "docs" / "performance.md"
 BEGIN = "<!-- what follows is written by: python -m bench.report --write -->\n"
 END = "<!-- here it ends -->\n"
 
-_MOST_RATIOS = 12
-
 Record = dict[str, Any]
 Records = dict[str, Record]
 """The last of each part, in the order they ran."""
@@ -90,9 +88,9 @@ def table(head: list[str], lines: Iterable[list[Any]]) -> list[str]:
 
 
 def printed(record: Record) -> list[Record]:
-    """The ratios that the README has of a part: all, or of many those with a target."""
+    """The ratios that the README has of a part: those with a target, or all where none has one."""
     ratios: list[Record] = record["ratios"]
-    return ratios if len(ratios) <= _MOST_RATIOS else [ratio for ratio in ratios if ratio["target"] is not None]
+    return [ratio for ratio in ratios if ratio["target"] is not None] or ratios
 
 
 def ratio_lines(ratios: list[Record]) -> list[list[str]]:
@@ -169,7 +167,7 @@ def section(records: Records) -> str:
         if settings(record["config"]):
             lines += [f"{settings(record['config'])}.", ""]
         if record["ratios"]:
-            lines += table(["", "ratio", "target", ""], ratio_lines(printed(record))) if printed(record) else []
+            lines += table(["", "ratio", "target", ""], ratio_lines(printed(record)))
             rest = [ratio["p50"] for ratio in record["ratios"] if ratio not in printed(record)]
             lines += ["", f"{len(rest)} more: {number(min(rest))} to {number(max(rest))}."] if rest else []
         elif record["rows"]:
@@ -233,7 +231,8 @@ def measured(readme: str, records: Records) -> str:
 
 
 def compare(one: Records, other: Records) -> list[tuple[str, Record, Record | None, bool]]:
-    """Of each ratio that the README has: whether the medians lie within each other's 20th and 80th percentile."""
+    """Of each ratio that the README has: whether the medians lie within each other's 20th and 80th percentile, or print
+    as the same number."""
 
     def ratios(records: Records) -> dict[str, Record]:
         return {f"{r['title']}: {ratio['name']}": ratio for r in records.values() for ratio in printed(r)}
@@ -245,7 +244,8 @@ def compare(one: Records, other: Records) -> list[tuple[str, Record, Record | No
         if a is None or b is None:
             lines.append((name, a or b, None, False))
         else:
-            agree = a["p20"] <= b["p50"] <= a["p80"] and b["p20"] <= a["p50"] <= b["p80"]
+            within = a["p20"] <= b["p50"] <= a["p80"] and b["p20"] <= a["p50"] <= b["p80"]
+            agree = within or number(a["p50"]) == number(b["p50"])
             lines.append((name, a, b, agree))
     return lines
 

@@ -41,9 +41,17 @@ DGX2 = Machines(
     gpus=1, machines=1, flops=39e12, link=12 * GB, dram=192 * GB, peer=120 * GB, network=80 * GB, links=48 * GB
 )
 ASSUMPTIONS = [
-    ("a V100's rate", "39 TFLOPS", "1.2 B on one GPU without offload: Megatron-LM, arXiv:1909.08053, abstract"),
+    (
+        "a V100's rate",
+        "39 TFLOPS",
+        "1.2 B on one GPU without offload: Megatron-LM, arXiv:1909.08053, abstract, section 1",
+    ),
     ("link of one GPU", "12 GB/s each way", "of PCIe 3.0 x16's 15.75; assumed, usual for pinned memory"),
-    ("links of a machine", "48 GB/s", "16 GPUs at a time reach 3.0 each: ZeRO-Infinity, arXiv:2104.07857, section 3"),
+    (
+        "links of a machine",
+        "48 GB/s",
+        "assumed: 3.0 a GPU where 16 copy at a time, as ZeRO-Infinity, arXiv:2104.07857, is remembered",
+    ),
     ("DRAM", "192 GB/s", "3/4, assumed, of 2 x 6 channels of DDR4-2666 (Xeon 8168)"),
     ("between GPUs", "120 GB/s", "4/5, assumed, of NVSwitch's 150 each way"),
     ("between machines", "80 GB/s", "4/5, assumed, of 8 x 100 Gbit/s InfiniBand"),

@@ -177,7 +177,3 @@ def test_a_part_that_fails_or_hangs_is_reported_and_the_rest_go_on(tmp_path, mon
     assert why["absent"] == ["there is no bench.absent"]
     assert "out of luck" in path.with_suffix(".md").read_text()
     assert "FAILED" in capsys.readouterr().out
-
-
-def test_the_parts_may_take_twenty_minutes_together():
-    assert sum(run.PARTS.values()) <= 20 * 60
