@@ -105,7 +105,7 @@ assert offloaded.report.updated
     [
         (("torch", "jax", "jaxlib", "optax"), "import offload_core, offload_core.pipeline, offload_core.fake_device"),
         (("jax", "jaxlib", "optax", "transformers", "accelerate"), TORCH),
-        (("torch", "optax"), JAX),
+        (("torch", "optax", "flax", "equinox", "orbax", "grain"), JAX),
     ],
     ids=["core", "torch", "jax"],
 )

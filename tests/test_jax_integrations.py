@@ -337,7 +337,8 @@ def test_nnx_optimizer_trains_with_the_bits_of_adamw_and_resumes(wrapped, tmp_pa
         losses = []
         for _ in range(steps):
             loss, grads = loss_and_grads(model)
-            optimizer.update(model, grads)
+            updates = optimizer.update(model, grads)
+            assert jax.tree.structure(updates) == jax.tree.structure(nnx.as_pure(grads))
             losses.append(float(loss))
         return losses
 

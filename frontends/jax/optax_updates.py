@@ -69,8 +69,9 @@ def transformation(
         refuse_jit("as_optax().update", _UNDER_JIT)
         if int(state.step) != count():
             raise StateError(
-                f"as_optax().update with the state of update {int(state.step)}, expected that of update {count()}: "
-                "the host states have moved on; use load_pytree() to go back"
+                f"as_optax().update with the state of update {int(state.step)}, expected that of update {count()}, "
+                "where the states in host memory are: what the last update returned, or tx.init(params) anew; "
+                "load_pytree() and load_checkpoint() take the states to where an optax state was saved"
             )
         before, treedef = leaves_of(tree.now() if params is None else params)
         _check_own(tree, before)
