@@ -410,7 +410,7 @@ def main(arguments: list[str] | None = None) -> None:
     options.add_argument("--threads", type=int, nargs="+", help="default: 1 and all")
     options.add_argument("--rounds", type=int, help="default: 9")
     args = options.parse_args(arguments)
-    sizes = args.numel or ([10**6, 2 * 10**6] if args.quick else [10**6, 10**7, 10**8, 2 * 10**8])
+    sizes = args.numel or ([10**6, 2 * 10**6] if args.quick else [10**6, 10**7, 10**8, 2 * 10**8, 10**9])
     threads = args.threads or sorted({1, available_cpus()})
     rounds = args.rounds or (2 if args.quick else 9)
     known: Measured = {"rows": [], "ratios": [], "missing": [], "notes": []}

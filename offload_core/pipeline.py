@@ -10,10 +10,10 @@ was asked for (``tasks.py``), while the caller goes on. A bucket that was given 
 (:meth:`LocalBuckets.claim`) before the caller touches it. Who reads a parameter waits for it alone
 (:meth:`Pipeline.await_param`).
 
-With ``update_in_backward`` a bucket's new parameters are *emitted*: sent to the device during backward, as soon as its
-gradients are on the host. Where nothing examines gradients first its states are updated on the way. Else they are left
-as they are, and the step, which knows whether the gradients are clipped, updates them (*commits*), or has the
-parameters sent again (:meth:`Pipeline._recall`).
+With ``update_in_backward`` a bucket's new parameters are *emitted* (``emission.py``): sent to the device during
+backward, as soon as its gradients are on the host. Where nothing examines gradients first its states are updated on the
+way. Else they are left as they are, and the step, which knows whether the gradients are clipped, updates them
+(*commits*), or has the parameters sent again (:meth:`Pipeline._recall`).
 
 One rank whose tensors are host memory moves nothing (``LocalBuckets.direct``): gradients are read and parameters
 written where they are, and nothing is done behind the caller's back.
@@ -23,27 +23,27 @@ import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
+from .agreement import Agreement, agree
 from .bucket_terms import BucketTerms
 from .buckets import LocalBuckets, StateRun
 from .config import OffloadConfig
 from .cpu_adam import STATE_NAMES, AdamHyper
 from .device import Device, Event
 from .dtypes import FLOAT16
+from .emission import Announcement, Emission
 from .errors import CollectiveError, StateError
-from .grad_norm import SumOfSquares, clip_coefficient
+from .grad_norm import clip_coefficient
 from .gradients import Gradients
-from .layout import fingerprint
 from .local_bucket import LocalBucket
 from .loss_scale import LossScaler
 from .memory_plan import MemoryReport
 from .partition import ParamSpec
 from .regions import Elements, InMemory
 from .step_state import BucketEvent, BucketState
-from .trace import REDUCTION
 from .updates import Scalars, Updates
 
 T = TypeVar("T")
@@ -61,16 +61,6 @@ class StepReport:
     clip_coefficient: float = 1.0
     loss_scale: float = 1.0
     """The loss scale that these gradients carried."""
-
-
-class _Announcement(NamedTuple):
-    """The step that ends this micro-step, as it was announced."""
-
-    terms: tuple[Any, ...]
-    """What it is called with, and the loss scale."""
-    scalars: Scalars
-    tensors: Sequence[Any]
-    emitted: Callable[[Iterable[int]], None]
 
 
 class Pipeline:
@@ -92,19 +82,13 @@ class Pipeline:
         self.published: frozenset[int] = frozenset()
         """Parameters that the last :meth:`step` or :meth:`flush` wrote: with ``schedule="delayed"`` those of the step
         before."""
-        self._gradients = Gradients(self._buckets, lambda: self._examines, self._emit)
+        self._gradients = Gradients(self._buckets, lambda: self._examines, self._launched)
         self._updates = Updates(self._buckets, self.op_order)
+        self._emission = Emission(self._buckets, self._updates)
         self._broken: CollectiveError | None = None
         """What an update broke off with among ranks."""
         self._half_loaded: BaseException | None = None
         """What loading a checkpoint broke off with."""
-        self._announced: _Announcement | None = None
-        self._emitting: dict[LocalBucket, None] = {}
-        """Buckets that were to be emitted for the next step, on this rank."""
-        self._recalled: set[LocalBucket] = set()
-        """Buckets whose parameters are those of no step."""
-        self._tensors: Sequence[Any] = ()
-        """All parameters, as they were given last to :meth:`expect_step`."""
         self._clips = False
         """Whether the last update was clipped or skipped: the next is likely to be so, too."""
         self.params = self._buckets.params
@@ -253,7 +237,7 @@ class Pipeline:
         """
         self._begin_gradients()
         self._gradients.check(param, gradient)
-        if self._emitting:
+        if self._emission.emitting:
             if self.device.world_size == 1:
                 self._recall([param])
             elif self._gradients.begins_round(param):  # in which ranks meet for all buckets again
@@ -282,7 +266,7 @@ class Pipeline:
                 raise
         self._gradients.drop(params)
         if params is None:
-            self._announced = None
+            self._emission.announced = None
 
     def end_micro_step(self, *, reduce: bool = True) -> bool:
         """End a micro-step; whether it is the boundary, at which an update is due.
@@ -350,13 +334,13 @@ class Pipeline:
                 gradients.end_round()
             for work in buckets.all:
                 buckets.claim(work)  # a gradient that was lost on its way is an error here, before anything changes
-            if not self._as_announced(hypers, divisor, groups):
+            if self._emission.differs(self._terms(hypers, divisor, groups)):
                 self._recall()
 
         self._or_abort_early(settle)
         self.published = self.behind
         loss_scale = self.loss_scale
-        squares, present, recalled = self._agree_on_gradients((hypers, groups, divisor, loss_scale, gathered))
+        squares, present, recalled = self._agree(hypers, groups, divisor, gathered)
         works = [work for work in reversed(gradients.order) if not present.isdisjoint(work.members)]
         norm, coefficient, skipped = None, 1.0, None if works else "no gradients"
         if works and self._examines:
@@ -373,7 +357,7 @@ class Pipeline:
         if skipped:
             self.drop_gradients()
             self._or_abort(lambda: updates.publish(buckets.all, tensors))
-            self._recalled.clear()
+            self._emission.recalled.clear()
             return StepReport(updated=False, skipped=skipped, grad_norm=norm, loss_scale=loss_scale)
         delays = self.config.schedule == "delayed" and max(map(float, self.steps)) >= self.config.delay_warmup_steps
         scalars = self._scalars(hypers, groups, present, coefficient / (loss_scale * divisor))
@@ -386,9 +370,7 @@ class Pipeline:
             work.clear()
             work.life.on(BucketEvent.END if work in ahead else BucketEvent.DROP)
         gradients.begin()
-        self._announced = None
-        self._emitting.clear()
-        self._recalled.clear()
+        self._emission.settle()
         # What is in no bucket has nothing to wait for.
         self.published |= frozenset(param for param in present if not delays or not buckets.of[param])
         tensors = list(tensors)  # read later
@@ -435,33 +417,22 @@ class Pipeline:
         self._recall()
         everything = range(len(self.params))
         scalars = self._scalars(hypers, groups, everything, 1.0 / (self.loss_scale * divisor))
-        terms = (list(hypers), divisor, groups, self.loss_scale)
-        self._announced = _Announcement(terms, scalars, list(tensors), emitted)
-        self._tensors = self._announced.tensors
-        self._updates.emits = lambda: True
+        terms = self._terms(hypers, divisor, groups)
+        self._emission.announce(Announcement(terms, scalars, list(tensors), emitted))
 
-    def _emit(self, work: LocalBucket, full: bool) -> None:
-        """A bucket was launched: have it emitted if a step was announced and all its gradients are there."""
-        if not self._buckets.emits or not self.at_boundary:
-            return
-        announced, scalars = self._announced, None
-        known = max(work.members) < len(self._tensors)  # a parameter may have been added since
-        if announced is not None and full and known and self._updates.emits():
-            self._emitting[work] = None
-            announced.emitted(work.members)
-            scalars = announced.scalars
-        if scalars is not None or self.device.world_size > 1:
-            self._updates.emit(work, scalars, self._tensors, tentatively=self._examines)
+    def _launched(self, work: LocalBucket, full: bool) -> None:
+        if self._buckets.emits and self.at_boundary:
+            self._emission.launched(work, full, tentatively=self._examines)
 
-    def _as_announced(self, hypers: Sequence[AdamHyper], divisor: float, groups: Sequence[int] | None) -> bool:
-        announced = self._announced
-        return announced is None or announced.terms == (list(hypers), divisor, groups, self.loss_scale)
+    def _terms(self, hypers: Sequence[AdamHyper], divisor: float, groups: Sequence[int] | None) -> tuple[Any, ...]:
+        return list(hypers), divisor, groups, self.loss_scale
 
     def check_expected(
         self, hypers: Sequence[AdamHyper], *, divisor: float = 1.0, groups: Sequence[int] | None = None
     ) -> None:
         """Raise :class:`StateError` where gradients were used with other arguments than these of :meth:`step`."""
-        if self._emitting and not self._examines and not self._as_announced(hypers, divisor, groups):
+        used = self._emission.emitting and not self._examines
+        if used and self._emission.differs(self._terms(hypers, divisor, groups)):
             raise StateError(
                 "hyperparameters, parameter groups or the loss's share changed between backward() and step(), and "
                 "update_in_backward=True has used them; expected them as they were: set them back, or before backward()"
@@ -472,7 +443,7 @@ class Pipeline:
 
         Raises :class:`StateError` where states have been updated, too.
         """
-        touched = [work for work in self._emitting if params is None or not work.members.isdisjoint(params)]
+        touched = self._emission.of(params)
         if not touched:
             return
         if not self._examines:
@@ -482,14 +453,9 @@ class Pipeline:
                 "expected engine.step() next: set update_in_backward=False to discard gradients, to add to them or to "
                 "read parameters before it"
             )
-        self._updates.emits = lambda: False
+        self._emission.stop()
         self._or_abort(self._updates.finish_publications)
-        for work in self._emitting:
-            if work.life.state is BucketState.EMITTED:
-                work.life.on(BucketEvent.RECALL)
-                work.behind |= work.members
-                self._recalled.add(work)
-        self._emitting.clear()
+        self._emission.recall()
 
     def withdraw(self) -> None:
         """Bring back the parameters of the last step where others were emitted, and wait for them.
@@ -497,8 +463,8 @@ class Pipeline:
         All processes call it alike.
         """
         self._recall()
-        if self._recalled:
-            self.flush(self._tensors)
+        if self._emission.recalled:
+            self.flush(self._emission.tensors)
 
     def _scalars(
         self, hypers: Sequence[AdamHyper], groups: Sequence[int] | None, params: Iterable[int], grad_scale: float
@@ -513,7 +479,7 @@ class Pipeline:
         self._recall()
         self.published = self.behind
         self._or_abort(lambda: self._updates.publish(self._buckets.all, tensors))
-        self._recalled.clear()
+        self._emission.recalled.clear()
         self.finish()
 
     @property
@@ -533,54 +499,25 @@ class Pipeline:
         try:
             return act()
         except BaseException as error:
-            if self._announced is not None:
+            if self._emission.announced is not None:
                 self._abort(error)
             raise
 
-    def _agree_on_gradients(self, terms: tuple[Any, ...]) -> tuple[SumOfSquares, set[int], bool]:
-        """The squares of all gradients, the parameters that have one on any rank, and whether any rank has recalled.
-
-        Raises :class:`StateError` on every rank where ``terms``, what the update is made with, are not the same.
-
-        A gradient that no rank had is no gradient: its parameter stays as it is. Ranks learn rank 0's order of
-        arrival on the way.
-        """
-        gradients, squares = self._gradients, SumOfSquares()
-        if self.device.world_size == 1:
-            if self._examines:
-                self._buckets.run(lambda: gradients.add_squares(squares))
-            gradients.order = gradients.order_of_arrival()
-            return squares, set(gradients.present), False
-        flags = np.zeros(len(self.params), np.int64)
-        flags[list(gradients.present)] = 1
-        order = np.array([work.bucket.index for work in gradients.order_of_arrival()], np.int64)
-        if self.device.collectives.rank:
-            order[:] = 0
-
-        hypers, *others = terms
+    def _agree(
+        self, hypers: Sequence[AdamHyper], groups: Sequence[int] | None, divisor: float, gathered: int
+    ) -> Agreement:
         scalars = [hyper.scalars(1, op_order=self.op_order, grad_scale=1.0) for hyper in hypers]
-        mine = fingerprint(f"{scalars} {others}")
-
-        def agree() -> np.ndarray:
-            if self._examines:
-                gradients.add_squares(squares)
-            agreed = np.concatenate([squares.bins, flags, order, [bool(self._recalled), mine]])
-            with self.device.trace.span(REDUCTION, "norm of all ranks"):
-                self.device.collectives.sum_integers(agreed, "gradient norm")
-            return agreed
-
-        agreed = self._buckets.run(agree)
-        sizes = [squares.bins.size, flags.size, order.size]
-        squares.bins, flags, order, [recalled, theirs] = np.split(agreed, np.cumsum(sizes))
-        if theirs != mine * self.device.collectives.world_size:
-            raise StateError(
-                f"ranks differ in what they update with; here: {hypers}, gradients over {terms[2]}, loss scale "
-                f"{terms[3]}; expected the same hyperparameters, micro-steps and loss scale on every rank"
-                + ", and in stage 3 the same modules run in the same order"
-                * bool(terms[4])
-            )
-        gradients.order = [self._buckets.all[i] for i in order]
-        return squares, set(np.flatnonzero(flags).tolist()), bool(recalled)
+        return agree(
+            self._buckets,
+            self._gradients,
+            examines=self._examines,
+            recalled=bool(self._emission.recalled),
+            terms=f"{scalars} {[groups, divisor, self.loss_scale, gathered]}",
+            differs=f"ranks differ in what they update with; here: {hypers}, gradients over {divisor}, loss scale "
+            f"{self.loss_scale}; expected the same hyperparameters, micro-steps and loss scale on every rank"
+            + ", and in stage 3 the same modules run in the same order"
+            * bool(gathered),
+        )
 
     @property
     def finished(self) -> bool:
@@ -609,7 +546,7 @@ class Pipeline:
         Raises what went wrong in the updates, and among ranks :class:`StateError` where it was emitted for a step that
         is still to come.
         """
-        if any(work in self._emitting or work in self._recalled for work in self._buckets.of[param]):
+        if self._emission.holds(param):
             if self.device.world_size > 1:
                 raise StateError(
                     f"parameter {self.params[param].name!r} is read between backward() and step(), and "
@@ -648,20 +585,12 @@ class Pipeline:
         if isinstance(error, CollectiveError):  # other ranks went another way: there is no going on
             self._broken = error
         self._buckets.recover()
-        if self._announced is not None:  # those that are ahead have had this update
+        if self._emission.announced is not None:  # those that are ahead have had this update
             ahead = [work.members for work in self._buckets.all if work.life.state is BucketState.UPDATED]
             for param in frozenset().union(*ahead):
                 self.steps[param] += 1
-        lost = self._updates.forget()
-        if self._buckets.emits:
-            half_done = (BucketState.EMITTED, BucketState.UPDATING, BucketState.UPDATED)
-            lost.update(work for work in self._buckets.all if work.life.state in half_done)
-            for work in lost:
-                work.behind |= work.members
-            self._recalled |= lost
+        self._emission.abort(self._updates.forget())
         self._gradients.begin()
-        self._announced = None
-        self._emitting.clear()
         for work in self._buckets.all:
             work.task = work.written = None
             work.clear()

@@ -24,6 +24,7 @@ LAYERS = [
     {"host_ranks"},
     {"buckets", "live_params"},
     {"gradients", "updates", "step_time", "machine", "model_shapes"},
+    {"agreement", "emission"},
     {"pipeline"},
     {"checkpoint", "plan_command", "info_command"},
     {"inspect_command"},

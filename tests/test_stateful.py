@@ -201,7 +201,7 @@ class Anything(RuleBasedStateMachine):
 
         ``update`` is what the naive loop does where the call began an update before it failed.
         """
-        updating = not self.pipeline.finished and not self.pipeline._emitting
+        updating = not self.pipeline.finished and not self.pipeline._emission.emitting
         steps = [float(n) for n in self.pipeline.steps]
         try:
             call()
