@@ -11,8 +11,9 @@ TEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile
 SITE_STAMP := $(VENV)/.requirements
 BUILD_STAMP := $(VENV)/.built
 PEERS_STAMP := $(VENV)/.peers
+PACKAGE_STAMP := $(VENV)/.package
 
-.PHONY: train test test-all lint bench setup clean
+.PHONY: train test test-all lint bench wheel setup clean
 .DELETE_ON_ERROR:
 
 train: setup
@@ -28,10 +29,23 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy --platform darwin
 
 # All parts, or some: make bench PARTS="cpu_adam step" ARGS=--quick
 bench: setup $(PEERS_STAMP)
 	$(BIN)/python -m bench.run $(ARGS) $(PARTS)
+
+# dist/: a source distribution, and a wheel for this kind of machine that is made from it, tried in an environment of its
+# own. ARGS="torch jax" tries the front ends too.
+wheel: setup $(PACKAGE_STAMP)
+	rm -rf dist build
+	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m build --outdir build/made
+	PATH="$(abspath $(BIN)):$$PATH" $(if $(filter Darwin,$(shell uname)),delocate-wheel --wheel-dir,auditwheel repair --strip --wheel-dir) dist build/made/*.whl
+	cp build/made/*.tar.gz dist
+	$(BIN)/abi3audit --strict dist/*.whl
+	$(PYTHON) -m venv build/tried
+	build/tried/bin/python -m pip install --quiet --constraint constraints.txt mypy $(ARGS) dist/*.whl
+	cd build && tried/bin/python ../tests/wheel_check.py types $(ARGS)
 
 setup: $(BUILD_STAMP)
 
@@ -54,5 +68,9 @@ $(BUILD_STAMP): $(SITE_STAMP) setup.py offload_core/_ffi_build.py $(wildcard c_s
 $(PEERS_STAMP): $(BUILD_STAMP)
 	if $(BIN)/python -m bench.peers install; then touch $@; fi
 
+$(PACKAGE_STAMP): $(SITE_STAMP)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation -e '.[package]'
+	touch $@
+
 clean:
-	rm -rf $(VENV) build *.egg-info offload_core/_offload*.so offload_core/_offload.c .hypothesis
+	rm -rf $(VENV) build dist *.egg-info offload_core/_offload*.so offload_core/_offload.c .hypothesis

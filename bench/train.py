@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -38,6 +38,7 @@ from offload_core.dtypes import BY_NAME
 from offload_core.errors import CollectiveError, OffloadError
 from offload_core.host_memory import format_bytes
 from offload_core.memory_plan import format_table
+from offload_core.step_log import JsonLines, ProgressBar, StepLog, TensorBoard, Writer
 
 INTERRUPTED = 130
 PROMPT = b"\ndef "
@@ -103,6 +104,8 @@ class Files:
     """Where a run writes."""
 
     out: Path
+    log: Path
+    tensorboard: Path | None
     trace: Path | None
     checkpoints: Path
 
@@ -180,6 +183,8 @@ def parse(arguments: list[str] | None) -> tuple[Settings, Files, Saving]:
     )
     add("--compare", action="store_true", help="train with the framework's own AdamW beside it, step by step")
     add("--out", type=Path, help="folder of metrics.jsonl and summary.json (default: a new one in runs/)")
+    add("--log", type=Path, help="the file of metrics, a JSON object a step; with --resume one may go on")
+    add("--tensorboard", type=Path, help="write them to this folder for TensorBoard, too")
     add("--trace", type=Path, help=f"record step {TRACED_STEP}, or the last, to this file, for https://ui.perfetto.dev")
     add("--save-every", type=at_least(1), help="save a checkpoint after so many updates, and at the end")
     add("--checkpoints", type=Path, help="the folder of checkpoints (default: checkpoints/ in --out)")
@@ -197,7 +202,7 @@ def parse(arguments: list[str] | None) -> tuple[Settings, Files, Saving]:
     preset = PRESETS[given["preset"]]
     of_preset = {name: value for name, value in vars(preset).items() if name != "gpt"}
     chosen = of_preset | {name: value for name, value in given.items() if value is not None}
-    out, trace, checkpoints = (chosen.pop(name, None) for name in ("out", "trace", "checkpoints"))
+    files = {name: chosen.pop(name, None) for name in ("out", "log", "tensorboard", "trace", "checkpoints")}
     saving = Saving(*(chosen.pop(name, None) for name in ("save_every", "keep", "resume")))
     chosen.setdefault("offload_param", None)
     chosen["clip"] = chosen["clip"] or None
@@ -213,13 +218,15 @@ def parse(arguments: list[str] | None) -> tuple[Settings, Files, Saving]:
         parser.error("--compare has no plain loop for float16; expected --param-dtype float32 or bfloat16")
     if settings.compare and saving.resume is not None:
         parser.error("--resume: what --compare trains beside it is not saved; expected one of them")
-    if out is None:
-        out = Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{settings.preset}-{settings.frontend}"
-    if (out / "metrics.jsonl").exists():
-        parser.error(f"--out {out} holds the metrics of another run; name another folder")
+    out = files["out"] or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{settings.preset}-{settings.frontend}"
+    defaults = {"log": out / "metrics.jsonl", "checkpoints": out / "checkpoints"}
+    files |= {"out": out} | {name: files[name] or path for name, path in defaults.items()}
+    log, trace = files["log"], files["trace"]
+    if log.exists() and saving.resume is None:
+        parser.error(f"{log} holds the metrics of another run; name another with --out or --log, or --resume that run")
     if trace is not None and not trace.parent.is_dir():
         parser.error(f"--trace {trace}: there is no folder {trace.parent}; expected one that exists")
-    return settings, Files(out, trace, checkpoints or out / "checkpoints"), saving
+    return settings, Files(**files), saving
 
 
 # --- the run -------------------------------------------------------------------------------------------
@@ -246,8 +253,12 @@ def run(settings: Settings, files: Files, saving: Saving, at_end: ExitStack) -> 
     writes = ranks.rank == 0
     if writes:
         out.mkdir(parents=True, exist_ok=True)
-    with open(out / "metrics.jsonl" if writes else os.devnull, "w", buffering=1) as metrics:
-        records, interrupted = train(settings, ranks, corpus, offloaded, plain, metrics, files, saving, done)
+    bar = ProgressBar(settings.steps, ("loss", "tokens_per_second", "grad_norm"))
+    writers: list[Writer] = [JsonLines(files.log), bar]
+    if files.tensorboard is not None:
+        writers.append(TensorBoard(files.tensorboard))
+    with StepLog(*writers, rank=ranks.rank) as log:
+        records, interrupted = train(settings, ranks, corpus, offloaded, plain, log, files, saving, done)
     summary = finish(settings, ranks, corpus, offloaded, plain, records, interrupted)
     if writes:
         (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
@@ -298,31 +309,24 @@ def train(
     corpus: Corpus,
     offloaded: OffloadTrainer,
     plain: Trainer | None,
-    metrics: TextIO,
+    log: StepLog,
     files: Files,
     saving: Saving,
     done_before: int,
 ) -> tuple[list[dict[str, Any]], bool]:
-    """Train to the end or to a rank's Ctrl-C, and whether it came; one record a step, as written to `metrics`.
+    """Train to the end or to a rank's Ctrl-C, and whether it came; one record a step, as given to `log`.
 
     Args:
         done_before: steps of the run that is resumed.
     """
-    from tqdm import tqdm
-
-    records = []
+    records: list[dict[str, Any]] = []
     micro_batches = settings.accumulate * ranks.world_size
     traced = min(done_before + TRACED_STEP, settings.steps - 1)
     tokens = micro_batches * settings.micro_batch * settings.context
     windows = {"batch": settings.micro_batch, "context": settings.context}
     draw = partial(training_batch, corpus.training, settings.seed, **windows)
     interrupted = False
-    # A log file gets a line now and then, a terminal a moving bar.
-    often = {"mininterval": 0.2} if sys.stderr.isatty() else {"mininterval": 10.0, "ascii": True}
-    bar = tqdm(
-        total=settings.steps, initial=done_before, unit="step", dynamic_ncols=True, disable=ranks.rank > 0, **often
-    )
-    with Interrupt() as interrupt, bar:
+    with Interrupt() as interrupt:
         for step in range(done_before, settings.steps):
             # Each rank takes its turns in the micro-batches that one rank alone would accumulate.
             first = step * micro_batches
@@ -338,21 +342,19 @@ def train(
             *losses, asked = ranks.gather([*losses, interrupt.asked]).mean(axis=0).tolist()
             interrupted = asked > 0
             record = {
-                "step": step,
-                "loss": finite(losses[0]),
-                "grad_norm": finite(done.grad_norm),
+                "loss": losses[0],
+                "grad_norm": done.grad_norm,
                 "lr": done.lr,
                 "tokens": tokens,
                 "seconds": seconds,
+                "tokens_per_second": tokens / seconds,
                 "skipped": done.skipped,
             }
             if plain is not None:
-                record |= {"plain_loss": finite(losses[1]), "plain_grad_norm": finite(other.grad_norm)}
+                record |= {"plain_loss": losses[1], "plain_grad_norm": other.grad_norm}
                 record |= {"plain_seconds": plain_seconds}
             records.append(record)
-            metrics.write(json.dumps(record) + "\n")
-            bar.set_postfix_str(describe(replace(done, loss=losses[0]), tokens / seconds), refresh=False)
-            bar.update()
+            log.write(step + 1, record)
             last = interrupted or step == settings.steps - 1
             if saving.every is not None and (last or (step + 1) % saving.every == 0):
                 extras = {"steps": step + 1, "batches": batches_of(settings, ranks)}
@@ -399,13 +401,8 @@ def timed(trainer: Trainer, batches: list[np.ndarray]) -> tuple[Step, float]:
     return step, time.perf_counter() - start
 
 
-def describe(step: Step, rate: float) -> str:
-    norm = "" if step.grad_norm is None else f", norm {step.grad_norm:.2f}"
-    return f"loss {step.loss:.3f}, {rate:,.0f} tokens/s{norm}" + (f", {step.skipped}" if step.skipped else "")
-
-
 def finite(value: float | None) -> float | None:
-    """JSON has no inf and no NaN; why they came is in the record's `skipped`."""
+    """JSON has no inf and no NaN."""
     return value if value is not None and math.isfinite(value) else None
 
 
@@ -449,7 +446,7 @@ def finish(
         print(f"{'':12}{'held-out loss':>15}{'tokens/s (median step)':>25}")
         print(f"{'offloaded':12}{held_out:15.6f}{rate:25,.0f}")
         print(f"{'plain':12}{plain_held_out:15.6f}{plain_rate:25,.0f}")
-        differing = [r for r in records if r["loss"] != r["plain_loss"]]
+        differing = [r for r in records if finite(r["loss"]) != finite(r["plain_loss"])]
         print(f"training losses that differ in any bit: {len(differing)} of {len(records)}")
         summary |= {"plain_held_out_loss": finite(plain_held_out), "plain_tokens_per_second": plain_rate}
 

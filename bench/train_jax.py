@@ -24,7 +24,7 @@ from bench.trainer import Settings, Step, check_room
 from frontends.jax import wrap
 from offload_core.cpus import default_threads
 from offload_core.errors import CollectiveError, ConfigError
-from offload_core.memory_plan import MemoryReport
+from offload_core.memory_report import MemoryReport
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from bench.trainer import Settings, Step, check_room
 from frontends.torch import init, wrap
 from offload_core.cpus import default_threads
 from offload_core.errors import CollectiveError, ConfigError
-from offload_core.memory_plan import MemoryReport
+from offload_core.memory_report import MemoryReport
 
 
 class ProcessGroup(Ranks):

@@ -14,7 +14,8 @@ from offload_core.dtypes import FLOAT32
 from offload_core.errors import HostMemoryError
 from offload_core.exchange import planned_device
 from offload_core.host_memory import available_bytes, format_bytes
-from offload_core.memory_plan import MemoryReport, PlanRow
+from offload_core.memory_plan import PlanRow
+from offload_core.memory_report import MemoryReport
 from offload_core.model_shapes import GPTConfig, specs_of
 
 

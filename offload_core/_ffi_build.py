@@ -11,6 +11,7 @@ from cffi import FFI
 ROOT = Path(__file__).resolve().parent.parent
 # -ffp-contract=off: an FMA stands where the source says fma, and nowhere else (docs/numerics.md).
 COMPILE_ARGS = ["-std=c11", "-O3", "-ffp-contract=off", "-fvisibility=hidden", "-pthread"]
+LINK_ARGS = ["-pthread", "-lm"]
 
 NO_COMPILER = """\
 offload-core needs a C compiler to build its kernels, and found none (looked for: {compiler}).
@@ -40,5 +41,5 @@ ffibuilder.set_source(
     depends=sorted(os.path.relpath(path) for path in glob(str(ROOT / "c_src" / "*.h"))),
     include_dirs=[os.path.relpath(ROOT / "c_src")],
     extra_compile_args=COMPILE_ARGS,
-    extra_link_args=["-pthread", "-lm"],
+    extra_link_args=LINK_ARGS,
 )

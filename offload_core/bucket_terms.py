@@ -19,7 +19,9 @@ from .tasks import Background, Inline
 PARAMETER_SHARDS = "parameters on the host"
 """What ``offload_param`` keeps there."""
 STAGING = "staging"
+PARAMETERS = "parameters"
 GATHERED = "gathered parameters"
+GRADIENTS = "gradients"
 _NARROWER = "param_dtype='bfloat16'"
 _RANKS = "more ranks, on other machines"
 
@@ -114,17 +116,21 @@ class BucketTerms:
         else:
             smaller = "offload_param='cpu'" if self.config.offload_param is None else "param_persistence_threshold"
         rows = {
-            "parameters": (parameters, _NARROWER if wide else smaller),
+            PARAMETERS: (parameters, _NARROWER if wide else smaller),
             GATHERED: (gathered, "max_live_parameters, max_reuse_distance"),
-            "gradients": (gradients, sooner),
+            GRADIENTS: (gradients, sooner),
         }
-        rows_of = [PlanRow(what, "device", n_bytes, remedy) for what, (n_bytes, remedy) in rows.items()]
+        rows_of = [
+            PlanRow(what, "device", n_bytes, remedy, brief=what != PARAMETERS)
+            for what, (n_bytes, remedy) in rows.items()
+        ]
         return [*rows_of, self.way_row(buckets, self._depth)]
 
     def way_row(self, buckets: Sequence[Bucket], at_once: int) -> PlanRow:
         """What so many buckets on their way take on the device."""
         each = max((self._terms.way_bytes(bucket, self._wire(bucket)) for bucket in buckets), default=0)
-        return PlanRow("buckets on their way", "device", min(at_once, len(buckets)) * each, "reduce_bucket_size")
+        n_bytes = min(at_once, len(buckets)) * each
+        return PlanRow("buckets on their way", "device", n_bytes, "reduce_bucket_size", brief=True)
 
     def _most_together(
         self,

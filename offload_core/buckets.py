@@ -18,6 +18,7 @@ from .dtypes import BY_NUMPY, FLOAT32, ElementType
 from .host_memory import HostMemory, StagingRing
 from .layout import agree
 from .local_bucket import LocalBucket
+from .memory_plan import PlanRow
 from .partition import Bucket, ParamSpec, Piece, build_buckets
 from .trace import COMPUTE
 
@@ -53,7 +54,8 @@ class LocalBuckets(BucketTerms):
         self.of: list[list[LocalBucket]] = []
         """The buckets that hold a part of each parameter."""
         self.memory = HostMemory(config.threads)
-        self.planned_host_bytes = 0
+        self.planned: list[PlanRow] = []
+        """What was to be allocated on the host, each time that parameters were taken on."""
         self.staging: StagingRing | None = None
         self.in_staging: deque[tuple[LocalBucket, Future[None]]] = deque()
         """Buckets on their way to the host that may still hold staging, and the end of it, oldest first."""
@@ -68,7 +70,7 @@ class LocalBuckets(BucketTerms):
         self, specs: Sequence[ParamSpec], tensors: Sequence[Any], frozen: Sequence[ParamSpec] = ()
     ) -> list[LocalBucket]:
         """Take on parameters, as :meth:`Pipeline.add_parameters`; the new buckets."""
-        planned = sum(row.n_bytes for row in self.host_rows(specs, frozen=frozen))
+        planned = self.host_rows(specs, frozen=frozen)
         self.run(lambda: self._agree_on_start(specs, tensors))
         buckets = self._build(specs)
         self._states.add(buckets, without_master=self.without_master)
@@ -79,7 +81,7 @@ class LocalBuckets(BucketTerms):
             self._ring_bytes = slot_bytes
         first = len(self.params)
         self.params += specs
-        self.planned_host_bytes += planned
+        self.planned += planned
         self.of += [[] for _ in specs]
         for bucket in buckets:
             home = self._allocate_home(bucket, self._home_dtype(bucket)) if self._has_home else None

@@ -23,6 +23,7 @@ import numpy as np
 import xxhash
 
 from .cpus import default_threads
+from .disks import begin_reading, names_to_disk, to_disk
 from .errors import CheckpointError
 from .regions import Region, common
 from .safetensors_files import NAME_OF, NUMPY_OF
@@ -109,7 +110,7 @@ def file_record(writer: ShardWriter) -> dict[str, Any]:
 def write_manifest(folder: Path, content: dict[str, Any]) -> None:
     """Write the manifest and see to it that it is on the disk, and the folder's entries too."""
     durable(folder / MANIFEST, _manifest(content))
-    _sync(folder)
+    names_to_disk(folder)
 
 
 def _manifest(content: Any) -> str:
@@ -130,7 +131,7 @@ def _prepare(path: Path, text: str) -> Path:
         with aside.open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
-            os.fsync(file.fileno())
+            to_disk(file.fileno())
     except BaseException:
         aside.unlink(missing_ok=True)
         raise
@@ -142,7 +143,7 @@ def make_folder(folder: Path) -> None:
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for path in missing:
-        _sync(path.parent)
+        names_to_disk(path.parent)
 
 
 def commit(unfinished: Path, name: str) -> Path:
@@ -151,14 +152,14 @@ def commit(unfinished: Path, name: str) -> Path:
     latest = _prepare(folder / LATEST, f"{name}\n")  # while a full disk is no harm
     try:
         unfinished.rename(folder / name)
-        _sync(folder)
+        names_to_disk(folder)
         latest.replace(folder / LATEST)
     except BaseException:
         latest.unlink(missing_ok=True)
         if not unfinished.exists():
             (folder / name).rename(unfinished)
         raise
-    _sync(folder)
+    names_to_disk(folder)
     return folder / name
 
 
@@ -207,14 +208,6 @@ def committed(folder: Path) -> list[Path]:
     except OSError:
         pass
     return [folder / name for _, name in sorted(found)]
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 # --- reading ---------------------------------------------------------------------------------------------
@@ -411,9 +404,8 @@ class Checkpoint:
 
         def announce(places: Iterable[tuple[int, int]]) -> None:
             for i, block in places:
-                if hasattr(os, "posix_fadvise"):
-                    size = self.files[i]["block_bytes"]
-                    os.posix_fadvise(descriptors[i], block * size, size, os.POSIX_FADV_WILLNEED)
+                size = self.files[i]["block_bytes"]
+                begin_reading(descriptors[i], block * size, size)
 
         left = iter(range(len(blocks)))
 

@@ -9,7 +9,6 @@ import json
 import os
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -21,6 +20,7 @@ from . import checkpoint_files as files
 from .collectives import Collectives
 from .errors import CheckpointError, CheckpointWarning
 from .shard_writer import ShardWriter
+from .user_line import UserLine
 
 _POLL_SECONDS = 0.05
 _LONGEST_PAUSE_SECONDS = 0.2
@@ -142,6 +142,7 @@ class Save:
         self._place = place
         self._keep = keep
         self._quiet = quiet
+        self._asked_at = UserLine.now()
         self._error: Exception | None = None
         self._given_up = threading.Event()
         writer: ShardWriter | None = None
@@ -210,7 +211,9 @@ class Save:
             place.give_up()
             try:
                 if not self._quiet and not self._given_up.is_set():
-                    warnings.warn(CheckpointWarning(str(explained)))
+                    self._asked_at.warn(
+                        CheckpointWarning(f"{explained}; who waits for it or saves next gets this error")
+                    )
             finally:
                 self._error = explained
         finally:
@@ -238,12 +241,14 @@ class Save:
         for path in paths:
             path.unlink()
         files.write_manifest(self._place.unfinished, content)
-        path = files.commit(self._place.unfinished, self._place.name)
+        files.commit(self._place.unfinished, self._place.name)
         if self._keep is not None:
             try:
                 files.rotate(self._place.folder, self._place.name, self._keep)
             except OSError as error:
-                warnings.warn(CheckpointWarning(f"{path} is complete, but not all before it could be deleted: {error}"))
+                path = error.filename or self._place.folder  # no word of the new one: the next save would say it again
+                why = f"{path}: {error.strerror or error}; it was to be deleted, for keep={self._keep}"
+                self._asked_at.warn(CheckpointWarning(f"{why}. Checkpoints take more and more room: delete it by hand"))
 
     def _await(self, paths: Sequence[Path]) -> None:
         """Wait until all of these are there; not for ever, where nothing happens any more."""

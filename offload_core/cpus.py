@@ -17,9 +17,9 @@ def _cgroup_cpus() -> int | None:
 
 def available_cpus() -> int:
     """Processors in this process's affinity mask, bounded by its control group's quota."""
-    try:
+    if hasattr(os, "sched_getaffinity"):
         cpus = len(os.sched_getaffinity(0))
-    except AttributeError:  # not on macOS
+    else:  # macOS
         cpus = os.cpu_count() or 1
     return max(1, min(cpus, _cgroup_cpus() or cpus))
 

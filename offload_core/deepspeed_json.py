@@ -5,7 +5,6 @@ A configuration is first checked against ``deepspeed_keys``, key by key, and the
 
 import math
 import os
-import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import MISSING, fields
 from typing import Any
@@ -14,6 +13,7 @@ from . import checks
 from .deepspeed_keys import AUTO, KEYS, SCHEDULE_KEYS, Key, spellings, walk
 from .errors import ConfigError, ConfigWarning
 from .lr_schedules import SCHEDULES, OneCycle, WarmupCosineLR, WarmupLR
+from .user_line import UserLine
 
 _PASSED_ON = {
     "reduce_bucket_size": "reduce_bucket_size",
@@ -110,12 +110,8 @@ def fields_of(
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
     if translation.ignored:
-        warnings.warn(
-            f"{where}: without effect here: "
-            + "; ".join(f"{name} ({why})" for name, why in translation.ignored.items()),
-            ConfigWarning,
-            stacklevel=3,
-        )
+        listed = "; ".join(f"{name} ({why})" for name, why in translation.ignored.items())
+        UserLine.now().warn(ConfigWarning(f"{where}: leave out what is without effect here: {listed}"))
     return {**translation.fields, **overrides, **translation.schedule}
 
 

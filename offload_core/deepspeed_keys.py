@@ -118,6 +118,7 @@ _MODELS = "the model's own type"
 
 _NVME = _ignored("there is no NVMe tier")
 _OWN_LOOP = "the training loop is yours"
+_LOGS = "`offload_core.step_log` writes what steps report to a file, TensorBoard or another place"
 _REPORTS = "`engine.step()` returns a `StepReport`, `engine.trace` records a step"
 _ADAM_VARIANT = "this variant of Adam is not built"
 _ONE_KERNEL = "one C kernel makes all updates"
@@ -343,10 +344,10 @@ KEYS: dict[str, Key] = {
     "timers": _ignored(_REPORTS),
     "comms_logger": _ignored("`engine.sent_bytes` counts"),
     "flops_profiler": _ignored(_REPORTS),
-    "tensorboard": _ignored(_REPORTS),
-    "wandb": _ignored(_REPORTS),
-    "csv_monitor": _ignored(_REPORTS),
-    "comet": _ignored(_REPORTS),
+    "tensorboard": _ignored(_LOGS),
+    "wandb": _ignored(_LOGS),
+    "csv_monitor": _ignored(_LOGS),
+    "comet": _ignored(_LOGS),
     "autotuning": _ignored("nothing is tuned"),
     "disable_python_gc": _ignored("Python's collector is left alone"),
     "log_level": _ignored("nothing is logged"),

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from . import checks
+from .disks import names_to_disk, to_disk
 from .errors import CheckpointError, ParameterError
 from .safetensors_files import plan_file
 
@@ -166,7 +167,7 @@ class _Writer:
 
     def _end(self) -> None:
         if self._file is not None:
-            os.fsync(self._file.fileno())
+            to_disk(self._file.fileno())
             self._file.close()
             self._file = None
 
@@ -177,19 +178,11 @@ class _Writer:
         for name in self._names:
             self.path = self._folder / name
             if name == _INDEX:
-                self._sync()
+                names_to_disk(self._folder)
             os.replace(_aside(self.path), self.path)
-        self._sync()
+        names_to_disk(self._folder)
         self._remove(lambda name: name not in self._names)
-        self._sync()
-
-    def _sync(self) -> None:
-        """The names are on the disk, too."""
-        folder = os.open(self._folder, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        names_to_disk(self._folder)
 
     def _remove(self, which: Callable[[str], bool]) -> None:
         for path in self._folder.iterdir():

@@ -1,6 +1,7 @@
 """What this machine is, and how fast its memory is."""
 
 import platform
+import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -90,8 +91,19 @@ def _cpu_name() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):  # AArch64 names none
-        return platform.processor() or platform.machine()
+    except (OSError, StopIteration):  # macOS has no such file, and AArch64 Linux no such line
+        return _sysctl("machdep.cpu.brand_string") or platform.processor() or platform.machine()
+
+
+def _sysctl(name: str) -> str | None:
+    """A property of the machine as macOS tells it."""
+    if platform.system() != "Darwin":
+        return None
+    try:
+        command = ["sysctl", "-n", name]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
 
 
 def _version(package: str) -> str | None:

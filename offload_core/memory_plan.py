@@ -20,6 +20,8 @@ class PlanRow:
     remedy: str
     passing: bool = False
     """It is there only while ``wrap`` runs, before gradients and gathered parameters are."""
+    brief: bool = False
+    """It comes and goes in each step."""
 
 
 @dataclass(frozen=True)
@@ -107,33 +109,6 @@ class MemoryPlan:
                 if row.n_bytes
             ],
             ("where", "what", "bytes", "per parameter", "made smaller by"),
-        )
-
-
-@dataclass(frozen=True)
-class MemoryReport:
-    """What is held now, beside what was planned."""
-
-    numel: int
-    """Parameters, in elements."""
-    device_bytes: int
-    """Bytes of the device parameters."""
-    planned_host_bytes: int
-    host: dict[str, int]
-    """Bytes held on the host, by what they hold."""
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes held on the host."""
-        return sum(self.host.values())
-
-    def __str__(self) -> str:
-        rows = [("device", "parameters", self.device_bytes)]
-        rows += [("host", what, n_bytes) for what, n_bytes in self.host.items()]
-        rows += [("host", "in all", self.host_bytes), ("host", "planned", self.planned_host_bytes)]
-        return format_table(
-            [(where, what, format_bytes(b), f"{b / max(self.numel, 1):.2f}") for where, what, b in rows],
-            ("where", "what", "bytes", "per parameter"),
         )
 
 

@@ -40,7 +40,8 @@ from .grad_norm import clip_coefficient
 from .gradients import Gradients
 from .local_bucket import LocalBucket
 from .loss_scale import LossScaler
-from .memory_plan import MemoryReport
+from .memory_plan import PlanRow
+from .memory_report import MemoryReport
 from .partition import ParamSpec
 from .regions import Elements, InMemory
 from .step_state import BucketEvent, BucketState
@@ -61,6 +62,10 @@ class StepReport:
     clip_coefficient: float = 1.0
     loss_scale: float = 1.0
     """The loss scale that these gradients carried."""
+    lr: tuple[float, ...] = ()
+    """Learning rates of the parameter groups; none while gradients accumulate."""
+    step: int = 0
+    """The update that this was or would have been, counted from 1 on through checkpoints."""
 
 
 class Pipeline:
@@ -339,7 +344,7 @@ class Pipeline:
 
         self._or_abort_early(settle)
         self.published = self.behind
-        loss_scale = self.loss_scale
+        loss_scale, rates = self.loss_scale, tuple(hyper.lr for hyper in hypers)
         squares, present, recalled = self._agree(hypers, groups, divisor, gathered)
         works = [work for work in reversed(gradients.order) if not present.isdisjoint(work.members)]
         norm, coefficient, skipped = None, 1.0, None if works else "no gradients"
@@ -358,7 +363,7 @@ class Pipeline:
             self.drop_gradients()
             self._or_abort(lambda: updates.publish(buckets.all, tensors))
             self._emission.recalled.clear()
-            return StepReport(updated=False, skipped=skipped, grad_norm=norm, loss_scale=loss_scale)
+            return StepReport(False, skipped, norm, loss_scale=loss_scale, lr=rates)
         delays = self.config.schedule == "delayed" and max(map(float, self.steps)) >= self.config.delay_warmup_steps
         scalars = self._scalars(hypers, groups, present, coefficient / (loss_scale * divisor))
         for param in present:
@@ -390,7 +395,7 @@ class Pipeline:
                 self.finish()
 
         self._or_abort(start)
-        return StepReport(True, None, norm, coefficient, loss_scale)
+        return StepReport(True, None, norm, coefficient, loss_scale, rates)
 
     # --- parameters that are emitted before the step ---------------------------------------------------
 
@@ -609,10 +614,12 @@ class Pipeline:
         """What the loss is multiplied by before the next backward."""
         return self.scaler.scale if self.scaler else 1.0
 
-    def memory_report(self, device_bytes: int) -> MemoryReport:
-        """Host memory planned and held now; ``device_bytes`` is what the front end's parameters take."""
+    def memory_report(self, planned: Iterable[PlanRow], held: Mapping[tuple[str, str], int]) -> MemoryReport:
+        """Host memory planned and held now, and what the front end has planned and holds besides, by
+        ``(where, what)``."""
         numel = sum(spec.numel for spec in self.params)
-        return MemoryReport(numel, device_bytes, self._buckets.planned_host_bytes, self.memory.report())
+        own = {("host", what): n_bytes for what, n_bytes in self.memory.report().items()}
+        return MemoryReport.of(numel, [*self._buckets.planned, *planned], {**own, **held})
 
     @property
     def _examines(self) -> bool:

@@ -219,6 +219,10 @@ def _as_json(tier: _Tier) -> dict[str, Any]:
         "missing": tier.missing,
         "host_bytes": tier.plan.host_bytes,
         "device_bytes": tier.plan.device_bytes,
-        "rows": [{k: v for k, v in asdict(row).items() if k != "passing"} for row in tier.plan.rows if row.n_bytes],
+        "rows": [
+            {k: v for k, v in asdict(row).items() if k not in ("passing", "brief")}
+            for row in tier.plan.rows
+            if row.n_bytes
+        ],
         "step": {**asdict(tier.step), "seconds": tier.step.seconds},
     }

@@ -5,7 +5,6 @@ first: the thread that writes, or (:meth:`ShardWriter.capture`) who is about to 
 everything as it was at the beginning, and of the past no more is kept than there are buffers.
 """
 
-import errno
 import os
 import threading
 from bisect import bisect_left, bisect_right
@@ -18,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
+from .disks import begin_writing, reserve, to_disk
 from .errors import CheckpointError
 from .host_memory import HostMemory
 from .regions import Region
@@ -29,7 +29,6 @@ _WRITE_BACK_BLOCKS = 4
 """After so many the disk is told to begin with them, so that little is left for the end, and no page cache is kept."""
 BUFFERS = 8
 """Blocks of the past that are held at a time."""
-_NO_PREALLOCATION = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 @dataclass(frozen=True)
@@ -120,22 +119,12 @@ class ShardWriter:
         try:
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
             try:
-                self._reserve()
+                reserve(self._file, self.n_bytes)
             except BaseException:
                 os.close(self._file)
                 raise
         except OSError as error:
             raise self._failed(error) from error
-
-    def _reserve(self) -> None:
-        """A disk that is too small is to be known at once."""
-        if not hasattr(os, "posix_fallocate"):
-            return
-        try:
-            os.posix_fallocate(self._file, 0, self.n_bytes)
-        except OSError as error:
-            if error.errno not in _NO_PREALLOCATION:
-                raise
 
     def _failed(self, error: OSError) -> CheckpointError:
         return CheckpointError(
@@ -203,12 +192,12 @@ class ShardWriter:
                 data = buffer[: min(self.block_bytes, self.n_bytes - block * self.block_bytes)]
                 self.checksums[block] = checksum(data)
                 self._put(data, block * self.block_bytes)
-                if n % _WRITE_BACK_BLOCKS == 0 and hasattr(os, "posix_fadvise"):
-                    os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_DONTNEED)
+                if n % _WRITE_BACK_BLOCKS == 0:
+                    begin_writing(self._file)
                 with self._changed:
                     self._free.append(buffer)
                     self._changed.notify_all()
-            os.fsync(self._file)
+            to_disk(self._file)
         except OSError as error:
             self.cancel(error)
             raise self._failed(error) from error

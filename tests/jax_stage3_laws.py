@@ -160,8 +160,11 @@ def parameters_in_host_memory_have_the_same_bits():
     in_host = [leaf for leaf in jax.tree.leaves(offloaded.params) if leaf.sharding.memory_kind == "pinned_host"]
     report = offloaded.memory_report()
     assert len(in_host) == 3
-    assert report.host["parameters"] == sum(s.data.nbytes for leaf in in_host for s in leaf.addressable_shards)
-    assert report.host_bytes == report.planned_host_bytes - report.host["parameters"]  # room for the next ones
+    shards = sum(s.data.nbytes for leaf in in_host for s in leaf.addressable_shards)
+    assert report.host["shards of parameters"] == shards
+    assert report.host_bytes == report.planned_host_bytes
+    [room] = [row for row in report.rows if row.what == "next shards of parameters"]
+    assert (room.where, room.planned, room.held, room.brief) == ("host", shards, 0, True)
 
 
 @two_processes

@@ -1,15 +1,27 @@
-"""Builds and runs ``c_src/tests/test_kernels.c``: plainly, under the sanitizers, and for AArch64 in an emulator."""
+"""Builds and runs the programs of ``c_src/tests``: plainly, under the sanitizers, and for AArch64 in an emulator; and
+builds the extension for other systems."""
 
+import importlib.util
 import os
 import shutil
+import subprocess
+import sys
+import sysconfig
 from pathlib import Path
 
+import numpy as np
 import pytest
+import wheel_check
 from c_build import C_SRC, KERNELS, compile_objects, run
+
+from offload_core import _kernels
+from offload_core._ffi_build import COMPILE_ARGS, LINK_ARGS, ffibuilder
+from offload_core.dtypes import BY_NUMPY
 
 pytestmark = pytest.mark.slow
 
 PROGRAM = C_SRC / "tests" / "test_kernels.c"
+REPLAY = C_SRC / "tests" / "replay.c"
 WARNINGS = ("-Wall", "-Wextra", "-Werror")
 # Neither the sanitizers nor the emulator keep their own locks sound in the child of a process with threads.
 ALL_BUT_FORK = ("adam", "cast", "accumulate", "reduce", "norm", "entry", "stream", "pool")
@@ -44,8 +56,57 @@ def test_the_pool_has_no_data_race(tmp_path):
     check(tmp_path, "-O1", "-g", "-fsanitize=thread", runner=runner, sections=["pool"], TSAN_OPTIONS="halt_on_error=1")
 
 
-@pytest.mark.skipif(not shutil.which("aarch64-linux-gnu-gcc"), reason="gcc-aarch64-linux-gnu is not installed")
-@pytest.mark.skipif(not shutil.which("qemu-aarch64"), reason="qemu-user is not installed")
-def test_neon_equals_the_scalar_oracle(tmp_path):
+@pytest.fixture(scope="module")
+def aarch64(tmp_path_factory):
+    """Builds a program for AArch64 Linux; returns the command that runs it."""
+    for tool, package in (("aarch64-linux-gnu-gcc", "gcc-aarch64-linux-gnu"), ("qemu-aarch64", "qemu-user")):
+        if not shutil.which(tool):
+            pytest.skip(f"{package} is not installed")
+    folder, compiler = tmp_path_factory.mktemp("aarch64"), "aarch64-linux-gnu-gcc"
+    objects = compile_objects((PROGRAM, REPLAY, *KERNELS), folder, *WARNINGS, compiler=compiler)
+
+    def build(source: Path) -> list[str]:
+        program = folder / source.stem
+        kernels = [objects[kernel.name] for kernel in KERNELS]
+        run(compiler, "-static", "-pthread", objects[source.name], *kernels, "-o", program, "-lm")
+        return ["qemu-aarch64", str(program)]
+
+    return build
+
+
+def test_neon_equals_the_scalar_oracle(aarch64):
     sections = [name for name in ALL_BUT_FORK if name != "stream"]  # NEON has no streaming stores
-    check(tmp_path, "-static", compiler="aarch64-linux-gnu-gcc", runner=["qemu-aarch64"], sections=sections)
+    assert run(*aarch64(PROGRAM), *sections).endswith("checks passed\n")
+
+
+def test_updates_have_the_bits_of_this_machine_on_aarch64(aarch64):
+    given, expected = [], []
+    for kind, state, scalars in wheel_check.adam_cases():
+        dtype, grad_dtype = kind["param_dtype"], BY_NUMPY[state.grad.dtype]
+        order, mode = _kernels.OP_ORDERS[kind["op_order"]], _kernels.ADAM_MODES[kind["adam_mode"]]
+        code, itemsize = (_kernels.lib.OC_NO_PARAM, 0) if dtype is None else (dtype.code, dtype.itemsize)
+        numel = state.master.size
+        given += [
+            np.int32([grad_dtype.code, code, order, mode, 0]),
+            np.int64([len(scalars), numel, numel * grad_dtype.itemsize, numel * itemsize]),
+            *(*scalars, state.grad, state.master, state.exp_avg, state.exp_avg_sq),
+        ]
+        after = wheel_check.after_steps(kind, state, scalars)
+        expected += [after.master, after.exp_avg, after.exp_avg_sq, *([] if dtype is None else [after.param])]
+    done = subprocess.run(aarch64(REPLAY), input=b"".join(x.tobytes() for x in given), capture_output=True, check=True)
+    assert done.stdout == b"".join(x.tobytes() for x in expected)
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("ziglang"), reason="ziglang is not installed")
+def test_the_extension_builds_for_macos(tmp_path):
+    wrapper, extension = tmp_path / "_offload.c", tmp_path / "_offload.abi3.so"
+    ffibuilder.emit_c_code(str(wrapper))
+    includes = [f"-I{C_SRC}", f"-I{sysconfig.get_path('include')}"]  # Python's are the same but for pyconfig.h
+    link = ["-shared", "-undefined", "dynamic_lookup", *LINK_ARGS]
+    flags = [*COMPILE_ARGS, "-O1", "-Werror=implicit-function-declaration", "-Werror=incompatible-pointer-types"]
+    compiler = [sys.executable, "-m", "ziglang", "cc", "-target", "aarch64-macos"]
+    run(*compiler, *flags, *includes, wrapper, *KERNELS, *link, "-o", extension)
+    built = extension.read_bytes()
+    assert built.startswith(b"\xcf\xfa\xed\xfe")  # Mach-O, 64 bits
+    for symbol in (b"_PyInit__offload", b"_PyImport_ImportModule", b"_pthread_create"):
+        assert symbol in built, symbol

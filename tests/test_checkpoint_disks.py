@@ -246,12 +246,12 @@ def test_old_ones_that_cannot_be_deleted_are_a_warning(tmp_path, monkeypatch):
         raise PermissionError(13, "Permission denied", path.name)
 
     monkeypatch.setattr(checkpoint_files, "discard", refuse)
-    with pytest.warns(UserWarning, match="step-00000002 is complete, but not all before it could be deleted"):
+    with pytest.warns(UserWarning, match="it was to be deleted, for keep=1. .*delete it by hand"):
         save(subject, tmp_path, step=2, keep=1)
     assert load(subject, tmp_path).step == 2
 
 
-@pytest.mark.parametrize("call", ["_sync", "rename", "replace"])
+@pytest.mark.parametrize("call", ["names_to_disk", "rename", "replace"])
 def test_a_checkpoint_that_cannot_be_made_known_is_not_left_there(tmp_path, monkeypatch, call):
     subject = make()
     save(subject, tmp_path, step=1)
@@ -262,7 +262,7 @@ def test_a_checkpoint_that_cannot_be_made_known_is_not_left_there(tmp_path, monk
             raise OSError(5, "Input/output error", str(path))
 
         with pytest.MonkeyPatch.context() as patch:
-            if call == "_sync":
+            if call == "names_to_disk":
                 patch.setattr(checkpoint_files, call, fail)
             else:
                 original = getattr(Path, call)

@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = [
-    {"errors", "dtypes", "cpus", "quantities", "_offload"},
+    {"errors", "dtypes", "cpus", "disks", "quantities", "optional", "user_line", "_offload"},
     {"checks", "regions"},
     {"lr_schedules"},
     {"deepspeed_keys"},
@@ -17,7 +17,7 @@ LAYERS = [
     {"_kernels", "config", "partition", "step_state", "tasks", "trace", "use_order"},
     {"host_memory", "grad_norm", "loss_scale", "safetensors_files"},
     {"memory_plan", "collectives", "cpu_adam", "export", "shard_writer", "plain"},
-    {"checkpoint_files", "stateful"},
+    {"checkpoint_files", "stateful", "memory_report"},
     {"checkpoint_save"},
     {"device", "layout", "thread_ranks"},
     {"local_bucket", "exchange", "fake_device", "bucket_terms"},
@@ -26,7 +26,7 @@ LAYERS = [
     {"gradients", "updates", "step_time", "machine", "model_shapes"},
     {"agreement", "emission"},
     {"pipeline"},
-    {"checkpoint", "plan_command", "info_command"},
+    {"checkpoint", "step_log", "plan_command", "info_command"},
     {"inspect_command"},
     {"__main__"},
 ]

@@ -701,6 +701,14 @@ def test_the_memory_report_agrees_with_the_plan():
     assert (report.numel, report.device_bytes) == (numel, 2 * numel)
 
 
+def test_the_memory_report_counts_what_is_not_trained():
+    params = {"w": jnp.ones((8, 4)), "base": jnp.ones((64, 4)), "ids": jnp.arange(6), "key": jax.random.key(0)}
+    offloaded = wrap(params, trainable={"w": True, "base": False, "ids": False, "key": False})
+    report = offloaded.memory_report()
+    assert report.numel == 32
+    assert report.device_bytes == report.planned_device_bytes == 4 * (32 + 64 * 4 + 6 + 2)
+
+
 def test_a_config_object_and_a_dict_mean_the_same():
     params, grads = random_tree(26), random_tree(260)
     runs = [wrap(params, OffloadConfig(**HYPER)), wrap(params, HYPER), wrap(params, {"lr": 1.0}, **HYPER)]

@@ -706,7 +706,7 @@ def test_the_plan_is_what_is_allocated():
         for dtype in (FLOAT32, BFLOAT16):
             for fields in ({}, {"gradient_accumulation_steps": 2}, {"reduce_bucket_size": 64}, EARLY):
                 subject = make(device, dtype, **fields)
-                report = subject.pipeline.memory_report(0)
+                report = subject.pipeline.memory_report((), {})
                 assert report.host_bytes == report.planned_host_bytes
 
 

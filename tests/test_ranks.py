@@ -215,7 +215,7 @@ def test_memory_and_bytes_sent_are_what_theory_says(dtype, world_size):
         give(subject)
         subject.pipeline.step(case.hypers, subject.tensors)
         subject.pipeline.finish()
-        return rank.sent_bytes, subject.pipeline.memory.report(), subject.pipeline.memory_report(0)
+        return rank.sent_bytes, subject.pipeline.memory.report(), subject.pipeline.memory_report((), {})
 
     for sent, held, report in run_ranks(world_size, body):
         theory = (world_size - 1) / world_size * numel * 2 * dtype.itemsize

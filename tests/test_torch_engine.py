@@ -737,3 +737,32 @@ def test_no_sync_on_one_rank_changes_nothing():
             engine.step()
     for a, b in zip(*(engine.parameters() for engine in engines), strict=True):
         assert torch.equal(a, b)
+
+
+def test_the_memory_report_counts_all_of_the_model_and_is_as_planned_between_steps():
+    base = nn.Linear(40, 40, bias=False).requires_grad_(False)
+    model = nn.Sequential(base, nn.BatchNorm1d(40), nn.Linear(40, 4))
+    engine = wrap(model, param_dtype="bfloat16")
+    tensors = [*model.parameters(), *model.buffers()]
+    for unfreeze in (False, True):
+        base.requires_grad_(unfreeze)
+        engine.backward(engine(torch.ones(3, 40)).sum())
+        engine.step()
+        report = engine.memory_report()
+        assert report.numel == sum(p.numel() for p in model.parameters() if p.requires_grad)
+        assert report.device_bytes == report.planned_device_bytes == sum(t.nbytes for t in tensors)
+        assert report.host_bytes == report.planned_host_bytes
+    assert [row.held for row in report.rows if row.brief] == [0]  # gradients
+
+
+def test_gradients_that_wait_on_the_device_are_reported():
+    model = make()
+    optimizer = OffloadedAdamW(model.parameters())
+    loss_of(model, 0).backward()
+    before = optimizer.memory_report()
+    [gradients] = [row for row in before.rows if row.brief]
+    assert gradients.held == gradients.planned == sum(p.grad.nbytes for p in model.parameters())
+    assert before.device_bytes == before.planned_device_bytes + gradients.held
+    optimizer.step()
+    optimizer.zero_grad()
+    assert optimizer.memory_report().device_bytes == before.planned_device_bytes

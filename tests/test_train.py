@@ -28,15 +28,15 @@ def command(*arguments: str, out: Path) -> list[str]:
     return [sys.executable, "-m", "bench.train", *FEW, *arguments, f"--out={out}"]
 
 
-def run(*arguments: str, out: Path) -> tuple[str, list[dict], dict]:
+def run(*arguments: str, out: Path, log: Path | None = None) -> tuple[str, list[dict], dict]:
     """What a run printed, its metrics and its summary."""
     done = subprocess.run(command(*arguments, out=out), cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, f"{arguments} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
-    return done.stdout, records_of(out), json.loads((out / "summary.json").read_text())
+    return done.stdout, records_of(log or out / "metrics.jsonl"), json.loads((out / "summary.json").read_text())
 
 
-def records_of(out: Path) -> list[dict]:
-    text = (out / "metrics.jsonl").read_text()
+def records_of(log: Path) -> list[dict]:
+    text = log.read_text()
     assert text.endswith("\n")
     return [json.loads(line) for line in text.splitlines()]
 
@@ -73,7 +73,7 @@ def test_a_run_learns_and_reports(frontend: str, param_dtype: str, compare: bool
     arguments = [f"--frontend={frontend}", f"--param-dtype={param_dtype}", "--accumulate=2"]
     printed, records, summary = run(*arguments, *["--compare"] * compare, out=tmp_path)
 
-    assert [record["step"] for record in records] == [0, 1, 2]
+    assert [record["step"] for record in records] == [1, 2, 3]
     assert all(record["tokens"] == 2 * 2 * 32 and record["seconds"] > 0 for record in records)
     assert any(record["skipped"] is None and record["grad_norm"] > 0 for record in records)
     assert records[-1]["loss"] < records[0]["loss"] - 0.1, "an optimizer that does nothing would do as well"
@@ -107,10 +107,16 @@ def test_a_run_that_is_resumed_goes_on_as_the_one_that_was_not_interrupted(front
     _, straight, summary = run(*steps, "--save-every=2", "--keep=3", out=tmp_path / "a")
     saved = tmp_path / "a" / "checkpoints"
     assert sorted(p.name for p in saved.glob("step-*")) == ["step-00000002", "step-00000004", "step-00000005"]
-    printed, records, resumed = run(*steps, f"--resume={saved / 'step-00000002'}", out=tmp_path / "b")
+    log = tmp_path / "a" / "metrics.jsonl"
+    log.write_text("".join(log.read_text().splitlines(keepends=True)[:4]))  # as where it was killed in the last step
+    there = [f"--log={log}", f"--tensorboard={tmp_path / 'board'}"]
+    printed, _, resumed = run(*steps, *there, f"--resume={saved / 'step-00000002'}", out=tmp_path / "b", log=log)
     assert "resumed after 2 steps" in printed
-    for record, other in zip(records, straight[2:], strict=True):
-        assert {**record, "seconds": 0} == {**other, "seconds": 0}
+    records = records_of(log)
+    assert [record["step"] for record in records] == [1, 2, 3, 4, 5]
+    assert [path.name[:6] for path in (tmp_path / "board").iterdir()] == ["events"]
+    for record, other in zip(records, straight, strict=True):
+        assert {**record, "seconds": 0, "tokens_per_second": 0} == {**other, "seconds": 0, "tokens_per_second": 0}
     assert resumed["held_out_loss"] == summary["held_out_loss"]
     assert resumed["sample"] == summary["sample"]
     with pytest.raises(AssertionError, match="seed was 0 there, and is 1; expected the same"):
@@ -149,7 +155,7 @@ def test_two_ranks_report_once_what_each_sent_and_needed(of_two_ranks) -> None:
 
 def test_two_ranks_have_the_losses_of_torch_adamw_on_their_averaged_gradients_bit_for_bit(of_two_ranks) -> None:
     _, out = of_two_ranks
-    records, summary = records_of(out), json.loads((out / "summary.json").read_text())
+    records, summary = records_of(out / "metrics.jsonl"), json.loads((out / "summary.json").read_text())
     assert [record["loss"] for record in records] == [record["plain_loss"] for record in records]
     assert summary["held_out_loss"] == summary["plain_held_out_loss"]
 
@@ -167,7 +173,7 @@ def test_another_stage_does_what_stage_2_does(stage: list[str], of_two_ranks, tm
 
 def test_two_ranks_see_the_text_of_one_that_accumulates(of_two_ranks, tmp_path: Path) -> None:
     _, records, summary = run("--clip=0", "--accumulate=2", out=tmp_path)
-    together = records_of(of_two_ranks[1])
+    together = records_of(of_two_ranks[1] / "metrics.jsonl")
     assert [record["tokens"] for record in together] == [record["tokens"] for record in records]
     assert [r["loss"] for r in together] == pytest.approx([r["loss"] for r in records], abs=1e-4)
     theirs = json.loads((of_two_ranks[1] / "summary.json").read_text())
@@ -264,7 +270,7 @@ def test_two_jax_processes_have_the_losses_of_one_with_two_devices_bit_for_bit(
     _, records, summary = through_jax(*IN_BF16, "--devices=2", "--compare", out=tmp_path)
     _, out = of_two_jax_processes
     theirs = json.loads((out / "summary.json").read_text())
-    assert [record["loss"] for record in records] == [record["loss"] for record in records_of(out)]
+    assert [record["loss"] for record in records] == [record["loss"] for record in records_of(out / "metrics.jsonl")]
     assert summary["held_out_loss"] == theirs["held_out_loss"]
     assert summary["ranks"][1]["sent_bytes_a_step"] == theirs["ranks"][1]["sent_bytes_a_step"]
     for record in records:
@@ -276,7 +282,7 @@ def test_stage_3_in_jax_has_the_losses_of_stage_2_bit_for_bit(of_two_jax_process
     _, records, summary = through_jax(*IN_BF16, "--devices=2", "--stage=3", "--offload-param=cpu", out=tmp_path)
     _, out = of_two_jax_processes
     theirs = json.loads((out / "summary.json").read_text())
-    assert [record["loss"] for record in records] == [record["loss"] for record in records_of(out)]
+    assert [record["loss"] for record in records] == [record["loss"] for record in records_of(out / "metrics.jsonl")]
     assert summary["held_out_loss"] == pytest.approx(theirs["held_out_loss"], rel=1e-3)
     assert summary["device_bytes"] < theirs["device_bytes"]
 
@@ -329,8 +335,8 @@ def test_ctrl_c_ends_a_run_cleanly(tmp_path: Path) -> None:
         process.kill()
     assert process.returncode == 130, errors
     assert "Traceback" not in errors
-    records = records_of(tmp_path)
-    assert [record["step"] for record in records] == list(range(len(records)))
+    records = records_of(tmp_path / "metrics.jsonl")
+    assert [record["step"] for record in records] == list(range(1, len(records) + 1))
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["interrupted"]
     assert summary["steps"] == len(records)

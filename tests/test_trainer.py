@@ -1,5 +1,6 @@
 """OffloadedAdamW in Hugging Face's Trainer: its own settings hold, bit for bit as with torch's AdamW."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 from frontends.torch import OffloadedAdamW
 from frontends.torch.integrations.transformers import FOLDER, OffloadCallback
 from offload_core.errors import CheckpointError, ConfigError
+from offload_core.step_log import StepLog
 
 __all__ = ["alone"]  # a fixture
 
@@ -156,12 +158,17 @@ class Later(TrainerCallback):
 
 def test_the_log_says_what_is_held_where(tmp_path):
     later = Later()
-    trainer = trained(tmp_path, callbacks=[OffloadCallback(), later], max_steps=1, save_strategy="no")
+    with StepLog(tmp_path / "steps.jsonl") as log:
+        trainer = trained(tmp_path, callbacks=[OffloadCallback(log=log), later], max_steps=1, save_strategy="no")
     n_params = sum(p.numel() for p in trainer.model.parameters())
+    buffers = sum(b.nbytes for b in trainer.model.buffers())
     [[host, device]] = logged(trainer, "offload_host_bytes", "offload_device_bytes")
-    assert device == 4 * n_params
+    assert device == 4 * n_params + buffers
     assert 8 * n_params <= host < 8 * n_params + 2**16  # moments; on the CPU a parameter is its own master weight
     assert {"offload_host_bytes", "offload_device_bytes"} <= later.keys
+    line, _ = map(json.loads, (tmp_path / "steps.jsonl").read_text().splitlines())  # and one when training ends
+    entry, _ = trainer.state.log_history
+    assert line == entry
 
 
 class Searching(TrainerCallback):

@@ -1,6 +1,7 @@
 """``wrap(params) -> OffloadedParams``: a pytree of parameters whose optimizer states live in host memory."""
 
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from offload_core.bucket_terms import PARAMETERS
 from offload_core.checkpoint import Names
 from offload_core.config import ConfigLike, OffloadConfig, check_hyperparameters
 from offload_core.cpu_adam import AdamHyper
@@ -21,7 +23,8 @@ from offload_core.errors import ConfigError, GradientError, ParameterError, Stat
 from offload_core.export import MAX_SHARD_BYTES
 from offload_core.host_memory import available_bytes
 from offload_core.loss_scale import scaler_for
-from offload_core.memory_plan import MemoryPlan, MemoryReport
+from offload_core.memory_plan import MemoryPlan, PlanRow
+from offload_core.memory_report import MemoryReport
 from offload_core.partition import ParamSpec
 from offload_core.pipeline import Pipeline, StepReport
 from offload_core.regions import InMemory
@@ -31,8 +34,10 @@ from .checkpoint import TreeCheckpoints, take_up
 from .device import in_host_memory
 from .export import export_safetensors
 from .gradients import RankGradients, ScaledGradients, check_alike
+from .on_mesh import NOT_TRAINED
 from .optax_updates import transformation
 from .placement import placement_for
+from .sharded import SHARDS
 from .states import TreeStates
 from .trees import Mask, Static, is_array, is_parameter, mask_leaves, refuse_jit
 from .wrapped_tree import Leaf, WrappedTree
@@ -122,17 +127,19 @@ class OffloadedParams:
         config = replace(self.config, update_in_backward=False, offload_param=None)
         self._pipeline = Pipeline(config, self._placement.device, scaler)
         terms = self._pipeline.terms
-        host_rows = terms.host_rows(specs)
-        rows = [*host_rows, *self._placement.plan(specs, layouts, self._pipeline.memory)]
+        self._planned = self._placement.plan(specs, layouts, self._pipeline.memory)
         # All that leave together take no more than the next parameters, which come after; the last is held till then.
-        rows.append(terms.way_row(terms.cut(specs), 1))
+        self._planned.append(terms.way_row(terms.cut(specs), 1))
+        others = [leaves[i] for i in set(range(len(leaves))) - set(positions) if isinstance(leaves[i], jax.Array)]
+        n_bytes = len(self._placement.device.ranks) * sum(array.nbytes for array in others)
+        self._planned.append(PlanRow(NOT_TRAINED, "device", n_bytes, "fewer of them in the tree"))
         there = [] if self._placement.on_host else [leaves[i] for i in positions if isinstance(leaves[i], jax.Array)]
-        held = sum(part.data.nbytes for a in there if not in_host_memory(a) for part in a.addressable_shards)
-        plan = MemoryPlan(tuple(rows), sum(spec.numel for spec in specs), shared=self._placement.on_host, held=held)
+        held = sum(_local_bytes(array) for array in (*there, *others) if not in_host_memory(array))
+        rows = (*terms.host_rows(specs), *self._planned)
+        plan = MemoryPlan(rows, sum(spec.numel for spec in specs), shared=self._placement.on_host, held=held)
         device = self._placement.device
         processes = min(local_processes(), device.collectives.world_size)
         plan.check(available_bytes(), device.free_bytes(), processes=processes)
-        self._planned_host_bytes = sum(row.n_bytes for row in host_rows) + self._placement.planned_host_bytes
         arrays = [self._placement.place(paths[i], leaves[i]) for i in positions]
         tensors = self._placement.start(arrays)
         self._pipeline.add_parameters(specs, tensors)
@@ -157,7 +164,7 @@ class OffloadedParams:
 
     def value_and_grad(
         self, fun: Callable[..., Any], *, has_aux: bool = False, in_specs: Any = None, check_vma: bool = True
-    ) -> Callable[..., Any]:
+    ) -> Callable[..., tuple[Any, Any]]:
         """A compiled function of ``(params, *args, **kwargs)`` that returns ``fun``'s value and its gradients.
 
         As ``jax.jit(jax.value_and_grad(fun))`` for trees that also hold leaves that are not trained: their place in
@@ -205,7 +212,7 @@ class OffloadedParams:
 
         compiled = self._placement.compile(compute, in_specs=in_specs, check_vma=check_vma)
 
-        def call(params: Any, *args: Any, **kwargs: Any) -> Any:
+        def call(params: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
             leaves, treedef = self._tree.leaves_like(params, ParameterError, "value_and_grad: params")
             trained = [leaves[i] for i in positions]
             static, traced = Static.split(treedef, [None if i in trained_set else x for i, x in enumerate(leaves)])
@@ -263,9 +270,12 @@ class OffloadedParams:
                     self._pipeline.add_gradient(i, gradient)
             loss_scale = self._pipeline.loss_scale
             if not self._pipeline.end_micro_step():
-                self.report = StepReport(updated=False, skipped="accumulating", loss_scale=loss_scale)
+                self.report = StepReport(
+                    updated=False, skipped="accumulating", loss_scale=loss_scale, step=self.count + 1
+                )
                 return self.params
-            self.report = self._pipeline.step(hypers, targets, divisor=float(steps))
+            report = self._pipeline.step(hypers, targets, divisor=float(steps))
+            self.report = replace(report, step=self.count + 1)
             self._pipeline.finish_publications()
         except BaseException:
             with suppress(StateError):  # a pipeline that lost a rank may refuse even that
@@ -557,18 +567,18 @@ class OffloadedParams:
         return take_up(loaded, stateful, random_state=random_state)
 
     def memory_report(self) -> MemoryReport:
-        """Planned and measured bytes of this process. On the CPU the parameters' buffers count as device memory.
+        """Planned and measured bytes of this process; print it, or have it drawn (``.plot(path)``).
 
-        With ``offload_param`` the plan has room for two generations of the parameters: old ones live until all new
-        ones are there.
+        On the CPU the parameters' buffers count as device memory. Arrays of the tree that are not trained are counted,
+        gradients, which are the caller's, are not.
         """
-        n_bytes = {True: 0, False: 0}
-        for leaf in self._tree.trained:
-            array = self._tree.leaves[leaf.position]
-            n_bytes[in_host_memory(array)] += sum(shard.data.nbytes for shard in array.addressable_shards)
-        report = self._pipeline.memory_report(n_bytes[False])
-        in_host = {"parameters": n_bytes[True]} if n_bytes[True] else {}
-        return replace(report, planned_host_bytes=self._planned_host_bytes, host={**report.host, **in_host})
+        layouts = {leaf.position: leaf.layout for leaf in self._tree.trained}
+        held = Counter[tuple[str, str]]()
+        for i, leaf in enumerate(self._tree.leaves):
+            if isinstance(leaf, jax.Array):
+                what = NOT_TRAINED if i not in layouts else PARAMETERS if layouts[i] is None else SHARDS
+                held["host" if in_host_memory(leaf) else "device", what] += _local_bytes(leaf)
+        return self._pipeline.memory_report(self._planned, held)
 
     @property
     def sent_bytes(self) -> int:
@@ -602,6 +612,11 @@ class OffloadedParams:
             self._update(grads, learning_rate)
 
         return transformation(self._tree, self._placement, lambda: self.count, update_all)
+
+
+def _local_bytes(array: jax.Array) -> int:
+    """Of this process's devices."""
+    return sum(shard.data.nbytes for shard in array.addressable_shards)
 
 
 @jax.jit

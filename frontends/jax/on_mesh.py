@@ -9,6 +9,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from offload_core.bucket_terms import GRADIENTS, PARAMETERS
 from offload_core.config import OffloadConfig
 from offload_core.device import Device
 from offload_core.dtypes import BY_NUMPY
@@ -45,7 +46,7 @@ class Compute(Protocol):
         ...
 
 
-PARAMETERS, GRADIENTS = "parameters", "gradients"
+NOT_TRAINED = "arrays that are not trained"
 NEXT = "next parameters"
 """And before them, in as much memory, gradients that were laid in buckets."""
 SMALLER = "param_dtype='bfloat16'"
@@ -59,7 +60,6 @@ class OnMesh(InBuckets):
 
     def __init__(self, axis: MeshAxis, config: OffloadConfig) -> None:
         self.device: Device = JaxMeshDevice(axis, native=config.reduction == "native", threads=config.threads)
-        self.planned_host_bytes = 0
         self.on_host = axis.on_cpu
         self._axis = axis
         self._mean = axis.map(self._mean_over_ranks, axis.split, REPLICATED)
@@ -212,7 +212,9 @@ class OnMesh(InBuckets):
 def replicated_rows(specs: Sequence[ParamSpec], devices: int) -> list[PlanRow]:
     """What parameters and gradients take that are whole on each of so many devices."""
     n_bytes = devices * sum(spec.numel * spec.dtype.itemsize for spec in specs)
-    return [PlanRow(what, "device", n_bytes, SMALLER) for what in (PARAMETERS, NEXT, GRADIENTS)]
+    return [
+        PlanRow(what, "device", n_bytes, SMALLER, brief=what != PARAMETERS) for what in (PARAMETERS, NEXT, GRADIENTS)
+    ]
 
 
 class _Split(NamedTuple):

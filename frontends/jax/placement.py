@@ -71,11 +71,6 @@ class Placement(Protocol):
         """
         ...
 
-    @property
-    def planned_host_bytes(self) -> int:
-        """What of the plan is in the host's account: where the device is the host, device parameters are not."""
-        ...
-
     def start(self, arrays: Sequence[jax.Array]) -> list[Any]:
         """The tensors that the pipeline reads start values from."""
         ...
@@ -135,7 +130,6 @@ class OneDevice(Whole):
 
     def __init__(self, threads: int, *, on_host: bool) -> None:
         self.device: Device = HostRanks(JaxDevice())
-        self.planned_host_bytes = 0
         self.on_host = on_host
         self._threads = threads
 
@@ -160,7 +154,6 @@ class OneDevice(Whole):
         self.buffer_memory = HostMemory(self._threads) if self.on_host else memory
         self.buffers = ParameterBuffers(self.buffer_memory, specs)
         n_bytes = 2 * self.buffers.generation_bytes
-        self.planned_host_bytes = 0 if self.on_host else n_bytes
         rows = replicated_rows(specs, 1)
         return rows if self.on_host else [PlanRow("parameter buffers", "host", n_bytes, SMALLER), *rows]
 
@@ -209,7 +202,7 @@ class OneAccelerator(InBuckets, OneDevice):
     ) -> list[PlanRow]:
         # JAX's own, out of the host's account: all buckets may be on their way at once.
         n_bytes = sum(spec.numel * spec.dtype.itemsize for spec in specs)
-        return [PlanRow("gradients on their way", "host", n_bytes, SMALLER), *replicated_rows(specs, 1)]
+        return [PlanRow("gradients on their way", "host", n_bytes, SMALLER, brief=True), *replicated_rows(specs, 1)]
 
     def as_gradient(
         self, path: str, gradient: jax.Array, like: jax.Array, layout: ShardLayout | None, *, unreduced: bool

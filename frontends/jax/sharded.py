@@ -163,6 +163,9 @@ class ShardedMeshDevice(JaxMeshDevice):
         self._count_received(bucket, tensor)
 
 
+SHARDS = "shards of parameters"
+
+
 class ShardedOnMesh(OnMesh):
     """Cut along a dimension over a mesh axis where that goes and the parameter is large enough, else replicated."""
 
@@ -226,13 +229,12 @@ class ShardedOnMesh(OnMesh):
         parameters = n * sum(numel * spec.dtype.itemsize for spec, numel in numels)
         gradients = n * sum(numel * FLOAT32.itemsize for _, numel in numels)
         where = "device" if self._memory_kind is None else "host"
-        self.planned_host_bytes = 2 * parameters if where == "host" else 0
         smaller = f"{SMALLER}, or more devices"
         return [
             *replicated_rows([spec for spec, layout in zip(specs, layouts, strict=True) if layout is None], n),
-            PlanRow("shards of parameters", where, parameters, smaller),
-            PlanRow("next shards of parameters", where, parameters, smaller),
-            PlanRow("gradients of shards", "device", gradients, "more devices"),
+            PlanRow(SHARDS, where, parameters, smaller),
+            PlanRow(f"next {SHARDS}", where, parameters, smaller, brief=True),
+            PlanRow("gradients of shards", "device", gradients, "more devices", brief=True),
         ]
 
     def start(self, arrays: Sequence[jax.Array]) -> list[Any]:

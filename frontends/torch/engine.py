@@ -17,7 +17,7 @@ from offload_core.config import ConfigLike
 from offload_core.errors import GradientError, ParameterError, StateError
 from offload_core.export import MAX_SHARD_BYTES
 from offload_core.loss_scale import scaler_for
-from offload_core.memory_plan import MemoryReport
+from offload_core.memory_report import MemoryReport
 from offload_core.pipeline import StepReport
 from offload_core.trace import COMPUTE
 
@@ -193,7 +193,8 @@ class Engine(nn.Module):
         reduce = optimizer.reduces or optimizer.pipeline.at_boundary
         optimizer.begin_micro_step()
         if not optimizer.pipeline.end_micro_step(reduce=reduce):
-            return StepReport(updated=False, skipped="accumulating", loss_scale=optimizer.pipeline.loss_scale)
+            scale = optimizer.pipeline.loss_scale
+            return StepReport(updated=False, skipped="accumulating", loss_scale=scale, step=optimizer.updates + 1)
         optimizer.reads_wait = self._reads_wait
         optimizer.step()
         assert optimizer.report is not None
@@ -370,8 +371,11 @@ class Engine(nn.Module):
     # --- memory --------------------------------------------------------------------------------------
 
     def memory_report(self) -> MemoryReport:
-        """Planned and measured bytes, on the device and on the host."""
-        return self.optimizer.memory_report()
+        """Planned and measured bytes, on the device and on the host; print it, or have it drawn (``.plot(path)``).
+
+        Of the module frozen parameters and buffers are counted, too.
+        """
+        return self.optimizer.memory_report(self.module)
 
     def close(self) -> None:
         """Let the model go: remove the hooks and free the host memory; the parameters keep their values."""

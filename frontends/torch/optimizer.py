@@ -14,13 +14,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import increment_version
 
+from offload_core.bucket_terms import GATHERED, GRADIENTS, PARAMETERS
 from offload_core.checkpoint import Checkpoints
 from offload_core.config import FIELDS, ConfigLike, OffloadConfig, check_hyperparameters
 from offload_core.cpu_adam import STATE_NAMES, AdamHyper
 from offload_core.cpus import local_processes
 from offload_core.errors import ConfigError, GradientError, ParameterError, StateError
 from offload_core.host_memory import available_bytes
-from offload_core.memory_plan import MemoryPlan, MemoryReport
+from offload_core.memory_plan import MemoryPlan
+from offload_core.memory_report import MemoryReport
 from offload_core.partition import ParamSpec
 from offload_core.pipeline import Pipeline, StepReport
 
@@ -214,12 +216,32 @@ class OffloadedAdamW(torch.optim.Optimizer):
         self._finish()
         return self.pipeline.device.sent_bytes + (self.partitioned.sent_bytes if self.partitioned is not None else 0)
 
-    def memory_report(self) -> MemoryReport:
-        """Planned and measured bytes."""
-        whole = sum(slot.param.nbytes for slot in self._slots.values() if not slot.partitioned)
-        return self.pipeline.memory_report(
-            whole + (self.partitioned.device_bytes if self.partitioned is not None else 0)
-        )
+    def memory_report(self, model: nn.Module | None = None) -> MemoryReport:
+        """Planned and measured bytes.
+
+        Args:
+            model: the one that is trained: what the optimizer was not given of it is counted, too (frozen parameters,
+                buffers).
+        """
+        pipeline, parted = self.pipeline, self.partitioned
+        trained = [(pipeline.params[slot.index], slot.param) for slot in self._slots.values()]
+        frozen = [] if parted is None else parted.frozen([param for _, param in trained])
+        given = [param for group in self.param_groups for param in group["params"]]
+        others = self._others(trained, frozen, [*given, *_tensors_of(model)])
+        plan = self._plan(pipeline, trained, frozen, others)
+        whole = [
+            param for param in (*(param for _, param in trained), *others) if parted is None or param not in parted
+        ]
+        gradients = [slot.param.grad for slot in self._slots.values() if slot.param.grad is not slot.taken]
+        held = {
+            PARAMETERS: memory_of_all(whole),
+            GRADIENTS: memory_of_all(gradient for gradient in gradients if gradient is not None),
+        }
+        if parted is not None:
+            held[PARAMETERS] += parted.shard_bytes
+            held[GATHERED] = parted.live.n_bytes
+        rows = [row for row in plan.rows if row.where == "device"]
+        return pipeline.memory_report(rows, {("device", what): n_bytes for what, n_bytes in held.items()})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As ``torch.optim.Optimizer.add_param_group``; on an error nothing has changed."""
@@ -287,12 +309,13 @@ class OffloadedAdamW(torch.optim.Optimizer):
         parted = self.partitioned
         specs = [spec_of(name, p, g, target, parted is not None and parted.takes(p)) for name, p, g in named]
         frozen = parted.frozen([p for _, p, _ in named]) if parted is not None and model is not None else []
-        plan = self._plan(pipeline, [(spec, p) for spec, (_, p, _) in zip(specs, named, strict=True)], frozen, model)
+        trained = [(spec, p) for spec, (_, p, _) in zip(specs, named, strict=True)]
+        plan = self._plan(pipeline, trained, frozen, self._others(trained, frozen, _tensors_of(model)))
         device = pipeline.device
         processes = min(local_processes(), device.world_size)
         plan.check(available_bytes(), device.free_bytes(), processes=processes)
         first = len(pipeline.params)
-        cut = parted.cut([(spec, p) for spec, (_, p, _) in zip(specs, named, strict=True)]) if parted else {}
+        cut = parted.cut(trained) if parted else {}
         tensors = [cut[p].shard if p in cut else flat(p) for _, p, _ in named]
         pipeline.add_parameters(specs, tensors, frozen=[spec for spec, _ in frozen])
         if parted is not None:
@@ -318,17 +341,24 @@ class OffloadedAdamW(torch.optim.Optimizer):
             if self.early_copy:
                 self._hook(slot)
 
+    def _others(
+        self,
+        trained: Sequence[tuple[ParamSpec, torch.Tensor]],
+        frozen: Sequence[tuple[ParamSpec, torch.Tensor]],
+        tensors: Iterable[torch.Tensor],
+    ) -> list[torch.Tensor]:
+        """Those of ``tensors`` on the device that are neither trained nor partitioned, each once."""
+        known = {id(param) for _, param in (*trained, *frozen)}
+        return list({id(t): t for t in tensors if id(t) not in known and t.device == self._device}.values())
+
     def _plan(
         self,
         pipeline: Pipeline,
         trained: Sequence[tuple[ParamSpec, torch.Tensor]],
         frozen: Sequence[tuple[ParamSpec, torch.Tensor]],
-        model: nn.Module | None,
+        others: Sequence[torch.Tensor],
     ) -> MemoryPlan:
         params = [param for _, param in trained]
-        known = {id(param) for _, param in (*trained, *frozen)}
-        others = [t for t in (*model.parameters(), *model.buffers()) if id(t) not in known] if model is not None else []
-        others = [tensor for tensor in others if tensor.device == self._device]
         plan = pipeline.terms.plan(
             [spec for spec, _ in trained],
             frozen=[spec for spec, _ in frozen],
@@ -554,6 +584,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         tensors = self.current_tensors()
         try:
             report = pipeline.step(hypers, tensors, divisor=self._divisor, groups=self._groups(), gathered=gathered)
+            report = replace(report, step=self.updates + 1)
             if not self.reads_wait:
                 pipeline.finish()
         except BaseException:
@@ -774,6 +805,10 @@ class OffloadedAdamW(torch.optim.Optimizer):
                 view.zero_()
         self.pipeline.adopt(slot.index, self._tensor(slot))
         slot.note()
+
+
+def _tensors_of(model: nn.Module | None) -> list[torch.Tensor]:
+    return [] if model is None else [*model.parameters(), *model.buffers()]
 
 
 def _refuse_engine_fields(config: OffloadConfig) -> None:

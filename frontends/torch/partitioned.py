@@ -240,10 +240,9 @@ class PartitionedModel:
         return self._world.sent_bytes
 
     @property
-    def device_bytes(self) -> int:
-        """Bytes that partitioned parameters take on the device now."""
-        shards = 0 if self._config.offload_param == "cpu" else sum(r.shard.nbytes for r in self._of.values())
-        return self.live.n_bytes + shards
+    def shard_bytes(self) -> int:
+        """Bytes that shards take on the device."""
+        return 0 if self._config.offload_param == "cpu" else sum(r.shard.nbytes for r in self._of.values())
 
     def check_closed(self, what: str = "an update") -> None:
         """Raise :class:`StateError` inside ``gathered_parameters``."""

@@ -1,7 +1,7 @@
 """Torch tensors as the core wants them: flat, checked, and a stand-in for gradients that have left."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -192,7 +192,9 @@ class TakenGradient(torch.Tensor):
         self._added = callback
 
     @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
         taken = next((a for a in _flatten(args) if isinstance(a, cls)), None)
         if (
             func in _ADDITIONS

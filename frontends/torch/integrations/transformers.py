@@ -11,6 +11,7 @@ from transformers.trainer import OPTIMIZER_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from offload_core.errors import CheckpointError, ConfigError
+from offload_core.step_log import StepLog
 
 from ..checkpoint import ModelCheckpoints, random_states, set_random_states
 from ..optimizer import OffloadedAdamW
@@ -29,22 +30,24 @@ class OffloadCallback(TrainerCallback):
     Among several ranks that is required, as Trainer would write those of rank 0 only.
 
     To each log of the training loss it adds ``offload_host_bytes`` (states and buffers) and ``offload_device_bytes``
-    (parameters); on CUDA ``offload_peak_device_bytes`` (the most that torch had allocated); under a GradScaler
-    ``loss_scale``; and ``offload_grad_norm``, after Trainer's clipping, where the optimizer computes it
-    (``gradient_clipping``, ``skip_nonfinite``). Callbacks that come later in ``callbacks=`` see them, and
-    ``trainer.state.log_history``.
+    (parameters and buffers of the model, frozen ones too); on CUDA ``offload_peak_device_bytes`` (the most that torch
+    had allocated); under a GradScaler ``loss_scale``; and ``offload_grad_norm``, after Trainer's clipping, where the
+    optimizer computes it (``gradient_clipping``, ``skip_nonfinite``). Callbacks that come later in ``callbacks=`` see
+    them, and ``trainer.state.log_history``.
 
     Args:
         resume_from: the checkpoint folder that Trainer resumes from; None: the one in ``args.resume_from_checkpoint``,
             or that of the same step in ``args.output_dir``.
+        log: is given all that Trainer logs, with what is added.
 
     Raises:
         ConfigError: when training begins, with another optimizer or with settings as above.
         CheckpointError: when it begins or saves; what ``resume_from`` names has no states, or those of another step.
     """
 
-    def __init__(self, resume_from: str | os.PathLike[str] | None = None) -> None:
+    def __init__(self, resume_from: str | os.PathLike[str] | None = None, *, log: StepLog | None = None) -> None:
         self._resume_from = resume_from
+        self._log = log
         self._random: Mapping[str, Any] | None = None
 
     def on_train_begin(
@@ -114,11 +117,15 @@ class OffloadCallback(TrainerCallback):
         )
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        logs = kwargs["logs"]
-        if "loss" not in logs:
-            return
-        offloaded, scaler = _offloaded(kwargs), _stateful(kwargs).get("scaler")
-        memory, report = offloaded.memory_report(), offloaded.report
+        if "loss" in kwargs["logs"]:
+            self._add(state, kwargs)
+        if self._log is not None:
+            self._log.write(state.global_step, kwargs["logs"])
+
+    def _add(self, state: TrainerState, running: Mapping[str, Any]) -> None:
+        """What is known here, to a log of the training loss."""
+        offloaded, scaler = _offloaded(running), _stateful(running).get("scaler")
+        memory, report = offloaded.memory_report(running["model"]), offloaded.report
         added: dict[str, float] = {
             "offload_host_bytes": memory.host_bytes,
             "offload_device_bytes": memory.device_bytes,
@@ -130,7 +137,7 @@ class OffloadCallback(TrainerCallback):
             added["offload_grad_norm"] = report.grad_norm
         if scaler is not None:
             added["loss_scale"] = scaler.get_scale()
-        logs.update(added)
+        running["logs"].update(added)
         state.log_history[-1].update(added)  # Trainer has put a copy of logs there
 
 

@@ -1,0 +1,394 @@
+"""What steps report, written down: whole lines, valid JSON, files that TensorBoard reads, runs that go on."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+import warnings
+from io import FileIO
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import law
+
+from offload_core.errors import CheckpointWarning, ConfigError
+from offload_core.memory_plan import PlanRow
+from offload_core.memory_report import MemoryReport
+from offload_core.pipeline import StepReport
+from offload_core.step_log import ProgressBar, StepLog, TensorBoard, Writer, _append
+from offload_core.user_line import UserLine
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class Kept(Writer):
+    def __init__(self):
+        self.records, self.opened, self.closed = [], [], 0
+
+    def open(self, rank):
+        self.opened.append(rank)
+
+    def write(self, step, record):
+        self.records.append({"step": step, **record})
+
+    def close(self):
+        self.closed += 1
+
+
+def done(step, **fields):
+    return StepReport(**{"updated": True, "grad_norm": 1.5, "lr": (0.1,), "step": step} | fields)
+
+
+def accumulating(step):
+    return StepReport(updated=False, skipped="accumulating", step=step)
+
+
+def lines(path):
+    text = path.read_text()
+    assert not text or text.endswith("\n")
+    return [
+        json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+        for line in text.split("\n")[:-1]
+    ]
+
+
+def steps(path):
+    return [line["step"] for line in lines(path)]
+
+
+# --- records ---------------------------------------------------------------------------------------------
+
+
+def test_a_record_has_what_the_report_has_and_the_mean_of_the_micro_steps():
+    kept = Kept()
+    log = StepLog(kept)
+    for i in range(3):
+        log(accumulating(1), loss=np.float32(i), words="train")
+    log(done(1, clip_coefficient=0.5, loss_scale=8.0, lr=(0.1, 0.1, 0.3)), loss=np.array(5.0), words="train", tokens=7)
+    [record] = kept.records
+    assert record.pop("seconds") >= 0
+    assert record == {
+        "step": 1, "lr": 0.1, "lr_2": 0.3, "grad_norm": 1.5, "clip_coefficient": 0.5, "loss_scale": 8.0,
+        "skipped": None, "loss": 2.0, "words": "train", "tokens": 7,
+    }  # fmt: skip
+    assert type(record["tokens"]) is int
+    assert type(record["loss"]) is float
+
+
+class Unread:
+    """A value that the device would have to be waited for."""
+
+    def __float__(self):
+        raise AssertionError("read between records")
+
+
+def test_between_records_nothing_is_read_and_what_was_skipped_is_always_there():
+    kept = Kept()
+    log = StepLog(kept, every=3)
+    for step in range(1, 7):
+        log(done(step), loss=float(step) if step % 3 == 0 else Unread())
+    log(done(7, updated=False, skipped="overflow", grad_norm=math.inf), loss=math.nan)
+    assert [(r["step"], r["skipped"]) for r in kept.records] == [(3, None), (6, None), (7, "overflow")]
+    log(None, loss=1.0)  # offloaded.report before the first update
+    assert len(kept.records) == 3
+    with pytest.raises(ConfigError, match="every: got 0"):
+        StepLog(kept, every=0)
+
+
+def test_a_value_that_is_no_number_is_named():
+    log = StepLog(Kept())
+    with pytest.raises(TypeError) as caught:
+        log(done(1), loss=np.ones(3))
+    assert caught.value.__notes__ == ["in the log as 'loss'; expected a number, or a tensor or array of one"]
+    log(done(2), loss=1.0)  # what was given with it is gone
+
+
+def test_one_rank_writes_or_each_a_file_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    kept = Kept()
+    for log in (StepLog(kept, tmp_path / "no.jsonl"), StepLog(kept, rank=3)):
+        log(done(1), loss=Unread())
+    assert (kept.opened, kept.records, list(tmp_path.iterdir())) == ([], [], [])
+    with StepLog(kept, tmp_path / "a" / "steps.jsonl", TensorBoard(tmp_path / "b"), every_rank=True) as log:
+        log(done(1))
+    assert (kept.opened, kept.closed) == ([1], 1)
+    assert lines(tmp_path / "a" / "steps.rank1.jsonl")[0]["step"] == 1
+    assert [path.name for path in (tmp_path / "b").iterdir()] == ["rank1"]
+    with StepLog(tmp_path / "steps.jsonl", rank=0) as log:
+        log(done(1))
+    assert steps(tmp_path / "steps.jsonl") == [1]
+
+
+def test_writers_that_have_begun_end_where_another_cannot(tmp_path):
+    kept = Kept()
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="file"):
+        StepLog(kept, tmp_path / "file" / "steps.jsonl")
+    assert (kept.opened, kept.closed) == ([None], 1)
+
+
+# --- lines ------------------------------------------------------------------------------------------------
+
+values = st.one_of(st.floats(), st.integers(-(2**70), 2**70), st.text(max_size=5), st.none())
+
+
+@law(50)
+@given(records=st.lists(st.dictionaries(st.text(min_size=1, max_size=5), values, max_size=4), max_size=4))
+def test_any_record_is_one_line_of_json(tmp_path_factory, records):
+    path = tmp_path_factory.mktemp("lines") / "steps.jsonl"
+    with StepLog(path) as log:
+        for step, record in enumerate(records):
+            log.write(step, {f"_{name}": value for name, value in record.items()})
+    for step, (line, record) in enumerate(zip(lines(path) if records else [], records, strict=True)):
+        expected = {f"_{n}": None if isinstance(v, float) and not math.isfinite(v) else v for n, v in record.items()}
+        assert line == {"step": step, **expected}
+
+
+CHILD = """
+import os, sys
+from offload_core.step_log import StepLog
+log = StepLog(sys.argv[1])
+for step in range(1, 4):
+    log.write(step, {"loss": 0.5})
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_a_killed_process_loses_no_line_and_the_next_goes_on_where_the_checkpoint_was(tmp_path):
+    path = tmp_path / "steps.jsonl"
+    subprocess.run([sys.executable, "-c", CHILD, str(path)], env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False)
+    assert steps(path) == [1, 2, 3]
+    with path.open("a") as file:
+        file.write('{"step": 4, "lo')  # as a machine that lost its power may leave it
+    with StepLog(path) as log:
+        log.write(3, {"loss": 0.25})
+        log.write(4, {})
+    assert [(line["step"], line.get("loss")) for line in lines(path)] == [(1, 0.5), (2, 0.5), (3, 0.25), (4, None)]
+    aside = (tmp_path / "steps.superseded.jsonl").read_text()
+    assert aside == '{"step": 3, "loss": 0.5}\n{"step": 4, "lo\n'
+
+
+@law(60)
+@given(
+    made=st.lists(st.integers(1, 9), min_size=1, max_size=12),
+    reopened=st.sets(st.integers(0, 11)),
+    foreign=st.booleans(),
+)
+def test_the_file_holds_the_last_word_on_each_step_in_order_and_nothing_is_lost(
+    tmp_path_factory, made, reopened, foreign
+):
+    """Whenever it goes back, in one process or in the next."""
+    path = tmp_path_factory.mktemp("again") / "steps.jsonl"
+    if foreign:
+        path.write_text('# by hand\n{"other": 1}\n')
+    expected, last, log = [], None, StepLog(path)
+    for i, step in enumerate(made):
+        if i in reopened:
+            log.close()
+            log, last = StepLog(path), None
+        if last is None or step < last:
+            expected = [(s, n) for s, n in expected if s < step]
+        log.write(step, {"i": i})
+        expected, last = [*expected, (step, i)], step
+    log.close()
+    found = [line for line in path.read_text().splitlines() if '"i"' in line]
+    assert [(json.loads(line)["step"], json.loads(line)["i"]) for line in found] == expected
+    assert path.read_text().startswith("# by hand\n") or not foreign
+    aside = path.with_name("steps.superseded.jsonl")
+    everything = found + (aside.read_text().splitlines() if aside.exists() else [])
+    assert sorted(json.loads(line)["i"] for line in everything) == list(range(len(made)))
+
+
+def test_two_processes_do_not_write_to_one_file(tmp_path):
+    with StepLog(tmp_path / "steps.jsonl") as log:
+        log.write(1, {})
+        log.write(1, {})  # has read the file, too
+        code = f"from offload_core.step_log import StepLog; StepLog({str(tmp_path / 'steps.jsonl')!r})"
+        other = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert "another process is writing to it; expected a file for each run, and of several ranks one" in other.stderr
+    assert steps(tmp_path / "steps.jsonl") == [1, 1]
+
+
+class FullDisk(FileIO):
+    room = 10
+
+    def write(self, content):
+        if self.room == 0:
+            raise OSError(28, "No space left on device")
+        content, self.room = content[: self.room], max(self.room - len(content), 0)
+        return super().write(content)
+
+
+def test_of_a_record_that_the_disk_does_not_take_nothing_stays(tmp_path):
+    with FullDisk(tmp_path / "file", "ab") as file:
+        _append(file, b"eight ..")
+        with pytest.raises(OSError, match="No space left"):
+            _append(file, b"more than two")
+    assert (tmp_path / "file").read_bytes() == b"eight .."
+
+
+# --- TensorBoard -----------------------------------------------------------------------------------------
+
+
+def scalars(folder):
+    """What TensorBoard's own reader finds, by tag."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of its imports
+        module = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+        accumulator = module.EventAccumulator(str(folder)).Reload()
+    return {
+        tag: [(event.step, event.value) for event in accumulator.Scalars(tag)] for tag in accumulator.Tags()["scalars"]
+    }
+
+
+def test_tensorboard_reads_what_is_written_and_forgets_what_is_done_again(tmp_path):
+    with StepLog(TensorBoard(tmp_path)) as log:
+        for step in (1, 2, 300):
+            log.write(step, {"loss": step / 8, "grad/norm": math.inf, "skipped": "overflow", "none": None, "n" * 300: 3})
+        log.write(300, {"loss": 1e300})
+    found = scalars(tmp_path)
+    assert found == {
+        "loss": [(1, 0.125), (2, 0.25), (300, 37.5), (300, math.inf)],
+        "grad/norm": [(step, math.inf) for step in (1, 2, 300)],
+        "n" * 300: [(step, 3.0) for step in (1, 2, 300)],
+    }
+    with StepLog(TensorBoard(tmp_path)) as log:
+        log.write(2, {"loss": -1.0})
+        log.write(3, {"loss": math.nan})
+    assert scalars(tmp_path)["loss"][:2] == [(1, 0.125), (2, -1.0)]
+    assert math.isnan(scalars(tmp_path)["loss"][2][1])
+
+
+# --- the bar ---------------------------------------------------------------------------------------------
+
+
+def test_the_bar_goes_from_the_resumed_step_to_the_end(capsys):
+    with StepLog(ProgressBar(5, show=("loss", "rate"))) as log:
+        for step in (3, 4, 4, 5):
+            log.write(step, {"loss": 2.34567, "rate": 12345.6, "skipped": "overflow" if step == 4 else None, "lr": 1})
+    last = capsys.readouterr().err.rsplit("\r", 1)[-1]
+    assert " 5/5 [" in last
+    assert "loss 2.346, rate 12,346]" in last
+
+
+def test_a_library_that_is_not_there_is_named_with_its_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    with pytest.raises(
+        ModuleNotFoundError, match=r"ProgressBar needs tqdm.*pip install 'offload-core\[log\]'"
+    ) as caught:
+        StepLog(ProgressBar(5))
+    assert caught.value.name == "tqdm"
+
+
+# --- what the front ends report ---------------------------------------------------------------------------
+
+
+def test_torch_reports_the_rate_and_the_number_of_each_update_through_checkpoints(tmp_path):
+    torch = pytest.importorskip("torch")
+    from frontends.torch import wrap
+
+    def run(n, resume=None):
+        engine = wrap(
+            torch.nn.Linear(3, 1), lr=lambda updates: 0.5**updates, gradient_clipping=1.0, gradient_accumulation_steps=2
+        )
+        if resume is not None:
+            engine.load_checkpoint(resume)
+        for i in range(n):
+            for x in (1.0, math.inf if i == 1 else 3.0):
+                loss = engine(torch.full((2, 3), x)).mean()
+                engine.backward(loss)
+                report = engine.step()
+                assert (report.skipped == "accumulating") is (x == 1.0)
+                log(report, loss=loss)
+            if i == 0:
+                engine.save_checkpoint(tmp_path / "saved")
+
+    with StepLog(tmp_path / "steps.jsonl") as log:
+        run(3)
+    rates = [(1, None, 1.0), (2, "overflow", 0.5), (2, None, 0.5)]
+    assert [(line["step"], line["skipped"], line["lr"]) for line in lines(tmp_path / "steps.jsonl")] == rates
+    assert [line["loss"] is None for line in lines(tmp_path / "steps.jsonl")] == [False, True, False]
+    with StepLog(tmp_path / "steps.jsonl") as log:
+        run(1, tmp_path / "saved")
+    assert [(line["step"], line["lr"]) for line in lines(tmp_path / "steps.jsonl")] == [(1, 1.0), (2, 0.5)]
+
+
+def test_jax_reports_the_rate_and_the_number_of_each_update(tmp_path):
+    jnp = pytest.importorskip("jax.numpy")
+    from frontends.jax import wrap
+
+    offloaded = wrap({"w": jnp.ones(4)}, lr=lambda count: 0.5**count, gradient_accumulation_steps=2)
+    with StepLog(tmp_path / "steps.jsonl") as log:
+        for i in range(4):
+            offloaded.update({"w": jnp.ones(4)})
+            log(offloaded.report, loss=jnp.float32(i))
+    found = [(line["step"], line["lr"], line["loss"]) for line in lines(tmp_path / "steps.jsonl")]
+    assert found == [(1, 1.0, 0.5), (2, 0.5, 2.5)]
+
+
+# --- warnings ----------------------------------------------------------------------------------------------
+
+
+def test_a_warning_is_of_the_users_line_and_said_there_once():
+    from offload_core import OffloadConfig
+
+    ignored = {"bf16": {"enabled": True}, "steps_per_print": 10}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for _ in range(2):
+            OffloadConfig.resolve(ignored)  # here
+        warning = CheckpointWarning("the disk is full")
+        for _ in range(2):
+            UserLine.now().warn(warning)
+    source = Path(__file__).read_text().splitlines()
+    assert [source[w.lineno - 1].strip() for w in caught] == [
+        "OffloadConfig.resolve(ignored)  # here",
+        "UserLine.now().warn(warning)",
+    ]
+    assert {w.filename for w in caught} == {__file__}
+    assert "leave out what is without effect here: steps_per_print (" in str(caught[0].message)
+
+
+# --- memory ------------------------------------------------------------------------------------------------
+
+PLANNED = [
+    PlanRow("parameters", "device", 3 * 2**20, ""),
+    PlanRow("gradients", "device", 2**20, "", brief=True),
+    PlanRow("master", "host", 2**21, ""),
+    PlanRow("master", "host", 2**21, ""),  # of parameters that came later
+    PlanRow("the model while it is whole", "host", 2**30, "", passing=True),
+]
+HELD = {("device", "parameters"): 2**20, ("host", "master"): 2**22, ("host", "staging"): 512}
+
+
+def test_a_report_sets_what_is_held_beside_what_was_planned():
+    report = MemoryReport.of(2**20, PLANNED, HELD)
+    assert (report.planned_device_bytes, report.device_bytes) == (3 * 2**20, 2**20)
+    assert (report.planned_host_bytes, report.host_bytes) == (2**22, 2**22 + 512)
+    assert report.host == {"master": 2**22, "staging": 512}
+    assert str(report).splitlines() == [
+        "where               what        planned  held       per parameter",
+        "device              parameters  3.0 MiB  1.0 MiB    1.00",
+        "device (in a step)  gradients   1.0 MiB  0 bytes    0.00",
+        "device              in all      3.0 MiB  1.0 MiB    1.00",
+        "host                master      4.0 MiB  4.0 MiB    4.00",
+        "host                staging     0 bytes  512 bytes  0.00",
+        "host                in all      4.0 MiB  4.0 MiB    4.00",
+    ]
+
+
+def test_a_report_is_drawn_to_scale(tmp_path, monkeypatch):
+    figures = pytest.importorskip("matplotlib.figure")
+    drawn, save = [], figures.Figure.savefig
+    monkeypatch.setattr(figures.Figure, "savefig", lambda figure, path: drawn.append(figure) or save(figure, path))
+    MemoryReport.of(2**20, PLANNED, HELD).plot(tmp_path / "memory.png")
+    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
+    device, host = drawn[0].axes
+    assert [bar.get_width() for bar in device.patches] == [3, 1, 1, 0]  # MiB, planned, then held
+    assert [bar.get_width() for bar in host.patches] == [4, 0, 4, 512 / 2**20]
+    assert [label.get_text() for label in device.get_yticklabels()] == ["parameters", "gradients (in a step)"]
+    assert device.get_title(loc="left") == "device: 1.0 of 3.0 MiB"

@@ -1,0 +1,37 @@
+"""A user of the JAX front end, for type checkers alone; see typed_core.py. Pytrees are Any, as in JAX itself."""
+
+from pathlib import Path
+from typing import Any, assert_type
+
+import jax
+import jax.numpy as jnp
+
+from frontends.jax import OffloadConfig, OffloadedParams, StepReport, gathered, wrap
+
+
+def loss_of(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+    return jnp.square(x @ params["w"]).sum()
+
+
+def train(params: dict[str, jax.Array], batches: list[jax.Array], folder: Path) -> None:
+    offloaded = wrap(params, OffloadConfig(), lr=lambda count: 1e-3 / (1 + count))
+    assert_type(offloaded, OffloadedParams)
+    wrap(params, axis=3)  # type: ignore[arg-type]
+
+    compute = offloaded.value_and_grad(loss_of)
+    offloaded.value_and_grad("loss")  # type: ignore[arg-type]
+    for x in batches:
+        result = compute(offloaded.params, x)
+        assert_type(result, tuple[Any, Any])
+        offloaded.update(result[1])
+        assert_type(offloaded.report, StepReport | None)
+        assert_type(offloaded.count, int)
+    if offloaded.report is not None:
+        assert_type(offloaded.report.grad_norm, float | None)
+
+    assert_type(offloaded.sent_bytes, int)
+    assert_type(offloaded.memory_report().host_bytes, int)
+    assert_type(offloaded.to_pytree(), dict[str, Any])
+    gathered(loss_of)(params, batches[0])
+    offloaded.save_checkpoint(folder, wait=False)
+    offloaded.save_checkpoint(3)  # type: ignore[arg-type]

@@ -1,0 +1,45 @@
+"""A user of the torch front end, for type checkers alone; see typed_core.py."""
+
+from pathlib import Path
+from typing import assert_type
+
+import torch
+
+from frontends.torch import Engine, OffloadConfig, OffloadedAdamW, StepReport, gathered_parameters, wrap
+
+
+def train(model: torch.nn.Module, batches: list[torch.Tensor], folder: Path) -> None:
+    engine = wrap(model, OffloadConfig(stage=2), lr=3e-4)
+    assert_type(engine, Engine)
+    wrap("model")  # type: ignore[arg-type]
+
+    for batch in batches:
+        loss = engine(batch).square().sum()
+        engine.backward(loss)
+        report = engine.step()
+        assert_type(report, StepReport)
+        assert_type(report.updated, bool)
+        assert_type(report.skipped, str | None)
+        assert_type(report.grad_norm, float | None)
+        print(report.norm)  # type: ignore[attr-defined]
+    with engine.no_sync(), engine.trace(folder / "step.json"):
+        engine.flush()
+    engine.step(1)  # type: ignore[call-arg]
+
+    assert_type(engine.optimizer, OffloadedAdamW)
+    assert_type(engine.module, torch.nn.Module)
+    assert_type(engine.config, OffloadConfig)
+    assert_type(engine.sent_bytes, int)
+    assert_type(engine.memory_report().host_bytes, int)
+    engine.save_checkpoint(folder, wait=False)
+    engine.save_checkpoint(3)  # type: ignore[arg-type]
+
+
+def alone(model: torch.nn.Module) -> None:
+    optimizer = OffloadedAdamW(model.parameters(), lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
+    optimizer.zero_grad()
+    optimizer.step()
+    scheduler.step()
+    with gathered_parameters(model.parameters()):
+        pass
