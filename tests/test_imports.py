@@ -128,7 +128,7 @@ def test_a_front_end_imports_nothing_optional(framework):
     [
         (("torch", "jax", "jaxlib", "optax"), "import offload_core, offload_core.pipeline, offload_core.fake_device"),
         (("jax", "jaxlib", "optax", "transformers", "accelerate", "lightning"), TORCH),
-        (("torch", "optax"), JAX),
+        (("torch", "optax", "flax", "equinox", "orbax", "grain"), JAX),
     ],
     ids=["core", "torch", "jax"],
 )
