@@ -47,17 +47,17 @@ def tree_of(seed):
 
 def gradients_of(offloaded, xs):
     """What ``value_and_grad`` would give for these micro-batches, one a rank."""
-    dtype = np.dtype(offloaded._leaves[0].dtype)
+    dtype = np.dtype(offloaded._tree.trained[0].dtype)
     scale = offloaded._pipeline.loss_scale
-    tree = [None] * len(offloaded._all_leaves)
-    for leaf in offloaded._leaves:
-        param = offloaded._placement.to_numpy(offloaded._all_leaves[leaf.position], leaf.layout).astype(np.float32)
+    tree = [None] * len(offloaded._tree.leaves)
+    for leaf in offloaded._tree.trained:
+        param = offloaded._placement.to_numpy(offloaded._tree.leaves[leaf.position], leaf.layout).astype(np.float32)
         slope = np.round(np.clip(param, -1, 1) * 4) / 4
         with np.errstate(over="ignore"):
             each = np.stack([((slope + x) * np.float32(scale)).astype(dtype) for x in xs])
         alone = leaf.layout is not None or not isinstance(offloaded._placement, OnMesh)
         tree[leaf.position] = each.astype(np.float32).mean(axis=0) if alone else each
-    grads = jax.tree_util.tree_unflatten(offloaded._treedef, tree)
+    grads = jax.tree_util.tree_unflatten(offloaded._tree.treedef, tree)
     grads = RankGradients(grads) if isinstance(offloaded._placement, OnMesh) else grads
     return grads if offloaded._pipeline.scaler is None else ScaledGradients(grads, scale)
 
@@ -101,8 +101,9 @@ def train(offloaded, loader, steps):
 
 def outcome(offloaded, loader):
     """Everything that training goes on from, by name."""
+    tree = offloaded._tree
     params = [
-        offloaded._placement.to_numpy(offloaded._all_leaves[leaf.position], leaf.layout) for leaf in offloaded._leaves
+        offloaded._placement.to_numpy(tree.leaves[leaf.position], leaf.layout) for leaf in tree.trained
     ]  # before to_pytree() brings them level
     saved = offloaded.to_pytree()
     found = {f"param {i}": param.tobytes() for i, param in enumerate(params)}

@@ -675,6 +675,27 @@ def as_optax_works_on_a_mesh():
         updates, state = tx.update(grads, state, params)
         params = optax.apply_updates(params, updates)
         assert_same_tree(params, twin.update(grads))
+    with refuses(StateError, "params['embed'] is not what the last update made of it"):
+        tx.update(grads, state, {**params, "embed": params["embed"] + 1})
+
+
+@one_process
+@two_processes
+def parameters_changed_on_purpose_are_gone_on_from_on_a_mesh():
+    mesh = mesh_of(4)
+    for fields in ({}, {"stage": 3, "param_persistence_threshold": 20}):
+        offloaded = wrap(tree_of(0), **HYPER, mesh=mesh, **fields, param_dtype="bfloat16")
+        offloaded.update(tree_of(1))
+        masters = offloaded.to_pytree()["master"]
+        shardings = jax.tree.map(lambda p: p.sharding, offloaded.params)
+        doubled = {**offloaded.params, "embed": jax.jit(lambda p: 2 * p)(offloaded.params["embed"])}
+        for given in (doubled, {**doubled, "embed": np.full((33, 17), 3, BFLOAT16.numpy)}):
+            after = offloaded.load_params(given)
+            assert jax.tree.map(lambda p: p.sharding, after) == shardings
+            saved = offloaded.to_pytree()
+            embed = saved["params"]["embed"].astype(np.float32)
+            assert_same_tree(saved["master"], {**masters, "embed": embed})
+        assert (embed == 3).all()
 
 
 @one_process

@@ -412,7 +412,7 @@ def load_pytree():
     offloaded = wrap({"w": jnp.ones((8, 8), jnp.bfloat16), "b": jnp.ones(8, jnp.bfloat16)})
     tree = offloaded.to_pytree()
     tree |= {name: {k: v + 3 for k, v in tree[name].items()} for name in ("master", "exp_avg", "exp_avg_sq")}
-    return offloaded._pipeline, list(offloaded._all_leaves), lambda: offloaded.load_pytree(tree)
+    return offloaded._pipeline, list(offloaded._tree.leaves), lambda: offloaded.load_pytree(tree)
 
 
 @pytest.mark.parametrize("front_end", [load_optimizer_state, load_pytree], ids=lambda f: f.__name__)

@@ -1,6 +1,7 @@
 """Who may import whom, and that nothing needs a framework it does not use."""
 
 import ast
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -101,12 +102,33 @@ assert offloaded.report.updated
 """
 
 
+NEW_MODULES = """
+import json, sys
+import {framework}
+before = {{*sys.modules}}
+import frontends.{framework}
+print(json.dumps(sorted(sys.modules.keys() - before)))
+"""
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_a_front_end_imports_nothing_optional(framework):
+    """Nor more of its framework: torch.compile alone takes longer than ``import torch``."""
+    command = [sys.executable, "-c", NEW_MODULES.format(framework=framework)]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    new = json.loads(run.stdout)
+    may_be = {"frontends", "offload_core", "numpy", "ml_dtypes", "psutil", "xxhash", "_cffi_backend", "jax"}
+    assert {name.partition(".")[0] for name in new} - sys.stdlib_module_names <= may_be
+    assert f"frontends.{framework}.integrations" not in new
+    assert not [name for name in new if name.startswith(("torch._dynamo", "torch.fx", "torch.distributed", "sympy"))]
+
+
 @pytest.mark.parametrize(
     ("blocked", "code"),
     [
         (("torch", "jax", "jaxlib", "optax"), "import offload_core, offload_core.pipeline, offload_core.fake_device"),
         (("jax", "jaxlib", "optax", "transformers", "accelerate", "lightning"), TORCH),
-        (("torch", "optax"), JAX),
+        (("torch", "optax", "flax", "equinox", "orbax", "grain"), JAX),
     ],
     ids=["core", "torch", "jax"],
 )

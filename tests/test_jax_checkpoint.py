@@ -194,7 +194,7 @@ def test_another_trees_checkpoint_is_refused_and_changes_nothing(tmp_path):
         offloaded.load_checkpoint(tmp_path)
     assert_same(offloaded, twin)
     kinds = new(1)
-    kinds._all_leaves[kinds._checkpoints._paths.index("more.ids")] = jnp.ones((2, 3))
+    kinds._tree.leaves[kinds._checkpoints._paths.index("more.ids")] = jnp.ones((2, 3))
     with pytest.raises(CheckpointError, match=r"'more.ids' is of int32 in it, expected float32"):
         kinds.load_checkpoint(tmp_path)
     step(kinds, 0)

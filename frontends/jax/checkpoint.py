@@ -1,7 +1,7 @@
 """What a tree has besides its optimizer states, as checkpoints hold it (``offload_core/checkpoint.py``)."""
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from offload_core.stateful import check_states, load_states, random_state, set_r
 from .device import read
 from .placement import Placement
 from .trees import dotted_names, from_numpy, is_array, is_key, numpy_form
+from .wrapped_tree import WrappedTree
 
 
 def _is_key_of(kind: str, value: Any) -> bool:
@@ -57,27 +58,18 @@ ARRAYS = [
 
 
 class TreeCheckpoints:
-    """The checkpoints of a pytree.
+    """The checkpoints of a wrapped tree.
 
-    Args:
-        leaves: all of the tree's; those that are loaded are put there.
-        trained: which of them are the pipeline's, in its order.
+    What is loaded is put in the tree.
     """
 
-    def __init__(
-        self,
-        pipeline: Pipeline,
-        placement: Placement,
-        tree: Any,
-        leaves: list[Any],
-        trained: Sequence[int],
-    ) -> None:
+    def __init__(self, pipeline: Pipeline, placement: Placement, tree: WrappedTree) -> None:
         self._core = Checkpoints(pipeline)
         self._pipeline = pipeline
         self._placement = placement
-        self._paths = dotted_names(tree)
-        self._leaves = leaves
-        self._trained = trained
+        self._paths = dotted_names(tree.now())
+        self._leaves = tree.leaves
+        self._trained = [leaf.position for leaf in tree.trained]
 
     def save(
         self,

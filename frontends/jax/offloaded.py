@@ -2,9 +2,9 @@
 
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from offload_core.bucket_terms import PARAMETERS
 from offload_core.checkpoint import Names
 from offload_core.config import ConfigLike, OffloadConfig, check_hyperparameters
-from offload_core.cpu_adam import STATE_NAMES, AdamHyper
+from offload_core.cpu_adam import AdamHyper
 from offload_core.dtypes import BY_NUMPY
 from offload_core.errors import ConfigError, GradientError, ParameterError, StateError
 from offload_core.export import MAX_SHARD_BYTES
@@ -35,23 +35,12 @@ from .device import in_host_memory
 from .export import export_safetensors
 from .gradients import RankGradients, ScaledGradients, check_alike
 from .on_mesh import NOT_TRAINED
-from .optax_state import adam_of, state_of
-from .optax_updates import OffloadState, exact_update, exact_update_of_shards, no_update
+from .optax_updates import transformation
 from .placement import placement_for
-from .shard_layout import ShardLayout
 from .sharded import SHARDS
-from .trees import (
-    Mask,
-    Static,
-    check_paths,
-    flatten,
-    from_numpy,
-    is_array,
-    is_parameter,
-    mask_leaves,
-    numpy_shape,
-    to_numpy,
-)
+from .states import TreeStates
+from .trees import Mask, Static, is_array, is_parameter, mask_leaves, refuse_jit
+from .wrapped_tree import Leaf, WrappedTree
 
 
 def wrap(
@@ -89,17 +78,6 @@ def wrap(
     return OffloadedParams(params, config, mask=mask, trainable=trainable, mesh=mesh, axis=axis, **overrides)
 
 
-@dataclass(frozen=True)
-class _Leaf:
-    """A parameter: where it is among the tree's leaves, and what its array must be."""
-
-    position: int
-    shape: tuple[int, ...]
-    dtype: Any
-    layout: ShardLayout | None
-    """How it is cut over ranks (stage 3)."""
-
-
 class OffloadedParams:
     """A pytree of device parameters, with master weights and moments in host memory.
 
@@ -118,7 +96,7 @@ class OffloadedParams:
         axis: str | None = None,
         **overrides: Any,
     ) -> None:
-        _refuse_jit("wrap()")
+        refuse_jit("wrap()")
         ranks = mesh.size if isinstance(mesh, Mesh) else 1
         self.config = OffloadConfig.resolve(config, world_size=ranks, **overrides)
         self.config = replace(self.config, op_order=self.config.op_order or "optax")
@@ -127,12 +105,11 @@ class OffloadedParams:
         self.count = 0
         """Updates made so far."""
         self._masked = mask is not None
-        flat, self._treedef = flatten(params)
-        self._paths = [path for path, _ in flat]
-        leaves = [leaf for _, leaf in flat]
+        self._tree = tree = WrappedTree(params)
+        leaves, paths = tree.leaves, tree.paths
         trained = mask_leaves(trainable, params, "trainable")
         decayed = mask_leaves(mask, params, "mask")
-        positions = [i for i, leaf in enumerate(leaves) if trained[i] and is_parameter(self._paths[i], leaf)]
+        positions = [i for i, leaf in enumerate(leaves) if trained[i] and is_parameter(paths[i], leaf)]
         if not positions:
             raise ParameterError("params: no leaf is a trainable floating-point array; expected at least one")
         target = self.config.target_dtype
@@ -144,7 +121,7 @@ class OffloadedParams:
             dtype, group = target or BY_NUMPY[np.dtype(leaf.dtype)], int(not decayed[i])
             numel = leaf.size if layout is None else layout.numel
             elements = InMemory(leaf.shape) if layout is None else layout
-            specs.append(ParamSpec(self._paths[i], numel, dtype, group, elements, partitioned=layout is not None))
+            specs.append(ParamSpec(paths[i], numel, dtype, group, elements, partitioned=layout is not None))
         scaler = scaler_for(self.config, [s.dtype for s in specs])
         # To the core gradients come all at once, and parameters in JAX's host memory are the device's as any.
         config = replace(self.config, update_in_backward=False, offload_param=None)
@@ -163,18 +140,17 @@ class OffloadedParams:
         device = self._placement.device
         processes = min(local_processes(), device.collectives.world_size)
         plan.check(available_bytes(), device.free_bytes(), processes=processes)
-        arrays = [self._placement.place(self._paths[i], leaves[i]) for i in positions]
+        arrays = [self._placement.place(paths[i], leaves[i]) for i in positions]
         tensors = self._placement.start(arrays)
         self._pipeline.add_parameters(specs, tensors)
         arrays = self._placement.started(tensors)
-        self._leaves = []
         for i in set(range(len(leaves))) - set(positions):
             leaves[i] = self._placement.pass_through(leaves[i])
         for i, array, spec, layout in zip(positions, arrays, specs, layouts, strict=True):
             leaves[i] = self._placement.cast(array, spec.dtype, layout)
-            self._leaves.append(_Leaf(i, array.shape, leaves[i].dtype, layout))
-        self._all_leaves = leaves
-        self._checkpoints = TreeCheckpoints(self._pipeline, self._placement, self.params, leaves, positions)
+            tree.trained.append(Leaf(i, paths[i], array.shape, leaves[i].dtype, layout))
+        self._states = TreeStates(self._pipeline, self._placement, tree)
+        self._checkpoints = TreeCheckpoints(self._pipeline, self._placement, tree)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._pipeline.__reduce_ex__(protocol)  # which says what to do instead
@@ -182,7 +158,7 @@ class OffloadedParams:
     @property
     def params(self) -> Any:
         """The parameters, with the structure that was wrapped."""
-        return jax.tree_util.tree_unflatten(self._treedef, self._all_leaves)
+        return self._tree.now()
 
     # --- gradients ---------------------------------------------------------------------------------
 
@@ -210,7 +186,7 @@ class OffloadedParams:
         Raises (when called):
             ParameterError: the parameters have another structure; no argument is split over the mesh axis.
         """
-        positions = [leaf.position for leaf in self._leaves]
+        positions = [leaf.position for leaf in self._tree.trained]
         trained_set = frozenset(positions)
 
         def compute(
@@ -237,10 +213,7 @@ class OffloadedParams:
         compiled = self._placement.compile(compute, in_specs=in_specs, check_vma=check_vma)
 
         def call(params: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-            flat, treedef = flatten(params)
-            leaves = [leaf for _, leaf in flat]
-            if treedef != self._treedef:
-                check_paths(self._paths, flat, ParameterError, "value_and_grad: params")
+            leaves, treedef = self._tree.leaves_like(params, ParameterError, "value_and_grad: params")
             trained = [leaves[i] for i in positions]
             static, traced = Static.split(treedef, [None if i in trained_set else x for i, x in enumerate(leaves)])
             scale = self._pipeline.scaler.scale if self._pipeline.scaler else None
@@ -280,15 +253,17 @@ class OffloadedParams:
         Raises (some parameters and states may have changed):
             CollectiveError: a process was lost.
         """
-        _refuse_jit("update()")
-        with self._span("update"):
-            return self._update(grads)
+        refuse_jit("update()")
+        return self._update(grads)
 
-    def _update(self, grads: Any) -> Any:
-        gradients, hypers = self._check(grads)
+    def _update(self, grads: Any, learning_rate: Any = None) -> Any:
+        with self._span("update"):
+            return self._take(*self._check(grads, learning_rate))
+
+    def _take(self, gradients: Sequence[Any], hypers: Sequence[AdamHyper]) -> Any:
+        """Update, if this is the boundary, with what was checked."""
         steps = self.config.gradient_accumulation_steps
-        parameters = [self._all_leaves[leaf.position] for leaf in self._leaves]
-        targets = self._placement.targets(parameters) if self._pipeline.micro_steps + 1 == steps else []
+        targets = self._targets() if self._pipeline.micro_steps + 1 == steps else []
         try:
             for i, gradient in enumerate(gradients):
                 if gradient is not None:
@@ -310,10 +285,15 @@ class OffloadedParams:
         self._take_published(targets)
         return self.params
 
+    def _targets(self) -> list[Any]:
+        """What new parameters are written to."""
+        return self._placement.targets([self._tree.leaves[leaf.position] for leaf in self._tree.trained])
+
     def _take_published(self, targets: Sequence[Any]) -> None:
+        leaves = self._tree.leaves
         for i in self._pipeline.published:
-            position = self._leaves[i].position
-            self._all_leaves[position] = self._placement.written(targets[i], self._all_leaves[position])
+            position = self._tree.trained[i].position
+            leaves[position] = self._placement.written(targets[i], leaves[position])
 
     def flush(self) -> Any:
         """Bring ``params`` to the last update, also under ``schedule="delayed"``, and return them.
@@ -321,14 +301,14 @@ class OffloadedParams:
         That holds back the parameters of the last update; afterwards the next gradients see them an update early.
         With several processes all must call this.
         """
-        _refuse_jit("flush()")
+        refuse_jit("flush()")
         if self.config.schedule == "delayed":
             self._publish()
         return self.params
 
     def _publish(self) -> None:
         """Bring master weights that are ahead to the parameters."""
-        targets = self._placement.targets([self._all_leaves[leaf.position] for leaf in self._leaves])
+        targets = self._targets()
         self._pipeline.flush(targets)
         self._take_published(targets)
 
@@ -352,17 +332,17 @@ class OffloadedParams:
         """Forget the gradients accumulated since the last update."""
         self._pipeline.drop_gradients()
 
-    def _check(self, grads: Any) -> tuple[list[Any], list[AdamHyper]]:
+    def _check(self, grads: Any, learning_rate: Any) -> tuple[list[Any], list[AdamHyper]]:
         """The gradient of each parameter, or None, where the pipeline takes it; everything checked.
 
         What is wrong in one process is an error in all: alone, it would leave the others waiting.
         """
         self._pipeline.finish_publications()  # if it can go on at all: ranks meet next
         collectives = self._pipeline.device.collectives
-        parameters = [(self._paths[leaf.position], leaf.dtype) for leaf in self._leaves]
+        parameters = [(leaf.path, leaf.dtype) for leaf in self._tree.trained]
         try:
             arrays, unreduced = self._arrays_of(grads)
-            hypers = self._hypers()
+            hypers = self._hypers(learning_rate)
         except Exception:
             check_alike(collectives, parameters, None, unreduced=False)
             raise
@@ -370,10 +350,10 @@ class OffloadedParams:
         if all(array is None for array in arrays):
             raise GradientError("update: every gradient is None, expected at least one array")
         gradients = []
-        for i, (leaf, gradient) in enumerate(zip(self._leaves, arrays, strict=True)):
+        for i, (leaf, gradient) in enumerate(zip(self._tree.trained, arrays, strict=True)):
             if gradient is not None:
-                path, like = self._paths[leaf.position], self._all_leaves[leaf.position]
-                gradient = self._placement.as_gradient(path, gradient, like, leaf.layout, unreduced=unreduced)
+                like = self._tree.leaves[leaf.position]
+                gradient = self._placement.as_gradient(leaf.path, gradient, like, leaf.layout, unreduced=unreduced)
                 self._pipeline.check_gradient(i, gradient)
             gradients.append(gradient)
         return gradients, hypers
@@ -395,12 +375,10 @@ class OffloadedParams:
             )
         unreduced = isinstance(grads, RankGradients)
         stack = [self._pipeline.device.world_size] if unreduced else []
-        flat, treedef = flatten(grads.tree if unreduced else grads)
-        if treedef != self._treedef:
-            check_paths(self._paths, flat, GradientError, "update: gradients")
+        given, _ = self._tree.leaves_like(grads.tree if unreduced else grads, GradientError, "update: gradients")
         gradients = []
-        for leaf in self._leaves:
-            path, gradient = self._paths[leaf.position], flat[leaf.position][1]
+        for leaf in self._tree.trained:
+            path, gradient = leaf.path, given[leaf.position]
             if isinstance(gradient, jax.core.Tracer):
                 raise GradientError(
                     f"{path}: update() inside jit, grad or vmap; expected concrete arrays: call it outside"
@@ -421,10 +399,12 @@ class OffloadedParams:
             gradients.append(gradient)
         return gradients, unreduced
 
-    def _hypers(self) -> list[AdamHyper]:
-        """One for decayed parameters, one for those that ``mask`` excludes."""
+    def _hypers(self, learning_rate: Any = None) -> list[AdamHyper]:
+        """One for decayed parameters, one for those that ``mask`` excludes; with this rate, or that of the settings."""
         config = self.config
         lr, betas = config.hyperparameters(jnp.asarray(self.count, jnp.int32))
+        if learning_rate is not None:
+            lr = float(learning_rate)
         check_hyperparameters(f"update {self.count}", lr, betas, config.eps, config.weight_decay)
         decayed = AdamHyper(lr, betas, config.eps, config.weight_decay, config.eps_root, _bias_correction)
         return [decayed, replace(decayed, weight_decay=0.0)]
@@ -440,21 +420,7 @@ class OffloadedParams:
         :meth:`flush`.
         """
         self.flush()
-        steps = {leaf.position: self._pipeline.steps[i].copy() for i, leaf in enumerate(self._leaves)}
-        trees = {**self._whole_trees(STATE_NAMES), "steps": self._tree_of(steps)}
-        scaler = self._pipeline.scaler
-        loss_scale = {} if scaler is None else {"loss_scale": scaler.state_dict()}
-        layouts = {leaf.position: leaf.layout for leaf in self._leaves}
-        params = [
-            self._placement.to_numpy(leaf, layouts[i]) if i in layouts else to_numpy(leaf)
-            for i, leaf in enumerate(self._all_leaves)
-        ]
-        return {
-            "count": self.count,
-            "params": jax.tree_util.tree_unflatten(self._treedef, params),
-            **trees,
-            **loss_scale,
-        }
+        return self._states.to_pytree(self.count)
 
     def load_pytree(self, tree: Mapping[str, Any]) -> Any:
         """Load what :meth:`to_pytree` gave, and return the parameters. Any number of ranks may have written it.
@@ -462,23 +428,25 @@ class OffloadedParams:
         Raises:
             StateError: a key or a leaf is missing, or has another shape; nothing has changed.
         """
-        if "count" not in tree:
-            raise _missing("count", tree)
-        trained = {leaf.position: leaf.shape for leaf in self._leaves}
-        arrays = {i: numpy_shape(leaf) for i, leaf in enumerate(self._all_leaves) if is_array(leaf)}
-        params = self._leaves_of(tree, "params", arrays)
-        states = {name: self._leaves_of(tree, name, trained) for name in STATE_NAMES}
-        self._restore(states, self._leaves_of(tree, "steps", dict.fromkeys(trained, ())))
-        layouts = {leaf.position: leaf.layout for leaf in self._leaves}
-        for position, value in params.items():
-            like = self._all_leaves[position]
-            if position in trained:
-                self._all_leaves[position] = self._placement.restored(np.asarray(value), like, layouts[position])
-            else:
-                self._all_leaves[position] = self._placement.pass_through(from_numpy(value, like))
-        if self._pipeline.scaler is not None and "loss_scale" in tree:
-            self._pipeline.scaler.load_state_dict(tree["loss_scale"])
-        self.count = int(tree["count"])
+        self.count = self._states.load_pytree(tree, self.flush)
+        return self.params
+
+    def load_params(self, params: Any) -> Any:
+        """Go on from other values of the parameters, such as were clamped, or read from elsewhere, and return them.
+
+        A parameter's element that is not what it was becomes its master weight; the others keep all bits of theirs, and
+        all their moments and counts. Arrays that are not trained are taken on, too. Gradients that wait for an update
+        are forgotten. With several processes all must call this, with the same values.
+
+        Args:
+            params: a tree of the structure, shapes and dtypes of ``offloaded.params``.
+
+        Raises:
+            ParameterError: it is of others; nothing has changed.
+            StateError: under jit; with ``schedule="delayed"`` before :meth:`flush`.
+        """
+        refuse_jit("load_params()")
+        self._states.load_params(params)
         return self.params
 
     def to_optax_state(self) -> Any:
@@ -493,23 +461,7 @@ class OffloadedParams:
             StateError: parameters have had different numbers of updates, of which optax has one.
         """
         self.flush()
-        steps = [int(step) for step in self._pipeline.steps]
-        other = next((i for i, step in enumerate(steps) if step != steps[0]), None)
-        if other is not None:
-            names = [self._paths[self._leaves[i].position] for i in (0, other)]
-            raise StateError(
-                f"to_optax_state: {names[0]} has had {steps[0]} updates and {names[1]} {steps[other]}; expected the "
-                "same of all parameters, as optax counts them together: a gradient was None; use to_pytree()"
-            )
-        trees = self._whole_trees(["exp_avg", "exp_avg_sq"])
-        return state_of(
-            self.config,
-            masked=self._masked,
-            steps=steps[0],
-            count=self.count,
-            mu=trees["exp_avg"],
-            nu=trees["exp_avg_sq"],
-        )
+        return self._states.to_optax(self.config, masked=self._masked, count=self.count)
 
     def load_optax_state(self, state: Any) -> None:
         """Load the moments and the count of ``optax.adamw``'s state, or of any with one Adam in it, in fp32.
@@ -520,12 +472,7 @@ class OffloadedParams:
         Raises:
             StateError: there is no Adam in it, or several, or its moments do not fit; nothing has changed.
         """
-        mu, nu, steps, count = adam_of(state)
-        trained = {leaf.position: leaf.shape for leaf in self._leaves}
-        moments = {"exp_avg": mu, "exp_avg_sq": nu}
-        states = {name: self._leaves_of(moments, name, trained, "load_optax_state") for name in moments}
-        self._restore(states, dict.fromkeys(trained, steps))
-        self.count = count
+        self.count = self._states.load_optax(state, self.flush)
 
     def export_safetensors(
         self, folder: str | os.PathLike[str], *, max_shard_bytes: int = MAX_SHARD_BYTES, dtype: str | None = None
@@ -548,66 +495,8 @@ class OffloadedParams:
         """
         self.flush()
         export_safetensors(
-            self.params, self._pipeline, self._whole_leaf, folder, max_shard_bytes=max_shard_bytes, dtype=dtype
+            self.params, self._pipeline, self._states.whole_leaf, folder, max_shard_bytes=max_shard_bytes, dtype=dtype
         )
-
-    def _whole_leaf(self, position: int, *, master: bool, wanted: bool) -> np.ndarray | None:
-        """A leaf, or its master weights if it has any, where this process wants it; with several processes all ask."""
-        i = next((i for i, leaf in enumerate(self._leaves) if leaf.position == position), None)
-        if i is not None and master:
-            return self._whole_states(i, ["master"])["master"]
-        layout = None if i is None else self._leaves[i].layout
-        return self._placement.to_numpy(self._all_leaves[position], layout) if wanted or layout is not None else None
-
-    def _tree_of(self, leaves: Mapping[int, Any]) -> Any:
-        """A tree of the parameters' structure with these leaves, by position, and None for the others."""
-        return jax.tree_util.tree_unflatten(self._treedef, [leaves.get(i) for i in range(len(self._all_leaves))])
-
-    def _whole_trees(self, names: Collection[str]) -> dict[str, Any]:
-        """States of all parameters, each name's as a tree."""
-        states: dict[str, dict[int, np.ndarray]] = {name: {} for name in names}
-        for i, leaf in enumerate(self._leaves):
-            for name, state in self._whole_states(i, names).items():
-                states[name][leaf.position] = state
-        return {name: self._tree_of(leaves) for name, leaves in states.items()}
-
-    def _restore(self, states: Mapping[str, Mapping[int, Any]], steps: Mapping[int, Any]) -> None:
-        """Take on states and update counts, which have been checked, by position."""
-        self._pipeline.drop_gradients()
-        self.flush()  # what is held back would follow
-        for i, leaf in enumerate(self._leaves):
-            flat = {name: np.reshape(values[leaf.position], -1) for name, values in states.items()}
-            if leaf.layout is not None:
-                flat = {name: leaf.layout.to_core(values) for name, values in flat.items()}
-            self._pipeline.set_states(i, flat)
-            self._pipeline.steps[i][...] = steps[leaf.position]
-
-    def _whole_states(self, i: int, names: Collection[str]) -> dict[str, np.ndarray]:
-        """The states of a parameter, in its shape; what other processes hold comes from there."""
-        leaf, whole = self._leaves[i], self._pipeline.whole_states(i, names)
-        if leaf.layout is not None:
-            return {name: leaf.layout.from_core(state) for name, state in whole.items()}
-        return {name: state.reshape(leaf.shape) for name, state in whole.items()}
-
-    def _leaves_of(
-        self,
-        tree: Mapping[str, Any],
-        name: str,
-        shapes: Mapping[int, tuple[int, ...]],
-        what: str = "load_pytree",
-    ) -> dict[int, Any]:
-        """The leaves of ``tree[name]`` at the positions of ``shapes``; checked to be of these shapes."""
-        if name not in tree:
-            raise _missing(name, tree)
-        flat, treedef = flatten(tree[name])
-        if treedef != self._treedef:
-            check_paths(self._paths, flat, StateError, f"{what}: {name}")
-        for position, shape in shapes.items():
-            path, value = flat[position]
-            if value is None or np.shape(value) != shape:
-                got = "None" if value is None else list(np.shape(value))
-                raise StateError(f"{what}: {name}{path} is {got}, expected shape {list(shape)}")
-        return {position: flat[position][1] for position in shapes}
 
     # --- checkpoints -------------------------------------------------------------------------------
 
@@ -640,7 +529,7 @@ class OffloadedParams:
             CheckpointError: in all processes; earlier checkpoints are untouched.
             StateError: gradients wait for an update; under jit.
         """
-        _refuse_jit("save_checkpoint()")
+        refuse_jit("save_checkpoint()")
         return self._checkpoints.save(
             folder, updates=self.count, stateful=stateful, extras=extras, keep=keep, wait=wait
         )
@@ -672,7 +561,7 @@ class OffloadedParams:
             CheckpointError: in all processes. Nothing has changed, unless the message says that loading broke off.
             StateError: under jit.
         """
-        _refuse_jit("load_checkpoint()")
+        refuse_jit("load_checkpoint()")
         loaded = self._checkpoints.load(path, self._publish, stateful=stateful, names=names)
         self.count = int(loaded.state["updates"])
         return take_up(loaded, stateful, random_state=random_state)
@@ -683,9 +572,9 @@ class OffloadedParams:
         On the CPU the parameters' buffers count as device memory. Arrays of the tree that are not trained are counted,
         gradients, which are the caller's, are not.
         """
-        layouts = {leaf.position: leaf.layout for leaf in self._leaves}
+        layouts = {leaf.position: leaf.layout for leaf in self._tree.trained}
         held = Counter[tuple[str, str]]()
-        for i, leaf in enumerate(self._all_leaves):
+        for i, leaf in enumerate(self._tree.leaves):
             if isinstance(leaf, jax.Array):
                 what = NOT_TRAINED if i not in layouts else PARAMETERS if layouts[i] is None else SHARDS
                 held["host" if in_host_memory(leaf) else "device", what] += _local_bytes(leaf)
@@ -698,71 +587,36 @@ class OffloadedParams:
 
     # --- optax -------------------------------------------------------------------------------------
 
-    def as_optax(self) -> Any:
+    def as_optax(self, learning_rate: Any = None) -> Any:
         """An ``optax.GradientTransformation`` for an ordinary optax loop around these parameters.
 
         ``optax.apply_updates(params, updates)`` gives exactly ``self.params`` (in float16, but for the sign of a
-        zero); the update of an array that is not trained is a zero. The states are here, not in the optax state,
-        which only counts: a state that is not the last one raises :class:`StateError`, and so does ``update`` under
-        ``jax.jit``.
+        zero); the update of an array that is not trained is a zero. In an ``optax.chain`` it comes last. The states are
+        here, not in the optax state, which only counts: ``update`` raises :class:`StateError` for a state that is not
+        the last one, for parameters that are not the last update's, and under ``jax.jit``.
+
+        Args:
+            learning_rate: of the updates made by this transformation, in place of ``lr``; with
+                ``optax.inject_hyperparams(offloaded.as_optax)(learning_rate=...)`` it is in the optax state.
 
         Raises:
             ConfigError: with ``offload_param``, whose parameters optax cannot compute with where they are.
         """
-        import optax
-
         if self.config.offload_param is not None:
             raise ConfigError(
                 f"as_optax() with offload_param={self.config.offload_param!r}: apply_updates would compute in host "
                 "memory; expected offloaded.update(grads) in the loop instead"
             )
 
-        def leaves_of(params: Any) -> list[Any]:
-            flat, treedef = flatten(params)
-            if treedef != self._treedef:
-                check_paths(self._paths, flat, ParameterError, "as_optax(): params")
-            return [leaf for _, leaf in flat]
+        def update_all(grads: Any) -> None:
+            self._update(grads, learning_rate)
 
-        def init(params: Any) -> OffloadState:
-            leaves_of(params)
-            return OffloadState(jnp.asarray(self.count, jnp.int32))
-
-        def update(grads: Any, state: OffloadState, params: Any = None) -> tuple[Any, OffloadState]:
-            _refuse_jit("as_optax().update")
-            if int(state.step) != self.count:
-                raise StateError(
-                    f"as_optax().update with the state of update {int(state.step)}, expected that of update "
-                    f"{self.count}: the host states have moved on; use load_pytree() to go back"
-                )
-            before = leaves_of(self.params if params is None else params)
-            self.update(grads)
-            updates = [self._placement.pass_through(no_update(leaf)) for leaf in before]
-            for leaf in self._leaves:
-                old, new = before[leaf.position], self._all_leaves[leaf.position]
-                updates[leaf.position] = (
-                    self._placement.pass_through(exact_update(old, new))
-                    if leaf.layout is None
-                    else exact_update_of_shards(old, new)
-                )
-            return jax.tree_util.tree_unflatten(self._treedef, updates), OffloadState(
-                jnp.asarray(self.count, jnp.int32)
-            )
-
-        return optax.GradientTransformation(init, update)
-
-
-def _missing(name: str, tree: Mapping[str, Any]) -> StateError:
-    return StateError(f"load_pytree: no {name!r}, expected what to_pytree() gave; got {', '.join(map(str, tree))}")
+        return transformation(self._tree, self._placement, lambda: self.count, update_all)
 
 
 def _local_bytes(array: jax.Array) -> int:
     """Of this process's devices."""
     return sum(shard.data.nbytes for shard in array.addressable_shards)
-
-
-def _refuse_jit(what: str) -> None:
-    if isinstance(jnp.zeros(()), jax.core.Tracer):  # jit would run it once only, while it traces
-        raise StateError(f"{what} under jit; expected a call outside: the states are in host memory")
 
 
 @jax.jit

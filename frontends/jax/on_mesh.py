@@ -12,16 +12,17 @@ from jax.sharding import NamedSharding, PartitionSpec
 from offload_core.bucket_terms import GRADIENTS, PARAMETERS
 from offload_core.config import OffloadConfig
 from offload_core.device import Device
-from offload_core.dtypes import BY_NUMPY, ElementType
+from offload_core.dtypes import BY_NUMPY
 from offload_core.errors import ConfigError, ParameterError, StateError
 from offload_core.host_memory import HostMemory
 from offload_core.memory_plan import PlanRow
 from offload_core.partition import ParamSpec
 
 from .gradients import RankGradients
-from .mesh import REPLICATED, JaxMeshDevice, MeshAxis, MeshGradient, MeshParameter, ordered_mean
+from .mesh import REPLICATED, JaxMeshDevice, MeshAxis, MeshGradient, ordered_mean
 from .shard_layout import ShardLayout
-from .trees import from_numpy, to_numpy
+from .trees import from_numpy
+from .whole import InBuckets
 
 
 class Compute(Protocol):
@@ -54,7 +55,7 @@ Compiled = Callable[[list[Any], list[Any], Any, Any, tuple, dict[str, Any]], Any
 """As :class:`Compute`."""
 
 
-class OnMesh:
+class OnMesh(InBuckets):
     """Replicated along a mesh axis, whose devices are the ranks."""
 
     def __init__(self, axis: MeshAxis, config: OffloadConfig) -> None:
@@ -66,17 +67,8 @@ class OnMesh:
     def place(self, path: str, leaf: Any) -> jax.Array:
         return self._axis.replicate(leaf)
 
-    def layout(self, leaf: Any) -> ShardLayout | None:
-        return None
-
-    def cast(self, array: jax.Array, dtype: ElementType, layout: ShardLayout | None) -> jax.Array:
-        return array.astype(dtype.numpy)
-
     def restored(self, value: np.ndarray, like: jax.Array, layout: ShardLayout | None) -> jax.Array:
         return self._axis.replicate(from_numpy(value, like))
-
-    def to_numpy(self, array: jax.Array, layout: ShardLayout | None) -> np.ndarray:
-        return to_numpy(array)
 
     def pass_through(self, leaf: Any) -> Any:
         return self._axis.replicate(leaf) if isinstance(leaf, jax.Array) else leaf
@@ -86,12 +78,6 @@ class OnMesh:
     ) -> list[PlanRow]:
         return replicated_rows(specs, len(self._axis.ranks))
 
-    def start(self, arrays: Sequence[jax.Array]) -> list[Any]:
-        return [MeshParameter(array) for array in arrays]
-
-    def started(self, tensors: Sequence[Any]) -> list[jax.Array]:
-        return [tensor.array for tensor in tensors]
-
     def as_gradient(
         self, path: str, gradient: jax.Array, like: jax.Array, layout: ShardLayout | None, *, unreduced: bool
     ) -> Any:
@@ -99,9 +85,6 @@ class OnMesh:
             return MeshGradient(self._axis.replicate(gradient), False, like.size, BY_NUMPY[np.dtype(like.dtype)])
         gradient = self._axis.put(gradient, self._axis.split)
         return MeshGradient(gradient, True, like.size, BY_NUMPY[np.dtype(gradient.dtype)])
-
-    def targets(self, arrays: Sequence[jax.Array]) -> list[Any]:
-        return self.start(arrays)
 
     def written(self, target: Any, like: jax.Array) -> jax.Array:
         if like.size == 0:  # it lies in no bucket; the old one may be donated now

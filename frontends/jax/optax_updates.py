@@ -1,12 +1,34 @@
 """What :meth:`OffloadedParams.as_optax` gives: updates that, when added, give exactly the new parameters."""
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from jax import lax
 
-from .trees import is_array, is_key
+from offload_core.errors import ParameterError, StateError
+
+from .placement import Placement
+from .trees import check_form, is_array, is_key, refuse_jit
+from .wrapped_tree import WrappedTree
+
+_UNDER_JIT = (
+    "the states are in host memory. jax.jit the loss and its gradients only; optax.MultiSteps and "
+    "optax.apply_if_finite trace what they wrap: wrap(..., gradient_accumulation_steps=N) and "
+    "wrap(..., skip_nonfinite=True) do what they do"
+)
+_MASKED = (
+    "as_optax(): params: there is an optax.MaskedNode at {path}: optax.masked and optax.multi_transform hide what "
+    "others train; expected it in the wrapped tree, too: "
+    "wrap(jax.tree.map(lambda mine, p: p if mine else optax.MaskedNode(), mask, params))"
+)
+_OTHERS = (
+    "as_optax().update: params{path} is not what the last update made of it: an update takes the parameters to their "
+    "new values, exactly. Expected params = optax.apply_updates(params, updates), with nothing after as_optax() in an "
+    "optax.chain (what scales gradients comes before it; the learning rate is lr= of wrap(), or "
+    "as_optax(learning_rate=)). Where they were changed on purpose: offloaded.load_params(params) first"
+)
 
 
 class OffloadState(NamedTuple):
@@ -15,26 +37,91 @@ class OffloadState(NamedTuple):
     step: jax.Array
 
 
-def exact_update(before: Any, after: Any) -> Any:
+def transformation(
+    tree: WrappedTree, placement: Placement, count: Callable[[], int], update_all: Callable[[Any], Any]
+) -> Any:
+    """As ``OffloadedParams.as_optax``.
+
+    Args:
+        count: updates made so far.
+        update_all: takes gradients, and puts the new parameters in the tree.
+    """
+    import optax
+
+    def leaves_of(params: Any) -> tuple[list[Any], Any]:
+        try:
+            leaves, treedef = tree.leaves_like(params, ParameterError, "as_optax(): params")
+        except ParameterError:
+            nodes = jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda node: isinstance(node, optax.MaskedNode))
+            for path, node in nodes:
+                if isinstance(node, optax.MaskedNode):
+                    raise ParameterError(_MASKED.format(path=jax.tree_util.keystr(path))) from None
+            raise
+        for leaf in tree.trained:
+            check_form("as_optax()", leaf.path, leaves[leaf.position], tree.leaves[leaf.position])
+        return leaves, treedef
+
+    def init(params: Any) -> OffloadState:
+        leaves_of(params)
+        return OffloadState(jnp.asarray(count(), jnp.int32))
+
+    def update(grads: Any, state: OffloadState, params: Any = None) -> tuple[Any, OffloadState]:
+        refuse_jit("as_optax().update", _UNDER_JIT)
+        if int(state.step) != count():
+            raise StateError(
+                f"as_optax().update with the state of update {int(state.step)}, expected that of update {count()}, "
+                "where the states in host memory are: what the last update returned, or tx.init(params) anew; "
+                "load_pytree() and load_checkpoint() take the states to where an optax state was saved"
+            )
+        before, treedef = leaves_of(tree.now() if params is None else params)
+        _check_own(tree, before)
+        update_all(grads)
+        updates = [placement.pass_through(no_update(leaf)) for leaf in before]
+        trained = {leaf.position for leaf in tree.trained}
+        for i, (old, new) in enumerate(zip(before, tree.leaves, strict=True)):
+            if i in trained:
+                updates[i] = exact_update(_beside(old, new), new)
+            elif is_array(old) and is_array(new) and old is not new:  # so that checkpoints have the loop's
+                tree.leaves[i] = placement.pass_through(old)
+        return jax.tree_util.tree_unflatten(treedef, updates), OffloadState(jnp.asarray(count(), jnp.int32))
+
+    return optax.GradientTransformation(init, update)
+
+
+def _check_own(tree: WrappedTree, given: Sequence[Any]) -> None:
+    """Raise :class:`StateError` unless the parameters are those of the tree: an update is made for these alone."""
+    pairs = [(leaf.path, given[leaf.position], tree.leaves[leaf.position]) for leaf in tree.trained]
+    others = [(path, _same(_beside(old, own), own)) for path, old, own in pairs if old is not own]
+    for path, same in others:  # all are on their way
+        if not same:
+            raise StateError(_OTHERS.format(path=path))
+
+
+def _beside(value: Any, like: jax.Array) -> Any:
+    """A value where it can be computed with together with an array."""
+    return jax.device_put(value, like.sharding) if like.committed else value
+
+
+@jax.jit
+def _same(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Whether all elements are the same numbers, or NaN in both."""
+    return jnp.all((a == b) | (jnp.isnan(a) & jnp.isnan(b)))
+
+
+@jax.jit
+def exact_update(before: jax.Array, after: jax.Array) -> jax.Array:
     """An fp32 ``u`` such that ``before + u``, rounded to the parameters' dtype, has the bits of ``after``."""
-    p, q = np.asarray(before), np.asarray(after)
-    with np.errstate(all="ignore"):
-        p32, q32 = p.astype(np.float32), q.astype(np.float32)
-        u = np.where(q32 == p32, np.copysign(np.float32(0), q32), q32 - p32)  # -0 + 0 would be 0
-        for _ in range(2):  # the rounded difference is at most a unit off
-            u = np.where((p32 + u).astype(q.dtype) < q, np.nextafter(u, np.float32(np.inf)), u)
-            u = np.where((p32 + u).astype(q.dtype) > q, np.nextafter(u, np.float32(-np.inf)), u)
-    return jnp.array(u)
+    p, q = before.astype(jnp.float32), after.astype(jnp.float32)
 
+    def sum_of(u: jax.Array) -> jax.Array:
+        # XLA takes rounding to a narrower type and back for nothing, unless something is between the two.
+        return lax.optimization_barrier((p + u).astype(after.dtype)).astype(jnp.float32)
 
-def exact_update_of_shards(before: Any, after: jax.Array) -> jax.Array:
-    """As :func:`exact_update`, each device of its own part."""
-    before = jax.device_put(before, after.sharding)
-    parts = [
-        jax.device_put(exact_update(b.data, a.data), a.data.sharding)
-        for b, a in zip(before.addressable_shards, after.addressable_shards, strict=True)
-    ]
-    return jax.make_array_from_single_device_arrays(after.shape, after.sharding, parts)
+    u = jnp.where(q == p, jnp.copysign(jnp.float32(0), q), q - p)  # -0 + 0 would be 0
+    for _ in range(2):  # the rounded difference is at most a unit off
+        u = jnp.where(sum_of(u) < q, jnp.nextafter(u, jnp.inf), u)
+        u = jnp.where(sum_of(u) > q, jnp.nextafter(u, -jnp.inf), u)
+    return u
 
 
 def no_update(leaf: Any) -> Any:

@@ -18,11 +18,12 @@ from offload_core.memory_plan import PlanRow
 from offload_core.partition import ParamSpec
 
 from .device import JaxDevice, ParameterBuffers, on_cpu
-from .mesh import JaxMeshDevice, LoneDevice, MeshAxis, MeshGradient, MeshParameter
+from .mesh import JaxMeshDevice, LoneDevice, MeshAxis, MeshGradient
 from .on_mesh import SMALLER, Compiled, Compute, OnMesh, replicated_rows
 from .shard_layout import ShardLayout
 from .sharded import ShardedOnMesh
-from .trees import from_numpy, to_numpy
+from .trees import from_numpy
+from .whole import InBuckets, Whole
 
 
 class Placement(Protocol):
@@ -121,7 +122,7 @@ def placement_for(config: OffloadConfig, mesh: Mesh | None, axis: str | None, le
     return OneAccelerator(devices.pop(), config.threads)
 
 
-class OneDevice:
+class OneDevice(Whole):
     """Nothing is moved in buckets: gradients are read where they are, and new parameters are made from host buffers.
 
     For a device that is host memory, and for parameters that lie on a device each.
@@ -140,17 +141,8 @@ class OneDevice:
             )
         return jnp.asarray(leaf)
 
-    def layout(self, leaf: Any) -> None:
-        return None
-
-    def cast(self, array: jax.Array, dtype: ElementType, layout: ShardLayout | None) -> jax.Array:
-        return array.astype(dtype.numpy)
-
     def restored(self, value: np.ndarray, like: jax.Array, layout: ShardLayout | None) -> jax.Array:
         return from_numpy(value, like)
-
-    def to_numpy(self, array: jax.Array, layout: ShardLayout | None) -> np.ndarray:
-        return to_numpy(array)
 
     def pass_through(self, leaf: Any) -> Any:
         return leaf
@@ -194,7 +186,7 @@ class OneDevice:
         return tree
 
 
-class OneAccelerator(OneDevice):
+class OneAccelerator(InBuckets, OneDevice):
     """One device with memory of its own: to the user as any device, to the core as a mesh of it alone.
 
     Its buckets are packed there, copied while others are summed or updated, and unpacked there.
@@ -212,12 +204,6 @@ class OneAccelerator(OneDevice):
         n_bytes = sum(spec.numel * spec.dtype.itemsize for spec in specs)
         return [PlanRow("gradients on their way", "host", n_bytes, SMALLER, brief=True), *replicated_rows(specs, 1)]
 
-    def start(self, arrays: Sequence[jax.Array]) -> list[Any]:
-        return [MeshParameter(array) for array in arrays]
-
-    def started(self, tensors: Sequence[Any]) -> list[jax.Array]:
-        return [tensor.array for tensor in tensors]
-
     def as_gradient(
         self, path: str, gradient: jax.Array, like: jax.Array, layout: ShardLayout | None, *, unreduced: bool
     ) -> Any:
@@ -225,9 +211,6 @@ class OneAccelerator(OneDevice):
         # Where it is there already, the same memory: of no mesh, as those of other meshes cannot be packed together.
         gradient = jax.device_put(gradient.addressable_data(0), self._lone.devices[0])
         return MeshGradient(gradient, False, like.size, BY_NUMPY[np.dtype(like.dtype)])
-
-    def targets(self, arrays: Sequence[jax.Array]) -> list[Any]:
-        return self.start(arrays)
 
     def written(self, target: Any, like: jax.Array) -> jax.Array:
         new = target.array if like.size else self._lone.stack([np.empty(like.shape, like.dtype)])  # it is in no bucket

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from offload_core.dtypes import BY_NUMPY
-from offload_core.errors import OffloadError, ParameterError
+from offload_core.errors import OffloadError, ParameterError, StateError
 
 from .device import in_host_memory, on_cpu
 
@@ -59,10 +59,28 @@ def dotted_names(tree: Any) -> list[str]:
 
 
 def check_paths(expected: Sequence[str], flat: Sequence[tuple[str, Any]], error: type[OffloadError], what: str) -> None:
-    """Trees of other node types are accepted if their leaves' paths agree; else name the first that differs."""
+    """Trees of other node types are accepted if their leaves' paths agree; else name the first that differs.
+
+    In one of them a leaf may lie in a box of its own, as in a flax.nnx Variable: ``['w']`` is ``['w'].value``.
+    """
     for e, g in zip_longest(expected, [path for path, _ in flat], fillvalue="nothing"):
-        if e != g:
+        short, long = sorted((e, g), key=len)
+        if short != long.removesuffix(".value"):
             raise error(f"{what}: the tree has {g} where {e} was expected; expected the wrapped structure")
+
+
+def refuse_jit(what: str, why: str = "the states are in host memory") -> None:
+    """Raise :class:`StateError` under jit, which would run it once only, while it traces."""
+    if isinstance(jnp.zeros(()), jax.core.Tracer):
+        raise StateError(f"{what} under jit; expected a call outside: {why}")
+
+
+def check_form(what: str, path: str, value: Any, like: Any) -> None:
+    """Raise :class:`ParameterError` unless a value has the shape and dtype of the parameter that it stands for."""
+    got = f"{value.dtype}{list(value.shape)}" if hasattr(value, "dtype") else f"a {type(value).__name__}"
+    expected = f"{like.dtype}{list(like.shape)}"
+    if got != expected:
+        raise ParameterError(f"{what}: params{path} is {got}, expected {expected}, as in offloaded.params")
 
 
 def is_parameter(path: str, leaf: Any) -> bool:

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
@@ -9,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo.eval_frame import OptimizedModule
 from torch.utils._pytree import tree_map_only
 
 from offload_core.checkpoint import Names
@@ -390,4 +390,9 @@ class Engine(nn.Module):
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    return isinstance(module, OptimizedModule) or module._compiled_call_impl is not None
+    if module._compiled_call_impl is not None:
+        return True
+    dynamo = sys.modules.get(
+        "torch._dynamo.eval_frame"
+    )  # once something was compiled; takes a second
+    return dynamo is not None and isinstance(module, dynamo.OptimizedModule)

@@ -16,7 +16,7 @@ from torch.autograd.graph import increment_version
 
 from offload_core.bucket_terms import GATHERED, GRADIENTS, PARAMETERS
 from offload_core.checkpoint import Checkpoints
-from offload_core.config import FIELDS, ConfigLike, OffloadConfig, check_hyperparameters
+from offload_core.config import FIELDS, ConfigLike, OffloadConfig
 from offload_core.cpu_adam import STATE_NAMES, AdamHyper
 from offload_core.errors import ConfigError, GradientError, ParameterError, StateError
 from offload_core.host_memory import available_bytes
@@ -29,10 +29,11 @@ from offload_core.pipeline import Pipeline, StepReport
 from .construction import check_finished, check_takes_none, shards_of
 from .device_ranks import device_for
 from .export import torch_state_dict
+from .groups import hyper_of, loaded, number, numbers, torchs_options, without_torchs_options
 from .partitioned import PartitionedModel, gathered_parameters
 from .pending import can_wait, make_pending
 from .slots import OWNED, Slot, let_go
-from .states import Hidden, States, check_entry, hide_state, state_views
+from .states import Hidden, States, check_entry, hide_state, plain_entries, state_views
 from .tensors import (
     TORCH_DTYPES,
     TakenGradient,
@@ -47,8 +48,6 @@ from .tensors import (
     shaped_like,
     spec_of,
 )
-
-_REFUSED = ("amsgrad", "maximize", "capturable", "differentiable")
 
 
 @dataclass
@@ -110,8 +109,12 @@ class OffloadedAdamW(torch.optim.Optimizer):
         **overrides: Any,
     ) -> None:
         self._pipeline = None
+        overrides = without_torchs_options(overrides)
         if lr is not None:
-            overrides["lr"] = float(lr) if isinstance(lr, torch.Tensor) else lr
+            overrides["lr"] = number("lr", lr)
+        betas = overrides.get("betas")
+        if betas is not None:
+            overrides["betas"] = numbers("betas", betas)
         world_size = 1 if process_group is None else dist.get_world_size(process_group)
         self.config = OffloadConfig.resolve(config, world_size=world_size, **overrides)
         if model is None:
@@ -131,9 +134,10 @@ class OffloadedAdamW(torch.optim.Optimizer):
         first_lr, first_betas = self.config.hyperparameters(0)
         defaults = {
             "lr": lr if isinstance(lr, torch.Tensor) else first_lr,
-            "betas": tuple(first_betas),
+            "betas": tuple(betas if isinstance(betas, tuple | list) else first_betas),
             "eps": self.config.eps,
             "weight_decay": self.config.weight_decay,
+            **torchs_options(self.config.adam_mode),
         }
         super().__init__(params, defaults)
         self._build(process_group, model)
@@ -142,7 +146,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         """Make the pipeline and take on the trainable parameters of all groups."""
         slots: dict[torch.Tensor, Slot] = {}
         self._slots = slots
-        self.state = States(self._finish)
+        self.__dict__["state"] = States(self._finish, self._replace_state)
         self._hook_handles: list[Any] = []
         self._lock = threading.RLock()
         self._scaling = self._averaging = False
@@ -261,6 +265,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As ``torch.optim.Optimizer.add_param_group``; on an error nothing has changed."""
+        if not isinstance(param_group, dict):
+            super().add_param_group(param_group)  # which says so
         for name in ("lr", "betas"):
             if name in param_group and callable(getattr(self.config, name)):
                 raise ConfigError(
@@ -268,7 +274,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
                     "all groups; expected one of them (torch.optim.lr_scheduler knows groups)"
                 )
         params = param_group["params"]
-        if self.param_groups and "param_names" in self.param_groups[0] and not isinstance(params, torch.Tensor):
+        if self.param_groups and "param_names" in self.param_groups[0] and not isinstance(params, torch.Tensor | set):
             params = list(params)  # torch wants names for all or for none
             if params and isinstance(params[0], torch.Tensor):
                 g = len(self.param_groups)
@@ -289,7 +295,10 @@ class OffloadedAdamW(torch.optim.Optimizer):
     def _named(self, g: int) -> list[tuple[str, torch.Tensor, int]]:
         group = self.param_groups[g]
         names = group.get("param_names") or [f"group {g}, parameter {i}" for i in range(len(group["params"]))]
-        return [(name, param, g) for name, param in zip(names, group["params"], strict=True)]
+        entries: dict[torch.Tensor, tuple[str, torch.Tensor, int]] = {}
+        for name, param in zip(names, group["params"], strict=True):
+            entries.setdefault(param, (name, param, g))  # one that is there twice, of which torch warns, is one
+        return [*entries.values()]
 
     def _check_new(self, named: Sequence[tuple[str, torch.Tensor, int]], device: torch.device) -> None:
         for name, param, _ in named:
@@ -353,7 +362,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
             slot.note()
             self._slots[param] = slot
             OWNED[id(param)] = slot
-            self.state[param] = state_views(pipeline, slot.index, slot.param)
+            self.state.hold(param, state_views(pipeline, slot.index, slot.param))
             if self.early_copy:
                 self._hook(slot)
 
@@ -397,8 +406,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
         let_go(self._hook_handles, self._slots)
         self.partitioned = None
         self._forget_arrivals()
-        self.state.clear()
         self._pipeline = None
+        self.state = defaultdict(dict)
 
     # --- gradients ---------------------------------------------------------------------------------
 
@@ -631,15 +640,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         scheduled = self._scheduled()
         for g, group in enumerate(self.param_groups):
             group.update(scheduled)
-            lr = float(group["lr"])
-            check_hyperparameters(f"parameter group {g}", lr, group["betas"], group["eps"], group["weight_decay"])
-            for name in _REFUSED:
-                if group.get(name):
-                    raise ConfigError(f"parameter group {g}: {name}={group[name]!r} is not supported; expected False")
-            beta1, beta2 = group["betas"]
-            hypers.append(
-                AdamHyper(lr, (float(beta1), float(beta2)), float(group["eps"]), float(group["weight_decay"]))
-            )
+            hypers.append(hyper_of(g, group))
         return hypers
 
     def _scheduled(self) -> dict[str, Any]:
@@ -675,6 +676,36 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
     # --- state -------------------------------------------------------------------------------------
 
+    @property
+    def state(self) -> Any:
+        """States by parameter, as ``torch.optim.Optimizer`` has them: views of the host's memory.
+
+        What is assigned to it, to ``state[p]`` or to ``state[p]["exp_avg"]`` is copied there; a parameter whose entry
+        is deleted, or left out, begins anew, with moments and a step count of 0.
+        """
+        return self.__dict__["state"]
+
+    @state.setter
+    def state(self, states: Mapping[Any, Any]) -> None:
+        if self._pipeline is None:
+            self.__dict__["state"] = states
+            return
+        held = self.__dict__["state"]
+        if states is not held:
+            for key in held.keys() - states.keys():
+                del held[key]
+            held.update(states)
+
+    def _replace_state(self, param: torch.Tensor, entry: Mapping[str, Any]) -> None:
+        """Give a parameter these states, or, of none, moments and a step count of 0; it keeps its master weights."""
+        slot, held = self._slots[param], self.state[param]
+        if entry:
+            entry = self._own_part(slot, entry) if self.pipeline.device.world_size > 1 else entry
+            check_entry(slot.name, held["exp_avg"], entry)
+        self.flush()
+        with torch.no_grad():
+            self._load(slot, {name: held[name] for name in ("master",) if name in held} | dict(entry))
+
     def state_dict(self) -> dict[str, Any]:
         """As ``torch.optim.Optimizer.state_dict``; the tensors are the live states in host memory.
 
@@ -685,6 +716,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
         if device.world_size == 1:
             self.flush()  # among ranks that would be collective under schedule="delayed"
         state = super().state_dict()
+        if "state" in state:  # a hook may have made another of it
+            state["state"] = plain_entries(state["state"])
         if device.world_size > 1:
             state["partition"] = {"rank": device.ranks[0], "world_size": device.world_size}
         if self._scheduled():
@@ -701,6 +734,24 @@ class OffloadedAdamW(torch.optim.Optimizer):
         and else (torch's own states have none) from the parameter.
         """
         self.flush()
+        final: dict[str, Any] = {}
+
+        def check_and_hide(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+            self._check_partition(state_dict)
+            final.update(state_dict)
+            return hide_state(state_dict)
+
+        hide = self.register_load_state_dict_pre_hook(check_and_hide)  # the last of the hooks to run
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            hide.remove()
+        self.updates = int(final.get("updates", max(float(step) for step in self.pipeline.steps)))
+        if self.pipeline.scaler is not None and "loss_scale" in final:
+            self.pipeline.scaler.load_state_dict(final["loss_scale"])
+
+    def _check_partition(self, state_dict: Mapping[str, Any]) -> None:
+        """Raise :class:`StateError` where the states are another rank's, or nobody knows whose."""
         device = self.pipeline.device
         own = {"rank": device.ranks[0], "world_size": device.world_size}
         saved = state_dict.get("partition")
@@ -709,14 +760,18 @@ class OffloadedAdamW(torch.optim.Optimizer):
                 f"load_state_dict: the states of rank {saved['rank']} of {saved['world_size']}, expected those of rank "
                 f"{own['rank']} of {own['world_size']}: each rank saves and loads its own"
             )
-        hide = self.register_load_state_dict_pre_hook(hide_state)  # the last of the hooks to run
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            hide.remove()
-        self.updates = int(state_dict.get("updates", max(float(step) for step in self.pipeline.steps)))
-        if self.pipeline.scaler is not None and "loss_scale" in state_dict:
-            self.pipeline.scaler.load_state_dict(state_dict["loss_scale"])
+        if saved is not None or device.world_size == 1:
+            return
+        params = [param for group in self.param_groups for param in group["params"]]
+        indices = [i for group in state_dict["param_groups"] for i in group["params"]]
+        for param, i in zip(params, indices, strict=False):
+            value = state_dict["state"].get(i, {}).get("exp_avg")
+            if isinstance(value, torch.Tensor) and value.shape != param.shape:
+                raise StateError(
+                    f"load_state_dict: states of a part of parameter {i}, {tuple(value.shape)} of "
+                    f"{tuple(param.shape)}, and no 'partition' that says of which rank; expected this rank's "
+                    "state_dict() as it was, or whole states"
+                )
 
     def torch_state_dict(self, *, rank0_only: bool = True) -> dict[str, Any] | None:
         """A ``state_dict`` for ``torch.optim.AdamW`` (``Adam`` with ``adam_mode="adam"``), whole in any stage.
@@ -765,28 +820,31 @@ class OffloadedAdamW(torch.optim.Optimizer):
                 "state_dict() to be copied"
             )
         own = {name: getattr(self, name) for name in ("config", "early_copy", "reads_wait", "updates")}
-        state = {"state": defaultdict(dict, self.state)}
+        state = {"state": defaultdict(dict, plain_entries(self.state))}
         return {**super().__getstate__(), **state, **own, "scaler": self.pipeline.scaler}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Called by ``load_state_dict`` with hidden entries, and by copy and pickle on an empty object."""
         vars(self).setdefault("_pipeline", None)
-        entries = {p: e.value if isinstance(e, Hidden) else e for p, e in state["state"].items()}
+        saved = {key: e.value if isinstance(e, Hidden) else e for key, e in state["state"].items()}
+        entries = {p: entry for p, entry in saved.items() if isinstance(p, torch.Tensor) and entry}
+        others = {key: entry for key, entry in saved.items() if not isinstance(key, torch.Tensor)}
         if self._pipeline is None:
             super().__setstate__({**state, "state": defaultdict(dict)})
             self.report = None
             self._build(None)
             self.pipeline.scaler = self.__dict__.pop("scaler")
         else:
+            groups = [loaded(group, self.defaults) for group in state["param_groups"]]
+            for g, group in enumerate(groups):
+                hyper_of(g, group)
             for param, entry in entries.items():
                 slot = self._slots.get(param)
                 if slot and self.pipeline.device.world_size > 1:
                     entries[param] = entry = self._own_part(slot, entry)
                 check_entry(slot.name if slot else "?", self.state[param]["exp_avg"] if slot else param, entry)
-            super().__setstate__({**state, "state": self.state})
-            for group in self.param_groups:
-                for name, default in self.defaults.items():
-                    group.setdefault(name, default)
+            super().__setstate__({**state, "param_groups": groups, "state": self.state})
+        self.state.update(others)
         for param in entries:
             if param not in self._slots:
                 named = [e for g in range(len(self.param_groups)) for e in self._named(g) if e[1] is param]

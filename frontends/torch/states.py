@@ -5,6 +5,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,17 +16,59 @@ from offload_core.pipeline import Pipeline
 from .tensors import shaped_like
 
 
-class States(defaultdict):
-    """States by parameter. Whoever looks at them waits for the last update to end."""
+class Views(dict):
+    """A parameter's states by name, in host memory; what is assigned to one of them is copied there."""
 
-    def __init__(self, finish: Callable[[], None]) -> None:
+    def __init__(self, views: Mapping[str, torch.Tensor], changing: Callable[[], None]) -> None:
+        super().__init__(views)
+        self._changing = changing
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name not in self:
+            super().__setitem__(name, value)
+            return
+        value = torch.as_tensor(value)
+        if value.shape != self[name].shape:
+            raise StateError(
+                f"state[p][{name!r}] = a tensor of shape {tuple(value.shape)}, expected {tuple(self[name].shape)}"
+            )
+        self._changing()
+        with torch.no_grad():
+            self[name].copy_(value)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return dict, (dict(self),)
+
+
+class States(defaultdict):
+    """States by parameter. Whoever looks at them waits for the last update to end.
+
+    Args:
+        finish: waits.
+        replace: gives a parameter whose states are held other ones, by name; those of no names are states anew.
+    """
+
+    def __init__(self, finish: Callable[[], None], replace: Callable[[torch.Tensor, Mapping[str, Any]], None]) -> None:
         super().__init__(dict)
         self._finish = weakref.WeakMethod(finish)
+        self._replace = weakref.WeakMethod(replace)
+
+    def hold(self, param: torch.Tensor, views: Views) -> None:
+        """Have an entry that stays."""
+        super().__setitem__(param, views)
 
     def _wait(self) -> None:
         finish = self._finish()
         if finish is not None:
             finish()
+
+    def _replaces(self, param: Any, entry: Mapping[str, Any]) -> bool:
+        """Whether the entry stays; its values are those of ``entry`` then."""
+        replace = self._replace()
+        if replace is None or not isinstance(super().get(param), Views):
+            return False
+        replace(param, entry)
+        return True
 
     def __getitem__(self, param: Any) -> Any:
         self._wait()
@@ -42,6 +85,37 @@ class States(defaultdict):
     def values(self) -> Any:
         self._wait()
         return super().values()
+
+    def __setitem__(self, param: Any, entry: Any) -> None:
+        if not self._replaces(param, entry):
+            super().__setitem__(param, entry)
+
+    def __delitem__(self, param: Any) -> None:
+        if not self._replaces(param, {}):
+            super().__delitem__(param)
+
+    def pop(self, param: Any, *default: Any) -> Any:
+        if not isinstance(self.get(param), Views):
+            return super().pop(param, *default)
+        entry = copy.deepcopy(self[param])
+        del self[param]
+        return entry
+
+    def clear(self) -> None:
+        for param in [*self]:
+            del self[param]
+
+    def update(self, *others: Any, **named: Any) -> None:
+        for param, entry in dict(*others, **named).items():
+            self[param] = entry
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return defaultdict, (dict, plain_entries(self))
+
+
+def plain_entries(states: Mapping[Any, Any]) -> dict[Any, Any]:
+    """The same with entries that are dicts and nothing more, as files hold them."""
+    return {key: dict(entry) if isinstance(entry, Views) else entry for key, entry in states.items()}
 
 
 @dataclass(frozen=True)
@@ -74,7 +148,18 @@ class HostState(torch.Tensor):
         return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
 
 
-def state_views(pipeline: Pipeline, index: int, param: torch.Tensor) -> dict[str, torch.Tensor]:
+class StatePart(HostState):
+    """A rank's part of a state."""
+
+    def __create_write_items__(self, name: str, value: object) -> list[Any]:
+        """What ``torch.distributed.checkpoint`` calls to save it; it knows no part that is not a box of its tensor."""
+        raise StateError(
+            f"torch.distributed.checkpoint of {name!r}, of which this rank holds a part, in the order of its memory; "
+            "expected engine.save_checkpoint(folder), which writes parts that any number of ranks can load"
+        )
+
+
+def state_views(pipeline: Pipeline, index: int, param: torch.Tensor) -> Views:
     views: dict[str, torch.Tensor] = {"step": torch.from_numpy(pipeline.steps[index])}
     states = pipeline.local_states(index)
     alone = pipeline.device.world_size == 1
@@ -83,7 +168,8 @@ def state_views(pipeline: Pipeline, index: int, param: torch.Tensor) -> dict[str
         views |= {name: shaped_like(run, param) for name, run in runs.items()} if alone else runs
     else:  # a parameter of no elements, or none of them this rank's
         views |= {name: torch.empty(param.shape if alone else 0) for name in ("exp_avg", "exp_avg_sq")}
-    return {name: view.as_subclass(HostState) for name, view in views.items()}
+    kind = HostState if alone else StatePart
+    return Views({name: view.as_subclass(kind) for name, view in views.items()}, partial(pipeline.will_change, [index]))
 
 
 def check_entry(name: str, expected: torch.Tensor, entry: Mapping[str, Any]) -> None:
@@ -99,5 +185,5 @@ def check_entry(name: str, expected: torch.Tensor, entry: Mapping[str, Any]) -> 
         raise StateError(f"load_state_dict: parameter {name!r}: no 'step', expected the number of updates made")
 
 
-def hide_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+def hide_state(state_dict: dict[str, Any]) -> dict[str, Any]:
     return {**state_dict, "state": {key: Hidden(entry) for key, entry in state_dict["state"].items()}}

@@ -1,0 +1,173 @@
+"""The states of a wrapped tree's parameters, as trees of its structure."""
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from offload_core.config import OffloadConfig
+from offload_core.cpu_adam import STATE_NAMES
+from offload_core.errors import ParameterError, StateError
+from offload_core.pipeline import Pipeline
+
+from .optax_state import adam_of, state_of
+from .placement import Placement
+from .trees import check_form, from_numpy, is_array, numpy_shape, to_numpy
+from .wrapped_tree import WrappedTree
+
+
+class TreeStates:
+    """Master weights, moments and step counts: what is read of them and what is put in their place.
+
+    ``flush`` brings parameters level with their master weights; before it reads, the caller has done so.
+    """
+
+    def __init__(self, pipeline: Pipeline, placement: Placement, tree: WrappedTree) -> None:
+        self._pipeline = pipeline
+        self._placement = placement
+        self._tree = tree
+        self._number = {leaf.position: i for i, leaf in enumerate(tree.trained)}
+        self._shapes = {leaf.position: leaf.shape for leaf in tree.trained}
+
+    # --- read ----------------------------------------------------------------------------------------
+
+    def to_pytree(self, count: int) -> dict[str, Any]:
+        """As ``OffloadedParams.to_pytree``, after so many updates."""
+        steps = {position: self._pipeline.steps[i].copy() for position, i in self._number.items()}
+        scaler = self._pipeline.scaler
+        return {
+            "count": count,
+            "params": self._tree.of({i: self._as_numpy(i, leaf) for i, leaf in enumerate(self._tree.leaves)}),
+            **self._whole_trees(STATE_NAMES),
+            "steps": self._tree.of(steps),
+            **({} if scaler is None else {"loss_scale": scaler.state_dict()}),
+        }
+
+    def to_optax(self, config: OffloadConfig, *, masked: bool, count: int) -> Any:
+        """As ``OffloadedParams.to_optax_state``."""
+        steps = [int(step) for step in self._pipeline.steps]
+        other = next((i for i, step in enumerate(steps) if step != steps[0]), None)
+        if other is not None:
+            names = [self._tree.trained[i].path for i in (0, other)]
+            raise StateError(
+                f"to_optax_state: {names[0]} has had {steps[0]} updates and {names[1]} {steps[other]}; expected the "
+                "same of all parameters, as optax counts them together: a gradient was None; use to_pytree()"
+            )
+        moments = self._whole_trees(["exp_avg", "exp_avg_sq"])
+        return state_of(
+            config, masked=masked, steps=steps[0], count=count, mu=moments["exp_avg"], nu=moments["exp_avg_sq"]
+        )
+
+    def whole_leaf(self, position: int, *, master: bool, wanted: bool) -> np.ndarray | None:
+        """A leaf, or its master weights if it has any, where this process wants it; with several processes all ask."""
+        i = self._number.get(position)
+        if i is not None and master:
+            return self._whole_states(i, ["master"])["master"]
+        of_all = i is not None and self._tree.trained[i].layout is not None
+        return self._as_numpy(position, self._tree.leaves[position]) if wanted or of_all else None
+
+    def _as_numpy(self, position: int, value: Any) -> Any:
+        """The value of a leaf, or another that lies as it does."""
+        i = self._number.get(position)
+        if i is None or not isinstance(value, jax.Array):
+            return to_numpy(value)
+        return self._placement.to_numpy(value, self._tree.trained[i].layout)
+
+    def _whole_trees(self, names: Collection[str]) -> dict[str, Any]:
+        """States of all parameters, each name's as a tree."""
+        states: dict[str, dict[int, np.ndarray]] = {name: {} for name in names}
+        for position, i in self._number.items():
+            for name, state in self._whole_states(i, names).items():
+                states[name][position] = state
+        return {name: self._tree.of(leaves) for name, leaves in states.items()}
+
+    def _whole_states(self, i: int, names: Collection[str]) -> dict[str, np.ndarray]:
+        """The states of a parameter, in its shape; what other processes hold comes from there."""
+        leaf, whole = self._tree.trained[i], self._pipeline.whole_states(i, names)
+        if leaf.layout is not None:
+            return {name: leaf.layout.from_core(state) for name, state in whole.items()}
+        return {name: state.reshape(leaf.shape) for name, state in whole.items()}
+
+    # --- replaced ------------------------------------------------------------------------------------
+
+    def load_pytree(self, tree: Mapping[str, Any], flush: Callable[[], Any]) -> int:
+        """As ``OffloadedParams.load_pytree``; the number of updates that the tree has had."""
+        if "count" not in tree:
+            raise _missing("count", tree)
+        arrays = {i: numpy_shape(leaf) for i, leaf in enumerate(self._tree.leaves) if is_array(leaf)}
+        params = self._leaves_of(tree, "params", arrays)
+        states = {name: self._leaves_of(tree, name, self._shapes) for name in STATE_NAMES}
+        steps = self._leaves_of(tree, "steps", dict.fromkeys(self._shapes, ()))
+        self._restore(states, steps, flush)
+        for position, value in params.items():
+            self._tree.leaves[position] = self._placed(position, value)
+        if self._pipeline.scaler is not None and "loss_scale" in tree:
+            self._pipeline.scaler.load_state_dict(tree["loss_scale"])
+        return int(tree["count"])
+
+    def load_optax(self, state: Any, flush: Callable[[], Any]) -> int:
+        """As ``OffloadedParams.load_optax_state``; the number of updates that the state counts."""
+        mu, nu, steps, count = adam_of(state)
+        moments = {"exp_avg": mu, "exp_avg_sq": nu}
+        states = {name: self._leaves_of(moments, name, self._shapes, "load_optax_state") for name in moments}
+        self._restore(states, dict.fromkeys(self._shapes, steps), flush)
+        return count
+
+    def load_params(self, params: Any) -> None:
+        """As ``OffloadedParams.load_params``."""
+        values, _ = self._tree.leaves_like(params, ParameterError, "load_params")
+        for path, value, leaf in zip(self._tree.paths, values, self._tree.leaves, strict=True):
+            if is_array(leaf):
+                check_form("load_params", path, value, leaf)
+        self._pipeline.finish()
+        if self._pipeline.behind:
+            raise StateError(
+                "load_params: schedule='delayed' holds back the last update, which would be lost; expected "
+                "params = offloaded.flush(), then the change, then load_params(params)"
+            )
+        self._pipeline.drop_gradients()
+        for position, leaf in enumerate(self._tree.leaves):
+            if is_array(leaf) and values[position] is not leaf:
+                self._tree.leaves[position] = self._placed(position, self._as_numpy(position, values[position]))
+        arrays = [self._tree.leaves[leaf.position] for leaf in self._tree.trained]
+        for i, tensor in enumerate(self._placement.start(arrays)):
+            self._pipeline.adopt(i, tensor)
+
+    def _placed(self, position: int, value: Any) -> Any:
+        """A value as NumPy has it, as the leaf that it is to replace."""
+        like, i = self._tree.leaves[position], self._number.get(position)
+        if i is None:
+            return self._placement.pass_through(from_numpy(value, like))
+        return self._placement.restored(np.asarray(value), like, self._tree.trained[i].layout)
+
+    def _restore(
+        self, states: Mapping[str, Mapping[int, Any]], steps: Mapping[int, Any], flush: Callable[[], Any]
+    ) -> None:
+        """Take on states and update counts, which have been checked, by position."""
+        self._pipeline.drop_gradients()
+        flush()  # what is held back would follow
+        for i, leaf in enumerate(self._tree.trained):
+            flat = {name: np.reshape(values[leaf.position], -1) for name, values in states.items()}
+            if leaf.layout is not None:
+                flat = {name: leaf.layout.to_core(values) for name, values in flat.items()}
+            self._pipeline.set_states(i, flat)
+            self._pipeline.steps[i][...] = steps[leaf.position]
+
+    def _leaves_of(
+        self, tree: Mapping[str, Any], name: str, shapes: Mapping[int, tuple[int, ...]], what: str = "load_pytree"
+    ) -> dict[int, Any]:
+        """The leaves of ``tree[name]`` at the positions of ``shapes``; checked to be of these shapes."""
+        if name not in tree:
+            raise _missing(name, tree)
+        leaves, _ = self._tree.leaves_like(tree[name], StateError, f"{what}: {name}")
+        for position, shape in shapes.items():
+            value = leaves[position]
+            if value is None or np.shape(value) != shape:
+                got = "None" if value is None else list(np.shape(value))
+                raise StateError(f"{what}: {name}{self._tree.paths[position]} is {got}, expected shape {list(shape)}")
+        return {position: leaves[position] for position in shapes}
+
+
+def _missing(name: str, tree: Mapping[str, Any]) -> StateError:
+    return StateError(f"load_pytree: no {name!r}, expected what to_pytree() gave; got {', '.join(map(str, tree))}")
