@@ -10,6 +10,7 @@ import runpy
 import sys
 import tempfile
 import traceback
+import warnings
 from typing import NoReturn
 
 import jax  # noqa: F401
@@ -54,6 +55,7 @@ def execute(arguments: list[str]) -> None:
 
 
 def main() -> None:
+    warnings.filterwarnings("ignore", module=r"lightning\.")  # warnings are errors, but for what it says to itself
     for line in sys.stdin.read().splitlines():
         job = json.loads(line)
         with tempfile.TemporaryFile("w+", errors="replace") as output:
