@@ -6,9 +6,9 @@ import weakref
 from collections import Counter, deque
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import psutil
 
 from . import _kernels, control_groups
 from .errors import HostMemoryError
@@ -114,14 +114,21 @@ def give_back_freed() -> None:
         trim(ctypes.c_size_t(0))
 
 
+def system_memory() -> Any:
+    """What psutil knows of it."""
+    import psutil  # takes longer to import than all of this package
+
+    return psutil.virtual_memory()
+
+
 def available_bytes() -> int:
     """Host memory that can still be allocated: the system's, bounded by this control group's limit."""
-    return max(min([psutil.virtual_memory().available, *_cgroup_headrooms()]), 0)
+    return max(min([system_memory().available, *_cgroup_headrooms()]), 0)
 
 
 def control_group_limit() -> int | None:
     """The bytes that the control groups above this process grant it; None: no bound."""
-    limits = [limit for limit, _ in _cgroups() if limit < psutil.virtual_memory().total]
+    limits = [limit for limit, _ in _cgroups() if limit < system_memory().total]
     return min(limits, default=None)
 
 

@@ -16,7 +16,7 @@ from . import _kernels
 from .cpu_adam import AdamHyper
 from .cpus import available_cpus, default_threads
 from .dtypes import FLOAT32
-from .host_memory import HostMemory, available_bytes, control_group_limit
+from .host_memory import HostMemory, available_bytes, control_group_limit, system_memory
 
 _MEASURED = 16 * 2**20
 """Elements of each array that is streamed: more than caches hold."""
@@ -77,7 +77,7 @@ def describe() -> dict[str, Any]:
         "system": platform.platform(),
         "cores": available_cpus(),
         "cores of the machine": psutil.cpu_count() or 1,
-        "memory": psutil.virtual_memory().total,
+        "memory": system_memory().total,
         "available memory": available_bytes(),
         "control group limit": control_group_limit(),
         "instruction set": kernels.instruction_set,

@@ -392,7 +392,5 @@ class Engine(nn.Module):
 def _is_compiled(module: nn.Module) -> bool:
     if module._compiled_call_impl is not None:
         return True
-    dynamo = sys.modules.get(
-        "torch._dynamo.eval_frame"
-    )  # once something was compiled; takes a second
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # once something was compiled; takes a second
     return dynamo is not None and isinstance(module, dynamo.OptimizedModule)

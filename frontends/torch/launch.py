@@ -5,7 +5,6 @@ import os
 import socket
 from datetime import timedelta
 
-import psutil
 import torch
 import torch.distributed as dist
 
@@ -92,6 +91,8 @@ def interface_towards(launched: Launched) -> str:
         raise ConfigError(f"MASTER_ADDR {host!r} is not to be reached from here ({error}); {remedy}") from error
     if ipaddress.ip_address(mine).is_loopback:
         raise ConfigError(f"MASTER_ADDR {host!r} is {mine} here, where no other machine finds it; {remedy}")
+    import psutil  # long to import
+
     for interface, addresses in psutil.net_if_addrs().items():
         if mine in (address.address.partition("%")[0] for address in addresses):
             return interface
