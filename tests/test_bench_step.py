@@ -19,17 +19,19 @@ RESULTS = {
 
 def test_ratios_and_targets():
     known = {each["name"]: (each["p50"], each["target"]) for each in step.ratios_of(RESULTS, "9 M", targets=True)}
-    limit = "forward and backward of PyTorch and the streaming limit"
+    limit = "backward of PyTorch and the streaming limit"
     assert known == {
         "9 M, whole step: DeepSpeed / offload-core": (4.0, 3.5),
         "9 M, step: DeepSpeed / offload-core": (11 / 3, 1.25),  # what the update moved into the next forward counts
         "9 M, backward + step: DeepSpeed / offload-core": (31 / 7, 4.0),
-        f"9 M, whole step: offload-core / {limit}": (8 / 6, 1.1),
-        f"9 M, at most possible: whole step, DeepSpeed / {limit}": (32 / 6, None),
-        "9 M, at most possible: backward + step, DeepSpeed / backward of PyTorch and the streaming limit": (
-            31 / 5,
-            None,
-        ),
+        f"9 M, whole step: offload-core / forward and {limit}": (8 / 6, 1.1),
+        f"9 M, at most possible: whole step, DeepSpeed / forward and {limit}": (32 / 6, None),
+        f"9 M, at most possible: backward + step, DeepSpeed / {limit}": (31 / 5, None),
     }
+    notes = {each["name"]: each["note"] for each in step.ratios_of(RESULTS, "9 M", targets=True) if "note" in each}
+    assert [(name, note.split()[0]) for name, note in notes.items()] == [
+        ("9 M, whole step: DeepSpeed / offload-core", "5.33"),
+        ("9 M, backward + step: DeepSpeed / offload-core", "6.20"),
+    ]
     assert not any(each["target"] for each in step.ratios_of(RESULTS, "9 M", targets=False))
     assert step.LARGEST in step.MODELS
