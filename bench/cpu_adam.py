@@ -218,22 +218,21 @@ class TorchBuffers:
         return optimizer.step
 
     def deepspeed(self) -> Run:
-        return in_a_row([self._deepspeed(param, *self.moments[i]) for i, param in enumerate(self.params)])
+        return self._deepspeed(self.params)
 
     def deepspeed_bf16(self) -> Run:
-        runs = []
-        for param, moments in zip(self.params, self.moments, strict=True):
-            narrow = torch.nn.Parameter(param.detach().bfloat16())
-            narrow.grad = param.grad.bfloat16()
-            runs.append(self._deepspeed(narrow, *moments))
-        return in_a_row(runs)
+        narrow = [torch.nn.Parameter(param.detach().bfloat16()) for param in self.params]
+        for param, wide in zip(narrow, self.params, strict=True):
+            param.grad = wide.grad.bfloat16()
+        return self._deepspeed(narrow)
 
-    @staticmethod
-    def _deepspeed(param: torch.nn.Parameter, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> Run:
+    def _deepspeed(self, params: list[torch.nn.Parameter]) -> Run:
+        """One optimizer of all sets: making one takes a second."""
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-        optimizer = DeepSpeedCPUAdam([param], lr=_HYPER.lr, weight_decay=_HYPER.weight_decay)
-        optimizer.state[param] = {"step": 0, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+        optimizer = DeepSpeedCPUAdam(params, lr=_HYPER.lr, weight_decay=_HYPER.weight_decay)
+        for param, (exp_avg, exp_avg_sq) in zip(params, self.moments, strict=True):
+            optimizer.state[param] = {"step": 0, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
         return optimizer.step
 
     def numpy(self) -> Run:
