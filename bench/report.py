@@ -231,15 +231,19 @@ def measured(readme: str, records: Records) -> str:
 
 
 def compare(one: Records, other: Records) -> list[tuple[str, Record, Record | None, bool]]:
-    """Of each ratio that the README has: whether the medians lie within each other's 20th and 80th percentile, or print
-    as the same number."""
+    """Of each ratio that the README has of either run: whether the medians lie within each other's 20th and 80th
+    percentile, or print as the same number."""
 
-    def ratios(records: Records) -> dict[str, Record]:
-        return {f"{r['title']}: {ratio['name']}": ratio for r in records.values() for ratio in printed(r)}
+    def named(record: Record, ratios: list[Record]) -> dict[str, Record]:
+        return {f"{record['title']}: {ratio['name']}": ratio for ratio in ratios}
 
-    first, second = ratios(one), ratios(other)
+    names = [name for run in (one, other) for record in run.values() for name in named(record, printed(record))]
+    first, second = (
+        {name: ratio for record in run.values() for name, ratio in named(record, record["ratios"]).items()}
+        for run in (one, other)
+    )
     lines = []
-    for name in dict.fromkeys([*first, *second]):
+    for name in dict.fromkeys(names):
         a, b = first.get(name), second.get(name)
         if a is None or b is None:
             lines.append((name, a or b, None, False))
