@@ -41,11 +41,15 @@ class OffloadConfig:
     """
 
     lr: float | Callable[[Any], Any] = 1e-3
+    """Learning rate, or a function of the number of updates made so far."""
     betas: tuple[float, float] | Callable[[Any], tuple[float, float]] = (0.9, 0.999)
+    """Decay of the first and of the second moment, or a function of the number of updates made so far."""
     eps: float = 1e-8
+    """Added to the square root of the second moment."""
     eps_root: float = 0.0
     """Added under the square root; ``op_order="optax"`` only."""
     weight_decay: float = 0.01
+    """0.01 in both front ends, as in torch; ``optax.adamw`` has 1e-4."""
     adam_mode: str = "adamw"
     """``"adamw"`` decouples weight decay from the gradient; ``"adam"`` adds it to the gradient (L2)."""
     op_order: str | None = None
@@ -65,6 +69,7 @@ class OffloadConfig:
     loss_scale: float | str | None = None
     """``"dynamic"``, a fixed factor, or None: dynamic for float16 parameters, else 1."""
     initial_loss_scale: float = 65536.0
+    """Where a dynamic loss scale begins."""
     loss_scale_window: int = 2000
     """Updates without overflow after which a dynamic loss scale doubles."""
     min_loss_scale: float = 1.0
@@ -98,6 +103,7 @@ class OffloadConfig:
     they are sent again. That takes 16 bytes a parameter more of the host's bandwidth, and is not tried right after a
     step that was clipped or skipped. In JAX, in stage 3, and on one rank on the CPU, it has no effect."""
     offload_optimizer: str | None = "cpu"
+    """Where master weights and moments are: in host memory. There is no other place in this version."""
     offload_param: str | None = None
     """``"cpu"`` (stage 3): parameters wait in host memory, also those of one rank, and come to the device for the
     modules that use them."""

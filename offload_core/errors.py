@@ -10,7 +10,7 @@ class ConfigError(OffloadError, ValueError):
 
 
 class ConfigWarning(UserWarning):
-    """Parts of a configuration have no effect here."""
+    """Parts of a configuration have no effect here, or processes that were started together train alone."""
 
 
 class ParameterError(OffloadError, ValueError):

@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
         "versions": ", ".join(versions),
         "memory bandwidth": f"{bandwidths.dram / 1e9:.1f} GB/s in the Adam kernel, fp32, read and written",
         "copy bandwidth": f"{bandwidths.copy / 1e9:.1f} GB/s, read and written",
-        "link to a device": "not measured, for no framework is known here; plan takes it as --link-bandwidth",
+        "link to a device": "not measured; plan takes it as --link-bandwidth",
     }
     width = max(map(len, lines))
     print("\n".join(f"{name:{width}}  {value}" for name, value in lines.items()))

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
-from .errors import ConfigError
+from .errors import ConfigError, ConfigWarning
+from .user_line import UserLine
 
 RANK, WORLD_SIZE = "RANK", "WORLD_SIZE"
 LOCAL_RANK, LOCAL_WORLD_SIZE = "LOCAL_RANK", "LOCAL_WORLD_SIZE"
@@ -92,6 +93,21 @@ class Launched:
         address, port = self.meeting_point()
         values = (self.rank, self.world_size, self.local_rank, self.local_world_size, address, port)
         return dict(zip(_NAMES, map(str, values), strict=True))
+
+
+def warn_if_launched(remedy: str, environ: Environment = os.environ) -> None:
+    """Of a process that trains alone: warn where a launcher started it as one of several."""
+    try:
+        launched = Launched.read(environ)
+    except ConfigError:  # a variable that is left over from something else
+        return
+    if launched.world_size > 1:
+        UserLine.now().warn(
+            ConfigWarning(
+                f"{launched.launcher} started {launched.world_size} processes, and each trains alone, with states of "
+                f"its own: this one has not joined the others; expected {remedy}"
+            )
+        )
 
 
 def local_processes(environ: Environment = os.environ) -> int:

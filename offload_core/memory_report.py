@@ -20,8 +20,11 @@ class MemoryRow:
     where: str
     """``"host"`` or ``"device"``."""
     what: str
+    """The kind: ``"parameters"``, ``"master"``, …"""
     planned: int
+    """Bytes that were planned."""
     held: int
+    """Bytes that are there now."""
     brief: bool = False
     """It comes and goes in each step; what is planned is the most of it."""
 
@@ -37,6 +40,7 @@ class MemoryReport:
     numel: int
     """Trained parameters, in elements."""
     rows: tuple[MemoryRow, ...]
+    """One for each kind of what is held, or planned."""
 
     @classmethod
     def of(cls, numel: int, planned: Iterable[PlanRow], held: Mapping[tuple[str, str], int]) -> "MemoryReport":

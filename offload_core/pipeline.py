@@ -55,11 +55,13 @@ class StepReport:
     """What a call of ``step`` did."""
 
     updated: bool
+    """Whether parameters were updated."""
     skipped: str | None = None
     """Why nothing was updated: ``"accumulating"``, ``"overflow"`` (an inf or NaN gradient) or ``"no gradients"``."""
     grad_norm: float | None = None
     """Global L2 norm of the averaged, unscaled gradients before clipping; None where it was not computed."""
     clip_coefficient: float = 1.0
+    """What the gradients were multiplied by to clip them; 1: they were not clipped."""
     loss_scale: float = 1.0
     """The loss scale that these gradients carried."""
     lr: tuple[float, ...] = ()

@@ -28,7 +28,7 @@ _FIELDS = ("reduce_bucket_size", "gradient_accumulation_steps", "max_live_parame
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     model = parser.add_mutually_exclusive_group(required=True)
-    model.add_argument("--preset", choices=tuple(GPTS), help="a GPT of bench.train")
+    model.add_argument("--preset", choices=tuple(GPTS), help="a GPT of this size")
     model.add_argument("--parameters", type=count, metavar="N", help="a GPT of about so many parameters, such as 10B")
     model.add_argument(
         "--safetensors", type=Path, metavar="PATH", help="a .safetensors file, an index of several, or their folder"

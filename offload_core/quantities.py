@@ -23,7 +23,7 @@ def rate(text: str) -> float:
 
 def count(text: str) -> int:
     """A count: ``"10B"``, ``"124M"``, ``"7000000"``."""
-    expected = "a count such as 10B, 124M or 7000000"
+    expected = "a count such as 10B, 124M or 8, at least 1"
     value = _scaled(text, _COUNTS, expected)
     if value != round(value):
         raise argparse.ArgumentTypeError(f"got {text!r}, expected {expected}: a whole number")

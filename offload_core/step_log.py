@@ -27,7 +27,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from .checks import integer
-from .errors import StateError
+from .errors import ConfigError, StateError
 from .launch import Launched
 from .optional import library
 from .pipeline import StepReport
@@ -107,11 +107,14 @@ class StepLog:
             values: numbers, or what ``float()`` takes (tensors and arrays of one element), and words.
 
         Raises:
+            ConfigError: a value is named ``step``.
             TypeError, ValueError: a value is no number.
             OSError: the record cannot be written; none of it was.
         """
         if report is None or not self._writers:
             return
+        if "step" in values:
+            raise ConfigError("step: a record has its update's number under this name; expected another one")
         for name, value in values.items():
             self._given.setdefault(name, []).append(value.detach() if hasattr(value, "detach") else value)
         if report.skipped == "accumulating":

@@ -15,7 +15,7 @@ import pytest
 from oracles import assert_same_bits
 
 from frontends.jax import ScaledGradients, wrap
-from offload_core.errors import ConfigError, GradientError, HostMemoryError, ParameterError, StateError
+from offload_core.errors import ConfigError, ConfigWarning, GradientError, HostMemoryError, ParameterError, StateError
 from offload_core.host_memory import HostMemory
 
 
@@ -84,10 +84,10 @@ def refused(offloaded, error, *words):
         ({"a": [jnp.ones(2, jnp.complex64)]}, ["['a'][0]", "complex64", "expected float32, bfloat16 or float16"]),
         ({"a": np.ones(2)}, ["['a']", "float64"]),
         ({"a": jnp.ones(2, jnp.float8_e4m3fn)}, ["['a']", "float8_e4m3fn"]),
-        ({"a": jnp.arange(3)}, ["no leaf is a trainable floating-point array"]),
-        ({"a": None, "b": "relu", "c": 0.5}, ["no leaf is a trainable floating-point array"]),
-        ({}, ["no leaf"]),
-        (None, ["no leaf"]),
+        ({"a": jnp.arange(3)}, ["no leaf is a trainable floating-point array", "got ['a']: int32[3]"]),
+        ({"a": None, "b": "relu", "c": 0.5, "d": 1}, ["no leaf", "['b']: a str, ['c']: a float, …"]),
+        ({}, ["no leaf", "got an empty tree"]),
+        (None, ["no leaf", "got the whole tree: a NoneType"]),
     ],
     ids=["complex", "float64", "float8", "integers", "no arrays", "empty", "None"],
 )
@@ -127,12 +127,22 @@ def test_a_wrong_field_is_refused(fields, message):
         wrap(make_params(), **fields)
 
 
+def test_a_launched_process_that_has_not_joined_the_others_is_warned(monkeypatch):
+    mesh = jax.make_mesh((1,), ("dp",))
+    wrap(make_params(), mesh=mesh)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    for fields in ({}, {"mesh": mesh}):
+        with pytest.warns(ConfigWarning, match=re.escape("started 2 processes, and each trains alone")):
+            wrap(make_params(), **fields)
+
+
 @pytest.mark.parametrize("name", ["mask", "trainable"])
 def test_a_mask_of_another_structure_is_refused(name):
     for mask in ({"w": True}, {"w": True, "layers": [True, True]}, lambda params: [True]):
         with pytest.raises(ParameterError, match=f"{name}: its structure differs from the parameters'"):
             wrap(make_params(), **{name: mask})
-    with pytest.raises(ParameterError, match="no leaf is a trainable"):
+    with pytest.raises(ParameterError, match="no leaf is a trainable.*trainable= excludes all"):
         wrap(make_params(), trainable=False)
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from strategies import law
 
 from offload_core import cpus, launch
-from offload_core.errors import CollectiveError, ConfigError
+from offload_core.errors import CollectiveError, ConfigError, ConfigWarning
 from offload_core.launch import Launched, first_host, local_processes, share_of_cpus
 
 TORCHRUN = {
@@ -60,6 +60,19 @@ BATCH = {
 def test_without_a_launcher_a_process_is_alone():
     assert Launched.read({}) == Launched() == Launched(None, 0, 1, 0, 1, None, None)
     assert Launched.read({"MASTER_ADDR": "here", "LOCAL_RANK": "1"}) == Launched()  # a shell's leftovers
+
+
+@pytest.mark.parametrize("environment", [TORCHRUN, OPEN_MPI, SLURM], ids=["torchrun", "Open MPI", "Slurm"])
+def test_who_trains_alone_beside_others_is_warned_of_his_own_line(environment):
+    started = f"{Launched.read(environment).launcher} started 4 processes, and each trains alone.*; expected a remedy"
+    with pytest.warns(ConfigWarning, match=started) as caught:
+        launch.warn_if_launched("a remedy", environment)
+    assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize("environment", [{}, {"RANK": "1"}, {"RANK": "0", "WORLD_SIZE": "1"}, BATCH], ids=str)
+def test_who_is_alone_is_not_warned(environment):
+    launch.warn_if_launched("a remedy", environment)  # a warning would be an error here
 
 
 @pytest.mark.parametrize(

@@ -105,6 +105,8 @@ def test_a_value_that_is_no_number_is_named():
         log(done(1), loss=np.ones(3))
     assert caught.value.__notes__ == ["in the log as 'loss'; expected a number, or a tensor or array of one"]
     log(done(2), loss=1.0)  # what was given with it is gone
+    with pytest.raises(ConfigError, match="step: a record has its update's number under this name"):
+        log(done(3), step=17)
 
 
 def test_one_rank_writes_or_each_a_file_of_its_own(tmp_path, monkeypatch):

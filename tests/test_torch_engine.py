@@ -10,12 +10,21 @@ import weakref
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from test_torch_optimizer import assert_same, batch, loss_of, make, same_bits
 from torch import nn
 
 import frontends.torch.optimizer as optimizer_module
 from frontends.torch import OffloadConfig, OffloadedAdamW, wrap
-from offload_core import ConfigError, GradientError, HostMemoryError, OffloadError, ParameterError, StateError
+from offload_core import (
+    ConfigError,
+    ConfigWarning,
+    GradientError,
+    HostMemoryError,
+    OffloadError,
+    ParameterError,
+    StateError,
+)
 from offload_core.grad_norm import clip_coefficient
 
 
@@ -545,6 +554,32 @@ def test_unsuitable_parameters_are_refused(error, match, make_model):
     expect_refusal(
         error, match, make_model(), param_dtype="bfloat16", unchanged="sparse" not in match and "shape yet" not in match
     )
+
+
+@pytest.mark.parametrize(
+    "cast",
+    [lambda engine: engine.half(), lambda engine: engine.module[0].to(torch.bfloat16)],
+    ids=["the engine", "a layer"],
+)
+def test_a_model_that_is_cast_after_wrap_is_named_in_backward(cast):
+    model = nn.Sequential(nn.Linear(4, 4))
+    engine = wrap(model)
+    cast(engine)
+    loss = engine(torch.ones(2, 4, dtype=model[0].weight.dtype)).sum()
+    with pytest.raises(ParameterError, match=r"'0\.\w+' is .* and was .* torch.float32 .* cast, .* before wrap"):
+        engine.backward(loss)
+
+
+def test_a_launched_process_that_has_not_joined_the_others_is_warned(monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.warns(ConfigWarning, match=r"torchrun started 2 .*expected frontends.torch.init_process_group\(\)"):
+        wrap(make())
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        wrap(make()).close()  # a warning would be an error here
+    finally:
+        dist.destroy_process_group()
 
 
 def test_integer_parameters_are_refused_where_they_are_asked_to_train():

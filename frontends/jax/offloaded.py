@@ -21,7 +21,7 @@ from offload_core.dtypes import BY_NUMPY
 from offload_core.errors import ConfigError, GradientError, ParameterError, StateError
 from offload_core.export import MAX_SHARD_BYTES
 from offload_core.host_memory import available_bytes
-from offload_core.launch import local_processes
+from offload_core.launch import local_processes, warn_if_launched
 from offload_core.loss_scale import scaler_for
 from offload_core.memory_plan import MemoryPlan, PlanRow
 from offload_core.memory_report import MemoryReport
@@ -39,7 +39,7 @@ from .optax_updates import transformation
 from .placement import placement_for
 from .sharded import SHARDS
 from .states import TreeStates
-from .trees import Mask, Static, is_array, is_parameter, mask_leaves, refuse_jit
+from .trees import Mask, Static, form, is_array, is_parameter, mask_leaves, refuse_jit
 from .wrapped_tree import Leaf, WrappedTree
 
 
@@ -111,9 +111,16 @@ class OffloadedParams:
         decayed = mask_leaves(mask, params, "mask")
         positions = [i for i, leaf in enumerate(leaves) if trained[i] and is_parameter(paths[i], leaf)]
         if not positions:
-            raise ParameterError("params: no leaf is a trainable floating-point array; expected at least one")
+            some = [f"{path}: {form(leaf)}" for path, leaf in zip(paths[:3], leaves, strict=False)]
+            raise ParameterError(
+                "params: no leaf is a trainable floating-point array; expected at least one; got "
+                f"{', '.join(some) or 'an empty tree'}{', …' if len(leaves) > 3 else ''}"
+                f"{', and trainable= excludes all' if trained and not any(trained) else ''}"
+            )
         target = self.config.target_dtype
         self._placement = placement_for(self.config, mesh, axis, [leaves[i] for i in positions])
+        if mesh is None or all(device.process_index == jax.process_index() for device in mesh.devices.flat):
+            warn_if_launched("frontends.jax.initialize() first of all, and wrap(params, mesh=mesh) on all devices")
         layouts = [self._placement.layout(leaves[i]) for i in positions]
         specs = []
         for i, layout in zip(positions, layouts, strict=True):
@@ -388,10 +395,11 @@ class OffloadedParams:
                     raise GradientError(f"{path}: gradient is a {type(gradient).__name__}, expected an array or None")
                 expected = list(leaf.shape) if leaf.layout is not None else [*stack, *leaf.shape]
                 if list(gradient.shape) != expected or gradient.dtype not in (leaf.dtype, jnp.float32):
+                    either = "" if leaf.dtype == jnp.float32 else " (or float32)"
                     ranks = ", one a rank" if unreduced else ""
                     raise GradientError(
                         f"{path}: gradient is {gradient.dtype}{list(gradient.shape)}, expected "
-                        f"{leaf.dtype}{expected} (or float32){ranks}"
+                        f"{leaf.dtype}{expected}{either}{ranks}"
                     )
                 gradient = jnp.asarray(gradient)
                 if gradient.is_deleted():

@@ -16,6 +16,9 @@ from .device import in_host_memory, on_cpu
 Mask = Any
 """A pytree of booleans with the parameters' structure or a prefix of it, or a function from the parameters to one."""
 
+ROOT = "the whole tree"
+"""The path of a tree that is one leaf."""
+
 _TRACED = object()
 
 
@@ -49,7 +52,7 @@ def is_array(leaf: Any) -> bool:
 def flatten(tree: Any) -> tuple[list[tuple[str, Any]], Any]:
     """Leaves with their paths, None being a leaf: gradients have it where a leaf is not trained."""
     flat, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda leaf: leaf is None)
-    return [(jax.tree_util.keystr(path) or "the whole tree", leaf) for path, leaf in flat], treedef
+    return [(jax.tree_util.keystr(path) or ROOT, leaf) for path, leaf in flat], treedef
 
 
 def dotted_names(tree: Any) -> list[str]:
@@ -66,7 +69,8 @@ def check_paths(expected: Sequence[str], flat: Sequence[tuple[str, Any]], error:
     for e, g in zip_longest(expected, [path for path, _ in flat], fillvalue="nothing"):
         short, long = sorted((e, g), key=len)
         if short != long.removesuffix(".value"):
-            raise error(f"{what}: the tree has {g} where {e} was expected; expected the wrapped structure")
+            got, expected = ("a single leaf" if path == ROOT else path for path in (g, e))
+            raise error(f"{what}: the tree has {got} where {expected} was expected; expected the wrapped structure")
 
 
 def refuse_jit(what: str, why: str = "the states are in host memory") -> None:
@@ -75,10 +79,14 @@ def refuse_jit(what: str, why: str = "the states are in host memory") -> None:
         raise StateError(f"{what} under jit; expected a call outside: {why}")
 
 
+def form(value: Any) -> str:
+    """What an error says of a leaf: dtype and shape, or its type."""
+    return f"{value.dtype}{list(value.shape)}" if hasattr(value, "dtype") else f"a {type(value).__name__}"
+
+
 def check_form(what: str, path: str, value: Any, like: Any) -> None:
     """Raise :class:`ParameterError` unless a value has the shape and dtype of the parameter that it stands for."""
-    got = f"{value.dtype}{list(value.shape)}" if hasattr(value, "dtype") else f"a {type(value).__name__}"
-    expected = f"{like.dtype}{list(like.shape)}"
+    got, expected = form(value), form(like)
     if got != expected:
         raise ParameterError(f"{what}: params{path} is {got}, expected {expected}, as in offloaded.params")
 
@@ -89,7 +97,9 @@ def is_parameter(path: str, leaf: Any) -> bool:
     if isinstance(leaf, jax.core.Tracer):
         raise ParameterError(f"{path}: wrap() inside jit, grad or vmap; expected concrete arrays: call it outside")
     if leaf.dtype not in BY_NUMPY:
-        raise ParameterError(f"{path} has dtype {leaf.dtype}, expected float32, bfloat16 or float16")
+        raise ParameterError(
+            f"{path} has dtype {leaf.dtype}, expected float32, bfloat16 or float16: convert it (.astype(jnp.float32))"
+        )
     return True
 
 

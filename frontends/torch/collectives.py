@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from offload_core.dtypes import BY_NUMPY
 from offload_core.errors import CollectiveError, ConfigError
+from offload_core.launch import warn_if_launched
 
 from .tensors import TORCH_DTYPES
 
@@ -99,7 +100,12 @@ class TorchRanks:
 
 def default_group(group: Any) -> Any:
     """A group as it was given; None: all ranks where ``torch.distributed`` is initialised, else this process alone."""
-    return dist.group.WORLD if group is None and dist.is_available() and dist.is_initialized() else group
+    if group is not None:
+        return group
+    if dist.is_available() and dist.is_initialized():
+        return dist.group.WORLD
+    warn_if_launched("frontends.torch.init_process_group() before wrap()")
+    return None
 
 
 def _timeout(group: Any) -> timedelta | None:

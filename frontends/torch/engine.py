@@ -92,6 +92,7 @@ class Engine(nn.Module):
         self.optimizer = OffloadedAdamW(
             params, config=config, early_copy=True, model=model, process_group=group, **overrides
         )
+        """The model's, for learning-rate schedulers and the like."""
         self.config = self.optimizer.config
         parted = self.optimizer.partitioned
         self._start_alike(model)
@@ -106,6 +107,7 @@ class Engine(nn.Module):
         pipeline = self.optimizer.pipeline
         pipeline.scaler = scaler_for(self.config, [spec.dtype for spec in pipeline.params])
         self.module = model
+        """The module that was wrapped."""
         self._traced = False
 
     def _start_alike(self, model: nn.Module) -> None:

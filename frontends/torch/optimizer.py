@@ -448,6 +448,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
     def _arrived(self, slot: Slot, gradient: torch.Tensor | None, *, first: bool) -> None:
         assert gradient is not None
         check_gradient(slot.name, slot.param, gradient)
+        if (slot.param.dtype, slot.param.device) != (slot.taken.dtype, slot.taken.device):
+            self._check_unchanged()
         with self._lock:
             if self.pipeline.scaler is not None and not self._scaling:
                 raise GradientError(

@@ -99,7 +99,9 @@ def check_param(name: str, param: torch.Tensor) -> None:
             "parameters (torch.view_as_real)"
         )
     if param.dtype not in ELEMENT_TYPES:
-        raise ParameterError(f"parameter {name!r} has dtype {param.dtype}; {expected}")
+        raise ParameterError(
+            f"parameter {name!r} has dtype {param.dtype}; {expected}: convert it first (model.float())"
+        )
     if param.layout is not torch.strided:
         raise ParameterError(f"parameter {name!r} has layout {param.layout}; {expected}")
     if param.device.type == "meta":
