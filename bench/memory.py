@@ -13,7 +13,7 @@ from typing import Any
 
 from bench import record
 from bench.processes import ContenderError, Group, Part
-from bench.rank_contenders import DEEPSPEED, DS_2, DS_3, FSDP2, FUSED, OURS, OURS_3, deepspeed_config
+from bench.rank_contenders import DEEPSPEED, DS_2, DS_3, OURS, OURS_3, deepspeed_config
 from bench.step import start
 from offload_core.bucket_terms import BucketTerms
 from offload_core.config import OffloadConfig
@@ -25,7 +25,7 @@ from offload_core.model_shapes import GPTS, GPTConfig, specs_of
 
 BUILT, BETWEEN, PEAK = "process, peak while it is built", "process, between steps", "process, peak of a step"
 PRESET = "gpt2-124m"
-CONTENDERS = (OURS, DS_2, OURS_3, DS_3, FUSED, FSDP2)
+CONTENDERS = (OURS, DS_2, OURS_3, DS_3)
 STAGES = {OURS: 2, OURS_3: 3}
 TARGET = 0.7
 UNIT = "bytes/parameter"

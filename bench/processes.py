@@ -106,6 +106,10 @@ class Group:
                 process.stdin.flush()
         return self.answers()
 
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes]
+
     def resident(self) -> int:
         """Bytes: the most that one of them has resident."""
         return max(psutil.Process(process.pid).memory_info().rss for process in self._processes)

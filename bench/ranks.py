@@ -23,8 +23,8 @@ FURTHER = {2: ("DeepSpeed, allreduce",), 3: ("DeepSpeed, stage 3, overlap_comm",
 """DeepSpeed's fastest ways, where there is a target."""
 TARGET, TARGET_RANKS = 1.5, 2
 """For DeepSpeed's fastest, and so for each of its ways."""
-ROUNDS = 6
-"""With the target's ranks; elsewhere a third."""
+ROUNDS = 4
+"""With the target's ranks; elsewhere half."""
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -33,7 +33,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, metavar="NAME", help="instead of the stages'")
     parser.add_argument("--ranks", nargs="+", type=int, help="default: 1 2 4; --quick: 2")
     parser.add_argument("--threads", type=int, default=1, help="of each rank (default: 1)")
-    parser.add_argument("--rounds", type=int, help=f"default: {ROUNDS} with {TARGET_RANKS} ranks, else a third")
+    parser.add_argument("--rounds", type=int, help=f"default: {ROUNDS} with {TARGET_RANKS} ranks, else half")
     parser.add_argument("--steps", type=int, default=1, help="counted in each round of each contender (default: 1)")
     parser.add_argument("--warm-up", type=int, default=2, help="steps before the first round (default: 2)")
     parser.add_argument("--micro-batch", type=int, default=2)
@@ -86,7 +86,7 @@ def main(arguments: list[str] | None = None) -> int:
     settings = {name: getattr(args, name) for name in ("threads", "micro_batch", "context")} | {"gpt": asdict(gpt)}
     part = Part("ranks", "Whole training steps on several ranks")
     for ranks in args.ranks:
-        rounds = args.rounds or (ROUNDS if ranks == TARGET_RANKS else max(ROUNDS // 3, 1))
+        rounds = args.rounds or (ROUNDS if ranks == TARGET_RANKS else ROUNDS // 2)
         sizes = micro_batches(ranks, args.micro_batch)
         workloads = [{"micro_batch": size} for size in sizes]
         for heat in heats(args, ranks):

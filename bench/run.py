@@ -30,7 +30,7 @@ PARTS = {
     "simulate": 180,
 }
 """After how many seconds each is given up. On 2 quiet cores they take 20 minutes together."""
-ON_REQUEST = {"checkpoint": 500}
+ON_REQUEST = {"checkpoint": 500, "profile": 200}
 """Parts that run where they are named only."""
 _PATIENCE = 10.0
 _LAST_LINES = 20

@@ -365,7 +365,7 @@ def main(arguments: list[str] | None = None) -> None:
         rows = answer(asked, args.trace)
         config = {"machines": asdict(asked[0].machines), "job": asked[0].job._asdict()}
     else:
-        rounds = 1 if args.quick else 2
+        rounds = 1
         cells = on_fake_device({"compute": HALF["compute"]} if args.quick else HALF, rounds)
         cells += on_two_ranks({"exchange": RANK_CASES["exchange"]} if args.quick else RANK_CASES, rounds)
         show(cells)

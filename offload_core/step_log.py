@@ -32,6 +32,8 @@ from .launch import Launched
 from .optional import library
 from .pipeline import StepReport
 
+_SECONDS = 10
+"""After which what TensorBoard is to show has been written."""
 Value = float | str | None
 """Of a record: a number (inf and NaN among them), a word, or None where there is none."""
 
@@ -268,7 +270,8 @@ def _step_of(line: bytes) -> float:
 
 
 class TensorBoard(Writer):
-    """Event files that TensorBoard shows (``tensorboard --logdir FOLDER``), written by tensorboardX.
+    """Event files that TensorBoard shows (``tensorboard --logdir FOLDER``), written by tensorboardX, in a thread of its
+    own: a process that is killed loses the last seconds.
 
     A file a run; one that goes on from a checkpoint says from which step on others do not count.
 
@@ -290,12 +293,11 @@ class TensorBoard(Writer):
         if self._last is None or step < self._last:
             self.close()
             own = f".{time.time_ns()}.{os.getpid()}"  # names have whole seconds, and are read in their order
-            self._file = self._new_file(str(self.folder), purge_step=step, filename_suffix=own)
+            self._file = self._new_file(str(self.folder), purge_step=step, filename_suffix=own, flush_secs=_SECONDS)
         self._last = step
         for name, value in record.items():
             if isinstance(value, float | int):
                 self._file.add_scalar(name, value, step)
-        self._file.flush()
 
     def close(self) -> None:
         if self._file is not None:

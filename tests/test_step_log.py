@@ -108,7 +108,8 @@ def test_a_value_that_is_no_number_is_named():
 
 
 def test_one_rank_writes_or_each_a_file_of_its_own(tmp_path, monkeypatch):
-    monkeypatch.setenv("RANK", "1")
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "1"), ("LOCAL_WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
     kept = Kept()
     for log in (StepLog(kept, tmp_path / "no.jsonl"), StepLog(kept, rank=3)):
         log(done(1), loss=Unread())

@@ -89,6 +89,18 @@ def states_of_delayed_parameters():
         assert_parameters(engine.parameters())
 
 
+def states_that_are_given_to_delayed_parameters():
+    """They keep the master weights, which are ahead."""
+    engine = two_steps(wrap(make(), **OPTIONS, schedule="delayed", delay_warmup_steps=1))
+    engine.flush()
+    masters = [engine.optimizer.state[p]["master"].clone() for p in engine.parameters()]
+    engine = two_steps(wrap(make(), **OPTIONS, schedule="delayed", delay_warmup_steps=1))
+    for p, master in zip(engine.parameters(), masters, strict=True):
+        moments = {name: torch.ones_like(master) for name in ("exp_avg", "exp_avg_sq")}
+        engine.optimizer.state[p] = {"step": torch.tensor(2.0), **moments}
+        assert same_bits(engine.optimizer.state[p]["master"], master)
+
+
 def delayed_parameters_after_a_step_that_was_skipped():
     fields = {"schedule": "delayed", "delay_warmup_steps": 1, "skip_nonfinite": True}
     engine = two_steps(wrap(make(), **OPTIONS, **fields))
@@ -204,6 +216,7 @@ SCENARIOS = [
     a_copy,
     states,
     states_of_delayed_parameters,
+    states_that_are_given_to_delayed_parameters,
     delayed_parameters_after_a_step_that_was_skipped,
     checkpoints,
     an_engine_that_is_closed_or_dropped,

@@ -899,9 +899,9 @@ SCENARIOS = [
 ]
 
 
-ELSEWHERE = {"__main__", "checkpoint", "checkpoint_files", "shard_writer"}
+ELSEWHERE = {"__main__", "checkpoint", "checkpoint_files", "shard_writer", "step_log"}
 """Tested by killed processes and full disks, and by writers that are stopped between any two blocks
-(``test_checkpoint_async.py``, ``test_checkpoint_crashes.py``)."""
+(``test_checkpoint_async.py``, ``test_checkpoint_crashes.py``, ``test_step_log.py``)."""
 CORE_WAITS = [
     wait
     for file in sorted(ROOT.glob("offload_core/*.py"))
