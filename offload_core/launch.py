@@ -1,7 +1,7 @@
 """What launchers tell a process of its place among the others: torchrun, Open MPI's mpirun, Slurm's srun.
 
 It is read from the environment; nobody is asked. Launchers nest: torchrun runs as a task of Slurm, mpirun has Slurm
-start its daemons. The inner one's word then holds, and the outer one's for what the inner one leaves out.
+start its daemons. The inner one's word then holds, and the outer one's of where to meet if that is left out.
 """
 
 import os
@@ -18,6 +18,7 @@ LOCAL_RANK, LOCAL_WORLD_SIZE = "LOCAL_RANK", "LOCAL_WORLD_SIZE"
 MASTER_ADDR, MASTER_PORT = "MASTER_ADDR", "MASTER_PORT"
 _NAMES = (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT)
 """What torchrun sets. Others' variables are translated to these."""
+_PLACE = _NAMES[:4]
 _PORTS = range(61440, 65536)
 """Above those that Linux gives to whoever connects."""
 
@@ -63,9 +64,9 @@ class Launched:
             raise ConfigError(
                 f"the environment ({launcher}'s) has rank {rank} of {world_size}, on this machine rank {local_rank} of "
                 f"{local_world_size}; expected ranks less than their number, and no more on this machine than in all: "
-                f"check {', '.join(_NAMES[:4])}"
+                f"check {', '.join(_PLACE)}"
             )
-        port = _integer(said, MASTER_PORT, least=1) if MASTER_PORT in said else None
+        port = _integer(said, MASTER_PORT, least=1, most=65535) if MASTER_PORT in said else None
         return cls(launcher, rank, world_size, local_rank, local_world_size, said.get(MASTER_ADDR), port)
 
     @property
@@ -155,12 +156,15 @@ def _started_here(environ: Environment) -> tuple[str | None, int]:
 def _said(environ: Environment) -> tuple[str | None, dict[str, str]]:
     """Who started the ranks, and what torchrun's variables are or would be."""
     launchers = {"torchrun": _torchrun(environ), "Open MPI": _open_mpi(environ), "Slurm": _slurm(environ)}
-    launcher = next((name for name, said in launchers.items() if {RANK, WORLD_SIZE} & said.keys()), None)
-    said = {name: value for outer in reversed(launchers.values()) for name, value in outer.items()}
-    if launcher is not None:  # these two come from one launcher
-        said = {name: value for name, value in said.items() if name not in (RANK, WORLD_SIZE)}
-        said |= {name: value for name, value in launchers[launcher].items() if name in (RANK, WORLD_SIZE)}
-    return launcher, said
+    inner = next((said for said in launchers.values() if {RANK, WORLD_SIZE} & said.keys()), None)
+    if inner is None:
+        return None, launchers["torchrun"]
+    place = {name: inner[name] for name in _PLACE if name in inner}
+    # Who joins under Slurm or Open MPI sets torchrun's variables as well: they repeat the launcher's own.
+    launcher = next(name for name, outer in reversed(launchers.items()) if place.items() <= outer.items())
+    places = reversed(launchers.values())
+    meeting_point = {name: value for said in places for name, value in said.items() if name not in _PLACE}
+    return launcher, launchers[launcher] | meeting_point
 
 
 def _torchrun(environ: Environment) -> dict[str, str]:
@@ -179,7 +183,7 @@ def _slurm(environ: Environment) -> dict[str, str]:
     Rank 0 is on the first machine of the step. (``SLURM_LAUNCH_NODE_IPADDR`` is where srun was called, which may be
     another.) The port is the job's and the step's own, so that jobs that share a machine do not meet.
     """
-    if not environ.get("SLURM_STEP_ID"):
+    if not _is_slurm_task(environ):
         return {}
 
     def first_of(*names: str) -> str | None:
@@ -200,6 +204,12 @@ def _slurm(environ: Environment) -> dict[str, str]:
     return {name: value for name, value in said.items() if value is not None}
 
 
+def _is_slurm_task(environ: Environment) -> bool:
+    """Whether srun started it, or what it is part of. Open MPI's daemons are tasks, too, but of a step of all machines
+    except that of mpirun: what is said of the step is not of its ranks."""
+    return bool(environ.get("SLURM_STEP_ID")) and not environ.get("OMPI_COMM_WORLD_RANK")
+
+
 def _slurm_local_tasks(environ: Environment) -> str | None:
     """Of lists like ``2(x3),1``, which has machines with 2, 2, 2 and 1 tasks."""
     counts = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE")
@@ -217,7 +227,7 @@ def _slurm_local_tasks(environ: Environment) -> str | None:
 
 
 def _slurm_cpus(environ: Environment, name: str) -> int | None:
-    cpus = environ.get(name, "") if environ.get("SLURM_STEP_ID") else ""
+    cpus = environ.get(name, "") if _is_slurm_task(environ) else ""
     return int(cpus) if cpus.isdecimal() and int(cpus) else None
 
 
@@ -230,8 +240,9 @@ def _refuse_a_batch_script(environ: Environment) -> None:
         )
 
 
-def _integer(said: Environment, name: str, *, least: int = 0) -> int:
+def _integer(said: Environment, name: str, *, least: int = 0, most: int | None = None) -> int:
     text = said[name]
-    if not text.isdecimal() or int(text) < least:
-        raise ConfigError(f"{name}: got {text!r} from the environment, expected an integer of at least {least}")
+    if not text.isdecimal() or int(text) < least or (most is not None and int(text) > most):
+        bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise ConfigError(f"{name}: got {text!r} from the environment, expected an integer {bounds}")
     return int(text)

@@ -146,6 +146,16 @@ def test_what_changes_updates_after_as_optax_is_found_and_said():
     assert offloaded.count == 2
 
 
+def test_updates_are_of_parameters_that_are_given():
+    """Others, that the loop has changed, would take the same steps away from the master weights."""
+    params = small(0)
+    offloaded = offloaded_of(params)
+    tx = offloaded.as_optax()
+    with pytest.raises(ParameterError, match=r"without params; expected update\(grads, state, params\)"):
+        tx.update(small(1), tx.init(params))
+    assert offloaded.count == 0
+
+
 def test_parameters_of_another_dtype_are_refused():
     """A loop that starts from the fp32 model, and not from what wrap() made of it."""
     params = gpt()
@@ -202,6 +212,18 @@ def test_skipping_is_asked_of_wrap_and_counts_as_apply_if_finite_does():
             assert_same_tree(ours, before)
         close_to(eager.params, ours)
     assert int(state.step) == offloaded.count == int(eager.state.inner_state[0].count) == 3
+
+
+def test_a_schedule_may_be_given_where_adamw_has_it():
+    params = random_tree(0)
+    offloaded, eager, ours = offloaded_of(params, lr=1.0), Eager(adamw(), params), params
+    tx = offloaded.as_optax(LR)
+    state = tx.init(params)
+    for i in range(4):
+        updates, state = tx.update(random_tree(i), state, ours)
+        ours = optax.apply_updates(ours, updates)
+        eager.update(random_tree(i))
+        assert_same_tree(ours, eager.params)
 
 
 @pytest.mark.parametrize("rate", [1e-2, LR], ids=["number", "schedule"])
@@ -315,6 +337,27 @@ def test_what_is_not_trained_is_saved_as_the_loop_has_it():
     assert_same_tree(offloaded.to_pytree()["params"]["mean"], np.full(3, 7, np.float32))
 
 
+def test_what_the_loop_has_donated_is_asked_for_where_it_is_saved(tmp_path):
+    """Arrays that are not trained are the loop's own; of the others there are copies."""
+    params = {**small(0), "mean": jnp.zeros(3)}
+    offloaded = offloaded_of(params, trainable={"w": True, "b": True, "mean": False})
+    tx, apply_updates = offloaded.as_optax(), jax.jit(optax.apply_updates, donate_argnums=0)
+    state = tx.init(params)
+    for i in range(3):
+        updates, state = tx.update({**small(i), "mean": None}, state, params)
+        params = apply_updates(params, updates)
+    before = offloaded.count
+    for save in (offloaded.to_pytree, lambda: offloaded.save_checkpoint(tmp_path),
+                 lambda: offloaded.export_safetensors(tmp_path)):  # fmt: skip
+        with pytest.raises(StateError, match=r"params\['mean'\] was donated.*expected offloaded.load_params\(params\)"):
+            save()
+    assert_same_tree(offloaded.load_params(params), params)
+    assert_same_tree(offloaded.to_pytree()["params"], params)
+    assert_same_tree({**offloaded.to_pytree()["master"], "mean": params["mean"]}, params)
+    offloaded.save_checkpoint(tmp_path)
+    assert offloaded.count == before
+
+
 # --- flax ----------------------------------------------------------------------------------------------
 
 
@@ -364,6 +407,18 @@ def test_nnx_optimizer_trains_with_the_bits_of_adamw_and_resumes(wrapped, tmp_pa
 
     with pytest.raises(StateError, match="under jit; expected a call outside.*the loss and its gradients only"):
         nnx.jit(lambda model, optimizer: optimizer.update(model, loss_and_grads(model)[1]))(model, optimizer)
+
+
+def test_nnx_variables_agree_by_their_paths_whatever_else_they_say():
+    wrapped, others = ({"w": nnx.Param(jnp.ones(3), **said), "b": jnp.zeros(2)} for said in ({}, {"note": "another"}))
+    assert jax.tree.structure(wrapped) != jax.tree.structure(others)
+    offloaded = offloaded_of(wrapped)
+    offloaded.update(others)
+    assert offloaded.count == 1
+    norm = nnx.BatchNorm(4, rngs=nnx.Rngs(0))
+    tx = offloaded_of(nnx.state(norm)).as_optax()
+    with pytest.raises(ParameterError, match=r"has \['scale'\].value where \['mean'\].value was expected"):
+        nnx.Optimizer(norm, tx, wrt=nnx.Param)
 
 
 class Dense(nn.Module):
@@ -464,6 +519,22 @@ def test_an_equinox_loop_has_the_bits_of_adamw_and_resumes_through_orbax(tmp_pat
         assert_same_tree(arrays_of(end), arrays_of(ends[0][0]))
         assert end.activation is jnp.tanh
     assert ends[0][2][-1] < runs[0][2][0]
+
+
+def test_an_equinox_module_in_bfloat16_goes_on_from_the_offloaded_parameters():
+    def arrays_of(model):
+        return eqx.filter(model, eqx.is_inexact_array)
+
+    model = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if eqx.is_inexact_array(x) else x, perceptron())
+    grads = jax.tree.map(jnp.ones_like, arrays_of(model))
+    offloaded = offloaded_of(model)
+    tx = offloaded.as_optax()
+    updates, state = tx.update(grads, tx.init(arrays_of(model)), arrays_of(model))
+    widened = eqx.apply_updates(model, updates)
+    with pytest.raises(ParameterError, match=r"expected bfloat16.*equinox.apply_updates widens.*offloaded.params"):
+        tx.update(grads, state, arrays_of(widened))
+    tx.update(grads, state, arrays_of(offloaded.params))
+    assert offloaded.count == 2
 
 
 # --- checkpoints, and the data with them ---------------------------------------------------------------

@@ -4,6 +4,7 @@ import os
 import queue
 import socket
 import sys
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -55,6 +56,16 @@ BATCH = {
     "SLURM_JOB_NODELIST": "node[01-02]",
 }
 """As sbatch sets it for the script itself."""
+HETEROGENEOUS = {
+    **SLURM,
+    "SLURM_HET_SIZE": "2",
+    "SLURM_NODEID": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x2),2",
+    "SLURM_STEP_NODELIST": "fat1,thin[2-3]",
+}
+"""As ``srun --het-group=0,1``: of two components as of one."""
+JOINED = {**SLURM, "SLURM_CPUS_ON_NODE": "16", **Launched.read(SLURM).variables()}
+"""As it is left to those who come after the first that joined."""
 
 
 def test_without_a_launcher_a_process_is_alone():
@@ -77,8 +88,13 @@ def test_who_is_alone_is_not_warned(environment):
 
 @pytest.mark.parametrize(
     ("environment", "launcher", "address"),
-    [(TORCHRUN, "torchrun", "here"), (OPEN_MPI, "Open MPI", None), (SLURM, "Slurm", "node03")],
-    ids=["torchrun", "Open MPI", "Slurm"],
+    [
+        (TORCHRUN, "torchrun", "here"),
+        (OPEN_MPI, "Open MPI", None),
+        (SLURM, "Slurm", "node03"),
+        (HETEROGENEOUS, "Slurm", "fat1"),
+    ],
+    ids=["torchrun", "Open MPI", "Slurm", "heterogeneous job"],
 )
 def test_each_launcher_says_the_same_in_its_own_words(environment, launcher, address):
     place = Launched.read(environment)
@@ -93,13 +109,13 @@ def test_of_launchers_that_nest_the_inner_one_is_right():
     daemon = {**SLURM, "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
     assert Launched.read({**daemon, **TORCHRUN}) == Launched.read(TORCHRUN)
     place = Launched.read({**daemon, **OPEN_MPI})
-    assert (place.launcher, place.rank, place.world_size, place.local_world_size) == ("Open MPI", 3, 4, 2)
-    assert place.address == "node03"
+    assert place == Launched.read(OPEN_MPI), "the daemons' step has neither mpirun's machine nor rank 0"
     by_hand = Launched.read({**SLURM, "RANK": "3", "WORLD_SIZE": "4"})
     assert (by_hand.launcher, by_hand.local_rank, by_hand.local_world_size, by_hand.address) == (
-        "torchrun", 1, 2, "node03"
+        "Slurm", 1, 2, "node03"
     )  # fmt: skip
     assert Launched.read({**SLURM, "MASTER_ADDR": "other", "MASTER_PORT": "5"}).meeting_point() == ("other", 5)
+    assert Launched.read({**SLURM, "LOCAL_RANK": "0"}) == Launched.read(SLURM)  # a shell's leftover
 
 
 def test_a_batch_script_is_none_of_the_tasks():
@@ -131,6 +147,7 @@ def test_a_shell_in_an_allocation_counts_itself():
         ({**TORCHRUN, "LOCAL_WORLD_SIZE": "5"}, "no more on this machine than in all"),
         ({**TORCHRUN, "LOCAL_WORLD_SIZE": ""}, "rank 1 of 1; expected"),
         ({**TORCHRUN, "MASTER_PORT": "http"}, "MASTER_PORT: got 'http'"),
+        ({**TORCHRUN, "MASTER_PORT": "65536"}, "MASTER_PORT: got '65536'.* from 1 to 65535"),
         ({**SLURM, "SLURM_NODEID": "4"}, r"got '2\(x2\)' for machine 4"),
         ({**SLURM, "SLURM_STEP_NODELIST": "node[01"}, r"got 'node\[01' for a list of hosts"),
     ],
@@ -151,7 +168,10 @@ def test_what_others_read_is_what_torchrun_would_have_set():
     assert Launched.read(TORCHRUN).variables() == TORCHRUN
     translated = Launched.read(SLURM).variables()
     assert {**translated, "MASTER_ADDR": "here", "MASTER_PORT": "29500"} == TORCHRUN
-    assert Launched.read({**SLURM, **translated}).variables() == translated
+    assert Launched.read(JOINED) == Launched.read(SLURM)
+    by_mpirun = {**SLURM, **OPEN_MPI, "MASTER_ADDR": "here", "MASTER_PORT": "29500"}
+    joined = {**by_mpirun, **Launched.read(by_mpirun).variables()}
+    assert Launched.read(joined) == Launched.read(by_mpirun)
 
 
 def test_all_tasks_of_a_step_take_one_port_and_other_steps_another():
@@ -189,7 +209,7 @@ def hosts(draw):
     return written, meant
 
 
-@law(200)
+@law()
 @given(st.lists(hosts(), min_size=1, max_size=3))
 def test_the_first_host_is_found_in_any_compressed_list(listed):
     assert first_host(",".join(written for written, _ in listed)) == listed[0][1]
@@ -247,6 +267,7 @@ def test_tasks_on_a_machine_are_found_in_any_compressed_list(tasks, data):
         (16, {**SLURM, "SLURM_CPUS_ON_NODE": "16"}, 8),  # not bound: tasks share what they all see
         (8, {**SLURM, "SLURM_CPUS_ON_NODE": "16"}, 8),  # bound: what it sees is its own
         (64, {**SLURM, "SLURM_CPUS_ON_NODE": "16"}, 8),  # not confined at all
+        (8, JOINED, 8),  # whose torchrun's variables are Slurm's
         (16, SLURM, 8),
         (16, {**SLURM, "SLURM_CPUS_ON_NODE": "16", **TORCHRUN, "LOCAL_WORLD_SIZE": "4"}, 4),
         (16, {**SLURM, "SLURM_STEP_NODELIST": "node[", "SLURM_CPUS_ON_NODE": "16"}, 16),  # others complain
@@ -270,6 +291,13 @@ def test_a_slurm_task_takes_no_more_than_it_was_given(monkeypatch):
     for name, value in {**TORCHRUN, "LOCAL_WORLD_SIZE": "3", "RANK": "0", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)  # a task that is torchrun
     assert (cpus.available_cpus(), cpus.default_threads()) == (3, 1)
+
+
+def test_what_slurm_gave_a_daemon_of_mpiruns_is_not_what_each_rank_has():
+    given = {**SLURM, "SLURM_CPUS_PER_TASK": "3", "SLURM_CPUS_ON_NODE": "16"}
+    assert launch.granted_cpus(given) == 3
+    assert launch.granted_cpus({**given, **OPEN_MPI}) is None
+    assert share_of_cpus(32, {**given, **OPEN_MPI}) == 16
 
 
 @pytest.mark.parametrize(
@@ -370,6 +398,13 @@ def test_ranks_of_several_machines_are_told_of_an_address_that_leads_nowhere(add
         module.init_process_group("cpu")
 
 
+def test_ranks_of_one_machine_that_do_not_say_so_are_told_what_to_set(launched):
+    module = torch_launch()
+    launched(RANK="0", WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="29500")
+    with pytest.raises(ConfigError, match="or LOCAL_RANK and LOCAL_WORLD_SIZE where all ranks run on this machine"):
+        module.init_process_group("cpu")
+
+
 def test_a_process_that_is_alone_joins_nobody(launched, monkeypatch):
     module = torch_launch()
     monkeypatch.setattr(module.dist, "init_process_group", lambda *arguments, **options: pytest.fail("joined"))
@@ -391,7 +426,8 @@ def test_a_rank_that_meets_nobody_says_whom_it_expected_and_where(launched):
     [
         (0, TORCHRUN, "cpu"),
         (2, TORCHRUN, "cuda:1"),
-        (1, {**SLURM, "SLURM_PROCID": "1"}, "cuda:0"),  # --gpus-per-task
+        (1, SLURM, "cuda:0"),  # --gpus-per-task
+        (1, JOINED, "cuda:0"),
         (2, SLURM, "cuda:1"),
     ],
 )
@@ -433,7 +469,10 @@ def jax_launch(monkeypatch):
     [
         (TORCHRUN, "here:29500", [1]),
         ({**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "True"}, "here:29501", [1]),  # the agent listens there itself
+        ({**SLURM, **TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "True"}, "here:29501", [1]),
+        ({**TORCHRUN, "MASTER_ADDR": "fd00::7"}, "[fd00::7]:29500", [1]),
         ({**TORCHRUN, "CUDA_VISIBLE_DEVICES": "5"}, "here:29500", None),
+        ({**TORCHRUN, "CUDA_VISIBLE_DEVICES": "GPU-5ad0f1c2"}, "here:29500", None),
         ({**TORCHRUN, "CUDA_VISIBLE_DEVICES": "4,5"}, "here:29500", [1]),
         ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_LOCALID": "0"}, "node03:64345", None),
     ],
@@ -480,12 +519,15 @@ def test_jax_processes_that_meet_nobody_say_whom_they_expected(launched, monkeyp
 
 def test_a_wait_that_takes_too_long_is_told_of_and_others_are_not(monkeypatch):
     module, _ = jax_launch(monkeypatch)
+    now = 0.0
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now))
     told = queue.Queue()
     watch = module.Watch(0.2, told.put)
     for bucket in range(3):
         with watch.over(0, f"bucket {bucket}"):
             pass
     with watch.over(7, "bucket 3: exchange"), watch.over(7, "bucket 4"):
+        now = 1.0
         assert told.get(timeout=60).startswith(
             "rank 7: bucket 3: exchange failed (no answer in 0.2 seconds); a rank was"
         )

@@ -15,6 +15,8 @@ from machines import Cluster, NotPossible
 from test_launch import BATCH, OPEN_MPI, SLURM, TORCHRUN
 from two_hosts_worker import CUT, SAVED, STEPS
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parent.parent
 DEADLINE = 100
 """Seconds that nothing here takes, unless it hangs."""

@@ -68,6 +68,7 @@ class TreeCheckpoints:
         self._pipeline = pipeline
         self._placement = placement
         self._paths = dotted_names(tree.now())
+        self._tree = tree
         self._leaves = tree.leaves
         self._trained = [leaf.position for leaf in tree.trained]
 
@@ -83,6 +84,7 @@ class TreeCheckpoints:
     ) -> Path:
         """Save a tree that has had so many updates."""
         with self._core.together("save"):
+            self._tree.check_alive("save_checkpoint")
             names = self._names(None)
             untrained = {names[i]: i for i in self._untrained()}
             shapes = {name: _form(name, self._leaves[i]) for name, i in untrained.items()}

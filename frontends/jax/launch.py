@@ -42,9 +42,10 @@ def initialize(local_device_ids: Sequence[int] | None = None, *, timeout_seconds
     if launched.world_size == 1:
         return
     host, port = launched.meeting_point()
-    if launched.launcher == "torchrun":  # whose agent, or store, listens there
-        port += os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    sees_one = os.environ.get("CUDA_VISIBLE_DEVICES", "").isdecimal()
+    port += os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's agent listens there
+    coordinator = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")  # numbers, or names such as GPU-5ad0...
+    sees_one = visible != "" and "," not in visible
     if local_device_ids is None and launched.local_world_size > 1 and not sees_one:
         local_device_ids = [launched.local_rank]
     timeouts: dict[str, Any] = {}
@@ -55,7 +56,7 @@ def initialize(local_device_ids: Sequence[int] | None = None, *, timeout_seconds
         }
     try:
         jax.distributed.initialize(
-            f"{host}:{port}",
+            coordinator,
             launched.world_size,
             launched.rank,
             local_device_ids,

@@ -410,9 +410,10 @@ class OffloadedParams:
     def _hypers(self, learning_rate: Any = None) -> list[AdamHyper]:
         """One for decayed parameters, one for those that ``mask`` excludes; with this rate, or that of the settings."""
         config = self.config
-        lr, betas = config.hyperparameters(jnp.asarray(self.count, jnp.int32))
+        count = jnp.asarray(self.count, jnp.int32)
+        lr, betas = config.hyperparameters(count)
         if learning_rate is not None:
-            lr = float(learning_rate)
+            lr = float(learning_rate(count) if callable(learning_rate) else learning_rate)
         check_hyperparameters(f"update {self.count}", lr, betas, config.eps, config.weight_decay)
         decayed = AdamHyper(lr, betas, config.eps, config.weight_decay, config.eps_root, _bias_correction)
         return [decayed, replace(decayed, weight_decay=0.0)]
@@ -426,8 +427,12 @@ class OffloadedParams:
         parameters' structure and None where a leaf is not trained. On a mesh they are whole: with several processes
         each gets all of them from the others, so all must call this. With ``schedule="delayed"`` it begins with
         :meth:`flush`.
+
+        Raises:
+            StateError: an array of ``params`` was donated.
         """
         self.flush()
+        self._tree.check_alive("to_pytree")
         return self._states.to_pytree(self.count)
 
     def load_pytree(self, tree: Mapping[str, Any]) -> Any:
@@ -500,8 +505,10 @@ class OffloadedParams:
         Raises:
             ConfigError, ParameterError: an argument, or an array, cannot be written, or two have one name; nothing was.
             CheckpointError: in all processes, where a file could not be written; nothing is left of it.
+            StateError: an array of ``params`` was donated.
         """
         self.flush()
+        self._tree.check_alive("export_safetensors")
         export_safetensors(
             self.params, self._pipeline, self._states.whole_leaf, folder, max_shard_bytes=max_shard_bytes, dtype=dtype
         )
@@ -535,7 +542,7 @@ class OffloadedParams:
 
         Raises:
             CheckpointError: in all processes; earlier checkpoints are untouched.
-            StateError: gradients wait for an update; under jit.
+            StateError: gradients wait for an update; an array of ``params`` was donated; under jit.
         """
         refuse_jit("save_checkpoint()")
         return self._checkpoints.save(
@@ -604,7 +611,7 @@ class OffloadedParams:
         the last one, for parameters that are not the last update's, and under ``jax.jit``.
 
         Args:
-            learning_rate: of the updates made by this transformation, in place of ``lr``; with
+            learning_rate: of the updates made by this transformation, in place of ``lr``, or a schedule; with
                 ``optax.inject_hyperparams(offloaded.as_optax)(learning_rate=...)`` it is in the optax state.
 
         Raises:

@@ -23,6 +23,11 @@ _MASKED = (
     "others train; expected it in the wrapped tree, too: "
     "wrap(jax.tree.map(lambda mine, p: p if mine else optax.MaskedNode(), mask, params))"
 )
+_WIDENED = "; optax.apply_updates keeps dtypes, where equinox.apply_updates widens: go on from offloaded.params there"
+_NONE = (
+    "as_optax().update without params; expected update(grads, state, params), as optax.adamw has it: the updates are "
+    "for these parameters alone"
+)
 _OTHERS = (
     "as_optax().update: params{path} is not what the last update made of it: an update takes the parameters to their "
     "new values, exactly. Expected params = optax.apply_updates(params, updates), with nothing after as_optax() in an "
@@ -58,7 +63,7 @@ def transformation(
                     raise ParameterError(_MASKED.format(path=jax.tree_util.keystr(path))) from None
             raise
         for leaf in tree.trained:
-            check_form("as_optax()", leaf.path, leaves[leaf.position], tree.leaves[leaf.position])
+            check_form("as_optax()", leaf.path, leaves[leaf.position], tree.leaves[leaf.position], _WIDENED)
         return leaves, treedef
 
     def init(params: Any) -> OffloadState:
@@ -73,7 +78,9 @@ def transformation(
                 "where the states in host memory are: what the last update returned, or tx.init(params) anew; "
                 "load_pytree() and load_checkpoint() take the states to where an optax state was saved"
             )
-        before, treedef = leaves_of(tree.now() if params is None else params)
+        if params is None:
+            raise ParameterError(_NONE)
+        before, treedef = leaves_of(params)
         _check_own(tree, before)
         update_all(grads)
         updates = [placement.pass_through(no_update(leaf)) for leaf in before]

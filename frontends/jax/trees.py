@@ -67,8 +67,7 @@ def check_paths(expected: Sequence[str], flat: Sequence[tuple[str, Any]], error:
     In one of them a leaf may lie in a box of its own, as in a flax.nnx Variable: ``['w']`` is ``['w'].value``.
     """
     for e, g in zip_longest(expected, [path for path, _ in flat], fillvalue="nothing"):
-        short, long = sorted((e, g), key=len)
-        if short != long.removesuffix(".value"):
+        if g not in (e, f"{e}.value") and e != f"{g}.value":
             got, expected = ("a single leaf" if path == ROOT else path for path in (g, e))
             raise error(f"{what}: the tree has {got} where {expected} was expected; expected the wrapped structure")
 
@@ -84,11 +83,11 @@ def form(value: Any) -> str:
     return f"{value.dtype}{list(value.shape)}" if hasattr(value, "dtype") else f"a {type(value).__name__}"
 
 
-def check_form(what: str, path: str, value: Any, like: Any) -> None:
+def check_form(what: str, path: str, value: Any, like: Any, hint: str = "") -> None:
     """Raise :class:`ParameterError` unless a value has the shape and dtype of the parameter that it stands for."""
     got, expected = form(value), form(like)
     if got != expected:
-        raise ParameterError(f"{what}: params{path} is {got}, expected {expected}, as in offloaded.params")
+        raise ParameterError(f"{what}: params{path} is {got}, expected {expected}, as in offloaded.params{hint}")
 
 
 def is_parameter(path: str, leaf: Any) -> bool:

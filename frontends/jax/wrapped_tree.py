@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from offload_core.errors import OffloadError
+from offload_core.errors import OffloadError, StateError
 
 from .shard_layout import ShardLayout
 from .trees import check_paths, flatten
@@ -40,6 +40,18 @@ class WrappedTree:
     def of(self, leaves: Mapping[int, Any]) -> Any:
         """A tree of this structure with these leaves, by position, and None for the others."""
         return jax.tree_util.tree_unflatten(self.treedef, [leaves.get(i) for i in range(len(self.leaves))])
+
+    def check_alive(self, what: str) -> None:
+        """Raise :class:`StateError` if there is an array whose memory was given away.
+
+        Those that are not trained are the optax loop's own, which may donate them to what makes their successors.
+        """
+        for path, leaf in zip(self.paths, self.leaves, strict=True):
+            if isinstance(leaf, jax.Array) and leaf.is_deleted():
+                raise StateError(
+                    f"{what}: params{path} was donated or deleted; expected offloaded.load_params(params) first, with "
+                    "the parameters that the loop has now"
+                )
 
     def leaves_like(self, tree: Any, error: type[OffloadError], what: str) -> tuple[list[Any], Any]:
         """The leaves of a tree of this structure, and its own, which may be of other node types; else raise."""

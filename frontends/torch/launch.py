@@ -90,7 +90,10 @@ def interface_towards(launched: Launched) -> str:
     except OSError as error:
         raise ConfigError(f"MASTER_ADDR {host!r} is not to be reached from here ({error}); {remedy}") from error
     if ipaddress.ip_address(mine).is_loopback:
-        raise ConfigError(f"MASTER_ADDR {host!r} is {mine} here, where no other machine finds it; {remedy}")
+        raise ConfigError(
+            f"MASTER_ADDR {host!r} is {mine} here, where no other machine finds it; {remedy}, or LOCAL_RANK and "
+            "LOCAL_WORLD_SIZE where all ranks run on this machine"
+        )
     import psutil  # long to import
 
     for interface, addresses in psutil.net_if_addrs().items():
