@@ -229,10 +229,6 @@ class OffloadConfig:
         lr = float(self.lr(updates) if callable(self.lr) else self.lr)
         return lr, self.betas(updates) if callable(self.betas) else self.betas
 
-    def as_dict(self) -> dict[str, Any]:
-        """The fields by name."""
-        return {name: getattr(self, name) for name in FIELDS}
-
 
 ConfigLike = OffloadConfig | Mapping[str, Any] | str | os.PathLike[str] | None
 """What ``wrap`` takes as ``config``: see :meth:`OffloadConfig.resolve`."""

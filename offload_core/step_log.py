@@ -181,6 +181,10 @@ def _plain(value: Any) -> Value:
 # --- writers ---------------------------------------------------------------------------------------------
 
 
+_WRITING: "weakref.WeakValueDictionary[tuple[int, int], JsonLines]" = weakref.WeakValueDictionary()
+"""Of this process, which a lock does not keep apart: who writes to a file (its device and number), the last to begin."""
+
+
 class JsonLines(Writer):
     """A file of one JSON object a line, ``{"step": 17, "loss": 2.1, ...}``; inf and NaN, which JSON lacks, are null.
 
@@ -213,15 +217,22 @@ class JsonLines(Writer):
         except OSError:
             pass  # a file system without locks
         self._file = file
+        found = os.fstat(file.fileno())
+        self._id = found.st_dev, found.st_ino
+        _WRITING[self._id] = self
         weakref.finalize(self, file.close)  # a log that nobody ends has lost nothing
 
     def write(self, step: int, record: Mapping[str, Value]) -> None:
         assert self._file is not None
+        if _WRITING.get(self._id) is not self:
+            raise StateError(
+                f"{self.path}: another log of this process has begun to write to it since; expected a file for each"
+            )
         if self._last is None or step < self._last:
             self._take_back(step)
         self._last = step
-        line = json.dumps({"step": step, **{name: _in_json(value) for name, value in record.items()}}, allow_nan=False)
-        _append(self._file, line.encode() + b"\n")
+        values = {name: _in_json(value) for name, value in record.items() if name != "step"}
+        _append(self._file, json.dumps({"step": step, **values}, allow_nan=False).encode() + b"\n")
 
     def _take_back(self, step: int) -> None:
         """Move lines from this step on, and those that are none, out of the file."""

@@ -35,10 +35,8 @@ def read(config, **overrides):
 
 def changed(config, **overrides):
     """The fields that are not the defaults."""
-    default = OffloadConfig()
-    return {
-        name: value for name, value in read(config, **overrides).as_dict().items() if value != getattr(default, name)
-    }
+    got, default = read(config, **overrides), OffloadConfig()
+    return {name: getattr(got, name) for name in FIELDS if getattr(got, name) != getattr(default, name)}
 
 
 def ignored(config, **overrides):

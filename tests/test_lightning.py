@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.plugins.precision import DoublePrecision, MixedPrecision
 from test_torch_optimizer import same_bits
 from test_torch_ranks import run
@@ -87,7 +87,8 @@ def trainer_of(folder, strategy="auto", *, save_every=None, **settings):
         "enable_checkpointing": save_every is not None,
     } | settings  # fmt: skip
     if save_every is not None:
-        settings["callbacks"] = ModelCheckpoint(folder, "{step}", every_n_train_steps=save_every, save_top_k=-1)
+        saver = ModelCheckpoint(folder, "{step}", every_n_train_steps=save_every, save_top_k=-1)
+        settings["callbacks"] = [*settings.get("callbacks", ()), saver]
     return pl.Trainer(strategy=strategy, default_root_dir=folder, **settings)
 
 
@@ -340,7 +341,9 @@ def test_the_strategy_resumes_bit_for_bit_in_any_stage(tmp_path, stage, other):
     straight = fitted(tmp_path, late_in(stage), OffloadStrategy(**STAGES[stage]), save_every=BATCHES)
     folder = tmp_path / f"step={BATCHES}.ckpt"
     assert sorted(path.name for path in folder.iterdir()) == [FOLDER, TRAINER]
-    assert torch.load(folder / TRAINER, weights_only=True).keys().isdisjoint({"state_dict", "optimizer_states"})
+    saved = torch.load(folder / TRAINER, weights_only=True)
+    assert saved["state_dict"] == {}
+    assert "optimizer_states" not in saved
     torch.manual_seed(100)
     resumed = fitted(tmp_path, late_in(other), OffloadStrategy(**STAGES[other]), resume=str(folder))
     assert resumed.seen == straight.seen[BATCHES:]
@@ -373,6 +376,72 @@ def test_dropout_goes_on_in_mid_epoch(tmp_path, monkeypatch):
     resumed = fitted(tmp_path, Model(engines), OffloadStrategy(), resume=tmp_path / "step=2.ckpt")
     assert resumed.seen == straight.seen[2:]
     assert_same_weights(resumed, weights_of(straight))
+
+
+def test_averaged_weights_are_saved_and_go_on(tmp_path):
+    """Lightning's callback puts them in the weights' place: in checkpoints, and in the module at the end."""
+
+    def run(**settings):
+        average = EMAWeightAveraging(decay=0.5)
+        return fitted(
+            tmp_path, Model(engines), OffloadStrategy(), callbacks=[average], precision="bf16-true", **settings
+        )
+
+    def loaded(path):
+        model = Model(engines)
+        trainer = trainer_of(tmp_path, OffloadStrategy(), precision="bf16-true", limit_val_batches=1.0)
+        with quiet():
+            trainer.validate(model, DataLoader(TOKENS, 5), ckpt_path=path, verbose=False)
+        return dict(model.named_parameters())
+
+    straight = run(save_every=BATCHES)
+    path = tmp_path / f"step={BATCHES}.ckpt"
+    resumed = run(resume=path)
+    assert resumed.seen == straight.seen[BATCHES:]
+    assert_same_weights(resumed, weights_of(straight))
+    averages = torch.load(path / TRAINER, weights_only=True)["state_dict"]
+    for name, param in loaded(path).items():
+        assert same_bits(param, averages[name].bfloat16()), name
+    engine = wrap(Model(engines), lr=LR, param_dtype="bfloat16")
+    engine.load_checkpoint(straight.fitting.strategy.engine.save_checkpoint(tmp_path / "last"))
+    assert_same_weights(straight, dict(engine.module.named_parameters()))
+
+
+class Without(Model):
+    """A hook that leaves out a part of the weights, and adds something."""
+
+    def on_save_checkpoint(self, checkpoint):
+        weights = checkpoint["state_dict"]
+        checkpoint["state_dict"] = {name: value for name, value in weights.items() if "blocks.0" not in name}
+        checkpoint["state_dict"]["own"] = torch.ones(1)
+
+    def on_load_checkpoint(self, checkpoint):
+        self.own = checkpoint["state_dict"].pop("own")
+
+
+def test_what_a_hook_adds_to_the_weights_is_saved_and_what_it_leaves_out_is_in_the_shards(tmp_path):
+    straight = fitted(tmp_path, Without(engines), OffloadStrategy(), save_every=BATCHES)
+    path = tmp_path / f"step={BATCHES}.ckpt"
+    resumed = fitted(tmp_path, Without(engines), OffloadStrategy(), resume=path)
+    assert_same_weights(resumed, weights_of(straight))
+    assert resumed.own == 1
+    straight.fitting.save_checkpoint(tmp_path / "weights", weights_only=True)
+    names = torch.load(tmp_path / "weights", weights_only=True)["state_dict"].keys()
+    assert dict(straight.named_parameters()).keys() - names == {n for n in weights_of(straight) if "blocks.0" in n}
+
+
+def test_a_model_is_fitted_again_by_another_trainer(tmp_path):
+    """As in a notebook: the first one, which is gone, has left cycles of references."""
+    runs = []
+    for new, strategy in ((torchs, "auto"), (ours, "auto"), (engines, OffloadStrategy)):
+        model = Model(new)
+        for _ in range(2):
+            fitted(tmp_path, model, strategy if strategy == "auto" else strategy(), max_epochs=1)
+        runs.append(model)
+    for model in runs[1:]:
+        assert model.seen == runs[0].seen
+        for (name, p), q in zip(model.named_parameters(), runs[0].parameters(), strict=True):
+            assert same_bits(p, q), name
 
 
 def test_a_checkpoint_of_another_strategy_goes_on_under_this_one(tmp_path):
@@ -503,6 +572,7 @@ class OwnBackward(Model):
         (lambda: Model(engines), {"gradient_accumulation_steps": 4}, {"accumulate_grad_batches": 2},
          r"gradient_accumulation_steps=4, and the Trainer has accumulate_grad_batches=2"),
         (lambda: Model(engines), {"stag": 3}, {}, r"unknown configuration field 'stag'"),
+        (lambda: Model(engines), STAGES[3], {"callbacks": [EMAWeightAveraging()]}, r"EMAWeightAveraging in stage 3"),
         (lambda: Model(engines), {}, {"plugins": [DoublePrecision()]}, r"precision is DoublePrecision, expected '32-"),
     ],
 )  # fmt: skip

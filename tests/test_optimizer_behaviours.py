@@ -589,7 +589,7 @@ def test_names_are_saved_and_a_hook_can_map_states_by_them():
     assert unnamed.param_groups[0]["param_names"] == [name for name, _ in named]
 
 
-@pytest.mark.parametrize("damage", ["groups", "parameters", "shape", "no step"])
+@pytest.mark.parametrize("damage", ["groups", "parameters", "shape", "master", "no step"])
 def test_a_state_dict_that_does_not_fit_changes_nothing(damage):
     model = make()
     optimizer = alone(two_groups(model))
@@ -607,6 +607,8 @@ def test_a_state_dict_that_does_not_fit_changes_nothing(damage):
             saved["param_groups"][1]["params"].pop()
         case "shape":
             saved["state"][3]["exp_avg_sq"] = torch.zeros(5)
+        case "master":
+            saved["state"][3]["master"] = torch.zeros(1)
         case "no step":
             del saved["state"][3]["step"]
     with pytest.raises((ValueError, StateError)):
@@ -621,7 +623,11 @@ def test_looking_for_states_that_are_not_there_finds_an_empty_entry_and_harms_no
     assert model[0].weight not in optimizer.state
     assert optimizer.state[model[0].weight] == {}
     optimizer.state["of all"] = 7
+    for number in (1, 2):
+        optimizer.state[model[2].weight]["own"] = number
+    assert optimizer.state_dict()["state"][2]["own"] == 2
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert optimizer.state[model[2].weight].pop("own", None) == 2
     other, twin = copy.deepcopy((model, optimizer))
     for m, o in ((model, optimizer), (other, twin)):
         assert o.state["of all"] == 7
@@ -655,7 +661,21 @@ def deleted(optimizer):
         del optimizer.state[param]
 
 
-@pytest.mark.parametrize("reset", [cleared, replaced, emptied, popped, deleted])
+def cleared_one_by_one(optimizer):
+    for entry in optimizer.state.values():
+        entry.clear()
+
+
+def popped_one_by_one(optimizer):
+    for entry in optimizer.state.values():
+        assert float(entry.pop("step")) == 3
+        del entry["exp_avg"], entry["exp_avg_sq"]
+
+
+RESETS = [cleared, replaced, emptied, popped, deleted, cleared_one_by_one, popped_one_by_one]
+
+
+@pytest.mark.parametrize("reset", RESETS)
 @pytest.mark.parametrize("early_copy", [False, True])
 def test_states_that_are_taken_away_begin_anew(reset, early_copy):
     ours, theirs = make(), make()
@@ -667,6 +687,7 @@ def test_states_that_are_taken_away_begin_anew(reset, early_copy):
         train(model, optimizer, range(3, 5))
     assert_same(ours, theirs, mine, yours)
     assert float(mine.state[ours[0].weight]["step"]) == 2
+    assert mine.state_dict()["state"].keys() == yours.state_dict()["state"].keys()
 
 
 def test_states_that_are_assigned_are_copied_to_where_they_are_held():
@@ -681,6 +702,10 @@ def test_states_that_are_assigned_are_copied_to_where_they_are_held():
         second["exp_avg_sq"].mul_(4)
         optimizer.state[model[2].bias] = {k: v.clone() for k, v in optimizer.state[model[2].bias].items()}
         optimizer.state = {p: {k: v * 1 for k, v in entry.items()} for p, entry in optimizer.state.items()}
+        optimizer.state[model[0].bias].update(exp_avg=torch.ones(64))
+        entry = optimizer.state[model[0].bias]
+        entry |= {"exp_avg_sq": torch.full((64,), 0.5)}
+        optimizer.state |= {model[2].bias: {**copy.copy(optimizer.state)[model[2].bias], "step": torch.tensor(5.0)}}
         assert optimizer is yours or optimizer.state[model[0].weight]["exp_avg"].data_ptr() == address
         train(model, optimizer, range(3, 5))
     assert float(mine.state[ours[0].weight]["step"]) == 9

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import law
 
-from offload_core.errors import CheckpointWarning, ConfigError
+from offload_core.errors import CheckpointWarning, ConfigError, StateError
 from offload_core.memory_plan import PlanRow
 from offload_core.memory_report import MemoryReport
 from offload_core.pipeline import StepReport
@@ -145,7 +145,7 @@ def test_any_record_is_one_line_of_json(tmp_path_factory, records):
     path = tmp_path_factory.mktemp("lines") / "steps.jsonl"
     with StepLog(path) as log:
         for step, record in enumerate(records):
-            log.write(step, {f"_{name}": value for name, value in record.items()})
+            log.write(step, {f"_{name}": value for name, value in record.items()} | {"step": -1})
     for step, (line, record) in enumerate(zip(lines(path) if records else [], records, strict=True)):
         expected = {f"_{n}": None if isinstance(v, float) and not math.isfinite(v) else v for n, v in record.items()}
         assert line == {"step": step, **expected}
@@ -214,6 +214,18 @@ def test_two_processes_do_not_write_to_one_file(tmp_path):
         other = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert "another process is writing to it; expected a file for each run, and of several ranks one" in other.stderr
     assert steps(tmp_path / "steps.jsonl") == [1, 1]
+
+
+def test_of_two_logs_of_a_process_the_last_to_begin_writes(tmp_path):
+    """As where a notebook's cell is run again. What two write by turns would be taken back by each other."""
+    first = StepLog(tmp_path / "steps.jsonl")
+    first.write(1, {"of": 1})
+    (tmp_path / "link.jsonl").symlink_to("steps.jsonl")
+    with StepLog(tmp_path / "link.jsonl") as second:
+        second.write(2, {"of": 2})
+        with pytest.raises(StateError, match=r"steps.jsonl: another log of this process has begun to write to it"):
+            first.write(3, {"of": 1})
+    assert [(line["step"], line["of"]) for line in lines(tmp_path / "steps.jsonl")] == [(1, 1), (2, 2)]
 
 
 class FullDisk(FileIO):

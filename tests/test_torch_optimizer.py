@@ -557,8 +557,8 @@ def train(model, optimizer, seeds):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("early_copy", [False, True])
-def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(dtype, early_copy):
+@pytest.mark.parametrize(("early_copy", "model_first"), [(False, True), (True, True), (True, False)])
+def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(dtype, early_copy, model_first):
     straight, first = make(dtype), make(dtype)
     whole = OffloadedAdamW(straight.parameters(), lr=1e-2, early_copy=early_copy)
     half = OffloadedAdamW(first.parameters(), lr=1e-2, early_copy=early_copy)
@@ -569,9 +569,10 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(dtype, early_copy):
     file.seek(0)
     saved = torch.load(file, weights_only=True)
     second = make(dtype, seed=7)
-    second.load_state_dict(saved["model"])
     resumed = OffloadedAdamW(second.parameters(), lr=1e-5, early_copy=early_copy)
-    resumed.load_state_dict(saved["optimizer"])
+    parts = [(second, saved["model"]), (resumed, saved["optimizer"])]
+    for part, state in parts if model_first else reversed(parts):
+        part.load_state_dict(state)
     train(second, resumed, range(4, 8))
     assert_same(straight, second, whole, resumed)
     if dtype is not torch.float32:

@@ -187,6 +187,12 @@ def test_what_the_callback_cannot_do_is_said_when_training_begins(straight, tmp_
     (folder / "optimizer.pt").unlink()
     with pytest.raises(CheckpointError, match=r"the states of step 4, and Trainer resumes at step 2.*resume_from"):
         trained(tmp_path, callbacks=[OffloadCallback(saved / "checkpoint-4")], resume=str(folder))
+    other = shutil.copytree(saved / "checkpoint-2", tmp_path / "other" / "checkpoint-2")
+    trained_with = json.loads((other / "trainer_state.json").read_text())
+    trained_with["log_history"][0]["loss"] += 1
+    (other / "trainer_state.json").write_text(json.dumps(trained_with))
+    with pytest.raises(CheckpointError, match=r"checkpoint-2: the checkpoint of another run than the one that Train"):
+        trained(tmp_path, callbacks=[OffloadCallback()], resume=str(other))
     shutil.rmtree(folder / FOLDER)
     with pytest.raises(CheckpointError, match=r"resumes at step 2, and neither offload/ nor optimizer.pt is there"):
         trained(tmp_path, callbacks=[OffloadCallback()], resume=str(folder))

@@ -1,5 +1,6 @@
 """``OffloadedAdamW``: a ``torch.optim.Optimizer`` whose states live in host memory."""
 
+import gc
 import threading
 import weakref
 from collections import defaultdict
@@ -33,7 +34,17 @@ from .groups import hyper_of, loaded, number, numbers, torchs_options, without_t
 from .partitioned import PartitionedModel, gathered_parameters
 from .pending import can_wait, make_pending
 from .slots import OWNED, Slot, let_go
-from .states import Hidden, States, check_entry, hide_state, plain_entries, state_views
+from .states import (
+    Hidden,
+    States,
+    check_entry,
+    check_partition,
+    hide_state,
+    own_part,
+    partition,
+    plain_entries,
+    state_views,
+)
 from .tensors import (
     TORCH_DTYPES,
     TakenGradient,
@@ -95,7 +106,9 @@ class OffloadedAdamW(torch.optim.Optimizer):
         ConfigError, ParameterError, StateError, HostMemoryError: before anything is changed.
     """
 
-    _pipeline: Pipeline | None  # no attribute of the class: Lightning's wrapper has that, too, and asks the wrapped one
+    # No attributes of the class: Lightning's wrapper is of this class, too, and asks the optimizer for what it lacks.
+    _pipeline: Pipeline | None
+    _states: Any
 
     def __init__(
         self,
@@ -146,7 +159,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         """Make the pipeline and take on the trainable parameters of all groups."""
         slots: dict[torch.Tensor, Slot] = {}
         self._slots = slots
-        self.__dict__["state"] = States(self._finish, self._replace_state)
+        self._states = States(self._finish, self._replace_state)
         self._hook_handles: list[Any] = []
         self._lock = threading.RLock()
         self._scaling = self._averaging = False
@@ -314,6 +327,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
                 raise ParameterError(
                     f"parameter {name!r} is on {param.device}, others are on {device}; expected one device a process"
                 )
+            if id(param) in OWNED and param not in self._slots:
+                gc.collect()  # a trainer that is gone may have kept the optimizer in a cycle
             if id(param) in OWNED and param not in self._slots:
                 raise StateError(
                     f"parameter {name!r} already belongs to another OffloadedAdamW (was the model wrapped twice?); "
@@ -685,24 +700,22 @@ class OffloadedAdamW(torch.optim.Optimizer):
         What is assigned to it, to ``state[p]`` or to ``state[p]["exp_avg"]`` is copied there; a parameter whose entry
         is deleted, or left out, begins anew, with moments and a step count of 0.
         """
-        return self.__dict__["state"]
+        return self._states
 
     @state.setter
     def state(self, states: Mapping[Any, Any]) -> None:
         if self._pipeline is None:
-            self.__dict__["state"] = states
-            return
-        held = self.__dict__["state"]
-        if states is not held:
-            for key in held.keys() - states.keys():
-                del held[key]
-            held.update(states)
+            self._states = states
+        elif states is not self._states:
+            for key in self._states.keys() - states.keys():
+                del self._states[key]
+            self._states.update(states)
 
     def _replace_state(self, param: torch.Tensor, entry: Mapping[str, Any]) -> None:
         """Give a parameter these states, or, of none, moments and a step count of 0; it keeps its master weights."""
         slot, held = self._slots[param], self.state[param]
         if entry:
-            entry = self._own_part(slot, entry) if self.pipeline.device.world_size > 1 else entry
+            entry = own_part(self.pipeline, slot.index, param, entry)
             check_entry(slot.name, held["exp_avg"], entry)
         self.flush()
         with torch.no_grad():
@@ -721,7 +734,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         if "state" in state:  # a hook may have made another of it
             state["state"] = plain_entries(state["state"])
         if device.world_size > 1:
-            state["partition"] = {"rank": device.ranks[0], "world_size": device.world_size}
+            state["partition"] = partition(device)
         if self._scheduled():
             state["updates"] = self.updates
         return state if scaler is None else state | {"loss_scale": scaler.state_dict()}
@@ -732,14 +745,14 @@ class OffloadedAdamW(torch.optim.Optimizer):
         Among ranks each loads its own part, or takes it from whole states. Schedules go on after the number of updates
         that is saved, or after the steps of the states.
 
-        The model's parameters are left alone: a master weight is taken where the parameter is what it rounds to,
-        and else (torch's own states have none) from the parameter.
+        The model's parameters are left alone, and may be loaded before or after this. At the next step a master weight
+        counts where the parameter is what it rounds to, and else (torch's own states have none) the parameter.
         """
         self.flush()
         final: dict[str, Any] = {}
 
         def check_and_hide(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-            self._check_partition(state_dict)
+            check_partition(self.pipeline.device, self.param_groups, state_dict)
             final.update(state_dict)
             return hide_state(state_dict)
 
@@ -751,29 +764,6 @@ class OffloadedAdamW(torch.optim.Optimizer):
         self.updates = int(final.get("updates", max(float(step) for step in self.pipeline.steps)))
         if self.pipeline.scaler is not None and "loss_scale" in final:
             self.pipeline.scaler.load_state_dict(final["loss_scale"])
-
-    def _check_partition(self, state_dict: Mapping[str, Any]) -> None:
-        """Raise :class:`StateError` where the states are another rank's, or nobody knows whose."""
-        device = self.pipeline.device
-        own = {"rank": device.ranks[0], "world_size": device.world_size}
-        saved = state_dict.get("partition")
-        if saved is not None and saved != own:
-            raise StateError(
-                f"load_state_dict: the states of rank {saved['rank']} of {saved['world_size']}, expected those of rank "
-                f"{own['rank']} of {own['world_size']}: each rank saves and loads its own"
-            )
-        if saved is not None or device.world_size == 1:
-            return
-        params = [param for group in self.param_groups for param in group["params"]]
-        indices = [i for group in state_dict["param_groups"] for i in group["params"]]
-        for param, i in zip(params, indices, strict=False):
-            value = state_dict["state"].get(i, {}).get("exp_avg")
-            if isinstance(value, torch.Tensor) and value.shape != param.shape:
-                raise StateError(
-                    f"load_state_dict: states of a part of parameter {i}, {tuple(value.shape)} of "
-                    f"{tuple(param.shape)}, and no 'partition' that says of which rank; expected this rank's "
-                    "state_dict() as it was, or whole states"
-                )
 
     def torch_state_dict(self, *, rank0_only: bool = True) -> dict[str, Any] | None:
         """A ``state_dict`` for ``torch.optim.AdamW`` (``Adam`` with ``adam_mode="adam"``), whole in any stage.
@@ -831,8 +821,9 @@ class OffloadedAdamW(torch.optim.Optimizer):
         saved = {key: e.value if isinstance(e, Hidden) else e for key, e in state["state"].items()}
         entries = {p: entry for p, entry in saved.items() if isinstance(p, torch.Tensor) and entry}
         others = {key: entry for key, entry in saved.items() if not isinstance(key, torch.Tensor)}
+        rest = {name: value for name, value in state.items() if name != "state"}
         if self._pipeline is None:
-            super().__setstate__({**state, "state": defaultdict(dict)})
+            super().__setstate__(rest)
             self.report = None
             self._build(None)
             self.pipeline.scaler = self.__dict__.pop("scaler")
@@ -842,10 +833,10 @@ class OffloadedAdamW(torch.optim.Optimizer):
                 hyper_of(g, group)
             for param, entry in entries.items():
                 slot = self._slots.get(param)
-                if slot and self.pipeline.device.world_size > 1:
-                    entries[param] = entry = self._own_part(slot, entry)
+                if slot:
+                    entries[param] = entry = own_part(self.pipeline, slot.index, param, entry)
                 check_entry(slot.name if slot else "?", self.state[param]["exp_avg"] if slot else param, entry)
-            super().__setstate__({**state, "param_groups": groups, "state": self.state})
+            super().__setstate__({**rest, "param_groups": groups})
         self.state.update(others)
         for param in entries:
             if param not in self._slots:
@@ -855,30 +846,20 @@ class OffloadedAdamW(torch.optim.Optimizer):
             for slot in self._slots.values():
                 self._load(slot, entries.get(slot.param, {}))
 
-    def _own_part(self, slot: Slot, entry: Mapping[str, Any]) -> dict[str, Any]:
-        """Of whole states, what this rank holds of them."""
-
-        def part(value: Any) -> Any:
-            if not isinstance(value, torch.Tensor) or value.shape != slot.param.shape or value.dim() == 0:
-                return value
-            whole = flat_like(value, slot.param)
-            runs = [(start, views["exp_avg"].size) for start, views in self.pipeline.states(slot.index)]
-            return torch.cat([whole[start : start + numel] for start, numel in runs] or [whole[:0]])
-
-        return {name: part(value) for name, value in entry.items()}
-
     def _load(self, slot: Slot, entry: Mapping[str, Any]) -> None:
         views = self.state[slot.param]
         self.pipeline.will_change([slot.index])
-        for name, view in views.items():
+        for name in views.held:
+            view = views[name]
             if name in entry:
                 view.copy_(torch.as_tensor(entry[name]))
             elif name == "master":
                 self.pipeline.reload_master(slot.index, self._tensor(slot))
             else:
                 view.zero_()
-        self.pipeline.adopt(slot.index, self._tensor(slot))
-        slot.note()
+        if slot.partitioned:
+            self.pipeline.adopt(slot.index, self._tensor(slot))
+        slot.doubt()  # the model may be loaded after this
 
 
 def _tensors_of(model: nn.Module | None) -> list[torch.Tensor]:

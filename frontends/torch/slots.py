@@ -41,6 +41,10 @@ class Slot:
         if not self.partitioned:
             self.version, self.address = self._place
 
+    def doubt(self) -> None:
+        """The parameter may not be what its master weights say: who uses them next is to compare."""
+        self.version = -1
+
     @property
     def changed_outside(self) -> bool:
         return not self.partitioned and (self.version, self.address) != self._place

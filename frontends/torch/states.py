@@ -3,28 +3,61 @@
 import copy
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
+from offload_core.device import Device
 from offload_core.errors import StateError
 from offload_core.pipeline import Pipeline
 
-from .tensors import shaped_like
+from .tensors import flat_like, shaped_like
 
 
-class Views(dict):
-    """A parameter's states by name, in host memory; what is assigned to one of them is copied there."""
+class _Kept(dict):
+    """A dict of which some entries stay: all ways to write go through ``__setitem__`` and ``__delitem__``."""
+
+    popitem = None  # type: ignore[assignment]  # would never end
+    update = MutableMapping.update  # type: ignore[assignment]
+
+    def __ior__(self, other: Any) -> Any:
+        self.update(other)
+        return self
+
+    def clear(self) -> None:
+        for key in [*self]:
+            del self[key]
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        if key not in self:
+            return super().pop(key, *default)
+        value = copy.deepcopy(self[key])
+        del self[key]
+        return value
+
+
+class Views(_Kept):
+    """A parameter's states by name, in host memory: what is assigned to one of them is copied there, and one that is
+    taken away begins anew, at 0; a master weight stays."""
 
     def __init__(self, views: Mapping[str, torch.Tensor], changing: Callable[[], None]) -> None:
         super().__init__(views)
+        self.held = frozenset(views)
+        """The names of those that stay; others are the user's."""
         self._changing = changing
 
+    def __delitem__(self, name: str) -> None:
+        if name not in self.held:
+            super().__delitem__(name)
+        elif name != "master":
+            self._changing()
+            self[name].zero_()
+
     def __setitem__(self, name: str, value: Any) -> None:
-        if name not in self:
+        if name not in self.held:
             super().__setitem__(name, value)
             return
         value = torch.as_tensor(value)
@@ -40,7 +73,7 @@ class Views(dict):
         return dict, (dict(self),)
 
 
-class States(defaultdict):
+class States(_Kept, defaultdict):
     """States by parameter. Whoever looks at them waits for the last update to end.
 
     Args:
@@ -94,20 +127,10 @@ class States(defaultdict):
         if not self._replaces(param, {}):
             super().__delitem__(param)
 
-    def pop(self, param: Any, *default: Any) -> Any:
-        if not isinstance(self.get(param), Views):
-            return super().pop(param, *default)
-        entry = copy.deepcopy(self[param])
-        del self[param]
-        return entry
+    def __copy__(self) -> Any:
+        return defaultdict(dict, self.items())
 
-    def clear(self) -> None:
-        for param in [*self]:
-            del self[param]
-
-    def update(self, *others: Any, **named: Any) -> None:
-        for param, entry in dict(*others, **named).items():
-            self[param] = entry
+    copy = __copy__
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return defaultdict, (dict, plain_entries(self))
@@ -172,8 +195,54 @@ def state_views(pipeline: Pipeline, index: int, param: torch.Tensor) -> Views:
     return Views({name: view.as_subclass(kind) for name, view in views.items()}, partial(pipeline.will_change, [index]))
 
 
+def partition(device: Device) -> dict[str, int]:
+    """What says of which rank's part states are."""
+    return {"rank": device.ranks[0], "world_size": device.world_size}
+
+
+def check_partition(device: Device, groups: Iterable[Mapping[str, Any]], state_dict: Mapping[str, Any]) -> None:
+    """Raise :class:`StateError` where the states are another rank's, or nobody knows whose.
+
+    Args:
+        groups: the optimizer's.
+    """
+    own, saved = partition(device), state_dict.get("partition")
+    if saved is not None and saved != own:
+        raise StateError(
+            f"load_state_dict: the states of rank {saved['rank']} of {saved['world_size']}, expected those of rank "
+            f"{own['rank']} of {own['world_size']}: each rank saves and loads its own"
+        )
+    if saved is not None or device.world_size == 1:
+        return
+    params = [param for group in groups for param in group["params"]]
+    indices = [i for group in state_dict["param_groups"] for i in group["params"]]
+    for param, i in zip(params, indices, strict=False):
+        value = state_dict["state"].get(i, {}).get("exp_avg")
+        if isinstance(value, torch.Tensor) and value.shape != param.shape:
+            raise StateError(
+                f"load_state_dict: states of a part of parameter {i}, {tuple(value.shape)} of {tuple(param.shape)}, "
+                "and no 'partition' that says of which rank; expected this rank's state_dict() as it was, or whole "
+                "states"
+            )
+
+
+def own_part(pipeline: Pipeline, index: int, param: torch.Tensor, entry: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Of whole states, what this rank holds of them."""
+    if pipeline.device.world_size == 1:
+        return entry
+
+    def part(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.shape != param.shape or value.dim() == 0:
+            return value
+        whole = flat_like(value, param)
+        runs = [(start, views["exp_avg"].size) for start, views in pipeline.states(index)]
+        return torch.cat([whole[start : start + numel] for start, numel in runs] or [whole[:0]])
+
+    return {name: part(value) for name, value in entry.items()}
+
+
 def check_entry(name: str, expected: torch.Tensor, entry: Mapping[str, Any]) -> None:
-    for key in ("exp_avg", "exp_avg_sq"):
+    for key in ("exp_avg", "exp_avg_sq", *(["master"] if "master" in entry else [])):
         value = entry.get(key)
         if not isinstance(value, torch.Tensor) or value.shape != expected.shape:
             got = tuple(value.shape) if isinstance(value, torch.Tensor) else value

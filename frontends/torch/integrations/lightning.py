@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -69,6 +70,8 @@ class OffloadStrategy(DDPStrategy):
         self._config, self._overrides = config, overrides
         self._shards = Shards()
         self._from_shards = False
+        self._weights: dict[str, Any] = {}
+        """The last :meth:`lightning_module_state_dict`."""
         super().__init__(process_group_backend=process_group_backend, timeout=timeout, start_method=start_method)
 
     def wrap(self, params: Iterable[Any] | None = None, **overrides: Any) -> Engine:
@@ -90,6 +93,12 @@ class OffloadStrategy(DDPStrategy):
                 "in training_step, or hooks on tensors"
             )
         config = self._resolved(**overrides)
+        for callback in trainer.callbacks if config.stage == 3 else ():
+            if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
+                raise ConfigError(
+                    f"{type(callback).__name__} in stage 3, where no parameter is whole after a step; expected "
+                    "OffloadStrategy(stage=2)"
+                )
         accumulate, clip = trainer.accumulate_grad_batches, trainer.gradient_clip_val
         if config.gradient_accumulation_steps not in (1, accumulate):
             raise ConfigError(
@@ -191,6 +200,15 @@ class OffloadStrategy(DDPStrategy):
         else:
             self._shards.forget_random()
 
+    def on_train_end(self) -> None:
+        """Follow what callbacks wrote: ``WeightAveraging`` does through ``.data``, which torch does not count."""
+        super().on_train_end()
+        assert self.engine is not None
+        optimizer = self.engine.optimizer
+        if not optimizer.pipeline.behind:  # schedule="delayed"
+            for slot in optimizer.slots:
+                slot.doubt()
+
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
         deferring: AbstractContextManager[None] = nullcontext()
@@ -210,20 +228,27 @@ class OffloadStrategy(DDPStrategy):
         return not self._from_shards
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Nothing where an engine has the weights: they are in the shards."""
-        return super().lightning_module_state_dict() if self.engine is None else {}
+        """What callbacks and ``on_save_checkpoint`` see; nothing where parameters are partitioned.
+
+        A checkpoint has the weights in its shards, and of this what was put there in their place (an average).
+        """
+        partitioned = self.engine is not None and self.engine.optimizer.partitioned is not None
+        self._weights = {} if partitioned else super().lightning_module_state_dict()
+        return dict(self._weights)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Nothing: the states are in the shards."""
         return super().optimizer_state(optimizer) if self.engine is None else {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        weights, self._weights = self._weights, {}
         if self.engine is None:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         optimizer, together = self.engine.optimizer, self.engine.optimizer.checkpoints.together
         if "optimizer_states" not in checkpoint:
-            checkpoint["state_dict"] = self._whole_state_dict()
+            if optimizer.partitioned is not None:
+                checkpoint["state_dict"] = self._whole_state_dict() | checkpoint["state_dict"]
             with together("save"):
                 super().save_checkpoint(checkpoint, filepath, storage_options)
             return
@@ -232,9 +257,12 @@ class OffloadStrategy(DDPStrategy):
             if self.is_global_zero and path.is_file():
                 path.unlink()  # of weights only
         shards = self._shards.save(path, self._module, optimizer, step=checkpoint["global_step"], keep=None)
-        kept = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
+        own = {name: value for name, value in checkpoint["state_dict"].items() if value is not weights.get(name)}
+        kept = {key: value for key, value in checkpoint.items() if key != "optimizer_states"}
         with together("save"):
-            super().save_checkpoint({**kept, FOLDER: shards.name}, path / TRAINER, storage_options)
+            super().save_checkpoint(
+                {**kept, "state_dict": own, FOLDER: shards.name}, path / TRAINER, storage_options
+            )
             if self.is_global_zero:  # until then the file named those before
                 rotate(path / FOLDER, shards.name, 1)
 
@@ -265,9 +293,9 @@ class OffloadStrategy(DDPStrategy):
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        if not self._from_shards:
+        if checkpoint.get("state_dict") or not self._from_shards:
             with gathered_parameters(self._module.parameters(), modifier_rank=0):
-                super().load_model_state_dict(checkpoint, strict)
+                super().load_model_state_dict(checkpoint, strict and not self._from_shards)
 
     def _local(self, path: Any) -> Path:
         """Rank 0's path of a checkpoint."""

@@ -1,5 +1,6 @@
 """Hugging Face's Trainer: checkpoints in shards, and what its log says of the states on the host."""
 
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import Any
 
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer import OPTIMIZER_NAME
+from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from offload_core.errors import CheckpointError, ConfigError
@@ -62,7 +63,7 @@ class OffloadCallback(TrainerCallback):
                 'TrainingArguments(save_strategy="no")'
             )
         if state.global_step:
-            self._resume(self._resumed_folder(args, state), state.global_step, kwargs)
+            self._resume(self._resumed_folder(args, state), state, kwargs)
 
     def _resumed_folder(self, args: TrainingArguments, state: TrainerState) -> Path:
         given = self._resume_from or args.resume_from_checkpoint
@@ -70,7 +71,8 @@ class OffloadCallback(TrainerCallback):
             return _checkpoint_folder(args, state)
         return Path(given)
 
-    def _resume(self, folder: Path, step: int, running: Mapping[str, Any]) -> None:
+    def _resume(self, folder: Path, state: TrainerState, running: Mapping[str, Any]) -> None:
+        step = state.global_step
         if not (folder / FOLDER).is_dir():
             if (folder / OPTIMIZER_NAME).is_file():
                 return  # saved without this callback; Trainer has loaded it
@@ -78,6 +80,12 @@ class OffloadCallback(TrainerCallback):
                 f"{folder}: training resumes at step {step}, and neither {FOLDER}/ nor {OPTIMIZER_NAME} is there; "
                 "expected the checkpoint that Trainer resumes from: name it with OffloadCallback(resume_from=...), or "
                 "it was saved without the states"
+            )
+        history = TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME)).log_history
+        if json.dumps(history) != json.dumps(state.log_history[: len(history)]):  # NaN is not equal to itself
+            raise CheckpointError(
+                f"{folder}: the checkpoint of another run than the one that Trainer resumes; expected the same: name "
+                "it with OffloadCallback(resume_from=...)"
             )
         found = self._shards.load(folder / FOLDER, running["model"], _offloaded(running), stateful=_stateful(running))
         if found != step:
