@@ -182,7 +182,7 @@ def _plain(value: Any) -> Value:
 
 
 _WRITING: "weakref.WeakValueDictionary[tuple[int, int], JsonLines]" = weakref.WeakValueDictionary()
-"""Of this process, which a lock does not keep apart: who writes to a file (its device and number), the last to begin."""
+"""Of this process, which a lock does not keep apart: who writes to a file (device and number), the last to begin."""
 
 
 class JsonLines(Writer):

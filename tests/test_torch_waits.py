@@ -90,15 +90,22 @@ def states_of_delayed_parameters():
 
 
 def states_that_are_given_to_delayed_parameters():
-    """They keep the master weights, which are ahead."""
-    engine = two_steps(wrap(make(), **OPTIONS, schedule="delayed", delay_warmup_steps=1))
-    engine.flush()
-    masters = [engine.optimizer.state[p]["master"].clone() for p in engine.parameters()]
-    engine = two_steps(wrap(make(), **OPTIONS, schedule="delayed", delay_warmup_steps=1))
-    for p, master in zip(engine.parameters(), masters, strict=True):
-        moments = {name: torch.ones_like(master) for name in ("exp_avg", "exp_avg_sq")}
-        engine.optimizer.state[p] = {"step": torch.tensor(2.0), **moments}
-        assert same_bits(engine.optimizer.state[p]["master"], master)
+    """Parameters are level with the master weights, which stay, before the next forward."""
+    masters = []
+    for level in (True, False):
+        engine = two_steps(wrap(make(), **OPTIONS, schedule="delayed", delay_warmup_steps=1))
+        if level:
+            engine.flush()
+        state = engine.optimizer.state
+        for p in engine.parameters():
+            ones = torch.ones_like(state[p]["exp_avg"])
+            state[p] = {"step": torch.tensor(2.0), "exp_avg": ones, "exp_avg_sq": ones}
+        engine.backward(loss_of(engine, 2))
+        engine.step()
+        engine.flush()
+        masters.append([state[p]["master"].clone() for p in engine.parameters()])
+    for got, want in zip(*masters, strict=True):
+        assert same_bits(got, want)
 
 
 def delayed_parameters_after_a_step_that_was_skipped():

@@ -20,10 +20,10 @@ from .tensors import flat_like, shaped_like
 class _Kept(dict):
     """A dict of which some entries stay: all ways to write go through ``__setitem__`` and ``__delitem__``."""
 
-    popitem = None  # type: ignore[assignment]  # would never end
-    update = MutableMapping.update  # type: ignore[assignment]
+    popitem: Any = None  # would never end
+    update = MutableMapping.update
 
-    def __ior__(self, other: Any) -> Any:
+    def __ior__(self, other: Any) -> Any:  # type: ignore[misc]  # dict's own | makes another dict
         self.update(other)
         return self
 

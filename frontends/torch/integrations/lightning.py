@@ -93,7 +93,8 @@ class OffloadStrategy(DDPStrategy):
                 "in training_step, or hooks on tensors"
             )
         config = self._resolved(**overrides)
-        for callback in trainer.callbacks if config.stage == 3 else ():
+        callbacks: list[Any] = getattr(trainer, "callbacks", []) if config.stage == 3 else []
+        for callback in callbacks:
             if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
                 raise ConfigError(
                     f"{type(callback).__name__} in stage 3, where no parameter is whole after a step; expected "
@@ -260,9 +261,7 @@ class OffloadStrategy(DDPStrategy):
         own = {name: value for name, value in checkpoint["state_dict"].items() if value is not weights.get(name)}
         kept = {key: value for key, value in checkpoint.items() if key != "optimizer_states"}
         with together("save"):
-            super().save_checkpoint(
-                {**kept, "state_dict": own, FOLDER: shards.name}, path / TRAINER, storage_options
-            )
+            super().save_checkpoint({**kept, "state_dict": own, FOLDER: shards.name}, path / TRAINER, storage_options)
             if self.is_global_zero:  # until then the file named those before
                 rotate(path / FOLDER, shards.name, 1)
 

@@ -82,7 +82,8 @@ class OffloadCallback(TrainerCallback):
                 "it was saved without the states"
             )
         history = TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME)).log_history
-        if json.dumps(history) != json.dumps(state.log_history[: len(history)]):  # NaN is not equal to itself
+        known = min(len(history), len(state.log_history))
+        if json.dumps(history[:known]) != json.dumps(state.log_history[:known]):  # NaN is not equal to itself
             raise CheckpointError(
                 f"{folder}: the checkpoint of another run than the one that Trainer resumes; expected the same: name "
                 "it with OffloadCallback(resume_from=...)"
