@@ -42,8 +42,8 @@ def read(path: Path) -> Records:
     return known
 
 
-def newest(folder: Path, parts: Iterable[str]) -> Path | None:
-    """The latest file with a record of every part."""
+def whole_runs(folder: Path, parts: Iterable[str]) -> list[Path]:
+    """The files with a record of every part, oldest first."""
     runs = []
     for path in folder.glob("*.jsonl"):
         try:
@@ -52,7 +52,7 @@ def newest(folder: Path, parts: Iterable[str]) -> Path | None:
             continue
         if set(parts) <= set(known):
             runs.append((max(record["date"] for record in known.values()), path))
-    return max(runs)[1] if runs else None
+    return [path for _, path in sorted(runs)]
 
 
 def number(value: Any) -> str:
@@ -221,13 +221,16 @@ def performance(path: Path) -> str:
     return source + document(records, pictures_of(path, records, "../bench/results/"))
 
 
-def measured(readme: str, records: Records) -> str:
-    """The README with these figures between its marks."""
-    before, begin, rest = readme.partition(BEGIN)
+def measured(readme: str, path: Path, before: Path | None) -> str:
+    """The README with this run's figures between its marks, and how far the run ``before`` it agrees."""
+    known = section(read(path))
+    if before is not None:
+        known += "\n" + beside(before, path)
+    head, begin, rest = readme.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):
         raise ReportError(f"README.md: expected the marks {BEGIN.strip()} and {END.strip()}; the figures go between")
-    return before + begin + section(records) + end + after
+    return head + begin + known + end + after
 
 
 def compare(one: Records, other: Records) -> list[tuple[str, Record, Record | None, bool]]:
@@ -252,6 +255,25 @@ def compare(one: Records, other: Records) -> list[tuple[str, Record, Record | No
             agree = within or number(a["p50"]) == number(b["p50"])
             lines.append((name, a, b, agree))
     return lines
+
+
+def beside(before: Path, path: Path) -> str:
+    """Which of a run's printed ratios the run before does not confirm."""
+    records = read(path)
+    names = {f"{record['title']}: {ratio['name']}" for record in records.values() for ratio in printed(record)}
+    lines = [line for line in compare(read(before), records) if line[0] in names and line[2] is not None]
+    differ = [(name, a, b) for name, a, b, agree in lines if b and not agree]
+    where = f"[the run before](bench/results/{before.stem}.md)"
+    said = [
+        f"{len(lines) - len(differ)} of these {len(lines)} ratios agree with {where} within both runs' 20th to 80th "
+        f"percentiles (`python -m bench.report`)." + " Those that do not:" * bool(differ)
+    ]
+    if differ:
+        said += [
+            "",
+            *table(["", "the run before", "this run"], ([name, spread(a), spread(b)] for name, a, b in differ)),
+        ]
+    return "\n".join(said) + "\n"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -282,9 +304,10 @@ def compared(one: Path, other: Path) -> int:
 def reported(results: list[Path], write: bool) -> int:
     from bench.run import PARTS
 
-    path = results[0] if results else newest(RESULTS, PARTS)
-    if path is None:
+    runs = whole_runs(RESULTS, PARTS)
+    if not (results or runs):
         raise ReportError(f"{RESULTS}: no results of all of {', '.join(PARTS)}; make bench writes them")
+    path = results[0] if results else runs[-1]
     records = read(path)
     try:
         plots.draw(records, path.with_suffix(""))
@@ -293,7 +316,8 @@ def reported(results: list[Path], write: bool) -> int:
     path.with_suffix(".md").write_text(document(records, pictures_of(path, records, "")))
     print(path.with_suffix(".md"))
     if write:
-        README.write_text(measured(README.read_text(), records))
+        earlier = runs[: runs.index(path.resolve())] if path.resolve() in runs else []
+        README.write_text(measured(README.read_text(), path, earlier[-1] if earlier else None))
         PERFORMANCE.write_text(performance(path))
         print(README, PERFORMANCE, sep="\n")
     return 0

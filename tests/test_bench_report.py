@@ -59,21 +59,30 @@ def test_every_figure_comes_from_the_results():
 
 
 def test_the_readmes_figures_are_what_the_newest_run_gives():
-    newest = report.newest(report.RESULTS, run.PARTS)
+    *_, before, newest = report.whole_runs(report.RESULTS, run.PARTS)
     readme = report.README.read_text()
-    if newest is None:
-        pytest.skip("no whole run of make bench is committed")
-    assert report.measured(readme, report.read(newest)) == readme
+    assert report.measured(readme, newest, before) == readme
     assert report.performance(newest) == report.PERFORMANCE.read_text()
 
 
-def test_only_what_lies_between_the_marks_is_replaced():
+def test_the_readme_says_what_the_run_before_does_not_confirm(tmp_path):
+    before, now = write(tmp_path / "before.jsonl", records()), records()
+    now["update"]["ratios"][0].update(p20=7.0, p50=7.5, p80=8.0)
+    said = report.beside(before, write(tmp_path / "now.jsonl", now))
+    assert said.startswith("1 of these 2 ratios agree with [the run before](bench/results/before.md)")
+    assert "| update: this / peer | 0.702 (" in said
+    assert "7.50 (7 to 8)" in said
+    assert "peer / this" not in said
+
+
+def test_only_what_lies_between_the_marks_is_replaced(tmp_path):
+    path = write(tmp_path / "run.jsonl", records())
     readme = f"before 1\n{report.BEGIN}old 2\n{report.END}after 3\n"
-    written = report.measured(readme, records())
+    written = report.measured(readme, path, None)
     assert written == f"before 1\n{report.BEGIN}{report.section(records())}{report.END}after 3\n"
-    assert report.measured(written, records()) == written
+    assert report.measured(written, path, None) == written
     with pytest.raises(report.ReportError, match="expected the marks"):
-        report.measured("no marks\n", records())
+        report.measured("no marks\n", path, None)
 
 
 def test_a_missed_target_is_said_with_how_far_and_why_and_so_is_a_missing_peer():
@@ -145,8 +154,8 @@ def test_the_newest_run_is_by_date_whole_and_of_this_form(tmp_path):
     write(tmp_path / "part.jsonl", part)
     (tmp_path / "old.jsonl").write_text('{"bench": "update", "seconds": {}}\n')
     expected = write(tmp_path / "a.jsonl", late)
-    assert report.newest(tmp_path, ["update", "bits"]) == expected
-    assert report.newest(tmp_path, ["update", "bits", "more"]) is None
+    assert [path.name for path in report.whole_runs(tmp_path, ["update", "bits"])] == ["z.jsonl", expected.name]
+    assert report.whole_runs(tmp_path, ["update", "bits", "more"]) == []
 
 
 def test_a_part_that_fails_or_hangs_is_reported_and_the_rest_go_on(tmp_path, monkeypatch, capsys):
