@@ -1,6 +1,7 @@
 """As plan_worker.py, for JAX on devices of the CPU: FOLDER. What is measured is the live arrays, not the process:
 XLA's compiler keeps more than these models take."""
 
+import gc
 import json
 import sys
 from pathlib import Path
@@ -46,7 +47,9 @@ def measure(n, dtype, stage, tier):
     x = jnp.ones((8, WIDTH), dtype)
     if mesh is not None:
         x = jax.device_put(x, jax.NamedSharding(mesh, jax.P("dp")))
-    before = {s.data.unsafe_buffer_pointer() for array in jax.live_arrays() for s in array.addressable_shards}
+    gc.collect()
+    there = jax.live_arrays()  # kept, or memory of theirs may be used again and not be counted
+    before = {s.data.unsafe_buffer_pointer() for array in there for s in array.addressable_shards}
     with plans() as seen:
         offloaded = wrap(params, mesh=mesh, stage=stage, offload_param=tier, **FIELDS)
     [plan] = seen
