@@ -278,6 +278,13 @@ def test_tensorboard_reads_what_is_written_and_forgets_what_is_done_again(tmp_pa
     assert math.isnan(scalars(tmp_path)["loss"][2][1])
 
 
+def test_tensorboard_forgets_what_is_done_again_in_one_process(tmp_path):
+    with StepLog(TensorBoard(tmp_path)) as log:
+        for step, loss in ((1, 1.0), (2, 2.0), (3, 3.0), (2, 4.0)):
+            log.write(step, {"loss": loss})
+    assert scalars(tmp_path) == {"loss": [(1, 1.0), (2, 4.0)]}
+
+
 # --- the bar ---------------------------------------------------------------------------------------------
 
 
