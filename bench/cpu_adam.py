@@ -26,7 +26,7 @@ from cffi import FFI
 
 from bench.peers import find_compilers
 from bench.record import append, missing, parser, ratio, rows, versions
-from bench.turns import take_turns, timed
+from bench.turns import KEEP_MEMORY, take_turns, timed
 from offload_core import _kernels
 from offload_core.cpu_adam import AdamHyper
 from offload_core.cpus import available_cpus
@@ -313,7 +313,7 @@ def measure_updates(n: int, threads: int, sets: int, rounds: int, ratios: bool) 
     ns = per_parameter(contenders, n * sets, rounds)
     if n <= _SLOW:
         slow = {SINGLE: tensors.adamw(foreach=False), FOREACH: tensors.adamw(foreach=True), NUMPY: tensors.numpy()}
-        ns |= per_parameter(slow, n * sets, max(rounds // 3, 2))
+        ns |= per_parameter(slow, n * sets, max(rounds // 8, 2))
     extra = {"params": n, "threads": threads}
     found = []
     for name, values in ns.items():
@@ -335,7 +335,7 @@ def measure_sizes(sizes: Sequence[int], threads: int, cold: int, rounds: int, co
     """Of all sizes; ratios, and all rounds, only at one of them."""
     known: Measured = {"rows": [], "ratios": [], "missing": [], "notes": []}
     for n in sizes:
-        n_rounds = rounds if n == compared else max(rounds // 2, 2)
+        n_rounds = rounds if n == compared else max(rounds // 8, 2)
         measured = measure_updates(n, threads, max(1, cold // n), n_rounds, n == compared)
         merge(known, measured)
     return known
@@ -383,7 +383,7 @@ def measure_host_step(n: int, threads: int, rounds: int) -> Measured:
 
 def in_processes(threads: int, tasks: Sequence[Callable[[], Measured]]) -> Iterator[Measured]:
     """Each measured in a process whose libraries all have so many threads."""
-    os.environ |= {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive"}
+    os.environ |= {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive", **KEEP_MEMORY}
     for task in tasks:
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
             yield pool.submit(task).result()
@@ -407,11 +407,11 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser("cpu_adam", __doc__.splitlines()[0])
     options.add_argument("--numel", type=int, nargs="+", help="parameters (default: 1, 10, 100 and 200 M)")
     options.add_argument("--threads", type=int, nargs="+", help="default: 1 and all")
-    options.add_argument("--rounds", type=int, help="default: 7")
+    options.add_argument("--rounds", type=int, help="for ratios (default: 24); else an eighth, at least 2")
     args = options.parse_args(arguments)
     sizes = args.numel or ([10**6, 2 * 10**6] if args.quick else [10**6, 10**7, 10**8, 2 * 10**8, 10**9])
     threads = args.threads or sorted({1, available_cpus()})
-    rounds = args.rounds or (2 if args.quick else 7)
+    rounds = args.rounds or (2 if args.quick else 24)
     known: Measured = {"rows": [], "ratios": [], "missing": [], "notes": []}
     fitting = [n for n in sizes if n * _PEAK_BYTES <= available_bytes()]
     for n in set(sizes) - set(fitting):
@@ -431,7 +431,7 @@ def main(arguments: list[str] | None = None) -> None:
             tasks = [
                 partial(measure_sizes, fitting, count, cold, rounds, compared),
                 partial(measure_host_step, compared, count, rounds),
-                partial(measure_types, smallest, count, max(1, cold // smallest), max(rounds // 2, 2)),
+                partial(measure_types, smallest, count, max(1, cold // smallest), max(rounds // 8, 2)),
             ]
         for measured in in_processes(count, tasks):
             show(measured)
@@ -446,6 +446,7 @@ def main(arguments: list[str] | None = None) -> None:
             "ratios at": compared,
             "threads": threads,
             "rounds": rounds,
+            "malloc": KEEP_MEMORY,
             "instruction sets": list(_kernels.kernel_info().supported),
         },
         "versions": versions("torch", "deepspeed", "numpy"),

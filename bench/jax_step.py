@@ -13,6 +13,7 @@ from typing import Any
 from bench import record
 from bench.processes import Group, Part, Result, medians, run, show
 from bench.step import MODELS
+from bench.turns import KEEP_MEMORY
 from offload_core.cpus import available_cpus
 
 OURS = "offload-core"
@@ -24,9 +25,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = record.parser("jax_step", __doc__.strip())
     parser.add_argument("--threads", type=int, default=available_cpus())
     parser.add_argument("--rounds", type=int, help="default: 8")
-    parser.add_argument("--steps", type=int, default=1, help="counted in each round of each contender (default: 1)")
+    parser.add_argument("--steps", type=int, help="counted in each turn (default: 3; --quick: 1)")
     args = parser.parse_args(arguments)
     args.rounds = args.rounds or (2 if args.quick else 8)
+    args.steps = args.steps or (1 if args.quick else 3)
     return args
 
 
@@ -34,9 +36,9 @@ def ratios_of(results: Mapping[str, Result]) -> list[dict[str, Any]]:
     """How many times longer each other's step takes."""
     if OURS not in results:
         return []
-    ours = results[OURS].by_round("total")
+    ours = results[OURS].samples("total")
     return [
-        record.ratio(f"JAX, step: {name} / {OURS}", results[name].by_round("total"), ours, better="higher")
+        record.ratio(f"JAX, step: {name} / {OURS}", results[name].samples("total"), ours, better="higher")
         for name in OTHERS
         if name in results
     ]
@@ -65,6 +67,7 @@ def main(arguments: list[str] | None = None) -> int:
     for name, result in results.items():
         part.rows += result.rows(name, params=GPT.numel, threads=args.threads)
     config = {"rounds": args.rounds, "steps": args.steps, "threads": args.threads, "param_dtype": "bfloat16"}
+    config |= {"malloc": KEEP_MEMORY}
     return part.finish(args.json, config | settings)
 
 

@@ -31,7 +31,7 @@ TARGET = 0.7
 UNIT = "bytes/parameter"
 ON_DEVICE = 4
 """Bytes of a bf16 parameter and its gradient: not the host's where the device is a GPU."""
-# Fixed, or glibc keeps freed blocks of up to 32 MiB: what is measured would depend on what came before.
+# Freed blocks go back, and always the same: glibc's own bound rises to 32 MiB with what came before.
 _MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(2**20)}
 
 
@@ -74,9 +74,9 @@ def measure_all(starts: dict[str, Callable[[], Group]], part: Part) -> dict[str,
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = record.parser("memory", __doc__.partition("\n\n")[0])
     parser.add_argument("--threads", type=int, default=available_cpus())
-    parser.add_argument("--rounds", type=int, help="default: 2; each with processes of its own")
+    parser.add_argument("--rounds", type=int, help="default: 1; each with processes of its own")
     args = parser.parse_args(arguments)
-    args.rounds = args.rounds or (1 if args.quick else 2)
+    args.rounds = args.rounds or 1
     return args
 
 
@@ -108,7 +108,7 @@ def main(arguments: list[str] | None = None) -> int:
     ratios = [ratio for ours, other in ((OURS, DS_2), (OURS_3, DS_3)) for ratio in ratios_of(samples, ours, other)]
     why = "; ".join(f"{row['name']}, {row['metric']} {row['p50']:.2f}" for row in part.rows)
     part.compare(ratios, f"bytes a parameter: {why}")
-    config = {"preset": PRESET, "rounds": args.rounds, "param_dtype": "bfloat16", **settings, "environment": _MALLOC}
+    config = {"preset": PRESET, "rounds": args.rounds, "param_dtype": "bfloat16", **settings, "malloc": _MALLOC}
     config["deepspeed"] = {name: deepspeed_config(1, DEEPSPEED[name]) for name in (DS_2, DS_3)}
     return part.finish(args.json, config)
 

@@ -25,7 +25,7 @@ import psutil
 
 from bench import record
 from bench.record import quantiles, row
-from bench.turns import take_turns
+from bench.turns import KEEP_MEMORY, take_turns
 
 _LOG_LINES = 40
 _PATIENCE = 400.0
@@ -48,7 +48,14 @@ class Group:
     """The processes of one contender, which answer lines as ``bench.contender`` does."""
 
     def __init__(
-        self, module: str, arguments: Sequence[str], *, ranks: int, threads: int, environment: Mapping[str, str] = {}
+        self,
+        module: str,
+        arguments: Sequence[str],
+        *,
+        ranks: int,
+        threads: int,
+        environment: Mapping[str, str] = {},
+        malloc: Mapping[str, str] = KEEP_MEMORY,
     ) -> None:
         self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - lives as long as the ranks
         with socket.socket() as probe:
@@ -65,6 +72,7 @@ class Group:
             # DeepSpeed compiles its Adam on first use, with the ninja of this environment and for its torch.
             "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
             "TORCH_EXTENSIONS_DIR": os.environ.get("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix, "torch_extensions"))),
+            **malloc,
             **environment,
         }
         self._processes = [
@@ -237,10 +245,6 @@ class Result:
         """ms of the phases together, of each step."""
         return [sum(step[phase] for phase in phases) for turn in self.turns for step in turn.steps]
 
-    def by_round(self, *phases: str) -> list[float]:
-        """ms of the phases together, the median of each round."""
-        return [statistics.median(sum(step[phase] for phase in phases) for step in t.steps) for t in self.turns]
-
     @property
     def phases(self) -> list[str]:
         return [key for key in self.turns[0].steps[0] if key not in ("loss", "grad_norm")]
@@ -279,8 +283,9 @@ def run(
         for name, contender in contenders.items():
             with suppress(ContenderError):
                 contender.imported()
-                print(f"{name}: building", file=sys.stderr)
+                start = time.perf_counter()
                 contender.build(warm_up)
+                print(f"{name}: built and warmed up in {time.perf_counter() - start:.1f} s", file=sys.stderr)
         able = {name: contender for name, contender in contenders.items() if not contender.failure}
         turns = {name: partial(contender.take_turn, steps, workloads) for name, contender in able.items()}
         for name, taken in take_turns(turns, rounds, warm_up=0).items():

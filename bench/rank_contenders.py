@@ -46,6 +46,8 @@ class Contender(NamedTuple):
     """Takes an fp32 model; what it returns takes inputs and targets."""
     library: str
     """Imported before memory is looked at."""
+    device: str = "cpu"
+    """On "meta" the model has shapes only."""
 
 
 def main() -> None:
@@ -65,7 +67,9 @@ def main() -> None:
         from offload_core.model_shapes import GPTConfig
 
         torch.manual_seed(0)
-        step = contender.make(GPT(GPTConfig(**settings["gpt"])), settings)
+        with torch.device(contender.device):
+            model = GPT(GPTConfig(**settings["gpt"]))
+        step = contender.make(model, settings)
         batches = make_batches(settings["context"])
         return lambda micro_batch: step(*batches(micro_batch))
 
@@ -242,7 +246,7 @@ CONTENDERS = {
     UNFUSED: Contender(partial(plain, fused=False), "torch"),
     FSDP2: Contender(fsdp2, "torch.distributed.fsdp"),
     GRADIENTS_ONLY: Contender(gradients_only, "torch"),
-    STREAM: Contender(stream, "torch"),
+    STREAM: Contender(stream, "torch", device="meta"),
 }
 
 

@@ -14,6 +14,7 @@ from bench import record
 from bench.processes import Part, Result, medians, run, show
 from bench.rank_contenders import CONTENDERS, DDP, DEEPSPEED, DS_2, DS_3, FSDP2, OURS, OURS_3, TOKENS, deepspeed_config
 from bench.step import MODELS, start
+from bench.turns import KEEP_MEMORY
 from offload_core.model_shapes import GPTConfig
 
 GPT_34M = MODELS["34m"]
@@ -23,8 +24,8 @@ FURTHER = {2: ("DeepSpeed, allreduce",), 3: ("DeepSpeed, stage 3, overlap_comm",
 """DeepSpeed's fastest ways, where there is a target."""
 TARGET, TARGET_RANKS = 1.5, 2
 """For DeepSpeed's fastest, and so for each of its ways."""
-ROUNDS = 4
-"""With the target's ranks; elsewhere half."""
+ROUNDS, STEPS = 8, 3
+"""With the target's ranks; elsewhere 2 and 1."""
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -33,8 +34,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, metavar="NAME", help="instead of the stages'")
     parser.add_argument("--ranks", nargs="+", type=int, help="default: 1 2 4; --quick: 2")
     parser.add_argument("--threads", type=int, default=1, help="of each rank (default: 1)")
-    parser.add_argument("--rounds", type=int, help=f"default: {ROUNDS} with {TARGET_RANKS} ranks, else half")
-    parser.add_argument("--steps", type=int, default=1, help="counted in each round of each contender (default: 1)")
+    parser.add_argument("--rounds", type=int, help=f"default: {ROUNDS} with {TARGET_RANKS} ranks, else 2")
+    parser.add_argument("--steps", type=int, help=f"counted in each turn (default: {STEPS} with {TARGET_RANKS} ranks)")
     parser.add_argument("--warm-up", type=int, default=2, help="steps before the first round (default: 2)")
     parser.add_argument("--micro-batch", type=int, default=2)
     parser.add_argument("--context", type=int, default=64)
@@ -43,7 +44,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--vocabulary", type=int, default=GPT_34M.vocabulary)
     args = parser.parse_args(arguments)
     args.ranks = args.ranks or ([2] if args.quick else [1, 2, 4])
-    args.rounds = args.rounds or (2 if args.quick else None)
+    if args.quick:
+        args.rounds, args.steps = args.rounds or 2, args.steps or 1
     for name in ("ranks", "threads", "rounds", "steps", "micro_batch", "context", "layers", "width", "vocabulary"):
         value = getattr(args, name)
         for number in value if isinstance(value, list) else [value]:
@@ -72,12 +74,12 @@ def ratios_of(results: Mapping[str, Result], reference: str, ranks: int, micro_b
     """How many times longer each other's step takes than the reference's."""
     if reference not in results:
         return
-    ours = results[reference].by_round("total")
+    ours = results[reference].samples("total")
     for name, other in results.items():
         if name != reference:
             target = TARGET if name in DEEPSPEED and ranks == TARGET_RANKS else None
             title = f"{ranks} {'ranks' if ranks > 1 else 'rank'}, {micro_batch} windows each: {name} / {reference}"
-            yield record.ratio(title, other.by_round("total"), ours, target=target, better="higher")
+            yield record.ratio(title, other.samples("total"), ours, target=target, better="higher")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -86,13 +88,14 @@ def main(arguments: list[str] | None = None) -> int:
     settings = {name: getattr(args, name) for name in ("threads", "micro_batch", "context")} | {"gpt": asdict(gpt)}
     part = Part("ranks", "Whole training steps on several ranks")
     for ranks in args.ranks:
-        rounds = args.rounds or (ROUNDS if ranks == TARGET_RANKS else ROUNDS // 2)
+        rounds, steps = (ROUNDS, STEPS) if ranks == TARGET_RANKS else (2, 1)
+        rounds, steps = args.rounds or rounds, args.steps or steps
         sizes = micro_batches(ranks, args.micro_batch)
         workloads = [{"micro_batch": size} for size in sizes]
         for heat in heats(args, ranks):
             groups = {name: start(settings, ranks, name) for name in heat}
             results, failures, versions = run(
-                groups, rounds=rounds, steps=args.steps, warm_up=args.warm_up, workloads=workloads
+                groups, rounds=rounds, steps=steps, warm_up=args.warm_up, workloads=workloads
             )
             part.versions |= versions
             for name, error in failures.items():
@@ -101,7 +104,7 @@ def main(arguments: list[str] | None = None) -> int:
                 of_size = {name: by_workload[i] for name, by_workload in results.items()}
                 print(
                     f"{gpt.numel:,} parameters in bf16, {ranks} gloo ranks of {args.threads} threads, "
-                    f"{size} x {args.context} tokens each, {rounds} rounds of {args.steps} steps"
+                    f"{size} x {args.context} tokens each, {rounds} rounds of {steps} steps"
                 )
                 show(of_size)
                 extra = {"params": gpt.numel, "threads": args.threads, "ranks": ranks, "micro_batch": size}
@@ -110,10 +113,12 @@ def main(arguments: list[str] | None = None) -> int:
                     part.rows += [*result.rows(name, **extra), record.row(name, "speed", "tokens/s", tokens, **extra)]
                 part.compare(ratios_of(of_size, heat[0], ranks, size), medians(of_size))
     config = {
-        **{name: getattr(args, name) for name in ("ranks", "steps", "warm_up")},
+        **{name: getattr(args, name) for name in ("ranks", "warm_up")},
         "rounds": args.rounds or ROUNDS,
+        "steps": args.steps or STEPS,
         "param_dtype": "bfloat16",
         **settings,
+        "malloc": KEEP_MEMORY,
         "deepspeed": {name: deepspeed_config(args.micro_batch, zero) for name, zero in DEEPSPEED.items()},
     }
     return part.finish(args.json, config)

@@ -8,8 +8,8 @@ each with the contender that its ratios compare with. Rows are of all heats, a r
 import argparse
 import json
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -31,6 +31,7 @@ from bench.rank_contenders import (
     UNFUSED,
     deepspeed_config,
 )
+from bench.turns import KEEP_MEMORY
 from offload_core.cpus import available_cpus
 from offload_core.model_shapes import GPTConfig
 
@@ -38,12 +39,34 @@ MODELS = {
     "34m": GPTConfig(layers=8, width=512, heads=8, vocabulary=16384, positions=1024),
     "319m": GPTConfig(layers=24, width=1024, heads=16, vocabulary=16384, positions=None),
 }
+GIVEN_BACK = "{}, memory given back"
+"""A contender whose allocator is as it comes: see :data:`bench.turns.KEEP_MEMORY`."""
+
+
+@dataclass(frozen=True)
+class Heat:
+    contenders: tuple[str, ...]
+    rounds: int
+    steps: int
+    """Counted in each turn."""
+    malloc: Mapping[str, str] = field(default_factory=lambda: KEEP_MEMORY)
+
+    def starts(self, settings: Mapping[str, Any]) -> dict[str, Callable[[], Group]]:
+        label = "{}" if self.malloc else GIVEN_BACK
+        return {label.format(name): start(settings, 1, name, self.malloc) for name in self.contenders}
+
+
 HEATS = {
-    "34m": [(OURS, SERIAL, UNCLIPPED, OURS_3, DS_2, DS_3, FUSED, UNFUSED, FSDP2, GRADIENTS_ONLY, STREAM)],
-    "319m": [(OURS, DS_2, GRADIENTS_ONLY, STREAM), (SERIAL, UNFUSED), (OURS_3, DS_3), (OURS_3, FSDP2)],
+    "34m": [Heat((OURS, SERIAL, UNCLIPPED, OURS_3, DS_2, DS_3, FUSED, UNFUSED, FSDP2, GRADIENTS_ONLY, STREAM), 5, 3)],
+    "319m": [
+        Heat((OURS, DS_2, GRADIENTS_ONLY, STREAM), 5, 4),
+        Heat((SERIAL, UNFUSED), 5, 4),
+        Heat((OURS_3, DS_3), 2, 3),
+        Heat((OURS_3, FSDP2), 2, 3),
+        Heat((OURS, DS_2), 2, 2, malloc={}),
+    ],
 }
-ROUNDS = {"34m": (5,), "319m": (5, 4, 3, 2)}
-"""Of each heat."""
+"""Most rounds for what has a target."""
 WARM_UP = 2
 
 Results = Mapping[str, Result]
@@ -68,8 +91,8 @@ class Comparison:
         other, ours = results[self.other], results[self.ours]
         sides = []
         for side in (other, ours):
-            away = [(other if phase == "forward" else side).by_round(phase) for phase in self.without]
-            sides.append([total - sum(taken) for total, *taken in zip(side.by_round("total"), *away, strict=True)])
+            away = [(other if phase == "forward" else side).samples(phase) for phase in self.without]
+            sides.append([total - sum(taken) for total, *taken in zip(side.samples("total"), *away, strict=True)])
         name = f"{size}, {self.what}: {self.other} / {self.ours}"
         return record.ratio(name, *sides, target=self.target, better="higher")
 
@@ -87,6 +110,8 @@ TARGETS = [  # of the largest model
     Comparison(FSDP2, OURS_3),
     Comparison(SERIAL, OURS),
     Comparison(UNCLIPPED, OURS),
+    Comparison(GIVEN_BACK.format(DS_2), GIVEN_BACK.format(OURS)),
+    Comparison(GIVEN_BACK.format(DS_2), GIVEN_BACK.format(OURS), ("forward",)),
 ]
 BOUND = 1.10
 """A step beside a plain loop's forward and backward and the streaming limit of the update."""
@@ -95,7 +120,7 @@ BOUND = 1.10
 def least(results: Results, *phases: str) -> list[float]:
     """ms of those phases of PyTorch and of the update's bytes: nobody who leaves PyTorch's kernels takes less."""
     gradients, limit = results[GRADIENTS_ONLY], results[STREAM]
-    return [a + b for a, b in zip(gradients.by_round(*phases), limit.by_round("total"), strict=True)]
+    return [a + b for a, b in zip(gradients.samples(*phases), limit.samples("total"), strict=True)]
 
 
 def beside_limit(results: Results, size: str, target: float | None) -> list[dict[str, Any]]:
@@ -103,13 +128,13 @@ def beside_limit(results: Results, size: str, target: float | None) -> list[dict
     total = least(results, "forward", "backward")
     limit = "forward and backward of PyTorch and the streaming limit"
     title = f"{size}, whole step: {OURS} / {limit}"
-    known = [record.ratio(title, results[OURS].by_round("total"), total, target=target)]
+    known = [record.ratio(title, results[OURS].samples("total"), total, target=target)]
     if DS_2 in results:
         theirs = results[DS_2]
         title = f"{size}, at most possible: whole step, {DS_2} / {limit}"
-        known.append(record.ratio(title, theirs.by_round("total"), total, better="higher"))
+        known.append(record.ratio(title, theirs.samples("total"), total, better="higher"))
         title = f"{size}, at most possible: backward + step, {DS_2} / backward of PyTorch and the streaming limit"
-        both = theirs.by_round("backward", "step")
+        both = theirs.samples("backward", "step")
         known.append(record.ratio(title, both, least(results, "backward"), better="higher"))
     return known
 
@@ -132,7 +157,7 @@ def ratios_of(results: Results, size: str, targets: bool) -> list[dict[str, Any]
 
 
 def start(
-    settings: Mapping[str, Any], ranks: int, name: str, environment: Mapping[str, str] = {}
+    settings: Mapping[str, Any], ranks: int, name: str, malloc: Mapping[str, str] = KEEP_MEMORY
 ) -> Callable[[], Group]:
     return partial(
         Group,
@@ -140,7 +165,7 @@ def start(
         [name, json.dumps(settings)],
         ranks=ranks,
         threads=settings["threads"],
-        environment=environment,
+        malloc=malloc,
     )
 
 
@@ -148,11 +173,17 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = record.parser("step", __doc__.partition("\n\n")[0])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=None, help="default: all; --quick: 34m")
     parser.add_argument("--threads", type=int, default=available_cpus())
-    parser.add_argument("--rounds", type=int, default=None, help="default: 5, fewer in some heats of the large model")
-    parser.add_argument("--steps", type=int, default=1, help="counted in each round of each contender (default: 1)")
+    parser.add_argument("--rounds", type=int, default=None, help="default: of each heat its own, 2 to 5")
+    parser.add_argument("--steps", type=int, help="counted in each turn (default: of each heat its own, 2 to 4)")
     args = parser.parse_args(arguments)
     args.models = args.models or (["34m"] if args.quick else list(MODELS))
     return args
+
+
+def heats(model: str, args: argparse.Namespace) -> Iterator[Heat]:
+    for heat in HEATS[model]:
+        rounds, steps = (2, 1) if args.quick else (heat.rounds, heat.steps)
+        yield replace(heat, rounds=args.rounds or rounds, steps=args.steps or steps)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -162,13 +193,13 @@ def main(arguments: list[str] | None = None) -> int:
         gpt, size = MODELS[model], f"{MODELS[model].numel / 1e6:.0f} M"
         settings = {"threads": args.threads, "micro_batch": 2, "context": 64, "gpt": asdict(gpt)}
         of_all: dict[str, Result] = {}
-        for heat, of_heat in zip(HEATS[model], ROUNDS[model], strict=True):
-            rounds = args.rounds or (2 if args.quick else of_heat)
-            groups = {name: start(settings, 1, name) for name in heat}
-            by_workload, failures, versions = run(groups, rounds=rounds, steps=args.steps, warm_up=WARM_UP)
+        for heat in heats(model, args):
+            by_workload, failures, versions = run(
+                heat.starts(settings), rounds=heat.rounds, steps=heat.steps, warm_up=WARM_UP
+            )
             results = {name: result for name, [result] in by_workload.items()}
             part.versions |= versions
-            print(f"{gpt.numel:,} parameters in bf16, 2 x 64 tokens, {args.threads} threads, {rounds} rounds")
+            print(f"{gpt.numel:,} parameters in bf16, 2 x 64 tokens, {args.threads} threads, {heat.rounds} rounds")
             show(results)
             for name, error in failures.items():
                 part.miss(f"{name}, {size}", error)
@@ -179,7 +210,8 @@ def main(arguments: list[str] | None = None) -> int:
             part.rows += result.rows(name, params=gpt.numel, threads=args.threads, ranks=1)
     config = {
         "models": {model: asdict(MODELS[model]) for model in args.models},
-        "rounds": args.rounds or ROUNDS, "steps": args.steps, "warm_up": WARM_UP, "threads": args.threads,
+        "heats": {model: [asdict(heat) for heat in heats(model, args)] for model in args.models},
+        "warm_up": WARM_UP, "threads": args.threads,
         "micro_batch": 2, "context": 64, "param_dtype": "bfloat16",
         "deepspeed": {name: deepspeed_config(2, DEEPSPEED[name]) for name in (DS_2, DS_3)},
         "kernels": asdict(offload_core.kernel_info()),

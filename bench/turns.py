@@ -9,6 +9,11 @@ import numpy as np
 
 T = TypeVar("T")
 
+KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**62)}
+"""Has glibc keep what a process frees. By default large blocks go back to the kernel, which gives cleared ones again, a
+page fault for each page; on a virtual machine that hands free memory to its host a fault takes several times as long in
+one hour as in another, and what is compared would be how much the contenders free."""
+
 
 def take_turns(
     contenders: Mapping[str, Callable[[], T]], rounds: int, *, warm_up: int = 1, pause: float = 0.05

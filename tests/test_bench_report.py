@@ -119,22 +119,25 @@ def test_two_runs_agree_where_each_median_lies_within_the_others_spread():
     one = records()
     ratio = {"p20": 0.5, "p50": 0.7, "p80": 0.9, "target": None, "better": "lower"}
     one["update"]["ratios"] = [
-        {**ratio, "name": name} for name in ("alike", "drifted", "sharp here", "sharp there", "only here")
+        {**ratio, "name": name} for name in ("alike", "drifted", "sharp here", "sharp there", "steady", "only here")
     ]
     other = copy.deepcopy(one)
-    alike, drifted, here, there, _ = other["update"]["ratios"]
+    alike, drifted, here, there, steady, _ = other["update"]["ratios"]
     alike.update(p20=0.6, p50=0.8, p80=1.0)
     drifted.update(p20=1.5, p50=1.7, p80=1.9)
     one["update"]["ratios"][2].update(p20=0.69, p80=0.71)
     here.update(p50=0.72)
     one["update"]["ratios"][3].update(p50=0.72)
     there.update(p20=0.69, p80=0.71)
+    one["update"]["ratios"][4].update(p20=0.7, p80=0.7)
+    steady.update(p20=0.705, p50=0.705, p80=0.705)
     other["update"]["ratios"].pop()
     assert [(name, agree) for name, *_, agree in report.compare(one, other)] == [
         ("update: alike", True),
         ("update: drifted", False),
         ("update: sharp here", False),
         ("update: sharp there", False),
+        ("update: steady", True),  # by less than the resolution
         ("update: only here", False),
     ]
 
