@@ -26,7 +26,7 @@ DS_2, DS_3 = "DeepSpeed", "DeepSpeed, stage 3"
 STREAM = "streaming limit of the update"
 TOKENS = 256
 """Tokens drawn; fewer than the vocabulary, so that there is something to learn."""
-_STREAMED = 50_000_000
+_STREAMED = 20_000_000
 """Elements, where the model has more: time goes by their number."""
 
 DEEPSPEED: dict[str, dict[str, Any]] = {

@@ -155,10 +155,10 @@ RESOLUTION = 0.01
 """Ratios that differ by less are the same: some hardly vary within a run, bytes of memory for example."""
 HOW = (
     "Contenders take turns within one run. A ratio is of two contenders' steps in the same round: the median, in "
-    "brackets the 20th to the 80th percentile. The allocator of all (glibc's malloc) is told to keep what they free. By "
-    "default it gives large blocks back to the kernel and gets cleared ones, a page fault for each page, at a price that "
-    "on a virtual machine changes from hour to hour. DeepSpeed has most of these faults: what its users see by default "
-    'is in the report as "memory given back".'
+    "brackets the 20th to the 80th percentile. The allocator of all (glibc's malloc) is told to keep what they free. "
+    "By default it gives large blocks back to the kernel and gets cleared ones, a page fault for each page, at a price "
+    "that on a virtual machine changes from hour to hour. DeepSpeed has most of these faults: what its users see by "
+    'default is in the report as "memory given back".\n'
 )
 
 

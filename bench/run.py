@@ -20,14 +20,14 @@ from bench.record import append, machine, missing
 
 PARTS = {
     "peers": 240,  # compiles DeepSpeed's Adam
-    "cpu_adam": 300,
-    "step": 500,
-    "ranks": 420,
-    "jax_step": 180,
+    "cpu_adam": 500,
+    "step": 900,
+    "ranks": 600,
+    "jax_step": 250,
     "memory": 200,
     "exactness": 60,
-    "overlap": 150,
-    "simulate": 180,
+    "overlap": 200,
+    "simulate": 250,
 }
 """After how many seconds each is given up. On 2 quiet cores they took 21 and 22 minutes together."""
 ON_REQUEST = {"checkpoint": 500, "profile": 200}

@@ -9,7 +9,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -39,8 +39,6 @@ MODELS = {
     "34m": GPTConfig(layers=8, width=512, heads=8, vocabulary=16384, positions=1024),
     "319m": GPTConfig(layers=24, width=1024, heads=16, vocabulary=16384, positions=None),
 }
-GIVEN_BACK = "{}, memory given back"
-"""A contender whose allocator is as it comes: see :data:`bench.turns.KEEP_MEMORY`."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +47,6 @@ class Heat:
     rounds: int
     steps: int
     """Counted in each turn."""
-    malloc: Mapping[str, str] = field(default_factory=lambda: KEEP_MEMORY)
-
-    def starts(self, settings: Mapping[str, Any]) -> dict[str, Callable[[], Group]]:
-        label = "{}" if self.malloc else GIVEN_BACK
-        return {label.format(name): start(settings, 1, name, self.malloc) for name in self.contenders}
 
 
 HEATS = {
@@ -61,9 +54,7 @@ HEATS = {
     "319m": [
         Heat((OURS, DS_2, GRADIENTS_ONLY, STREAM), 5, 4),
         Heat((SERIAL, UNFUSED), 5, 4),
-        Heat((OURS_3, DS_3), 2, 3),
-        Heat((OURS_3, FSDP2), 2, 3),
-        Heat((OURS, DS_2), 2, 2, malloc={}),
+        Heat((OURS_3, DS_3, FSDP2), 2, 3),
     ],
 }
 """Most rounds for what has a target."""
@@ -110,8 +101,6 @@ TARGETS = [  # of the largest model
     Comparison(FSDP2, OURS_3),
     Comparison(SERIAL, OURS),
     Comparison(UNCLIPPED, OURS),
-    Comparison(GIVEN_BACK.format(DS_2), GIVEN_BACK.format(OURS)),
-    Comparison(GIVEN_BACK.format(DS_2), GIVEN_BACK.format(OURS), ("forward",)),
 ]
 BOUND = 1.10
 """A step beside a plain loop's forward and backward and the streaming limit of the update."""
@@ -194,9 +183,8 @@ def main(arguments: list[str] | None = None) -> int:
         settings = {"threads": args.threads, "micro_batch": 2, "context": 64, "gpt": asdict(gpt)}
         of_all: dict[str, Result] = {}
         for heat in heats(model, args):
-            by_workload, failures, versions = run(
-                heat.starts(settings), rounds=heat.rounds, steps=heat.steps, warm_up=WARM_UP
-            )
+            groups = {name: start(settings, 1, name) for name in heat.contenders}
+            by_workload, failures, versions = run(groups, rounds=heat.rounds, steps=heat.steps, warm_up=WARM_UP)
             results = {name: result for name, [result] in by_workload.items()}
             part.versions |= versions
             print(f"{gpt.numel:,} parameters in bf16, 2 x 64 tokens, {args.threads} threads, {heat.rounds} rounds")
@@ -214,7 +202,7 @@ def main(arguments: list[str] | None = None) -> int:
         "warm_up": WARM_UP, "threads": args.threads,
         "micro_batch": 2, "context": 64, "param_dtype": "bfloat16",
         "deepspeed": {name: deepspeed_config(2, DEEPSPEED[name]) for name in (DS_2, DS_3)},
-        "kernels": asdict(offload_core.kernel_info()),
+        "kernels": asdict(offload_core.kernel_info()), "malloc": KEEP_MEMORY,
     }  # fmt: skip
     return part.finish(args.json, config)
 
