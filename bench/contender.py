@@ -6,6 +6,7 @@ is part of the answer.
 
 import json
 import os
+import resource
 import sys
 import time
 from collections.abc import Callable
@@ -36,7 +37,7 @@ def serve(answers: TextIO, micro_batch: int, make_step: Callable[[], Step], **im
         line = sys.stdin.readline()
         if not line:
             return
-        turn = time.process_time()
+        turn, faults = time.process_time(), page_faults()
         if step is None:
             step = make_step()
         else:
@@ -44,4 +45,9 @@ def serve(answers: TextIO, micro_batch: int, make_step: Callable[[], Step], **im
         question = {"micro_batch": micro_batch, **json.loads(line)}
         done = [step(question["micro_batch"]) for _ in range(question["steps"])]
         idle = idle_cpu / idle_wall if idle_wall else 0.0
-        answer(steps=done, idle=idle, cpu=time.process_time() - turn)
+        answer(steps=done, idle=idle, cpu=time.process_time() - turn, faults=page_faults() - faults)
+
+
+def page_faults() -> int:
+    """Pages that this process has been given by the kernel so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -162,6 +162,8 @@ class Turn:
     """Processors that whatever else runs here took meanwhile."""
     idle: float
     """Share of a processor that one of the ranks took while it waited for its turns."""
+    faults: float
+    """Page faults a step of all ranks."""
     peak: int
     """Bytes; of the largest rank."""
 
@@ -207,6 +209,7 @@ class Contender:
             sent=sent / len(by_step),
             others=max(busy - sum(answer["cpu"] for answer in answers), 0.0) / seconds,
             idle=max(answer["idle"] for answer in answers),
+            faults=sum(answer["faults"] for answer in answers) / len(by_step),
             peak=self.group.peak(),
         )
 
@@ -259,6 +262,7 @@ class Result:
         rows.append(row(name, "peak RSS", "GB", [max(turn.peak for turn in self.turns) / 1e9], **extra))
         rows.append(row(name, "peak RSS while it is built", "GB", [self.setup_peak / 1e9], **extra))
         rows.append(row(name, "sent", "MB/step", [turn.sent / 1e6 for turn in self.turns], **extra))
+        rows.append(row(name, "page faults", "thousands/step", [turn.faults / 1e3 for turn in self.turns], **extra))
         rows.append(row(name, "others' CPU", "processors", [turn.others for turn in self.turns], **extra))
         rows.append(row(name, "CPU while waiting", "processors", [self.turns[-1].idle], **extra))
         return rows

@@ -64,10 +64,8 @@ def measure(name: str, group: Group, steps: int, part: Part) -> None:
     group.ask(steps=WARM_UP)
     with tempfile.TemporaryDirectory() as folder:
         samples = Path(folder) / "samples"
-        before = [faults(pid) for pid in group.pids]
         with sampled(group, samples):
             answers = group.ask(steps=steps)
-        after = [faults(pid) for pid in group.pids]
         by_function = shares(samples)
     total = 1e3 * sum(answer["cpu"] for answer in answers) / steps
     rest = 1.0
@@ -76,13 +74,8 @@ def measure(name: str, group: Group, steps: int, part: Part) -> None:
             part.rows.append(record.row(name, "processor time", "ms/step", [share * total], where=where))
             rest -= share
     part.rows.append(record.row(name, "processor time", "ms/step", [rest * total], where="elsewhere"))
-    faulted = sum(b - a for a, b in zip(before, after, strict=True)) / steps
-    part.rows.append(record.row(name, "page faults", "thousands/step", [faulted / 1e3], where="all"))
-
-
-def faults(pid: int) -> int:
-    """Pages that a process has been given by the kernel so far."""
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[7])
+    faults = sum(answer["faults"] for answer in answers) / steps
+    part.rows.append(record.row(name, "page faults", "thousands/step", [faults / 1e3], where="all"))
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:

@@ -163,10 +163,12 @@ HOW = (
 
 
 def section(records: Records) -> str:
-    """The README's figures: ratios; of a part without, its rows."""
+    """The README's figures: ratios; of a part without, its rows. What runs on request is in the report alone."""
+    from bench.run import ON_REQUEST
+
     lines = [*where(records), "", HOW, "All figures, with pictures: [docs/performance.md](docs/performance.md)."]
     for record in records.values():
-        if not (record["ratios"] or record["missing"] or record["rows"]) or record["bench"] == "peers":
+        if not (record["ratios"] or record["missing"] or record["rows"]) or record["bench"] in ("peers", *ON_REQUEST):
             continue
         lines += ["", f"### {record['title']}", ""]
         if settings(record["config"]):

@@ -30,7 +30,7 @@ PARTS = {
     "simulate": 250,
 }
 """After how many seconds each is given up. On 2 quiet cores they took 21 and 22 minutes together."""
-ON_REQUEST = {"checkpoint": 500, "profile": 200}
+ON_REQUEST = {"checkpoint": 500, "profile": 300, "given_back": 500}
 """Parts that run where they are named only."""
 _PATIENCE = 10.0
 _LAST_LINES = 20

@@ -6,14 +6,14 @@ from bench.processes import Result, Turn
 
 def result(forward, backward, update):
     phases = {"forward": forward, "backward": backward, "step": update, "total": forward + backward + update}
-    return Result([Turn([phases], [], 0.0, 0.0, 0.0, 0) for _ in range(3)], 0, [])
+    return Result([Turn([phases], [], 0.0, 0.0, 0.0, 0.0, 0) for _ in range(3)], 0, [])
 
 
 RESULTS = {
     step.OURS: result(2.0, 4.0, 2.0),
     step.DS_2: result(1.0, 20.0, 11.0),
     step.GRADIENTS_ONLY: result(1.0, 4.0, 0.5),
-    step.STREAM: Result([Turn([{"total": 1.0}], [], 0.0, 0.0, 0.0, 0) for _ in range(3)], 0, []),
+    step.STREAM: Result([Turn([{"total": 1.0}], [], 0.0, 0.0, 0.0, 0.0, 0) for _ in range(3)], 0, []),
 }
 
 
