@@ -38,10 +38,15 @@ def memory() -> int:
 
 
 def commit() -> str:
-    """The checkout's commit, marked where files differ from it."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
-    return done.stdout.strip() or "unknown"
+    """The checkout's commit, marked where files other than results differ from it."""
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True)
+        return done.stdout.strip()
+
+    known = git("rev-parse", "--short=12", "HEAD")
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", ":/", ":/!bench/results")
+    return f"{known}-dirty" if known and changed else known or "unknown"
 
 
 def versions(*packages: str) -> dict[str, str]:

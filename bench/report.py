@@ -158,17 +158,18 @@ HOW = (
     "brackets the 20th to the 80th percentile. The allocator of all (glibc's malloc) is told to keep what they free. "
     "By default it gives large blocks back to the kernel and gets cleared ones, a page fault for each page, at a price "
     "that on a virtual machine changes from hour to hour. DeepSpeed has most of these faults: what its users see by "
-    'default is in the report as "memory given back".\n'
+    'default stands under "memory given back".\n'
 )
 
 
 def section(records: Records) -> str:
-    """The README's figures: ratios; of a part without, its rows. What runs on request is in the report alone."""
+    """The README's figures: ratios; of a part without, its rows, unless it runs on request only."""
     from bench.run import ON_REQUEST
 
+    records = {part: record for part, record in records.items() if record["ratios"] or part not in ON_REQUEST}
     lines = [*where(records), "", HOW, "All figures, with pictures: [docs/performance.md](docs/performance.md)."]
     for record in records.values():
-        if not (record["ratios"] or record["missing"] or record["rows"]) or record["bench"] in ("peers", *ON_REQUEST):
+        if not (record["ratios"] or record["missing"] or record["rows"]) or record["bench"] == "peers":
             continue
         lines += ["", f"### {record['title']}", ""]
         if settings(record["config"]):
@@ -272,8 +273,10 @@ def beside(before: Path, path: Path) -> str:
     differ = [(name, a, b) for name, a, b, agree in lines if b and not agree]
     where = f"[the run before](bench/results/{before.stem}.md)"
     said = [
-        f"{len(lines) - len(differ)} of these {len(lines)} ratios agree with {where} within both runs' 20th to 80th "
-        f"percentiles, or within {RESOLUTION:.0%} (`python -m bench.report`)." + " Those that do not:" * bool(differ)
+        f"{len(lines) - len(differ)} of the {len(lines)} ratios that it shares with {where} agree within both runs' "
+        f"20th to 80th percentiles, or within {RESOLUTION:.0%} (`python -m bench.report`)."
+        + " Those that do not:"
+        * bool(differ)
     ]
     if differ:
         said += [

@@ -69,7 +69,7 @@ def test_the_readme_says_what_the_run_before_does_not_confirm(tmp_path):
     before, now = write(tmp_path / "before.jsonl", records()), records()
     now["update"]["ratios"][0].update(p20=7.0, p50=7.5, p80=8.0)
     said = report.beside(before, write(tmp_path / "now.jsonl", now))
-    assert said.startswith("1 of these 2 ratios agree with [the run before](bench/results/before.md)")
+    assert said.startswith("1 of the 2 ratios that it shares with [the run before](bench/results/before.md) agree")
     assert "| update: this / peer | 0.702 (" in said
     assert "7.50 (7 to 8)" in said
     assert "peer / this" not in said
