@@ -1,6 +1,7 @@
 """The update kernel against torch, DeepSpeed and NumPy, and against the streaming limit of the same bytes.
 
-Each number of threads has a process of its own, so that every library's OpenMP has the same. Small updates go through
+Each number of threads and size has a process of its own: every library's OpenMP has the same, and what a size leaves in
+the allocator is gone. Small updates go through
 many sets of buffers in a row, so that none is in a cache when its turn comes.
 
 The host step is what lies between the gradients and the parameters of the next forward, both bf16: norm, clipping,
@@ -331,16 +332,6 @@ def measure_updates(n: int, threads: int, sets: int, rounds: int, ratios: bool) 
     return {"rows": found, "ratios": compared, "missing": absent, "notes": []}
 
 
-def measure_sizes(sizes: Sequence[int], threads: int, cold: int, rounds: int, compared: int | None) -> Measured:
-    """Of all sizes; ratios, and all rounds, only at one of them."""
-    known: Measured = {"rows": [], "ratios": [], "missing": [], "notes": []}
-    for n in sizes:
-        n_rounds = rounds if n == compared else max(rounds // 8, 2)
-        measured = measure_updates(n, threads, max(1, cold // n), n_rounds, n == compared)
-        merge(known, measured)
-    return known
-
-
 def merge(known: Measured, measured: Measured) -> None:
     """Add what is not known yet."""
     for key, values in measured.items():
@@ -420,18 +411,24 @@ def main(arguments: list[str] | None = None) -> None:
     if not fitting:
         options.error(f"--numel: {known['missing'][0]['why']}")
     compared = max((n for n in fitting if n <= _SLOW), default=fitting[0])  # what README's ratios are of
+    few = max(rounds // 8, 2)
     find_compilers()
     cold = 10**6 if args.quick else _COLD
     for count in threads:
         if count < max(threads):
             small = [n for n in fitting if n < compared] or [compared]
-            tasks = [partial(measure_sizes, small, count, cold, rounds, None)]
+            tasks = [partial(measure_updates, n, count, max(1, cold // n), few, False) for n in small]
         else:
             smallest = min(fitting)
             tasks = [
-                partial(measure_sizes, fitting, count, cold, rounds, compared),
+                *(
+                    partial(
+                        measure_updates, n, count, max(1, cold // n), rounds if n == compared else few, n == compared
+                    )
+                    for n in fitting
+                ),
                 partial(measure_host_step, compared, count, rounds),
-                partial(measure_types, smallest, count, max(1, cold // smallest), max(rounds // 8, 2)),
+                partial(measure_types, smallest, count, max(1, cold // smallest), few),
             ]
         for measured in in_processes(count, tasks):
             show(measured)

@@ -62,6 +62,8 @@ class Group:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         command = [sys.executable, "-m", module, *arguments]
+        # What this shell asks of malloc is not the contenders'.
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith(("MALLOC_", "GLIBC_TUNABLES"))}
         shared = {
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
@@ -83,7 +85,7 @@ class Group:
                 stderr=self._log,
                 text=True,
                 start_new_session=True,  # one that is killed takes its compilers with it
-                env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                env={**inherited, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             )
             for rank in range(ranks)
         ]
@@ -187,7 +189,7 @@ class Contender:
     def build(self, warm_up: int) -> None:
         self.losses = _mean_losses(self._guarded(partial(self.group.ask, steps=warm_up)))
         self.setup_peak = self.group.peak()
-        self.group.forget_peak()  # building a trainer is not training
+        self.group.forget_peak()  # of what is kept, that of building stays
 
     def take_turn(self, steps: int, workloads: Sequence[Mapping[str, Any]]) -> list[Turn] | None:
         if self.failure:
@@ -278,7 +280,8 @@ def run(
 ) -> tuple[dict[str, list[Result]], dict[str, ContenderError], dict[str, str]]:
     """Start them all and let them take turns: a result for each workload, why the others could not, and versions.
 
-    All import at once, and are built one after another, so that no two are at the peak of that together.
+    All import at once, and are built one after another. What each takes at its peak it keeps, unless its allocator is
+    told otherwise: together they must fit.
     """
     contenders: dict[str, Contender] = {}
     try:

@@ -20,6 +20,7 @@ from bench import record
 from bench.processes import ContenderError, Group, Part
 from bench.rank_contenders import CONTENDERS, DS_2, OURS
 from bench.step import MODELS, WARM_UP, start
+from bench.turns import KEEP_MEMORY
 from offload_core.cpus import available_cpus
 
 HERTZ = 199
@@ -106,7 +107,7 @@ def main(arguments: list[str] | None = None) -> int:
             group.close()
     for row in part.rows:
         print(f"{row['name']:24}{row['p50']:10.1f} {row['unit']:16}{row['where'][:90]}")
-    config = {"model": args.model, "steps": args.steps, "samples a second": HERTZ, **settings}
+    config = {"model": args.model, "steps": args.steps, "samples a second": HERTZ, "malloc": KEEP_MEMORY, **settings}
     return part.finish(args.json, config)
 
 

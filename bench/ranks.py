@@ -70,6 +70,12 @@ def heats(args: argparse.Namespace, ranks: int) -> list[tuple[str, ...]]:
     return [HEATS[stage] + (FURTHER[stage] if ranks == TARGET_RANKS else ()) for stage in args.stages]
 
 
+def turns(args: argparse.Namespace, ranks: int) -> tuple[int, int]:
+    """How many rounds, and steps counted in each turn."""
+    rounds, steps = (ROUNDS, STEPS) if ranks == TARGET_RANKS else (2, 1)
+    return args.rounds or rounds, args.steps or steps
+
+
 def ratios_of(results: Mapping[str, Result], reference: str, ranks: int, micro_batch: int) -> Iterable[dict[str, Any]]:
     """How many times longer each other's step takes than the reference's."""
     if reference not in results:
@@ -88,8 +94,7 @@ def main(arguments: list[str] | None = None) -> int:
     settings = {name: getattr(args, name) for name in ("threads", "micro_batch", "context")} | {"gpt": asdict(gpt)}
     part = Part("ranks", "Whole training steps on several ranks")
     for ranks in args.ranks:
-        rounds, steps = (ROUNDS, STEPS) if ranks == TARGET_RANKS else (2, 1)
-        rounds, steps = args.rounds or rounds, args.steps or steps
+        rounds, steps = turns(args, ranks)
         sizes = micro_batches(ranks, args.micro_batch)
         workloads = [{"micro_batch": size} for size in sizes]
         for heat in heats(args, ranks):
@@ -114,8 +119,8 @@ def main(arguments: list[str] | None = None) -> int:
                 part.compare(ratios_of(of_size, heat[0], ranks, size), medians(of_size))
     config = {
         **{name: getattr(args, name) for name in ("ranks", "warm_up")},
-        "rounds": args.rounds or ROUNDS,
-        "steps": args.steps or STEPS,
+        "rounds": [turns(args, ranks)[0] for ranks in args.ranks],
+        "steps": [turns(args, ranks)[1] for ranks in args.ranks],
         "param_dtype": "bfloat16",
         **settings,
         "malloc": KEEP_MEMORY,

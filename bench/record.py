@@ -95,7 +95,7 @@ def ratio(
     better: str = "lower",
     note: str = "",
 ) -> dict[str, Any]:
-    """top / bottom, round by round, so that drift cancels.
+    """top / bottom, sample by sample in the order they were taken, so that drift cancels.
 
     ``name`` is what the README prints. ``note`` says why, where the target is missed.
     """

@@ -163,7 +163,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=None, help="default: all; --quick: 34m")
     parser.add_argument("--threads", type=int, default=available_cpus())
     parser.add_argument("--rounds", type=int, default=None, help="default: of each heat its own, 2 to 5")
-    parser.add_argument("--steps", type=int, help="counted in each turn (default: of each heat its own, 2 to 4)")
+    parser.add_argument("--steps", type=int, help="counted in each turn (default: of each heat its own, 3 or 4)")
     args = parser.parse_args(arguments)
     args.models = args.models or (["34m"] if args.quick else list(MODELS))
     return args
