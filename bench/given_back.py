@@ -11,6 +11,7 @@ from bench.processes import Part, medians, run, show
 from bench.rank_contenders import DS_2, GRADIENTS_ONLY, OURS
 from bench.step import LARGEST, MODELS, WARM_UP, ratios_of, start
 from offload_core.cpus import available_cpus
+from offload_core.quantities import count
 
 CONTENDERS = (OURS, DS_2, GRADIENTS_ONLY)
 
@@ -18,9 +19,9 @@ CONTENDERS = (OURS, DS_2, GRADIENTS_ONLY)
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = record.parser("given_back", __doc__.strip())
     parser.add_argument("--model", choices=MODELS, help=f"default: {LARGEST}; --quick: 34m")
-    parser.add_argument("--threads", type=int, default=available_cpus())
-    parser.add_argument("--rounds", type=int, help="default: 3; --quick: 2")
-    parser.add_argument("--steps", type=int, help="counted in each turn (default: 3; --quick: 1)")
+    parser.add_argument("--threads", type=count, default=available_cpus())
+    parser.add_argument("--rounds", type=count, help="default: 3; --quick: 2")
+    parser.add_argument("--steps", type=count, help="counted in each turn (default: 3; --quick: 1)")
     args = parser.parse_args(arguments)
     args.model = args.model or ("34m" if args.quick else LARGEST)
     args.rounds = args.rounds or (2 if args.quick else 3)

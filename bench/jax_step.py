@@ -15,6 +15,7 @@ from bench.processes import Group, Part, Result, medians, run, show
 from bench.step import MODELS
 from bench.turns import KEEP_MEMORY
 from offload_core.cpus import available_cpus
+from offload_core.quantities import count
 
 OURS = "offload-core"
 OTHERS = ("optax.adamw, in memory", "optax.adamw, states in pinned_host")
@@ -23,9 +24,9 @@ GPT = MODELS["34m"]
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = record.parser("jax_step", __doc__.strip())
-    parser.add_argument("--threads", type=int, default=available_cpus())
-    parser.add_argument("--rounds", type=int, help="default: 8")
-    parser.add_argument("--steps", type=int, help="counted in each turn (default: 3; --quick: 1)")
+    parser.add_argument("--threads", type=count, default=available_cpus())
+    parser.add_argument("--rounds", type=count, help="default: 8")
+    parser.add_argument("--steps", type=count, help="counted in each turn (default: 3; --quick: 1)")
     args = parser.parse_args(arguments)
     args.rounds = args.rounds or (2 if args.quick else 8)
     args.steps = args.steps or (1 if args.quick else 3)

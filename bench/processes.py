@@ -97,12 +97,12 @@ class Group:
         while len(answers) < len(outputs):
             ready = select.select([o for o in outputs if o not in answers], [], [], _PATIENCE)[0]
             if not ready:
-                self.close(0.0)
+                self._end(0.0)
                 raise ContenderError(f"no answer in {_PATIENCE} s")
             for output in ready:
                 line = output.readline()
                 if not line:  # one is gone; the others may be waiting for it
-                    self.close(0.0)
+                    self._end(0.0)
                     self._log.seek(0)
                     words = "".join(self._log.readlines()[-_LOG_LINES:]).rstrip()
                     raise ContenderError(words or "ended without a word")
@@ -134,6 +134,12 @@ class Group:
 
     def close(self, patience: float = 10.0) -> None:
         """End the processes; kill those that have not ended after so many seconds."""
+        self._end(patience)
+        for process in self._processes:
+            process.stdout.close()
+        self._log.close()
+
+    def _end(self, patience: float) -> None:
         for process in self._processes:
             with suppress(BrokenPipeError):
                 process.stdin.close()

@@ -291,8 +291,7 @@ def beside(before: Path, path: Path) -> str:
     said = [
         f"{len(lines) - len(differ)} of the {len(lines)} ratios that it shares with {where} agree within both runs' "
         f"20th to 80th percentiles, or within {RESOLUTION:.0%} (`python -m bench.report`)."
-        + " Those that do not:"
-        * bool(differ)
+        f"{' Those that do not:' if differ else ''}"
     ]
     if differ:
         said += [

@@ -34,6 +34,7 @@ from bench.rank_contenders import (
 from bench.turns import KEEP_MEMORY
 from offload_core.cpus import available_cpus
 from offload_core.model_shapes import GPTConfig
+from offload_core.quantities import count
 
 MODELS = {
     "34m": GPTConfig(layers=8, width=512, heads=8, vocabulary=16384, positions=1024),
@@ -161,9 +162,9 @@ def start(
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = record.parser("step", __doc__.partition("\n\n")[0])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=None, help="default: all; --quick: 34m")
-    parser.add_argument("--threads", type=int, default=available_cpus())
-    parser.add_argument("--rounds", type=int, default=None, help="default: of each heat its own, 2 to 5")
-    parser.add_argument("--steps", type=int, help="counted in each turn (default: of each heat its own, 3 or 4)")
+    parser.add_argument("--threads", type=count, default=available_cpus())
+    parser.add_argument("--rounds", type=count, default=None, help="default: of each heat its own, 2 to 5")
+    parser.add_argument("--steps", type=count, help="counted in each turn (default: of each heat its own, 3 or 4)")
     args = parser.parse_args(arguments)
     args.models = args.models or (["34m"] if args.quick else list(MODELS))
     return args

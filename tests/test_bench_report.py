@@ -189,3 +189,15 @@ def test_a_part_that_fails_or_hangs_is_reported_and_the_rest_go_on(tmp_path, mon
     assert why["absent"] == ["there is no bench.absent"]
     assert "out of luck" in path.with_suffix(".md").read_text()
     assert "FAILED" in capsys.readouterr().out
+
+
+def test_the_report_says_what_was_asked_of_the_allocator():
+    plain, kept = records(), records()
+    kept["update"]["config"]["malloc"] = {"MALLOC_MMAP_MAX_": "0"}
+    assert "allocator" not in report.section(plain)
+    assert "allocator" in report.section(kept)
+    assert "given back" not in report.section(kept)
+    part = {**copy.deepcopy(kept["update"]), "bench": "given_back", "title": "as it comes"}
+    assert 'under "memory given back"' in report.section({**kept, "given_back": part})
+    bare = {**part, "bench": "profile", "title": "profile", "ratios": []}
+    assert "### profile" not in report.section({**kept, "profile": bare})
