@@ -15,9 +15,8 @@ that slow down forward and backward, memory that is not enough, ranks that are s
 import json
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,8 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from bench import overlap
-from bench.overlap import SCHEDULES, slow_kernels
+from bench.overlap import SCHEDULES, virtual
 from bench.virtual_time import Clock
 from offload_core.config import OffloadConfig
 from offload_core.cpu_adam import AdamHyper
@@ -337,14 +335,6 @@ class Training:
         ran = self._gpu.queue(COMPUTE, seconds).ran
         if self.pipeline.device.trace.on:
             self.pipeline.device.trace.note(Span(COMPUTE, f"{what} of matrix {matrix}", None, None, *ran))
-
-
-@contextmanager
-def virtual(dram: float) -> Iterator[Clock]:
-    """A clock that rules, and kernels that last as long as so many bytes a second have it."""
-    clock = Clock()
-    with clock.rules(overlap), slow_kernels(dram):
-        yield clock
 
 
 def on_ranks(clock: Clock, world_size: int, body: Callable[[int], Any]) -> list[Any]:

@@ -1,8 +1,8 @@
 """Steps on machines that are not there: the pipeline runs in virtual time (``bench.cluster``).
 
-First the simulation is held against what it can be held against: steps that the same pipeline takes by the wall clock,
-on the fake device and on two gloo ranks, as predicted / measured. Then it is asked about the machines of the published
-figures, under the assumptions of ``ASSUMPTIONS``, or with ``--gpus`` about one's own.
+First the simulation is held against steps that the same pipeline takes by the wall clock on two gloo ranks, as
+predicted / measured; ``bench.overlap`` does so on one rank, in each regime that it measures. Then it is asked about the
+machines of the published figures, under the assumptions of ``ASSUMPTIONS``, or with ``--gpus`` about one's own.
 """
 
 import argparse
@@ -21,14 +21,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from bench.cluster import WAITING, Job, Machines, SimulatedGroup, SimulatedRank, on_ranks, simulate, virtual
-from bench.overlap import CASES, GB, SCHEDULES, Case, Run, slow_kernels
+from bench.cluster import WAITING, Job, Machines, SimulatedGroup, SimulatedRank, on_ranks, simulate
+from bench.overlap import GB, SCHEDULES, Case, Run, slow_kernels, virtual
 from bench.record import append, parser, ratio, row, versions
 from bench.turns import take_turns
 from offload_core.quantities import count, rate
 
-HALF = {name: case._replace(forward=case.forward / 2, backward=case.backward / 2) for name, case in CASES.items()}
-"""With half the parameters."""
 RANK_CASES = {
     "compute": Case(forward=0.04, backward=0.08, link=1 * GB, host=2 * GB),
     "exchange": Case(forward=0.01, backward=0.02, link=1 * GB, host=2 * GB),
@@ -90,35 +88,6 @@ class Cell(NamedTuple):
 # --- against the wall clock ------------------------------------------------------------------------------
 
 
-def predicted(case: Case, params: int, buckets: int, scale: int, clips: bool, schedule: str, steps: int = 4) -> float:
-    """Seconds of a step of ``bench.overlap``'s machine."""
-    with virtual(case.host / scale):
-        run = Run(case, params, buckets, scale, clips, schedule)
-        run.turn(2)
-        seconds = statistics.mean(run.turn(steps))
-        run.close()
-    return seconds
-
-
-def on_fake_device(cases: dict[str, Case], rounds: int, steps: int = 2) -> list[Cell]:
-    params, buckets, scale = 2**29, 16, 2**10
-    cells = []
-    for name, case in cases.items():
-        for clips in (True, False) if name == "update" else (True,):
-            runs = {s: Run(case, params, buckets, scale, clips, s) for s in SCHEDULES}
-            try:
-                with slow_kernels(case.host / scale):
-                    measured = take_turns({s: partial(mean_of, run.turn, steps) for s, run in runs.items()}, rounds)
-            finally:
-                for run in runs.values():
-                    run.close()
-            for schedule in SCHEDULES:
-                label = f"{name}, {'clipped' if clips else 'not clipped'}, {schedule}"
-                expected = predicted(case, params, buckets, scale, clips, schedule, steps)
-                cells.append(Cell(f"fake device: {label}", measured[schedule], rounds * [expected]))
-    return cells
-
-
 def mean_of(turn: Callable[[int], list[float]], steps: int) -> float:
     return statistics.mean(turn(steps))
 
@@ -142,7 +111,7 @@ def on_two_ranks(cases: dict[str, Case], rounds: int, steps: int = 2) -> list[Ce
                     group = SimulatedGroup(clock, RANKS, *durations(*seconds))
                     turn = partial(simulated_rank, case, schedule, steps, group)
                     expected.append(statistics.mean(on_ranks(clock, RANKS, turn)))
-            cells.append(Cell(f"2 gloo ranks: {name}, {schedule}", measured, expected))
+            cells.append(Cell(f"{RANKS} gloo ranks: {name}, {schedule}", measured, expected))
     return cells
 
 
@@ -213,11 +182,10 @@ def show(cells: list[Cell]) -> None:
         print(f"{cell.name:58}{1e3 * measured:10.1f}{1e3 * predicted:11.1f}{predicted / measured:7.3f}")
 
 
-def together(kind: str, cells: list[Cell]) -> dict[str, Any]:
+def together(cells: list[Cell]) -> dict[str, Any]:
     """The ratio of all regimes and rounds."""
-    cells = [cell for cell in cells if cell.name.startswith(kind)]
     predicted, measured = ([s for cell in cells for s in getattr(cell, name)] for name in ("predicted", "measured"))
-    return ratio(f"simulated / measured step, {kind}, {len(cells)} regimes", predicted, measured)
+    return ratio(f"simulated / measured step, {RANKS} gloo ranks, {len(cells)} regimes", predicted, measured)
 
 
 # --- beside the published figures --------------------------------------------------------------------------
@@ -365,11 +333,10 @@ def main(arguments: list[str] | None = None) -> None:
         rows = answer(asked, args.trace)
         config = {"machines": asdict(asked[0].machines), "job": asked[0].job._asdict()}
     else:
-        rounds = 1
-        cells = on_fake_device({"compute": HALF["compute"]} if args.quick else HALF, rounds)
-        cells += on_two_ranks({"exchange": RANK_CASES["exchange"]} if args.quick else RANK_CASES, rounds)
+        cells = on_two_ranks({"exchange": RANK_CASES["exchange"]} if args.quick else RANK_CASES, rounds=1)
         show(cells)
-        ratios = [together(kind, cells) for kind in ("fake device", "2 gloo ranks")]
+        ratios = [together(cells)]
+        notes.append("on one rank the simulation is held against the fake device's steps in bench.overlap")
         notes += [f"{what}: {value} ({source})" for what, value, source in ASSUMPTIONS]
         print("", *notes, sep="\n")
         rows = answer(questions(args.quick))

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from strategies import law
 
 from bench import overlap, simulate
-from bench.cluster import BLOCK, WAITING, Job, Machines, SimulatedGroup, SimulatedRank, on_ranks, virtual
+from bench.cluster import BLOCK, WAITING, Job, Machines, SimulatedGroup, SimulatedRank, on_ranks
 from bench.cluster import simulate as step_on
-from bench.overlap import CASES, GB, SCHEDULES, Case, Run
+from bench.overlap import CASES, GB, SCHEDULES, Case, Run, virtual
 from bench.virtual_time import Clock, DeadlockError
 from offload_core.config import OffloadConfig
 from offload_core.thread_ranks import run_ranks
@@ -78,7 +78,7 @@ def test_threads_that_all_wait_are_told():
 def test_the_pipeline_takes_the_time_of_the_closed_forms(name, clips):
     expected = overlap.model(8, overlap.Times.of(CASES[name], 2**20, 8, clips))
     for schedule in ("serial", "overlap", "delayed"):
-        taken = simulate.predicted(CASES[name], 2**20, 8, 1, clips, schedule)
+        taken = overlap.predicted(CASES[name], 2**20, 8, 1, clips, schedule, 4)
         assert taken == pytest.approx(expected[schedule], rel=1e-9), schedule
 
 
@@ -232,4 +232,4 @@ def test_two_real_ranks_are_measured_beside_the_simulated():
     cells = simulate.on_two_ranks({"small": Case(1e-3, 2e-3, 1 * GB, 8 * GB)}, 1, 1)
     assert len(cells) == len(SCHEDULES)
     assert all(seconds > 3e-3 for cell in cells for seconds in (*cell.measured, *cell.predicted))
-    assert simulate.together("2 gloo ranks", cells)["name"].endswith(f"2 gloo ranks, {len(SCHEDULES)} regimes")
+    assert simulate.together(cells)["name"].endswith(f"2 gloo ranks, {len(SCHEDULES)} regimes")
