@@ -1,13 +1,13 @@
-"""The other end of ``bench.processes``: a process that answers each line on its standard input.
+"""The other end of ``bench.processes``: a process that answers each line that it is asked.
 
 Between two lines it waits in a read, so that it costs the others nothing; how much of a processor it took all the same
 is part of the answer.
 """
 
+import itertools
 import json
 import os
 import resource
-import sys
 import time
 from collections.abc import Callable
 from typing import Any, TextIO
@@ -16,25 +16,55 @@ Step = Callable[[int], dict[str, float]]
 """A training step of so many windows: ms of each phase, the loss, and the norm of the gradients where it is known."""
 
 
-def claim_stdout() -> TextIO:
-    """Where answers go; what libraries print is none."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    return answers
+STREAMS = "BENCH_STREAMS"
+"""An environment variable: of each rank the file descriptors of questions and answers, "3:4 5:6"."""
 
 
-def serve(answers: TextIO, micro_batch: int, make_step: Callable[[], Step], **imported: Any) -> None:
+def become_rank() -> tuple[TextIO, TextIO]:
+    """Where this rank's questions come from, and where its answers go.
+
+    Several ranks are forks of this process, which ends when they have: call it when all is imported that they share,
+    and before anything has threads. ``RANK`` and ``LOCAL_RANK`` are set in each.
+    """
+    streams = [tuple(map(int, pair.split(":"))) for pair in os.environ.pop(STREAMS).split()]
+    rank = 0 if len(streams) == 1 else _fork(streams)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    questions, answers = streams.pop(rank)
+    _close(streams)
+    return os.fdopen(questions), os.fdopen(answers, "w")
+
+
+def _fork(streams: list[tuple[int, int]]) -> int:
+    """The rank, in each fork; the first process stays here until all have ended, and fails if one did."""
+    children = []
+    for rank in range(len(streams)):
+        child = os.fork()
+        if not child:
+            return rank
+        children.append(child)
+    _close(streams)
+    statuses = [os.waitpid(child, 0)[1] for child in children]
+    os._exit(int(any(statuses)))
+
+
+def _close(streams: list[tuple[int, int]]) -> None:
+    """Else nobody sees that whose they are has ended."""
+    for fd in itertools.chain(*streams):
+        os.close(fd)
+
+
+def serve(questions: TextIO, answers: TextIO, micro_batch: int, make_step: Callable[[], Step], **imported: Any) -> None:
     """Tell what was imported; on the first question build and warm up, on each further one train."""
 
     def answer(**values: Any) -> None:
         print(json.dumps(values), file=answers, flush=True)
 
-    answer(**imported)
+    answer(pid=os.getpid(), **imported)
     step: Step | None = None
     idle_cpu = idle_wall = 0.0
     while True:
         cpu, wall = time.process_time(), time.perf_counter()
-        line = sys.stdin.readline()
+        line = questions.readline()
         if not line:
             return
         turn, faults = time.process_time(), page_faults()

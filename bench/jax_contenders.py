@@ -15,7 +15,7 @@ import numpy as np
 import optax
 from jax.sharding import SingleDeviceSharding
 
-from bench.contender import Step, claim_stdout, serve
+from bench.contender import Step, become_rank, serve
 from bench.gpt_jax import init_params, loss_of
 from bench.presets import BETAS, WEIGHT_DECAY
 from offload_core.model_shapes import GPTConfig
@@ -30,7 +30,7 @@ Train = Callable[[np.ndarray], tuple[Any, dict[str, float]]]
 
 
 def main() -> None:
-    answers = claim_stdout()
+    streams = become_rank()
     name, settings = sys.argv[1], json.loads(sys.argv[2])
     jax.devices()
     if name == OURS:
@@ -50,7 +50,7 @@ def main() -> None:
         return step
 
     versions = {package: metadata.version(package) for package in ("jax", "jaxlib", "optax")}
-    serve(answers, settings["micro_batch"], make_step, versions=versions)
+    serve(*streams, settings["micro_batch"], make_step, versions=versions)
 
 
 def loss_and_params(gpt: GPTConfig) -> tuple[Callable[[Any, Any], Any], Any]:

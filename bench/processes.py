@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -24,8 +25,10 @@ from typing import Any
 import psutil
 
 from bench import record
+from bench.contender import STREAMS
 from bench.record import quantiles, row
 from bench.turns import KEEP_MEMORY, take_turns
+from offload_core.cpus import available_cpus
 
 _LOG_LINES = 40
 _PATIENCE = 400.0
@@ -45,7 +48,7 @@ class ContenderError(Exception):
 
 
 class Group:
-    """The processes of one contender, which answer lines as ``bench.contender`` does."""
+    """The processes of one contender, which answer lines as ``bench.contender`` does: forks of one that imports."""
 
     def __init__(
         self,
@@ -57,6 +60,7 @@ class Group:
         environment: Mapping[str, str] = {},
         malloc: Mapping[str, str] = KEEP_MEMORY,
     ) -> None:
+        self.ranks = ranks
         self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - lives as long as the ranks
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -77,25 +81,30 @@ class Group:
             **malloc,
             **environment,
         }
-        self._processes = [
-            subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._log,
-                text=True,
-                start_new_session=True,  # one that is killed takes its compilers with it
-                env={**inherited, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            )
-            for rank in range(ranks)
-        ]
+        asked, answered = [os.pipe() for _ in range(ranks)], [os.pipe() for _ in range(ranks)]
+        theirs = [(questions[0], answers[1]) for questions, answers in zip(asked, answered, strict=True)]
+        shared[STREAMS] = " ".join(f"{questions}:{answers}" for questions, answers in theirs)
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=self._log,
+            start_new_session=True,  # one that is killed takes its ranks and compilers with it
+            pass_fds=[fd for pair in theirs for fd in pair],
+            env=inherited | shared,
+        )
+        for fd in (fd for pair in theirs for fd in pair):
+            os.close(fd)
+        self._questions = [os.fdopen(questions[1], "w") for questions in asked]
+        self._answers = [os.fdopen(answers[0]) for answers in answered]
+        self.pids: list[int] = []
+        """Of the ranks, once they have answered."""
 
     def answers(self) -> list[dict[str, Any]]:
         """One from each rank."""
         answers: dict[Any, dict[str, Any]] = {}
-        outputs = [process.stdout for process in self._processes]
-        while len(answers) < len(outputs):
-            ready = select.select([o for o in outputs if o not in answers], [], [], _PATIENCE)[0]
+        while len(answers) < len(self._answers):
+            ready = select.select([a for a in self._answers if a not in answers], [], [], _PATIENCE)[0]
             if not ready:
                 self._end(0.0)
                 raise ContenderError(f"no answer in {_PATIENCE} s")
@@ -107,48 +116,48 @@ class Group:
                     words = "".join(self._log.readlines()[-_LOG_LINES:]).rstrip()
                     raise ContenderError(words or "ended without a word")
                 answers[output] = json.loads(line)
-        return [answers[output] for output in outputs]
+        told = [answers[output] for output in self._answers]
+        self.pids = self.pids or [answer["pid"] for answer in told]
+        return told
 
     def ask(self, **question: Any) -> list[dict[str, Any]]:
-        for process in self._processes:
+        for questions in self._questions:
             with suppress(BrokenPipeError):  # it has ended: `answers` finds out
-                process.stdin.write(json.dumps(question) + "\n")
-                process.stdin.flush()
+                print(json.dumps(question), file=questions, flush=True)
         return self.answers()
-
-    @property
-    def pids(self) -> list[int]:
-        return [process.pid for process in self._processes]
 
     def resident(self) -> int:
         """Bytes: the most that one of them has resident."""
-        return max(psutil.Process(process.pid).memory_info().rss for process in self._processes)
+        return max(psutil.Process(pid).memory_info().rss for pid in self.pids)
 
     def peak(self) -> int:
         """Bytes: the most that one of them has had resident since :meth:`forget_peak`."""
-        return max(_high_water_mark(process.pid) for process in self._processes)
+        return max(map(_high_water_mark, self.pids))
 
     def forget_peak(self) -> None:
-        for process in self._processes:
-            Path(f"/proc/{process.pid}/clear_refs").write_text("5")
+        for pid in self.pids:
+            Path(f"/proc/{pid}/clear_refs").write_text("5")
+
+    def dismiss(self) -> None:
+        """Tell the processes that no more is asked."""
+        for questions in self._questions:
+            with suppress(BrokenPipeError):
+                questions.close()
 
     def close(self, patience: float = 10.0) -> None:
         """End the processes; kill those that have not ended after so many seconds."""
         self._end(patience)
-        for process in self._processes:
-            process.stdout.close()
+        for answers in self._answers:
+            answers.close()
         self._log.close()
 
     def _end(self, patience: float) -> None:
-        for process in self._processes:
-            with suppress(BrokenPipeError):
-                process.stdin.close()
-        for process in self._processes:
-            try:
-                process.wait(patience)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+        self.dismiss()
+        try:
+            self._process.wait(patience)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
 
 
 def _high_water_mark(pid: int) -> int:
@@ -283,27 +292,59 @@ def run(
     steps: int,
     warm_up: int,
     workloads: Sequence[Mapping[str, Any]] = ({},),
+    sittings: int = 1,
 ) -> tuple[dict[str, list[Result]], dict[str, ContenderError], dict[str, str]]:
     """Start them all and let them take turns: a result for each workload, why the others could not, and versions.
 
-    All import at once, and are built one after another. What each takes at its peak it keeps, unless its allocator is
-    told otherwise: together they must fit.
+    A sitting has processes of its own: what a process is faster or slower for as long as it lives, rounds do not show.
+    """
+    results: dict[str, list[Result]] = {}
+    failures: dict[str, ContenderError] = {}
+    versions: dict[str, str] = {}
+    for _ in range(sittings):
+        able = {name: start for name, start in groups.items() if name not in failures}
+        of_sitting, failed, known = _sit(able, rounds, steps, warm_up, workloads)
+        failures |= failed
+        versions |= known
+        for name, by_workload in of_sitting.items():
+            before = results.get(name)
+            results[name] = [a + b for a, b in zip(before, by_workload, strict=True)] if before else by_workload
+    return {name: result for name, result in results.items() if name not in failures}, failures, versions
+
+
+def _sit(
+    groups: Mapping[str, Callable[[], Group]],
+    rounds: int,
+    steps: int,
+    warm_up: int,
+    workloads: Sequence[Mapping[str, Any]],
+) -> tuple[dict[str, list[Result]], dict[str, ContenderError], dict[str, str]]:
+    """All import at once, and as many as there are processors for are built at a time.
+
+    What each takes at its peak it keeps, unless its allocator is told otherwise: together they must fit.
     """
     contenders: dict[str, Contender] = {}
+
+    def ready(name: str) -> None:
+        with suppress(ContenderError):
+            contenders[name].imported()
+            start = time.perf_counter()
+            contenders[name].build(warm_up)
+            print(f"{name}: built and warmed up in {time.perf_counter() - start:.1f} s", file=sys.stderr)
+
     try:
         for name, start in groups.items():
             contenders[name] = Contender(start())
-        for name, contender in contenders.items():
-            with suppress(ContenderError):
-                contender.imported()
-                start = time.perf_counter()
-                contender.build(warm_up)
-                print(f"{name}: built and warmed up in {time.perf_counter() - start:.1f} s", file=sys.stderr)
+        ranks = max((contender.group.ranks for contender in contenders.values()), default=1)
+        with ThreadPoolExecutor(max(1, available_cpus() // ranks)) as builders:
+            list(builders.map(ready, contenders))
         able = {name: contender for name, contender in contenders.items() if not contender.failure}
         turns = {name: partial(contender.take_turn, steps, workloads) for name, contender in able.items()}
         for name, taken in take_turns(turns, rounds, warm_up=0).items():
             contenders[name].turns = [turn for turn in taken if turn is not None]
     finally:
+        for contender in contenders.values():
+            contender.group.dismiss()
         for contender in contenders.values():
             contender.group.close()
     results = {

@@ -9,7 +9,7 @@ from functools import partial
 from importlib import metadata
 from typing import Any, NamedTuple
 
-from bench.contender import Step, claim_stdout, serve
+from bench.contender import Step, become_rank, serve
 
 LEARNING_RATE = 3e-4
 CLIPPING = 1.0
@@ -51,7 +51,6 @@ class Contender(NamedTuple):
 
 
 def main() -> None:
-    answers = claim_stdout()
     name, settings = sys.argv[1], json.loads(sys.argv[2])
 
     import torch
@@ -59,6 +58,7 @@ def main() -> None:
 
     contender = CONTENDERS[name]
     importlib.import_module(contender.library)
+    streams = become_rank()
     torch.set_num_threads(settings["threads"])
     dist.init_process_group("gloo")
 
@@ -74,7 +74,7 @@ def main() -> None:
         return lambda micro_batch: step(*batches(micro_batch))
 
     versions = {lib: metadata.version(lib) for lib in {"torch", contender.library} & {"torch", "deepspeed"}}
-    serve(answers, settings["micro_batch"], make_step, versions=versions)
+    serve(*streams, settings["micro_batch"], make_step, versions=versions)
     dist.destroy_process_group()
 
 

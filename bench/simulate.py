@@ -11,7 +11,7 @@ import multiprocessing
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
 from datetime import timedelta
@@ -21,10 +21,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from bench.cluster import WAITING, Job, Machines, SimulatedGroup, SimulatedRank, on_ranks, simulate
+from bench.cluster import WAITING, Job, Machines, Result, SimulatedGroup, SimulatedRank, on_ranks, simulate
 from bench.overlap import GB, SCHEDULES, Case, Run, slow_kernels, virtual
 from bench.record import append, parser, ratio, row, versions
 from bench.turns import take_turns
+from offload_core.cpus import available_cpus
 from offload_core.quantities import count, rate
 
 RANK_CASES = {
@@ -222,15 +223,20 @@ def questions(quick: bool) -> list[Question]:
     return asked
 
 
+def simulate_all(steps: Sequence[tuple[Machines, Job, str, Path | None]]) -> list[Result]:
+    """:func:`simulate` of each, as many at a time as there are processors."""
+    with ProcessPoolExecutor(available_cpus(), multiprocessing.get_context("spawn")) as pool:
+        return list(pool.map(simulate, *zip(*steps, strict=True)))
+
+
 def answer(asked: list[Question], traces: Path | None = None) -> list[dict[str, Any]]:
     """A row of each; its table is printed."""
     header = f"{'':30}{'schedule':12}{'parameters':>12}{'GPUs':>6}{'s a step':>10}{'TFLOPS a GPU':>14}{'Adam, s':>10}"
     print(f"\n{header}  published")
     rows = []
-    for question in asked:
-        name, machines, job, schedule, published = question
-        trace = traces and traces / f"{schedule.replace(' ', '-')}.json"
-        result = simulate(machines, job, schedule, trace)
+    written = [traces and traces / f"{question.schedule.replace(' ', '-')}.json" for question in asked]
+    results = simulate_all([(q.machines, q.job, q.schedule, t) for q, t in zip(asked, written, strict=True)])
+    for (name, machines, job, schedule, published), result in zip(asked, results, strict=True):
         adam, size = result.busy["update"], job.parameters
         known = {"params": size, "gpus": machines.world_size, "micro_steps": job.micro_steps, "tflops": result.tflops}
         known |= {"schedule": schedule, "adam_s": adam, "published": published}
@@ -244,19 +250,29 @@ def delayed(batches: tuple[int, ...]) -> list[dict[str, Any]]:
     """How many times faster than the step that waits; every time is in proportion to the parameters."""
     published_adam = BYTES * 10e9 / PUBLISHED_ADAM[10e9]
     print("\ntimes faster than a step that ends when all parameters are written")
+    drams = ((DGX2.dram, "DRAM as assumed"), (published_adam, "the published Adam"))
+    cases = [(dram, whose, batch) for dram, whose in drams for batch in batches]
+    schedules = (WAITING, "delayed", "overlap", "in backward")
+    results = iter(
+        simulate_all(
+            [
+                (replace(DGX2, dram=dram), Job(1e9, LAYERS, batch * LENGTH), schedule, None)
+                for dram, _, batch in cases
+                for schedule in schedules
+            ]
+        )
+    )
     rows = []
-    for dram, whose in ((DGX2.dram, "DRAM as assumed"), (published_adam, "the published Adam")):
-        for batch in batches:
-            job, machines = Job(1e9, LAYERS, batch * LENGTH), replace(DGX2, dram=dram)
-            waiting = simulate(machines, job, WAITING).seconds
-            faster = {s: waiting / simulate(machines, job, s).seconds for s in ("delayed", "overlap", "in backward")}
-            print(f"  batch {batch:3}, {whose:20}" + "".join(f"{s:>14} {x:.2f}" for s, x in faster.items()))
-            for schedule, times in faster.items():
-                known: dict[str, Any] = {
-                    "batch": batch,
-                    "published": PUBLISHED_DELAYED if schedule == "delayed" else "",
-                }
-                rows.append(row(f"{schedule}, {whose}", "times faster than waiting", "x", [times], **known))
+    for _, whose, batch in cases:
+        waiting, *others = (next(results).seconds for _ in schedules)
+        faster = {schedule: waiting / own for schedule, own in zip(schedules[1:], others, strict=True)}
+        print(f"  batch {batch:3}, {whose:20}" + "".join(f"{s:>14} {x:.2f}" for s, x in faster.items()))
+        for schedule, times in faster.items():
+            known: dict[str, Any] = {
+                "batch": batch,
+                "published": PUBLISHED_DELAYED if schedule == "delayed" else "",
+            }
+            rows.append(row(f"{schedule}, {whose}", "times faster than waiting", "x", [times], **known))
     return rows
 
 

@@ -46,20 +46,22 @@ MODELS = {
 class Heat:
     contenders: tuple[str, ...]
     rounds: int
+    """Of each sitting."""
     steps: int
     """Counted in each turn."""
+    sittings: int = 1
 
 
 HEATS = {
-    "34m": [Heat((OURS, SERIAL, UNCLIPPED, OURS_3, DS_2, DS_3, FUSED, UNFUSED, FSDP2, GRADIENTS_ONLY, STREAM), 5, 3)],
+    "34m": [Heat((OURS, SERIAL, UNCLIPPED, OURS_3, DS_2, DS_3, FUSED, UNFUSED, FSDP2, GRADIENTS_ONLY, STREAM), 3, 3)],
     "319m": [
-        Heat((OURS, DS_2, GRADIENTS_ONLY, STREAM), 5, 4),
-        Heat((SERIAL, UNFUSED), 5, 4),
-        Heat((OURS_3, DS_3, FSDP2), 2, 3),
+        Heat((OURS, DS_2, GRADIENTS_ONLY, STREAM), 2, 3, sittings=2),
+        Heat((SERIAL, UNFUSED), 2, 3, sittings=2),
+        Heat((OURS_3, DS_3, FSDP2), 2, 2),
     ],
 }
-"""Most rounds for what has a target."""
-WARM_UP = 2
+"""Most steps for what has a target."""
+WARM_UP = 1
 
 Results = Mapping[str, Result]
 
@@ -163,8 +165,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = record.parser("step", __doc__.partition("\n\n")[0])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=None, help="default: all; --quick: 34m")
     parser.add_argument("--threads", type=count, default=available_cpus())
-    parser.add_argument("--rounds", type=count, default=None, help="default: of each heat its own, 2 to 5")
-    parser.add_argument("--steps", type=count, help="counted in each turn (default: of each heat its own, 3 or 4)")
+    parser.add_argument("--sittings", type=count, help="each with new processes (default: of each heat its own)")
+    parser.add_argument("--rounds", type=count, help="of each sitting (default: of each heat its own)")
+    parser.add_argument("--steps", type=count, help="counted in each turn (default: of each heat its own)")
     args = parser.parse_args(arguments)
     args.models = args.models or (["34m"] if args.quick else list(MODELS))
     return args
@@ -172,8 +175,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def heats(model: str, args: argparse.Namespace) -> Iterator[Heat]:
     for heat in HEATS[model]:
-        rounds, steps = (2, 1) if args.quick else (heat.rounds, heat.steps)
-        yield replace(heat, rounds=args.rounds or rounds, steps=args.steps or steps)
+        known = replace(heat, rounds=2, steps=1, sittings=1) if args.quick else heat
+        told = {name: getattr(args, name) for name in ("rounds", "steps", "sittings") if getattr(args, name)}
+        yield replace(known, **told)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -185,10 +189,11 @@ def main(arguments: list[str] | None = None) -> int:
         of_all: dict[str, Result] = {}
         for heat in heats(model, args):
             groups = {name: start(settings, 1, name) for name in heat.contenders}
-            by_workload, failures, versions = run(groups, rounds=heat.rounds, steps=heat.steps, warm_up=WARM_UP)
+            turns = {"sittings": heat.sittings, "rounds": heat.rounds, "steps": heat.steps}
+            by_workload, failures, versions = run(groups, warm_up=WARM_UP, **turns)
             results = {name: result for name, [result] in by_workload.items()}
             part.versions |= versions
-            print(f"{gpt.numel:,} parameters in bf16, 2 x 64 tokens, {args.threads} threads, {heat.rounds} rounds")
+            print(f"{gpt.numel:,} parameters in bf16, 2 x 64 tokens, {args.threads} threads, {turns}")
             show(results)
             for name, error in failures.items():
                 part.miss(f"{name}, {size}", error)

@@ -1,46 +1,130 @@
-"""Contenders get the allocator that a part asks for, whatever the shell asks; parts take the rounds they are told."""
+"""Contenders are processes of their own: their allocator, their ranks, their sittings, and how they end."""
 
 import os
+from functools import partial
+from pathlib import Path
 
+import psutil
 import pytest
 
 from bench import ranks, step
-from bench.processes import Group
+from bench.processes import ContenderError, Group, run
 from bench.turns import KEEP_MEMORY
 
+ROOT = Path(__file__).parents[1]
+
 TELL = """
-import json, os, sys
-print(json.dumps({k: v for k, v in os.environ.items() if k.startswith(("MALLOC_", "GLIBC_"))}), flush=True)
-sys.stdin.read()
+import os
+from bench.contender import become_rank, serve
+
+streams = become_rank()
+print("this is no answer", flush=True)
+serve(*streams, 1, None, malloc={k: v for k, v in os.environ.items() if k.startswith(("MALLOC_", "GLIBC_"))})
 """
+COUNT = """
+import os, sys
+from bench.contender import become_rank, serve
+
+streams, first = become_rank(), os.getppid()
+rank = int(os.environ["RANK"])
+if sys.argv[1:] == ["once"]:
+    os.close(os.open("once", os.O_CREAT | os.O_EXCL))
+
+def step(micro_batch):
+    if sys.argv[1:] == ["dies"] and rank == 1:
+        raise OSError("no luck")
+    return {"total": float(os.getpid()), "loss": float(rank)}
+
+serve(*streams, 1, lambda: step, versions={"first": str(first)})
+"""
+
+
+def module(folder, monkeypatch, text):
+    """Have contenders find it, in a folder of their own."""
+    (folder / "contender_here.py").write_text(text)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), str(ROOT)]))
+    monkeypatch.chdir(folder)
+
+
+def all_ended(pids):
+    """Whether they have, or do so now; whoever adopted them may not have asked yet how."""
+    there = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    _, alive = psutil.wait_procs([p for p in there if p.status() != psutil.STATUS_ZOMBIE], timeout=10)
+    return all(p.status() == psutil.STATUS_ZOMBIE for p in alive)
 
 
 @pytest.mark.parametrize(
     "malloc", [KEEP_MEMORY, {}, {"MALLOC_MMAP_THRESHOLD_": "1048576"}], ids=["kept", "none", "own"]
 )
 def test_the_shells_allocator_is_not_the_contenders(tmp_path, monkeypatch, malloc):
-    (tmp_path / "tell_malloc.py").write_text(TELL)
+    module(tmp_path, monkeypatch, TELL)
     monkeypatch.setenv("MALLOC_ARENA_TEST", "3")
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.arena_max=2")
-    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    group = Group("tell_malloc", [], ranks=1, threads=1, environment={"PYTHONPATH": path}, malloc=malloc)
+    group = Group("contender_here", [], ranks=1, threads=1, malloc=malloc)
     try:
-        assert group.answers() == [dict(malloc)]
+        assert [answer["malloc"] for answer in group.answers()] == [dict(malloc)]
     finally:
         group.close()
 
 
-def test_a_heat_has_its_own_rounds_unless_told():
-    plain, quick, told = (step.parse(a) for a in ([], ["--quick"], ["--rounds=7", "--steps=2"]))
-    assert [(h.rounds, h.steps) for h in step.heats("319m", plain)] == [(h.rounds, h.steps) for h in step.HEATS["319m"]]
-    assert {(h.rounds, h.steps) for h in step.heats("34m", quick)} == {(2, 1)}
-    assert {(h.rounds, h.steps) for h in step.heats("319m", told)} == {(7, 2)}
+def test_ranks_are_forks_of_one_process_and_end_with_their_group(tmp_path, monkeypatch):
+    module(tmp_path, monkeypatch, COUNT)
+    group = Group("contender_here", [], ranks=3, threads=1)
+    try:
+        first = {answer["versions"]["first"] for answer in group.answers()}
+        steps = [answer["steps"] for answer in group.ask(steps=1)]
+        assert len(first) == 1
+        assert [each["loss"] for [each] in steps] == [0.0, 1.0, 2.0]
+        assert [each["total"] for [each] in steps] == group.pids
+        assert len(set(group.pids)) == 3
+        assert group.resident() > 0
+    finally:
+        group.close()
+    assert all_ended(group.pids)
 
 
-def test_the_targets_ranks_have_most_rounds():
+def test_a_rank_that_fails_ends_the_others_and_its_last_words_are_told(tmp_path, monkeypatch):
+    module(tmp_path, monkeypatch, COUNT)
+    group = Group("contender_here", ["dies"], ranks=2, threads=1)
+    try:
+        group.answers()
+        with pytest.raises(ContenderError) as caught:
+            group.ask(steps=1)
+        assert caught.value.why == "OSError: no luck"
+        assert all_ended(group.pids)
+    finally:
+        group.close()
+
+
+def test_each_sitting_has_new_processes_and_who_fails_in_one_is_left_out(tmp_path, monkeypatch):
+    module(tmp_path, monkeypatch, COUNT)
+    groups = {
+        name: partial(Group, "contender_here", arguments, ranks=1, threads=1)
+        for name, arguments in {"a": [], "b": [], "only once": ["once"]}.items()
+    }
+    results, failures, _ = run(groups, sittings=2, rounds=3, steps=2, warm_up=1)
+    assert results.keys() == {"a", "b"}
+    assert failures["only once"].why.startswith("FileExistsError")
+    for [result] in results.values():
+        pids = result.samples("total")
+        assert pids == [pids[0]] * 6 + [pids[-1]] * 6
+        assert pids[0] != pids[-1]
+
+
+def test_a_heat_has_its_own_turns_unless_told():
+    def of(model, *arguments):
+        heats = step.heats(model, step.parse(list(arguments)))
+        return [(heat.sittings, heat.rounds, heat.steps) for heat in heats]
+
+    assert of("319m") == [(heat.sittings, heat.rounds, heat.steps) for heat in step.HEATS["319m"]]
+    assert set(of("34m", "--quick")) == {(1, 2, 1)}
+    assert set(of("319m", "--rounds=7", "--steps=2", "--sittings=3")) == {(3, 7, 2)}
+
+
+def test_the_targets_ranks_have_most_turns():
     args = ranks.parse([])
-    assert [ranks.turns(args, n) for n in (1, 2, 4)] == [(2, 1), (ranks.ROUNDS, ranks.STEPS), (2, 1)]
-    assert ranks.turns(ranks.parse(["--rounds=5"]), 4) == (5, 1)
+    assert [ranks.turns(args, n) for n in (1, 2, 4)] == [ranks.ELSEWHERE, ranks.TURNS, ranks.ELSEWHERE]
+    assert ranks.turns(ranks.parse(["--rounds=5"]), 4) == ranks.ELSEWHERE | {"rounds": 5}
 
 
 def test_no_rounds_are_an_error(capsys):

@@ -12,7 +12,16 @@ import pytest
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]
-SMALL = ["--rounds=1", "--steps=2", "--warm-up=1", "--layers=1", "--width=64", "--vocabulary=256", "--context=16"]
+SMALL = [
+    "--sittings=1",
+    "--rounds=1",
+    "--steps=2",
+    "--warm-up=1",
+    "--layers=1",
+    "--width=64",
+    "--vocabulary=256",
+    "--context=16",
+]
 
 
 def run(*arguments: str, path: Path = ROOT) -> subprocess.CompletedProcess:
@@ -57,8 +66,8 @@ def test_contenders_train_alike_and_one_that_cannot_run_is_named(tmp_path: Path)
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        ("--ranks=0", "--ranks: got 0, expected at least 1"),
-        ("--steps=0", "--steps: got 0, expected at least 1"),
+        ("--ranks=0", "--ranks: got '0', expected a count"),
+        ("--steps=0", "--steps: got '0', expected a count"),
         ("--width=60", "--width: got 60, expected a multiple of the 8 heads"),
         ("--vocabulary=64", "--vocabulary: got 64, expected at least 256"),
         ("--contenders=Megatron", "invalid choice: 'Megatron'"),
