@@ -315,13 +315,12 @@ class Run:
 
 
 def measure(runs: dict[str, Run], rounds: int, steps: int) -> dict[str, list[float]]:
-    """Seconds of each step of each schedule, after one turn that is not counted."""
+    """Seconds of each step of each schedule; the first of a turn is not counted."""
     order = random.Random(0)
     seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for i in range(rounds + 1):
+    for _ in range(rounds):
         for name, run in order.sample(list(runs.items()), len(runs)):
-            taken = run.turn(steps if i else 1)
-            seconds[name] += taken if i else []
+            seconds[name] += run.turn(steps)
     return seconds
 
 

@@ -123,7 +123,7 @@ def main(arguments: list[str] | None = None) -> int:
                     part.compare(ratios_of(compared, stage[0], ranks, size), medians(compared))
     config = {
         **{name: getattr(args, name) for name in ("ranks", "warm_up")},
-        "turns": {ranks: turns(args, ranks) for ranks in args.ranks},
+        **{name: [turns(args, ranks)[name] for ranks in args.ranks] for name in TURNS},
         "param_dtype": "bfloat16",
         **settings,
         "malloc": KEEP_MEMORY,

@@ -154,8 +154,8 @@ def where(records: Records) -> list[str]:
 RESOLUTION = 0.01
 """Ratios that differ by less are the same: some hardly vary within a run, bytes of memory for example."""
 HOW = (
-    "Contenders take turns within one run. A ratio is of two contenders' steps in the same round: the median, in "
-    "brackets the 20th to the 80th percentile."
+    "Contenders take turns within one run; in a further sitting they are new processes. A ratio is of two contenders' "
+    "steps in the same round: the median, in brackets the 20th to the 80th percentile."
 )
 KEPT = (
     "In training steps and updates the allocator of all contenders (glibc's malloc) is told to keep what they free; "
@@ -257,9 +257,8 @@ def measured(readme: str, path: Path, before: Path | None) -> str:
     return head + begin + known + end + after
 
 
-def compare(one: Records, other: Records) -> list[tuple[str, Record, Record | None, bool]]:
-    """Of each ratio that the README has of either run: whether the medians lie within each other's 20th and 80th
-    percentile, or differ by no more than :data:`RESOLUTION`."""
+def compare(one: Records, other: Records) -> list[tuple[str, Record, Record | None, str]]:
+    """Of each ratio that the README has of either run its :func:`agreement`."""
 
     def named(record: Record, ratios: list[Record]) -> dict[str, Record]:
         return {f"{record['title']}: {ratio['name']}": ratio for ratio in ratios}
@@ -273,31 +272,47 @@ def compare(one: Records, other: Records) -> list[tuple[str, Record, Record | No
     for name in dict.fromkeys(names):
         a, b = first.get(name), second.get(name)
         if a is None or b is None:
-            lines.append((name, a or b, None, False))
+            lines.append((name, a or b, None, DIFFER))
         else:
-            within = a["p20"] <= b["p50"] <= a["p80"] and b["p20"] <= a["p50"] <= b["p80"]
-            agree = within or abs(a["p50"] / b["p50"] - 1) <= RESOLUTION
-            lines.append((name, a, b, agree))
+            lines.append((name, a, b, agreement(a, b)))
     return lines
 
 
+CLOSE, OVERLAP, DIFFER = "close", "overlap", "DIFFER"
+
+
+def agreement(a: Record, b: Record) -> str:
+    """``CLOSE`` where each median lies within the other's 20th to 80th percentile, or they differ by no more than
+    :data:`RESOLUTION`; ``OVERLAP`` where these intervals do."""
+    within = a["p20"] <= b["p50"] <= a["p80"] and b["p20"] <= a["p50"] <= b["p80"]
+    if within or abs(a["p50"] / b["p50"] - 1) <= RESOLUTION:
+        return CLOSE
+    return OVERLAP if max(a["p20"], b["p20"]) <= min(a["p80"], b["p80"]) else DIFFER
+
+
+def agreements(lines: list[tuple[str, Record, Record | None, str]]) -> str:
+    """How many of them agree."""
+    close, overlap = (sum(agree in known for *_, agree in lines) for known in ((CLOSE,), (CLOSE, OVERLAP)))
+    return (
+        f"the 20th to 80th percentiles of both runs overlap in {overlap}; in {close} each median also lies within the "
+        f"other's, or within {RESOLUTION:.0%} of it"
+    )
+
+
 def beside(before: Path, path: Path) -> str:
-    """Which of a run's printed ratios the run before does not confirm."""
+    """Which of a run's printed ratios the run before does not confirm closely."""
     records = read(path)
     names = {f"{record['title']}: {ratio['name']}" for record in records.values() for ratio in printed(record)}
     lines = [line for line in compare(read(before), records) if line[0] in names and line[2] is not None]
-    differ = [(name, a, b) for name, a, b, agree in lines if b and not agree]
+    rest = [(name, a, b, agree) for name, a, b, agree in lines if b and agree != CLOSE]
     where = f"[the run before](bench/results/{before.stem}.md)"
     said = [
-        f"{len(lines) - len(differ)} of the {len(lines)} ratios that it shares with {where} agree within both runs' "
-        f"20th to 80th percentiles, or within {RESOLUTION:.0%} (`python -m bench.report`)."
-        f"{' Those that do not:' if differ else ''}"
+        f"Of the {len(lines)} ratios that it shares with {where}, {agreements(lines)} (`python -m bench.report`)."
+        f"{' The rest:' if rest else ''}"
     ]
-    if differ:
-        said += [
-            "",
-            *table(["", "the run before", "this run"], ([name, spread(a), spread(b)] for name, a, b in differ)),
-        ]
+    if rest:
+        rows = ([name, spread(a), spread(b), agree] for name, a, b, agree in rest)
+        said += ["", *table(["", "the run before", "this run", ""], rows)]
     return "\n".join(said) + "\n"
 
 
@@ -320,12 +335,9 @@ def compared(one: Path, other: Path) -> int:
     lines = compare(read(one), read(other))
     for name, a, b, agree in lines:
         what = f"{spread(a)} and {spread(b)}" if b is not None else f"{spread(a)}, in one run only"
-        print(f"{'agree ' if agree else 'DIFFER'}  {name}: {what}")
-    differ = sum(not agree for *_, agree in lines)
-    print(
-        f"{len(lines) - differ} of {len(lines)} ratios agree within their 20th to 80th percentiles, or {RESOLUTION:.0%}"
-    )
-    return 1 if differ else 0
+        print(f"{agree:8}{name}: {what}")
+    print(f"{len(lines)} ratios: {agreements(lines)}")
+    return 1 if any(agree == DIFFER for *_, agree in lines) else 0
 
 
 def reported(results: list[Path], write: bool) -> int:

@@ -53,7 +53,7 @@ class Heat:
 
 
 HEATS = {
-    "34m": [Heat((OURS, SERIAL, UNCLIPPED, OURS_3, DS_2, DS_3, FUSED, UNFUSED, FSDP2, GRADIENTS_ONLY, STREAM), 3, 3)],
+    "34m": [Heat((OURS, SERIAL, UNCLIPPED, OURS_3, DS_2, DS_3, FUSED, UNFUSED, FSDP2, GRADIENTS_ONLY, STREAM), 2, 4)],
     "319m": [
         Heat((OURS, DS_2, GRADIENTS_ONLY, STREAM), 2, 3, sittings=2),
         Heat((SERIAL, UNFUSED), 2, 3, sittings=2),

@@ -69,9 +69,12 @@ def test_the_readme_says_what_the_run_before_does_not_confirm(tmp_path):
     before, now = write(tmp_path / "before.jsonl", records()), records()
     now["update"]["ratios"][0].update(p20=7.0, p50=7.5, p80=8.0)
     said = report.beside(before, write(tmp_path / "now.jsonl", now))
-    assert said.startswith("1 of the 2 ratios that it shares with [the run before](bench/results/before.md) agree")
+    assert said.startswith(
+        "Of the 2 ratios that it shares with [the run before](bench/results/before.md), the 20th to 80th percentiles "
+        "of both runs overlap in 1; in 1 each median"
+    )
     assert "| update: this / peer | 0.702 (" in said
-    assert "7.50 (7 to 8)" in said
+    assert "7.50 (7 to 8) | DIFFER |" in said
     assert "peer / this" not in said
 
 
@@ -115,7 +118,7 @@ def test_ratios_are_of_turns_in_the_same_round():
     assert (ratio["p20"], ratio["p50"], ratio["p80"]) == (2.0, 2.0, 2.0)
 
 
-def test_two_runs_agree_where_each_median_lies_within_the_others_spread():
+def test_two_runs_are_close_where_each_median_lies_within_the_others_spread():
     one = records()
     ratio = {"p20": 0.5, "p50": 0.7, "p80": 0.9, "target": None, "better": "lower"}
     one["update"]["ratios"] = [
@@ -133,12 +136,12 @@ def test_two_runs_agree_where_each_median_lies_within_the_others_spread():
     steady.update(p20=0.705, p50=0.705, p80=0.705)
     other["update"]["ratios"].pop()
     assert [(name, agree) for name, *_, agree in report.compare(one, other)] == [
-        ("update: alike", True),
-        ("update: drifted", False),
-        ("update: sharp here", False),
-        ("update: sharp there", False),
-        ("update: steady", True),  # by less than the resolution
-        ("update: only here", False),
+        ("update: alike", report.CLOSE),
+        ("update: drifted", report.DIFFER),
+        ("update: sharp here", report.OVERLAP),
+        ("update: sharp there", report.OVERLAP),
+        ("update: steady", report.CLOSE),  # by less than the resolution
+        ("update: only here", report.DIFFER),
     ]
 
 
