@@ -398,11 +398,11 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser("cpu_adam", __doc__.splitlines()[0])
     options.add_argument("--numel", type=int, nargs="+", help="parameters (default: 1 M to 1 B, what fits)")
     options.add_argument("--threads", type=int, nargs="+", help="default: 1 and all")
-    options.add_argument("--rounds", type=int, help="for ratios (default: 16); else an eighth, at least 2")
+    options.add_argument("--rounds", type=int, help="for ratios (default: 12); else an eighth, at least 2")
     args = options.parse_args(arguments)
     sizes = args.numel or ([10**6, 2 * 10**6] if args.quick else [10**6, 10**7, 10**8, 10**9])
     threads = args.threads or sorted({1, available_cpus()})
-    rounds = args.rounds or (2 if args.quick else 16)
+    rounds = args.rounds or (2 if args.quick else 12)
     known: Measured = {"rows": [], "ratios": [], "missing": [], "notes": []}
     fitting = [n for n in sizes if n * _PEAK_BYTES <= available_bytes()]
     for n in set(sizes) - set(fitting):

@@ -25,10 +25,10 @@ GPT = MODELS["34m"]
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = record.parser("jax_step", __doc__.strip())
     parser.add_argument("--threads", type=count, default=available_cpus())
-    parser.add_argument("--rounds", type=count, help="default: 6")
+    parser.add_argument("--rounds", type=count, help="default: 5")
     parser.add_argument("--steps", type=count, help="counted in each turn (default: 3; --quick: 1)")
     args = parser.parse_args(arguments)
-    args.rounds = args.rounds or (2 if args.quick else 6)
+    args.rounds = args.rounds or (2 if args.quick else 5)
     args.steps = args.steps or (1 if args.quick else 3)
     return args
 

@@ -429,12 +429,12 @@ def main(arguments: list[str] | None = None) -> None:
     options.add_argument("--scale", type=int, default=2**10, help="how much smaller tensors are (default: 1024)")
     options.add_argument("--buckets", type=int, nargs="+", default=[16])
     options.add_argument("--cases", nargs="+", choices=CASES, metavar="NAME", help="default: all")
-    options.add_argument("--rounds", type=int, help="default: 2")
-    options.add_argument("--steps", type=int, default=2, help="counted in each round of each schedule (default: 2)")
+    options.add_argument("--rounds", type=int, default=1, help="default: 1")
+    options.add_argument("--steps", type=int, help="counted in each round of each schedule (default: 4; --quick: 2)")
     options.add_argument("--trace", type=Path, help="write a trace of two steps of each case to this folder")
     args = options.parse_args(arguments)
     args.cases = args.cases or list(CASES)[: 1 if args.quick else None]
-    args.rounds = args.rounds or (1 if args.quick else 2)
+    args.steps = args.steps or (2 if args.quick else 4)
     if args.trace:
         args.trace.mkdir(parents=True, exist_ok=True)
     print(f"{args.params:,} parameters, tensors {args.scale} times smaller; ms a step, median of {args.rounds} rounds")

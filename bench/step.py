@@ -53,11 +53,11 @@ class Heat:
 
 
 HEATS = {
-    "34m": [Heat((OURS, SERIAL, UNCLIPPED, OURS_3, DS_2, DS_3, FUSED, UNFUSED, FSDP2, GRADIENTS_ONLY, STREAM), 2, 4)],
+    "34m": [Heat((OURS, SERIAL, UNCLIPPED, OURS_3, DS_2, DS_3, FUSED, UNFUSED, FSDP2, GRADIENTS_ONLY, STREAM), 2, 3)],
     "319m": [
         Heat((OURS, DS_2, GRADIENTS_ONLY, STREAM), 2, 3, sittings=2),
         Heat((SERIAL, UNFUSED), 2, 3, sittings=2),
-        Heat((OURS_3, DS_3, FSDP2), 2, 2),
+        Heat((OURS_3, DS_3, FSDP2), 1, 3),
     ],
 }
 """Most steps for what has a target."""
