@@ -48,24 +48,21 @@ static inline void v_stream_f16(uint16_t *a, v32 x) { _mm_stream_si128((__m128i 
 static inline void v_fence(void) { _mm_sfence(); }
 
 static inline vbits v_bits_zero(void) { return _mm256_setzero_si256(); }
-static inline vbits v_abs_max(vbits running, v32 x) {
-    __m256i magnitude = _mm256_and_si256(_mm256_castps_si256(x), _mm256_set1_epi32(0x7fffffff));
-    return _mm256_max_epu32(running, magnitude);
+static inline vbits v_bits_of(v32 x) { return _mm256_castps_si256(x); }
+static inline vbits v_bits_load(const void *a) { return _mm256_loadu_si256(a); }
+static inline v32 v_low_halves(vbits a) { return _mm256_castsi256_ps(_mm256_slli_epi32(a, 16)); }
+static inline v32 v_high_halves(vbits a) {
+    return _mm256_castsi256_ps(_mm256_and_si256(a, _mm256_set1_epi32((int)0xffff0000)));
 }
-static inline vbits v_abs_min(vbits running, v32 x) {
-    __m256i magnitude = _mm256_and_si256(_mm256_castps_si256(x), _mm256_set1_epi32(0x7fffffff));
-    return _mm256_max_epu32(running, _mm256_sub_epi32(_mm256_setzero_si256(), magnitude));
-}
-static inline uint32_t v_bits_top(vbits a) {
-    uint32_t each[8], top = 0;
-    _mm256_storeu_si256((__m256i *)each, a);
-    for (int i = 0; i < 8; i++)
-        top = each[i] > top ? each[i] : top;
-    return top;
-}
+static inline vbits v_twice32(vbits a) { return _mm256_add_epi32(a, a); }
+static inline vbits v_twice16(vbits a) { return _mm256_add_epi16(a, a); }
+static inline vbits v_minus32(vbits a) { return _mm256_sub_epi32(_mm256_setzero_si256(), a); }
+static inline vbits v_minus16(vbits a) { return _mm256_sub_epi16(_mm256_setzero_si256(), a); }
+static inline vbits v_max32(vbits a, vbits b) { return _mm256_max_epu32(a, b); }
+static inline vbits v_max16(vbits a, vbits b) { return _mm256_max_epu16(a, b); }
+static inline void v_bits_store(void *a, vbits x) { _mm256_storeu_si256(a, x); }
 
-static inline v64 w_low(v32 a) { return _mm256_cvtps_pd(_mm256_castps256_ps128(a)); }
-static inline v64 w_high(v32 a) { return _mm256_cvtps_pd(_mm256_extractf128_ps(a, 1)); }
+static inline v64 w_load(const float *a) { return _mm256_cvtps_pd(_mm_loadu_ps(a)); }
 static inline v64 w_set(double x) { return _mm256_set1_pd(x); }
 static inline v64 w_add(v64 a, v64 b) { return _mm256_add_pd(a, b); }
 static inline v64 w_sub(v64 a, v64 b) { return _mm256_sub_pd(a, b); }

@@ -48,18 +48,21 @@ static inline void v_stream_f16(uint16_t *a, v32 x) { _mm256_stream_si256((__m25
 static inline void v_fence(void) { _mm_sfence(); }
 
 static inline vbits v_bits_zero(void) { return _mm512_setzero_si512(); }
-static inline vbits v_abs_max(vbits running, v32 x) {
-    __m512i magnitude = _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(0x7fffffff));
-    return _mm512_max_epu32(running, magnitude);
+static inline vbits v_bits_of(v32 x) { return _mm512_castps_si512(x); }
+static inline vbits v_bits_load(const void *a) { return _mm512_loadu_si512(a); }
+static inline v32 v_low_halves(vbits a) { return _mm512_castsi512_ps(_mm512_slli_epi32(a, 16)); }
+static inline v32 v_high_halves(vbits a) {
+    return _mm512_castsi512_ps(_mm512_and_si512(a, _mm512_set1_epi32((int)0xffff0000)));
 }
-static inline vbits v_abs_min(vbits running, v32 x) {
-    __m512i magnitude = _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(0x7fffffff));
-    return _mm512_max_epu32(running, _mm512_sub_epi32(_mm512_setzero_si512(), magnitude));
-}
-static inline uint32_t v_bits_top(vbits a) { return _mm512_reduce_max_epu32(a); }
+static inline vbits v_twice32(vbits a) { return _mm512_add_epi32(a, a); }
+static inline vbits v_twice16(vbits a) { return _mm512_add_epi16(a, a); }
+static inline vbits v_minus32(vbits a) { return _mm512_sub_epi32(_mm512_setzero_si512(), a); }
+static inline vbits v_minus16(vbits a) { return _mm512_sub_epi16(_mm512_setzero_si512(), a); }
+static inline vbits v_max32(vbits a, vbits b) { return _mm512_max_epu32(a, b); }
+static inline vbits v_max16(vbits a, vbits b) { return _mm512_max_epu16(a, b); }
+static inline void v_bits_store(void *a, vbits x) { _mm512_storeu_si512(a, x); }
 
-static inline v64 w_low(v32 a) { return _mm512_cvtps_pd(_mm512_castps512_ps256(a)); }
-static inline v64 w_high(v32 a) { return _mm512_cvtps_pd(_mm512_extractf32x8_ps(a, 1)); }
+static inline v64 w_load(const float *a) { return _mm512_cvtps_pd(_mm256_loadu_ps(a)); }
 static inline v64 w_set(double x) { return _mm512_set1_pd(x); }
 static inline v64 w_add(v64 a, v64 b) { return _mm512_add_pd(a, b); }
 static inline v64 w_sub(v64 a, v64 b) { return _mm512_sub_pd(a, b); }

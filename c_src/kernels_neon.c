@@ -39,17 +39,25 @@ static inline void v_stream_f16(uint16_t *a, v32 x) { v_store_f16(a, x); }
 static inline void v_fence(void) {}
 
 static inline vbits v_bits_zero(void) { return vdupq_n_u32(0); }
-static inline vbits v_abs_max(vbits running, v32 x) {
-    return vmaxq_u32(running, vandq_u32(vreinterpretq_u32_f32(x), vdupq_n_u32(0x7fffffff)));
+static inline vbits v_bits_of(v32 x) { return vreinterpretq_u32_f32(x); }
+static inline vbits v_bits_load(const void *a) { return vreinterpretq_u32_u8(vld1q_u8(a)); }
+static inline v32 v_low_halves(vbits a) { return vreinterpretq_f32_u32(vshlq_n_u32(a, 16)); }
+static inline v32 v_high_halves(vbits a) { return vreinterpretq_f32_u32(vandq_u32(a, vdupq_n_u32(0xffff0000))); }
+static inline vbits v_twice32(vbits a) { return vaddq_u32(a, a); }
+static inline vbits v_twice16(vbits a) {
+    return vreinterpretq_u32_u16(vaddq_u16(vreinterpretq_u16_u32(a), vreinterpretq_u16_u32(a)));
 }
-static inline vbits v_abs_min(vbits running, v32 x) {
-    uint32x4_t magnitude = vandq_u32(vreinterpretq_u32_f32(x), vdupq_n_u32(0x7fffffff));
-    return vmaxq_u32(running, vsubq_u32(vdupq_n_u32(0), magnitude));
+static inline vbits v_minus32(vbits a) { return vsubq_u32(vdupq_n_u32(0), a); }
+static inline vbits v_minus16(vbits a) {
+    return vreinterpretq_u32_u16(vsubq_u16(vdupq_n_u16(0), vreinterpretq_u16_u32(a)));
 }
-static inline uint32_t v_bits_top(vbits a) { return vmaxvq_u32(a); }
+static inline vbits v_max32(vbits a, vbits b) { return vmaxq_u32(a, b); }
+static inline vbits v_max16(vbits a, vbits b) {
+    return vreinterpretq_u32_u16(vmaxq_u16(vreinterpretq_u16_u32(a), vreinterpretq_u16_u32(b)));
+}
+static inline void v_bits_store(void *a, vbits x) { vst1q_u8(a, vreinterpretq_u8_u32(x)); }
 
-static inline v64 w_low(v32 a) { return vcvt_f64_f32(vget_low_f32(a)); }
-static inline v64 w_high(v32 a) { return vcvt_high_f64_f32(a); }
+static inline v64 w_load(const float *a) { return vcvt_f64_f32(vld1_f32(a)); }
 static inline v64 w_set(double x) { return vdupq_n_f64(x); }
 static inline v64 w_add(v64 a, v64 b) { return vaddq_f64(a, b); }
 static inline v64 w_sub(v64 a, v64 b) { return vsubq_f64(a, b); }

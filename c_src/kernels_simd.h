@@ -3,10 +3,10 @@
  *   LANES, v32 (LANES floats), v64 (LANES / 2 doubles), vint (LANES / 2 int64)
  *   v_set, v_load, v_store, v_stream, v_add, v_sub, v_mul, v_div, v_sqrt, v_fma(a, b, c) = a * b + c
  *   v_load_bf16, v_load_f16, v_store_bf16, v_store_f16, v_stream_bf16, v_stream_f16
- *   v_abs_max(running, x)   running maximum of the absolute bits, as an integer vector vbits
- *   v_abs_min(running, x)   running maximum of minus the absolute bits, modulo 2^32: that of the smallest but zero
- *   v_bits_zero, v_bits_top(vbits) -> uint32_t
- *   w_low, w_high (v32 -> v64), w_set, w_add, w_sub, w_fma
+ *   vbits (as wide as v32): v_bits_zero, v_bits_of(v32), v_bits_load, v_bits_store, and on its parts of 32 or 16 bits
+ *   v_twice32, v_minus32, v_max32 (unsigned), v_twice16, v_minus16, v_max16
+ *   v_low_halves, v_high_halves   the floats whose upper halves are the lower, the upper 16 bits of each 32
+ *   w_load (LANES / 2 floats), w_set, w_add, w_sub, w_fma
  *   w_bits_add(vint, v64)   integer sum with the bits of a double
  *   w_int_zero, w_int_sum(vint) -> uint64_t
  *   v_fence                 after streaming stores
@@ -210,76 +210,122 @@ INLINE void in_windows(v64 x, v64 above, v64 below, vint *in_upper, vint *in_low
     *in_lower = w_bits_add(*in_lower, w_add(rest, below));
 }
 
-/* The squares of one block of n floats (a multiple of LANES), given the absolute bits of the largest and of the
- * smallest but zero; each is a multiple of its exponent's power of two over 2^fraction_bits. What follows the block's
- * source is fetched meanwhile: reading it is otherwise all that the next block begins with. */
-INLINE void sum_block(const float *x, int64_t n, uint32_t max_bits, uint32_t min_bits, int fraction_bits,
-                      const void *next, int dtype, int64_t *bins) {
-    if (max_bits >= 0x7f800000) {
-        bins[OC_NORM_NONFINITE]++;
-        return;
-    }
-    if (max_bits == 0)
-        return;
-    int upper = oc_upper_window(max_bits), lower = upper - OC_WINDOW_BITS;
-    int lowest = 2 * (oc_exponent(min_bits) - fraction_bits);
-    double above = oc_extractor(upper), below = oc_extractor(lower);
-    v64 above_v = w_set(above), below_v = w_set(below);
-    if (lowest >= upper) {
-        vint even = w_int_zero(), odd = w_int_zero();
-        for (int64_t i = 0; i < n; i += LANES) {
-            v32 values = v_load(x + i);
-            fetch(next, dtype, i);
-            even = in_window(w_low(values), above_v, even);
-            odd = in_window(w_high(values), above_v, odd);
+/* How a block's squares are added: not at all, in one window, in two, or element by element. */
+enum { NO_WINDOW, ONE_WINDOW, TWO_WINDOWS, EACH };
+
+/* What is known of a block before its squares are added. */
+typedef struct {
+    uint32_t max_bits, min_bits; /* absolute, as of an fp32: of the largest, and of the smallest but zero */
+} extremes;
+
+INLINE uint32_t top32(vbits a) {
+    uint32_t each[LANES], top = 0;
+    v_bits_store(each, a);
+    for (int i = 0; i < LANES; i++)
+        top = each[i] > top ? each[i] : top;
+    return top;
+}
+
+INLINE uint32_t top16(vbits a) {
+    uint16_t each[2 * LANES], top = 0;
+    v_bits_store(each, a);
+    for (int i = 0; i < 2 * LANES; i++)
+        top = each[i] > top ? each[i] : top;
+    return top;
+}
+
+/* Two things at once, so that one's arithmetic hides the other's memory: scan a block (find its extremes and, of
+ * narrow types, write the floats that they are, in any order) and add the squares of another, x, that has been scanned.
+ * Doubling drops the sign; the greatest of the negatives, modulo 2^32 or 2^16, belongs to the smallest but zero. */
+INLINE extremes scan_and_add(const void *block, int dtype, float *wide, const float *x, int windows, int upper,
+                             int64_t *bins) {
+    const int lower = upper - OC_WINDOW_BITS;
+    const double above = oc_extractor(upper), below = windows == TWO_WINDOWS ? oc_extractor(lower) : 0;
+    const v64 above_v = w_set(above), below_v = w_set(below);
+    vbits largest = v_bits_zero(), smallest = v_bits_zero();
+    vint even = w_int_zero(), odd = w_int_zero(), in_lower = w_int_zero();
+    for (int64_t i = 0; i < OC_BLOCK; i += 2 * LANES) {
+        if (block && dtype == OC_BFLOAT16) {
+            vbits two = v_bits_load((const uint16_t *)block + i), twice = v_twice16(two);
+            fetch(block, dtype, i + OC_BLOCK);
+            largest = v_max16(largest, twice);
+            smallest = v_max16(smallest, v_minus16(twice));
+            v_store(wide + i, v_low_halves(two));
+            v_store(wide + i + LANES, v_high_halves(two));
+        } else if (block) {
+            for (int64_t k = i; k < i + 2 * LANES; k += LANES) {
+                v32 values = load_as_f32(block, dtype, k);
+                fetch(block, dtype, k + OC_BLOCK);
+                vbits twice = v_twice32(v_bits_of(values));
+                largest = v_max32(largest, twice);
+                smallest = v_max32(smallest, v_minus32(twice));
+                if (dtype != OC_FLOAT32)
+                    v_store(wide + k, values);
+            }
         }
-        add_window(bins, upper, even, above, n / 2);
-        add_window(bins, upper, odd, above, n / 2);
-    } else if (lowest >= lower) {
-        vint in_upper = w_int_zero(), in_lower = w_int_zero();
-        for (int64_t i = 0; i < n; i += LANES) {
-            v32 values = v_load(x + i);
-            fetch(next, dtype, i);
-            in_windows(w_low(values), above_v, below_v, &in_upper, &in_lower);
-            in_windows(w_high(values), above_v, below_v, &in_upper, &in_lower);
+        for (int64_t k = i; k < i + 2 * LANES; k += LANES) {
+            if (windows == ONE_WINDOW) {
+                even = in_window(w_load(x + k), above_v, even);
+                odd = in_window(w_load(x + k + LANES / 2), above_v, odd);
+            } else if (windows == TWO_WINDOWS) {
+                in_windows(w_load(x + k), above_v, below_v, &even, &in_lower);
+                in_windows(w_load(x + k + LANES / 2), above_v, below_v, &odd, &in_lower);
+            }
         }
-        add_window(bins, upper, in_upper, above, n);
-        add_window(bins, lower, in_lower, below, n);
-    } else {
-        for (int64_t i = 0; i < n; i++)
-            oc_add_square(bins, x[i]);
     }
+    if (windows != NO_WINDOW) {
+        add_window(bins, upper, even, above, OC_BLOCK / 2);
+        add_window(bins, upper, odd, above, OC_BLOCK / 2);
+    }
+    if (windows == TWO_WINDOWS)
+        add_window(bins, lower, in_lower, below, OC_BLOCK);
+    if (dtype == OC_BFLOAT16)
+        return (extremes){top16(largest) << 15, (uint32_t)(uint16_t)-top16(smallest) << 15};
+    return (extremes){top32(largest) >> 1, (0u - top32(smallest)) >> 1};
+}
+
+/* How to add the squares of elements that are multiples of their exponents' powers of two over 2^fraction_bits, and the
+ * upper window's lowest bit. */
+static inline int windows_of(extremes found, int fraction_bits, int *upper) {
+    *upper = oc_upper_window(found.max_bits);
+    if (found.max_bits == 0 || found.max_bits >= 0x7f800000)
+        return NO_WINDOW;
+    int lowest = 2 * (oc_exponent(found.min_bits) - fraction_bits);
+    return lowest >= *upper ? ONE_WINDOW : lowest >= *upper - OC_WINDOW_BITS ? TWO_WINDOWS : EACH;
 }
 
 INLINE void sum_squares_of(const void *src, int dtype, int64_t n, int64_t *bins) {
     const int fraction_bits = dtype == OC_BFLOAT16 ? 7 : dtype == OC_FLOAT16 ? 10 : 23;
-    _Alignas(64) float scratch[OC_BLOCK];
+    const int64_t size = oc_itemsize(dtype);
+    _Alignas(64) float scratch[2][OC_BLOCK];
+    _Alignas(64) char padded[sizeof *scratch];
+    const float *x = NULL;
+    int windows = NO_WINDOW, upper = 0;
     for (int64_t start = 0; start < n; start += OC_BLOCK) {
-        int64_t count = n - start < OC_BLOCK ? n - start : OC_BLOCK;
-        int64_t whole = count / LANES * LANES, padded = (count + LANES - 1) / LANES * LANES;
-        int in_place = dtype == OC_FLOAT32 && whole == count;
-        vbits largest = v_bits_zero(), smallest = v_bits_zero();
-        /* main loop */
-        for (int64_t i = 0; i < whole; i += LANES) {
-            v32 values = load_as_f32(src, dtype, start + i);
-            largest = v_abs_max(largest, values);
-            smallest = v_abs_min(smallest, values);
-            if (!in_place)
-                v_store(scratch + i, values);
+        const void *block = (const char *)src + start * size;
+        float *wide = scratch[start / OC_BLOCK % 2];
+        if (n - start < OC_BLOCK) {
+            memset(padded, 0, (size_t)(OC_BLOCK * size));
+            block = memcpy(padded, block, (size_t)((n - start) * size));
         }
-        /* tail */
-        if (whole < count) {
-            lanes tail;
-            to_lanes(&tail, src, dtype, start + whole, count - whole);
-            v32 values = load_as_f32(tail.bytes, dtype, 0);
-            largest = v_abs_max(largest, values);
-            smallest = v_abs_min(smallest, values);
-            v_store(scratch + whole, values);
-        }
-        const float *x = in_place ? (const float *)src + start : scratch;
-        const void *next = (const char *)src + (start + count) * oc_itemsize(dtype);
-        sum_block(x, padded, v_bits_top(largest), 0u - v_bits_top(smallest), fraction_bits, next, dtype, bins);
+        extremes found;
+        if (windows == ONE_WINDOW)
+            found = scan_and_add(block, dtype, wide, x, ONE_WINDOW, upper, bins);
+        else if (windows == TWO_WINDOWS)
+            found = scan_and_add(block, dtype, wide, x, TWO_WINDOWS, upper, bins);
+        else
+            found = scan_and_add(block, dtype, wide, x, NO_WINDOW, upper, bins);
+        x = dtype == OC_FLOAT32 ? block : wide;
+        windows = windows_of(found, fraction_bits, &upper);
+        bins[OC_NORM_NONFINITE] += found.max_bits >= 0x7f800000;
+        if (windows == EACH)
+            for (int64_t i = 0; i < OC_BLOCK; i++)
+                oc_add_square(bins, x[i]);
     }
+    if (windows == ONE_WINDOW)
+        scan_and_add(NULL, dtype, NULL, x, ONE_WINDOW, upper, bins);
+    else if (windows == TWO_WINDOWS)
+        scan_and_add(NULL, dtype, NULL, x, TWO_WINDOWS, upper, bins);
 }
 
 static void sum_squares(const void *src, int dtype, int64_t n, int64_t *bins) {

@@ -216,8 +216,9 @@ def check_kernels(instruction_set: str) -> None:
                         assert_same_bits(f"cast of {n} {dtype} to {to}", call.cast(values, to), cast(values, to))
         for n in (1, 5, 8, 2048, 2051, 5000):
             wide = np.exp2(rng.uniform(-140, 120, n)).astype(np.float32)
-            narrow = normal(n)
-            for values in (wide, narrow, narrow.astype(ml_dtypes.bfloat16), narrow.astype(np.float16)):
+            narrow, between = normal(n), np.exp2(rng.uniform(-20, 0, n)).astype(np.float32)
+            bf16s = (values.astype(ml_dtypes.bfloat16) for values in (wide, narrow, between))
+            for values in (wide, narrow, between, *bf16s, narrow.astype(np.float16)):
                 total = call.sum_of_squares(values)
                 assert total.finite, f"sum of {n} squares of {values.dtype}: found an inf or a NaN, there is none"
                 difference = total.exact() - sum_of_squares(values)
