@@ -31,6 +31,8 @@ def become_rank() -> tuple[TextIO, TextIO]:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     questions, answers = streams.pop(rank)
     _close(streams)
+    for fd in (questions, answers):
+        os.set_inheritable(fd, False)
     return os.fdopen(questions), os.fdopen(answers, "w")
 
 

@@ -8,12 +8,11 @@ device's. Activations of 8 tokens, and what libraries allocate, are in it.
 import argparse
 import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any
 
 from bench import record
-from bench.processes import ContenderError, Group, Part
+from bench.processes import ContenderError, Group, Part, together
 from bench.rank_contenders import DEEPSPEED, DS_2, DS_3, OURS, OURS_3, deepspeed_config
 from bench.step import start
 from offload_core.bucket_terms import BucketTerms
@@ -68,8 +67,7 @@ def measure_all(starts: dict[str, Callable[[], Group]], part: Part) -> dict[str,
         groups[name].close()
 
     try:
-        with ThreadPoolExecutor(available_cpus()) as takers:
-            list(takers.map(take, groups))
+        together(groups.values(), take, groups, available_cpus())
     finally:
         for group in groups.values():
             group.close()

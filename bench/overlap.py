@@ -44,7 +44,7 @@ The limit, where each of four resources (compute, the link's two ways, the host)
 
 The machine: tensors hold 1/scale of the parameters, and bandwidths are divided likewise. Compute, and what the kernels
 do not take of their time, is slept, and who overslept sleeps less the next time; the pipeline, its thread, the kernels
-and the copies' threads are the real ones. Schedules take turns, so that the machine's drift hits all alike.
+and the copies' threads are the real ones. Of several rounds the machine's drift hits all schedules alike.
 
 The simulation is the same run in virtual time, where what is slept takes exactly that and all else nothing. It is what
 ``bench.simulate`` asks about machines that are not there, and simulated / measured is how far it is to be believed.
@@ -74,6 +74,7 @@ from offload_core.fake_device import FakeDevice, FakeTensor
 from offload_core.host_ranks import HostRanks
 from offload_core.partition import ParamSpec
 from offload_core.pipeline import Pipeline
+from offload_core.quantities import count
 from offload_core.trace import COMPUTE
 
 SCHEDULES: dict[str, dict[str, Any]] = {
@@ -429,15 +430,16 @@ def main(arguments: list[str] | None = None) -> None:
     options.add_argument("--scale", type=int, default=2**10, help="how much smaller tensors are (default: 1024)")
     options.add_argument("--buckets", type=int, nargs="+", default=[16])
     options.add_argument("--cases", nargs="+", choices=CASES, metavar="NAME", help="default: all")
-    options.add_argument("--rounds", type=int, default=1, help="default: 1")
-    options.add_argument("--steps", type=int, help="counted in each round of each schedule (default: 4; --quick: 2)")
+    options.add_argument("--rounds", type=count, default=1, help="default: 1")
+    options.add_argument("--steps", type=count, help="counted in each round of each schedule (default: 4; --quick: 2)")
     options.add_argument("--trace", type=Path, help="write a trace of two steps of each case to this folder")
     args = options.parse_args(arguments)
     args.cases = args.cases or list(CASES)[: 1 if args.quick else None]
     args.steps = args.steps or (2 if args.quick else 4)
     if args.trace:
         args.trace.mkdir(parents=True, exist_ok=True)
-    print(f"{args.params:,} parameters, tensors {args.scale} times smaller; ms a step, median of {args.rounds} rounds")
+    steps = args.rounds * args.steps
+    print(f"{args.params:,} parameters, tensors {args.scale} times smaller; ms a step, median of {steps} steps")
     print(
         f"{'dominates':9}{'buckets':>8}  {'clipping':10}{'schedule':12}{'measured':>9}{'':18}{'model':>9}{'off':>10}"
         f"{'simulated':>10}{'limit':>9}{'over it':>8}"

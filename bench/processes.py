@@ -106,12 +106,12 @@ class Group:
         while len(answers) < len(self._answers):
             ready = select.select([a for a in self._answers if a not in answers], [], [], _PATIENCE)[0]
             if not ready:
-                self._end(0.0)
+                self.kill()
                 raise ContenderError(f"no answer in {_PATIENCE} s")
             for output in ready:
                 line = output.readline()
                 if not line:  # one is gone; the others may be waiting for it
-                    self._end(0.0)
+                    self.kill()
                     self._log.seek(0)
                     words = "".join(self._log.readlines()[-_LOG_LINES:]).rstrip()
                     raise ContenderError(words or "ended without a word")
@@ -151,6 +151,10 @@ class Group:
             answers.close()
         self._log.close()
 
+    def kill(self) -> None:
+        """End them now; whoever waits for an answer gets none."""
+        self._end(0.0)
+
     def _end(self, patience: float) -> None:
         self.dismiss()
         try:
@@ -162,7 +166,7 @@ class Group:
 
 def _high_water_mark(pid: int) -> int:
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+    return 1024 * next((int(line.split()[1]) for line in lines if line.startswith("VmHWM")), 0)  # none: it has ended
 
 
 @dataclass(frozen=True)
@@ -301,9 +305,9 @@ def run(
     results: dict[str, list[Result]] = {}
     failures: dict[str, ContenderError] = {}
     versions: dict[str, str] = {}
-    for _ in range(sittings):
+    for sitting in range(sittings):
         able = {name: start for name, start in groups.items() if name not in failures}
-        of_sitting, failed, known = _sit(able, rounds, steps, warm_up, workloads)
+        of_sitting, failed, known = _sit(able, rounds, steps, warm_up, workloads, sitting)
         failures |= failed
         versions |= known
         for name, by_workload in of_sitting.items():
@@ -312,12 +316,24 @@ def run(
     return {name: result for name, result in results.items() if name not in failures}, failures, versions
 
 
+def together(groups: Iterable[Group], act: Callable[[str], None], names: Iterable[str], at_a_time: int) -> None:
+    """Act on each name, so many at a time. What interrupts it ends the groups that the others wait for."""
+    with ThreadPoolExecutor(max(1, at_a_time)) as actors:
+        try:
+            list(actors.map(act, names))
+        except BaseException:
+            for group in groups:
+                group.kill()
+            raise
+
+
 def _sit(
     groups: Mapping[str, Callable[[], Group]],
     rounds: int,
     steps: int,
     warm_up: int,
     workloads: Sequence[Mapping[str, Any]],
+    seed: int,
 ) -> tuple[dict[str, list[Result]], dict[str, ContenderError], dict[str, str]]:
     """All import at once, and as many as there are processors for are built at a time.
 
@@ -336,11 +352,10 @@ def _sit(
         for name, start in groups.items():
             contenders[name] = Contender(start())
         ranks = max((contender.group.ranks for contender in contenders.values()), default=1)
-        with ThreadPoolExecutor(max(1, available_cpus() // ranks)) as builders:
-            list(builders.map(ready, contenders))
+        together([contender.group for contender in contenders.values()], ready, contenders, available_cpus() // ranks)
         able = {name: contender for name, contender in contenders.items() if not contender.failure}
         turns = {name: partial(contender.take_turn, steps, workloads) for name, contender in able.items()}
-        for name, taken in take_turns(turns, rounds, warm_up=0).items():
+        for name, taken in take_turns(turns, rounds, warm_up=0, seed=seed).items():
             contenders[name].turns = [turn for turn in taken if turn is not None]
     finally:
         for contender in contenders.values():

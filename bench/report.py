@@ -294,8 +294,8 @@ def agreements(lines: list[tuple[str, Record, Record | None, str]]) -> str:
     """How many of them agree."""
     close, overlap = (sum(agree in known for *_, agree in lines) for known in ((CLOSE,), (CLOSE, OVERLAP)))
     return (
-        f"the 20th to 80th percentiles of both runs overlap in {overlap}; in {close} each median also lies within the "
-        f"other's, or within {RESOLUTION:.0%} of it"
+        f"the 20th to 80th percentiles of both runs overlap, or the medians differ by at most {RESOLUTION:.0%}, in "
+        f"{overlap}; in {close} each median also lies within the other's, or within {RESOLUTION:.0%} of it"
     )
 
 

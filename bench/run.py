@@ -50,7 +50,7 @@ def run(part: str, path: Path, quick: bool, seconds: float) -> str:
     if find_spec(f"bench.{part}") is None:
         return f"there is no bench.{part}"
     command = [sys.executable, "-m", f"bench.{part}", "--json", str(path), *(["--quick"] if quick else [])]
-    # Of its own session: what it started, ranks for example, ends with it.
+    # Of its own session: what it started ends with it. Contenders have sessions of their own, and end when nobody asks.
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:
         _, errors = process.communicate(timeout=seconds)

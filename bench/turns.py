@@ -17,14 +17,14 @@ and unmapped whatever the rest says (XLA's threads had 70,000 faults a step)."""
 
 
 def take_turns(
-    contenders: Mapping[str, Callable[[], T]], rounds: int, *, warm_up: int = 1, pause: float = 0.05
+    contenders: Mapping[str, Callable[[], T]], rounds: int, *, warm_up: int = 1, pause: float = 0.05, seed: int = 0
 ) -> dict[str, list[T]]:
     """What each returned in each round, after ``warm_up`` rounds that are not counted.
 
     The caches are filled with something else before each turn: what the turn before left there is no merit. A pause and
-    another order each round keep whoever ran before from weighing on one contender only.
+    another order each round, which is the ``seed``'s, keep whoever ran before from weighing on one contender only.
     """
-    order = random.Random(0)
+    order = random.Random(seed)
     elsewhere = np.zeros(1 << 24, np.float64)
     results: dict[str, list[T]] = {name: [] for name in contenders}
     for i in range(warm_up + rounds):

@@ -11,8 +11,8 @@
  *   w_int_zero, w_int_sum(vint) -> uint64_t
  *   v_fence                 after streaming stores
  *
- * A tail shorter than a vector is copied to a padded vector and takes the same path, so an element's bits
- * do not depend on where it stands.
+ * A tail shorter than a vector, or in the norm than a block, is copied to a padded one and takes the same path, so an
+ * element's bits do not depend on where it stands.
  */
 #include "offload_core.h"
 #include "sum_squares.h"
@@ -297,16 +297,16 @@ static inline int windows_of(extremes found, int fraction_bits, int *upper) {
 INLINE void sum_squares_of(const void *src, int dtype, int64_t n, int64_t *bins) {
     const int fraction_bits = dtype == OC_BFLOAT16 ? 7 : dtype == OC_FLOAT16 ? 10 : 23;
     const int64_t size = oc_itemsize(dtype);
-    _Alignas(64) float scratch[2][OC_BLOCK];
-    _Alignas(64) char padded[sizeof *scratch];
+    _Alignas(64) float scratch[2][OC_BLOCK], padded[OC_BLOCK];
     const float *x = NULL;
     int windows = NO_WINDOW, upper = 0;
     for (int64_t start = 0; start < n; start += OC_BLOCK) {
         const void *block = (const char *)src + start * size;
         float *wide = scratch[start / OC_BLOCK % 2];
-        if (n - start < OC_BLOCK) {
+        int64_t count = n - start < OC_BLOCK ? n - start : OC_BLOCK;
+        if (count < OC_BLOCK) {
             memset(padded, 0, (size_t)(OC_BLOCK * size));
-            block = memcpy(padded, block, (size_t)((n - start) * size));
+            block = memcpy(padded, block, (size_t)(count * size));
         }
         extremes found;
         if (windows == ONE_WINDOW)
@@ -318,9 +318,9 @@ INLINE void sum_squares_of(const void *src, int dtype, int64_t n, int64_t *bins)
         x = dtype == OC_FLOAT32 ? block : wide;
         windows = windows_of(found, fraction_bits, &upper);
         bins[OC_NORM_NONFINITE] += found.max_bits >= 0x7f800000;
-        if (windows == EACH)
-            for (int64_t i = 0; i < OC_BLOCK; i++)
-                oc_add_square(bins, x[i]);
+        const int64_t whole = (count + 2 * LANES - 1) / (2 * LANES) * (2 * LANES); /* floats of bf16s are not in order */
+        for (int64_t i = 0; windows == EACH && i < whole; i++)
+            oc_add_square(bins, x[i]);
     }
     if (windows == ONE_WINDOW)
         scan_and_add(NULL, dtype, NULL, x, ONE_WINDOW, upper, bins);

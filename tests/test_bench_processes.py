@@ -1,6 +1,7 @@
 """Contenders are processes of their own: their allocator, their ranks, their sittings, and how they end."""
 
 import os
+import time
 from functools import partial
 from pathlib import Path
 
@@ -48,9 +49,19 @@ def module(folder, monkeypatch, text):
 
 def all_ended(pids):
     """Whether they have, or do so now; whoever adopted them may not have asked yet how."""
-    there = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
-    _, alive = psutil.wait_procs([p for p in there if p.status() != psutil.STATUS_ZOMBIE], timeout=10)
-    return all(p.status() == psutil.STATUS_ZOMBIE for p in alive)
+    deadline = time.monotonic() + 10
+    while not all(map(has_ended, pids)):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def has_ended(pid):
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 @pytest.mark.parametrize(

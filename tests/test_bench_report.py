@@ -71,7 +71,7 @@ def test_the_readme_says_what_the_run_before_does_not_confirm(tmp_path):
     said = report.beside(before, write(tmp_path / "now.jsonl", now))
     assert said.startswith(
         "Of the 2 ratios that it shares with [the run before](bench/results/before.md), the 20th to 80th percentiles "
-        "of both runs overlap in 1; in 1 each median"
+        "of both runs overlap, or the medians differ by at most 1%, in 1; in 1 each median"
     )
     assert "| update: this / peer | 0.702 (" in said
     assert "7.50 (7 to 8) | DIFFER |" in said

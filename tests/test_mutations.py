@@ -93,7 +93,7 @@ MUTANTS = [
             "v_fma(v_mul(c->w2, g), g, v_mul(*v, c->beta2))",
             "v_fma(*v, c->beta2, v_mul(v_mul(c->w2, g), g))",
         ),
-        ("norm misses its tail", "block = memcpy(padded, block, (size_t)((n - start) * size));", "block = padded;"),
+        ("norm misses its tail", "block = memcpy(padded, block, (size_t)(count * size));", "block = padded;"),
         (
             "norm misses its last block, in one window",
             "scan_and_add(NULL, dtype, NULL, x, ONE_WINDOW, upper, bins);",
@@ -104,6 +104,7 @@ MUTANTS = [
         ("norm misses what its windows do", "? TWO_WINDOWS : EACH", "? TWO_WINDOWS : TWO_WINDOWS"),
         ("norm misses its lower window", "add_window(bins, lower, in_lower, below, OC_BLOCK);", ";"),
         ("norm takes the largest bf16 for the smallest", "(uint32_t)(uint16_t)-top16(smallest)", "top16(largest)"),
+        ("norm takes the largest for the smallest", "(0u - top32(smallest))", "top32(largest)"),
         ("norm writes over the block that it adds", "scratch[start / OC_BLOCK % 2]", "scratch[0]"),
         ("tails of accumulation, reduction and cast skipped", "if (i < n) {", "if (0) {", 3),
         (
