@@ -45,6 +45,11 @@ def free_path(folder: Path, quick: bool) -> Path:
     return next(path for path in later if not path.exists())
 
 
+def size(path: Path) -> int:
+    """Bytes of a file, none if it does not exist."""
+    return path.stat().st_size if path.exists() else 0
+
+
 def run(part: str, path: Path, quick: bool, seconds: float) -> str:
     """Why the part failed, in its own last words, or nothing."""
     if find_spec(f"bench.{part}") is None:
@@ -85,11 +90,12 @@ def main(arguments: list[str] | None = None) -> int:
     failed = []
     for part in args.parts or PARTS:
         print(f"== {part}, at most {known[part]} s", flush=True)
-        start = time.monotonic()
+        start, before = time.monotonic(), size(path)
         why = run(part, path, args.quick, known[part])
         if why:
             failed.append(part)
             print(f"{part}: FAILED: {why}", flush=True)
+        if why and size(path) == before:  # else it has said itself what could not run
             record = {"bench": part, "title": part, "config": {}, "versions": {}, "rows": [], "ratios": []}
             append(path, {**record, "missing": [missing(part, why)], "notes": []})
         print(f"== {part}: {time.monotonic() - start:.0f} s", flush=True)

@@ -168,11 +168,18 @@ def test_a_part_that_fails_or_hangs_is_reported_and_the_rest_go_on(tmp_path, mon
     """Parts are stood in for by modules of a package that is found first."""
     package = tmp_path / "bench"
     package.mkdir()
+
+    def recording(part):
+        return (
+            "import json, sys; path = sys.argv[sys.argv.index('--json') + 1]\n"
+            f"open(path, 'a').write({json.dumps(json.dumps(records()['bits'] | {'bench': part}))} + chr(10))\n"
+        )
+
     bodies = {
         "failing": "raise SystemExit('out of luck')",
         "hanging": "import time; time.sleep(600)",
-        "fine": f"import json, sys; path = sys.argv[sys.argv.index('--json') + 1]\n"
-        f"open(path, 'a').write({json.dumps(json.dumps(records()['bits'] | {'bench': 'fine'}))} + chr(10))",
+        "fine": recording("fine"),
+        "lacking": recording("lacking") + "raise SystemExit(1)  # a peer could not run",
     }
     for part, body in bodies.items():
         (package / f"{part}.py").write_text(body)
@@ -180,15 +187,16 @@ def test_a_part_that_fails_or_hangs_is_reported_and_the_rest_go_on(tmp_path, mon
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys.modules["bench"], "__path__", [str(package), *sys.modules["bench"].__path__])
-    monkeypatch.setattr(run, "PARTS", {"failing": 60, "hanging": 2, "fine": 60, "absent": 60})
+    monkeypatch.setattr(run, "PARTS", {"failing": 60, "hanging": 2, "fine": 60, "lacking": 60, "absent": 60})
     path = tmp_path / "results.jsonl"
     assert run.main(["--results", str(path)]) == 1
     known = report.read(path)
-    assert list(known) == ["failing", "hanging", "fine", "absent"]
+    assert list(known) == ["failing", "hanging", "fine", "lacking", "absent"]
     why = {part: [absent["why"] for absent in each["missing"]] for part, each in known.items()}
     assert why["failing"] == ["exit status 1: out of luck"]
     assert why["hanging"] == ["took longer than its 2 s"]
     assert why["fine"] == []
+    assert known["lacking"]["rows"] == known["fine"]["rows"] != []
     assert why["absent"] == ["there is no bench.absent"]
     assert "out of luck" in path.with_suffix(".md").read_text()
     assert "FAILED" in capsys.readouterr().out
