@@ -1,8 +1,8 @@
 """The update kernel against torch, DeepSpeed and NumPy, and against the streaming limit of the same bytes.
 
-Each number of threads and size has a process of its own: every library's OpenMP has the same, and what a size leaves in
-the allocator is gone. Small updates go through
-many sets of buffers in a row, so that none is in a cache when its turn comes.
+Each number of threads has processes of its own, so that every library's OpenMP has the same, and so have sizes that
+take much memory: what they leave in the allocator is gone. Small updates go through many sets of buffers in a row, so
+that none is in a cache when its turn comes.
 
 The host step is what lies between the gradients and the parameters of the next forward, both bf16: norm, clipping,
 AdamW in fp32, cast. torch's has a pass for each of these; there is no loss scale to take out, which would be one more.
@@ -372,12 +372,13 @@ def measure_host_step(n: int, threads: int, rounds: int) -> Measured:
     return {"rows": found, "ratios": compared, "missing": [], "notes": []}
 
 
-def in_processes(threads: int, tasks: Sequence[Callable[[], Measured]]) -> Iterator[Measured]:
-    """Each measured in a process whose libraries all have so many threads."""
+def in_processes(threads: int, processes: Sequence[Sequence[Callable[[], Measured]]]) -> Iterator[Measured]:
+    """Of each process its tasks, one after another; all libraries have so many threads."""
     os.environ |= {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive", **KEEP_MEMORY}
-    for task in tasks:
+    for tasks in processes:
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-            yield pool.submit(task).result()
+            for task in tasks:
+                yield pool.submit(task).result()
 
 
 def show(measured: Measured) -> None:
@@ -415,22 +416,21 @@ def main(arguments: list[str] | None = None) -> None:
     find_compilers()
     cold = 10**6 if args.quick else _COLD
     for count in threads:
+
+        def updates(n: int, rounds: int, ratios: bool = False, threads: int = count) -> Callable[[], Measured]:
+            return partial(measure_updates, n, threads, max(1, cold // n), rounds, ratios)
+
+        small = [updates(n, few) for n in fitting if n < compared]
         if count < max(threads):
-            small = [n for n in fitting if n < compared] or [compared]
-            tasks = [partial(measure_updates, n, count, max(1, cold // n), few, False) for n in small]
+            processes = [small or [updates(compared, few)]]
         else:
             smallest = min(fitting)
-            tasks = [
-                *(
-                    partial(
-                        measure_updates, n, count, max(1, cold // n), rounds if n == compared else few, n == compared
-                    )
-                    for n in fitting
-                ),
-                partial(measure_host_step, compared, count, rounds),
-                partial(measure_types, smallest, count, max(1, cold // smallest), few),
+            processes = [
+                [*small, partial(measure_types, smallest, count, max(1, cold // smallest), few)],
+                [updates(compared, rounds, ratios=True), partial(measure_host_step, compared, count, rounds)],
+                *([updates(n, few)] for n in fitting if n > compared),
             ]
-        for measured in in_processes(count, tasks):
+        for measured in in_processes(count, processes):
             show(measured)
             merge(known, measured)
     for absent in known["missing"]:

@@ -25,7 +25,7 @@ FURTHER = {2: ("DeepSpeed, allreduce",), 3: ("DeepSpeed, stage 3, overlap_comm",
 """DeepSpeed's fastest ways, where there is a target."""
 TARGET, TARGET_RANKS = 1.5, 2
 """For DeepSpeed's fastest, and so for each of its ways."""
-TURNS = {"sittings": 2, "rounds": 2, "steps": 3}
+TURNS = {"sittings": 2, "rounds": 2, "steps": 2}
 """With the target's ranks."""
 ELSEWHERE = {"sittings": 1, "rounds": 1, "steps": 2}
 QUICK = {"sittings": 1, "rounds": 2, "steps": 1}
