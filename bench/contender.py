@@ -4,55 +4,79 @@ Between two lines it waits in a read, so that it costs the others nothing; how m
 is part of the answer.
 """
 
-import itertools
 import json
 import os
 import resource
+import select
+import signal
+import socket
+import sys
+import threading
 import time
 from collections.abc import Callable
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 Step = Callable[[int], dict[str, float]]
 """A training step of so many windows: ms of each phase, the loss, and the norm of the gradients where it is known."""
 
+_PATIENCE = 20.0
+"""Seconds a rank has to end by itself once nobody can ask it any more."""
+_LONGEST, _MOST = 2**16, 64
+"""Bytes of a request, and the file descriptors that come with it."""
 
-STREAMS = "BENCH_STREAMS"
-"""An environment variable: of each rank the file descriptors of questions and answers, "3:4 5:6"."""
+
+class Rank(NamedTuple):
+    """What one rank of a contender was started with."""
+
+    arguments: list[str]
+    questions: TextIO
+    answers: TextIO
 
 
-def become_rank() -> tuple[TextIO, TextIO]:
-    """Where this rank's questions come from, and where its answers go.
+def become_rank() -> Rank:
+    """Start contenders as ``bench.processes`` asks on standard input, a socket; return in each of their ranks.
 
-    Several ranks are forks of this process, which ends when they have: call it when all is imported that they share,
-    and before anything has threads. ``RANK`` and ``LOCAL_RANK`` are set in each.
+    All are forks of this process, which ends when nobody can ask any more: call it when all is imported that they
+    share, and before anything has threads. ``RANK`` and ``LOCAL_RANK`` are set in each.
     """
-    streams = [tuple(map(int, pair.split(":"))) for pair in os.environ.pop(STREAMS).split()]
-    rank = 0 if len(streams) == 1 else _fork(streams)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-    questions, answers = streams.pop(rank)
-    _close(streams)
-    for fd in (questions, answers):
-        os.set_inheritable(fd, False)
-    return os.fdopen(questions), os.fdopen(answers, "w")
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how they ended
+    channel = socket.socket(fileno=sys.stdin.fileno())
+    while True:
+        words, fds, *_ = socket.recv_fds(channel, _LONGEST, _MOST)
+        if not words:
+            os._exit(0)
+        request = json.loads(words)
+        log, *streams = fds
+        for rank in range(len(streams) // 2):
+            if not os.fork():
+                channel.detach()
+                return _be(rank, log, streams, **request)
+        for fd in fds:
+            os.close(fd)
 
 
-def _fork(streams: list[tuple[int, int]]) -> int:
-    """The rank, in each fork; the first process stays here until all have ended, and fails if one did."""
-    children = []
-    for rank in range(len(streams)):
-        child = os.fork()
-        if not child:
-            return rank
-        children.append(child)
-    _close(streams)
-    statuses = [os.waitpid(child, 0)[1] for child in children]
-    os._exit(int(any(statuses)))
-
-
-def _close(streams: list[tuple[int, int]]) -> None:
-    """Else nobody sees that whose they are has ended."""
-    for fd in itertools.chain(*streams):
+def _be(rank: int, log: int, streams: list[int], arguments: list[str], environment: dict[str, str]) -> Rank:
+    """In a session of its own, with what it prints in the log of its contender."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.setsid()
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for fd, as_fd in ((nothing, 0), (log, 1), (log, 2)):
+        os.dup2(fd, as_fd)
+    questions, answers = (os.dup(fd) for fd in streams[2 * rank : 2 * rank + 2])
+    for fd in (nothing, log, *streams):  # else nobody sees that whose they are has ended
         os.close(fd)
+    os.environ |= environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    threading.Thread(target=_end_with_who_asks, args=[questions], daemon=True).start()
+    return Rank(arguments, os.fdopen(questions), os.fdopen(answers, "w"))
+
+
+def _end_with_who_asks(questions: int) -> None:
+    """A rank that waits for another that is gone, in a collective, would keep its memory for half an hour."""
+    hung_up = select.poll()
+    hung_up.register(questions, 0)
+    hung_up.poll()
+    time.sleep(_PATIENCE)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def serve(questions: TextIO, answers: TextIO, micro_batch: int, make_step: Callable[[], Step], **imported: Any) -> None:

@@ -7,8 +7,9 @@ import sys
 from dataclasses import asdict
 
 from bench import record
-from bench.processes import Part, medians, run, show
+from bench.part import Part
 from bench.rank_contenders import DS_2, GRADIENTS_ONLY, OURS
+from bench.sittings import medians, run, show
 from bench.step import LARGEST, MODELS, WARM_UP, ratios_of, start
 from offload_core.cpus import available_cpus
 from offload_core.quantities import count

@@ -1,8 +1,7 @@
-"""One contender of ``bench.jax_step``: NAME SETTINGS."""
+"""The contenders of ``bench.jax_step``, each started with NAME SETTINGS."""
 
 import importlib
 import json
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -30,8 +29,8 @@ Train = Callable[[np.ndarray], tuple[Any, dict[str, float]]]
 
 
 def main() -> None:
-    streams = become_rank()
-    name, settings = sys.argv[1], json.loads(sys.argv[2])
+    (name, words), *streams = become_rank()
+    settings = json.loads(words)
     jax.devices()
     if name == OURS:
         importlib.import_module("frontends.jax")

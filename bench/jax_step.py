@@ -11,7 +11,9 @@ from functools import partial
 from typing import Any
 
 from bench import record
-from bench.processes import Group, Part, Result, medians, run, show
+from bench.part import Part
+from bench.processes import Group
+from bench.sittings import Result, medians, run, show
 from bench.step import MODELS
 from bench.turns import KEEP_MEMORY
 from offload_core.cpus import available_cpus

@@ -12,7 +12,8 @@ from dataclasses import asdict
 from typing import Any
 
 from bench import record
-from bench.processes import ContenderError, Group, Part, together
+from bench.part import Part
+from bench.processes import ContenderError, Group, together
 from bench.rank_contenders import DEEPSPEED, DS_2, DS_3, OURS, OURS_3, deepspeed_config
 from bench.step import start
 from offload_core.bucket_terms import BucketTerms

@@ -1,15 +1,12 @@
-"""Contenders that are processes of their own: they live through a run and take turns.
+"""Contenders that are processes of their own: started, asked, and ended."""
 
-Whose turn it is runs a few steps while the others wait in a read. "Others CPU" tells how quiet the machine was.
-"""
-
+import atexit
 import json
 import os
 import re
 import select
 import signal
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -17,23 +14,17 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import psutil
 
-from bench import record
-from bench.contender import STREAMS
-from bench.record import quantiles, row
-from bench.turns import KEEP_MEMORY, take_turns
-from offload_core.cpus import available_cpus
+from bench.turns import KEEP_MEMORY
 
 _LOG_LINES = 40
 _PATIENCE = 400.0
 """Seconds: DeepSpeed compiles meanwhile."""
-_WORDS = {"higher": "at least", "lower": "at most"}
+_PATIENCE_TO_END = 10.0
 _ERROR = re.compile(r"[\w.]*(Error|Exception|Exit|Interrupt)\b(: .*)?$")
 
 
@@ -47,8 +38,55 @@ class ContenderError(Exception):
         return next((line for line in reversed(lines) if _ERROR.match(line)), lines[-1])
 
 
+class _Importer:
+    """A process that has imported what contenders share, and forks their ranks."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        self.log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - lives as long as the process
+        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                command, stdin=theirs, stdout=self.log, stderr=self.log, start_new_session=True, env=environment
+            )
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def fork(self, fds: Sequence[int], **request: Any) -> None:
+        """Have it fork ranks, as soon as it has imported; where it cannot, the other ends of the pipes are told."""
+        with suppress(BrokenPipeError, ConnectionResetError):
+            socket.send_fds(self._channel, [json.dumps(request).encode()], fds)
+
+    def close(self) -> None:
+        self._channel.close()
+        try:
+            self._process.wait(_PATIENCE_TO_END)
+        except subprocess.TimeoutExpired:  # it is importing
+            self._process.kill()
+            self._process.wait()
+        self.log.close()
+
+
+_importers: dict[tuple[Any, ...], _Importer] = {}
+"""By command and environment, which all that they fork have; they end with this process."""
+
+
+def _importer(command: Sequence[str], environment: Mapping[str, str]) -> _Importer:
+    key = (*command, os.getcwd(), *sorted(environment.items()))
+    known = _importers.get(key)
+    if known is None or not known.alive:
+        known = _importers[key] = _Importer(command, environment)
+        atexit.register(known.close)
+    return known
+
+
 class Group:
-    """The processes of one contender, which answer lines as ``bench.contender`` does: forks of one that imports."""
+    """The processes of one contender, which answer lines as ``bench.contender`` does.
+
+    They are forks of one that has imported, with all contenders of the same module, library and environment: several
+    imports of PyTorch at once are most of a short run.
+    """
 
     def __init__(
         self,
@@ -57,22 +95,15 @@ class Group:
         *,
         ranks: int,
         threads: int,
+        library: str = "",
         environment: Mapping[str, str] = {},
         malloc: Mapping[str, str] = KEEP_MEMORY,
     ) -> None:
         self.ranks = ranks
         self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - lives as long as the ranks
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        command = [sys.executable, "-m", module, *arguments]
         # What this shell asks of malloc is not the contenders'.
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(("MALLOC_", "GLIBC_TUNABLES"))}
         shared = {
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "WORLD_SIZE": str(ranks),
-            "LOCAL_WORLD_SIZE": str(ranks),
             "OMP_NUM_THREADS": str(threads),
             "OMP_WAIT_POLICY": "passive",
             # DeepSpeed compiles its Adam on first use, with the ninja of this environment and for its torch.
@@ -81,24 +112,28 @@ class Group:
             **malloc,
             **environment,
         }
+        command = [sys.executable, "-m", module, *([library] if library else [])]
+        self._importer = _importer(command, inherited | shared)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        of_group = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "WORLD_SIZE": str(ranks),
+            "LOCAL_WORLD_SIZE": str(ranks),
+        }
         asked, answered = [os.pipe() for _ in range(ranks)], [os.pipe() for _ in range(ranks)]
-        theirs = [(questions[0], answers[1]) for questions, answers in zip(asked, answered, strict=True)]
-        shared[STREAMS] = " ".join(f"{questions}:{answers}" for questions, answers in theirs)
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=self._log,
-            start_new_session=True,  # one that is killed takes its ranks and compilers with it
-            pass_fds=[fd for pair in theirs for fd in pair],
-            env=inherited | shared,
-        )
-        for fd in (fd for pair in theirs for fd in pair):
+        theirs = [fd for i in range(ranks) for fd in (asked[i][0], answered[i][1])]
+        self._importer.fork([self._log.fileno(), *theirs], arguments=list(arguments), environment=of_group)
+        for fd in theirs:
             os.close(fd)
         self._questions = [os.fdopen(questions[1], "w") for questions in asked]
         self._answers = [os.fdopen(answers[0]) for answers in answered]
         self.pids: list[int] = []
-        """Of the ranks, once they have answered."""
+        """Of the ranks, once all have answered."""
+        self._running: dict[int, int] = {}
+        """What tells when one has ended, of each pid that has answered."""
 
     def answers(self) -> list[dict[str, Any]]:
         """One from each rank."""
@@ -112,10 +147,12 @@ class Group:
                 line = output.readline()
                 if not line:  # one is gone; the others may be waiting for it
                     self.kill()
-                    self._log.seek(0)
-                    words = "".join(self._log.readlines()[-_LOG_LINES:]).rstrip()
-                    raise ContenderError(words or "ended without a word")
+                    words = [line for log in (self._importer.log, self._log) for line in _lines(log)]
+                    raise ContenderError("".join(words[-_LOG_LINES:]).rstrip() or "ended without a word")
                 answers[output] = json.loads(line)
+                if "pid" in answers[output]:  # the first
+                    with suppress(ProcessLookupError):  # it has ended
+                        self._running[answers[output]["pid"]] = os.pidfd_open(answers[output]["pid"])
         told = [answers[output] for output in self._answers]
         self.pids = self.pids or [answer["pid"] for answer in told]
         return told
@@ -144,7 +181,7 @@ class Group:
             with suppress(BrokenPipeError):
                 questions.close()
 
-    def close(self, patience: float = 10.0) -> None:
+    def close(self, patience: float = _PATIENCE_TO_END) -> None:
         """End the processes; kill those that have not ended after so many seconds."""
         self._end(patience)
         for answers in self._answers:
@@ -156,164 +193,25 @@ class Group:
         self._end(0.0)
 
     def _end(self, patience: float) -> None:
+        """Those that have not answered yet end by themselves, when they find that nobody asks."""
         self.dismiss()
-        try:
-            self._process.wait(patience)
-        except subprocess.TimeoutExpired:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+        deadline = time.monotonic() + patience
+        for pid, process in self._running.items():
+            if not select.select([process], [], [], max(deadline - time.monotonic(), 0.0))[0]:
+                os.killpg(pid, signal.SIGKILL)  # with its compilers
+                select.select([process], [], [])
+            os.close(process)
+        self._running.clear()
+
+
+def _lines(log: IO[str]) -> list[str]:
+    log.seek(0)
+    return log.readlines()
 
 
 def _high_water_mark(pid: int) -> int:
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return 1024 * next((int(line.split()[1]) for line in lines if line.startswith("VmHWM")), 0)  # none: it has ended
-
-
-@dataclass(frozen=True)
-class Turn:
-    """What was measured of one contender in one turn: a workload's steps, one after another."""
-
-    steps: list[dict[str, float]]
-    """Of each but the first, the mean over the ranks: ms by phase, loss, norm."""
-    losses: list[float]
-    """Of all of them."""
-    sent: float
-    """Bytes a step that this machine sent to itself."""
-    others: float
-    """Processors that whatever else runs here took meanwhile."""
-    idle: float
-    """Share of a processor that one of the ranks took while it waited for its turns."""
-    faults: float
-    """Page faults a step of all ranks."""
-    peak: int
-    """Bytes; of the largest rank."""
-
-
-class Contender:
-    """One contender through a run."""
-
-    def __init__(self, group: Group) -> None:
-        self.group = group
-        self.failure: ContenderError | None = None
-        self.versions: dict[str, str] = {}
-        self.losses: list[float] = []
-        """Of the warm-up."""
-        self.setup_peak = 0
-        self.turns: list[list[Turn]] = []
-        """Of each round, of each workload."""
-
-    def imported(self) -> None:
-        self.versions = self._guarded(self.group.answers)[0].get("versions", {})
-
-    def build(self, warm_up: int) -> None:
-        self.losses = _mean_losses(self._guarded(partial(self.group.ask, steps=warm_up)))
-        self.setup_peak = self.group.peak()
-        self.group.forget_peak()  # of what is kept, that of building stays
-
-    def take_turn(self, steps: int, workloads: Sequence[Mapping[str, Any]]) -> list[Turn] | None:
-        if self.failure:
-            return None
-        try:
-            return [self._turn(steps, workload) for workload in workloads]
-        except ContenderError:
-            return None
-
-    def _turn(self, steps: int, workload: Mapping[str, Any]) -> Turn:
-        sent, busy, start = loopback_bytes(), busy_seconds(), time.perf_counter()
-        answers = self._guarded(partial(self.group.ask, steps=steps + 1, **workload))
-        seconds = time.perf_counter() - start
-        busy, sent = busy_seconds() - busy, loopback_bytes() - sent
-        by_step = list(zip(*(answer["steps"] for answer in answers), strict=True))
-        return Turn(
-            steps=[{k: statistics.mean(rank[k] for rank in step) for k in step[0]} for step in by_step[1:]],
-            losses=_mean_losses(answers),
-            sent=sent / len(by_step),
-            others=max(busy - sum(answer["cpu"] for answer in answers), 0.0) / seconds,
-            idle=max(answer["idle"] for answer in answers),
-            faults=sum(answer["faults"] for answer in answers) / len(by_step),
-            peak=self.group.peak(),
-        )
-
-    def _guarded(self, act: Callable[[], list[dict[str, Any]]]) -> list[dict[str, Any]]:
-        try:
-            return act()
-        except ContenderError as error:
-            self.failure = error
-            raise
-
-
-def _mean_losses(answers: list[dict[str, Any]]) -> list[float]:
-    by_step = zip(*(answer["steps"] for answer in answers), strict=True)
-    return [round(statistics.mean(rank["loss"] for rank in step), 5) for step in by_step if "loss" in step[0]]
-
-
-class Result:
-    """What was measured of one contender under one workload: a list of steps for each round."""
-
-    def __init__(self, turns: list[Turn], setup_peak: int, losses: list[float]) -> None:
-        self.turns = turns
-        self.setup_peak = setup_peak
-        """Bytes; of the largest rank, while it was built and warmed up."""
-        self.losses = losses
-
-    @classmethod
-    def of(cls, contender: Contender, workload: int) -> "Result":
-        turns = [turns[workload] for turns in contender.turns]
-        return cls(turns, contender.setup_peak, contender.losses + [loss for turn in turns for loss in turn.losses])
-
-    def __add__(self, later: "Result") -> "Result":
-        """With the turns of another run; losses are of the first."""
-        return Result(self.turns + later.turns, max(self.setup_peak, later.setup_peak), self.losses)
-
-    def samples(self, *phases: str) -> list[float]:
-        """ms of the phases together, of each step."""
-        return [sum(step[phase] for phase in phases) for turn in self.turns for step in turn.steps]
-
-    @property
-    def phases(self) -> list[str]:
-        return [key for key in self.turns[0].steps[0] if key not in ("loss", "grad_norm")]
-
-    def rows(self, name: str, **extra: Any) -> list[dict[str, Any]]:
-        """Of the record. The loss's has the curve of all steps."""
-        rows = [row(name, phase, "ms", self.samples(phase), **extra) for phase in self.phases]
-        if self.losses:
-            rows.append(row(name, "loss, last", "nats", self.losses[-1:], **extra) | {"curve": self.losses})
-        if "grad_norm" in self.turns[-1].steps[-1]:
-            rows.append(row(name, "gradient norm, last", "", [self.turns[-1].steps[-1]["grad_norm"]], **extra))
-        rows.append(row(name, "peak RSS", "GB", [max(turn.peak for turn in self.turns) / 1e9], **extra))
-        rows.append(row(name, "peak RSS while it is built", "GB", [self.setup_peak / 1e9], **extra))
-        rows.append(row(name, "sent", "MB/step", [turn.sent / 1e6 for turn in self.turns], **extra))
-        rows.append(row(name, "page faults", "thousands/step", [turn.faults / 1e3 for turn in self.turns], **extra))
-        rows.append(row(name, "others' CPU", "processors", [turn.others for turn in self.turns], **extra))
-        rows.append(row(name, "CPU while waiting", "processors", [self.turns[-1].idle], **extra))
-        return rows
-
-
-def run(
-    groups: Mapping[str, Callable[[], Group]],
-    *,
-    rounds: int,
-    steps: int,
-    warm_up: int,
-    workloads: Sequence[Mapping[str, Any]] = ({},),
-    sittings: int = 1,
-) -> tuple[dict[str, list[Result]], dict[str, ContenderError], dict[str, str]]:
-    """Start them all and let them take turns: a result for each workload, why the others could not, and versions.
-
-    A sitting has processes of its own: what a process is faster or slower for as long as it lives, rounds do not show.
-    """
-    results: dict[str, list[Result]] = {}
-    failures: dict[str, ContenderError] = {}
-    versions: dict[str, str] = {}
-    for sitting in range(sittings):
-        able = {name: start for name, start in groups.items() if name not in failures}
-        of_sitting, failed, known = _sit(able, rounds, steps, warm_up, workloads, sitting)
-        failures |= failed
-        versions |= known
-        for name, by_workload in of_sitting.items():
-            before = results.get(name)
-            results[name] = [a + b for a, b in zip(before, by_workload, strict=True)] if before else by_workload
-    return {name: result for name, result in results.items() if name not in failures}, failures, versions
 
 
 def together(groups: Iterable[Group], act: Callable[[str], None], names: Iterable[str], at_a_time: int) -> None:
@@ -325,140 +223,3 @@ def together(groups: Iterable[Group], act: Callable[[str], None], names: Iterabl
             for group in groups:
                 group.kill()
             raise
-
-
-def _sit(
-    groups: Mapping[str, Callable[[], Group]],
-    rounds: int,
-    steps: int,
-    warm_up: int,
-    workloads: Sequence[Mapping[str, Any]],
-    seed: int,
-) -> tuple[dict[str, list[Result]], dict[str, ContenderError], dict[str, str]]:
-    """All import at once, and as many as there are processors for are built at a time.
-
-    What each takes at its peak it keeps, unless its allocator is told otherwise: together they must fit.
-    """
-    contenders: dict[str, Contender] = {}
-
-    def ready(name: str) -> None:
-        with suppress(ContenderError):
-            contenders[name].imported()
-            start = time.perf_counter()
-            contenders[name].build(warm_up)
-            print(f"{name}: built and warmed up in {time.perf_counter() - start:.1f} s", file=sys.stderr)
-
-    try:
-        for name, start in groups.items():
-            contenders[name] = Contender(start())
-        ranks = max((contender.group.ranks for contender in contenders.values()), default=1)
-        together([contender.group for contender in contenders.values()], ready, contenders, available_cpus() // ranks)
-        able = {name: contender for name, contender in contenders.items() if not contender.failure}
-        turns = {name: partial(contender.take_turn, steps, workloads) for name, contender in able.items()}
-        for name, taken in take_turns(turns, rounds, warm_up=0, seed=seed).items():
-            contenders[name].turns = [turn for turn in taken if turn is not None]
-    finally:
-        for contender in contenders.values():
-            contender.group.dismiss()
-        for contender in contenders.values():
-            contender.group.close()
-    results = {
-        name: [Result.of(contender, i) for i in range(len(workloads))]
-        for name, contender in able.items()
-        if not contender.failure
-    }
-    failures = {name: contender.failure for name, contender in contenders.items() if contender.failure}
-    versions = {k: v for contender in contenders.values() for k, v in contender.versions.items()}
-    return results, failures, versions
-
-
-class Part:
-    """What becomes the record of a part that compares processes."""
-
-    def __init__(self, bench: str, title: str) -> None:
-        self.bench, self.title = bench, title
-        self.versions: dict[str, str] = record.versions()
-        self.rows: list[dict[str, Any]] = []
-        self.ratios: list[dict[str, Any]] = []
-        self.missing: list[dict[str, str]] = []
-        self.notes: list[str] = []
-
-    def miss(self, name: str, error: ContenderError) -> None:
-        """Say that one could not run, and why."""
-        print(f"{name}: COULD NOT RUN\n{error}")
-        self.missing.append(record.missing(name, error.why))
-
-    def compare(self, ratios: Iterable[dict[str, Any]], why: str) -> None:
-        """Add them; ``why`` is noted of one that misses its target."""
-        for ratio in ratios:
-            self.ratios.append(ratio)
-            if missed(ratio):
-                self.notes.append(f"{ratio['name']}: {ratio['p50']:.2f}, target {ratio['target']}; {why}")
-
-    def finish(self, path: Path | None, config: Mapping[str, Any]) -> int:
-        """Print ratios and notes, write the record, and return the exit status: 1 where one could not run."""
-        for ratio in self.ratios:
-            target = "" if ratio["target"] is None else f" (target: {_WORDS[ratio['better']]} {ratio['target']})"
-            print(f"{ratio['name']}: {ratio['p50']:.2f}, {ratio['p20']:.2f} to {ratio['p80']:.2f}{target}")
-        for note in self.notes:
-            print(note)
-        known = {"bench": self.bench, "title": self.title, "config": config, "versions": self.versions}
-        lists = {"rows": self.rows, "ratios": self.ratios, "missing": self.missing, "notes": self.notes}
-        record.append(path, known | lists)
-        return 1 if self.missing else 0
-
-
-def missed(ratio: Mapping[str, Any]) -> bool:
-    if ratio["target"] is None:
-        return False
-    return ratio["p50"] < ratio["target"] if ratio["better"] == "higher" else ratio["p50"] > ratio["target"]
-
-
-def medians(results: Mapping[str, Result]) -> str:
-    """ms of each phase of each contender."""
-    known = {
-        name: ", ".join(f"{phase} {quantiles(result.samples(phase))[1]:.1f}" for phase in result.phases)
-        for name, result in results.items()
-    }
-    return "ms: " + "; ".join(f"{name}: {phases}" for name, phases in known.items())
-
-
-def loopback_bytes() -> int:
-    """What this machine has sent to itself: gloo's data and its headers, and what else there was meanwhile."""
-    lines = Path("/proc/net/dev").read_text().splitlines()
-    return next(int(line.split()[9]) for line in lines if line.strip().startswith("lo:"))
-
-
-def busy_seconds() -> float:
-    """Processor time of the whole machine."""
-    times = psutil.cpu_times()
-    return times.user + times.nice + times.system + times.irq + times.softirq
-
-
-def show(results: Mapping[str, Result]) -> None:
-    """A table of the contenders of one workload."""
-    if not results:
-        return
-    phases = max((result.phases for result in results.values()), key=len)
-    columns = ("peak RSS", "and setup", "MB a step", "idle CPU", "others CPU", "loss", "norm")
-    print(f"{'ms, median (p20 to p80)':36}" + "".join(f"{p:>26}" for p in phases))
-    for name, result in results.items():
-        cells = [f"{q[1]:.1f} ({q[0]:.1f} to {q[2]:.1f})" for q in _of_phases(result, phases)]
-        print(f"{name:36}" + "".join(f"{cell:>26}" for cell in cells))
-    print(f"{'':36}" + "".join(f"{column:>12}" for column in columns))
-    for name, result in results.items():
-        last = result.turns[-1].steps[-1]
-        cells = [
-            f"{max(turn.peak for turn in result.turns) / 1e9:.2f} GB",
-            f"{result.setup_peak / 1e9:.2f} GB",
-            f"{statistics.median(turn.sent for turn in result.turns) / 1e6:.1f}",
-            f"{100 * result.turns[-1].idle:.2f} %",
-            f"{100 * statistics.median(turn.others for turn in result.turns):.0f} %",
-            *(f"{last[k]:.4f}" if k in last else "" for k in ("loss", "grad_norm")),
-        ]
-        print(f"{name:36}" + "".join(f"{cell:>12}" for cell in cells))
-
-
-def _of_phases(result: Result, phases: Iterable[str]) -> Iterable[tuple[float, float, float]]:
-    nan = float("nan")
-    return (quantiles(result.samples(p)) if p in result.phases else (nan, nan, nan) for p in phases)

@@ -17,7 +17,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from bench import record
-from bench.processes import ContenderError, Group, Part
+from bench.part import Part
+from bench.processes import ContenderError, Group
 from bench.rank_contenders import CONTENDERS, DS_2, OURS
 from bench.step import MODELS, WARM_UP, start
 from bench.turns import KEEP_MEMORY

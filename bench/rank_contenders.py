@@ -1,4 +1,7 @@
-"""One rank of one torch contender of ``bench.step``, ``bench.ranks`` or ``bench.memory``: NAME SETTINGS."""
+"""The ranks of the torch contenders of ``bench.step``, ``bench.ranks`` and ``bench.memory`` that need one LIBRARY.
+
+Each is started with NAME SETTINGS.
+"""
 
 import importlib
 import json
@@ -51,14 +54,12 @@ class Contender(NamedTuple):
 
 
 def main() -> None:
-    name, settings = sys.argv[1], json.loads(sys.argv[2])
-
     import torch
     import torch.distributed as dist
 
-    contender = CONTENDERS[name]
-    importlib.import_module(contender.library)
-    streams = become_rank()
+    importlib.import_module(sys.argv[1])
+    (name, words), *streams = become_rank()
+    contender, settings = CONTENDERS[name], json.loads(words)
     torch.set_num_threads(settings["threads"])
     dist.init_process_group("gloo")
 

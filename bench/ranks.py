@@ -11,8 +11,9 @@ from dataclasses import asdict
 from typing import Any
 
 from bench import record
-from bench.processes import Part, Result, medians, run, show
+from bench.part import Part
 from bench.rank_contenders import CONTENDERS, DDP, DEEPSPEED, DS_2, DS_3, FSDP2, OURS, OURS_3, TOKENS, deepspeed_config
+from bench.sittings import Result, medians, run, show
 from bench.step import MODELS, start
 from bench.turns import KEEP_MEMORY
 from offload_core.model_shapes import GPTConfig

@@ -104,6 +104,19 @@ def ratio(
     return {**known, "note": note} if note else known
 
 
+def missed_by(ratio: Mapping[str, Any]) -> float:
+    """How far the median is from the target, as a part of it; 0 where it is met or there is none."""
+    if ratio["target"] is None:
+        return 0.0
+    beyond = ratio["p50"] / ratio["target"] - 1
+    return max(beyond if ratio["better"] == "lower" else -beyond, 0.0)
+
+
+def bound(ratio: Mapping[str, Any]) -> str:
+    """The target in words, of a ratio that has one."""
+    return f"at {'most' if ratio['better'] == 'lower' else 'least'} {ratio['target']:g}"
+
+
 def missing(name: str, error: BaseException | str) -> dict[str, str]:
     """A contender that could not run, and the first line of why."""
     words = error if isinstance(error, str) else f"{type(error).__name__}: {error}"

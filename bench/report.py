@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import plots
+from bench.record import bound, missed_by
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
@@ -71,14 +72,6 @@ def spread(measured: Record) -> str:
     return middle if low == high == middle else f"{middle} ({low} to {high})"
 
 
-def missed_by(ratio: Record) -> float:
-    """How far the median is from the target, as a part of it; 0 where it is met or there is none."""
-    if ratio["target"] is None:
-        return 0.0
-    beyond = ratio["p50"] / ratio["target"] - 1
-    return max(beyond if ratio["better"] == "lower" else -beyond, 0.0)
-
-
 def cell(text: Any) -> str:
     return str(text).replace("|", "\\|").replace("\n", " ")
 
@@ -98,7 +91,7 @@ def ratio_lines(ratios: list[Record]) -> list[list[str]]:
     for ratio in ratios:
         target, verdict = "", ""
         if ratio["target"] is not None:
-            target = f"at {'most' if ratio['better'] == 'lower' else 'least'} {number(ratio['target'])}"
+            target = bound(ratio)
             beyond = missed_by(ratio)
             verdict = f"**missed** by {100 * beyond:.0f} %" if beyond else "met"
             verdict += f": {ratio['note']}" if beyond and ratio.get("note") else ""
@@ -209,10 +202,9 @@ def document(records: Records, pictures: dict[str, list[str]]) -> str:
     over = [(record, ratio) for record in records.values() for ratio in record["ratios"] if missed_by(ratio)]
     lines += ["", "## Targets missed", ""]
     for record, ratio in over:
-        bound = "at most" if ratio["better"] == "lower" else "at least"
         note = ratio.get("note") or " ".join(record["notes"])
         lines.append(
-            f"- {record['title']}, {ratio['name']}: {spread(ratio)}, target {bound} {number(ratio['target'])}, "
+            f"- {record['title']}, {ratio['name']}: {spread(ratio)}, target {bound(ratio)}, "
             f"missed by {100 * missed_by(ratio):.0f} %. {note}".rstrip()
         )
     lines += [] if over else ["None."]

@@ -59,14 +59,16 @@ def run(part: str, path: Path, quick: bool, seconds: float) -> str:
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:
         _, errors = process.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
+    except BaseException as error:  # an interrupt too: the terminal tells this session only
         os.killpg(process.pid, signal.SIGTERM)
         with suppress(subprocess.TimeoutExpired):
             process.wait(_PATIENCE)
         with suppress(ProcessLookupError):  # all have ended
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
-        return f"took longer than its {seconds:.0f} s"
+        if isinstance(error, subprocess.TimeoutExpired):
+            return f"took longer than its {seconds:.0f} s"
+        raise
     lines = errors.strip().splitlines()
     if process.returncode:
         print(*lines[-_LAST_LINES:], sep="\n", file=sys.stderr)

@@ -15,8 +15,10 @@ from typing import Any
 
 import offload_core
 from bench import record
-from bench.processes import Group, Part, Result, medians, run, show
+from bench.part import Part
+from bench.processes import Group
 from bench.rank_contenders import (
+    CONTENDERS,
     DEEPSPEED,
     DS_2,
     DS_3,
@@ -31,6 +33,7 @@ from bench.rank_contenders import (
     UNFUSED,
     deepspeed_config,
 )
+from bench.sittings import Result, medians, run, show
 from bench.turns import KEEP_MEMORY
 from offload_core.cpus import available_cpus
 from offload_core.model_shapes import GPTConfig
@@ -159,6 +162,7 @@ def start(
         Group,
         "bench.rank_contenders",
         [name, json.dumps(settings)],
+        library=CONTENDERS[name].library,
         ranks=ranks,
         threads=settings["threads"],
         malloc=malloc,

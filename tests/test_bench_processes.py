@@ -1,6 +1,8 @@
 """Contenders are processes of their own: their allocator, their ranks, their sittings, and how they end."""
 
 import os
+import subprocess
+import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -9,7 +11,8 @@ import psutil
 import pytest
 
 from bench import ranks, step
-from bench.processes import ContenderError, Group, run
+from bench.processes import ContenderError, Group
+from bench.sittings import run
 from bench.turns import KEEP_MEMORY
 
 ROOT = Path(__file__).parents[1]
@@ -18,25 +21,39 @@ TELL = """
 import os
 from bench.contender import become_rank, serve
 
-streams = become_rank()
+_, *streams = become_rank()
 print("this is no answer", flush=True)
 serve(*streams, 1, None, malloc={k: v for k, v in os.environ.items() if k.startswith(("MALLOC_", "GLIBC_"))})
 """
 COUNT = """
-import os, sys
+import os
 from bench.contender import become_rank, serve
 
-streams, first = become_rank(), os.getppid()
+(arguments, *streams), first = become_rank(), os.getppid()
 rank = int(os.environ["RANK"])
-if sys.argv[1:] == ["once"]:
+if arguments == ["once"]:
     os.close(os.open("once", os.O_CREAT | os.O_EXCL))
 
 def step(micro_batch):
-    if sys.argv[1:] == ["dies"] and rank == 1:
+    if arguments == ["dies"] and rank == 1:
         raise OSError("no luck")
     return {"total": float(os.getpid()), "loss": float(rank)}
 
 serve(*streams, 1, lambda: step, versions={"first": str(first)})
+"""
+STUCK = """
+import time
+from bench import contender
+
+contender._PATIENCE = 0.1
+contender.serve(*contender.become_rank()[1:], 1, lambda: lambda micro_batch: time.sleep(600))
+"""
+ASK = """
+from bench.processes import Group
+
+group = Group("contender_here", [], ranks=2, threads=1)
+print(*(answer["pid"] for answer in group.answers()), flush=True)
+group.ask(steps=1)
 """
 
 
@@ -105,6 +122,16 @@ def test_a_rank_that_fails_ends_the_others_and_its_last_words_are_told(tmp_path,
         assert all_ended(group.pids)
     finally:
         group.close()
+
+
+def test_ranks_that_are_stuck_end_when_who_asked_is_killed(tmp_path, monkeypatch):
+    module(tmp_path, monkeypatch, STUCK)
+    with subprocess.Popen([sys.executable, "-c", ASK], stdout=subprocess.PIPE, text=True) as asking:
+        pids = list(map(int, asking.stdout.readline().split()))
+        assert len(pids) == 2
+        assert not any(map(has_ended, pids))
+        asking.kill()
+    assert all_ended(pids)
 
 
 def test_each_sitting_has_new_processes_and_who_fails_in_one_is_left_out(tmp_path, monkeypatch):

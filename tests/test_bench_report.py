@@ -2,15 +2,22 @@
 
 import copy
 import json
+import os
 import re
+import signal
+import subprocess
 import sys
+from pathlib import Path
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import law
 
 from bench import record, report, run
+
+ROOT = Path(__file__).parents[1]
 
 
 def records(scale=1.0):
@@ -164,11 +171,17 @@ def test_the_newest_run_is_by_date_whole_and_of_this_form(tmp_path):
     assert report.whole_runs(tmp_path, ["update", "bits", "more"]) == []
 
 
-def test_a_part_that_fails_or_hangs_is_reported_and_the_rest_go_on(tmp_path, monkeypatch, capsys):
-    """Parts are stood in for by modules of a package that is found first."""
-    package = tmp_path / "bench"
+def stand_in(folder, bodies):
+    """A package ``bench`` of such parts, for processes that find it first."""
+    package = folder / "bench"
     package.mkdir()
+    for part, body in bodies.items():
+        (package / f"{part}.py").write_text(body)
+    (package / "__init__.py").touch()
+    return package
 
+
+def test_a_part_that_fails_or_hangs_is_reported_and_the_rest_go_on(tmp_path, monkeypatch, capsys):
     def recording(part):
         return (
             "import json, sys; path = sys.argv[sys.argv.index('--json') + 1]\n"
@@ -181,9 +194,7 @@ def test_a_part_that_fails_or_hangs_is_reported_and_the_rest_go_on(tmp_path, mon
         "fine": recording("fine"),
         "lacking": recording("lacking") + "raise SystemExit(1)  # a peer could not run",
     }
-    for part, body in bodies.items():
-        (package / f"{part}.py").write_text(body)
-    (package / "__init__.py").touch()
+    package = stand_in(tmp_path, bodies)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys.modules["bench"], "__path__", [str(package), *sys.modules["bench"].__path__])
@@ -200,6 +211,24 @@ def test_a_part_that_fails_or_hangs_is_reported_and_the_rest_go_on(tmp_path, mon
     assert why["absent"] == ["there is no bench.absent"]
     assert "out of luck" in path.with_suffix(".md").read_text()
     assert "FAILED" in capsys.readouterr().out
+
+
+def test_an_interrupt_ends_the_part_that_runs(tmp_path):
+    stand_in(tmp_path, {"hanging": "import os, time; print(os.getpid(), flush=True); time.sleep(600)"})
+    start = (
+        "import bench; from bench import run; bench.__path__.append('bench'); run.PARTS = {'hanging': 600};"
+        "run.main(['--results', 'results.jsonl'])"
+    )
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r}); {start}"]
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as running:
+        running.stdout.readline()
+        part = psutil.Process(int(running.stdout.readline()))
+        running.send_signal(signal.SIGINT)
+        assert running.wait(30) != 0
+    assert not part.is_running()
 
 
 def test_the_report_says_what_was_asked_of_the_allocator():

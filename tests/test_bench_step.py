@@ -1,7 +1,7 @@
 """The targets of whole steps are the large model's, and what could be reached at most stands beside them."""
 
 from bench import step
-from bench.processes import Result, Turn
+from bench.sittings import Result, Turn
 
 
 def result(forward, backward, update):

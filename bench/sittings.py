@@ -1,0 +1,263 @@
+"""Contenders that are processes take turns, and what was measured of each.
+
+Whose turn it is runs a few steps while the others wait in a read. "Others CPU" tells how quiet the machine was.
+"""
+
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from bench.processes import ContenderError, Group, together
+from bench.record import quantiles, row
+from bench.turns import take_turns
+from offload_core.cpus import available_cpus
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What was measured of one contender in one turn: a workload's steps, one after another."""
+
+    steps: list[dict[str, float]]
+    """Of each but the first, the mean over the ranks: ms by phase, loss, norm."""
+    losses: list[float]
+    """Of all of them."""
+    sent: float
+    """Bytes a step that this machine sent to itself."""
+    others: float
+    """Processors that whatever else runs here took meanwhile."""
+    idle: float
+    """Share of a processor that one of the ranks took while it waited for its turns."""
+    faults: float
+    """Page faults a step of all ranks."""
+    peak: int
+    """Bytes; of the largest rank."""
+
+
+class Contender:
+    """One contender through a run."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.failure: ContenderError | None = None
+        self.versions: dict[str, str] = {}
+        self.losses: list[float] = []
+        """Of the warm-up."""
+        self.setup_peak = 0
+        self.turns: list[list[Turn]] = []
+        """Of each round, of each workload."""
+
+    def imported(self) -> None:
+        self.versions = self._guarded(self.group.answers)[0].get("versions", {})
+
+    def build(self, warm_up: int) -> None:
+        self.losses = _mean_losses(self._guarded(partial(self.group.ask, steps=warm_up)))
+        self.setup_peak = self.group.peak()
+        self.group.forget_peak()  # of what is kept, that of building stays
+
+    def take_turn(self, steps: int, workloads: Sequence[Mapping[str, Any]]) -> list[Turn] | None:
+        if self.failure:
+            return None
+        try:
+            return [self._turn(steps, workload) for workload in workloads]
+        except ContenderError:
+            return None
+
+    def _turn(self, steps: int, workload: Mapping[str, Any]) -> Turn:
+        sent, busy, start = loopback_bytes(), busy_seconds(), time.perf_counter()
+        answers = self._guarded(partial(self.group.ask, steps=steps + 1, **workload))
+        seconds = time.perf_counter() - start
+        busy, sent = busy_seconds() - busy, loopback_bytes() - sent
+        by_step = list(zip(*(answer["steps"] for answer in answers), strict=True))
+        return Turn(
+            steps=[{k: statistics.mean(rank[k] for rank in step) for k in step[0]} for step in by_step[1:]],
+            losses=_mean_losses(answers),
+            sent=sent / len(by_step),
+            others=max(busy - sum(answer["cpu"] for answer in answers), 0.0) / seconds,
+            idle=max(answer["idle"] for answer in answers),
+            faults=sum(answer["faults"] for answer in answers) / len(by_step),
+            peak=self.group.peak(),
+        )
+
+    def _guarded(self, act: Callable[[], list[dict[str, Any]]]) -> list[dict[str, Any]]:
+        try:
+            return act()
+        except ContenderError as error:
+            self.failure = error
+            raise
+
+
+def _mean_losses(answers: list[dict[str, Any]]) -> list[float]:
+    by_step = zip(*(answer["steps"] for answer in answers), strict=True)
+    return [round(statistics.mean(rank["loss"] for rank in step), 5) for step in by_step if "loss" in step[0]]
+
+
+class Result:
+    """What was measured of one contender under one workload: a list of steps for each round."""
+
+    def __init__(self, turns: list[Turn], setup_peak: int, losses: list[float]) -> None:
+        self.turns = turns
+        self.setup_peak = setup_peak
+        """Bytes; of the largest rank, while it was built and warmed up."""
+        self.losses = losses
+
+    @classmethod
+    def of(cls, contender: Contender, workload: int) -> "Result":
+        turns = [turns[workload] for turns in contender.turns]
+        return cls(turns, contender.setup_peak, contender.losses + [loss for turn in turns for loss in turn.losses])
+
+    def __add__(self, later: "Result") -> "Result":
+        """With the turns of another run; losses are of the first."""
+        return Result(self.turns + later.turns, max(self.setup_peak, later.setup_peak), self.losses)
+
+    def samples(self, *phases: str) -> list[float]:
+        """ms of the phases together, of each step."""
+        return [sum(step[phase] for phase in phases) for turn in self.turns for step in turn.steps]
+
+    @property
+    def phases(self) -> list[str]:
+        return [key for key in self.turns[0].steps[0] if key not in ("loss", "grad_norm")]
+
+    def rows(self, name: str, **extra: Any) -> list[dict[str, Any]]:
+        """Of the record. The loss's has the curve of all steps."""
+        rows = [row(name, phase, "ms", self.samples(phase), **extra) for phase in self.phases]
+        if self.losses:
+            rows.append(row(name, "loss, last", "nats", self.losses[-1:], **extra) | {"curve": self.losses})
+        if "grad_norm" in self.turns[-1].steps[-1]:
+            rows.append(row(name, "gradient norm, last", "", [self.turns[-1].steps[-1]["grad_norm"]], **extra))
+        rows.append(row(name, "peak RSS", "GB", [max(turn.peak for turn in self.turns) / 1e9], **extra))
+        rows.append(row(name, "peak RSS while it is built", "GB", [self.setup_peak / 1e9], **extra))
+        rows.append(row(name, "sent", "MB/step", [turn.sent / 1e6 for turn in self.turns], **extra))
+        rows.append(row(name, "page faults", "thousands/step", [turn.faults / 1e3 for turn in self.turns], **extra))
+        rows.append(row(name, "others' CPU", "processors", [turn.others for turn in self.turns], **extra))
+        rows.append(row(name, "CPU while waiting", "processors", [self.turns[-1].idle], **extra))
+        return rows
+
+
+def run(
+    groups: Mapping[str, Callable[[], Group]],
+    *,
+    rounds: int,
+    steps: int,
+    warm_up: int,
+    workloads: Sequence[Mapping[str, Any]] = ({},),
+    sittings: int = 1,
+) -> tuple[dict[str, list[Result]], dict[str, ContenderError], dict[str, str]]:
+    """Start them all and let them take turns: a result for each workload, why the others could not, and versions.
+
+    A sitting has processes of its own: what a process is faster or slower for as long as it lives, rounds do not show.
+    """
+    results: dict[str, list[Result]] = {}
+    failures: dict[str, ContenderError] = {}
+    versions: dict[str, str] = {}
+    for sitting in range(sittings):
+        able = {name: start for name, start in groups.items() if name not in failures}
+        of_sitting, failed, known = _sit(able, rounds, steps, warm_up, workloads, sitting)
+        failures |= failed
+        versions |= known
+        for name, by_workload in of_sitting.items():
+            before = results.get(name)
+            results[name] = [a + b for a, b in zip(before, by_workload, strict=True)] if before else by_workload
+    return {name: result for name, result in results.items() if name not in failures}, failures, versions
+
+
+def _sit(
+    groups: Mapping[str, Callable[[], Group]],
+    rounds: int,
+    steps: int,
+    warm_up: int,
+    workloads: Sequence[Mapping[str, Any]],
+    seed: int,
+) -> tuple[dict[str, list[Result]], dict[str, ContenderError], dict[str, str]]:
+    """All import at once, and as many as there are processors for are built at a time.
+
+    What each takes at its peak it keeps, unless its allocator is told otherwise: together they must fit.
+    """
+    contenders: dict[str, Contender] = {}
+
+    def ready(name: str) -> None:
+        with suppress(ContenderError):
+            contenders[name].imported()
+            start = time.perf_counter()
+            contenders[name].build(warm_up)
+            print(f"{name}: built and warmed up in {time.perf_counter() - start:.1f} s", file=sys.stderr)
+
+    try:
+        for name, start in groups.items():
+            contenders[name] = Contender(start())
+        ranks = max((contender.group.ranks for contender in contenders.values()), default=1)
+        together([contender.group for contender in contenders.values()], ready, contenders, available_cpus() // ranks)
+        able = {name: contender for name, contender in contenders.items() if not contender.failure}
+        turns = {name: partial(contender.take_turn, steps, workloads) for name, contender in able.items()}
+        for name, taken in take_turns(turns, rounds, warm_up=0, seed=seed).items():
+            contenders[name].turns = [turn for turn in taken if turn is not None]
+    finally:
+        for contender in contenders.values():
+            contender.group.dismiss()
+        for contender in contenders.values():
+            contender.group.close()
+    results = {
+        name: [Result.of(contender, i) for i in range(len(workloads))]
+        for name, contender in able.items()
+        if not contender.failure
+    }
+    failures = {name: contender.failure for name, contender in contenders.items() if contender.failure}
+    versions = {k: v for contender in contenders.values() for k, v in contender.versions.items()}
+    return results, failures, versions
+
+
+def medians(results: Mapping[str, Result]) -> str:
+    """ms of each phase of each contender."""
+    known = {
+        name: ", ".join(f"{phase} {quantiles(result.samples(phase))[1]:.1f}" for phase in result.phases)
+        for name, result in results.items()
+    }
+    return "ms: " + "; ".join(f"{name}: {phases}" for name, phases in known.items())
+
+
+def loopback_bytes() -> int:
+    """What this machine has sent to itself: gloo's data and its headers, and what else there was meanwhile."""
+    lines = Path("/proc/net/dev").read_text().splitlines()
+    return next(int(line.split()[9]) for line in lines if line.strip().startswith("lo:"))
+
+
+def busy_seconds() -> float:
+    """Processor time of the whole machine."""
+    times = psutil.cpu_times()
+    return times.user + times.nice + times.system + times.irq + times.softirq
+
+
+def show(results: Mapping[str, Result]) -> None:
+    """A table of the contenders of one workload."""
+    if not results:
+        return
+    phases = max((result.phases for result in results.values()), key=len)
+    columns = ("peak RSS", "and setup", "MB a step", "idle CPU", "others CPU", "loss", "norm")
+    print(f"{'ms, median (p20 to p80)':36}" + "".join(f"{p:>26}" for p in phases))
+    for name, result in results.items():
+        cells = [f"{q[1]:.1f} ({q[0]:.1f} to {q[2]:.1f})" for q in _of_phases(result, phases)]
+        print(f"{name:36}" + "".join(f"{cell:>26}" for cell in cells))
+    print(f"{'':36}" + "".join(f"{column:>12}" for column in columns))
+    for name, result in results.items():
+        last = result.turns[-1].steps[-1]
+        cells = [
+            f"{max(turn.peak for turn in result.turns) / 1e9:.2f} GB",
+            f"{result.setup_peak / 1e9:.2f} GB",
+            f"{statistics.median(turn.sent for turn in result.turns) / 1e6:.1f}",
+            f"{100 * result.turns[-1].idle:.2f} %",
+            f"{100 * statistics.median(turn.others for turn in result.turns):.0f} %",
+            *(f"{last[k]:.4f}" if k in last else "" for k in ("loss", "grad_norm")),
+        ]
+        print(f"{name:36}" + "".join(f"{cell:>12}" for cell in cells))
+
+
+def _of_phases(result: Result, phases: Iterable[str]) -> Iterable[tuple[float, float, float]]:
+    nan = float("nan")
+    return (quantiles(result.samples(p)) if p in result.phases else (nan, nan, nan) for p in phases)
