@@ -29,7 +29,7 @@ PARTS = {
     "overlap": 200,
     "simulate": 250,
 }
-"""After how many seconds each is given up; together they took 21 minutes on 2 cores in a slow hour."""
+"""After how many seconds each is given up; together they took 20 minutes on 2 cores in a slow hour."""
 ON_REQUEST = {"checkpoint": 500, "profile": 300, "given_back": 500}
 """Parts that run where they are named only."""
 _PATIENCE = 10.0
