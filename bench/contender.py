@@ -19,10 +19,10 @@ from typing import Any, NamedTuple, TextIO
 Step = Callable[[int], dict[str, float]]
 """A training step of so many windows: ms of each phase, the loss, and the norm of the gradients where it is known."""
 
-_PATIENCE = 20.0
+_PATIENCE = 5.0
 """Seconds a rank has to end by itself once nobody can ask it any more."""
-_LONGEST, _MOST = 2**16, 64
-"""Bytes of a request, and the file descriptors that come with it."""
+LONGEST, MOST_FDS = 2**16, 64
+"""Bytes of a request, and the file descriptors that come with it: a log, where to tell pids, two of each rank."""
 
 
 class Rank(NamedTuple):
@@ -42,15 +42,19 @@ def become_rank() -> Rank:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how they ended
     channel = socket.socket(fileno=sys.stdin.fileno())
     while True:
-        words, fds, *_ = socket.recv_fds(channel, _LONGEST, _MOST)
+        words, fds, *_ = socket.recv_fds(channel, LONGEST, MOST_FDS)
         if not words:
             os._exit(0)
         request = json.loads(words)
-        log, *streams = fds
+        log, started, *streams = fds
+        pids = []
         for rank in range(len(streams) // 2):
-            if not os.fork():
+            pids.append(os.fork())
+            if not pids[-1]:
                 channel.detach()
+                os.close(started)
                 return _be(rank, log, streams, **request)
+        os.write(started, json.dumps(pids).encode())
         for fd in fds:
             os.close(fd)
 
@@ -76,7 +80,7 @@ def _end_with_who_asks(questions: int) -> None:
     hung_up.register(questions, 0)
     hung_up.poll()
     time.sleep(_PATIENCE)
-    os.kill(os.getpid(), signal.SIGKILL)
+    os.killpg(0, signal.SIGKILL)  # with its compilers
 
 
 def serve(questions: TextIO, answers: TextIO, micro_batch: int, make_step: Callable[[], Step], **imported: Any) -> None:
@@ -85,7 +89,7 @@ def serve(questions: TextIO, answers: TextIO, micro_batch: int, make_step: Calla
     def answer(**values: Any) -> None:
         print(json.dumps(values), file=answers, flush=True)
 
-    answer(pid=os.getpid(), **imported)
+    answer(**imported)
     step: Step | None = None
     idle_cpu = idle_wall = 0.0
     while True:

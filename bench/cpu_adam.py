@@ -1,7 +1,7 @@
 """The update kernel against torch, DeepSpeed and NumPy, and against the streaming limit of the same bytes.
 
-Each number of threads has processes of its own, so that every library's OpenMP has the same, and so have sizes that
-take much memory: what they leave in the allocator is gone. Small updates go through many sets of buffers in a row, so
+Each number of threads has processes of its own, so that every library's OpenMP has the same, and so has each size that
+takes much memory: what it leaves in the allocator is gone. Small updates go through many sets of buffers in a row, so
 that none is in a cache when its turn comes.
 
 The host step is what lies between the gradients and the parameters of the next forward, both bf16: norm, clipping,

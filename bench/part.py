@@ -1,4 +1,4 @@
-"""What becomes the record of a part that compares processes."""
+"""A part of the benchmarks that compares processes."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,8 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-import psutil
-
+from bench.contender import MOST_FDS
 from bench.turns import KEEP_MEMORY
 
 _LOG_LINES = 40
@@ -42,11 +42,11 @@ class _Importer:
     """A process that has imported what contenders share, and forks their ranks."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        self.log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - lives as long as the process
+        self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - lives as long as the process
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
-                command, stdin=theirs, stdout=self.log, stderr=self.log, start_new_session=True, env=environment
+                command, stdin=theirs, stdout=self._log, stderr=self._log, start_new_session=True, env=environment
             )
 
     @property
@@ -58,6 +58,13 @@ class _Importer:
         with suppress(BrokenPipeError, ConnectionResetError):
             socket.send_fds(self._channel, [json.dumps(request).encode()], fds)
 
+    def last_words(self) -> list[str]:
+        """Lines; none while it lives."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(1.0)
+            return _lines(self._log)
+        return []
+
     def close(self) -> None:
         self._channel.close()
         try:
@@ -65,7 +72,7 @@ class _Importer:
         except subprocess.TimeoutExpired:  # it is importing
             self._process.kill()
             self._process.wait()
-        self.log.close()
+        self._log.close()
 
 
 _importers: dict[tuple[Any, ...], _Importer] = {}
@@ -99,6 +106,8 @@ class Group:
         environment: Mapping[str, str] = {},
         malloc: Mapping[str, str] = KEEP_MEMORY,
     ) -> None:
+        if 2 * ranks + 2 > MOST_FDS:
+            raise ValueError(f"ranks: got {ranks}, expected at most {MOST_FDS // 2 - 1} on one machine")
         self.ranks = ranks
         self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - lives as long as the ranks
         # What this shell asks of malloc is not the contenders'.
@@ -124,16 +133,19 @@ class Group:
             "LOCAL_WORLD_SIZE": str(ranks),
         }
         asked, answered = [os.pipe() for _ in range(ranks)], [os.pipe() for _ in range(ranks)]
-        theirs = [fd for i in range(ranks) for fd in (asked[i][0], answered[i][1])]
+        told, started = os.pipe()
+        self._started = os.fdopen(told)
+        theirs = [started, *(fd for i in range(ranks) for fd in (asked[i][0], answered[i][1]))]
         self._importer.fork([self._log.fileno(), *theirs], arguments=list(arguments), environment=of_group)
         for fd in theirs:
             os.close(fd)
         self._questions = [os.fdopen(questions[1], "w") for questions in asked]
         self._answers = [os.fdopen(answers[0]) for answers in answered]
         self.pids: list[int] = []
-        """Of the ranks, once all have answered."""
+        """Of the ranks, once they have answered."""
         self._running: dict[int, int] = {}
-        """What tells when one has ended, of each pid that has answered."""
+        """What tells when a rank has ended."""
+        self._ending = threading.RLock()
 
     def answers(self) -> list[dict[str, Any]]:
         """One from each rank."""
@@ -147,15 +159,22 @@ class Group:
                 line = output.readline()
                 if not line:  # one is gone; the others may be waiting for it
                     self.kill()
-                    words = [line for log in (self._importer.log, self._log) for line in _lines(log)]
+                    words = _lines(self._log) or self._importer.last_words()
                     raise ContenderError("".join(words[-_LOG_LINES:]).rstrip() or "ended without a word")
                 answers[output] = json.loads(line)
-                if "pid" in answers[output]:  # the first
-                    with suppress(ProcessLookupError):  # it has ended
-                        self._running[answers[output]["pid"]] = os.pidfd_open(answers[output]["pid"])
-        told = [answers[output] for output in self._answers]
-        self.pids = self.pids or [answer["pid"] for answer in told]
-        return told
+        self._know_ranks()
+        return [answers[output] for output in self._answers]
+
+    def _know_ranks(self, patience: float = _PATIENCE) -> None:
+        """Their pids, once the importer has told them."""
+        with self._ending:
+            if self._started.closed or not select.select([self._started], [], [], patience)[0]:
+                return
+            with self._started:
+                self.pids = json.loads(self._started.read() or "[]")  # nothing: the importer has ended
+            for pid in self.pids:
+                with suppress(ProcessLookupError):  # it has ended
+                    self._running[pid] = os.pidfd_open(pid)
 
     def ask(self, **question: Any) -> list[dict[str, Any]]:
         for questions in self._questions:
@@ -164,16 +183,17 @@ class Group:
         return self.answers()
 
     def resident(self) -> int:
-        """Bytes: the most that one of them has resident."""
-        return max(psutil.Process(pid).memory_info().rss for pid in self.pids)
+        """Bytes: the most that one of them has resident of its own, without pages of files."""
+        return max(own for own, _ in map(_memory, self.pids))
 
     def peak(self) -> int:
-        """Bytes: the most that one of them has had resident since :meth:`forget_peak`."""
-        return max(map(_high_water_mark, self.pids))
+        """Bytes: the most that one of them has had resident of its own since :meth:`forget_peak`."""
+        return max(peak for _, peak in map(_memory, self.pids))
 
     def forget_peak(self) -> None:
         for pid in self.pids:
-            Path(f"/proc/{pid}/clear_refs").write_text("5")
+            with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+                Path(f"/proc/{pid}/clear_refs").write_text("5")
 
     def dismiss(self) -> None:
         """Tell the processes that no more is asked."""
@@ -186,6 +206,7 @@ class Group:
         self._end(patience)
         for answers in self._answers:
             answers.close()
+        self._started.close()
         self._log.close()
 
     def kill(self) -> None:
@@ -193,15 +214,18 @@ class Group:
         self._end(0.0)
 
     def _end(self, patience: float) -> None:
-        """Those that have not answered yet end by themselves, when they find that nobody asks."""
+        """If the importer is importing still, they end when it has: as soon as they find that nobody asks."""
         self.dismiss()
         deadline = time.monotonic() + patience
-        for pid, process in self._running.items():
-            if not select.select([process], [], [], max(deadline - time.monotonic(), 0.0))[0]:
-                os.killpg(pid, signal.SIGKILL)  # with its compilers
-                select.select([process], [], [])
-            os.close(process)
-        self._running.clear()
+        with self._ending:  # others may find out that it ends while this ends it
+            self._know_ranks(0.0)
+            while self._running:
+                pid, process = self._running.popitem()
+                if not select.select([process], [], [], max(deadline - time.monotonic(), 0.0))[0]:
+                    with suppress(ProcessLookupError):  # it has ended now
+                        os.killpg(pid, signal.SIGKILL)  # with its compilers
+                    select.select([process], [], [])
+                os.close(process)
 
 
 def _lines(log: IO[str]) -> list[str]:
@@ -209,9 +233,18 @@ def _lines(log: IO[str]) -> list[str]:
     return log.readlines()
 
 
-def _high_water_mark(pid: int) -> int:
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return 1024 * next((int(line.split()[1]) for line in lines if line.startswith("VmHWM")), 0)  # none: it has ended
+def _memory(pid: int) -> tuple[int, int]:
+    """Bytes of its own that are resident, and the most that were; none where it has ended.
+
+    Pages of files are left out: libraries' code, of which a fork has none until it runs it.
+    """
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0, 0
+    known = {name: 1024 * int(rest.split()[0]) for name, _, rest in (x.partition(":") for x in lines) if "kB" in rest}
+    own = known.get("RssAnon", 0) + known.get("RssShmem", 0)
+    return own, known.get("VmHWM", 0) - known.get("RssFile", 0)
 
 
 def together(groups: Iterable[Group], act: Callable[[str], None], names: Iterable[str], at_a_time: int) -> None:

@@ -147,8 +147,9 @@ def where(records: Records) -> list[str]:
 RESOLUTION = 0.01
 """Ratios that differ by less are the same: some hardly vary within a run, bytes of memory for example."""
 HOW = (
-    "Contenders take turns within one run; in a further sitting they are new processes. A ratio is of two contenders' "
-    "steps in the same round: the median, in brackets the 20th to the 80th percentile."
+    "Contenders take turns within one run; in a further sitting they are new processes, forks of those that imported "
+    "their libraries. A ratio is of two contenders' steps in the same round: the median, in brackets the 20th to the "
+    "80th percentile."
 )
 KEPT = (
     "In training steps and updates the allocator of all contenders (glibc's malloc) is told to keep what they free; "

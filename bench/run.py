@@ -60,10 +60,10 @@ def run(part: str, path: Path, quick: bool, seconds: float) -> str:
     try:
         _, errors = process.communicate(timeout=seconds)
     except BaseException as error:  # an interrupt too: the terminal tells this session only
-        os.killpg(process.pid, signal.SIGTERM)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(_PATIENCE)
         with suppress(ProcessLookupError):  # all have ended
+            os.killpg(process.pid, signal.SIGTERM)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_PATIENCE)
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
         if isinstance(error, subprocess.TimeoutExpired):
@@ -106,4 +106,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    for ending in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(ending, lambda number, _: sys.exit(128 + number))  # as an interrupt: the part ends too
     sys.exit(main())

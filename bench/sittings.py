@@ -132,8 +132,8 @@ class Result:
             rows.append(row(name, "loss, last", "nats", self.losses[-1:], **extra) | {"curve": self.losses})
         if "grad_norm" in self.turns[-1].steps[-1]:
             rows.append(row(name, "gradient norm, last", "", [self.turns[-1].steps[-1]["grad_norm"]], **extra))
-        rows.append(row(name, "peak RSS", "GB", [max(turn.peak for turn in self.turns) / 1e9], **extra))
-        rows.append(row(name, "peak RSS while it is built", "GB", [self.setup_peak / 1e9], **extra))
+        rows.append(row(name, "peak memory", "GB", [max(turn.peak for turn in self.turns) / 1e9], **extra))
+        rows.append(row(name, "peak memory while it is built", "GB", [self.setup_peak / 1e9], **extra))
         rows.append(row(name, "sent", "MB/step", [turn.sent / 1e6 for turn in self.turns], **extra))
         rows.append(row(name, "page faults", "thousands/step", [turn.faults / 1e3 for turn in self.turns], **extra))
         rows.append(row(name, "others' CPU", "processors", [turn.others for turn in self.turns], **extra))
@@ -153,6 +153,7 @@ def run(
     """Start them all and let them take turns: a result for each workload, why the others could not, and versions.
 
     A sitting has processes of its own: what a process is faster or slower for as long as it lives, rounds do not show.
+    Where libraries lie in the address space is drawn once, as they are forks of the processes that imported them.
     """
     results: dict[str, list[Result]] = {}
     failures: dict[str, ContenderError] = {}
@@ -239,7 +240,7 @@ def show(results: Mapping[str, Result]) -> None:
     if not results:
         return
     phases = max((result.phases for result in results.values()), key=len)
-    columns = ("peak RSS", "and setup", "MB a step", "idle CPU", "others CPU", "loss", "norm")
+    columns = ("peak memory", "and setup", "MB a step", "idle CPU", "others CPU", "loss", "norm")
     print(f"{'ms, median (p20 to p80)':36}" + "".join(f"{p:>26}" for p in phases))
     for name, result in results.items():
         cells = [f"{q[1]:.1f} ({q[0]:.1f} to {q[2]:.1f})" for q in _of_phases(result, phases)]

@@ -63,10 +63,9 @@ HEATS = {
         Heat((OURS_3, DS_3), 1, 3),
     ],
 }
-"""Most steps, and two sittings, for what is compared with DeepSpeed: each sitting touches 20 GB of memory for the first
-time, which takes longer than its steps where a host backs memory when it is touched. Those of a heat fit in 24 GB
-together, with 2 GB to spare: short of memory, the kernel reads programs from disk again and again (a heat of 23 GB once
-took 400 s more)."""
+"""Two sittings where a target compares with DeepSpeed: each touches 20 GB of memory for the first time, which takes
+longer than its steps where a host backs memory when it is touched. Those of a heat fit in 24 GB together, with 2 GB to
+spare: short of memory, the kernel reads programs from disk again and again (a heat of 23 GB took 400 s more once)."""
 WARM_UP = 1
 
 Results = Mapping[str, Result]

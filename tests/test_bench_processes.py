@@ -1,9 +1,12 @@
 """Contenders are processes of their own: their allocator, their ranks, their sittings, and how they end."""
 
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -11,7 +14,7 @@ import psutil
 import pytest
 
 from bench import ranks, step
-from bench.processes import ContenderError, Group
+from bench.processes import ContenderError, Group, together
 from bench.sittings import run
 from bench.turns import KEEP_MEMORY
 
@@ -42,18 +45,38 @@ def step(micro_batch):
 serve(*streams, 1, lambda: step, versions={"first": str(first)})
 """
 STUCK = """
-import time
+import os, subprocess, time
 from bench import contender
 
 contender._PATIENCE = 0.1
-contender.serve(*contender.become_rank()[1:], 1, lambda: lambda micro_batch: time.sleep(600))
+
+def step(micro_batch):
+    compiler = subprocess.Popen(["sleep", "600"])
+    with open("stuck", "a") as told:
+        print(os.getpid(), compiler.pid, file=told)
+    time.sleep(600)
+
+contender.serve(*contender.become_rank()[1:], 1, lambda: step)
 """
 ASK = """
 from bench.processes import Group
 
 group = Group("contender_here", [], ranks=2, threads=1)
-print(*(answer["pid"] for answer in group.answers()), flush=True)
+group.answers()
 group.ask(steps=1)
+"""
+BEFORE_IT_ANSWERS = """
+import os, time
+from bench.contender import become_rank
+
+rank = become_rank()
+with open("stuck", "a") as told:
+    print(os.getpid(), file=told)
+if os.environ["RANK"] == "0":
+    time.sleep(600)  # as in a collective
+while len(stuck := open("stuck").read().split()) < 2:
+    time.sleep(0.01)
+raise OSError("no luck")
 """
 
 
@@ -97,6 +120,8 @@ def test_the_shells_allocator_is_not_the_contenders(tmp_path, monkeypatch, mallo
 
 def test_ranks_are_forks_of_one_process_and_end_with_their_group(tmp_path, monkeypatch):
     module(tmp_path, monkeypatch, COUNT)
+    with pytest.raises(ValueError, match="got 40, expected at most 31 on one machine"):
+        Group("contender_here", [], ranks=40, threads=1)
     group = Group("contender_here", [], ranks=3, threads=1)
     try:
         first = {answer["versions"]["first"] for answer in group.answers()}
@@ -124,14 +149,78 @@ def test_a_rank_that_fails_ends_the_others_and_its_last_words_are_told(tmp_path,
         group.close()
 
 
+def stuck(folder, count):
+    """The pids told there, once there are so many."""
+    deadline = time.monotonic() + 30
+    pids = []
+    while len(pids) < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+        told = folder / "stuck"
+        pids = list(map(int, told.read_text().split())) if told.exists() else []
+    return pids
+
+
 def test_ranks_that_are_stuck_end_when_who_asked_is_killed(tmp_path, monkeypatch):
     module(tmp_path, monkeypatch, STUCK)
-    with subprocess.Popen([sys.executable, "-c", ASK], stdout=subprocess.PIPE, text=True) as asking:
-        pids = list(map(int, asking.stdout.readline().split()))
-        assert len(pids) == 2
+    with subprocess.Popen([sys.executable, "-c", ASK]) as asking:
+        pids = stuck(tmp_path, 4)  # ranks and what they have started
         assert not any(map(has_ended, pids))
         asking.kill()
     assert all_ended(pids)
+
+
+def test_a_rank_that_ends_before_it_answers_ends_the_others(tmp_path, monkeypatch):
+    module(tmp_path, monkeypatch, BEFORE_IT_ANSWERS)
+    group = Group("contender_here", [], ranks=2, threads=1)
+    with pytest.raises(ContenderError) as caught:
+        group.answers()
+    assert caught.value.why == "OSError: no luck"
+    assert all(map(has_ended, stuck(tmp_path, 2)))
+    assert (group.resident(), group.peak()) == (0, 0)
+    group.forget_peak()
+    group.close()
+
+
+def test_all_contenders_of_a_library_are_told_why_it_cannot_be_imported(tmp_path, monkeypatch):
+    module(tmp_path, monkeypatch, "import no_such_library")
+    groups = [Group("contender_here", [], ranks=ranks, threads=1) for ranks in (1, 2)]
+    for group in groups:
+        with pytest.raises(ContenderError) as caught:
+            group.answers()
+        assert caught.value.why == "ModuleNotFoundError: No module named 'no_such_library'"
+        group.close()
+        group.close()
+
+
+def test_contenders_of_a_library_are_forks_of_one_process_unless_their_environments_differ(tmp_path, monkeypatch):
+    module(tmp_path, monkeypatch, COUNT)
+    ways = [{}, {}, {"malloc": {}}, {"library": "other"}, {"environment": {"A": "1"}}]
+    groups = [Group("contender_here", [], ranks=1, threads=1, **way) for way in ways]
+    firsts = [answer["versions"]["first"] for group in groups for answer in group.answers()]
+    for group in groups:
+        group.close()
+    assert firsts[0] == firsts[1]
+    assert len(set(firsts)) == len(ways) - 1
+
+
+def test_what_interrupts_some_ends_those_that_the_others_wait_for(tmp_path, monkeypatch):
+    module(tmp_path, monkeypatch, STUCK)
+    groups = {name: Group("contender_here", [], ranks=1, threads=1) for name in "abcd"}
+
+    def act(name):
+        groups[name].answers()
+        if name == "b":
+            stuck(tmp_path, 2)  # a's are
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        with suppress(ContenderError):
+            groups[name].ask(steps=1)
+
+    with pytest.raises(KeyboardInterrupt):
+        together(groups.values(), act, groups, 2)
+    for group in groups.values():
+        group.close()
+    assert all_ended(stuck(tmp_path, 2))
 
 
 def test_each_sitting_has_new_processes_and_who_fails_in_one_is_left_out(tmp_path, monkeypatch):
