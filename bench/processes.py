@@ -21,6 +21,7 @@ from typing import IO, Any
 from bench.contender import MOST_FDS
 from bench.turns import KEEP_MEMORY
 
+MOST_RANKS = MOST_FDS // 2 - 1
 _LOG_LINES = 40
 _PATIENCE = 400.0
 """Seconds: DeepSpeed compiles meanwhile."""
@@ -106,8 +107,8 @@ class Group:
         environment: Mapping[str, str] = {},
         malloc: Mapping[str, str] = KEEP_MEMORY,
     ) -> None:
-        if 2 * ranks + 2 > MOST_FDS:
-            raise ValueError(f"ranks: got {ranks}, expected at most {MOST_FDS // 2 - 1} on one machine")
+        if ranks > MOST_RANKS:
+            raise ValueError(f"ranks: got {ranks}, expected at most {MOST_RANKS} on one machine")
         self.ranks = ranks
         self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - lives as long as the ranks
         # What this shell asks of malloc is not the contenders'.

@@ -12,6 +12,7 @@ from typing import Any
 
 from bench import record
 from bench.part import Part
+from bench.processes import MOST_RANKS
 from bench.rank_contenders import CONTENDERS, DDP, DEEPSPEED, DS_2, DS_3, FSDP2, OURS, OURS_3, TOKENS, deepspeed_config
 from bench.sittings import Result, medians, run, show
 from bench.step import MODELS, start
@@ -54,6 +55,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--vocabulary", type=count, default=GPT_34M.vocabulary)
     args = parser.parse_args(arguments)
     args.ranks = args.ranks or ([2] if args.quick else [1, 2, 4])
+    if max(args.ranks) > MOST_RANKS:
+        parser.error(f"--ranks: got {max(args.ranks)}, expected at most {MOST_RANKS} on one machine")
     if args.vocabulary < TOKENS:
         parser.error(f"--vocabulary: got {args.vocabulary}, expected at least {TOKENS}, the tokens drawn")
     if args.width % GPT_34M.heads:

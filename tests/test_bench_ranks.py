@@ -67,6 +67,7 @@ def test_contenders_train_alike_and_one_that_cannot_run_is_named(tmp_path: Path)
     ("argument", "message"),
     [
         ("--ranks=0", "--ranks: got '0', expected a count"),
+        ("--ranks=40", "--ranks: got 40, expected at most 31 on one machine"),
         ("--steps=0", "--steps: got '0', expected a count"),
         ("--width=60", "--width: got 60, expected a multiple of the 8 heads"),
         ("--vocabulary=64", "--vocabulary: got 64, expected at least 256"),
