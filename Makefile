@@ -30,6 +30,8 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/mypy --platform darwin
+	@if command -v clang-format >/dev/null; then clang-format --dry-run --Werror c_src/*.[ch] c_src/tests/*.c; \
+	else echo "lint: clang-format is not installed: the C sources' format was not checked"; fi
 
 # Pages of docs/ and the reference from docstrings, into build/docs; a warning is an error.
 docs: setup
@@ -49,7 +51,7 @@ wheel: setup $(PACKAGE_STAMP)
 	$(BIN)/abi3audit --strict dist/*.whl
 	$(PYTHON) -m venv build/tried
 	build/tried/bin/python -m pip install --quiet --constraint constraints.txt mypy $(ARGS) dist/*.whl
-	cd build && tried/bin/python ../tests/wheel_check.py types $(ARGS)
+	cd build && tried/bin/python ../tests/packaging/wheel_check.py types $(ARGS)
 
 setup: $(BUILD_STAMP)
 
@@ -64,7 +66,7 @@ $(SITE_STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation -e '.[torch,jax,test,bench,lint,docs]'
 	touch $@
 
-$(BUILD_STAMP): $(SITE_STAMP) setup.py offload_core/_ffi_build.py $(wildcard c_src/*.c c_src/*.h)
+$(BUILD_STAMP): $(SITE_STAMP) setup.py offload_core/native/_ffi_build.py $(wildcard c_src/*.c c_src/*.h)
 	$(BIN)/python setup.py --quiet build_ext --inplace
 	touch $@
 
@@ -77,4 +79,4 @@ $(PACKAGE_STAMP): $(SITE_STAMP)
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info offload_core/_offload*.so offload_core/_offload.c .hypothesis
+	rm -rf $(VENV) build dist *.egg-info offload_core/native/_offload*.so offload_core/native/_offload.c .hypothesis

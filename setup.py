@@ -3,6 +3,6 @@
 from setuptools import setup
 
 setup(
-    cffi_modules=["offload_core/_ffi_build.py:ffibuilder"],
+    cffi_modules=["offload_core/native/_ffi_build.py:ffibuilder"],
     options={"bdist_wheel": {"py_limited_api": "cp311"}},
 )

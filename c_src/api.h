@@ -1,7 +1,7 @@
 /* What Python sees of the C library.
  *
  * This file is read by the C compiler (through offload_core.h) and, word for word, by cffi
- * (offload_core/_ffi_build.py), so it holds plain declarations only: no preprocessor lines.
+ * (offload_core/native/_ffi_build.py), so it holds plain declarations only: no preprocessor lines.
  * Functions return 0, or one of the OC_E codes; they never print and never exit.
  */
 
@@ -26,18 +26,18 @@ enum { OC_NORM_DIGITS = 19, OC_NORM_NONFINITE = 19, OC_NORM_BINS = 20 };
 
 /* The scalars of one update of one parameter, each computed in double and rounded once. */
 typedef struct {
-    float grad_scale;      /* unscale and clip factor on the gradient; no multiplication where it is 1 */
+    float grad_scale; /* unscale and clip factor on the gradient; no multiplication where it is 1 */
     float weight_decay;
-    float decay;           /* torch adamw: 1 - lr * weight_decay */
+    float decay; /* torch adamw: 1 - lr * weight_decay */
     float beta1;
     float beta2;
     float one_minus_beta1;
     float one_minus_beta2;
-    float correction1;     /* optax: 1 - beta1^t; torch: unused */
-    float correction2;     /* optax: 1 - beta2^t; torch: sqrt(1 - beta2^t) */
+    float correction1; /* optax: 1 - beta1^t; torch: unused */
+    float correction2; /* optax: 1 - beta2^t; torch: sqrt(1 - beta2^t) */
     float eps;
-    float eps_root;        /* optax only */
-    float step_size;       /* optax: -lr; torch: -lr / (1 - beta1^t) */
+    float eps_root;  /* optax only */
+    float step_size; /* optax: -lr; torch: -lr / (1 - beta1^t) */
 } oc_adam_scalars;
 
 /* A run of elements of one parameter. param may be NULL where the kind says OC_NO_PARAM. */
@@ -48,7 +48,7 @@ typedef struct {
     float *exp_avg_sq;
     void *param;
     int64_t numel;
-    int64_t scalars;       /* index into the array of oc_adam_scalars */
+    int64_t scalars; /* index into the array of oc_adam_scalars */
 } oc_segment;
 
 typedef struct {
@@ -56,7 +56,7 @@ typedef struct {
     int32_t param_dtype;
     int32_t op_order;
     int32_t adam_mode;
-    int32_t keep_states;   /* read the states, write the device parameter only */
+    int32_t keep_states; /* read the states, write the device parameter only */
 } oc_adam_kind;
 
 /* A run of elements read from src and, where the operation has an output, written to dst. */
@@ -65,6 +65,18 @@ typedef struct {
     void *dst;
     int64_t numel;
 } oc_span;
+
+/* A sum of sources: runs of numel elements, stride elements apart from src on. */
+typedef struct {
+    const void *src;
+    float *dst;
+    int64_t n_sources;
+    int64_t stride;
+    int64_t numel;
+    float divisor;
+    int32_t dtype; /* of src */
+    int32_t add;   /* to what stands in dst, instead of writing over it */
+} oc_reduction;
 
 /* One AdamW or Adam step of every segment: unscale, clip factor, update, cast, in one pass. */
 int oc_adam(const oc_segment *segments, int64_t n_segments, const oc_adam_scalars *scalars, int64_t n_scalars,
@@ -76,10 +88,8 @@ int oc_sum_squares(const oc_span *spans, int64_t n_spans, int dtype, int64_t *bi
 /* dst (fp32) += f32(src). */
 int oc_accumulate(const oc_span *spans, int64_t n_spans, int dtype, int threads);
 
-/* dst = (f32(src 0) + f32(src 1) + ... , in this order) / divisor, or dst += that where `add` is set. The
- * n_sources runs of numel elements lie stride elements apart from src on. */
-int oc_reduce(const void *src, int64_t n_sources, int64_t stride, int64_t numel, int dtype, float divisor, int add,
-              float *dst, int threads);
+/* dst = (f32(source 0) + f32(source 1) + ... , in this order) / divisor, or dst += that where `add` is set. */
+int oc_reduce(const oc_reduction *reduction, int threads);
 
 /* dst = src, to nearest even; a NaN stays a NaN. */
 int oc_cast(const oc_span *spans, int64_t n_spans, int src_dtype, int dst_dtype, int threads);

@@ -39,28 +39,37 @@ static const oc_kernels *kernels_of(int isa) {
     }
 }
 
-static _Atomic int current_isa = -1;
+/* The kernels in use, NULL until they are first asked for. CPUID is slow, and in a virtual machine leaves it, so the
+ * processor is asked once. One pointer to a constant table is all there is to share: threads need no lock, and a forked
+ * child inherits it whole. */
+static _Atomic(const oc_kernels *) current_kernels = NULL;
 
-int oc_isa(void) {
-    int isa = atomic_load(&current_isa);
-    if (isa < 0) {
-        for (isa = OC_ISA_COUNT - 1; !kernels_of(isa); isa--) {
-        }
-        atomic_store(&current_isa, isa);
-    }
-    return isa;
+/* Not inline, so that every other call is one load and one branch. */
+static __attribute__((noinline)) const oc_kernels *detect_kernels(void) {
+    int isa = OC_ISA_COUNT - 1;
+    while (!kernels_of(isa))
+        isa--;
+    /* Another thread may have detected them too, or set others, meanwhile: that stays. */
+    const oc_kernels *before = NULL, *widest = kernels_of(isa);
+    return atomic_compare_exchange_strong(&current_kernels, &before, widest) ? widest : before;
 }
+
+const oc_kernels *oc_current_kernels(void) {
+    const oc_kernels *kernels = atomic_load(&current_kernels);
+    return kernels ? kernels : detect_kernels();
+}
+
+int oc_isa(void) { return oc_current_kernels()->isa; }
 
 int oc_isa_supported(int isa) { return kernels_of(isa) != NULL; }
 
 int oc_set_isa(int isa) {
-    if (!kernels_of(isa))
+    const oc_kernels *kernels = kernels_of(isa);
+    if (!kernels)
         return OC_EUNSUPPORTED;
-    atomic_store(&current_isa, isa);
+    atomic_store(&current_kernels, kernels);
     return 0;
 }
-
-const oc_kernels *oc_current_kernels(void) { return kernels_of(oc_isa()); }
 
 /* --- chunks -------------------------------------------------------------------------------------- */
 
@@ -114,6 +123,11 @@ static int64_t find_run(const chunked *c, int64_t chunk, int64_t *offset) {
 static int64_t chunk_length(int64_t numel, int64_t offset) { return numel - offset < CHUNK ? numel - offset : CHUNK; }
 
 static void run_chunks(chunked *c, oc_task *task, void *context, int threads) {
+    /* Short runs are cut into a chunk each, but a thread with less than a chunk's elements costs more to wake than it
+     * saves. */
+    int64_t worth_waking = (c->total + CHUNK - 1) / CHUNK;
+    if (threads > worth_waking)
+        threads = (int)worth_waking;
     oc_parallel_for(task, context, c->first_chunk[c->n_runs], threads);
     free(c->first_chunk);
 }
@@ -141,9 +155,10 @@ static void adam_chunk(void *context, int64_t chunk) {
 
 int oc_adam(const oc_segment *segments, int64_t n_segments, const oc_adam_scalars *scalars, int64_t n_scalars,
             oc_adam_kind kind, int threads) {
-    if (n_segments < 0 || !is_float(kind.grad_dtype) || !(is_float(kind.param_dtype) || kind.param_dtype == OC_NO_PARAM) ||
-        kind.op_order < 0 || kind.op_order > OC_ORDER_OPTAX || kind.adam_mode < 0 || kind.adam_mode > OC_ADAM ||
-        kind.keep_states < 0 || kind.keep_states > 1 || (kind.keep_states && kind.param_dtype == OC_NO_PARAM))
+    if (n_segments < 0 || !is_float(kind.grad_dtype) ||
+        !(is_float(kind.param_dtype) || kind.param_dtype == OC_NO_PARAM) || kind.op_order < 0 ||
+        kind.op_order > OC_ORDER_OPTAX || kind.adam_mode < 0 || kind.adam_mode > OC_ADAM || kind.keep_states < 0 ||
+        kind.keep_states > 1 || (kind.keep_states && kind.param_dtype == OC_NO_PARAM))
         return OC_EARGUMENT;
     for (int64_t i = 0; i < n_segments; i++) {
         const oc_segment *s = segments + i;
@@ -152,7 +167,8 @@ int oc_adam(const oc_segment *segments, int64_t n_segments, const oc_adam_scalar
             return OC_EARGUMENT;
     }
     adam_job job = {.kernels = oc_current_kernels(), .segments = segments, .scalars = scalars, .kind = kind};
-    int error = chunk_runs(&job.chunks, (const char *)segments, sizeof *segments, offsetof(oc_segment, numel), n_segments);
+    int error =
+        chunk_runs(&job.chunks, (const char *)segments, sizeof *segments, offsetof(oc_segment, numel), n_segments);
     if (error)
         return error;
     job.stream = job.chunks.total >= STREAM_FROM;
@@ -238,26 +254,21 @@ int oc_cast(const oc_span *spans, int64_t n_spans, int src_dtype, int dst_dtype,
 
 typedef struct {
     const oc_kernels *kernels;
-    const char *src;
-    float *dst;
-    int64_t n_sources, stride, numel;
-    float divisor;
-    int dtype, add;
+    const oc_reduction *reduction;
 } reduce_job;
 
 static void reduce_chunk(void *context, int64_t chunk) {
     const reduce_job *job = context;
-    int64_t offset = chunk * CHUNK;
-    job->kernels->reduce(job->src + offset * oc_itemsize(job->dtype), job->dtype, job->n_sources, job->stride,
-                         job->divisor, job->add, job->dst + offset, chunk_length(job->numel, offset));
+    int64_t begin = chunk * CHUNK;
+    job->kernels->reduce(job->reduction, begin, begin + chunk_length(job->reduction->numel, begin));
 }
 
-int oc_reduce(const void *src, int64_t n_sources, int64_t stride, int64_t numel, int dtype, float divisor, int add,
-              float *dst, int threads) {
-    if (!src || !dst || n_sources < 1 || numel < 0 || stride < numel || !is_float(dtype))
+int oc_reduce(const oc_reduction *reduction, int threads) {
+    const oc_reduction *r = reduction;
+    if (!r->src || !r->dst || r->n_sources < 1 || r->numel < 0 || r->stride < r->numel || !is_float(r->dtype))
         return OC_EARGUMENT;
-    reduce_job job = {oc_current_kernels(), src, dst, n_sources, stride, numel, divisor, dtype, add};
-    oc_parallel_for(reduce_chunk, &job, (numel + CHUNK - 1) / CHUNK, threads);
+    reduce_job job = {oc_current_kernels(), reduction};
+    oc_parallel_for(reduce_chunk, &job, (r->numel + CHUNK - 1) / CHUNK, threads);
     return 0;
 }
 

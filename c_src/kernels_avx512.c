@@ -69,7 +69,8 @@ static inline v64 w_sub(v64 a, v64 b) { return _mm512_sub_pd(a, b); }
 static inline v64 w_fma(v64 a, v64 b, v64 c) { return _mm512_fmadd_pd(a, b, c); }
 static inline vint w_int_zero(void) { return _mm512_setzero_si512(); }
 static inline vint w_bits_add(vint sum, v64 a) { return _mm512_add_epi64(sum, _mm512_castpd_si512(a)); }
-static inline uint64_t w_int_sum(vint a) { /* GCC's _mm512_reduce_add_epi64 adds signed numbers: overflow is undefined */
+/* GCC's _mm512_reduce_add_epi64 adds signed numbers, whose overflow is undefined. */
+static inline uint64_t w_int_sum(vint a) {
     uint64_t each[8], sum = 0;
     _mm512_storeu_si512(each, a);
     for (int i = 0; i < 8; i++)
@@ -81,5 +82,5 @@ static inline uint64_t w_int_sum(vint a) { /* GCC's _mm512_reduce_add_epi64 adds
 
 OC_TARGET_END
 
-const oc_kernels oc_avx512_kernels = {adam, sum_squares, accumulate, reduce, cast};
+const oc_kernels oc_avx512_kernels = {OC_AVX512, adam, sum_squares, accumulate, reduce, cast};
 #endif

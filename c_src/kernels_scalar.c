@@ -121,15 +121,14 @@ static void accumulate(const void *src, int dtype, float *dst, int64_t n) {
         dst[i] = dst[i] + load(src, dtype, i);
 }
 
-static void reduce(const void *src, int dtype, int64_t n_sources, int64_t stride, float divisor, int add, float *dst,
-                   int64_t n) {
-    for (int64_t i = 0; i < n; i++) {
-        float sum = load(src, dtype, i);
-        for (int64_t r = 1; r < n_sources; r++)
-            sum = sum + load(src, dtype, r * stride + i);
-        if (divisor != 1)
-            sum = sum / divisor;
-        dst[i] = add ? dst[i] + sum : sum;
+static void reduce(const oc_reduction *a, int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i++) {
+        float sum = load(a->src, a->dtype, i);
+        for (int64_t r = 1; r < a->n_sources; r++)
+            sum = sum + load(a->src, a->dtype, r * a->stride + i);
+        if (a->divisor != 1)
+            sum = sum / a->divisor;
+        a->dst[i] = a->add ? a->dst[i] + sum : sum;
     }
 }
 
@@ -138,4 +137,4 @@ static void cast(const void *src, int src_dtype, void *dst, int dst_dtype, int64
         store(dst, dst_dtype, i, load(src, src_dtype, i));
 }
 
-const oc_kernels oc_scalar_kernels = {adam, sum_squares, accumulate, reduce, cast};
+const oc_kernels oc_scalar_kernels = {OC_SCALAR, adam, sum_squares, accumulate, reduce, cast};

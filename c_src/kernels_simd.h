@@ -31,20 +31,14 @@ INLINE v32 load_as_f32(const void *array, int dtype, int64_t i) {
 
 INLINE void store_from_f32(void *array, int dtype, int64_t i, v32 x, int stream) {
     switch (dtype) {
-    case OC_BFLOAT16:
-        stream ? v_stream_bf16((uint16_t *)array + i, x) : v_store_bf16((uint16_t *)array + i, x);
-        break;
-    case OC_FLOAT16:
-        stream ? v_stream_f16((uint16_t *)array + i, x) : v_store_f16((uint16_t *)array + i, x);
-        break;
-    case OC_FLOAT32:
-        stream ? v_stream((float *)array + i, x) : v_store((float *)array + i, x);
-        break;
+    case OC_BFLOAT16: stream ? v_stream_bf16((uint16_t *)array + i, x) : v_store_bf16((uint16_t *)array + i, x); break;
+    case OC_FLOAT16: stream ? v_stream_f16((uint16_t *)array + i, x) : v_store_f16((uint16_t *)array + i, x); break;
+    case OC_FLOAT32: stream ? v_stream((float *)array + i, x) : v_store((float *)array + i, x); break;
     }
 }
 
-/* Ask for the cache line of an element that the loop comes to later. The processor's own prefetching stops at the end of
- * each page, and pages that were not allocated here are small. Past the array's end nothing is read. */
+/* Ask for the cache line of an element that the loop comes to later. The processor's own prefetching stops at the end
+ * of each page, and pages that were not allocated here are small. Past the array's end nothing is read. */
 enum { FETCH_AHEAD = 1024 };
 
 INLINE void fetch(const void *array, int dtype, int64_t i) {
@@ -99,8 +93,8 @@ INLINE v32 adam_element(v32 g, v32 p, v32 *m, v32 *v, const adam_constants *c, i
     return v_add(p, v_mul(update, c->step_size));
 }
 
-INLINE void adam_range(const oc_segment *a, int64_t begin, int64_t end, const adam_constants *constants,
-                       int grad_dtype, int param_dtype, int op_order, int stream, int keep_states) {
+INLINE void adam_range(const oc_segment *a, int64_t begin, int64_t end, const adam_constants *constants, int grad_dtype,
+                       int param_dtype, int op_order, int stream, int keep_states) {
     const adam_constants c = *constants;
     int64_t i = begin;
     /* main loop */
@@ -147,39 +141,48 @@ INLINE void adam_range(const oc_segment *a, int64_t begin, int64_t end, const ad
 }
 
 /* One instance for each pair of element types: the switches turn run-time codes into constants. */
-#define ADAM_PARAM(G, ORDER)                                                                                      \
-    switch (kind->param_dtype) {                                                                                  \
-    case OC_FLOAT32: ADAM_STREAM(G, OC_FLOAT32, ORDER); break;                                                    \
-    case OC_BFLOAT16: ADAM_STREAM(G, OC_BFLOAT16, ORDER); break;                                                  \
-    case OC_FLOAT16: ADAM_STREAM(G, OC_FLOAT16, ORDER); break;                                                    \
-    default: adam_range(a, begin, end, &c, G, OC_NO_PARAM, ORDER, 0, 0); break;                                   \
+#define ADAM_PARAM(G, ORDER)                                                                                           \
+    switch (kind->param_dtype) {                                                                                       \
+    case OC_FLOAT32: ADAM_STREAM(G, OC_FLOAT32, ORDER); break;                                                         \
+    case OC_BFLOAT16: ADAM_STREAM(G, OC_BFLOAT16, ORDER); break;                                                       \
+    case OC_FLOAT16: ADAM_STREAM(G, OC_FLOAT16, ORDER); break;                                                         \
+    default: adam_range(a, begin, end, &c, G, OC_NO_PARAM, ORDER, 0, 0); break;                                        \
     }
-#define ADAM_STREAM(G, P, ORDER)                                                                                  \
-    if (stream)                                                                                                   \
-        ADAM_STATES(G, P, ORDER, 1);                                                                              \
-    else                                                                                                          \
+#define ADAM_STREAM(G, P, ORDER)                                                                                       \
+    if (stream)                                                                                                        \
+        ADAM_STATES(G, P, ORDER, 1);                                                                                   \
+    else                                                                                                               \
         ADAM_STATES(G, P, ORDER, 0)
-#define ADAM_STATES(G, P, ORDER, STREAM)                                                                          \
-    (kind->keep_states ? adam_range(a, begin, end, &c, G, P, ORDER, STREAM, 1)                                    \
+#define ADAM_STATES(G, P, ORDER, STREAM)                                                                               \
+    (kind->keep_states ? adam_range(a, begin, end, &c, G, P, ORDER, STREAM, 1)                                         \
                        : adam_range(a, begin, end, &c, G, P, ORDER, STREAM, 0))
-#define ADAM_GRAD(ORDER)                                                                                          \
-    switch (kind->grad_dtype) {                                                                                   \
-    case OC_BFLOAT16: ADAM_PARAM(OC_BFLOAT16, ORDER); break;                                                      \
-    case OC_FLOAT16: ADAM_PARAM(OC_FLOAT16, ORDER); break;                                                        \
-    default: ADAM_PARAM(OC_FLOAT32, ORDER); break;                                                                \
+#define ADAM_GRAD(ORDER)                                                                                               \
+    switch (kind->grad_dtype) {                                                                                        \
+    case OC_BFLOAT16: ADAM_PARAM(OC_BFLOAT16, ORDER); break;                                                           \
+    case OC_FLOAT16: ADAM_PARAM(OC_FLOAT16, ORDER); break;                                                             \
+    default: ADAM_PARAM(OC_FLOAT32, ORDER); break;                                                                     \
     }
 
 static void adam(const oc_segment *a, int64_t begin, int64_t end, const oc_adam_scalars *s, const oc_adam_kind *kind,
                  int stream) {
     int small_w1 = s->one_minus_beta1 < 0.5f || kind->op_order == OC_ORDER_OPTAX;
     adam_constants c = {
-        .grad_scale = v_set(s->grad_scale), .weight_decay = v_set(s->weight_decay), .decay = v_set(s->decay),
-        .beta1 = v_set(s->beta1), .beta2 = v_set(s->beta2),
-        .w1 = v_set(small_w1 ? s->one_minus_beta1 : s->one_minus_beta1 - 1), .w2 = v_set(s->one_minus_beta2),
-        .correction1 = v_set(s->correction1), .correction2 = v_set(s->correction2), .eps = v_set(s->eps),
-        .eps_root = v_set(s->eps_root), .step_size = v_set(s->step_size),
-        .scaled = s->grad_scale != 1, .l2 = kind->adam_mode == OC_ADAM && s->weight_decay != 0,
-        .decoupled = kind->adam_mode == OC_ADAMW && s->weight_decay != 0, .small_w1 = small_w1,
+        .grad_scale = v_set(s->grad_scale),
+        .weight_decay = v_set(s->weight_decay),
+        .decay = v_set(s->decay),
+        .beta1 = v_set(s->beta1),
+        .beta2 = v_set(s->beta2),
+        .w1 = v_set(small_w1 ? s->one_minus_beta1 : s->one_minus_beta1 - 1),
+        .w2 = v_set(s->one_minus_beta2),
+        .correction1 = v_set(s->correction1),
+        .correction2 = v_set(s->correction2),
+        .eps = v_set(s->eps),
+        .eps_root = v_set(s->eps_root),
+        .step_size = v_set(s->step_size),
+        .scaled = s->grad_scale != 1,
+        .l2 = kind->adam_mode == OC_ADAM && s->weight_decay != 0,
+        .decoupled = kind->adam_mode == OC_ADAMW && s->weight_decay != 0,
+        .small_w1 = small_w1,
     };
     if (kind->param_dtype != OC_NO_PARAM) { /* streaming stores want whole aligned vectors */
         int64_t size = oc_itemsize(kind->param_dtype);
@@ -318,7 +321,8 @@ INLINE void sum_squares_of(const void *src, int dtype, int64_t n, int64_t *bins)
         x = dtype == OC_FLOAT32 ? block : wide;
         windows = windows_of(found, fraction_bits, &upper);
         bins[OC_NORM_NONFINITE] += found.max_bits >= 0x7f800000;
-        const int64_t whole = (count + 2 * LANES - 1) / (2 * LANES) * (2 * LANES); /* floats of bf16s are not in order */
+        /* Whole vectors, since the floats of bf16s are not in order. */
+        const int64_t whole = (count + 2 * LANES - 1) / (2 * LANES) * (2 * LANES);
         for (int64_t i = 0; windows == EACH && i < whole; i++)
             oc_add_square(bins, x[i]);
     }
@@ -399,12 +403,14 @@ INLINE void reduce_range(const void *src, int dtype, int64_t n_sources, int64_t 
     }
 }
 
-static void reduce(const void *src, int dtype, int64_t n_sources, int64_t stride, float divisor, int add, float *dst,
-                   int64_t n) {
-    switch (dtype) {
-    case OC_BFLOAT16: reduce_range(src, OC_BFLOAT16, n_sources, stride, divisor, add, dst, n); break;
-    case OC_FLOAT16: reduce_range(src, OC_FLOAT16, n_sources, stride, divisor, add, dst, n); break;
-    default: reduce_range(src, OC_FLOAT32, n_sources, stride, divisor, add, dst, n); break;
+static void reduce(const oc_reduction *a, int64_t begin, int64_t end) {
+    const void *src = (const char *)a->src + begin * oc_itemsize(a->dtype);
+    float *dst = a->dst + begin;
+    const int64_t n = end - begin;
+    switch (a->dtype) {
+    case OC_BFLOAT16: reduce_range(src, OC_BFLOAT16, a->n_sources, a->stride, a->divisor, a->add, dst, n); break;
+    case OC_FLOAT16: reduce_range(src, OC_FLOAT16, a->n_sources, a->stride, a->divisor, a->add, dst, n); break;
+    default: reduce_range(src, OC_FLOAT32, a->n_sources, a->stride, a->divisor, a->add, dst, n); break;
     }
 }
 
@@ -424,11 +430,11 @@ INLINE void cast_range(const void *src, int src_dtype, void *dst, int dst_dtype,
     }
 }
 
-#define CAST_TO(S)                                                                                                \
-    switch (dst_dtype) {                                                                                          \
-    case OC_BFLOAT16: cast_range(src, S, dst, OC_BFLOAT16, n); break;                                             \
-    case OC_FLOAT16: cast_range(src, S, dst, OC_FLOAT16, n); break;                                               \
-    default: cast_range(src, S, dst, OC_FLOAT32, n); break;                                                       \
+#define CAST_TO(S)                                                                                                     \
+    switch (dst_dtype) {                                                                                               \
+    case OC_BFLOAT16: cast_range(src, S, dst, OC_BFLOAT16, n); break;                                                  \
+    case OC_FLOAT16: cast_range(src, S, dst, OC_FLOAT16, n); break;                                                    \
+    default: cast_range(src, S, dst, OC_FLOAT32, n); break;                                                            \
     }
 
 static void cast(const void *src, int src_dtype, void *dst, int dst_dtype, int64_t n) {

@@ -13,11 +13,11 @@ typedef void oc_adam_fn(const oc_segment *segment, int64_t begin, int64_t end, c
                         const oc_adam_kind *kind, int stream);
 typedef void oc_sum_squares_fn(const void *src, int dtype, int64_t n, int64_t *bins);
 typedef void oc_accumulate_fn(const void *src, int dtype, float *dst, int64_t n);
-typedef void oc_reduce_fn(const void *src, int dtype, int64_t n_sources, int64_t stride, float divisor, int add,
-                          float *dst, int64_t n);
+typedef void oc_reduce_fn(const oc_reduction *reduction, int64_t begin, int64_t end);
 typedef void oc_cast_fn(const void *src, int src_dtype, void *dst, int dst_dtype, int64_t n);
 
 typedef struct {
+    int isa;
     oc_adam_fn *adam;
     oc_sum_squares_fn *sum_squares;
     oc_accumulate_fn *accumulate;

@@ -4,7 +4,8 @@
 
 #define OC_PRAGMA(text) _Pragma(#text)
 #if defined(__clang__)
-#define OC_TARGET_BEGIN(features) OC_PRAGMA(clang attribute push(__attribute__((target(features))), apply_to = function))
+#define OC_TARGET_BEGIN(features)                                                                                      \
+    OC_PRAGMA(clang attribute push(__attribute__((target(features))), apply_to = function))
 #define OC_TARGET_END OC_PRAGMA(clang attribute pop)
 #else
 #define OC_TARGET_BEGIN(features) OC_PRAGMA(GCC push_options) OC_PRAGMA(GCC target(features))

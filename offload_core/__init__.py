@@ -1,7 +1,6 @@
 """ZeRO-Offload's core: who owns which slice, how it moves, and its Adam update on the host. No framework."""
 
-from ._kernels import KernelInfo, kernel_info, set_instruction_set
-from .config import OffloadConfig
+from .config.options import OffloadConfig
 from .errors import (
     CheckpointError,
     CollectiveError,
@@ -15,6 +14,7 @@ from .errors import (
     ParameterError,
     StateError,
 )
+from .native.kernels import KernelInfo, kernel_info, set_instruction_set
 
 __all__ = [
     "CheckpointError",

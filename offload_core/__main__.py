@@ -7,10 +7,10 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from . import info_command, inspect_command, plan_command
+from .commands import info, inspect, plan
 from .errors import OffloadError
 
-COMMANDS = {"plan": plan_command, "info": info_command, "inspect": inspect_command}
+COMMANDS = {"plan": plan, "info": info, "inspect": inspect}
 """Each a module with a ``HELP``, ``add_arguments(parser)`` and ``run(args)``, which returns the exit status."""
 WRONG_ARGUMENTS = 2
 READER_GONE = 128 + signal.SIGPIPE

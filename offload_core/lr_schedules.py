@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from . import checks
 from .errors import ConfigError
+from .support import checks
 
 
 @dataclass(frozen=True)

@@ -26,11 +26,11 @@ from statistics import fmean
 from types import TracebackType
 from typing import Any, Self
 
-from .checks import integer
 from .errors import ConfigError, StateError
-from .launch import Launched
-from .optional import library
-from .pipeline import StepReport
+from .step.pipeline import StepReport
+from .support.checks import integer
+from .support.launchers import Launched
+from .support.optional import library
 
 _SECONDS = 10
 """After which what TensorBoard is to show has been written."""

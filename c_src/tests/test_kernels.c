@@ -1,6 +1,6 @@
 /* Checks every instruction set's kernels against the scalar oracle, bit for bit, and the thread pool.
  *
- *     test_kernels [--bench] [adam] [cast] [accumulate] [reduce] [norm] [entry] [stream] [fork] [pool]
+ *     test_kernels [--bench] [isa] [adam] [cast] [accumulate] [reduce] [norm] [entry] [stream] [fork] [pool]
  *
  * Without names, every section runs. One randomised body for each kernel is its check and, with --bench, its
  * benchmark (the habit of dav1d's checkasm), so what is timed is what was found to be right. Stops at the first
@@ -53,7 +53,8 @@ static _Noreturn __attribute__((format(printf, 1, 2))) void fail(const char *for
     va_start(arguments, format);
     vprintf(format, arguments);
     va_end(arguments);
-    printf("\n  src %s, dst %s, begin %lld, n %lld, offsets %d %d %d %d %d, stream %d, threads %d, %s, %s, keep_states %d\n",
+    printf("\n  src %s, dst %s, begin %lld, n %lld, offsets %d %d %d %d %d, stream %d, threads %d, %s, %s, "
+           "keep_states %d\n",
            dtype_names[now.src_dtype], dtype_names[now.dst_dtype], (long long)now.begin, (long long)now.n,
            now.offset[0], now.offset[1], now.offset[2], now.offset[3], now.offset[4], now.stream, now.threads,
            order_names[now.kind.op_order], mode_names[now.kind.adam_mode], now.kind.keep_states);
@@ -198,19 +199,19 @@ static double seconds(void) {
 }
 
 /* Repeats `call` for a tenth of a second and prints the best of its times; bytes are those moved an element. */
-#define BENCH(bytes, call)                                                                                    \
-    do {                                                                                                      \
-        double best = 1e9, start = seconds(), before = start, after;                                          \
-        if (!benchmark)                                                                                       \
-            break;                                                                                            \
-        for (; before < start + 0.1; before = after) {                                                        \
-            call;                                                                                             \
-            after = seconds();                                                                                \
-            best = after - before < best ? after - before : best;                                             \
-        }                                                                                                     \
-        printf("%-7s %-12s %-8s -> %-8s %8.3f ns/element %7.2f GB/s\n", isa_names[now.isa], now.kernel,       \
-               dtype_names[now.src_dtype], dtype_names[now.dst_dtype], best / (double)now.n * 1e9,            \
-               (double)now.n * (double)(bytes) / best * 1e-9);                                                \
+#define BENCH(bytes, call)                                                                                             \
+    do {                                                                                                               \
+        double best = 1e9, start = seconds(), before = start, after;                                                   \
+        if (!benchmark)                                                                                                \
+            break;                                                                                                     \
+        for (; before < start + 0.1; before = after) {                                                                 \
+            call;                                                                                                      \
+            after = seconds();                                                                                         \
+            best = after - before < best ? after - before : best;                                                      \
+        }                                                                                                              \
+        printf("%-7s %-12s %-8s -> %-8s %8.3f ns/element %7.2f GB/s\n", isa_names[now.isa], now.kernel,                \
+               dtype_names[now.src_dtype], dtype_names[now.dst_dtype], best / (double)now.n * 1e9,                     \
+               (double)now.n * (double)(bytes) / best * 1e-9);                                                         \
     } while (0)
 
 static const oc_kernels *kernels_of(int isa) {
@@ -226,14 +227,86 @@ static void for_each_isa(void body(void)) {
 }
 
 /* Both sides of each boundary of a vector, a block of the norm and a chunk of the dispatch. */
-static const int64_t lengths[] = {0,  1,  2,  3,  4,  5,    7,    8,    9,    15,    16,   17,
-                                  31, 32, 33, 63, 64, 65,   2047, 2048, 2049, 32767, 32768, 32769};
+static const int64_t lengths[] = {0,  1,  2,  3,  4,  5,  7,    8,    9,    15,    16,    17,
+                                  31, 32, 33, 63, 64, 65, 2047, 2048, 2049, 32767, 32768, 32769};
 enum { SMALL_LENGTHS = 18 };
 
 static void random_offsets(void) {
     int aligned = random_below(2) == 0;
     for (int i = 0; i < ARRAYS; i++)
         now.offset[i] = aligned ? 0 : (int)random_below(17);
+}
+
+/* --- choice of the instruction set --------------------------------------------------------------- */
+
+enum { FIRST_CALLERS = 4 };
+
+typedef struct {
+    _Atomic int waiting, wrong;
+    int set; /* the first of the callers sets the scalar kernels, instead of asking */
+} first_calls;
+
+static void *first_caller(void *context) {
+    first_calls *first = context;
+    float src = 1, dst = 2;
+    oc_span span = {&src, &dst, 1};
+    int widest = OC_ISA_COUNT - 1;
+    while (!oc_isa_supported(widest))
+        widest--;
+    int sets = atomic_fetch_add(&first->waiting, 1) == 0 && first->set;
+    while (atomic_load(&first->waiting) < FIRST_CALLERS) {
+    }
+    if (sets)
+        oc_set_isa(OC_SCALAR);
+    int error = oc_accumulate(&span, 1, OC_FLOAT32, 1), isa = oc_isa();
+    int expected = isa == widest ? !sets : isa == OC_SCALAR && first->set;
+    if (error || dst != 3 || !expected)
+        atomic_store(&first->wrong, 1);
+    return NULL;
+}
+
+/* Whether threads whose first calls come at once, in a child that has made none, agree; and one's choice stays. */
+static int first_calls_agree(int set) {
+    int status;
+    fflush(stdout);
+    pid_t child = fork();
+    if (child == 0) {
+        pthread_t threads[FIRST_CALLERS];
+        first_calls first = {.set = set};
+        alarm(60); /* an endless wait is a failure */
+        for (int i = 0; i < FIRST_CALLERS; i++)
+            if (pthread_create(threads + i, NULL, first_caller, &first))
+                _exit(1);
+        for (int i = 0; i < FIRST_CALLERS; i++)
+            pthread_join(threads[i], NULL);
+        _exit(first.wrong || (set && oc_isa() != OC_SCALAR));
+    }
+    return child > 0 && waitpid(child, &status, 0) == child && status == 0;
+}
+
+static int child_keeps_isa(int isa) {
+    int status;
+    fflush(stdout);
+    pid_t child = fork();
+    if (child == 0)
+        _exit(oc_isa() != isa || oc_current_kernels()->isa != isa);
+    return child > 0 && waitpid(child, &status, 0) == child && status == 0;
+}
+
+static void test_isa(void) {
+    now.kernel = "instruction set";
+    if (benchmark)
+        return;
+    for (int i = 0; i < 20; i++) {
+        check(first_calls_agree(0), "first calls at once find the widest instruction set");
+        check(first_calls_agree(1), "an instruction set that is set while others detect one stays");
+    }
+    for (int isa = 0; isa < OC_ISA_COUNT; isa++)
+        if (oc_isa_supported(isa)) {
+            check(oc_set_isa(isa) == 0, "an instruction set that is supported can be set");
+            check(oc_isa() == isa && oc_current_kernels()->isa == isa, "the instruction set is the one that was set");
+            check(child_keeps_isa(isa), "a child has its parent's instruction set");
+        }
 }
 
 /* --- Adam ---------------------------------------------------------------------------------------- */
@@ -243,11 +316,18 @@ static oc_adam_scalars adam_scalars(double beta1, double weight_decay, double gr
     double unbias1 = 1 - pow(beta1, t), unbias2 = 1 - pow(beta2, t);
     int torch = op_order == OC_ORDER_TORCH;
     return (oc_adam_scalars){
-        .grad_scale = (float)grad_scale, .weight_decay = (float)weight_decay,
-        .decay = (float)(1 - lr * weight_decay), .beta1 = (float)beta1, .beta2 = (float)beta2,
-        .one_minus_beta1 = (float)(1 - beta1), .one_minus_beta2 = (float)(1 - beta2),
-        .correction1 = (float)unbias1, .correction2 = (float)(torch ? sqrt(unbias2) : unbias2),
-        .eps = 1e-8f, .eps_root = random_below(2) ? 1e-12f : 0, .step_size = (float)(torch ? -lr / unbias1 : -lr),
+        .grad_scale = (float)grad_scale,
+        .weight_decay = (float)weight_decay,
+        .decay = (float)(1 - lr * weight_decay),
+        .beta1 = (float)beta1,
+        .beta2 = (float)beta2,
+        .one_minus_beta1 = (float)(1 - beta1),
+        .one_minus_beta2 = (float)(1 - beta2),
+        .correction1 = (float)unbias1,
+        .correction2 = (float)(torch ? sqrt(unbias2) : unbias2),
+        .eps = 1e-8f,
+        .eps_root = random_below(2) ? 1e-12f : 0,
+        .step_size = (float)(torch ? -lr / unbias1 : -lr),
     };
 }
 
@@ -261,8 +341,12 @@ static void adam_dtypes(int *dtypes) {
 }
 
 static oc_segment segment_of(const buffer *b, int64_t numel) {
-    return (oc_segment){.grad = b[GRAD].data, .master = b[MASTER].data, .exp_avg = b[EXP_AVG].data,
-                        .exp_avg_sq = b[EXP_AVG_SQ].data, .param = b[PARAM].data, .numel = numel};
+    return (oc_segment){.grad = b[GRAD].data,
+                        .master = b[MASTER].data,
+                        .exp_avg = b[EXP_AVG].data,
+                        .exp_avg_sq = b[EXP_AVG_SQ].data,
+                        .param = b[PARAM].data,
+                        .numel = numel};
 }
 
 /* Two equal sets of arrays of n elements: one for the oracle, one, misaligned, for the kernel. */
@@ -316,8 +400,8 @@ static void set_adam_case(unsigned options, int grad_dtype, int param_dtype) {
     double beta1s[] = {0.9, 0.5, 0.0, 0.3}; /* on each side of the branch at 1 - beta1 = 0.5, and on it */
     now.src_dtype = grad_dtype;
     now.dst_dtype = param_dtype;
-    now.kind = (oc_adam_kind){.grad_dtype = grad_dtype, .param_dtype = param_dtype,
-                              .op_order = options & 1, .adam_mode = options >> 1 & 1};
+    now.kind = (oc_adam_kind){
+        .grad_dtype = grad_dtype, .param_dtype = param_dtype, .op_order = options & 1, .adam_mode = options >> 1 & 1};
     now.kind.keep_states = param_dtype != OC_NO_PARAM && options >> 6 & 1;
     now.stream = options >> 2 & 1;
     now.scalars = adam_scalars(beta1s[options >> 3 & 1 ? 1 + random_below(3) : 0], options >> 4 & 1 ? 0.1 : 0,
@@ -383,17 +467,20 @@ static void check_reduce(void) {
     const oc_kernels *kernels = kernels_of(now.isa);
     int64_t sources = benchmark ? 2 : 1 + random_below(4);
     int add = benchmark ? 1 : (int)random_below(2);
-    float divisor = random_below(2) ? (float)sources : 1.0f;
+    float divisor = benchmark || random_below(2) ? (float)sources : 1.0f;
     buffer whole = new_buffer(now.src_dtype, sources * now.n, 0), expected = new_buffer(OC_FLOAT32, now.n, 0);
     fill(whole.data, now.src_dtype, sources * now.n, benchmark ? ordinary_value : any_value);
     fill(expected.data, OC_FLOAT32, now.n, benchmark ? ordinary_value : any_value);
     buffer src = copy_of(whole.data, now.src_dtype, sources * now.n, now.offset[0]);
     buffer got = copy_of(expected.data, OC_FLOAT32, now.n, now.offset[1]);
-    oc_scalar_kernels.reduce(whole.data, now.src_dtype, sources, now.n, divisor, add, expected.data, now.n);
-    kernels->reduce(src.data, now.src_dtype, sources, now.n, divisor, add, got.data, now.n);
+    int64_t cut = random_below(now.n + 1);
+    oc_reduction oracle = {whole.data, expected.data, sources, now.n, now.n, divisor, now.src_dtype, add};
+    oc_reduction reduction = {src.data, got.data, sources, now.n, now.n, divisor, now.src_dtype, add};
+    oc_scalar_kernels.reduce(&oracle, 0, now.n);
+    kernels->reduce(&reduction, cut, now.n);
+    kernels->reduce(&reduction, 0, cut);
     check_same("dst", got.data, expected.data, OC_FLOAT32, now.n);
-    BENCH(8 + sources * oc_itemsize(now.src_dtype),
-          kernels->reduce(src.data, now.src_dtype, sources, now.n, divisor, add, got.data, now.n));
+    BENCH(8 + sources * oc_itemsize(now.src_dtype), kernels->reduce(&reduction, 0, now.n));
     release(&whole, "all sources");
     release(&src, "src");
     release(&expected, "dst of the oracle");
@@ -541,7 +628,7 @@ static float gaussian_value(void) { /* as gradients are spread; scaled by the ca
 }
 
 static void test_norm(void) {
-    static float (*const spreads[])(void) = {finite_value,    window_value,   window_value, ordinary_value,
+    static float (*const spreads[])(void) = {finite_value,    window_value,  window_value, ordinary_value,
                                              subnormal_value, largest_value, zero_value,   any_value};
     now.kernel = "sum_squares";
     now.dst_dtype = OC_NO_PARAM;
@@ -597,15 +684,15 @@ static void set_control(uint64_t word) { __asm__ volatile("msr fpcr, %0" ::"r"(w
 #endif
 
 /* Makes `call` with the hostile control word: results must not change, nor the word. */
-#define WITH_HOSTILE_CONTROL(call)                                                                            \
-    do {                                                                                                      \
-        uint64_t before = control();                                                                          \
-        set_control(hostile_control);                                                                         \
-        int error = (call);                                                                                   \
-        uint64_t after = control();                                                                           \
-        set_control(before);                                                                                  \
-        check(error == 0, "the call succeeds");                                                               \
-        check(after == hostile_control, "the caller's control word is restored");                             \
+#define WITH_HOSTILE_CONTROL(call)                                                                                     \
+    do {                                                                                                               \
+        uint64_t before = control();                                                                                   \
+        set_control(hostile_control);                                                                                  \
+        int error = (call);                                                                                            \
+        uint64_t after = control();                                                                                    \
+        set_control(before);                                                                                           \
+        check(error == 0, "the call succeeds");                                                                        \
+        check(after == hostile_control, "the caller's control word is restored");                                      \
     } while (0)
 
 /* --- entry points -------------------------------------------------------------------------------- */
@@ -700,8 +787,7 @@ static void entry_spans(void) {
         WITH_HOSTILE_CONTROL(oc_sum_squares(sums + 1, RUNS - 1, now.src_dtype, bins, now.threads)); /* goes on */
         check_total("bins", bins, expected_bins);
         for (int k = 0; k < OC_NORM_DIGITS - 1; k++) /* so no number of elements overflows a digit */
-            check(bins[k] >= 0 && bins[k] >> 32 < chunks + !chunks,
-                  "a chunk adds less than 2^32 to a low digit");
+            check(bins[k] >= 0 && bins[k] >> 32 < chunks + !chunks, "a chunk adds less than 2^32 to a low digit");
         for (int i = 0; i < RUNS; i++) {
             check_same("cast", cast[i].data, cast_expected[i].data, now.dst_dtype, casts[i].numel);
             check_same("sum", sum[i].data, sum_expected[i].data, OC_FLOAT32, casts[i].numel);
@@ -714,16 +800,79 @@ static void entry_spans(void) {
     }
 }
 
+static void entry_reduce(void) {
+    enum { SOURCES = 3, APART = 5 }; /* elements between two sources, which are none of the sum's */
+    now.kernel = "oc_reduce";
+    for (int repeat = 0; repeat < 16; repeat++) {
+        now.threads = thread_counts[repeat % COUNT(thread_counts)];
+        now.src_dtype = repeat % 3;
+        now.n = run_lengths[repeat % COUNT(run_lengths)];
+        random_offsets();
+        int64_t stride = now.n + APART, n_src = (SOURCES - 1) * stride + now.n;
+        buffer src = new_buffer(now.src_dtype, n_src, now.offset[0]);
+        buffer expected = new_buffer(OC_FLOAT32, now.n, 0);
+        fill(src.data, now.src_dtype, n_src, any_value);
+        fill(expected.data, OC_FLOAT32, now.n, any_value);
+        buffer got = copy_of(expected.data, OC_FLOAT32, now.n, now.offset[1]);
+        oc_reduction reduction = {src.data, expected.data, SOURCES, stride, now.n, 3, now.src_dtype, repeat & 1};
+        oc_scalar_kernels.reduce(&reduction, 0, now.n);
+        reduction.dst = got.data;
+        kernels_of(now.isa);
+        WITH_HOSTILE_CONTROL(oc_reduce(&reduction, now.threads));
+        check_same("dst", got.data, expected.data, OC_FLOAT32, now.n);
+        release(&src, "src");
+        release(&expected, "dst of the oracle");
+        release(&got, "dst");
+    }
+}
+
+/* So many elements in two runs, on two threads, through every entry point that takes runs. */
+static void call_on_two_runs(int64_t n_elements) {
+    static float src[32769], sum[32769], exp_avg[32769], exp_avg_sq[32769], param[32769];
+    int64_t bins[OC_NORM_BINS] = {0}, half = n_elements / 2, rest = n_elements - half;
+    oc_span sums[] = {{src, sum, half}, {src + half, sum + half, rest}};
+    oc_span casts[] = {{src, param, half}, {src + half, param + half, rest}};
+    oc_segment segments[] = {{src, sum, exp_avg, exp_avg_sq, param, half, 0},
+                             {src + half, sum + half, exp_avg + half, exp_avg_sq + half, param + half, rest, 0}};
+    oc_adam_scalars scalars = adam_scalars(0.9, 0, 1, OC_ORDER_TORCH);
+    int error = oc_adam(segments, 2, &scalars, 1, (oc_adam_kind){0}, 2) | oc_cast(casts, 2, 0, 0, 2) |
+                oc_accumulate(sums, 2, 0, 2) | oc_sum_squares(sums, 2, 0, bins, 2);
+    check(error == 0, "the calls succeed");
+}
+
+static void entry_small_calls(void) {
+    now.kernel = "small calls";
+    int workers = oc_pool_workers();
+    call_on_two_runs(32);
+    call_on_two_runs(32768);
+    check(oc_pool_workers() == workers, "a chunk's elements in two runs wake no worker");
+    call_on_two_runs(32769);
+    check(oc_pool_workers() > 0, "one element more wakes one");
+}
+
 static void entry_refusals(void) {
     float x[4] = {1, 2, 3, 4};
     int64_t bins[OC_NORM_BINS] = {0};
     const oc_adam_kind kind = {0};
-    oc_adam_kind bad_kind[] = {{.grad_dtype = OC_NO_PARAM}, {.grad_dtype = -1}, {.param_dtype = 4}, {.op_order = 2},
-                               {.op_order = -1}, {.adam_mode = 2}, {.adam_mode = -1}, {.keep_states = 2}, {.keep_states = -1},
+    oc_adam_kind bad_kind[] = {{.grad_dtype = OC_NO_PARAM},
+                               {.grad_dtype = -1},
+                               {.param_dtype = 4},
+                               {.op_order = 2},
+                               {.op_order = -1},
+                               {.adam_mode = 2},
+                               {.adam_mode = -1},
+                               {.keep_states = 2},
+                               {.keep_states = -1},
                                {.param_dtype = OC_NO_PARAM, .keep_states = 1}};
     oc_segment good = {x, x + 1, x + 2, x + 3, x, 1, 0}, bad[7];
     oc_span span = {x, x + 1, 1}, no_src = {NULL, x, 1}, no_dst = {x, NULL, 1}, negative = {x, x + 1, -1};
     oc_adam_scalars scalars = {0};
+    const oc_reduction sum = {x, x + 2, 2, 1, 1, 1, 0, 0};
+    oc_reduction bad_sum[] = {sum, sum, sum, sum, sum, sum};
+    bad_sum[0].src = bad_sum[1].dst = NULL;
+    bad_sum[2].n_sources = bad_sum[3].stride = 0;
+    bad_sum[4].numel = -1;
+    bad_sum[5].dtype = OC_NO_PARAM;
     now.kernel = "refusals";
     for (int i = 0; i < COUNT(bad); i++)
         bad[i] = good;
@@ -745,6 +894,8 @@ static void entry_refusals(void) {
     check(oc_cast(&span, 1, 3, 0, 1) == OC_EARGUMENT, "an unknown source type is refused");
     check(oc_cast(&span, 1, 0, 3, 1) == OC_EARGUMENT, "an unknown destination type is refused");
     check(oc_sum_squares(&no_dst, 1, 0, bins, 1) == 0, "a sum of squares needs no destination");
+    for (int i = 0; i < COUNT(bad_sum); i++)
+        check(oc_reduce(bad_sum + i, 1) == OC_EARGUMENT, "a bad reduction is refused");
     check(oc_first_touch(NULL, 1, 1) == OC_EARGUMENT && oc_first_touch(x, -1, 1) == OC_EARGUMENT,
           "first touch refuses no memory");
     check(oc_set_isa(OC_ISA_COUNT) == OC_EUNSUPPORTED && oc_set_isa(-1) == OC_EUNSUPPORTED && !oc_isa_supported(-1),
@@ -761,19 +912,45 @@ static void entry_first_touch(void) {
         check(oc_first_touch(memory, sizes[i], 2) == 0, "first touch succeeds");
         for (int64_t j = 0; j <= sizes[i]; j++)
             if (memory[j] != (j == sizes[i] || j % 4096))
-                fail("byte %lld of %lld: one a page is touched, none past the end", (long long)j,
-                     (long long)sizes[i]);
+                fail("byte %lld of %lld: one a page is touched, none past the end", (long long)j, (long long)sizes[i]);
         free(memory);
     }
 }
 
+/* A call on few elements costs what surrounds the kernel; the caller asks for more threads than they are worth. */
+static void bench_small_call(void) {
+    enum { N = 16, CALLS = 1000 };
+    float dst[N];
+    uint16_t src[N];
+    oc_span span = {src, dst, N};
+    double best = 1e9;
+    int error = 0;
+    now.kernel = "oc_accumulate";
+    fill(src, OC_BFLOAT16, N, ordinary_value);
+    fill(dst, OC_FLOAT32, N, ordinary_value);
+    kernels_of(now.isa);
+    for (int repeat = 0; repeat < 200; repeat++) {
+        double start = seconds();
+        for (int i = 0; i < CALLS; i++)
+            error |= oc_accumulate(&span, 1, OC_BFLOAT16, 8);
+        double each = (seconds() - start) / CALLS;
+        best = each < best ? each : best;
+    }
+    check(error == 0, "the calls succeed");
+    printf("%-7s %s of %d elements %8.1f ns a call\n", isa_names[now.isa], now.kernel, N, best * 1e9);
+}
+
 static void test_entry(void) {
-    if (benchmark)
+    if (benchmark) {
+        for_each_isa(bench_small_call);
         return;
+    }
+    entry_small_calls(); /* first, since the pool keeps the workers that any call makes */
     for (now.isa = 0; now.isa < OC_ISA_COUNT; now.isa++)
         if (oc_isa_supported(now.isa)) {
             entry_adam();
             entry_spans();
+            entry_reduce();
         }
     now.isa = OC_SCALAR;
     entry_refusals();
@@ -874,12 +1051,14 @@ static void test_fork(void) {
 static void test_accumulate(void) { spans("accumulate", check_accumulate, 1); }
 static void test_reduce(void) { spans("reduce", check_reduce, 1); }
 
+/* The instruction set comes first: it is detected once in a process. The pool comes last: its 255 workers would slow
+ * all after it. */
 static const struct {
     const char *name;
     void (*run)(void);
-} sections[] = {{"adam", test_adam},     {"cast", test_cast}, {"accumulate", test_accumulate},
-                {"reduce", test_reduce}, {"norm", test_norm}, {"entry", test_entry},
-                {"stream", test_stream}, {"fork", test_fork}, {"pool", test_pool}}; /* the pool's 255 last workers would slow all after it */
+} sections[] = {{"isa", test_isa},       {"adam", test_adam}, {"cast", test_cast},   {"accumulate", test_accumulate},
+                {"reduce", test_reduce}, {"norm", test_norm}, {"entry", test_entry}, {"stream", test_stream},
+                {"fork", test_fork},     {"pool", test_pool}};
 
 int main(int argc, char **argv) {
     int first = 1, named = 0;
@@ -896,8 +1075,10 @@ int main(int argc, char **argv) {
         named++;
     }
     if (!named || named < argc - first) {
-        fprintf(stderr, "usage: %s [--bench] [adam] [cast] [accumulate] [norm] [entry] [stream] [fork] [pool]\n",
-                argv[0]);
+        fprintf(stderr, "usage: %s [--bench]", argv[0]);
+        for (int i = 0; i < COUNT(sections); i++)
+            fprintf(stderr, " [%s]", sections[i].name);
+        fprintf(stderr, "\n");
         return 2;
     }
     printf("%lld checks passed\n", (long long)n_checks);

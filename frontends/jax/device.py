@@ -17,11 +17,13 @@ import jax
 import numpy as np
 from jax import lax
 
-from offload_core.device import Copy, Done, Event, HostArray, fill
+from offload_core.device.events import Done, Event
+from offload_core.device.host import fill
+from offload_core.device.protocols import Copy, HostArray
 from offload_core.dtypes import BY_NUMPY, ElementType
 from offload_core.errors import HostMemoryError
-from offload_core.host_memory import HostMemory, available_bytes, format_bytes
-from offload_core.partition import ParamSpec, round_up
+from offload_core.layout.partition import ParamSpec, round_up
+from offload_core.memory.host_memory import HostMemory, available_bytes, format_bytes
 
 _ALIGNMENT = 64
 HOST_MEMORY = "pinned_host"

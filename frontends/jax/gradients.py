@@ -7,8 +7,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from offload_core.collectives import Collectives
 from offload_core.errors import GradientError
+from offload_core.ranks.collectives import Collectives
+from offload_core.ranks.consistency import combine
 
 
 @jax.tree_util.register_pytree_node_class
@@ -69,7 +70,8 @@ def check_alike(
         given[:] = [array is not None for array in arrays]
         pairs = zip(arrays, parameters, strict=True)
         of_other_dtype[:] = [array is not None and array.dtype != dtype for array, (_, dtype) in pairs]
-    collectives.sum_integers(flags, "what gradients there are")
+    flags = combine(collectives, "what gradients there are", sums=flags).sums
+    given, of_other_dtype = flags[2::2], flags[3::2]
     if arrays is None:
         return
     if flags[0]:

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from offload_core.errors import CollectiveError
-from offload_core.launch import Launched
+from offload_core.support.launchers import Launched
 
 RUNTIME_ERRORS = (jax.errors.JaxRuntimeError, ValueError)
 """What a lost peer surfaces as: gloo's errors come as ``ValueError`` from some of JAX's ways of waiting."""

@@ -13,34 +13,35 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from offload_core.bucket_terms import PARAMETERS
-from offload_core.checkpoint import Names
-from offload_core.config import ConfigLike, OffloadConfig, check_hyperparameters
-from offload_core.cpu_adam import AdamHyper
+from offload_core.checkpoint.checkpoints import Names
+from offload_core.checkpoint.export import MAX_SHARD_BYTES
+from offload_core.config.options import ConfigLike, OffloadConfig, check_hyperparameters
+from offload_core.device.trace import COMPUTE
 from offload_core.dtypes import BY_NUMPY
 from offload_core.errors import ConfigError, GradientError, ParameterError, StateError
-from offload_core.export import MAX_SHARD_BYTES
-from offload_core.host_memory import available_bytes
-from offload_core.launch import local_processes, warn_if_launched
-from offload_core.loss_scale import scaler_for
-from offload_core.memory_plan import MemoryPlan, PlanRow
-from offload_core.memory_report import MemoryReport
-from offload_core.partition import ParamSpec
-from offload_core.pipeline import Pipeline, StepReport
-from offload_core.regions import InMemory
-from offload_core.trace import COMPUTE
+from offload_core.layout.partition import ParamSpec
+from offload_core.layout.regions import InMemory
+from offload_core.memory.host_memory import available_bytes
+from offload_core.memory.plan import MemoryPlan, PlanRow
+from offload_core.memory.report import MemoryReport
+from offload_core.ranks.consistency import agree
+from offload_core.rules.adam import AdamHyper
+from offload_core.step.bucket_terms import PARAMETERS
+from offload_core.step.loss_scale import scaler_for
+from offload_core.step.pipeline import Pipeline, StepReport
+from offload_core.support.launchers import local_processes, warn_if_launched
 
-from .checkpoint import TreeCheckpoints, take_up
 from .device import in_host_memory
-from .export import export_safetensors
+from .files.checkpoint import TreeCheckpoints, take_up
+from .files.export import export_safetensors
+from .files.states import TreeStates
 from .gradients import RankGradients, ScaledGradients, check_alike
-from .on_mesh import NOT_TRAINED
-from .optax_updates import transformation
-from .placement import placement_for
-from .sharded import SHARDS
-from .states import TreeStates
-from .trees import Mask, Static, form, is_array, is_parameter, mask_leaves, refuse_jit
-from .wrapped_tree import Leaf, WrappedTree
+from .optax_bridge.updates import transformation
+from .placement.on_mesh import NOT_TRAINED
+from .placement.placement import placement_for
+from .placement.sharded import SHARDS
+from .tree.trees import Mask, Static, form, is_array, is_parameter, mask_leaves, refuse_jit
+from .tree.wrapped_tree import Leaf, WrappedTree
 
 
 def wrap(
@@ -119,6 +120,7 @@ class OffloadedParams:
             )
         target = self.config.target_dtype
         self._placement = placement_for(self.config, mesh, axis, [leaves[i] for i in positions])
+        agree(self._placement.device.collectives, self.config)
         if mesh is None or all(device.process_index == jax.process_index() for device in mesh.devices.flat):
             warn_if_launched("frontends.jax.initialize() first of all, and wrap(params, mesh=mesh) on all devices")
         layouts = [self._placement.layout(leaves[i]) for i in positions]

@@ -1,14 +1,14 @@
 """Offloaded AdamW for PyTorch: ``wrap(model)``, or ``OffloadedAdamW`` as an optimizer of its own."""
 
-from offload_core.config import OffloadConfig
-from offload_core.pipeline import StepReport
+from offload_core.config.options import OffloadConfig
+from offload_core.step.pipeline import StepReport
 
-from .construction import init
 from .deepspeed_weights import load_deepspeed
 from .engine import Engine, wrap
-from .launch import init_process_group
 from .optimizer import OffloadedAdamW
-from .partitioned import gathered_parameters, register_external_parameter
+from .ranks.launch import init_process_group
+from .stage3.construction import init
+from .stage3.gathering import gathered_parameters, register_external_parameter
 
 __all__ = [
     "Engine",

@@ -20,8 +20,8 @@ from torch import nn
 from offload_core.errors import CheckpointError
 
 from .engine import Engine
-from .export import named_tensors
-from .partitioned import gathered_parameters
+from .files.export import named_tensors
+from .stage3.gathering import gathered_parameters
 
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")

@@ -4,7 +4,7 @@ import itertools
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +12,18 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from offload_core.checkpoint import Names
-from offload_core.config import ConfigLike
+from offload_core.checkpoint.checkpoints import Names
+from offload_core.checkpoint.export import MAX_SHARD_BYTES
+from offload_core.config.options import ConfigLike
+from offload_core.device.trace import COMPUTE
 from offload_core.errors import GradientError, ParameterError, StateError
-from offload_core.export import MAX_SHARD_BYTES
-from offload_core.loss_scale import scaler_for
-from offload_core.memory_report import MemoryReport
-from offload_core.pipeline import StepReport
-from offload_core.trace import COMPUTE
+from offload_core.memory.report import MemoryReport
+from offload_core.step.pipeline import StepReport
 
-from .checkpoint import ModelCheckpoints
-from .collectives import default_group
-from .export import export_safetensors
+from .files.checkpoint import ModelCheckpoints
+from .files.export import export_safetensors
 from .optimizer import OffloadedAdamW
+from .ranks.collectives import default_group
 from .tensors import TORCH_DTYPES, cast_param
 
 
@@ -104,8 +103,6 @@ class Engine(nn.Module):
             for buffer in model.buffers():
                 if buffer.is_floating_point():
                     buffer.data = buffer.data.to(dtype)
-        pipeline = self.optimizer.pipeline
-        pipeline.scaler = scaler_for(self.config, [spec.dtype for spec in pipeline.params])
         self.module = model
         """The module that was wrapped."""
         self._traced = False
@@ -165,7 +162,7 @@ class Engine(nn.Module):
             raise GradientError(f"backward: the loss is {got}, expected a tensor of one element: take its mean or sum")
         if self.config.update_in_backward and self._reads_wait:
             self.optimizer.expect_step(average=average)
-        scaled = self.optimizer.scaled_backward(average=average)
+        scaled = self.optimizer.intake.scaled_backward(average=average)
         with self._span("backward"), self._released_on_error(), scaled as scale:
             (loss if scale is None else loss.float() * scale).backward(**kwargs)
 
@@ -182,32 +179,10 @@ class Engine(nn.Module):
             GradientError: averaged and summed gradients are mixed; nothing was updated.
         """
         with self._span("step"):
-            return self._step(boundary)
-
-    def _step(self, boundary: bool | None) -> StepReport:
-        optimizer = self.optimizer
-        updates = optimizer.pipeline.at_boundary if boundary is None else boundary
-        optimizer.prepare(boundary=updates)
-        if not (optimizer.arrivals.fresh or (boundary and optimizer.pipeline.holds_gradients)):
-            raise StateError(
-                "step() without backward(): no gradient arrived since the last step(); expected "
-                "engine.backward(loss) first (does the loss depend on a trained parameter?)"
+            updates = self.optimizer.pipeline.at_boundary if boundary is None else boundary
+            return self.optimizer.end_micro_step(
+                boundary=updates, may_be_empty=bool(boundary), reads_wait=self._reads_wait
             )
-        if optimizer.mixed and self.config.gradient_accumulation_steps > 1:
-            raise GradientError(
-                "both engine.backward(loss), which averages over the accumulation steps, and loss.backward(), which "
-                "sums, were used for one update; expected one of them throughout: discard the gradients with "
-                "engine.optimizer.zero_grad()"
-            )
-        reduce = optimizer.arrivals.reduces or updates
-        optimizer.arrivals.begin()
-        if not optimizer.pipeline.end_micro_step(reduce=reduce, boundary=updates):
-            scale = optimizer.pipeline.loss_scale
-            return StepReport(updated=False, skipped="accumulating", loss_scale=scale, step=optimizer.updates + 1)
-        optimizer.reads_wait = self._reads_wait
-        optimizer.step()
-        assert optimizer.report is not None
-        return optimizer.report
 
     @property
     def _reads_wait(self) -> bool:
@@ -262,12 +237,9 @@ class Engine(nn.Module):
                 f"no_sync() in stage {self.config.stage}, which keeps no whole gradients; expected stage=1, or no "
                 "no_sync(): gradient_accumulation_steps then sums each rank's shard in fp32"
             )
-        before = self.optimizer.deferring
-        self.optimizer.deferring = self.optimizer.pipeline.device.world_size > 1
-        try:
+        alone = self.optimizer.pipeline.device.world_size == 1
+        with nullcontext() if alone else self.optimizer.intake.deferring():
             yield
-        finally:
-            self.optimizer.deferring = before
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard the gradients at an accumulation boundary; between micro-steps keep what has been accumulated.

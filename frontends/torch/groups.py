@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
-from offload_core.config import check_hyperparameters
-from offload_core.cpu_adam import AdamHyper
+from offload_core.config.options import check_hyperparameters
 from offload_core.errors import ConfigError
+from offload_core.rules.adam import AdamHyper
 
 _REFUSED = {
     "amsgrad": "there is no third moment",

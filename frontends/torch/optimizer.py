@@ -1,78 +1,49 @@
 """``OffloadedAdamW``: a ``torch.optim.Optimizer`` whose states live in host memory."""
 
-import gc
 import threading
-import weakref
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd.graph import increment_version
 
-from offload_core.bucket_terms import GATHERED, GRADIENTS, PARAMETERS
-from offload_core.checkpoint import Checkpoints
-from offload_core.config import FIELDS, ConfigLike, OffloadConfig
-from offload_core.cpu_adam import STATE_NAMES, AdamHyper
-from offload_core.errors import ConfigError, GradientError, ParameterError, StateError
-from offload_core.host_memory import available_bytes
-from offload_core.launch import local_processes
-from offload_core.memory_plan import MemoryPlan
-from offload_core.memory_report import MemoryReport
-from offload_core.partition import ParamSpec
-from offload_core.pipeline import Pipeline, StepReport
+from offload_core.checkpoint.checkpoints import Checkpoints
+from offload_core.config.options import FIELDS, ConfigLike, OffloadConfig
+from offload_core.errors import ConfigError, ParameterError, StateError
+from offload_core.memory.report import MemoryReport
+from offload_core.rules.adam import STATE_NAMES, AdamHyper
+from offload_core.step.loss_scale import LossScaler, scaler_for
+from offload_core.step.pipeline import Pipeline, StepReport
 
-from .construction import check_finished, check_takes_none, shards_of
-from .device_ranks import device_for
-from .export import torch_state_dict
 from .groups import hyper_of, loaded, number, numbers, torchs_options, without_torchs_options
-from .partitioned import PartitionedModel, gathered_parameters
-from .pending import can_wait, make_pending
-from .slots import OWNED, Slot, let_go
-from .states import (
-    Hidden,
-    States,
-    check_entry,
-    check_partition,
-    hide_state,
-    own_part,
-    partition,
-    plain_entries,
-    state_views,
-)
-from .tensors import (
-    TORCH_DTYPES,
-    TakenGradient,
-    bytes_as,
-    cast_param,
-    check_gradient,
-    check_param,
-    flat,
-    flat_like,
-    memory_of_all,
-    memory_order,
-    shaped_like,
-    spec_of,
-)
+from .intake import Intake
+from .ranks.device_ranks import device_for
+from .registration import NamedParam, Registration, Slot, check_new, named_params
+from .stage3.construction import check_finished, check_takes_none
+from .stage3.partitioned import PartitionedModel
+from .state_io import Hidden, TorchStates, check_partition, hide_state, partition, plain_entries, torch_state_dict
+from .tensors import ELEMENT_TYPES
 
 
-@dataclass
-class Arrivals:
-    """What has come of this micro-step's gradients."""
+@dataclass(frozen=True)
+class _Parts:
+    """What an optimizer is made of while it is open."""
 
-    fresh: bool = False
-    """Whether one has arrived."""
-    reduces: bool = False
-    """Whether one has left for its owners."""
+    pipeline: Pipeline
+    registration: Registration
+    intake: Intake
+    states: TorchStates
 
-    def begin(self) -> None:
-        """What comes from now on is the next micro-step's."""
-        self.fresh = self.reduces = False
+
+@dataclass(frozen=True)
+class _Boundary:
+    """The end of an engine's micro-step, which the next update begins with."""
+
+    may_be_empty: bool
 
 
 class OffloadedAdamW(torch.optim.Optimizer):
@@ -107,8 +78,14 @@ class OffloadedAdamW(torch.optim.Optimizer):
     """
 
     # No attributes of the class: Lightning's wrapper is of this class, too, and asks the optimizer for what it lacks.
-    _pipeline: Pipeline | None
+    _parts: _Parts | None
+    """None: it is being made, or it was closed."""
     _states: Any
+    """``state`` meanwhile."""
+    _updates: int
+    """``updates`` meanwhile."""
+    _boundary: _Boundary | None
+    """What the engine has asked of the next update."""
 
     def __init__(
         self,
@@ -121,7 +98,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         process_group: Any = None,
         **overrides: Any,
     ) -> None:
-        self._pipeline = None
+        self._parts = None
         overrides = without_torchs_options(overrides)
         if lr is not None:
             overrides["lr"] = number("lr", lr)
@@ -142,8 +119,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         params = list(params)
         if not params:
             raise ParameterError("params: got none, expected at least one parameter; was the iterator used up already?")
-        self.updates = 0
-        """Updates made so far."""
+        self._updates = 0
         first_lr, first_betas = self.config.hyperparameters(0)
         defaults = {
             "lr": lr if isinstance(lr, torch.Tensor) else first_lr,
@@ -155,98 +131,105 @@ class OffloadedAdamW(torch.optim.Optimizer):
         super().__init__(params, defaults)
         self._build(process_group, model)
 
-    def _build(self, process_group: Any, model: nn.Module | None = None) -> None:
-        """Make the pipeline and take on the trainable parameters of all groups."""
-        slots: dict[torch.Tensor, Slot] = {}
-        self._slots = slots
-        self._states = States(self._finish, self._replace_state)
-        self._hook_handles: list[Any] = []
-        self._lock = threading.RLock()
-        self._scaling = self._averaging = False
-        self.arrivals = Arrivals()
-        self.deferring = False
-        """Whether gradients stay in ``p.grad`` for the time being."""
-        self._forget_arrivals()
-        weakref.finalize(self, let_go, self._hook_handles, slots).atexit = False
-        groups = range(len(self.param_groups))
-        named = [entry for g in groups for entry in self._named(g)]
-        if not any(param.requires_grad for _, param, _ in named):
+    def _build(self, process_group: Any, model: nn.Module | None = None, scaler: LossScaler | None = None) -> None:
+        """Make the pipeline and what is around it, and take on the trainable parameters of all groups.
+
+        Args:
+            scaler: what this continues to scale losses with; that of an Engine's model follows from the configuration.
+        """
+        named = [entry for g, group in enumerate(self.param_groups) for entry in named_params(g, group)]
+        trained = [entry for entry in named if entry[1].requires_grad]
+        if not trained:
             raise ParameterError(
                 "no parameter requires a gradient; expected at least one: unfreeze what is to be trained"
             )
         self._hypers()
-        first = next(param for _, param, _ in named if param.requires_grad)
+        params = [param for _, param, _ in trained]
+        device = params[0].device
         check_finished()
-        self._check_new(named, first.device)
-        self._device = first.device
-        op_order = self.config.op_order or "torch"
-        config = replace(self.config, op_order=op_order)
-        pipeline = Pipeline(config, device_for(first.device, process_group, config), None)
+        check_new(named, device)
+        config = replace(self.config, op_order=self.config.op_order or "torch")
+        if model is not None:
+            scaler = scaler_for(config, [config.target_dtype or ELEMENT_TYPES[param.dtype] for param in params])
+        pipeline = Pipeline(config, device_for(device, process_group, config), scaler)
         self.partitioned: PartitionedModel | None = None
         """Parameters that are there in shards only."""
         if model is not None and config.takes_apart(pipeline.device.world_size):
-            self.partitioned = PartitionedModel(model, first.device, process_group, pipeline)
+            self.partitioned = PartitionedModel(model, device, process_group, pipeline)
         else:
             check_takes_none(
                 [*(entry[:2] for entry in named), *(model.named_parameters() if model is not None else ())], config
             )
-        trained = [entry for entry in named if entry[1].requires_grad]
-        params = [param for _, param, _ in trained]
-        self._take_on(pipeline, trained, model)
+        lock = threading.RLock()
+        registration = Registration(
+            config, pipeline, device, self.partitioned, gradients_leave=self.early_copy, lock=lock
+        )
+        intake = Intake(pipeline, registration, early=self.early_copy, lock=lock)
+        parts = _Parts(pipeline, registration, intake, TorchStates(pipeline, registration))
+        _take_on(parts, trained, model)
         if self.partitioned is not None:
             self.partitioned.keep_frozen(params)
-        self._pipeline = pipeline
+        pipeline.updates = self._updates
+        self._parts, self._boundary = parts, None
         self.checkpoints = Checkpoints(pipeline)
 
-    def _finish(self) -> None:
-        if self._pipeline is not None:
-            self._pipeline.finish()
+    @property
+    def updates(self) -> int:
+        """Updates made so far."""
+        return self._updates if self._parts is None else self._parts.pipeline.updates
+
+    @updates.setter
+    def updates(self, count: int) -> None:
+        self._updates = count
+        if self._parts is not None:
+            self._parts.pipeline.updates = count
+
+    @property
+    def _open(self) -> _Parts:
+        if self._parts is None:
+            raise StateError("this optimizer was closed; expected an open one: wrap the model anew")
+        return self._parts
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """The core that holds the states."""
+        return self._open.pipeline
+
+    @property
+    def intake(self) -> Intake:
+        """What takes the gradients."""
+        return self._open.intake
+
+    @property
+    def registration(self) -> Registration:
+        """What knows the parameters that have states."""
+        return self._open.registration
 
     def flush(self) -> None:
         """Wait until parameters and states are those of the last ``step``, also under ``schedule="delayed"``.
 
         That holds back the parameters of the last step; afterwards the next forward sees them a step early.
         """
-        if self.partitioned is not None and self.config.schedule == "delayed":
-            self.partitioned.before_change()
-        self.pipeline.flush(self._tensors())
-
-    def _tensors(self) -> list[torch.Tensor]:
-        """What the pipeline reads and writes."""
-        return [self._tensor(slot) for slot in self._slots.values()]
-
-    def _tensor(self, slot: Slot) -> torch.Tensor:
-        shard = self.partitioned.shard_of(slot.param) if self.partitioned is not None else None
-        # Of .data: the pipeline's writes are counted once, and not when they happen.
-        return flat(slot.param.data) if shard is None else shard
+        self.registration.flush()
 
     @property
     def slots(self) -> list[Slot]:
         """What is known of each parameter, in the pipeline's order."""
-        return list(self._slots.values())
+        return [] if self._parts is None else [*self._parts.registration.slots.values()]
+
+    def has_states(self, param: torch.Tensor) -> bool:
+        """Whether the optimizer has states of a parameter, which a frozen one has when it was trained once."""
+        return self._parts is not None and param in self._parts.registration.slots
 
     def replaced(self, tensors: Sequence[torch.Tensor]) -> None:
         """Master weights have been replaced: bring them to the parameters, and discard the gradients of before."""
-        self.pipeline.flush(tensors)
-        for slot in self._slots.values():
-            slot.release()
-            increment_version(slot.param)
-            slot.note()
-        self._forget_arrivals()
-
-    # --- parameters --------------------------------------------------------------------------------
-
-    @property
-    def pipeline(self) -> Pipeline:
-        """The core that holds the states."""
-        if self._pipeline is None:
-            raise StateError("this optimizer was closed; expected an open one: wrap the model anew")
-        return self._pipeline
+        self.registration.follow_replaced(tensors)
+        self.intake.forget()
 
     @property
     def sent_bytes(self) -> int:
         """Bytes of gradients and parameters that this rank has sent to other ranks."""
-        self._finish()
+        self.pipeline.finish()
         return self.pipeline.device.sent_bytes + (self.partitioned.sent_bytes if self.partitioned is not None else 0)
 
     def memory_report(self, model: nn.Module | None = None) -> MemoryReport:
@@ -256,25 +239,9 @@ class OffloadedAdamW(torch.optim.Optimizer):
             model: the one that is trained: what the optimizer was not given of it is counted, too (frozen parameters,
                 buffers).
         """
-        pipeline, parted = self.pipeline, self.partitioned
-        trained = [(pipeline.params[slot.index], slot.param) for slot in self._slots.values()]
-        frozen = [] if parted is None else parted.frozen([param for _, param in trained])
-        given = [param for group in self.param_groups for param in group["params"]]
-        others = self._others(trained, frozen, [*given, *_tensors_of(model)])
-        plan = self._plan(pipeline, trained, frozen, others)
-        whole = [
-            param for param in (*(param for _, param in trained), *others) if parted is None or param not in parted
-        ]
-        gradients = [slot.param.grad for slot in self._slots.values() if slot.param.grad is not slot.taken]
-        held = {
-            PARAMETERS: memory_of_all(whole),
-            GRADIENTS: memory_of_all(gradient for gradient in gradients if gradient is not None),
-        }
-        if parted is not None:
-            held[PARAMETERS] += parted.shard_bytes
-            held[GATHERED] = parted.live.n_bytes
-        rows = [row for row in plan.rows if row.where == "device"]
-        return pipeline.memory_report(rows, {("device", what): n_bytes for what, n_bytes in held.items()})
+        return self.registration.memory_report(self._group_of(), model)
+
+    # --- parameters and groups -----------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As ``torch.optim.Optimizer.add_param_group``; on an error nothing has changed."""
@@ -294,363 +261,31 @@ class OffloadedAdamW(torch.optim.Optimizer):
                 params = [(f"group {g}, parameter {i}", param) for i, param in enumerate(params)]
             param_group = {**param_group, "params": params}
         super().add_param_group(param_group)
-        if self._pipeline is None:  # called by Optimizer.__init__: _build takes all groups on at once
+        if self._parts is None:  # called by Optimizer.__init__: _build takes all groups on at once
             return
         try:
             self._hypers()
-            named = self._named(len(self.param_groups) - 1)
-            self._check_new(named, self._device)
-            self._take_on(self._pipeline, [entry for entry in named if entry[1].requires_grad])
+            named = named_params(len(self.param_groups) - 1, self.param_groups[-1])
+            self.registration.check_new(named)
+            _take_on(self._parts, [entry for entry in named if entry[1].requires_grad])
         except Exception:
             self.param_groups.pop()
             raise
 
-    def _named(self, g: int) -> list[tuple[str, torch.Tensor, int]]:
-        group = self.param_groups[g]
-        names = group.get("param_names") or [f"group {g}, parameter {i}" for i in range(len(group["params"]))]
-        entries: dict[torch.Tensor, tuple[str, torch.Tensor, int]] = {}
-        for name, param in zip(names, group["params"], strict=True):
-            entries.setdefault(param, (name, param, g))  # one that is there twice, of which torch warns, is one
-        return [*entries.values()]
+    def take_on_unfrozen(self, *, with_gradient: bool = False) -> None:
+        """Make states for parameters that were frozen and can have a gradient now, or have one."""
+        new = self.registration.unfrozen(self.param_groups, with_gradient=with_gradient)
+        if new:
+            self.registration.check_new(new)
+            _take_on(self._open, new)
 
-    def _check_new(self, named: Sequence[tuple[str, torch.Tensor, int]], device: torch.device) -> None:
-        for name, param, _ in named:
-            if not param.requires_grad:
-                if not (param.is_floating_point() or param.is_complex()):
-                    raise ParameterError(
-                        f"parameter {name!r} has dtype {param.dtype} and cannot train; expected a float32, bfloat16 or "
-                        "float16 one: leave it out"
-                    )
-                continue  # checked when it is unfrozen
-            check_param(name, param)
-            if param.device != device:
-                raise ParameterError(
-                    f"parameter {name!r} is on {param.device}, others are on {device}; expected one device a process"
-                )
-            if id(param) in OWNED and param not in self._slots:
-                gc.collect()  # a trainer that is gone may have kept the optimizer in a cycle
-            if id(param) in OWNED and param not in self._slots:
-                raise StateError(
-                    f"parameter {name!r} already belongs to another OffloadedAdamW (was the model wrapped twice?); "
-                    "expected one owner: use the first one, or end it with .close()"
-                )
+    def _group_of(self) -> dict[torch.Tensor, int]:
+        """The number of each parameter's group, as ``param_groups`` has them now."""
+        return {param: g for g, group in enumerate(self.param_groups) for param in group["params"]}
 
-    def _take_on(
-        self, pipeline: Pipeline, named: Sequence[tuple[str, torch.Tensor, int]], model: nn.Module | None = None
-    ) -> None:
-        """Allocate states for these parameters; cast them to ``param_dtype``.
-
-        Args:
-            model: what else of it takes memory is part of the plan.
-        """
-        for name, param, _ in named:
-            check_param(name, param)
-        target = self.config.target_dtype
-        parted = self.partitioned
-        specs = [spec_of(name, p, g, target, parted is not None and parted.takes(p)) for name, p, g in named]
-        frozen = parted.frozen([p for _, p, _ in named]) if parted is not None and model is not None else []
-        trained = [(spec, p) for spec, (_, p, _) in zip(specs, named, strict=True)]
-        plan = self._plan(pipeline, trained, frozen, self._others(trained, frozen, _tensors_of(model)))
-        device = pipeline.device
-        processes = min(local_processes(), device.world_size)
-        plan.check(available_bytes(), device.free_bytes(), processes=processes)
-        first = len(pipeline.params)
-        cut = parted.cut(trained) if parted else {}
-        tensors = [cut[p].shard if p in cut else flat(p) for _, p, _ in named]
-        pipeline.add_parameters(specs, tensors, frozen=[spec for spec, _ in frozen])
-        if parted is not None:
-            parted.keep_shards(cut.values())
-        for i, (name, param, _) in enumerate(named):
-            if specs[i].partitioned:
-                assert parted is not None
-                parted.train(param, first + i)
-            elif target is not None:
-                cast_param(param, TORCH_DTYPES[target])
-            slot = Slot(
-                name,
-                param,
-                first + i,
-                TakenGradient(param, name),
-                memory_order(param),
-                partitioned=specs[i].partitioned,
-            )
-            slot.note()
-            self._slots[param] = slot
-            OWNED[id(param)] = slot
-            self.state.hold(param, state_views(pipeline, slot.index, slot.param))
-            if self.early_copy:
-                self._hook(slot)
-
-    def _others(
-        self,
-        trained: Sequence[tuple[ParamSpec, torch.Tensor]],
-        frozen: Sequence[tuple[ParamSpec, torch.Tensor]],
-        tensors: Iterable[torch.Tensor],
-    ) -> list[torch.Tensor]:
-        """Those of ``tensors`` on the device that are neither trained nor partitioned, each once."""
-        known = {id(param) for _, param in (*trained, *frozen)}
-        return list({id(t): t for t in tensors if id(t) not in known and t.device == self._device}.values())
-
-    def _plan(
-        self,
-        pipeline: Pipeline,
-        trained: Sequence[tuple[ParamSpec, torch.Tensor]],
-        frozen: Sequence[tuple[ParamSpec, torch.Tensor]],
-        others: Sequence[torch.Tensor],
-    ) -> MemoryPlan:
-        params = [param for _, param in trained]
-        plan = pipeline.terms.plan(
-            [spec for spec, _ in trained],
-            frozen=[spec for spec, _ in frozen],
-            besides=sum(bytes_as(tensor, self.config.target_dtype) for tensor in others),
-            gradients_stay=not self.early_copy,
-        )
-        rows = [] if self.partitioned is None else [self.partitioned.plan_cut(trained)]
-        whole = [*params, *(param for _, param in frozen), *others]
-        shards = [built.values for built in map(shards_of, whole) if built is not None]
-        held = memory_of_all(tensor for tensor in (*whole, *shards) if tensor.device == self._device)
-        return replace(plan, rows=(*plan.rows, *rows), held=held)
-
-    def close(self) -> None:
-        """Let the parameters go: remove the hooks, discard gradients on the host, free the states."""
-        if self._pipeline is not None:
-            self.checkpoints.wait()
-            self.flush()
-        if self.partitioned is not None:
-            self.partitioned.close()
-        let_go(self._hook_handles, self._slots)
-        self.partitioned = None
-        self._forget_arrivals()
-        self._pipeline = None
-        self.state = defaultdict(dict)
-
-    # --- gradients ---------------------------------------------------------------------------------
-
-    def _hook(self, slot: Slot) -> None:
-        """Take the parameter's gradient as soon as it is complete in each backward.
-
-        The first one is in ``p.grad`` then and makes way for the stand-in; autograd adds the next ones to the stand-in,
-        which passes them on.
-        """
-        this, param = weakref.ref(self), slot.param
-
-        def accumulated(param: torch.Tensor) -> None:
-            optimizer = this()
-            if optimizer is not None and param.grad is not slot.taken:
-                optimizer._arrived(slot, param.grad, first=True)
-            elif slot.taken.requires_grad:  # create_graph=True has hung its graph on the stand-in: take another
-                slot.taken.when_added(None)
-                slot.taken = TakenGradient(param, slot.name)
-                slot.taken.when_added(added)
-                param.grad = slot.taken
-
-        def added(gradient: torch.Tensor) -> None:
-            optimizer = this()
-            if optimizer is not None and optimizer.deferring:
-                slot.deferred = param.grad = gradient.clone()
-            elif optimizer is not None:
-                optimizer._arrived(slot, gradient, first=False)
-
-        slot.taken.when_added(added)
-        frozen = not slot.param.requires_grad
-        if frozen:  # torch hangs hooks on what requires a gradient only; they stay
-            slot.param.requires_grad_(True)
-        self._hook_handles.append(slot.param.register_post_accumulate_grad_hook(accumulated))
-        if frozen:
-            slot.param.requires_grad_(False)
-
-    @torch._disable_dynamo
-    def _arrived(self, slot: Slot, gradient: torch.Tensor | None, *, first: bool) -> None:
-        assert gradient is not None
-        check_gradient(slot.name, slot.param, gradient)
-        if (slot.param.dtype, slot.param.device) != (slot.taken.dtype, slot.taken.device):
-            self._check_unchanged()
-        with self._lock:
-            if self.pipeline.scaler is not None and not self._scaling:
-                raise GradientError(
-                    f"parameter {slot.name!r}: gradient of a plain loss.backward() under loss scaling, which would be "
-                    "unscaled without having been scaled; expected engine.backward(loss)"
-                )
-            if first and not slot.continues(gradient):  # what came before was discarded or replaced by hand
-                self._drop([slot])
-            if self.deferring:
-                slot.deferred, self.arrivals.fresh = gradient, True
-            else:
-                self._take(slot, gradient)
-            slot.arrived += 1
-            slot.averaged += self._averaging
-
-    def _drop(self, slots: Sequence[Slot]) -> None:
-        self.pipeline.drop_gradients([slot.index for slot in slots])
-        for slot in slots:
-            slot.forget()
-
-    def _take(self, slot: Slot, gradient: torch.Tensor) -> None:
-        self.pipeline.add_gradient(slot.index, flat_like(gradient, slot.param))
-        slot.param.grad = slot.taken
-        slot.deferred = None
-        self.arrivals.fresh = self.arrivals.reduces = True
-
-    def _forget_arrivals(self) -> None:
-        self.arrivals.begin()
-        for slot in self._slots.values():
-            slot.forget()
-
-    @property
-    def averaged(self) -> bool:
-        """Whether gradients of ``scaled_backward`` wait for the update."""
-        return any(slot.averaged for slot in self._slots.values())
-
-    @property
-    def mixed(self) -> bool:
-        """Whether others wait, too."""
-        return self.averaged and any(slot.averaged != slot.arrived for slot in self._slots.values())
-
-    @contextmanager
-    def scaled_backward(self, *, average: bool = True) -> Iterator[float | None]:
-        """Accept gradients of a loss multiplied by the yielded loss scale (None: no loss scaling).
-
-        Args:
-            average: whether they are to be averaged over the accumulation steps, or summed.
-        """
-        self._scaling, self._averaging = True, average
-        try:
-            yield None if self.pipeline.scaler is None else self.pipeline.scaler.scale
-        finally:
-            self._scaling = self._averaging = False
-
-    @torch._disable_dynamo
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As ``torch.optim.Optimizer.zero_grad``; gradients on the host are discarded too."""
-        self.pipeline.drop_gradients()
-        self.pipeline.withdraw()
-        for slot in self._slots.values():
-            slot.release()
-        self._forget_arrivals()
-        super().zero_grad(set_to_none)
-
-    # --- step --------------------------------------------------------------------------------------
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient; ``report`` then says what was done.
-
-        Raises:
-            ParameterError, GradientError, ConfigError: something does not fit; no parameter and no state changed.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        with torch.no_grad():
-            self.report = self._update()
-        return loss
-
-    def prepare(self, *, boundary: bool = True) -> list[AdamHyper]:
-        """Check everything that ``step`` needs, and take the gradients that are in ``p.grad``.
-
-        Deferred ones are taken at the boundary only.
-
-        Raises as ``step`` does; nothing has changed then.
-        """
-        pipeline, hypers = self.pipeline, self._hypers()
-        if boundary:
-            if self.partitioned is not None:
-                self.partitioned.check_closed()
-            pipeline.check_expected(hypers, divisor=self._divisor, groups=self._groups())
-        self.take_on_unfrozen(with_gradient=self.pipeline.device.world_size == 1)  # among ranks, one may have it
-        self._check_unchanged()
-        trained = {param for group in self.param_groups for param in group["params"]}
-        present = [
-            (slot, slot.param.grad if slot.param in trained else None)
-            for slot in self._slots.values()
-            if (slot.param.grad is not slot.taken or slot.param not in trained)
-            and (boundary or not slot.continues(slot.param.grad))
-        ]
-        for slot, gradient in present:
-            if gradient is not None:
-                check_gradient(slot.name, slot.param, gradient)
-        # p.grad says what counts: none, or another
-        self._drop([slot for slot, gradient in present if not slot.continues(gradient)])
-        for slot, gradient in present:
-            if gradient is not None:
-                if self.early_copy:
-                    self._take(slot, gradient)
-                else:
-                    pipeline.add_gradient(slot.index, flat_like(gradient, slot.param))
-        return hypers
-
-    @property
-    def _divisor(self) -> float:
-        """What the gradients that wait are divided by."""
-        return float(self.config.gradient_accumulation_steps) if self.averaged else 1.0
-
-    def expect_step(self, *, average: bool = True) -> None:
-        """Announce that ``step`` follows the backward that now begins: it may write to parameters.
-
-        Autograd then raises where it would read one that was written, and whoever else reads it waits.
-        """
-        slots, pipeline, lock = list(self._slots.values()), self.pipeline, self._lock
-        if not all(can_wait(slot.param) for slot in slots):
-            return
-
-        def emitted(params: Iterable[int]) -> None:
-            for slot in (slots[param] for param in params):
-                increment_version(slot.param)
-                slot.note()
-                make_pending(slot.param, partial(_await, lock, pipeline, slot.index))
-
-        tensors = self.current_tensors()
-        divisor = float(self.config.gradient_accumulation_steps) if average else 1.0
-        pipeline.expect_step(self._hypers(), tensors, divisor=divisor, groups=self._groups(), emitted=emitted)
-
-    def current_tensors(self) -> list[torch.Tensor]:
-        """All parameters' memory, as the pipeline takes it; what was changed there from outside is in the masters, too.
-
-        It is that of ``.data``: the pipeline's writes are counted once, and not when they happen.
-        """
-        with torch._C.DisableTorchFunctionSubclass():  # no read: nobody has to wait
-            tensors = self._tensors()
-        for slot in self._slots.values():
-            if slot.changed_outside:
-                self.pipeline.adopt(slot.index, tensors[slot.index])
-                slot.note()
-        return tensors
-
-    @torch._disable_dynamo
-    def _update(self) -> StepReport:
-        pipeline, hypers = self.pipeline, self.prepare()
-        gathered = 0 if self.partitioned is None else self.partitioned.before_change()
-        tensors = self.current_tensors()
-        try:
-            report = pipeline.step(hypers, tensors, divisor=self._divisor, groups=self._groups(), gathered=gathered)
-            report = replace(report, step=self.updates + 1)
-            if not self.reads_wait:
-                pipeline.finish()
-        except BaseException:
-            pipeline.drop_gradients()
-            if self.partitioned is not None:
-                self.partitioned.live.forget_order()
-            raise
-        finally:
-            for slot in self._slots.values():
-                slot.release()
-            self._forget_arrivals()
-        self.updates += report.updated
-        written = [slot for slot in self._slots.values() if slot.index in pipeline.published]
-        for slot in written:
-            increment_version(slot.param)  # autograd must know, as after any in-place update
-        for slot in self._slots.values():
-            slot.note()
-        if not pipeline.finished:
-            for slot in written:
-                if not slot.partitioned:
-                    make_pending(slot.param, partial(_await, self._lock, pipeline, slot.index))
-        return report
-
-    def _groups(self) -> list[int]:
-        """The parameter group of each slot, as ``param_groups`` has it now."""
-        group_of = {param: g for g, group in enumerate(self.param_groups) for param in group["params"]}
-        return [group_of.get(slot.param, 0) for slot in self._slots.values()]
+    def _groups(self, group_of: Mapping[torch.Tensor, int]) -> list[int]:
+        """The same, as the pipeline takes it."""
+        return [group_of.get(param, 0) for param in self.registration.slots]
 
     def _hypers(self) -> list[AdamHyper]:
         hypers = []
@@ -666,30 +301,128 @@ class OffloadedAdamW(torch.optim.Optimizer):
         scheduled: dict[str, Any] = {"lr": lr} if callable(self.config.lr) else {}
         return scheduled | {"betas": betas} if callable(self.config.betas) else scheduled
 
-    def take_on_unfrozen(self, *, with_gradient: bool = False) -> None:
-        """Make states for parameters that were frozen and can have a gradient now, or have one."""
-        unknown = [
-            entry
-            for g in range(len(self.param_groups))
-            for entry in self._named(g)
-            if entry[1] not in self._slots and (entry[1].grad is not None if with_gradient else entry[1].requires_grad)
-        ]
-        if unknown:
-            self._check_new(unknown, self._device)
-            self._take_on(self.pipeline, unknown)
+    def close(self) -> None:
+        """Let the parameters go: remove the hooks, discard gradients on the host, free the states."""
+        if self._parts is not None:
+            self.checkpoints.wait()
+            self.flush()
+        if self.partitioned is not None:
+            self.partitioned.close()
+        if self._parts is not None:
+            self._parts.intake.close()
+            self._parts.registration.close()
+        self.partitioned = self._parts = None
+        self.state = defaultdict(dict)
 
-    def _check_unchanged(self) -> None:
-        for slot in self._slots.values():
-            spec, param = self.pipeline.params[slot.index], slot.param
-            got = (param.numel(), param.dtype, param.device)
-            expected = (spec.numel, TORCH_DTYPES[spec.dtype], self._device)
-            if got != expected or param.shape != slot.taken.shape or memory_order(param) != slot.order:
-                raise ParameterError(
-                    f"parameter {slot.name!r} is {tuple(param.shape)} {param.dtype} on {param.device}, strides "
-                    f"{param.stride()}, and was {tuple(slot.taken.shape)} {expected[1]} on {expected[2]}, strides "
-                    f"{slot.taken.stride()}, when its states were made; expected no change: resize, cast, move or "
-                    "reorder the model before wrap(), or wrap it anew"
-                )
+    # --- step --------------------------------------------------------------------------------------
+
+    @torch._disable_dynamo
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As ``torch.optim.Optimizer.zero_grad``; gradients on the host are discarded too."""
+        self.intake.discard()
+        super().zero_grad(set_to_none)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient; ``report`` then says what was done.
+
+        Raises:
+            ParameterError, GradientError, ConfigError: something does not fit; no parameter and no state changed.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            self.report = self._update()
+        return loss
+
+    def end_micro_step(self, *, boundary: bool, may_be_empty: bool, reads_wait: bool) -> StepReport:
+        """End a micro-step of an Engine: take the gradients of this one and, at a boundary, update, through ``step``.
+
+        Args:
+            may_be_empty: whether gradients of earlier micro-steps are enough.
+            reads_wait: see the attribute.
+
+        Raises as ``step`` and ``Engine.step`` do; nothing has changed then.
+        """
+        if not boundary:
+            self._prepare(boundary=False)
+            self.intake.end_micro_step(boundary=False, may_be_empty=may_be_empty)
+            scale = self.pipeline.loss_scale
+            return StepReport(updated=False, skipped="accumulating", loss_scale=scale, step=self.updates + 1)
+        self.reads_wait, self._boundary = reads_wait, _Boundary(may_be_empty)
+        try:
+            self.step()  # which hooks and learning-rate schedulers watch
+        finally:
+            self._boundary = None
+        assert self.report is not None
+        return self.report
+
+    @torch._disable_dynamo
+    def _update(self) -> StepReport:
+        boundary, self._boundary = self._boundary, None
+        pipeline, intake, registration = self.pipeline, self.intake, self.registration
+        hypers, groups = self._prepare(boundary=True)
+        if boundary is not None:
+            intake.end_micro_step(boundary=True, may_be_empty=boundary.may_be_empty)
+        gathered = 0 if self.partitioned is None else self.partitioned.before_change()
+        tensors = registration.current_tensors()
+        try:
+            divisor, number = self._divisor(intake.averages), self.updates + 1
+            report = pipeline.step(hypers, tensors, divisor=divisor, groups=groups, gathered=gathered)
+            if not self.reads_wait:
+                pipeline.finish()
+            intake.forget()
+            registration.follow_update()
+        except BaseException:
+            self._end_broken_step()
+            raise
+        return replace(report, step=number)
+
+    def _end_broken_step(self) -> None:
+        """An error or an interrupt ended a step: its gradients are gone, and nobody has to wait for parameters."""
+        pipeline = self.pipeline
+        with suppress(Exception):  # the one that is being raised
+            pipeline.finish()
+        pipeline.drop_gradients()
+        if self.partitioned is not None:
+            self.partitioned.live.forget_order()
+        self.intake.forget()
+        self.registration.follow_update()
+
+    def _prepare(self, *, boundary: bool) -> tuple[list[AdamHyper], list[int]]:
+        """Check everything that an update needs, take the gradients that are in ``p.grad``, and return what to update
+        with: the hyperparameters of each group and the group of each parameter.
+
+        Deferred ones are taken at the boundary only.
+
+        Raises as ``step`` does; nothing has changed then.
+        """
+        pipeline, hypers, group_of = self.pipeline, self._hypers(), self._group_of()
+        if boundary:
+            if self.partitioned is not None:
+                self.partitioned.check_closed()
+            divisor = self._divisor(self.intake.averages)
+            pipeline.check_expected(hypers, divisor=divisor, groups=self._groups(group_of))
+        self.take_on_unfrozen(with_gradient=pipeline.device.world_size == 1)  # among ranks, one may have it
+        self.registration.check_unchanged()
+        self.intake.take_present(group_of.keys(), boundary=boundary)
+        return hypers, self._groups(group_of)
+
+    def expect_step(self, *, average: bool = True) -> None:
+        """Announce that ``step`` follows the backward that now begins: it may write to parameters.
+
+        Autograd then raises where it would read one that was written, and whoever else reads it waits.
+        """
+        registration = self.registration
+        if registration.readers_can_wait:
+            tensors = registration.current_tensors()
+            divisor, groups = self._divisor(average), self._groups(self._group_of())
+            self.pipeline.expect_step(self._hypers(), tensors, divisor=divisor, groups=groups)
+
+    def _divisor(self, averages: bool) -> float:
+        """What summed gradients are divided by."""
+        return float(self.config.gradient_accumulation_steps) if averages else 1.0
 
     # --- state -------------------------------------------------------------------------------------
 
@@ -700,26 +433,14 @@ class OffloadedAdamW(torch.optim.Optimizer):
         What is assigned to it, to ``state[p]`` or to ``state[p]["exp_avg"]`` is copied there; a parameter whose entry
         is deleted, or left out, begins anew, with moments and a step count of 0.
         """
-        return self._states
+        return self._states if self._parts is None else self._parts.states.views
 
     @state.setter
     def state(self, states: Mapping[Any, Any]) -> None:
-        if self._pipeline is None:
+        if self._parts is None:
             self._states = states
-        elif states is not self._states:
-            for key in self._states.keys() - states.keys():
-                del self._states[key]
-            self._states.update(states)
-
-    def _replace_state(self, param: torch.Tensor, entry: Mapping[str, Any]) -> None:
-        """Give a parameter these states, or, of none, moments and a step count of 0; it keeps its master weights."""
-        slot, held = self._slots[param], self.state[param]
-        if entry:
-            entry = own_part(self.pipeline, slot.index, param, entry)
-            check_entry(slot.name, held["exp_avg"], entry)
-        self.flush()
-        with torch.no_grad():
-            self._load(slot, {name: held[name] for name in ("master",) if name in held} | dict(entry))
+        else:
+            self._parts.states.assign(states)
 
     def state_dict(self) -> dict[str, Any]:
         """As ``torch.optim.Optimizer.state_dict``; the tensors are the live states in host memory.
@@ -778,32 +499,17 @@ class OffloadedAdamW(torch.optim.Optimizer):
         """
         return torch_state_dict(self, rank0_only=rank0_only)
 
-    def has_states(self, param: torch.Tensor) -> bool:
-        """Whether the optimizer has states of a parameter, which a frozen one has when it was trained once."""
-        return param in self._slots
-
     def whole_states(self, param: torch.Tensor, names: Collection[str] = STATE_NAMES) -> dict[str, torch.Tensor]:
         """A copy of a parameter's states (``"master"``, ``"exp_avg"``, ``"exp_avg_sq"``), all ranks' parts of them.
 
         In fp32 on the host, shaped and laid out in memory as the parameter. All ranks must call this.
         """
-        slot = self._slots[param]
-        with torch._C.DisableTorchFunctionSubclass():  # what it was updated to is in its states
-            tensor = self._tensor(slot)
-        if slot.changed_outside:
-            self.pipeline.adopt(slot.index, tensor)
-            slot.note()
-        whole = self.pipeline.whole_states(slot.index, names, tensor=tensor)
-        return {name: shaped_like(torch.from_numpy(state), param) for name, state in whole.items()}
+        return self._open.states.whole(param, names)
 
     def load_master(self, param: torch.Tensor, values: torch.Tensor) -> None:
         """Give a parameter's master weights these values, exactly, and the parameter these rounded; all ranks must
         call this, with the same values, of the parameter's shape."""
-        slot = self._slots[param]
-        self.pipeline.set_states(slot.index, {"master": flat_like(values.to("cpu", torch.float32), param).numpy()})
-        with gathered_parameters(param, modifier_rank=0), torch.no_grad():
-            param.copy_(values)
-        slot.note()
+        self._open.states.load_master(param, values)
 
     def __getstate__(self) -> dict[str, Any]:
         if self.pipeline.device.world_size > 1 or self.partitioned is not None:
@@ -817,53 +523,36 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Called by ``load_state_dict`` with hidden entries, and by copy and pickle on an empty object."""
-        vars(self).setdefault("_pipeline", None)
+        vars(self).setdefault("_parts", None)
         saved = {key: e.value if isinstance(e, Hidden) else e for key, e in state["state"].items()}
         entries = {p: entry for p, entry in saved.items() if isinstance(p, torch.Tensor) and entry}
         others = {key: entry for key, entry in saved.items() if not isinstance(key, torch.Tensor)}
         rest = {name: value for name, value in state.items() if name != "state"}
-        if self._pipeline is None:
+        if self._parts is None:
+            scaler = rest.pop("scaler")
+            self._updates = rest.pop("updates")
             super().__setstate__(rest)
             self.report = None
-            self._build(None)
-            self.pipeline.scaler = self.__dict__.pop("scaler")
+            self._build(None, scaler=scaler)
         else:
             groups = [loaded(group, self.defaults) for group in state["param_groups"]]
             for g, group in enumerate(groups):
                 hyper_of(g, group)
-            for param, entry in entries.items():
-                slot = self._slots.get(param)
-                if slot:
-                    entries[param] = entry = own_part(self.pipeline, slot.index, param, entry)
-                check_entry(slot.name if slot else "?", self.state[param]["exp_avg"] if slot else param, entry)
+            entries = self._parts.states.checked(entries)
             super().__setstate__({**rest, "param_groups": groups})
         self.state.update(others)
         for param in entries:
-            if param not in self._slots:
-                named = [e for g in range(len(self.param_groups)) for e in self._named(g) if e[1] is param]
-                self._take_on(self.pipeline, named)
-        with torch.no_grad():
-            for slot in self._slots.values():
-                self._load(slot, entries.get(slot.param, {}))
-
-    def _load(self, slot: Slot, entry: Mapping[str, Any]) -> None:
-        views = self.state[slot.param]
-        self.pipeline.will_change([slot.index])
-        for name in views.held:
-            view = views[name]
-            if name in entry:
-                view.copy_(torch.as_tensor(entry[name]))
-            elif name == "master":
-                self.pipeline.reload_master(slot.index, self._tensor(slot))
-            else:
-                view.zero_()
-        if slot.partitioned:
-            self.pipeline.adopt(slot.index, self._tensor(slot))
-        slot.doubt()  # the model may be loaded after this
+            if not self.has_states(param):
+                named = [named_params(g, group) for g, group in enumerate(self.param_groups)]
+                _take_on(self._open, [entry for of_group in named for entry in of_group if entry[1] is param])
+        self._open.states.load(entries)
 
 
-def _tensors_of(model: nn.Module | None) -> list[torch.Tensor]:
-    return [] if model is None else [*model.parameters(), *model.buffers()]
+def _take_on(parts: _Parts, named: Sequence[NamedParam], model: nn.Module | None = None) -> None:
+    """Make states for these parameters, and take their gradients from now on."""
+    for slot in parts.registration.take_on(named, model):
+        parts.states.hold(slot)
+        parts.intake.hook(slot)
 
 
 def _refuse_engine_fields(config: OffloadConfig) -> None:
@@ -877,8 +566,3 @@ def _refuse_engine_fields(config: OffloadConfig) -> None:
                 f"{name}={getattr(config, name)!r} is what an Engine does; expected it in wrap(model, ...): the "
                 "optimizer alone takes gradients as they are"
             )
-
-
-def _await(lock: threading.RLock, pipeline: Pipeline, param: int) -> None:
-    with lock:  # gradients may be arriving in another thread
-        pipeline.await_param(param)

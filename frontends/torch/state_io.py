@@ -3,17 +3,20 @@
 import copy
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
-from offload_core.device import Device
+from offload_core.device.protocols import Device
 from offload_core.errors import StateError
-from offload_core.pipeline import Pipeline
+from offload_core.rules.adam import STATE_NAMES
+from offload_core.step.pipeline import Pipeline
 
+from .registration import Registration, Slot
+from .stage3.gathering import gathered_parameters
 from .tensors import flat_like, shaped_like
 
 
@@ -136,6 +139,98 @@ class States(_Kept, defaultdict):
         return defaultdict, (dict, plain_entries(self))
 
 
+class TorchStates:
+    """The states of an optimizer's parameters: torch reads them, assigns to them and loads them through this.
+
+    It lives as long as the pipeline, which holds the states themselves.
+    """
+
+    def __init__(self, pipeline: Pipeline, registration: Registration) -> None:
+        self._pipeline = pipeline
+        self._registration = registration
+        self.views = States(self.finish, self.replace)
+        """``optimizer.state``."""
+
+    def finish(self) -> None:
+        """Wait until the last update has ended."""
+        self._pipeline.finish()
+
+    def hold(self, slot: Slot) -> None:
+        """From now on the parameter has states."""
+        self.views.hold(slot.param, state_views(self._pipeline, slot.index, slot.param))
+
+    def assign(self, states: Mapping[Any, Any]) -> None:
+        """As ``optimizer.state = states``."""
+        if states is not self.views:
+            for key in self.views.keys() - states.keys():
+                del self.views[key]
+            self.views.update(states)
+
+    def replace(self, param: torch.Tensor, entry: Mapping[str, Any]) -> None:
+        """Give a parameter these states, or, of none, moments and a step count of 0; it keeps its master weights."""
+        slot, held = self._registration.slots[param], self.views[param]
+        if entry:
+            entry = own_part(self._pipeline, slot.index, param, entry)
+            check_entry(slot.name, held["exp_avg"], entry)
+        self._registration.flush()
+        with torch.no_grad():
+            self._load(slot, {name: held[name] for name in ("master",) if name in held} | dict(entry))
+
+    def checked(self, entries: Mapping[torch.Tensor, Mapping[str, Any]]) -> dict[torch.Tensor, Mapping[str, Any]]:
+        """Of the states that are to be loaded, by parameter, those that this rank is to hold.
+
+        Raises:
+            StateError: they do not fit their parameters.
+        """
+        own = {}
+        for param, entry in entries.items():
+            slot = self._registration.slots.get(param)
+            if slot is None:
+                check_entry("?", param, entry)
+            else:
+                entry = own_part(self._pipeline, slot.index, param, entry)
+                check_entry(slot.name, self.views[param]["exp_avg"], entry)
+            own[param] = entry
+        return own
+
+    def load(self, entries: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
+        """Take these states, by parameter; a parameter without any begins anew."""
+        with torch.no_grad():
+            for slot in self._registration.slots.values():
+                self._load(slot, entries.get(slot.param, {}))
+
+    def _load(self, slot: Slot, entry: Mapping[str, Any]) -> None:
+        views = self.views[slot.param]
+        self._pipeline.will_change([slot.index])
+        for name in views.held:
+            view = views[name]
+            if name in entry:
+                view.copy_(torch.as_tensor(entry[name]))
+            elif name == "master":
+                self._pipeline.reload_master(slot.index, self._registration.tensor(slot))
+            else:
+                view.zero_()
+        if slot.partitioned:
+            self._pipeline.adopt(slot.index, self._registration.tensor(slot))
+        slot.doubt()  # the model may be loaded after this
+
+    def whole(self, param: torch.Tensor, names: Collection[str] = STATE_NAMES) -> dict[str, torch.Tensor]:
+        """As ``OffloadedAdamW.whole_states``."""
+        slot = self._registration.slots[param]
+        tensor = self._registration.current_tensor(slot)
+        whole = self._pipeline.whole_states(slot.index, names, tensor=tensor)
+        return {name: shaped_like(torch.from_numpy(state), param) for name, state in whole.items()}
+
+    def load_master(self, param: torch.Tensor, values: torch.Tensor) -> None:
+        """As ``OffloadedAdamW.load_master``."""
+        slot = self._registration.slots[param]
+        master = flat_like(values.to("cpu", torch.float32), param).numpy()
+        self._pipeline.set_states(slot.index, {"master": master})
+        with gathered_parameters(param, modifier_rank=0), torch.no_grad():
+            param.copy_(values)
+        slot.note()
+
+
 def plain_entries(states: Mapping[Any, Any]) -> dict[Any, Any]:
     """The same with entries that are dicts and nothing more, as files hold them."""
     return {key: dict(entry) if isinstance(entry, Views) else entry for key, entry in states.items()}
@@ -256,3 +351,21 @@ def check_entry(name: str, expected: torch.Tensor, entry: Mapping[str, Any]) -> 
 
 def hide_state(state_dict: dict[str, Any]) -> dict[str, Any]:
     return {**state_dict, "state": {key: Hidden(entry) for key, entry in state_dict["state"].items()}}
+
+
+def torch_state_dict(optimizer: Any, *, rank0_only: bool) -> dict[str, Any] | None:
+    """As ``OffloadedAdamW.torch_state_dict``."""
+    optimizer.flush()
+    adam = torch.optim.AdamW if optimizer.config.adam_mode == "adamw" else torch.optim.Adam
+    settings = {name: value for name, value in adam([torch.empty(0)]).param_groups[0].items() if name != "params"}
+    groups = [{**settings, **group, "fused": True} for group in optimizer.state_dict()["param_groups"]]
+    wanted = optimizer.pipeline.device.collectives.rank == 0 or not rank0_only
+    numbers = [i for group in groups for i in group["params"]]
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    state = {}
+    for i, param in zip(numbers, params, strict=True):
+        if optimizer.has_states(param) and optimizer.state[param]["step"] > 0:  # torch has none of what was not updated
+            whole = optimizer.whole_states(param, ["exp_avg", "exp_avg_sq"])
+            if wanted:
+                state[i] = {"step": optimizer.state[param]["step"].clone(), **whole}
+    return {"state": state, "param_groups": groups} if wanted else None

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from offload_core.checkpoint.safetensors import NAME_OF
 from offload_core.dtypes import BFLOAT16, FLOAT16, FLOAT32, ElementType
 from offload_core.errors import GradientError, ParameterError
-from offload_core.partition import ParamSpec
-from offload_core.regions import InMemory
-from offload_core.safetensors_files import NAME_OF
+from offload_core.layout.partition import ParamSpec
+from offload_core.layout.regions import InMemory
 
 ELEMENT_TYPES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 _ADDITIONS = (torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor)

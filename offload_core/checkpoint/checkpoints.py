@@ -21,17 +21,17 @@ from typing import Any
 
 import numpy as np
 
-from . import checkpoint_files as files
-from .checkpoint_files import Checkpoint, Want
-from .checkpoint_save import Place, Save, together
-from .collectives import Collectives
-from .errors import CheckpointError, StateError
-from .layout import fingerprint
-from .pipeline import Pipeline
-from .plain import ArrayType, decode, encode
-from .regions import Region
-from .safetensors_files import NAME_OF
+from ..errors import CheckpointError, StateError
+from ..layout.regions import Region
+from ..ranks.collectives import Collectives
+from ..ranks.consistency import combine, fingerprint, processes
+from ..step.pipeline import Pipeline
+from . import reader as files
+from .reader import Checkpoint, Want
+from .safetensors import NAME_OF
+from .saving import Place, Save, all_or_none, failed_elsewhere
 from .shard_writer import ShardWriter, Source
+from .values import ArrayType, decode, encode
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _KINDS = {str(dtype): {"V": "f", "u": "i"}.get(dtype.kind, dtype.kind) for dtype in NAME_OF}
@@ -88,23 +88,25 @@ class Checkpoints:
 
     @property
     def _collectives(self) -> Collectives:
-        return _InOrder(self._pipeline)
+        return InOrder(self._pipeline)
 
     def together(self, what: str) -> AbstractContextManager[None]:
-        """An error of one process inside is an error of all: :func:`together`, after all that is under way."""
-        return together(self._collectives, what)
+        """An error of one process inside is an error of all: :func:`all_or_none`, after all that is under way."""
+        return all_or_none(self._collectives, what)
 
-    def _agree_on(self, numbers: Mapping[str, int], what: str) -> None:
-        """Raise :class:`CheckpointError` on all processes unless all were given process 0's."""
-        mine = np.array([*numbers.values()], np.int64)
-        others = mine.copy()
-        self._collectives.broadcast(others, f"checkpoint: {what}")
-        with self.together(what):
-            if (mine != others).any():
-                raise CheckpointError(
-                    f"{what}: process {self._collectives.rank} was given {dict(numbers)}, and process 0 "
-                    f"{dict(zip(numbers, others.tolist(), strict=True))}; expected the same of all"
-                )
+    def _check_alike(self, what: str, mine: Sequence[int], differs: Callable[[list[int]], str]) -> None:
+        """Raise :class:`CheckpointError` on all processes unless all have process 0's words.
+
+        Args:
+            differs: the error of a process that has others, made of process 0's.
+        """
+        collectives = self._collectives
+        rows = combine(collectives, f"checkpoint: {what}", of_each=mine).of_each
+        others = np.flatnonzero((rows != rows[0]).any(axis=1))
+        if collectives.rank in others:
+            raise CheckpointError(differs(rows[0].tolist()))
+        if others.size:
+            raise failed_elsewhere(what, processes(others))
 
     # --- saving --------------------------------------------------------------------------------------
 
@@ -145,7 +147,15 @@ class Checkpoints:
                     "wait for an update are not saved; expected the call after an update"
                 )
             self._pipeline.finish()
-        self._agree_on({"step": step, "keep": keep or 0, "wait": int(wait)}, "save")
+        asked = {"step": step, "keep": keep or 0, "wait": int(wait)}
+        self._check_alike(
+            "save",
+            [*asked.values()],
+            lambda first: (
+                f"save: process {self._collectives.rank} was given {asked}, and process 0 "
+                f"{dict(zip(asked, first, strict=True))}; expected the same of all"
+            ),
+        )
         place = Place(Path(folder), self._collectives, step)
         self._save = Save(place, lambda path: self._prepare(path, contents, tensors, step), keep, quiet=wait)
         writer = self._save.writer
@@ -264,7 +274,9 @@ class Checkpoints:
             _check(loaded, {name: pipeline.elements(i).shape for i, name in enumerate(names)}, targets)
             accept(loaded)
         assert loaded is not None
-        self._agree(loaded.checkpoint)
+        content = fingerprint(json.dumps(loaded.content, sort_keys=True))
+        differs = f"{loaded.checkpoint.path}: not the checkpoint that process 0 loads; expected the same"
+        self._check_alike("load", [content], lambda first: differs)
         with pipeline.replacing_states():
             delayed = pipeline.config.schedule == "delayed"
             entries = [loaded.parameters.get(name) for name in names]
@@ -293,14 +305,6 @@ class Checkpoints:
             if pipeline.scaler is not None and loaded.content["loss_scale"] is not None:
                 pipeline.scaler.load_state_dict(loaded.content["loss_scale"])
         return loaded
-
-    def _agree(self, checkpoint: Checkpoint) -> None:
-        mine = fingerprint(json.dumps(checkpoint.content, sort_keys=True))
-        both = np.array([mine], np.int64)
-        self._collectives.broadcast(both, "load")
-        with self.together("load"):
-            if both[0] != mine:
-                raise CheckpointError(f"{checkpoint.path}: not the checkpoint that process 0 loads; expected the same")
 
     def _wants_of(self, checkpoint: Checkpoint, i: int, name: str, tensor: Any, behind: bool) -> list[Want]:
         pipeline, elements = self._pipeline, self._pipeline.elements(i)
@@ -441,7 +445,7 @@ class _Values(Sequence[np.ndarray]):
         raise NotImplementedError
 
 
-class _InOrder:
+class InOrder:
     """A pipeline's collectives, for what comes after all that it was asked for."""
 
     def __init__(self, pipeline: Pipeline) -> None:

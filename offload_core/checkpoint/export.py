@@ -12,10 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from . import checks
-from .disks import names_to_disk, to_disk
-from .errors import CheckpointError, ParameterError
-from .safetensors_files import plan_file
+from ..errors import CheckpointError, ParameterError
+from ..ranks.collectives import Collectives
+from ..ranks.consistency import together
+from ..support import checks
+from ..support.disks import names_to_disk, to_disk
+from .safetensors import plan_file
 
 MAX_SHARD_BYTES = 5 * 10**9
 _INDEX = "model.safetensors.index.json"
@@ -43,8 +45,7 @@ def export_weights(
     weights: Sequence[Weight],
     *,
     max_shard_bytes: int,
-    rank: int,
-    sum_integers: Callable[[np.ndarray, str], None],
+    collectives: Collectives,
 ) -> None:
     """Write ``model.safetensors``, or ``model-00001-of-0000N.safetensors`` and so on with their index.
 
@@ -54,7 +55,7 @@ def export_weights(
 
     Args:
         max_shard_bytes: of the tensors in a file; one that is larger has a file of its own.
-        sum_integers: as ``Collectives.sum_integers``.
+        collectives: after all that the pipeline was asked for (``checkpoints.InOrder``).
 
     Raises:
         ConfigError, ParameterError: an argument or a name that cannot be; nothing was written.
@@ -62,38 +63,35 @@ def export_weights(
     """
     checks.integer("max_shard_bytes", max_shard_bytes)
     _check_names(weight.name for weight in weights)
+    rank = collectives.rank
     writer = _Writer(Path(folder)) if rank == 0 else None
 
-    def agree(act: Callable[..., None], *args: Any) -> None:
+    def failed(others: str) -> CheckpointError:
+        return CheckpointError(f"{folder}: rank {others} could not write there; its own error says why")
+
+    def on_rank_0(act: Callable[..., None], *args: Any) -> None:
         """Rank 0 acts, and all learn whether it could."""
-        failure: OSError | None = None
-        if writer is not None:
-            try:
-                act(writer, *args)
-            except OSError as error:
-                failure = error
-        failed = np.array([failure is not None], np.int64)
-        sum_integers(failed, "export")
-        if failure is not None:
-            assert writer is not None
-            raise CheckpointError(
-                f"{writer.path}: cannot be written ({failure.strerror or failure}); expected room and leave to write "
-                "there: nothing of this export was left behind; free space, or give another folder"
-            ) from failure
-        if failed[0]:
-            raise CheckpointError(f"{folder}: rank 0 could not write there; its own error says why")
+        with together(collectives, "export", failed):
+            if writer is not None:
+                try:
+                    act(writer, *args)
+                except OSError as error:
+                    raise CheckpointError(
+                        f"{writer.path}: cannot be written ({error.strerror or error}); expected room and leave to "
+                        "write there: nothing of this export was left behind; free space, or give another folder"
+                    ) from error
 
     shards = _shards(weights, max_shard_bytes)
     try:
-        agree(_Writer.start)
+        on_rank_0(_Writer.start)
         for name, shard in shards.items():
             header, _, _ = plan_file({w.name: (w.dtype, w.shape) for w in shard}, _METADATA)
-            agree(_Writer.begin, name, header)
+            on_rank_0(_Writer.begin, name, header)
             for weight in shard:
-                agree(_Writer.write, weight.read(rank == 0))
+                on_rank_0(_Writer.write, weight.read(rank == 0))
         if len(shards) > 1:
-            agree(_Writer.begin, _INDEX, _index(shards))
-        agree(_Writer.commit)
+            on_rank_0(_Writer.begin, _INDEX, _index(shards))
+        on_rank_0(_Writer.commit)
     except BaseException:
         if writer is not None:
             writer.abandon()

@@ -22,11 +22,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
-from .cpus import default_threads
-from .disks import begin_reading, names_to_disk, to_disk
-from .errors import CheckpointError
-from .regions import Region, common
-from .safetensors_files import NAME_OF, NUMPY_OF
+from ..errors import CheckpointError
+from ..layout.regions import Region, common
+from ..support.disks import begin_reading, names_to_disk, to_disk
+from ..support.processors import default_threads
+from .safetensors import NAME_OF, NUMPY_OF
 from .shard_writer import ShardWriter, checksum
 
 FORMAT = "offload-core checkpoint"

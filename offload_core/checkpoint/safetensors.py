@@ -13,7 +13,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from .errors import CheckpointError
+from ..errors import CheckpointError
 
 _LENGTH_BYTES = 8
 _ALIGNMENT = 64

@@ -9,18 +9,20 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from . import checkpoint_files as files
-from .collectives import Collectives
-from .errors import CheckpointError, CheckpointWarning
+from ..errors import CheckpointError, CheckpointWarning
+from ..ranks.collectives import Collectives
+from ..ranks.consistency import combine, together
+from ..support.user_line import UserLine
+from . import reader as files
 from .shard_writer import ShardWriter
-from .user_line import UserLine
 
 _POLL_SECONDS = 0.05
 _LONGEST_PAUSE_SECONDS = 0.2
@@ -28,28 +30,14 @@ _PATIENCE_SECONDS = 600.0
 """How long process 0 waits while no file of the others grows."""
 
 
-@contextmanager
-def together(collectives: Collectives, what: str) -> Iterator[None]:
-    """An error of one process inside is an error of all.
-
-    Raises:
-        CheckpointError: another process failed.
-    """
-    try:
-        yield
-    except Exception:
-        _failed_ranks(collectives, what, failed=True)
-        raise
-    others = _failed_ranks(collectives, what, failed=False)
-    if others:
-        raise CheckpointError(f"{what} of a checkpoint failed in process {others}, and so in all; it says there why")
+def all_or_none(collectives: Collectives, what: str) -> AbstractContextManager[None]:
+    """An error of one process inside is an error of all: a :class:`CheckpointError` of those that had none."""
+    return together(collectives, f"checkpoint: {what}", partial(failed_elsewhere, what))
 
 
-def _failed_ranks(collectives: Collectives, what: str, *, failed: bool) -> str:
-    flags = np.zeros(collectives.world_size, np.int64)
-    flags[collectives.rank] = failed
-    collectives.sum_integers(flags, f"checkpoint: {what}")
-    return ", ".join(map(str, np.flatnonzero(flags)))
+def failed_elsewhere(what: str, others: str) -> CheckpointError:
+    """The error of a process where saving or loading failed in others."""
+    return CheckpointError(f"{what} of a checkpoint failed in process {others}, and so in all; it says there why")
 
 
 class Place:
@@ -66,7 +54,7 @@ class Place:
         self.name = self._token = ""
         said = np.zeros(128, np.uint8)
         try:
-            with together(collectives, "save"):
+            with all_or_none(collectives, "save"):
                 if collectives.rank == 0:
                     try:
                         text = self._make(step)
@@ -77,7 +65,7 @@ class Place:
                     said[: len(text)] = np.frombuffer(text, np.uint8)
             collectives.broadcast(said, "checkpoint: save")
             self.name, self._token = said.tobytes().rstrip(b"\0").decode().split("/")
-            with together(collectives, "save"):
+            with all_or_none(collectives, "save"):
                 if not self.unfinished.is_dir():
                     raise CheckpointError(
                         f"{self.unfinished}: made by process 0 and not seen by process {collectives.rank}; expected a "
@@ -147,7 +135,7 @@ class Save:
         self._given_up = threading.Event()
         writer: ShardWriter | None = None
         try:
-            with together(place.collectives, "save"):
+            with all_or_none(place.collectives, "save"):
                 writer, self._part = prepare(place.unfinished)
                 self._record = files.file_record(writer)
             self.writer = writer
@@ -165,16 +153,16 @@ class Save:
         They ask each other again and again: a collective that waited for a slow disk might come too late.
         """
         collectives, pause = self._place.collectives, 0.001
-        status = np.zeros(2, np.int64)
+        ended = failed = 0
         try:
-            while status[0] < collectives.world_size and not status[1]:
+            while ended < collectives.world_size and not failed:
                 self._thread.join(pause)
-                status[:] = not self.running, self._error is not None
-                collectives.sum_integers(status, "checkpoint: save")
+                status = not self.running, self._error is not None
+                ended, failed = combine(collectives, "checkpoint: save", sums=status).sums
                 pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
-            if status[1]:
+            if failed:
                 self._abandon()
-                collectives.sum_integers(status, "checkpoint: save")  # nobody writes there any more
+                combine(collectives, "checkpoint: save", sums=[1])  # nobody writes there any more
         except Exception:
             self._abandon()
             raise
@@ -184,7 +172,7 @@ class Save:
         self._thread.join()
         if self._error is not None:
             raise self._error
-        if status[1]:
+        if failed:
             raise self._place.lost()
 
     def _abandon(self) -> None:

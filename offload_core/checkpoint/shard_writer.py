@@ -17,11 +17,11 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from .disks import begin_writing, reserve, to_disk
-from .errors import CheckpointError
-from .host_memory import HostMemory
-from .regions import Region
-from .safetensors_files import plan_file
+from ..errors import CheckpointError
+from ..layout.regions import Region
+from ..memory.host_memory import HostMemory
+from ..support.disks import begin_writing, reserve, to_disk
+from .safetensors import plan_file
 
 BLOCK_BYTES = 8 * 2**20
 """Checksums are of so many bytes each; a multiple of every element size."""

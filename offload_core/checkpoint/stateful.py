@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from .errors import CheckpointError
+from ..errors import CheckpointError
 
 
 def states_of(stateful: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .errors import CheckpointError
-from .safetensors_files import NAME_OF
+from ..errors import CheckpointError
+from .safetensors import NAME_OF
 
 _KIND = "$"
 _DEEPEST = 200

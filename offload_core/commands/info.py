@@ -4,7 +4,7 @@ import argparse
 import json
 from dataclasses import asdict
 
-from .host_memory import format_bytes
+from ..memory.host_memory import format_bytes
 from .machine import describe, measure_bandwidths
 
 HELP = "this machine: processors, memory, kernels, versions, measured bandwidth"

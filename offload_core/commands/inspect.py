@@ -7,10 +7,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from .checkpoint import Loaded
-from .checkpoint_files import LATEST, MANIFEST, Checkpoint, committed, find
-from .errors import CheckpointError
-from .host_memory import format_bytes
+from ..checkpoint.checkpoints import Loaded
+from ..checkpoint.reader import LATEST, MANIFEST, Checkpoint, committed, find
+from ..errors import CheckpointError
+from ..memory.host_memory import format_bytes
 
 HELP = "a checkpoint, or a folder of them: what is in it, and whether every block is what was written"
 DAMAGED = 1

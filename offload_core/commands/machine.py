@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import psutil
 
-from . import _kernels
-from .cpu_adam import AdamHyper
-from .cpus import available_cpus, default_threads
-from .dtypes import FLOAT32
-from .host_memory import HostMemory, available_bytes, control_group_limit, system_memory
+from ..dtypes import FLOAT32
+from ..memory.host_memory import HostMemory, available_bytes, control_group_limit, system_memory
+from ..native import kernels
+from ..rules.adam import AdamHyper
+from ..support.processors import available_cpus, default_threads
 
 _MEASURED = 16 * 2**20
 """Elements of each array that is streamed: more than caches hold."""
@@ -38,12 +38,12 @@ def measure_bandwidths(threads: int) -> Bandwidths:
     """Take some 270 MB and a second."""
     memory = HostMemory(threads)
     arrays = [memory.allocate("measurement", _MEASURED, FLOAT32.numpy) for _ in range(4)]
-    grad, master, exp_avg, exp_avg_sq = map(_kernels.address, arrays)
-    segments = np.array([(grad, master, exp_avg, exp_avg_sq, 0, _MEASURED, 0)], _kernels.SEGMENT)
-    scalars = np.array([AdamHyper(1e-3).scalars(1, op_order="torch", grad_scale=1.0)], _kernels.SCALARS)
+    grad, master, exp_avg, exp_avg_sq = map(kernels.address, arrays)
+    segments = np.array([(grad, master, exp_avg, exp_avg_sq, 0, _MEASURED, 0)], kernels.SEGMENT)
+    scalars = np.array([AdamHyper(1e-3).scalars(1, op_order="torch", grad_scale=1.0)], kernels.SCALARS)
 
     def update() -> None:
-        _kernels.adam(
+        kernels.adam(
             segments,
             scalars,
             grad_dtype=FLOAT32,
@@ -54,7 +54,7 @@ def measure_bandwidths(threads: int) -> Bandwidths:
         )
 
     def copy() -> None:
-        _kernels.cast_array(arrays[0], FLOAT32, arrays[1], FLOAT32, threads)
+        kernels.cast_array(arrays[0], FLOAT32, arrays[1], FLOAT32, threads)
 
     n_bytes = arrays[0].nbytes
     return Bandwidths(7 * n_bytes / _least_seconds(update), 2 * n_bytes / _least_seconds(copy))
@@ -71,7 +71,7 @@ def _least_seconds(act: Callable[[], None]) -> float:
 
 def describe() -> dict[str, Any]:
     """The machine, this process's share of it, kernels and versions; sizes in bytes."""
-    kernels = _kernels.kernel_info()
+    chosen = kernels.kernel_info()
     return {
         "cpu": _cpu_name(),
         "system": platform.platform(),
@@ -80,8 +80,8 @@ def describe() -> dict[str, Any]:
         "memory": system_memory().total,
         "available memory": available_bytes(),
         "control group limit": control_group_limit(),
-        "instruction set": kernels.instruction_set,
-        "instruction sets": list(kernels.supported),
+        "instruction set": chosen.instruction_set,
+        "instruction sets": list(chosen.supported),
         "threads": default_threads(),
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in _PACKAGES},
     }

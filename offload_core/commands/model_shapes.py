@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from .config import OffloadConfig
-from .dtypes import BY_NUMPY, ElementType
-from .errors import CheckpointError
-from .partition import ParamSpec
-from .regions import InMemory
-from .safetensors_files import read_header
+from ..checkpoint.safetensors import read_header
+from ..config.options import OffloadConfig
+from ..dtypes import BY_NUMPY, ElementType
+from ..errors import CheckpointError
+from ..layout.partition import ParamSpec
+from ..layout.regions import InMemory
 
 GPT2_VOCABULARY = 50304  # 50257 padded to a multiple of 64; bytes use the first 256
 INDEX = "model.safetensors.index.json"

@@ -7,18 +7,18 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from .bucket_terms import BucketTerms
-from .config import OffloadConfig
-from .cpus import default_threads
-from .dtypes import BFLOAT16, BY_NAME, ElementType
-from .errors import ConfigError
-from .exchange import planned_device
-from .host_memory import available_bytes, format_bytes
+from ..config.options import OffloadConfig
+from ..device.exchange_sizes import planned_device
+from ..dtypes import BFLOAT16, BY_NAME, ElementType
+from ..errors import ConfigError
+from ..memory.host_memory import available_bytes, format_bytes
+from ..memory.plan import MemoryPlan, PlanRow, format_table
+from ..step.bucket_terms import BucketTerms
+from ..support.processors import default_threads
+from ..support.units import count, rate, size
 from .machine import measure_bandwidths
-from .memory_plan import MemoryPlan, PlanRow, format_table
 from .model_shapes import GPTS, LEAST, MOST, Shapes, gpt_of, specs_of, stored_shapes
-from .quantities import count, rate, size
-from .step_time import Speeds, StepTime, predict
+from .prediction import Speeds, StepTime, predict
 
 HELP = "what training a model takes on host and device in each stage, whether it fits, and the time of a step"
 _TIERS: tuple[tuple[int, str | None], ...] = ((1, None), (2, None), (3, None), (3, "cpu"))

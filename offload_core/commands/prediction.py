@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .bucket_terms import BucketTerms, Traffic
-from .partition import ParamSpec
+from ..layout.partition import ParamSpec
+from ..step.bucket_terms import BucketTerms, Traffic
 
 _FLOPS_A_TOKEN = 6
 _FLOPS_A_TOKEN_CHECKPOINTED = 8

@@ -9,11 +9,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import MISSING, fields
 from typing import Any
 
-from . import checks
+from ..errors import ConfigError, ConfigWarning
+from ..lr_schedules import SCHEDULES, OneCycle, WarmupCosineLR, WarmupLR
+from ..support import checks
+from ..support.user_line import UserLine
 from .deepspeed_keys import AUTO, KEYS, SCHEDULE_KEYS, Key, spellings, walk
-from .errors import ConfigError, ConfigWarning
-from .lr_schedules import SCHEDULES, OneCycle, WarmupCosineLR, WarmupLR
-from .user_line import UserLine
 
 _PASSED_ON = {
     "reduce_bucket_size": "reduce_bucket_size",

@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from . import checks
-from .errors import ConfigError
-from .lr_schedules import SCHEDULES
+from ..errors import ConfigError
+from ..lr_schedules import SCHEDULES
+from ..support import checks
 
 AUTO = "auto"
 

@@ -2,13 +2,14 @@
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from . import checks, deepspeed_json
-from .cpus import default_threads
-from .dtypes import BY_NAME, ElementType
-from .errors import ConfigError
+from ..dtypes import BY_NAME, ElementType
+from ..errors import ConfigError
+from ..support import checks
+from ..support.processors import default_threads
+from . import deepspeed
 
 _CHOICES: dict[str, tuple] = {
     "adam_mode": ("adamw", "adam"),
@@ -18,6 +19,9 @@ _CHOICES: dict[str, tuple] = {
     "reduction": ("ordered", "native"),
     "schedule": ("overlap", "serial", "delayed"),
 }
+
+_MAY_DIFFER = {"may_differ": True}
+"""Metadata of a field that each rank may set as it likes. All others must be equal on all ranks."""
 
 # What the design names and this version does not build yet.
 _NOT_YET: dict[str, tuple[tuple, str]] = {
@@ -115,9 +119,9 @@ class OffloadConfig:
     """Stage 3: elements that are gathered before they are needed, at most."""
     max_reuse_distance: int = 1_000_000_000
     """Stage 3: a parameter stays whole where it is used again within so many elements of others."""
-    pin_memory: bool = True
+    pin_memory: bool = field(default=True, metadata=_MAY_DIFFER)
     """Pin the staging buffers where the device copies from host memory."""
-    num_threads: int | None = None
+    num_threads: int | None = field(default=None, metadata=_MAY_DIFFER)
     """Threads of the update; None: this process's share of the processors."""
 
     def __post_init__(self) -> None:
@@ -190,7 +194,7 @@ class OffloadConfig:
             _check_names(overrides)
             return replace(config, **_converted(overrides))
         if isinstance(config, str | os.PathLike):
-            given = deepspeed_json.load(config)
+            given = deepspeed.load(config)
             source = os.fspath(config)
         elif isinstance(config, Mapping) or config is None:
             given, source = dict(config or {}), None
@@ -200,8 +204,8 @@ class OffloadConfig:
                 "configuration (a dict or the path of its file) or None"
             )
         _check_names(overrides)
-        if source is not None or deepspeed_json.is_deepspeed(given, FIELDS):
-            given = deepspeed_json.fields_of(given, overrides, world_size=world_size, source=source)
+        if source is not None or deepspeed.is_deepspeed(given, FIELDS):
+            given = deepspeed.fields_of(given, overrides, world_size=world_size, source=source)
         else:
             given = {**given, **overrides}
         _check_names(given)
@@ -235,13 +239,16 @@ ConfigLike = OffloadConfig | Mapping[str, Any] | str | os.PathLike[str] | None
 
 FIELDS = tuple(field.name for field in fields(OffloadConfig))
 
+SHARED_FIELDS = tuple(field.name for field in fields(OffloadConfig) if not field.metadata.get("may_differ"))
+"""The fields that must be equal on all ranks."""
+
 
 def _check_names(given: Mapping[str, Any]) -> None:
     for name in given:
         if name not in FIELDS:
-            place = deepspeed_json.place_of(name)
+            place = deepspeed.place_of(name)
             hint = f"DeepSpeed has it as {place!r}: give such a configuration as config" if place else None
-            hint = hint or checks.nearest(name, FIELDS, also=deepspeed_json.KEYS)
+            hint = hint or checks.nearest(name, FIELDS, also=deepspeed.KEYS)
             raise ConfigError(f"unknown configuration field {name!r}; {hint}")
 
 

@@ -6,29 +6,36 @@ from typing import Any
 
 import numpy as np
 
-from .collectives import HostCollectives, SingleRank
-from .device import Copy, Done, Event, HostArray, TensorMemory, Waiting, traced
-from .dtypes import ElementType
-from .exchange import ExchangeOnHost
-from .host_memory import Lease
-from .partition import Bucket, ParamSpec
+from ..dtypes import ElementType
+from ..layout.partition import Bucket, ParamSpec
+from ..memory.host_memory import Lease
+from ..ranks.collectives import HostCollectives, SingleRank
+from .events import Done, Event, Waiting, traced
+from .exchange_sizes import OnHost
+from .protocols import Copy, ExchangeSizes, HostArray, TensorMemory
 from .trace import GATHER, REDUCTION, TO_DEVICE, TO_HOST, Trace
 
 _BROADCAST_BYTES = 64 * 2**20
 """The most that is copied at a time to start all ranks alike."""
 
 
-class HostRanks(ExchangeOnHost):
+class HostRanks:
     """One rank a process. A bucket is copied to the host whole and its slices are exchanged there.
 
     Args:
         memory: where the tensors are.
         collectives: between the ranks.
         native: let the collectives' own reduce-scatter sum, in the gradients' element type and its own order.
+        sizes: of what buckets take; None: of slices that are exchanged on the host.
     """
 
     def __init__(
-        self, memory: TensorMemory, collectives: HostCollectives | None = None, *, native: bool = False
+        self,
+        memory: TensorMemory,
+        collectives: HostCollectives | None = None,
+        *,
+        native: bool = False,
+        sizes: ExchangeSizes | None = None,
     ) -> None:
         self.memory = memory
         self.collectives: HostCollectives = collectives or SingleRank()
@@ -45,6 +52,7 @@ class HostRanks(ExchangeOnHost):
         self.synchronize = memory.synchronize
         self.free_bytes = memory.free_bytes
         self.native = native
+        self.sizes: ExchangeSizes = sizes or OnHost(self.world_size, native, memory.addressable)
         self.trace = Trace(self.collectives.rank, self.world_size)
 
     @property

@@ -4,19 +4,19 @@ Tensors are the front end's: one-dimensional, contiguous, and opaque here. A pro
 (torch) or of several (JAX: one for each local device).
 """
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from . import _kernels
-from .collectives import Collectives
-from .dtypes import BY_NUMPY, ElementType
-from .host_memory import Lease
-from .partition import Bucket, ParamSpec
-from .trace import Span, Trace
+from ..dtypes import BY_NUMPY, ElementType
+from ..layout.partition import Bucket, ParamSpec
+from ..memory.host_memory import Lease
+from ..native import kernels
+from ..ranks.collectives import Collectives
+from .events import Event
+from .trace import Trace
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,12 @@ class HostArray:
 
     def view(self) -> np.ndarray:
         """The memory as a NumPy array; it lives as long as ``owner`` does."""
-        return _kernels.view(self.address, self.numel, self.dtype)
+        return kernels.view(self.address, self.numel, self.dtype)
 
     @classmethod
     def of(cls, array: np.ndarray) -> "HostArray":
         """A C-contiguous NumPy array."""
-        return cls(_kernels.address(array), array.size, BY_NUMPY[array.dtype], array)
+        return cls(kernels.address(array), array.size, BY_NUMPY[array.dtype], array)
 
 
 class Copy(NamedTuple):
@@ -49,101 +49,6 @@ class Copy(NamedTuple):
     start: int
     numel: int
     offset: int
-
-
-class Event(Protocol):
-    """The end of something that was started."""
-
-    def wait(self) -> None:
-        """Block until it is done; raise what went wrong."""
-
-    def order(self) -> None:
-        """See to it that what this thread asks of the device from now on comes after; may block, need not."""
-
-    def done(self) -> bool:
-        """Whether it is known to be done; never blocks."""
-
-
-class Done:
-    """The event of what was done at once."""
-
-    def wait(self) -> None:
-        pass
-
-    def order(self) -> None:
-        pass
-
-    def done(self) -> bool:
-        return True
-
-
-class Waiting:
-    """The event of what is done by the one who waits for it."""
-
-    def __init__(self, finish: Callable[[], None]) -> None:
-        self._finish = finish
-
-    def wait(self) -> None:
-        self._finish()
-
-    def order(self) -> None:
-        self._finish()
-
-    def done(self) -> bool:
-        return False
-
-
-class AfterAll:
-    """The event of several."""
-
-    def __init__(self, events: Sequence[Event]) -> None:
-        self._events = events
-
-    def wait(self) -> None:
-        for event in self._events:
-            event.wait()
-
-    def order(self) -> None:
-        for event in self._events:
-            event.order()
-
-    def done(self) -> bool:
-        return all(event.done() for event in self._events)
-
-
-class _Watched:
-    """An event that is noted in a trace when it has been waited for."""
-
-    def __init__(self, event: Event, note: Callable[[], None]) -> None:
-        self._event = event
-        self._note = note
-
-    def wait(self) -> None:
-        self._event.wait()
-        self._note()
-
-    def order(self) -> None:
-        self._event.order()
-
-    def done(self) -> bool:
-        return self._event.done()
-
-
-def traced(trace: Trace, lane: str, bucket: int, n_bytes: int, start: Callable[[], Event]) -> Event:
-    """Start a copy, and have the trace note when it ran: as its event knows (``ran``, nanoseconds), or as seen."""
-    if not trace.on:
-        return start()
-    asked = time.perf_counter_ns()
-    event = start()
-
-    def note() -> None:
-        began, ended = getattr(event, "ran", None) or (max(asked, trace.end_of(lane)), time.perf_counter_ns())
-        trace.note(Span(lane, "", bucket, n_bytes, began, ended))
-
-    if isinstance(event, Done):
-        note()
-        return event
-    return _Watched(event, note)
 
 
 class Arrival(NamedTuple):
@@ -201,22 +106,12 @@ class TensorMemory(Protocol):
         ...
 
 
-class DeviceTerms(Protocol):
-    """What of a :class:`Device` the sizes of buffers follow from."""
-
-    addressable: bool
-    updates_in_place: bool
-    wants_pinned: bool
-    world_size: int
+class ExchangeSizes(Protocol):
+    """What the way of a bucket between the ranks and to the host takes."""
 
     @property
     def staging_slots(self) -> int:
         """Staging buffers in use at a time, the pipeline's own included."""
-        ...
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The ranks whose shards this process holds, ascending."""
         ...
 
     def arrival(self, wire: ElementType) -> Arrival:
@@ -234,6 +129,30 @@ class DeviceTerms(Protocol):
     def way_bytes(self, bucket: Bucket, wire: ElementType) -> int:
         """Bytes of the device's own memory that the bucket takes on its way, besides gradients and parameters."""
         ...
+
+
+class DeviceTerms(Protocol):
+    """What of a :class:`Device` the sizes of buffers follow from."""
+
+    @property
+    def addressable(self) -> bool: ...
+
+    @property
+    def updates_in_place(self) -> bool: ...
+
+    @property
+    def wants_pinned(self) -> bool: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks whose shards this process holds, ascending."""
+        ...
+
+    @property
+    def sizes(self) -> ExchangeSizes: ...
 
 
 class Device(DeviceTerms, Protocol):
@@ -294,9 +213,9 @@ class Device(DeviceTerms, Protocol):
         Args:
             wire: the element type that gradients are cast to and travel as.
             gradients: this process's, by parameter; one that is absent counts as zeros.
-            out: the host memory to fill, for each of ``ranks`` its shard as :meth:`arrival` says. The mean over
+            out: the host memory to fill, for each of ``ranks`` its shard as ``sizes.arrival`` says. The mean over
                 ranks has one definition: summed in rank order in fp32, divided once.
-            staging: buffers of :meth:`slot_bytes` to borrow; who waits for the event gives them back.
+            staging: buffers of ``sizes.slot_bytes`` to borrow; who waits for the event gives them back.
 
         Returns:
             The event after which ``out`` is filled; neither it nor the gradients may be touched before.
@@ -348,48 +267,3 @@ class GatheringDevice(Device, Protocol):
             The event after which the bucket's run of ``whole`` is filled.
         """
         ...
-
-
-class HostDevice:
-    """The device that is the host; its tensors are one-dimensional NumPy arrays."""
-
-    addressable = True
-    updates_in_place = True
-    wants_pinned = False
-
-    def free_bytes(self) -> None:
-        return None
-
-    def dtype(self, tensor: np.ndarray) -> ElementType:
-        return BY_NUMPY[tensor.dtype]
-
-    def numel(self, tensor: np.ndarray) -> int:
-        return tensor.size
-
-    def host_array(self, tensor: np.ndarray) -> HostArray:
-        return HostArray.of(tensor)
-
-    def to_host(self, copies: Sequence[Copy], host: np.ndarray) -> Event:
-        fill(host, [(c.offset, c.tensor[c.start : c.start + c.numel]) for c in copies])
-        return Done()
-
-    def to_device(self, host: np.ndarray, copies: Sequence[Copy], after: Event) -> Event:
-        for tensor, start, numel, offset in copies:
-            np.copyto(tensor[start : start + numel], host[offset : offset + numel])
-        return Done()
-
-    def mark(self) -> Event:
-        return Done()
-
-    def synchronize(self) -> None:
-        pass
-
-
-def fill(host: np.ndarray, runs: Sequence[tuple[int, np.ndarray]]) -> None:
-    """Write ``(offset, values)`` runs to a flat array, cast to its element type, and zeros between them."""
-    end = 0
-    for offset, values in sorted(runs, key=lambda run: run[0]):
-        host[end:offset] = 0
-        end = offset + values.size
-        np.copyto(host[offset:end], values, casting="unsafe")
-    host[end:] = 0

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .errors import StateError
+from ..errors import StateError
 
 COMPUTE = "compute"
 """What the caller does: forward, backward, step; in it, where it waits for the others."""

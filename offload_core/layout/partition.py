@@ -9,7 +9,7 @@ holds of it are its shards of these buckets, end to end.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .dtypes import ElementType
+from ..dtypes import ElementType
 from .regions import Elements
 
 ALIGNMENT = 16

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from . import _kernels, control_groups
-from .errors import HostMemoryError
+from ..errors import HostMemoryError
+from ..native import kernels
+from ..support import control_groups
 
 _HUGE_PAGE = 2 * 2**20
 _CUDA_DRIVER = "libcuda.so.1"
@@ -52,7 +53,7 @@ class HostMemory:
         if hasattr(mmap, "MADV_HUGEPAGE") and n_bytes >= _HUGE_PAGE:
             mapping.madvise(mmap.MADV_HUGEPAGE)
         array = np.frombuffer(mapping, dtype, numel)
-        _kernels.first_touch(array, threads=self._threads)
+        kernels.first_touch(array, threads=self._threads)
         if pinned:
             address = array.ctypes.data
             _register(address, n_bytes, label)
@@ -78,6 +79,8 @@ class StagingRing:
     """
 
     def __init__(self, memory: HostMemory, *, slots: int, n_bytes: int, pinned: bool) -> None:
+        self.slot_bytes = n_bytes
+        """Bytes of each buffer."""
         allocate = partial(memory.allocate, "staging", n_bytes, np.dtype(np.uint8), pinned=pinned)
         self._free = deque(allocate() for _ in range(slots))
 

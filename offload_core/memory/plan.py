@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .errors import DeviceMemoryError, HostMemoryError
+from ..errors import DeviceMemoryError, HostMemoryError
 from .host_memory import format_bytes
 
 _NAMED = 3

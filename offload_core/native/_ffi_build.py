@@ -1,4 +1,4 @@
-"""Builds ``offload_core._offload`` (cffi, API mode, stable ABI) from ``c_src/``. Run by setuptools."""
+"""Builds ``offload_core.native._offload`` (cffi, API mode, stable ABI) from ``c_src/``. Run by setuptools."""
 
 import os
 import shutil
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from cffi import FFI
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 # -ffp-contract=off: an FMA stands where the source says fma, and nowhere else (docs/numerics.md).
 COMPILE_ARGS = ["-std=c11", "-O3", "-ffp-contract=off", "-fvisibility=hidden", "-pthread"]
 LINK_ARGS = ["-pthread", "-lm"]
@@ -35,7 +35,7 @@ if not {"egg_info", "dist_info", "sdist"} & set(sys.argv):
 ffibuilder = FFI()
 ffibuilder.cdef((ROOT / "c_src" / "api.h").read_text())
 ffibuilder.set_source(
-    "offload_core._offload",
+    "offload_core.native._offload",
     '#include "offload_core.h"',
     sources=sorted(os.path.relpath(path) for path in glob(str(ROOT / "c_src" / "*.c"))),
     depends=sorted(os.path.relpath(path) for path in glob(str(ROOT / "c_src" / "*.h"))),

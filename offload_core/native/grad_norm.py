@@ -5,8 +5,8 @@ from fractions import Fraction
 
 import numpy as np
 
-from . import _kernels
-from .dtypes import ElementType
+from ..dtypes import ElementType
+from . import kernels
 
 _LOWEST_BIT = -298
 
@@ -18,20 +18,20 @@ class SumOfSquares:
     """
 
     def __init__(self) -> None:
-        self.bins = np.zeros(_kernels.NORM_BINS, np.int64)
+        self.bins = np.zeros(kernels.NORM_BINS, np.int64)
 
     def add(self, spans: np.ndarray, dtype: ElementType, *, threads: int) -> None:
         """Add the squares of the spans' ``src`` elements."""
-        _kernels.sum_squares(spans, dtype, self.bins, threads=threads)
+        kernels.sum_squares(spans, dtype, self.bins, threads=threads)
 
     @property
     def finite(self) -> bool:
         """Whether no element was an inf or a NaN."""
-        return self.bins[_kernels.NORM_NONFINITE] == 0
+        return self.bins[kernels.NORM_NONFINITE] == 0
 
     def exact(self) -> Fraction:
         """The sum, exactly. Meaningful where ``finite``."""
-        total = sum(int(digit) << (32 * i) for i, digit in enumerate(self.bins[: _kernels.NORM_DIGITS]))
+        total = sum(int(digit) << (32 * i) for i, digit in enumerate(self.bins[: kernels.NORM_DIGITS]))
         return Fraction(total, 1 << -_LOWEST_BIT)
 
     def norm(self) -> float:

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from ..dtypes import ElementType
+from ..errors import ConfigError, KernelError
+from ..support.processors import default_threads
 from ._offload import ffi, lib
-from .cpus import default_threads
-from .dtypes import ElementType
-from .errors import ConfigError, KernelError
 
 SEGMENT = np.dtype(
     [
@@ -155,18 +155,15 @@ def reduce(
     """``dst`` (float32) = or += the sum of ``n_sources`` equal runs of ``src``, in order, over ``divisor``."""
     assert src.size == n_sources * dst.size
     assert dst.dtype == np.float32
-    code = lib.oc_reduce(
-        _pointer("void *", src),
-        n_sources,
-        dst.size,
-        dst.size,
-        src_type.code,
-        divisor,
-        add,
-        _pointer("float *", dst),
-        threads,
-    )
-    _check("oc_reduce", code)
+    reduction = ffi.new("oc_reduction *")
+    reduction.src = _pointer("void *", src)
+    reduction.dst = _pointer("float *", dst)
+    reduction.n_sources = n_sources
+    reduction.stride = reduction.numel = dst.size
+    reduction.divisor = divisor
+    reduction.dtype = src_type.code
+    reduction.add = add
+    _check("oc_reduce", lib.oc_reduce(reduction, threads))
 
 
 def view(address: int, numel: int, dtype: ElementType) -> np.ndarray:

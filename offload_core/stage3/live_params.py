@@ -13,12 +13,13 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from .config import OffloadConfig
-from .device import AfterAll, Done, Event, GatheringDevice
-from .layout import fingerprint
-from .partition import Bucket, ParamSpec
-from .tasks import Background, Inline
-from .trace import COMPUTE
+from ..config.options import OffloadConfig
+from ..device.events import AfterAll, Done, Event
+from ..device.protocols import GatheringDevice
+from ..device.trace import COMPUTE
+from ..layout.partition import Bucket, ParamSpec
+from ..ranks.consistency import fingerprint
+from ..step.worker import Background, Inline
 from .use_order import UseOrder
 
 

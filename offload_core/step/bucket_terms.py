@@ -8,13 +8,13 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .config import OffloadConfig
-from .cpu_adam import STATE_NAMES
-from .device import Arrival, DeviceTerms
-from .dtypes import BY_NAME, FLOAT32, ElementType
-from .memory_plan import MemoryPlan, PlanRow
-from .partition import Bucket, ParamSpec, build_buckets
-from .tasks import Background, Inline
+from ..config.options import OffloadConfig
+from ..device.protocols import Arrival, DeviceTerms
+from ..dtypes import BY_NAME, FLOAT32, ElementType
+from ..layout.partition import Bucket, ParamSpec, build_buckets
+from ..memory.plan import MemoryPlan, PlanRow
+from ..rules.adam import STATE_NAMES
+from .worker import Background, Inline
 
 PARAMETER_SHARDS = "parameters on the host"
 """What ``offload_param`` keeps there."""
@@ -50,9 +50,13 @@ class BucketTerms:
         """What this process holds of partitioned parameters is host memory."""
         self.emits = config.update_in_backward and config.schedule == "overlap" and config.stage < 3 and not self.direct
         """Parameters may leave for the device before their step. Not in stage 3, which gathers them in backward."""
-        self._runs = Inline if self.direct or config.schedule == "serial" else Background
+        self.worker = Inline if self.direct or config.schedule == "serial" else Background
+        """The kind of worker that the tasks of a step are given to."""
         self._ring_bytes = 0
-        """Of a staging buffer that is there already."""
+
+    def ring_was_made(self, slot_bytes: int) -> None:
+        """There are staging buffers of this size now: plans count what more would take."""
+        self._ring_bytes = slot_bytes
 
     # --- the plan ------------------------------------------------------------------------------------
 
@@ -83,10 +87,10 @@ class BucketTerms:
             for name in STATE_NAMES:
                 if not (name == "master" and self.without_master(bucket)):
                     host[name] += 4 * numel
-            if self._has_home:
-                host["gradients on the host"] += self._home_dtype(bucket).itemsize * numel
+            if self.has_home:
+                host["gradients on the host"] += self.home_dtype(bucket).itemsize * numel
         if not self.direct:
-            host[STAGING] = self._staging_slots * max(self._slot_bytes(buckets) - self._ring_bytes, 0)
+            host[STAGING] = self.staging_slots * max(self.slot_bytes(buckets) - self._ring_bytes, 0)
         if self.config.offload_param is not None:
             host[PARAMETER_SHARDS] = _shard_bytes([*buckets, *self.cut(frozen)])
         smaller = _NARROWER if any(spec.dtype is FLOAT32 for spec in (*specs, *frozen)) else _RANKS
@@ -107,7 +111,7 @@ class BucketTerms:
             parameters += _shard_bytes([*buckets, *self.cut(frozen)])
         gathered, gradients = self._most_together(specs, frozen, buckets, gradients_stay)
         wide = any(spec.dtype is FLOAT32 for spec in every)
-        if not self._has_home:
+        if not self.has_home:
             sooner = _NARROWER if wide else _RANKS
         else:
             sooner = "wrap(model, ...), which takes them as they come" if gradients_stay else "reduce_bucket_size"
@@ -124,11 +128,11 @@ class BucketTerms:
             PlanRow(what, "device", n_bytes, remedy, brief=what != PARAMETERS)
             for what, (n_bytes, remedy) in rows.items()
         ]
-        return [*rows_of, self.way_row(buckets, self._depth)]
+        return [*rows_of, self.way_row(buckets, self.depth)]
 
     def way_row(self, buckets: Sequence[Bucket], at_once: int) -> PlanRow:
         """What so many buckets on their way take on the device."""
-        each = max((self._terms.way_bytes(bucket, self._wire(bucket)) for bucket in buckets), default=0)
+        each = max((self._terms.sizes.way_bytes(bucket, self.wire(bucket)) for bucket in buckets), default=0)
         n_bytes = min(at_once, len(buckets)) * each
         return PlanRow("buckets on their way", "device", n_bytes, "reduce_bucket_size", brief=True)
 
@@ -167,14 +171,14 @@ class BucketTerms:
         One leaves when all buckets that hold a part of it have left: when they are full, or where copies take their
         time when as many others are as may be on their way.
         """
-        stay = stay or not self._has_home
+        stay = stay or not self.has_home
         missing = {bucket.index: {piece.param for piece in bucket.pieces} for bucket in buckets}
         of: dict[int, set[int]] = {}
         for bucket in buckets:
             for param in missing[bucket.index]:
                 of.setdefault(param, set()).add(bucket.index)
         members = {index: frozenset(params) for index, params in missing.items()}
-        behind = 0 if self._terms.addressable else self._depth
+        behind = 0 if self._terms.addressable else self.depth
         leaving: deque[int] = deque()
         held, seen = 0, []
         for param in reversed(range(len(specs))):
@@ -206,15 +210,15 @@ class BucketTerms:
 
     def _traffic_of(self, bucket: Bucket, partitioned: int) -> Traffic:
         steps = self.config.gradient_accumulation_steps
-        gradient = self._home_dtype(bucket) if self._has_home else bucket.dtype
+        gradient = self.home_dtype(bucket) if self.has_home else bucket.dtype
         states = 2 * FLOAT32.itemsize * len(STATE_NAMES)
         rounded = 0 if self.without_master(bucket) else bucket.dtype.itemsize
         numel = len(self._terms.ranks) * bucket.shard_numel
         update = numel * (gradient.itemsize + states + rounded)
         if self._terms.addressable:
             return Traffic(update, 0, 0)
-        crossing = self._terms.link_numel(bucket)
-        to_host = steps * crossing * self._terms.arrival(self._wire(bucket)).dtype.itemsize
+        crossing = self._terms.sizes.link_numel(bucket)
+        to_host = steps * crossing * self._terms.sizes.arrival(self.wire(bucket)).dtype.itemsize
         times = 1
         if bucket.partitioned and self.config.offload_param is not None:
             stays = partitioned <= min(self.config.max_live_parameters, self.config.max_reuse_distance)
@@ -236,35 +240,35 @@ class BucketTerms:
     @property
     def overlaps(self) -> bool:
         """Whether copies, reduction and the update run behind the device's work."""
-        return self._runs.behind
+        return self.worker.behind
 
     @property
-    def _depth(self) -> int:
-        return self._runs.depth
+    def depth(self) -> int:
+        return self.worker.depth
 
     @property
-    def _staging_slots(self) -> int:
+    def staging_slots(self) -> int:
         ways = 2 if self.emits else 1  # at a time; else there is one after the other
-        return ways * self._terms.staging_slots * self._depth
+        return ways * self._terms.sizes.staging_slots * self.depth
 
     @property
     def _accumulates(self) -> bool:
         return self.config.gradient_accumulation_steps > 1 and self._terms.world_size == 1
 
     @property
-    def _has_home(self) -> bool:
+    def has_home(self) -> bool:
         return self.sums or not self.direct
 
-    def _wire(self, bucket: Bucket) -> ElementType:
+    def wire(self, bucket: Bucket) -> ElementType:
         """The element type in which gradients travel."""
         asked = self.config.communication_dtype
         return bucket.dtype if asked is None or self._terms.world_size == 1 else BY_NAME[asked]
 
-    def _home_dtype(self, bucket: Bucket) -> ElementType:
-        return FLOAT32 if self.sums else self._terms.arrival(self._wire(bucket)).dtype
+    def home_dtype(self, bucket: Bucket) -> ElementType:
+        return FLOAT32 if self.sums else self._terms.sizes.arrival(self.wire(bucket)).dtype
 
-    def _slot_bytes(self, buckets: Sequence[Bucket]) -> int:
-        return max((self._terms.slot_bytes(bucket, self._wire(bucket)) for bucket in buckets), default=0)
+    def slot_bytes(self, buckets: Sequence[Bucket]) -> int:
+        return max((self._terms.sizes.slot_bytes(bucket, self.wire(bucket)) for bucket in buckets), default=0)
 
 
 def as_it_stays(home: ElementType) -> Arrival:

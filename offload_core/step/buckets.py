@@ -1,26 +1,27 @@
 """What a process holds of all buckets: states, gradients' homes, staging; and who may touch them when."""
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from . import _kernels
+from ..config.options import OffloadConfig
+from ..device.protocols import Copy, Device, HostArray
+from ..device.trace import COMPUTE
+from ..dtypes import BY_NUMPY, FLOAT32, ElementType
+from ..layout.partition import Bucket, ParamSpec, Piece, build_buckets
+from ..memory.host_memory import HostMemory, StagingRing
+from ..memory.plan import PlanRow
+from ..native import kernels
+from ..ranks.collectives import merge
+from ..ranks.consistency import agree
+from ..rules.adam import Adam
+from ..states.in_memory import StatesInMemory
 from .bucket_terms import BucketTerms, as_it_stays
-from .collectives import merge
-from .config import OffloadConfig
-from .cpu_adam import AdamStates
-from .device import Copy, Device, HostArray
-from .dtypes import BY_NUMPY, FLOAT32, ElementType
-from .host_memory import HostMemory, StagingRing
-from .layout import agree
 from .local_bucket import LocalBucket
-from .memory_plan import PlanRow
-from .partition import Bucket, ParamSpec, Piece, build_buckets
-from .trace import COMPUTE
 
 T = TypeVar("T")
 
@@ -38,14 +39,15 @@ class StateRun(NamedTuple):
     """``read_parameter(at, out)`` copies the device parameter's own elements, from the run's ``at`` on, to ``out``."""
 
 
-class LocalBuckets(BucketTerms):
-    """The buckets of one process, and the thread that works on them behind the caller's back.
+class LocalBuckets:
+    """The buckets of one process, their states and staging, and the worker that is given tasks on them.
 
-    Who asks for something to be done on a bucket gives it away until :meth:`claim`.
+    A bucket belongs to the worker from the moment a task on it is asked for until :meth:`claim`.
     """
 
-    def __init__(self, config: OffloadConfig, device: Device) -> None:
-        super().__init__(config, device)
+    def __init__(self, config: OffloadConfig, device: Device, rule: Adam) -> None:
+        self.config = config
+        self.terms = BucketTerms(config, device)
         self.device = device
         self.trace = device.trace
         self.threads = config.threads
@@ -59,10 +61,8 @@ class LocalBuckets(BucketTerms):
         self.staging: StagingRing | None = None
         self.in_staging: deque[tuple[LocalBucket, Future[None]]] = deque()
         """Buckets on their way to the host that may still hold staging, and the end of it, oldest first."""
-        self._states = AdamStates(self.memory, len(device.ranks))
-        self.before_change: Callable[[Iterable[int]], None] = lambda params: None
-        """Called before states of these parameters change."""
-        self.tasks = self._runs()
+        self.store = StatesInMemory(self.memory, len(device.ranks), rule.state_names)
+        self.worker = self.terms.worker()
 
     # --- parameters and states ---------------------------------------------------------------------
 
@@ -70,28 +70,28 @@ class LocalBuckets(BucketTerms):
         self, specs: Sequence[ParamSpec], tensors: Sequence[Any], frozen: Sequence[ParamSpec] = ()
     ) -> list[LocalBucket]:
         """Take on parameters, as :meth:`Pipeline.add_parameters`; the new buckets."""
-        planned = self.host_rows(specs, frozen=frozen)
+        terms = self.terms
+        planned = terms.host_rows(specs, frozen=frozen)
         self.run(lambda: self._agree_on_start(specs, tensors))
         buckets = self._build(specs)
-        self._states.add(buckets, without_master=self.without_master)
-        slot_bytes = self._slot_bytes(buckets)
-        if not self.direct and slot_bytes > self._ring_bytes:
+        self.store.allocate(buckets, without_master=terms.without_master)
+        slot_bytes = terms.slot_bytes(buckets)
+        if not terms.direct and slot_bytes > (0 if self.staging is None else self.staging.slot_bytes):
             self.staging = None  # free before allocating its successor
-            self.staging = StagingRing(self.memory, slots=self._staging_slots, n_bytes=slot_bytes, pinned=self._pinned)
-            self._ring_bytes = slot_bytes
+            self.staging = StagingRing(self.memory, slots=terms.staging_slots, n_bytes=slot_bytes, pinned=self._pinned)
+            terms.ring_was_made(slot_bytes)
         first = len(self.params)
         self.params += specs
         self.planned += planned
         self.of += [[] for _ in specs]
         for bucket in buckets:
-            home = self._allocate_home(bucket, self._home_dtype(bucket)) if self._has_home else None
-            pieces = bucket.shards(self.device.ranks)
-            work = LocalBucket(bucket, pieces, self._segments(bucket, pieces), self._wire(bucket), home)
+            home = self._allocate_home(bucket, terms.home_dtype(bucket)) if terms.has_home else None
+            work = LocalBucket(bucket, bucket.shards(self.device.ranks), terms.wire(bucket), home)
             self.all.append(work)
             for param in work.members:
                 self.of[param].append(work)
-            if not self.without_master(bucket):
-                for piece in pieces:
+            if not terms.without_master(bucket):
+                for piece in work.pieces:
                     self._load_master(work, piece, tensors[piece.param - first])
         return self.all[-len(buckets) :] if buckets else []
 
@@ -107,7 +107,7 @@ class LocalBuckets(BucketTerms):
         """
         runs: list[tuple[int, int, int, dict[str, np.ndarray]]] = []
         for work, piece in self._pieces_of(param):
-            arena, at = self._states.locate(work.bucket.index, piece.offset)
+            arena, at = self.store.locate(work.bucket.index, piece.offset)
             start, numel = piece.start, piece.numel
             if runs and runs[-1][3] is arena and runs[-1][0] + runs[-1][1] == start and runs[-1][2] + runs[-1][1] == at:
                 before = runs.pop()
@@ -120,9 +120,9 @@ class LocalBuckets(BucketTerms):
         pieces = self._pieces_of(param)
         if not pieces:
             return {}
-        arena, at = self._states.locate(pieces[0][0].bucket.index, pieces[0][1].offset)
+        arena, at = self.store.locate(pieces[0][0].bucket.index, pieces[0][1].offset)
         numel = sum(piece.numel for _, piece in pieces)
-        last, end = self._states.locate(pieces[-1][0].bucket.index, pieces[-1][1].offset)
+        last, end = self.store.locate(pieces[-1][0].bucket.index, pieces[-1][1].offset)
         assert last is arena
         assert end + pieces[-1][1].numel == at + numel
         return {name: array[at : at + numel] for name, array in arena.items()}
@@ -131,9 +131,9 @@ class LocalBuckets(BucketTerms):
         """This process's states of a parameter, bucket after bucket; its memory itself."""
         found = []
         for work, piece in self._pieces_of(param):
-            arena, at = self._states.locate(work.bucket.index, piece.offset)
+            arena, at = self.store.locate(work.bucket.index, piece.offset)
             arrays = {name: array[at : at + piece.numel] for name, array in arena.items()}
-            in_place = self.without_master(work.bucket)
+            in_place = self.terms.without_master(work.bucket)
             if in_place:
                 arrays["master"] = self._read(work, piece, tensor).view()
             read = partial(self._read_parameter, work, piece, tensor)
@@ -146,7 +146,7 @@ class LocalBuckets(BucketTerms):
 
     def own_masters(self, param: int, tensor: Any) -> list[tuple[int, np.ndarray]]:
         """Where a parameter is its own master weight, all of it that this process holds: ``(start, memory)`` a run."""
-        if not any(self.without_master(work.bucket) for work in self.of[param]):
+        if not any(self.terms.without_master(work.bucket) for work in self.of[param]):
             return []
         if self.params[param].partitioned:
             return [(run.start, run.arrays["master"]) for run in self.runs(param, tensor)]
@@ -167,7 +167,7 @@ class LocalBuckets(BucketTerms):
     def reload_master(self, param: int, tensor: Any) -> None:
         """Take a parameter's master weights from the device parameter."""
         for work, piece in self._pieces_of(param):
-            if not self.without_master(work.bucket):
+            if not self.terms.without_master(work.bucket):
                 self._load_master(work, piece, tensor)
 
     def adopt(self, param: int, tensor: Any) -> None:
@@ -185,10 +185,15 @@ class LocalBuckets(BucketTerms):
     # --- who may touch a bucket ----------------------------------------------------------------------
 
     def claim(self, work: LocalBucket) -> None:
-        """Wait until nothing that was asked for uses the bucket; raise what went wrong."""
-        task, work.task = work.task, None
-        if task is not None:
+        """Take the bucket back from the worker; raise the error of its tasks."""
+        if work.task is None:
+            return
+        task = work.task
+        try:
             self.wait(task, work)
+        finally:
+            if task.done():
+                work.take()
 
     def wait(self, task: "Future[T]", work: LocalBucket) -> T:
         """The result of what was asked for on a bucket."""
@@ -205,8 +210,8 @@ class LocalBuckets(BucketTerms):
             return task.result()
 
     def recover(self) -> None:
-        """After a failure: let everything that was asked for end, and take back what it had."""
-        self.tasks.recover()
+        """After a failure: let everything that was asked for end, and take it back."""
+        self.worker.recover()
         self.device.synchronize()
         self.in_staging.clear()
         for work in self.all:
@@ -215,7 +220,7 @@ class LocalBuckets(BucketTerms):
     def run(self, task: Callable[[], T]) -> T:
         """The result of a task that comes after all that was asked for."""
         try:
-            return self._wait_for(self.tasks.submit(task), "wait")
+            return self._wait_for(self.worker.submit(task), "wait")
         except BaseException:
             self.recover()
             raise
@@ -224,8 +229,8 @@ class LocalBuckets(BucketTerms):
         """The fp32 home of gradients that are summed; where a sum was not announced, what is held moves there."""
         if work.home is None or work.home.dtype != FLOAT32.numpy:
             home = self._allocate_home(work.bucket, FLOAT32)
-            if work.home is not None and work.holds_gradients:
-                _kernels.cast_array(work.home, BY_NUMPY[work.home.dtype], home, FLOAT32, self.threads)
+            if work.home is not None and work.has_landed:
+                kernels.cast_array(work.home, BY_NUMPY[work.home.dtype], home, FLOAT32, self.threads)
             work.home = home
         return work.home
 
@@ -246,14 +251,14 @@ class LocalBuckets(BucketTerms):
 
     def written_by_kernel(self, work: LocalBucket) -> bool:
         """Whether the kernel writes the new parameters where they are, so that nothing is left to publish."""
-        return self.direct or (work.bucket.partitioned and self.host_shards)
+        return self.terms.direct or (work.bucket.partitioned and self.terms.host_shards)
 
     def in_place(self, work: LocalBucket, piece: Piece, tensors: Sequence[Any]) -> HostArray:
         """A piece of the parameters themselves, where they are host memory."""
         return self.device.host_array(tensors[piece.param]).run(work.bucket.in_tensor(piece), piece.numel)
 
     def _allocate_home(self, bucket: Bucket, dtype: ElementType) -> np.ndarray:
-        pinned = self._pinned and self.device.arrival(self._wire(bucket)) == as_it_stays(dtype)
+        pinned = self._pinned and self.device.sizes.arrival(self.terms.wire(bucket)) == as_it_stays(dtype)
         numel = len(self.device.ranks) * bucket.shard_numel
         return self.memory.allocate("gradients on the host", numel, dtype.numpy, pinned=pinned)
 
@@ -262,30 +267,21 @@ class LocalBuckets(BucketTerms):
         return sorted(found, key=lambda pair: pair[1].start)
 
     def _master(self, work: LocalBucket, piece: Piece) -> np.ndarray | None:
-        arena, at = self._states.locate(work.bucket.index, piece.offset)
+        arena, at = self.store.locate(work.bucket.index, piece.offset)
         return arena["master"][at : at + piece.numel] if "master" in arena else None
-
-    def _segments(self, bucket: Bucket, pieces: Sequence[Piece]) -> np.ndarray:
-        segments = np.zeros(len(pieces), _kernels.SEGMENT)
-        for i, piece in enumerate(pieces):
-            arena, at = self._states.locate(bucket.index, piece.offset)
-            for name, array in arena.items():
-                segments[name][i] = _kernels.address(array) + at * array.itemsize
-        segments["numel"] = [piece.numel for piece in pieces]
-        return segments
 
     def _load_master(self, work: LocalBucket, piece: Piece, tensor: Any) -> None:
         master = self._master(work, piece)
         assert master is not None
         source = self._read(work, piece, tensor)
-        rows = _kernels.spans_of([(source.address, _kernels.address(master), piece.numel)])
-        _kernels.cast(rows, source.dtype, FLOAT32, threads=self.threads)
+        rows = kernels.spans_of([(source.address, kernels.address(master), piece.numel)])
+        kernels.cast(rows, source.dtype, FLOAT32, threads=self.threads)
 
     def _read(self, work: LocalBucket, piece: Piece, tensor: Any, at: int = 0, numel: int | None = None) -> HostArray:
         """A piece of a parameter's tensor, or ``numel`` elements of it from ``at`` on; of its own element type."""
         start = work.bucket.in_tensor(piece, len(self.device.ranks)) + at
         numel = piece.numel if numel is None else numel
-        if self.host_shards if work.bucket.partitioned else self.device.addressable:
+        if self.terms.host_shards if work.bucket.partitioned else self.device.addressable:
             return self.device.host_array(tensor).run(start, numel)
         host = np.empty(numel, self.device.dtype(tensor).numpy)
         self.device.to_host([Copy(tensor, start, numel, 0)], host).wait()

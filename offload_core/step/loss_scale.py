@@ -6,8 +6,8 @@ footnote as PyTorch and DeepSpeed apply it: halve on overflow, double after a wi
 
 from collections.abc import Iterable
 
-from .config import OffloadConfig
-from .dtypes import FLOAT16, ElementType
+from ..config.options import OffloadConfig
+from ..dtypes import FLOAT16, ElementType
 
 
 class LossScaler:

@@ -5,7 +5,7 @@ import math
 import operator
 from collections.abc import Collection
 
-from .errors import ConfigError
+from ..errors import ConfigError
 
 
 def number(

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
-from .errors import ConfigError, ConfigWarning
+from ..errors import ConfigError, ConfigWarning
 from .user_line import UserLine
 
 RANK, WORLD_SIZE = "RANK", "WORLD_SIZE"

@@ -4,7 +4,7 @@ import math
 import os
 from pathlib import Path
 
-from . import control_groups, launch
+from . import control_groups, launchers
 
 
 def _quota(root: Path = control_groups.ROOT, membership: Path = control_groups.MEMBERSHIP) -> int | None:
@@ -29,7 +29,7 @@ def available_cpus() -> int:
         cpus = len(os.sched_getaffinity(0))
     else:  # macOS
         cpus = os.cpu_count() or 1
-    return max(1, min(cpus, _quota() or cpus, launch.granted_cpus() or cpus))
+    return max(1, min(cpus, _quota() or cpus, launchers.granted_cpus() or cpus))
 
 
 def default_threads() -> int:
@@ -37,4 +37,4 @@ def default_threads() -> int:
 
     ``OMP_NUM_THREADS``, which launchers set to 1, is not looked at.
     """
-    return launch.share_of_cpus(available_cpus())
+    return launchers.share_of_cpus(available_cpus())

@@ -13,8 +13,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
-from .device import Copy, Done, Event, HostArray, fill
-from .dtypes import BY_NUMPY, ElementType
+from ..device.events import Done, Event
+from ..device.host import fill
+from ..device.protocols import Copy, HostArray
+from ..dtypes import BY_NUMPY, ElementType
 
 
 class FakeTensor:

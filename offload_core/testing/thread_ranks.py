@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from .errors import CollectiveError
+from ..errors import CollectiveError
 
 
 class _Group:

@@ -1,4 +1,4 @@
-"""What a tree has besides its optimizer states, as checkpoints hold it (``offload_core/checkpoint.py``)."""
+"""What a tree has besides its optimizer states, as checkpoints hold it (``offload_core/checkpoint/checkpoints.py``)."""
 
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -10,20 +10,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from offload_core.checkpoint import Checkpoints, Contents, Loaded, Names, Target, translation
-from offload_core.checkpoint_files import Want
+from offload_core.checkpoint.checkpoints import Checkpoints, Contents, Loaded, Names, Target, translation
+from offload_core.checkpoint.reader import Want
+from offload_core.checkpoint.safetensors import NAME_OF
+from offload_core.checkpoint.shard_writer import Source
+from offload_core.checkpoint.stateful import check_states, load_states, random_state, set_random_state, states_of
+from offload_core.checkpoint.values import ArrayType
 from offload_core.errors import CheckpointError
-from offload_core.pipeline import Pipeline
-from offload_core.plain import ArrayType
-from offload_core.regions import Region
-from offload_core.safetensors_files import NAME_OF
-from offload_core.shard_writer import Source
-from offload_core.stateful import check_states, load_states, random_state, set_random_state, states_of
+from offload_core.layout.regions import Region
+from offload_core.step.pipeline import Pipeline
 
-from .device import read
-from .placement import Placement
-from .trees import dotted_names, from_numpy, is_array, is_key, numpy_form
-from .wrapped_tree import WrappedTree
+from ..device import read
+from ..placement.placement import Placement
+from ..tree.trees import dotted_names, from_numpy, is_array, is_key, numpy_form
+from ..tree.wrapped_tree import WrappedTree
 
 
 def _is_key_of(kind: str, value: Any) -> bool:

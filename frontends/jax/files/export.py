@@ -7,14 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from offload_core import checks
+from offload_core.checkpoint.checkpoints import InOrder
+from offload_core.checkpoint.export import Weight, export_weights
+from offload_core.checkpoint.safetensors import NAME_OF
 from offload_core.dtypes import BY_NAME
 from offload_core.errors import ParameterError
-from offload_core.export import Weight, export_weights
-from offload_core.pipeline import Pipeline
-from offload_core.safetensors_files import NAME_OF
+from offload_core.step.pipeline import Pipeline
+from offload_core.support import checks
 
-from .trees import is_array, is_key
+from ..tree.trees import is_array, is_key
 
 
 class WholeLeaf(Protocol):
@@ -41,8 +42,7 @@ def export_safetensors(
         for i, (path, leaf) in enumerate(flat)
         if is_array(leaf) and not is_key(leaf)
     ]
-    rank = pipeline.device.collectives.rank
-    export_weights(folder, weights, max_shard_bytes=max_shard_bytes, rank=rank, sum_integers=pipeline.sum_integers)
+    export_weights(folder, weights, max_shard_bytes=max_shard_bytes, collectives=InOrder(pipeline))
 
 
 def _weight(name: str, position: int, leaf: Any, target: np.dtype | None, whole_leaf: WholeLeaf) -> Weight:

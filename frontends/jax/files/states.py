@@ -6,15 +6,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from offload_core.config import OffloadConfig
-from offload_core.cpu_adam import STATE_NAMES
+from offload_core.config.options import OffloadConfig
 from offload_core.errors import ParameterError, StateError
-from offload_core.pipeline import Pipeline
+from offload_core.rules.adam import STATE_NAMES
+from offload_core.step.pipeline import Pipeline
 
-from .optax_state import adam_of, state_of
-from .placement import Placement
-from .trees import check_form, from_numpy, is_array, numpy_shape, to_numpy
-from .wrapped_tree import WrappedTree
+from ..optax_bridge.state import adam_of, state_of
+from ..placement.placement import Placement
+from ..tree.trees import check_form, from_numpy, is_array, numpy_shape, to_numpy
+from ..tree.wrapped_tree import WrappedTree
 
 
 class TreeStates:

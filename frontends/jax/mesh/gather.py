@@ -15,8 +15,8 @@ from jax import lax
 
 from offload_core.errors import ParameterError
 
+from ..tree.trees import Static
 from .mesh import ordered_mean
-from .trees import Static
 
 
 class Gathering(NamedTuple):

@@ -8,7 +8,7 @@ mesh's order; device ids are not ranks. Buckets are exchanged and gathered by ex
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -16,19 +16,60 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from offload_core import _kernels
-from offload_core.collectives import Collectives
-from offload_core.device import Arrival, Copy, Done, Event, HostArray, Waiting, fill, traced
+from offload_core.device.events import Done, Event, Waiting, traced
+from offload_core.device.host import fill
+from offload_core.device.protocols import Arrival, Copy, HostArray
+from offload_core.device.trace import TO_DEVICE, TO_HOST, Trace
 from offload_core.dtypes import BY_NUMPY, FLOAT32, ElementType
 from offload_core.errors import ConfigError
-from offload_core.host_memory import Lease
-from offload_core.partition import Bucket, ParamSpec
-from offload_core.trace import TO_DEVICE, TO_HOST, Trace
+from offload_core.layout.partition import Bucket, ParamSpec
+from offload_core.memory.host_memory import Lease
+from offload_core.native import kernels
+from offload_core.ranks.collectives import Collectives
 
-from .device import free_bytes
-from .launch import meeting
+from ..device import free_bytes
+from ..launch import meeting
 
 REPLICATED = PartitionSpec()
+
+
+class Ranks(Protocol):
+    """Devices that are ranks, in the order of their numbers, and arrays that lie on them."""
+
+    name: str
+    """That collectives know them by."""
+    devices: list[jax.Device]
+    world_size: int
+    ranks: tuple[int, ...]
+    """Those that are this process's."""
+    process_of: list[int]
+    """The process that holds each rank."""
+    split: PartitionSpec
+    """The first dimension cut into one part a rank."""
+
+    def map(self, function: Any, in_specs: Any, out_specs: Any) -> Any:
+        """The function, run by each rank on its parts."""
+        ...
+
+    def compile(self, function: Any, **options: Any) -> Any:
+        """``jax.jit`` of a function made of :meth:`map`."""
+        ...
+
+    def stack(self, parts: Sequence[Any]) -> jax.Array:
+        """An array, one part a rank end to end, of the parts of this process's ranks."""
+        ...
+
+    def parts(self, stacked: jax.Array) -> list[jax.Array]:
+        """This process's parts of such an array, rank after rank."""
+        ...
+
+    def own_slice(self, flat: jax.Array, numel: int) -> jax.Array:
+        """Inside :meth:`map`: this rank's of the slices of ``numel`` elements."""
+        ...
+
+    def gather(self, shard: jax.Array) -> jax.Array:
+        """Inside :meth:`map`: all ranks' shards, end to end."""
+        ...
 
 
 class MeshAxis:
@@ -141,11 +182,16 @@ class MeshAxis:
         return lax.all_gather(shard, self.name, tiled=True)
 
 
-class LoneDevice(MeshAxis):
-    """One device in an axis's place: nothing is exchanged, and what is computed there is not committed to it."""
+class LoneDevice:
+    """One device that is the only rank: nothing is exchanged, and what is computed there is not committed to it."""
 
     def __init__(self, device: jax.Device) -> None:
-        super().__init__(Mesh(np.array([device]), ("lone",)), None)
+        self.name = "lone"
+        self.devices = [device]
+        self.world_size = 1
+        self.ranks: tuple[int, ...] = (0,)
+        self.process_of = [device.process_index]
+        self.split = PartitionSpec(self.name)
 
     def map(self, function: Any, in_specs: Any, out_specs: Any) -> Any:
         return function
@@ -189,7 +235,7 @@ def ordered_mean(parts: jax.Array) -> jax.Array:
 class JaxProcesses:
     """The core's ``Collectives`` between the processes whose devices an axis has. The first rank's is number 0."""
 
-    def __init__(self, axis: MeshAxis) -> None:
+    def __init__(self, axis: Ranks) -> None:
         processes = list(dict.fromkeys(axis.process_of))
         self.rank = processes.index(jax.process_index())
         self.world_size = len(processes)
@@ -259,6 +305,27 @@ class _Write(NamedTuple):
     """Whether the piece is all of it."""
 
 
+@dataclass(frozen=True)
+class MeshSizes:
+    """The core's ``ExchangeSizes`` of slices that are exchanged and summed on the devices."""
+
+    n_ranks: int
+    """This process's."""
+    staging_slots = 1  # the pipeline's
+
+    def arrival(self, wire: ElementType) -> Arrival:
+        return Arrival(1, FLOAT32, 1.0)
+
+    def slot_bytes(self, bucket: Bucket, wire: ElementType) -> int:
+        return self.link_numel(bucket) * FLOAT32.itemsize
+
+    def link_numel(self, bucket: Bucket) -> int:
+        return self.n_ranks * bucket.shard_numel
+
+    def way_bytes(self, bucket: Bucket, wire: ElementType) -> int:
+        return self.slot_bytes(bucket, wire)  # what was summed
+
+
 class JaxMeshDevice:
     """The core's ``Device`` on a mesh axis.
 
@@ -273,12 +340,12 @@ class JaxMeshDevice:
     addressable = False
     updates_in_place = False
     wants_pinned = False
-    staging_slots = 1  # the pipeline's
 
-    def __init__(self, axis: MeshAxis, *, native: bool = False, threads: int = 1) -> None:
+    def __init__(self, axis: Ranks, *, native: bool = False, threads: int = 1) -> None:
         self.axis = axis
         self.ranks = axis.ranks
         self.world_size = axis.world_size
+        self.sizes = MeshSizes(len(axis.ranks))
         self.collectives: Collectives = JaxProcesses(axis)
         self.trace = Trace(self.ranks[0], self.collectives.world_size)
         self.sent_bytes = 0
@@ -336,18 +403,6 @@ class JaxMeshDevice:
 
     # --- gradients -----------------------------------------------------------------------------------
 
-    def arrival(self, wire: ElementType) -> Arrival:
-        return Arrival(1, FLOAT32, 1.0)
-
-    def slot_bytes(self, bucket: Bucket, wire: ElementType) -> int:
-        return len(self.ranks) * bucket.shard_numel * FLOAT32.itemsize
-
-    def link_numel(self, bucket: Bucket) -> int:
-        return len(self.ranks) * bucket.shard_numel
-
-    def way_bytes(self, bucket: Bucket, wire: ElementType) -> int:
-        return self.slot_bytes(bucket, wire)  # what was summed
-
     def reduce(
         self,
         bucket: Bucket,
@@ -387,7 +442,7 @@ class JaxMeshDevice:
             with meeting(self.ranks[0], what):
                 for shard, part in zip(shards, out.reshape(len(shards), -1), strict=True):
                     host = np.asarray(shard)
-                    _kernels.cast_array(host, BY_NUMPY[host.dtype], part, FLOAT32, self._threads)
+                    kernels.cast_array(host, BY_NUMPY[host.dtype], part, FLOAT32, self._threads)
 
         return Waiting(finish)
 

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from offload_core.config import OffloadConfig
+from offload_core.config.options import OffloadConfig
 from offload_core.errors import StateError
 
 

@@ -9,9 +9,9 @@ from jax import lax
 
 from offload_core.errors import ParameterError, StateError
 
-from .placement import Placement
-from .trees import check_form, is_array, is_key, refuse_jit
-from .wrapped_tree import WrappedTree
+from ..placement.placement import Placement
+from ..tree.trees import check_form, is_array, is_key, refuse_jit
+from ..tree.wrapped_tree import WrappedTree
 
 _UNDER_JIT = (
     "the states are in host memory. jax.jit the loss and its gradients only; optax.MultiSteps and "

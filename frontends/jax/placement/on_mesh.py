@@ -9,20 +9,20 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from offload_core.bucket_terms import GRADIENTS, PARAMETERS
-from offload_core.config import OffloadConfig
-from offload_core.device import Device
+from offload_core.config.options import OffloadConfig
+from offload_core.device.protocols import Device
 from offload_core.dtypes import BY_NUMPY
 from offload_core.errors import ConfigError, ParameterError, StateError
-from offload_core.host_memory import HostMemory
-from offload_core.memory_plan import PlanRow
-from offload_core.partition import ParamSpec
+from offload_core.layout.partition import ParamSpec
+from offload_core.memory.host_memory import HostMemory
+from offload_core.memory.plan import PlanRow
+from offload_core.step.bucket_terms import GRADIENTS, PARAMETERS
 
-from .gradients import RankGradients
-from .mesh import REPLICATED, JaxMeshDevice, MeshAxis, MeshGradient, ordered_mean
-from .shard_layout import ShardLayout
-from .trees import from_numpy
-from .whole import InBuckets
+from ..gradients import RankGradients
+from ..mesh.mesh import REPLICATED, JaxMeshDevice, MeshAxis, MeshGradient, ordered_mean
+from ..tree.shard_layout import ShardLayout
+from ..tree.trees import from_numpy
+from .whole import Whole, arrays_of, mesh_parameters
 
 
 class Compute(Protocol):
@@ -55,7 +55,7 @@ Compiled = Callable[[list[Any], list[Any], Any, Any, tuple, dict[str, Any]], Any
 """As :class:`Compute`."""
 
 
-class OnMesh(InBuckets):
+class OnMesh(Whole):
     """Replicated along a mesh axis, whose devices are the ranks."""
 
     def __init__(self, axis: MeshAxis, config: OffloadConfig) -> None:
@@ -63,6 +63,15 @@ class OnMesh(InBuckets):
         self.on_host = axis.on_cpu
         self._axis = axis
         self._mean = axis.map(self._mean_over_ranks, axis.split, REPLICATED)
+
+    def start(self, arrays: Sequence[jax.Array]) -> list[Any]:
+        return mesh_parameters(arrays)
+
+    def started(self, tensors: Sequence[Any]) -> list[jax.Array]:
+        return arrays_of(tensors)
+
+    def targets(self, arrays: Sequence[jax.Array]) -> list[Any]:
+        return self.start(arrays)
 
     def place(self, path: str, leaf: Any) -> jax.Array:
         return self._axis.replicate(leaf)

@@ -8,22 +8,22 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from offload_core.config import OffloadConfig
-from offload_core.device import Device
+from offload_core.config.options import OffloadConfig
+from offload_core.device.host_ranks import HostRanks
+from offload_core.device.protocols import Device
 from offload_core.dtypes import BY_NUMPY, ElementType
 from offload_core.errors import ConfigError, GradientError, ParameterError
-from offload_core.host_memory import HostMemory
-from offload_core.host_ranks import HostRanks
-from offload_core.memory_plan import PlanRow
-from offload_core.partition import ParamSpec
+from offload_core.layout.partition import ParamSpec
+from offload_core.memory.host_memory import HostMemory
+from offload_core.memory.plan import PlanRow
 
-from .device import JaxDevice, ParameterBuffers, on_cpu
-from .mesh import JaxMeshDevice, LoneDevice, MeshAxis, MeshGradient
+from ..device import JaxDevice, ParameterBuffers, on_cpu
+from ..mesh.mesh import JaxMeshDevice, LoneDevice, MeshAxis, MeshGradient
+from ..tree.shard_layout import ShardLayout
+from ..tree.trees import from_numpy
 from .on_mesh import SMALLER, Compiled, Compute, OnMesh, replicated_rows
-from .shard_layout import ShardLayout
 from .sharded import ShardedOnMesh
-from .trees import from_numpy
-from .whole import InBuckets, Whole
+from .whole import Whole, arrays_of, mesh_parameters
 
 
 class Placement(Protocol):
@@ -122,16 +122,8 @@ def placement_for(config: OffloadConfig, mesh: Mesh | None, axis: str | None, le
     return OneAccelerator(devices.pop(), config.threads)
 
 
-class OneDevice(Whole):
-    """Nothing is moved in buckets: gradients are read where they are, and new parameters are made from host buffers.
-
-    For a device that is host memory, and for parameters that lie on a device each.
-    """
-
-    def __init__(self, threads: int, *, on_host: bool) -> None:
-        self.device: Device = HostRanks(JaxDevice())
-        self.on_host = on_host
-        self._threads = threads
+class WithoutMesh(Whole):
+    """Each parameter lies on one device."""
 
     def place(self, path: str, leaf: Any) -> jax.Array:
         if isinstance(leaf, jax.Array) and len(leaf.devices()) > 1:
@@ -146,6 +138,26 @@ class OneDevice(Whole):
 
     def pass_through(self, leaf: Any) -> Any:
         return leaf
+
+    def compile(self, compute: Compute, *, in_specs: Any, check_vma: bool) -> Compiled:
+        if in_specs is not None:
+            raise ConfigError("value_and_grad: in_specs without a mesh; expected wrap(params, mesh=mesh)")
+        return jax.jit(compute, static_argnums=2)
+
+    def as_gradients(self, tree: Any) -> Any:
+        return tree
+
+
+class OneDevice(WithoutMesh):
+    """Nothing is moved in buckets: gradients are read where they are, and new parameters are made from host buffers.
+
+    For a device that is host memory, and for parameters that lie on a device each.
+    """
+
+    def __init__(self, threads: int, *, on_host: bool) -> None:
+        self.device: Device = HostRanks(JaxDevice())
+        self.on_host = on_host
+        self._threads = threads
 
     def plan(
         self, specs: Sequence[ParamSpec], layouts: Sequence[ShardLayout | None], memory: HostMemory
@@ -177,25 +189,17 @@ class OneDevice(Whole):
     def written(self, target: Any, like: jax.Array) -> jax.Array:
         return jax.device_put(target.reshape(like.shape), like.sharding if like.committed else None)
 
-    def compile(self, compute: Compute, *, in_specs: Any, check_vma: bool) -> Compiled:
-        if in_specs is not None:
-            raise ConfigError("value_and_grad: in_specs without a mesh; expected wrap(params, mesh=mesh)")
-        return jax.jit(compute, static_argnums=2)
 
-    def as_gradients(self, tree: Any) -> Any:
-        return tree
-
-
-class OneAccelerator(InBuckets, OneDevice):
+class OneAccelerator(WithoutMesh):
     """One device with memory of its own: to the user as any device, to the core as a mesh of it alone.
 
     Its buckets are packed there, copied while others are summed or updated, and unpacked there.
     """
 
     def __init__(self, device: jax.Device, threads: int) -> None:
-        super().__init__(threads, on_host=False)
         self._lone = LoneDevice(device)
-        self.device = JaxMeshDevice(self._lone, threads=threads)
+        self.device: Device = JaxMeshDevice(self._lone, threads=threads)
+        self.on_host = False
 
     def plan(
         self, specs: Sequence[ParamSpec], layouts: Sequence[ShardLayout | None], memory: HostMemory
@@ -203,6 +207,15 @@ class OneAccelerator(InBuckets, OneDevice):
         # JAX's own, out of the host's account: all buckets may be on their way at once.
         n_bytes = sum(spec.numel * spec.dtype.itemsize for spec in specs)
         return [PlanRow("gradients on their way", "host", n_bytes, SMALLER, brief=True), *replicated_rows(specs, 1)]
+
+    def start(self, arrays: Sequence[jax.Array]) -> list[Any]:
+        return mesh_parameters(arrays)
+
+    def started(self, tensors: Sequence[Any]) -> list[jax.Array]:
+        return arrays_of(tensors)
+
+    def targets(self, arrays: Sequence[jax.Array]) -> list[Any]:
+        return mesh_parameters(arrays)
 
     def as_gradient(
         self, path: str, gradient: jax.Array, like: jax.Array, layout: ShardLayout | None, *, unreduced: bool

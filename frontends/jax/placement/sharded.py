@@ -15,21 +15,23 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from offload_core.collectives import merge
-from offload_core.config import OffloadConfig
-from offload_core.device import Copy, Done, Event, Waiting, fill
+from offload_core.config.options import OffloadConfig
+from offload_core.device.events import Done, Event, Waiting
+from offload_core.device.host import fill
+from offload_core.device.protocols import Copy
 from offload_core.dtypes import BY_NUMPY, FLOAT32, ElementType
 from offload_core.errors import ConfigError
-from offload_core.host_memory import HostMemory
-from offload_core.memory_plan import PlanRow
-from offload_core.partition import ALIGNMENT, Bucket, ParamSpec, round_up
+from offload_core.layout.partition import ALIGNMENT, Bucket, ParamSpec, round_up
+from offload_core.memory.host_memory import HostMemory
+from offload_core.memory.plan import PlanRow
+from offload_core.ranks.collectives import merge
 
-from .device import HOST_MEMORY, in_host_memory, read
-from .gather import Gathering, Shard
-from .launch import meeting
-from .mesh import JaxMeshDevice, MeshAxis, MeshGradient, MeshParameter
+from ..device import HOST_MEMORY, in_host_memory, read
+from ..launch import meeting
+from ..mesh.gather import Gathering, Shard
+from ..mesh.mesh import JaxMeshDevice, MeshAxis, MeshGradient, MeshParameter
+from ..tree.shard_layout import ShardLayout
 from .on_mesh import SMALLER, Differentiated, OnMesh, names, replicated_rows
-from .shard_layout import ShardLayout
 
 
 @dataclass
@@ -50,6 +52,7 @@ class ShardedMeshDevice(JaxMeshDevice):
 
     def __init__(self, axis: MeshAxis, *, native: bool = False, threads: int = 1) -> None:
         super().__init__(axis, native=native, threads=threads)
+        self._mesh_axis = axis
         self._cut = axis.compile(self._cut_from_slice, static_argnums=(2, 3, 4))
         self._write = axis.compile(self._write_to_slice, static_argnums=(3, 4, 5), donate_argnums=1)
 
@@ -154,7 +157,7 @@ class ShardedMeshDevice(JaxMeshDevice):
             run[:] = shard[: run.size]
         if tensor.received + bucket.shard_numel == layout.padded_numel:
             parts = [part.reshape(layout.local_shape) for part in tensor.partial]  # nobody writes them again
-            tensor.partial = self.axis.of_parts(layout.shape, tensor.array.sharding, parts)
+            tensor.partial = self._mesh_axis.of_parts(layout.shape, tensor.array.sharding, parts)
         self._count_received(bucket, tensor)
 
 

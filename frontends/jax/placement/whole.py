@@ -8,9 +8,9 @@ import numpy as np
 
 from offload_core.dtypes import ElementType
 
-from .mesh import MeshParameter
-from .shard_layout import ShardLayout
-from .trees import to_numpy
+from ..mesh.mesh import MeshParameter
+from ..tree.shard_layout import ShardLayout
+from ..tree.trees import to_numpy
 
 
 class Whole:
@@ -26,14 +26,11 @@ class Whole:
         return to_numpy(array)
 
 
-class InBuckets(Whole):
-    """They come and go in the buckets of a :class:`JaxMeshDevice`."""
+def mesh_parameters(arrays: Sequence[jax.Array]) -> list[Any]:
+    """What a :class:`JaxMeshDevice` reads parameters from, and writes their successors to."""
+    return [MeshParameter(array) for array in arrays]
 
-    def start(self, arrays: Sequence[jax.Array]) -> list[Any]:
-        return [MeshParameter(array) for array in arrays]
 
-    def started(self, tensors: Sequence[Any]) -> list[jax.Array]:
-        return [tensor.array for tensor in tensors]
-
-    def targets(self, arrays: Sequence[jax.Array]) -> list[Any]:
-        return self.start(arrays)
+def arrays_of(tensors: Sequence[Any]) -> list[jax.Array]:
+    """The inverse of :func:`mesh_parameters`."""
+    return [tensor.array for tensor in tensors]

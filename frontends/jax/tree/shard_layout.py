@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from offload_core.partition import ALIGNMENT, round_up
-from offload_core.regions import Region
+from offload_core.layout.partition import ALIGNMENT, round_up
+from offload_core.layout.regions import Region
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import numpy as np
 from offload_core.dtypes import BY_NUMPY
 from offload_core.errors import OffloadError, ParameterError, StateError
 
-from .device import in_host_memory, on_cpu
+from ..device import in_host_memory, on_cpu
 
 Mask = Any
 """A pytree of booleans with the parameters' structure or a prefix of it, or a function from the parameters to one."""

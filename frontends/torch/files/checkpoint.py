@@ -1,4 +1,4 @@
-"""What a model has besides its optimizer states, as checkpoints hold it (``offload_core/checkpoint.py``)."""
+"""What a model has besides its optimizer states, as checkpoints hold it (``offload_core.checkpoint``)."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
@@ -11,18 +11,19 @@ from torch import nn
 from torch.autograd.graph import increment_version
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as EXTRA_STATE
 
-from offload_core.checkpoint import Contents, Loaded, Names, Target, load_values, translation
-from offload_core.checkpoint_files import Want
+from offload_core.checkpoint.checkpoints import Contents, Loaded, Names, Target, load_values, translation
+from offload_core.checkpoint.reader import Want
+from offload_core.checkpoint.shard_writer import Source
+from offload_core.checkpoint.stateful import check_states, load_states, random_state, set_random_state, states_of
+from offload_core.checkpoint.values import ArrayType
 from offload_core.errors import CheckpointError, ParameterError
-from offload_core.plain import ArrayType
-from offload_core.regions import InMemory
-from offload_core.shard_writer import Source
-from offload_core.stateful import check_states, load_states, random_state, set_random_state, states_of
+from offload_core.layout.regions import InMemory
 
+from ..optimizer import OffloadedAdamW
+from ..stage3.parameters import PartitionedParameter
+from ..stage3.partitioned import PartitionedModel
+from ..tensors import NUMPY_DTYPES, elements_of, flat, memory
 from .export import uncompiled
-from .optimizer import OffloadedAdamW
-from .partitioned import PartitionedModel, PartitionedParameter
-from .tensors import NUMPY_DTYPES, elements_of, flat, memory
 
 
 def _to_numpy(tensor: torch.Tensor) -> np.ndarray:
@@ -60,7 +61,7 @@ class ModelCheckpoints:
         optimizer = self._optimizer
         with optimizer.checkpoints.together("save"):
             self._check_closed("save_checkpoint()")
-            tensors = optimizer.current_tensors()
+            tensors = optimizer.registration.current_tensors()
             contents = self._contents(stateful, extras)
         return optimizer.checkpoints.save(folder, contents, tensors, step=optimizer.updates, keep=keep, wait=wait)
 
@@ -89,7 +90,7 @@ class ModelCheckpoints:
             state,
             own={"random": random_states()},
             types=[TENSORS],
-            gradients_wait=any(slot.deferred is not None for slot in optimizer.slots),
+            gradients_wait=optimizer.intake.has_deferred,
             front_end="torch",
         )
 
@@ -99,7 +100,7 @@ class ModelCheckpoints:
         with optimizer.checkpoints.together("load"):
             self._check_closed("load_checkpoint()")
             optimizer.take_on_unfrozen()
-            tensors = optimizer.current_tensors()
+            tensors = optimizer.registration.current_tensors()
 
         def accept(loaded: Loaded) -> None:
             missing = [name for name in modules if name not in loaded.state.get("modules", modules)]
@@ -187,7 +188,7 @@ def _tensors_of(
     """Parameters ``but`` these (by ``id``) and buffers; of partitioned ones their shards, too."""
     for name, param in model.named_parameters():
         if id(param) not in but:
-            yield uncompiled(name), param, None if parted is None else parted.record_of(param)
+            yield uncompiled(name), param, None if parted is None else parted.parameters.record_of(param)
     seen: set[int] = set()
     for prefix, module in model.named_modules():
         for own, buffer in module._buffers.items():

@@ -1,22 +1,20 @@
-"""What leaves for other programs: weights as Hugging Face writes them, states as ``torch.optim.AdamW`` does."""
+"""Weights for other programs, as Hugging Face writes them."""
 
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from offload_core import checks
+from offload_core.checkpoint.checkpoints import InOrder
+from offload_core.checkpoint.export import Weight, export_weights
 from offload_core.errors import ParameterError
-from offload_core.export import Weight, export_weights
+from offload_core.support import checks
 
-from .partitioned import gathered_parameters
-from .tensors import ELEMENT_TYPES, NUMPY_DTYPES, memory
-
-if TYPE_CHECKING:
-    from .optimizer import OffloadedAdamW
+from ..optimizer import OffloadedAdamW
+from ..stage3.gathering import gathered_parameters
+from ..tensors import ELEMENT_TYPES, NUMPY_DTYPES, memory
 
 _COMPILED = "_orig_mod."  # what torch.compile puts in the names of a module's parts
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in ELEMENT_TYPES}
@@ -24,7 +22,7 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in ELEMENT_TYPES}
 
 def export_safetensors(
     model: nn.Module,
-    optimizer: "OffloadedAdamW",
+    optimizer: OffloadedAdamW,
     folder: str | os.PathLike[str],
     *,
     max_shard_bytes: int,
@@ -38,8 +36,7 @@ def export_safetensors(
     optimizer.flush()
     weights = [_weight(optimizer, name, tensor, target) for name, tensor in _untied(model)]
     pipeline = optimizer.pipeline
-    rank = pipeline.device.collectives.rank
-    export_weights(folder, weights, max_shard_bytes=max_shard_bytes, rank=rank, sum_integers=pipeline.sum_integers)
+    export_weights(folder, weights, max_shard_bytes=max_shard_bytes, collectives=InOrder(pipeline))
 
 
 def uncompiled(name: str) -> str:
@@ -77,7 +74,7 @@ def _untied(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         yield kept, found[kept]
 
 
-def _weight(optimizer: "OffloadedAdamW", name: str, tensor: torch.Tensor, target: torch.dtype | None) -> Weight:
+def _weight(optimizer: OffloadedAdamW, name: str, tensor: torch.Tensor, target: torch.dtype | None) -> Weight:
     dtype = target if target is not None and tensor.dtype.is_floating_point else tensor.dtype
     if tensor.layout is not torch.strided or dtype not in NUMPY_DTYPES or tensor.is_meta:
         where = " on the meta device" * tensor.is_meta
@@ -99,21 +96,3 @@ def _weight(optimizer: "OffloadedAdamW", name: str, tensor: torch.Tensor, target
 
 def _in_order(tensor: torch.Tensor) -> np.ndarray:
     return memory(tensor.resolve_conj().resolve_neg().contiguous().view(-1))
-
-
-def torch_state_dict(optimizer: "OffloadedAdamW", *, rank0_only: bool) -> dict[str, Any] | None:
-    """As ``OffloadedAdamW.torch_state_dict``."""
-    optimizer.flush()
-    adam = torch.optim.AdamW if optimizer.config.adam_mode == "adamw" else torch.optim.Adam
-    settings = {name: value for name, value in adam([torch.empty(0)]).param_groups[0].items() if name != "params"}
-    groups = [{**settings, **group, "fused": True} for group in optimizer.state_dict()["param_groups"]]
-    wanted = optimizer.pipeline.device.collectives.rank == 0 or not rank0_only
-    numbers = [i for group in groups for i in group["params"]]
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    state = {}
-    for i, param in zip(numbers, params, strict=True):
-        if optimizer.has_states(param) and optimizer.state[param]["step"] > 0:  # torch has none of what was not updated
-            whole = optimizer.whole_states(param, ["exp_avg", "exp_avg_sq"])
-            if wanted:
-                state[i] = {"step": optimizer.state[param]["step"].clone(), **whole}
-    return {"state": state, "param_groups": groups} if wanted else None

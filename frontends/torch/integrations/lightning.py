@@ -18,14 +18,14 @@ from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
-from offload_core.checkpoint_files import rotate
-from offload_core.config import ConfigLike, OffloadConfig
+from offload_core.checkpoint.reader import rotate
+from offload_core.config.options import ConfigLike, OffloadConfig
 from offload_core.errors import CheckpointError, ConfigError
 
-from ..checkpoint import load_weights
-from ..construction import in_shards, init
 from ..engine import Engine, wrap
-from ..partitioned import gathered_parameters
+from ..files.checkpoint import load_weights
+from ..stage3.construction import in_shards, init
+from ..stage3.gathering import gathered_parameters
 from .shards import FOLDER, Shards
 
 TRAINER = "trainer.ckpt"
@@ -347,7 +347,7 @@ class OffloadPrecision(Precision):
         self, tensor: torch.Tensor, model: LightningModule, optimizer: Any, **kwargs: Any
     ) -> None:
         engine = self._engine
-        if engine.optimizer.arrivals.fresh:  # of a backward before, which no update followed
+        if engine.optimizer.intake.fresh:  # of a backward before, which no update followed
             engine.step(boundary=False)
         engine.backward(tensor, average=False, **kwargs)  # Lightning has divided the loss
 

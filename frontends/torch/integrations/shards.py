@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from ..checkpoint import ModelCheckpoints, random_states, set_random_states
+from ..files.checkpoint import ModelCheckpoints, random_states, set_random_states
 from ..optimizer import OffloadedAdamW
 
 FOLDER = "offload"

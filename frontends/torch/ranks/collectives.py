@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from offload_core.dtypes import BY_NUMPY
 from offload_core.errors import CollectiveError, ConfigError
-from offload_core.launch import warn_if_launched
+from offload_core.support.launchers import warn_if_launched
 
-from .tensors import TORCH_DTYPES
+from ..tensors import TORCH_DTYPES
 
 _PATIENCE = 1.0
 """Seconds to wait for the group's thread to let go of a buffer."""

@@ -8,10 +8,11 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from offload_core.device import Copy, Done, Event, HostArray
+from offload_core.device.events import Done, Event
+from offload_core.device.protocols import Copy, HostArray
 from offload_core.dtypes import ElementType
 
-from .tensors import ELEMENT_TYPES, TORCH_DTYPES
+from ..tensors import ELEMENT_TYPES, TORCH_DTYPES
 
 
 def as_torch(host: np.ndarray) -> torch.Tensor:

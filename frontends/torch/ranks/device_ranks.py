@@ -1,6 +1,7 @@
 """Ranks that exchange buckets between their devices (nccl), as the core's ``Device``."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -8,22 +9,24 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from offload_core.config import OffloadConfig
-from offload_core.device import Copy, Event, HostArray, traced
+from offload_core.config.options import OffloadConfig
+from offload_core.device.events import Event, traced
+from offload_core.device.exchange_sizes import OnDevice
+from offload_core.device.host_ranks import HostRanks
+from offload_core.device.protocols import Copy, HostArray
+from offload_core.device.trace import TO_DEVICE, TO_HOST
 from offload_core.dtypes import ElementType
 from offload_core.errors import CollectiveError
-from offload_core.exchange import ExchangeOnDevice
-from offload_core.host_memory import Lease
-from offload_core.host_ranks import HostRanks
-from offload_core.partition import Bucket
-from offload_core.trace import TO_DEVICE, TO_HOST
+from offload_core.layout.partition import Bucket
+from offload_core.memory.host_memory import Lease
+from offload_core.ranks.consistency import agree
 
+from ..tensors import TORCH_DTYPES
 from .collectives import TorchRanks, all_gather, reduce_scatter
 from .device import TorchDevice, as_torch, fill, memory_of, spread
-from .tensors import TORCH_DTYPES
 
 
-class DeviceRanks(ExchangeOnDevice, HostRanks):
+class DeviceRanks(HostRanks):
     """One rank a process; only its own shards cross to the host and back.
 
     The bucket's slices are exchanged and, in rank order and fp32, summed on the device.
@@ -33,7 +36,7 @@ class DeviceRanks(ExchangeOnDevice, HostRanks):
     """
 
     def __init__(self, memory: TorchDevice, collectives: TorchRanks, group: Any, *, native: bool = False) -> None:
-        super().__init__(memory, collectives, native=native)
+        super().__init__(memory, collectives, native=native, sizes=OnDevice(collectives.world_size, native))
         self._memory = memory
         # The default group is named by None, for the same reason as in TorchRanks.
         self._group = None if group is dist.group.WORLD else group
@@ -129,11 +132,15 @@ def device_for(device: torch.device, group: Any, config: OffloadConfig, *, apart
 
     Args:
         apart: what goes over it must not wait for what goes over the group, nor keep to its order.
+
+    Raises:
+        ConfigError, ParameterError: on all ranks, where they run different versions or have different settings.
     """
     memory, native = memory_of(device), config.reduction == "native"
     if group is None:
         return HostRanks(memory)
     collectives = TorchRanks(group)
+    agree(collectives, replace(config, op_order=config.op_order or "torch"))
     if device.type == "cuda" and _moves(group, device):
         if apart:
             group = dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from offload_core.errors import CollectiveError, ConfigError
-from offload_core.launch import Launched
+from offload_core.support.launchers import Launched
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 

@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -26,19 +25,19 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from offload_core.bucket_terms import PARAMETER_SHARDS
-from offload_core.config import OffloadConfig
+from offload_core.config.options import OffloadConfig
+from offload_core.device.host_ranks import HostRanks
 from offload_core.errors import ConfigError, ParameterError, StateError
-from offload_core.host_memory import HostMemory, give_back_freed
-from offload_core.host_ranks import HostRanks
-from offload_core.layout import fingerprint
+from offload_core.memory.host_memory import HostMemory, give_back_freed
+from offload_core.ranks.consistency import combine, fingerprint
+from offload_core.step.bucket_terms import PARAMETER_SHARDS
 
-from .collectives import default_group
+from ..pending import METADATA, forget, forget_at_end, make_pending
+from ..ranks.collectives import default_group
+from ..ranks.device import as_torch
+from ..ranks.device_ranks import device_for
+from ..tensors import ELEMENT_TYPES, TORCH_DTYPES, flat, is_offloadable, shaped_like, spec_of
 from .cut import Cut
-from .device import as_torch
-from .device_ranks import device_for
-from .pending import METADATA, forget, forget_at_end, make_pending
-from .tensors import ELEMENT_TYPES, TORCH_DTYPES, flat, is_offloadable, shaped_like, spec_of
 
 _LONE = 2
 """References to a storage: its tensor's, and that of the one who counts."""
@@ -353,9 +352,9 @@ class _Construction:
             return
         device = self.device(entries[0].param.device)
         self.agree(f"cut {[(entry.name, *entry.param.shape) for entry in entries]}", device)
-        referred = np.array([_refers_to_memory_of(entry.param) for entry in entries], np.int64)
-        device.collectives.sum_integers(referred, "parameters in use")
-        for entry, n in zip(entries, referred.tolist(), strict=True):
+        referred = [_refers_to_memory_of(entry.param) for entry in entries]
+        known = combine(device.collectives, "parameters in use", sums=referred)
+        for entry, n in zip(entries, known.sums.tolist(), strict=True):
             if for_good or not n:
                 Shards(entry.param, entry.name, self).release(entry.param)
                 self.whole.remove(entry)
@@ -368,10 +367,7 @@ class _Construction:
         """Raise :class:`StateError` on all ranks unless all are about to do this."""
         if device.world_size == 1:
             return
-        mine = fingerprint(act)
-        total = np.array([mine], np.int64)
-        device.collectives.sum_integers(total, f"init() is to {act}")
-        if total[0] != mine * device.world_size:
+        if not combine(device.collectives, f"init() is to {act}", same=[fingerprint(act)]).alike.all():
             raise StateError(
                 f"ranks differ in what they do while a model is built by init(); here: {act}; expected all to run the "
                 "same code: what one rank alone changes goes into gathered_parameters(..., modifier_rank=...)"

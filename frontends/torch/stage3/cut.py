@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import torch
 
-from offload_core.partition import Bucket, ParamSpec, build_buckets
+from offload_core.layout.partition import Bucket, ParamSpec, build_buckets
 
-from .tensors import flat
+from ..tensors import flat
 
 
 class Cut:

@@ -1,0 +1,1 @@
+"""Checkpoints, exports and states as pytrees."""

@@ -1,0 +1,1 @@
+"""Ranks that are places on a mesh axis."""

@@ -1,0 +1,1 @@
+"""From and to optax: its states, and an optimizer for its loops."""

@@ -1,0 +1,1 @@
+"""How parameters lie on the devices, and how gradients are computed there."""

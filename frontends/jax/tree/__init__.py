@@ -1,0 +1,1 @@
+"""Pytrees: their leaves, names, and how a leaf is cut."""

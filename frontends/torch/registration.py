@@ -1,0 +1,408 @@
+"""The parameters that an optimizer has states of: their checks, their casting, their place in the pipeline."""
+
+import gc
+import threading
+import weakref
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import increment_version
+
+from offload_core.config.options import OffloadConfig
+from offload_core.errors import ParameterError, StateError
+from offload_core.layout.partition import ParamSpec
+from offload_core.memory.host_memory import available_bytes
+from offload_core.memory.plan import MemoryPlan
+from offload_core.memory.report import MemoryReport
+from offload_core.step.bucket_terms import GATHERED, GRADIENTS, PARAMETERS
+from offload_core.step.pipeline import Pipeline
+from offload_core.support.launchers import local_processes
+
+from .pending import can_wait, forget, make_pending, settle
+from .stage3.construction import shards_of
+from .stage3.partitioned import PartitionedModel
+from .tensors import (
+    TORCH_DTYPES,
+    TakenGradient,
+    bytes_as,
+    cast_param,
+    check_param,
+    flat,
+    memory_of_all,
+    memory_order,
+    spec_of,
+)
+
+OWNED: "weakref.WeakValueDictionary[int, Slot]" = weakref.WeakValueDictionary()
+"""The slot of every parameter that has one, by ``id``; a slot keeps its parameter alive, so no id is reused."""
+
+NamedParam = tuple[str, torch.Tensor, int]
+"""A parameter's name, the parameter, and the number of its group."""
+
+
+@dataclass(eq=False)
+class Slot:
+    """A parameter that has states: its number in the pipeline, and what it was after the last update."""
+
+    name: str
+    param: torch.Tensor
+    index: int
+    taken: TakenGradient
+    order: list[int] | None
+    """The order in memory in which its states are laid out (``tensors.memory_order``)."""
+    arrived: int = 0
+    """Gradients taken in backwards since the last update; this and the next two are the intake's."""
+    averaged: int = 0
+    """Of these, how many came through ``scaled_backward``."""
+    deferred: torch.Tensor | None = None
+    """``p.grad`` where it holds gradients that are to leave later, on top of those that have left."""
+    partitioned: bool = False
+    """Whether it is there in shards, which only ``gathered_parameters`` changes."""
+    version: int = 0
+    address: int = 0
+
+    def note(self) -> None:
+        if not self.partitioned:
+            self.version, self.address = self._place
+
+    def doubt(self) -> None:
+        """The parameter may not be what its master weights say: who uses them next is to compare."""
+        self.version = -1
+
+    @property
+    def changed_outside(self) -> bool:
+        return not self.partitioned and (self.version, self.address) != self._place
+
+    @property
+    def _place(self) -> tuple[int, int]:
+        with torch._C.DisableTorchFunctionSubclass():  # no read: nobody has to wait
+            return self.param._version, self.param.data_ptr()
+
+    def forget(self) -> None:
+        """No gradient has arrived."""
+        self.arrived = self.averaged = 0
+        self.deferred = None
+
+    def continues(self, gradient: torch.Tensor | None) -> bool:
+        """Whether ``p.grad``, as it is now, is the deferred gradient (with ``create_graph`` autograd replaces it)."""
+        return (
+            gradient is not None and self.deferred is not None and (gradient is self.deferred or gradient.requires_grad)
+        )
+
+    def release(self) -> None:
+        """Take the stand-in off the parameter."""
+        if self.param.grad is self.taken:
+            self.param.grad = None
+
+
+class Registration:
+    """The parameters that an optimizer has taken on, in the pipeline's order.
+
+    It lives as long as the pipeline; when it dies, or is closed, the parameters belong to nobody.
+
+    Args:
+        device: the one where all parameters are.
+        partitioned: those of them that are there in shards only; None: none.
+        gradients_leave: whether they do so in backward, and are not there beside the parameters.
+        lock: held while the pipeline is called outside the optimizer's own methods.
+    """
+
+    def __init__(
+        self,
+        config: OffloadConfig,
+        pipeline: Pipeline,
+        device: torch.device,
+        partitioned: PartitionedModel | None,
+        *,
+        gradients_leave: bool,
+        lock: threading.RLock,
+    ) -> None:
+        self.slots: dict[torch.Tensor, Slot] = {}
+        self._config = config
+        self._pipeline = pipeline
+        self._device = device
+        self._partitioned = partitioned
+        self._gradients_leave = gradients_leave
+        self._lock = lock
+        weakref.finalize(self, let_go, self.slots).atexit = False
+
+    def close(self) -> None:
+        """Let the parameters go."""
+        let_go(self.slots)
+
+    # --- taking parameters on ------------------------------------------------------------------------
+
+    def check_new(self, named: Iterable[NamedParam]) -> None:
+        """As the function :func:`check_new`, of parameters that are to be taken on besides."""
+        check_new(named, self._device, self.slots)
+
+    def unfrozen(self, groups: Iterable[Mapping[str, Any]], *, with_gradient: bool) -> list[NamedParam]:
+        """Parameters of these groups that were frozen and can have a gradient now, or have one."""
+
+        def is_new(param: torch.Tensor) -> bool:
+            return param not in self.slots and (param.grad is not None if with_gradient else param.requires_grad)
+
+        found = [(g, group) for g, group in enumerate(groups) if any(map(is_new, group["params"]))]
+        return [entry for g, group in found for entry in named_params(g, group) if is_new(entry[1])]
+
+    def take_on(self, named: Sequence[NamedParam], model: nn.Module | None = None) -> list[Slot]:
+        """Allocate states for these parameters; cast them to ``param_dtype``.
+
+        Args:
+            model: what else of it takes memory is part of the plan.
+        """
+        for name, param, _ in named:
+            check_param(name, param)
+        pipeline, parted, target = self._pipeline, self._partitioned, self._config.target_dtype
+        specs = [spec_of(name, p, g, target, parted is not None and parted.parameters.takes(p)) for name, p, g in named]
+        frozen = parted.parameters.frozen([p for _, p, _ in named]) if parted is not None and model is not None else []
+        trained = [(spec, p) for spec, (_, p, _) in zip(specs, named, strict=True)]
+        plan = self._plan(trained, frozen, self._others(trained, frozen, _tensors_of(model)))
+        device = pipeline.device
+        processes = min(local_processes(), device.world_size)
+        plan.check(available_bytes(), device.free_bytes(), processes=processes)
+        first = len(pipeline.params)
+        cut = parted.parameters.cut(trained) if parted else {}
+        tensors = [cut[p].shard if p in cut else flat(p) for _, p, _ in named]
+        pipeline.add_parameters(specs, tensors, frozen=[spec for spec, _ in frozen])
+        if parted is not None:
+            parted.keep_shards(cut.values())
+        new = []
+        for i, (name, param, _) in enumerate(named):
+            if specs[i].partitioned:
+                assert parted is not None
+                parted.parameters.train(param, first + i)
+            elif target is not None:
+                cast_param(param, TORCH_DTYPES[target])
+            slot = Slot(
+                name,
+                param,
+                first + i,
+                TakenGradient(param, name),
+                memory_order(param),
+                partitioned=specs[i].partitioned,
+            )
+            slot.note()
+            self.slots[param] = slot
+            OWNED[id(param)] = slot
+            new.append(slot)
+        return new
+
+    # --- what the pipeline reads and writes ----------------------------------------------------------
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The memory of all parameters, or this rank's shards of them."""
+        return [self.tensor(slot) for slot in self.slots.values()]
+
+    def tensor(self, slot: Slot) -> torch.Tensor:
+        shard = self._partitioned.parameters.shard_of(slot.param) if self._partitioned is not None else None
+        # Of .data: the pipeline's writes are counted once, and not when they happen.
+        return flat(slot.param.data) if shard is None else shard
+
+    def current_tensors(self) -> list[torch.Tensor]:
+        """As :meth:`tensors`; what was changed there from outside is in the masters, too."""
+        with torch._C.DisableTorchFunctionSubclass():  # no read: nobody has to wait
+            tensors = self.tensors()
+        for slot in self.slots.values():
+            self._follow(slot, tensors[slot.index])
+        return tensors
+
+    def current_tensor(self, slot: Slot) -> torch.Tensor:
+        """As :meth:`current_tensors`, of one."""
+        with torch._C.DisableTorchFunctionSubclass():  # no read: nobody has to wait
+            tensor = self.tensor(slot)
+        self._follow(slot, tensor)
+        return tensor
+
+    def _follow(self, slot: Slot, tensor: torch.Tensor) -> None:
+        if slot.changed_outside:
+            self._pipeline.adopt(slot.index, tensor)
+            slot.note()
+
+    def check_unchanged(self) -> None:
+        """Raise :class:`ParameterError` where a parameter is no longer what its states were made for."""
+        for slot in self.slots.values():
+            spec, param = self._pipeline.params[slot.index], slot.param
+            got = (param.numel(), param.dtype, param.device)
+            expected = (spec.numel, TORCH_DTYPES[spec.dtype], self._device)
+            if got != expected or param.shape != slot.taken.shape or memory_order(param) != slot.order:
+                raise ParameterError(
+                    f"parameter {slot.name!r} is {tuple(param.shape)} {param.dtype} on {param.device}, strides "
+                    f"{param.stride()}, and was {tuple(slot.taken.shape)} {expected[1]} on {expected[2]}, strides "
+                    f"{slot.taken.stride()}, when its states were made; expected no change: resize, cast, move or "
+                    "reorder the model before wrap(), or wrap it anew"
+                )
+
+    # --- after the pipeline has written --------------------------------------------------------------
+
+    def flush(self) -> None:
+        """As ``OffloadedAdamW.flush``."""
+        if self._partitioned is not None and self._config.schedule == "delayed":
+            self._partitioned.before_change()
+        self._pipeline.flush(self.tensors())
+
+    def follow_update(self) -> None:
+        """The pipeline has made a step, or goes on with it: autograd is told, and readers wait for what they read."""
+        written = [slot for slot in self.slots.values() if slot.index in self._pipeline.published]
+        for slot in written:
+            increment_version(slot.param)  # autograd must know, as after any in-place update
+        for slot in self.slots.values():
+            slot.note()
+        if not self._pipeline.finished:
+            for slot in written:
+                if not slot.partitioned:
+                    _make_readers_wait(slot, self._lock, self._pipeline)
+
+    def follow_replaced(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Master weights have been replaced: bring them to the parameters."""
+        self._pipeline.flush(tensors)
+        for slot in self.slots.values():
+            increment_version(slot.param)
+            slot.note()
+
+    @property
+    def readers_can_wait(self) -> bool:
+        """Whether readers of any parameter can be made to wait for it."""
+        return all(can_wait(slot.param) for slot in self.slots.values())
+
+    def follow_early(self) -> None:
+        """The pipeline writes to parameters in mid-backward: autograd is told, and readers wait for what they read."""
+        sent = self._pipeline.sent_early()
+        if not sent:
+            return
+        slots = list(self.slots.values())
+        for slot in (slots[param] for param in sent):
+            increment_version(slot.param)
+            slot.note()
+            _make_readers_wait(slot, self._lock, self._pipeline)
+
+    # --- memory --------------------------------------------------------------------------------------
+
+    def memory_report(self, given: Iterable[torch.Tensor], model: nn.Module | None) -> MemoryReport:
+        """As ``OffloadedAdamW.memory_report``.
+
+        Args:
+            given: what is in the optimizer's groups.
+        """
+        pipeline, parted = self._pipeline, self._partitioned
+        trained = [(pipeline.params[slot.index], slot.param) for slot in self.slots.values()]
+        frozen = [] if parted is None else parted.parameters.frozen([param for _, param in trained])
+        others = self._others(trained, frozen, [*given, *_tensors_of(model)])
+        plan = self._plan(trained, frozen, others)
+        whole = [
+            param for param in (*(param for _, param in trained), *others) if parted is None or param not in parted
+        ]
+        gradients = [slot.param.grad for slot in self.slots.values() if slot.param.grad is not slot.taken]
+        held = {
+            PARAMETERS: memory_of_all(whole),
+            GRADIENTS: memory_of_all(gradient for gradient in gradients if gradient is not None),
+        }
+        if parted is not None:
+            held[PARAMETERS] += parted.parameters.shard_bytes
+            held[GATHERED] = parted.live.n_bytes
+        rows = [row for row in plan.rows if row.where == "device"]
+        return pipeline.memory_report(rows, {("device", what): n_bytes for what, n_bytes in held.items()})
+
+    def _others(
+        self,
+        trained: Sequence[tuple[ParamSpec, torch.Tensor]],
+        frozen: Sequence[tuple[ParamSpec, torch.Tensor]],
+        tensors: Iterable[torch.Tensor],
+    ) -> list[torch.Tensor]:
+        """Those of ``tensors`` on the device that are neither trained nor partitioned, each once."""
+        known = {id(param) for _, param in (*trained, *frozen)}
+        return list({id(t): t for t in tensors if id(t) not in known and t.device == self._device}.values())
+
+    def _plan(
+        self,
+        trained: Sequence[tuple[ParamSpec, torch.Tensor]],
+        frozen: Sequence[tuple[ParamSpec, torch.Tensor]],
+        others: Sequence[torch.Tensor],
+    ) -> MemoryPlan:
+        params = [param for _, param in trained]
+        plan = self._pipeline.terms.plan(
+            [spec for spec, _ in trained],
+            frozen=[spec for spec, _ in frozen],
+            besides=sum(bytes_as(tensor, self._config.target_dtype) for tensor in others),
+            gradients_stay=not self._gradients_leave,
+        )
+        rows = [] if self._partitioned is None else [self._partitioned.parameters.plan_cut(trained)]
+        whole = [*params, *(param for _, param in frozen), *others]
+        shards = [built.values for built in map(shards_of, whole) if built is not None]
+        held = memory_of_all(tensor for tensor in (*whole, *shards) if tensor.device == self._device)
+        return replace(plan, rows=(*plan.rows, *rows), held=held)
+
+
+def named_params(g: int, group: Mapping[str, Any]) -> list[NamedParam]:
+    """The parameters of group ``g``, each once."""
+    names = group.get("param_names") or [f"group {g}, parameter {i}" for i in range(len(group["params"]))]
+    entries: dict[torch.Tensor, NamedParam] = {}
+    for name, param in zip(names, group["params"], strict=True):
+        entries.setdefault(param, (name, param, g))  # one that is there twice, of which torch warns, is one
+    return [*entries.values()]
+
+
+def check_new(
+    named: Iterable[NamedParam], device: torch.device, known: Collection[torch.Tensor] | Mapping[torch.Tensor, Any] = ()
+) -> None:
+    """Raise where one of these parameters, all on that device, cannot be taken on.
+
+    Args:
+        known: those that the optimizer has already.
+
+    Raises:
+        ParameterError: it cannot train, or is elsewhere.
+        StateError: it belongs to another optimizer.
+    """
+    for name, param, _ in named:
+        if not param.requires_grad:
+            if not (param.is_floating_point() or param.is_complex()):
+                raise ParameterError(
+                    f"parameter {name!r} has dtype {param.dtype} and cannot train; expected a float32, bfloat16 or "
+                    "float16 one: leave it out"
+                )
+            continue  # checked when it is unfrozen
+        check_param(name, param)
+        if param.device != device:
+            raise ParameterError(
+                f"parameter {name!r} is on {param.device}, others are on {device}; expected one device a process"
+            )
+        if id(param) in OWNED and param not in known:
+            gc.collect()  # a trainer that is gone may have kept the optimizer in a cycle
+        if id(param) in OWNED and param not in known:
+            raise StateError(
+                f"parameter {name!r} already belongs to another OffloadedAdamW (was the model wrapped twice?); "
+                "expected one owner: use the first one, or end it with .close()"
+            )
+
+
+def let_go(slots: dict[torch.Tensor, Slot]) -> None:
+    """Take the stand-ins for gradients off the parameters; they belong to nobody."""
+    for slot in slots.values():
+        if not slot.partitioned:
+            with suppress(StateError):  # the step that it was emitted for does not come
+                settle(slot.param)
+            forget(slot.param)
+        slot.release()
+        slot.taken.when_added(None)
+        if OWNED.get(id(slot.param)) is slot:
+            del OWNED[id(slot.param)]
+    slots.clear()
+
+
+def _tensors_of(model: nn.Module | None) -> list[torch.Tensor]:
+    return [] if model is None else [*model.parameters(), *model.buffers()]
+
+
+def _make_readers_wait(slot: Slot, lock: threading.RLock, pipeline: Pipeline) -> None:
+    make_pending(slot.param, partial(_await, lock, pipeline, slot.index))
+
+
+def _await(lock: threading.RLock, pipeline: Pipeline, param: int) -> None:
+    with lock:  # gradients may be arriving in another thread
+        pipeline.await_param(param)

@@ -1,0 +1,1 @@
+"""Stage 3: parameters in shards, made whole for the modules that use them."""

@@ -1,0 +1,181 @@
+"""Partitioned parameters (stage 3) that are made whole by hand: ``with gathered_parameters(...)``."""
+
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import increment_version, saved_tensors_hooks
+
+from offload_core.device.protocols import GatheringDevice
+from offload_core.errors import ParameterError, StateError
+from offload_core.step.pipeline import Pipeline
+
+from ..tensors import flat, shaped_like, spec_of
+from .construction import gathered_shards, in_shards, unexpected_change
+from .hooks import ModuleRuns, note_external
+from .parameters import PartitionedParameters
+
+_GATHERINGS: "weakref.WeakValueDictionary[int, Gathering]" = weakref.WeakValueDictionary()
+"""What makes a parameter of an engine's model whole, by ``id``; it keeps the parameters alive, so no id is reused."""
+
+
+class Gathering:
+    """Makes the parameters of one model whole by hand, and has ranks take what was written to them.
+
+    Args:
+        world: over it one rank gives the others its values.
+    """
+
+    def __init__(
+        self, parameters: PartitionedParameters, runs: ModuleRuns, world: GatheringDevice, pipeline: Pipeline
+    ) -> None:
+        self._parameters = parameters
+        self._runs = runs
+        self._world = world
+        self._pipeline = pipeline
+        self._open = 0
+        """``gathered_parameters`` that have not ended."""
+        for param in parameters.of_model:
+            _GATHERINGS[id(param)] = self
+
+    def close(self) -> None:
+        """The partitioned parameters are this one's no longer."""
+        for number in self._parameters.records:
+            _GATHERINGS.pop(number, None)
+
+    def knows(self, param: torch.Tensor) -> bool:
+        """Whether the parameter is partitioned."""
+        return param in self._parameters
+
+    def hook(self, module: nn.Module) -> None:
+        """As :meth:`ModuleRuns.hook`."""
+        self._runs.hook(module)
+
+    def check_closed(self, what: str = "an update") -> None:
+        """Raise :class:`StateError` inside ``gathered_parameters``."""
+        if self._open:
+            raise StateError(
+                f"{what} inside gathered_parameters(); expected it after: what is written there is in no shard yet"
+            )
+
+    @contextmanager
+    def gathered(self, params: Sequence[torch.Tensor], modifier_rank: int | None) -> Iterator[None]:
+        """As :func:`gathered_parameters`, of parameters of this model."""
+        if modifier_rank is not None and modifier_rank not in range(self._world.world_size):
+            raise ParameterError(
+                f"gathered_parameters: modifier_rank={modifier_rank!r}, expected None or one of the ranks 0 to "
+                f"{self._world.world_size - 1}"
+            )
+        records = self._parameters.among(params)
+        self._runs.hold(records)
+        used = [self._runs.use(record) for record in records]
+        # Where nothing runs that would gather it again for backward, a graph keeps the memory, not the parameter.
+        graphs = nullcontext() if all(used) else saved_tensors_hooks(torch.Tensor.detach, torch.Tensor.detach)
+        self._open += 1
+        versions = [record.param._version for record in records]
+        try:
+            with graphs:
+                yield
+            changed = [
+                r for r, before in zip(records, versions, strict=True) if r.param._version not in (before, r.spread)
+            ]
+            if modifier_rank is not None:
+                self._spread(params, modifier_rank)
+            elif changed:
+                raise unexpected_change(changed[0].spec.name)
+        finally:
+            self._open -= 1
+            for record in records:
+                record.lasts = True  # state_dict() and others may refer to it
+            self._runs.let_go(records, may_stay=False)  # with what was not to be changed
+
+    def _spread(self, params: Sequence[torch.Tensor], source: int) -> None:
+        """Give all ranks one rank's values of these parameters."""
+        for param in params:
+            record = self._parameters.record_of(param)
+            name = self._parameters.name_of(param)
+            with torch.no_grad():
+                if record is None:
+                    self._world.start_alike([spec_of(name, param, 0)], [flat(param)], source)
+                    continue
+                target = shaped_like(record.whole[: record.spec.numel], param)
+                if param.data_ptr() != target.data_ptr():  # p.data = ...
+                    target.copy_(param)
+                    param.data = target
+                self._world.start_alike([record.spec], [record.whole[: record.spec.numel]], source)
+                record.cut(param, record.shard)
+                increment_version(param)
+                record.spread = param._version
+                if record.index is not None:
+                    self._pipeline.adopt(record.index, record.shard)
+
+
+def gathered_parameters(params: torch.Tensor | Iterable[torch.Tensor], modifier_rank: int | None = None) -> Any:
+    """A context in which partitioned parameters (stage 3) are whole: ``with gathered_parameters(layer.weight): ...``
+
+    All ranks must enter it together, with the same parameters in the same order. What was taken from a parameter inside
+    (``state_dict()``, views) stays valid after it.
+
+    Args:
+        params: a parameter or several; those that are not partitioned are whole anyway.
+        modifier_rank: the rank that changes the parameters: at the end all ranks, and their master weights, take its
+            values. None: nobody changes them.
+
+    Raises:
+        StateError: a parameter was changed and no ``modifier_rank`` is given; the change is lost.
+    """
+    return _gathered([params] if isinstance(params, torch.Tensor) else list(params), modifier_rank)
+
+
+@contextmanager
+def _gathered(params: Sequence[torch.Tensor], modifier_rank: int | None) -> Iterator[None]:
+    for param in params:
+        if not isinstance(param, torch.Tensor):
+            raise ParameterError(f"gathered_parameters: got a {type(param).__name__}, expected parameters")
+    gathering = next((g for g in map(_gathering_of, params) if g is not None), None)
+    if gathering is None:
+        with gathered_shards(params, modifier_rank):
+            yield
+        return
+    mine = [param for param in params if _gathering_of(param) is gathering]
+    others = [param for param in params if _gathering_of(param) is not gathering]
+    with _gathered(others, modifier_rank), gathering.gathered(mine, modifier_rank):
+        yield
+
+
+def _gathering_of(param: torch.Tensor) -> Gathering | None:
+    return None if in_shards(param) else _GATHERINGS.get(id(param))
+
+
+def register_external_parameter(module: nn.Module, param: torch.Tensor) -> None:
+    """Say that a module's forward uses a parameter of another module, before ``wrap`` or after.
+
+    In stage 3 it is then whole while the module runs. Most such uses are noticed by themselves, at the cost of
+    gathering the parameter once more at the first.
+
+    Raises:
+        ParameterError: ``module`` is no module or ``param`` no parameter.
+    """
+    if not isinstance(module, nn.Module) or not isinstance(param, nn.Parameter):
+        raise ParameterError(
+            f"register_external_parameter: got {type(module).__name__} and {type(param).__name__}, expected a module "
+            "and a parameter"
+        )
+    note_external(module, param)
+    gathering = _GATHERINGS.get(id(param))
+    if gathering is not None and gathering.knows(param):
+        gathering.hook(module)
+
+
+def check_unowned(model: nn.Module) -> None:
+    """Raise :class:`StateError` where another engine has taken one of the parameters apart."""
+    for name, param in model.named_parameters():
+        other = _gathering_of(param)
+        if other is not None and other.knows(param):
+            raise StateError(
+                f"parameter {name!r} is there in shards of another engine; expected one owner: end that one with "
+                ".close(), or give this model a parameter of its own"
+            )

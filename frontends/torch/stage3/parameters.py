@@ -1,0 +1,197 @@
+"""The partitioned parameters of a model (stage 3): which they are, and this rank's shards of them.
+
+[Note: storages of partitioned parameters] A partitioned parameter keeps its identity, shape and element type; while it
+is released its storage has no bytes. Gathering gives the storage its bytes back and fills it through another tensor, so
+what autograd saved of the parameter in forward, which shares the storage, has its values again in backward, and no
+version counter moves.
+"""
+
+from collections.abc import Collection, Iterable, Sequence
+from functools import partial
+
+import torch
+from torch import nn
+
+from offload_core.device.protocols import GatheringDevice
+from offload_core.layout.partition import ParamSpec
+from offload_core.memory.plan import PlanRow
+from offload_core.ranks.consistency import agree
+from offload_core.stage3.live_params import LiveParams, PartitionedParam
+from offload_core.step.bucket_terms import PARAMETER_SHARDS
+from offload_core.step.pipeline import Pipeline
+
+from ..ranks.device import as_torch
+from ..tensors import TORCH_DTYPES, flat, is_offloadable, shaped_like, spec_of
+from .construction import hand_over, in_shards, shards_of
+from .cut import Cut
+
+
+class PartitionedParameter(Cut):
+    """A parameter of the model and this rank's shards of it; its storage while it is whole ([Note: storages of
+    partitioned parameters])."""
+
+    def __init__(self, live: LiveParams, spec: ParamSpec, param: torch.Tensor, module: str, bucket_numel: int) -> None:
+        super().__init__(spec, live.device.ranks, live.device.world_size, bucket_numel)
+        self.param = param
+        self.module = module
+        """The module that it is a parameter of, in words."""
+        self.shard = torch.empty(0)
+        self.whole = torch.empty(0)
+        self.index: int | None = None
+        """Its number in the pipeline; None while it is not trained."""
+        self.spread = -1
+        """The version that all ranks were given last inside ``gathered_parameters``."""
+        self.lasts = False
+        """Whether others may refer to the storage, which then is theirs."""
+        self.live: PartitionedParam = live.add(spec, self.buckets, None, self)
+
+    def empty(self) -> None:
+        """Give the parameter a storage without bytes; what it had is left to those who refer to it."""
+        with torch.inference_mode(False), torch._C.DisableTorchFunctionSubclass():
+            self.whole = torch.empty(self.padded_numel, dtype=TORCH_DTYPES[self.spec.dtype], device=self.param.device)
+            self.param.data = shaped_like(self.whole[: self.spec.numel], self.param)
+        self.whole.untyped_storage().resize_(0)
+        self.lasts = False
+
+    def allocate(self) -> torch.Tensor:
+        self.whole.untyped_storage().resize_(self.whole.numel() * self.whole.element_size())
+        return self.whole
+
+    def free(self) -> None:
+        if self.lasts:
+            self.empty()
+        else:
+            self.whole.untyped_storage().resize_(0)
+
+
+class PartitionedParameters:
+    """Those of a model, from when they are cut until they are made whole for good.
+
+    Args:
+        device: where whole parameters are.
+        world: on its way shards are gathered.
+        pipeline: of those that are trained.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device, world: GatheringDevice, pipeline: Pipeline) -> None:
+        self._config = config = pipeline.config
+        self._pipeline = pipeline
+        self._device = device
+        self._world = world
+        self.live = LiveParams(config, world)
+        """Which are whole."""
+        self.records: dict[int, PartitionedParameter] = {}
+        """By the parameter's ``id``; a record keeps its parameter alive, so no id is reused."""
+        self._owners: dict[int, tuple[torch.Tensor, str, str]] = {}
+        """A parameter of the model, its name, and the module that has it, in words."""
+        for name, module in model.named_modules():
+            for own, param in module.named_parameters(recurse=False):
+                words = f"{type(module).__name__} {name!r}" if name else type(module).__name__
+                self._owners.setdefault(id(param), (param, f"{name}.{own}" if name else own, words))
+
+    def __contains__(self, param: torch.Tensor) -> bool:
+        return id(param) in self.records
+
+    @property
+    def of_model(self) -> list[torch.Tensor]:
+        """The model's parameters, those that are not partitioned, too."""
+        return [param for param, _, _ in self._owners.values()]
+
+    def name_of(self, param: torch.Tensor) -> str:
+        """The model's."""
+        return self._owners[id(param)][1]
+
+    def among(self, params: Iterable[torch.Tensor | None]) -> list[PartitionedParameter]:
+        """The records of the partitioned ones among these, each once."""
+        return list({id(p): self.records[id(p)] for p in params if id(p) in self.records}.values())
+
+    def shard_of(self, param: torch.Tensor) -> torch.Tensor | None:
+        """What this rank holds of the parameter, one-dimensional; None: all of it."""
+        record = self.records.get(id(param))
+        return None if record is None else record.shard
+
+    def record_of(self, param: torch.Tensor) -> PartitionedParameter | None:
+        """What there is of a parameter, if it is partitioned."""
+        return self.records.get(id(param))
+
+    # --- taking parameters apart ---------------------------------------------------------------------
+
+    def takes(self, param: torch.Tensor) -> bool:
+        """Whether the parameter is to be partitioned, or is."""
+        if id(param) in self.records or (id(param) in self._owners and in_shards(param)):
+            return True
+        fits = id(param) in self._owners and type(param) is nn.Parameter and is_offloadable(param)
+        return fits and param.numel() >= max(self._config.param_persistence_threshold, 1)
+
+    def frozen(self, trained: Collection[torch.Tensor]) -> list[tuple[ParamSpec, torch.Tensor]]:
+        """The parameters that are to be partitioned and are not trained."""
+        ids = {id(param) for param in trained}
+        owned = [
+            (name, param) for param, name, _ in self._owners.values() if id(param) not in ids and self.takes(param)
+        ]
+        target = self._config.target_dtype
+        return [(spec_of(name, param, 0, target, partitioned=True), param) for name, param in owned]
+
+    def plan_cut(self, entries: Sequence[tuple[ParamSpec, torch.Tensor]]) -> PlanRow:
+        """What :meth:`cut` of these takes till :meth:`keep_shard`, beside the whole parameters."""
+        n_bytes = 0
+        for spec, param in entries:
+            if spec.partitioned and id(param) not in self.records and not in_shards(param):
+                cut = Cut(spec, self._world.ranks, self._world.world_size, self._config.reduce_bucket_size)
+                n_bytes += cut.shard_numel * param.element_size()
+        where = "host" if self._shards_device.type == "cpu" else "device"
+        return PlanRow("shards as they were given", where, n_bytes, "init()", passing=True)
+
+    def cut(self, entries: Sequence[tuple[ParamSpec, torch.Tensor]]) -> dict[torch.Tensor, PartitionedParameter]:
+        """The partitioned ones among these, with this rank's shards of them.
+
+        New ones stay whole (of rank 0's values) and of their element type till :meth:`keep_shard`.
+        """
+        found = {param: self.records.get(id(param)) for spec, param in entries if spec.partitioned}
+        new = [(spec, param) for spec, param in entries if spec.partitioned and found[param] is None]
+        given = [f"{param.dtype}{' in shards' * in_shards(param)}" for _, param in new]
+        agree(self._world.collectives, self._config, [spec for spec, _ in new], given)
+        with torch.no_grad():
+            for spec, param in new:
+                words, built = self._owners[id(param)][2], shards_of(param)
+                record = PartitionedParameter(self.live, spec, param, words, self._config.reduce_bucket_size)
+                if built is not None:
+                    record.shard = built.for_engine(record).to(self._shards_device)
+                else:
+                    self._world.start_alike([spec], [flat(param)])
+                    record.shard = torch.zeros(record.shard_numel, dtype=param.dtype, device=self._shards_device)
+                    record.cut(param, record.shard)
+                found[param] = record
+        return {param: record for param, record in found.items() if record is not None}
+
+    @property
+    def _shards_device(self) -> torch.device:
+        return torch.device("cpu") if self._config.offload_param == "cpu" else self._device
+
+    def keep_shard(self, record: PartitionedParameter) -> None:
+        """From now on this parameter is its shards, of the element type that it is to have."""
+        dtype = record.spec.dtype
+        if self._config.offload_param == "cpu":
+            pinned = self._config.pin_memory and self._world.wants_pinned
+            host = self._pipeline.memory.allocate(PARAMETER_SHARDS, record.shard_numel, dtype.numpy, pinned=pinned)
+            shard = as_torch(host).copy_(record.shard)
+        else:
+            shard = record.shard.to(TORCH_DTYPES[dtype])
+        record.shard = shard
+        hand_over(record.param)
+        record.live.shard = self._world.host_array(shard) if self._pipeline.host_shards else shard
+        gradient, record.param.grad = record.param.grad, None
+        record.empty()
+        record.param.grad = None if gradient is None else gradient.to(TORCH_DTYPES[dtype])
+        self.records[id(record.param)] = record
+
+    def train(self, param: torch.Tensor, index: int) -> None:
+        """The parameter is the pipeline's of that number."""
+        record = self.records[id(param)]
+        record.index = index
+        record.live.updated = partial(self._pipeline.update_of, index)
+
+    @property
+    def shard_bytes(self) -> int:
+        """Bytes that shards take on the device."""
+        return 0 if self._config.offload_param == "cpu" else sum(r.shard.nbytes for r in self.records.values())

@@ -1,0 +1,82 @@
+"""Stage 3: parameters that exist as shards, made whole for the modules that use them."""
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload_core.step.pipeline import Pipeline
+
+from ..ranks.device_ranks import device_for
+from .gathering import Gathering, check_unowned
+from .hooks import ModuleRuns
+from .parameters import PartitionedParameter, PartitionedParameters
+
+
+class PartitionedModel:
+    """The partitioned parameters of a model, the hooks that make them whole, and what makes them whole by hand.
+
+    Args:
+        device: where whole parameters are.
+        group: as in ``device_for``; gathers go their own way between its ranks. Making it is collective.
+        pipeline: of those that are trained.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device, group: Any, pipeline: Pipeline) -> None:
+        check_unowned(model)
+        self._world = device_for(device, group, pipeline.config, apart=True)
+        self._world.trace = pipeline.device.trace
+        self.parameters = PartitionedParameters(model, device, self._world, pipeline)
+        self.live = self.parameters.live
+        """Which are whole."""
+        self.runs = ModuleRuns(model, self.parameters, pipeline)
+        self._gathering = Gathering(self.parameters, self.runs, self._world, pipeline)
+
+    def __contains__(self, param: torch.Tensor) -> bool:
+        return param in self.parameters
+
+    def keep_shards(self, records: Iterable[PartitionedParameter]) -> None:
+        """From now on these parameters are their shards, of the element type that they are to have."""
+        for record in records:
+            if record.param not in self.parameters:
+                self.parameters.keep_shard(record)
+                self.runs.guard(record)
+        self.runs.hook_all()
+
+    def keep_frozen(self, trained: Collection[torch.Tensor]) -> None:
+        """Partition what is not trained."""
+        self.keep_shards(self.parameters.cut(self.parameters.frozen(trained)).values())
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of parameters that this rank has sent to others."""
+        return self._world.sent_bytes
+
+    def check_closed(self, what: str = "an update") -> None:
+        """As :meth:`Gathering.check_closed`."""
+        self._gathering.check_closed(what)
+
+    def before_change(self) -> int:
+        """Release everything, for parameters are about to change; a number that is the same on all ranks that
+        gathered alike.
+
+        Raises :class:`StateError` inside ``gathered_parameters``.
+        """
+        self.check_closed()
+        self.runs.forget()
+        return self.live.release_all()
+
+    def recover(self) -> None:
+        """After an error nothing is whole any more."""
+        self.runs.forget()
+        self.live.release_idle()
+
+    def close(self) -> None:
+        """Make all parameters whole for good, and remove the hooks. Collective."""
+        self.before_change()
+        for record in self.parameters.records.values():
+            self.runs.hold([record])
+        self._gathering.close()
+        self.parameters.records.clear()
+        self.runs.close()

@@ -1,0 +1,1 @@
+"""``python -m offload_core``: plan, info, inspect."""

@@ -1,0 +1,1 @@
+"""Settings: ``OffloadConfig``, and DeepSpeed's configuration read into it."""

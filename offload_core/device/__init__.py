@@ -1,0 +1,1 @@
+"""Where tensors live and how bytes cross to the host. Seam: device."""

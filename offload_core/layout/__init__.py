@@ -1,0 +1,1 @@
+"""Which element of which parameter lies where: pure integers."""

@@ -1,0 +1,141 @@
+"""What is held, beside what was planned: a table, and a picture."""
+
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from ..support.optional import library
+from .host_memory import format_bytes
+from .plan import PlanRow, format_table
+
+_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
+_STAYS, _BRIEF, _HELD = "#9db4cc", "#dde5ee", "#1f4e79"
+
+
+@dataclass(frozen=True)
+class MemoryRow:
+    """Bytes of one kind, planned and held now."""
+
+    where: str
+    """``"host"`` or ``"device"``."""
+    what: str
+    """The kind: ``"parameters"``, ``"master"``, …"""
+    planned: int
+    """Bytes that were planned."""
+    held: int
+    """Bytes that are there now."""
+    brief: bool = False
+    """It comes and goes in each step; what is planned is the most of it."""
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """What is held now, beside what was planned: a table as text, and a picture (:meth:`plot`).
+
+    On the device are counted parameters, whatever else belongs to the model, gathered parameters and gradients that
+    wait there; what only passes through, and activations, are not. On the CPU that "device" is host memory, too.
+    """
+
+    numel: int
+    """Trained parameters, in elements."""
+    rows: tuple[MemoryRow, ...]
+    """One for each kind of what is held, or planned."""
+
+    @classmethod
+    def of(cls, numel: int, planned: Iterable[PlanRow], held: Mapping[tuple[str, str], int]) -> "MemoryReport":
+        """What was planned (in any number of plans) beside what is held, by ``(where, what)``."""
+        lasting = [row for row in planned if not row.passing]
+        brief = {(row.where, row.what) for row in lasting if row.brief}
+        plans = Counter[tuple[str, str]]()
+        for row in lasting:
+            plans[row.where, row.what] += row.n_bytes
+        kinds = sorted(dict.fromkeys([*plans, *held]), key=lambda kind: (kind[0], kind in brief))
+        rows = [MemoryRow(*kind, plans[kind], held.get(kind, 0), kind in brief) for kind in kinds]
+        return cls(numel, tuple(row for row in rows if row.planned or row.held))
+
+    @property
+    def host(self) -> dict[str, int]:
+        """Bytes held on the host, by what they hold."""
+        return {row.what: row.held for row in self.rows if row.where == "host" and row.held}
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes held on the host."""
+        return self._sum("host").held
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes held on the device."""
+        return self._sum("device").held
+
+    @property
+    def planned_host_bytes(self) -> int:
+        """Planned bytes that stay allocated on the host."""
+        return self._sum("host").planned
+
+    @property
+    def planned_device_bytes(self) -> int:
+        """Planned bytes that stay on the device from step to step."""
+        return self._sum("device").planned
+
+    def _sum(self, where: str) -> MemoryRow:
+        rows = [row for row in self.rows if row.where == where]
+        planned = sum(row.planned for row in rows if not row.brief)
+        return MemoryRow(where, "in all", planned, sum(row.held for row in rows))
+
+    def __str__(self) -> str:
+        rows = []
+        for where in ("device", "host"):
+            rows += [row for row in self.rows if row.where == where]
+            rows.append(self._sum(where))
+        return format_table(
+            [
+                (
+                    row.where + " (in a step)" * row.brief,
+                    row.what,
+                    format_bytes(row.planned),
+                    format_bytes(row.held),
+                    f"{row.held / max(self.numel, 1):.2f}",
+                )
+                for row in rows
+            ],
+            ("where", "what", "planned", "held", "per parameter"),
+        )
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draw planned and held bytes to a file, whose name says in which format (``.svg``, ``.png``, ``.pdf``).
+
+        Raises:
+            ModuleNotFoundError: matplotlib is not installed.
+            OSError: the file cannot be written.
+        """
+        _draw(self, path)
+
+
+def _draw(report: MemoryReport, path: str | os.PathLike[str]) -> None:
+    """A panel for the device and one for the host, in one scale; a bar for each kind: what was planned, and in it what
+    is held now."""
+    figures = library("matplotlib.figure", "plot", "memory_report().plot()")  # not pyplot, whose state is the user's
+    panels = [(where, [row for row in report.rows if row.where == where]) for where in ("device", "host")]
+    panels = [(where, rows) for where, rows in panels if rows]
+    largest = max((max(row.planned, row.held) for row in report.rows), default=1)
+    power = min((max(largest, 1).bit_length() - 1) // 10, len(_UNITS) - 1)
+    unit = 1024**power
+    sizes = [len(rows) for _, rows in panels]
+    figure = figures.Figure(figsize=(7, 1 + 0.35 * sum(sizes) + 0.7 * len(sizes)), layout="constrained")
+    axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=sizes)[:, 0]
+    for axis, (where, rows) in zip(axes, panels, strict=True):
+        names = [row.what + " (in a step)" * row.brief for row in rows]
+        axis.barh(names, [row.planned / unit for row in rows], color=[_BRIEF if row.brief else _STAYS for row in rows])
+        axis.barh(names, [row.held / unit for row in rows], height=0.35, color=_HELD)
+        planned, held = (getattr(report, f"{of}{where}_bytes") for of in ("planned_", ""))
+        axis.set_title(f"{where}: {held / unit:.1f} of {planned / unit:.1f} {_UNITS[power]}", loc="left", fontsize=10)
+        axis.invert_yaxis()
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[-1].set_xlabel(_UNITS[power])
+    patches = library("matplotlib.patches", "plot", "memory_report().plot()")
+    legend = [(_STAYS, "planned"), (_BRIEF, "planned, in a step"), (_HELD, "held")]
+    handles = [patches.Patch(color=color, label=label) for color, label in legend]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
+    figure.savefig(path)

@@ -1,0 +1,1 @@
+"""What processes tell each other, and whether they agree. Seam: ranks."""

@@ -1,0 +1,218 @@
+"""How all processes agree: each puts words of its own into one sum of integers, and all learn the same from it.
+
+:func:`combine` is that sum. :func:`together` makes an error of one process an error of all. :func:`agree` is the first
+thing that the processes of a group say to each other: their version, their settings, and the parameters that they are
+about to take on.
+
+[Note: the first message] A row of sixteen little-endian int64 words a process, in the order of the processes; each
+process fills its own row and leaves the others zero, so that the sum has all rows. Its layout never changes, so that a
+process of any version can read every row:
+
+====== =======================================================================
+word   content
+====== =======================================================================
+0      the format of all other messages (:data:`FORMAT`)
+1..8   the package's version: ASCII text, cut to 64 bytes, padded with zeros
+9      fingerprint of the settings that must be equal
+10     number of the parameters that are taken on
+11     fingerprint of these parameters
+12..15 zeros
+====== =======================================================================
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import numpy as np
+
+from ..config.options import SHARED_FIELDS, OffloadConfig
+from ..errors import ConfigError, ParameterError
+from ..layout.partition import ParamSpec
+from .collectives import Collectives
+
+FORMAT = 1
+"""Of the messages between processes. Each change of what they say to each other adds one."""
+VERSION = "0.1.0.dev0"
+"""The package's, as pyproject.toml has it. The installed metadata may be another's where a checkout is on the path."""
+
+_EXPECTED = "expected the same model and configuration on every rank"
+_ROW_WORDS, _VERSION_BYTES = 16, 64
+
+
+# --- one sum ----------------------------------------------------------------------------------------------
+
+
+class Combined(NamedTuple):
+    """What every process knows after :func:`combine`."""
+
+    sums: np.ndarray
+    """The words that were to be added up, added up."""
+    alike: np.ndarray
+    """Of each word that was to be the same, whether it was."""
+    of_first: np.ndarray
+    """Process 0's words."""
+    of_each: np.ndarray
+    """A row of words from each process."""
+
+
+def combine(
+    collectives: Collectives,
+    what: str,
+    *,
+    sums: Sequence[int] | np.ndarray = (),
+    same: Sequence[int] | np.ndarray = (),
+    of_first: Sequence[int] | np.ndarray = (),
+    of_each: Sequence[int] | np.ndarray = (),
+) -> Combined:
+    """Tell all processes something, in one sum. All give equally many words of each kind.
+
+    Args:
+        what: names the sum in the :class:`CollectiveError` that a lost process causes.
+        sums: words to add up.
+        same: words that are compared: fingerprints, or 0 and 1. (Of other numbers a process's own may be the mean of
+            all, and it would take them for the same.) They take a word each, however many processes there are.
+        of_first: words of which all get process 0's.
+        of_each: words of which all get every process's.
+    """
+    n = collectives.world_size
+    first, rows = np.array(of_first, np.int64), np.zeros((n, len(of_each)), np.int64)
+    if collectives.rank:
+        first[:] = 0
+    rows[collectives.rank] = of_each
+    mine = np.asarray(same, np.int64)
+    parts = [np.asarray(sums, np.int64), mine, first, rows.reshape(-1)]
+    words = np.concatenate(parts)
+    collectives.sum_integers(words, what)
+    summed, same_summed, first, rows = np.split(words, np.cumsum([part.size for part in parts[:-1]]))
+    return Combined(summed, same_summed == n * mine, first, rows.reshape(n, len(of_each)))
+
+
+@contextmanager
+def together(collectives: Collectives, what: str, failed: Callable[[str], Exception]) -> Iterator[None]:
+    """An error of one process inside is an error of all: that process raises its own.
+
+    Args:
+        failed: makes the error of a process that had none itself. It is given the numbers of those that had.
+    """
+    try:
+        yield
+    except Exception:
+        combine(collectives, what, of_each=[1])
+        raise
+    others = np.flatnonzero(combine(collectives, what, of_each=[0]).of_each)
+    if others.size:
+        raise failed(processes(others))
+
+
+def processes(numbers: np.ndarray) -> str:
+    """Process numbers as errors name them."""
+    return ", ".join(map(str, numbers))
+
+
+def fingerprint(line: str) -> int:
+    """40 bits of a hash: as many ranks' as there are can be summed."""
+    return int.from_bytes(hashlib.sha256(line.encode()).digest()[:5])
+
+
+# --- the first message --------------------------------------------------------------------------------------
+
+
+class _Row(NamedTuple):
+    """What a process says first ([Note: the first message])."""
+
+    format: int
+    version: str
+    settings: int
+    n_params: int
+    params: int
+
+    def words(self) -> np.ndarray:
+        words = np.zeros(_ROW_WORDS, np.int64)
+        text = self.version.encode("ascii", "replace")[:_VERSION_BYTES].ljust(_VERSION_BYTES, b"\0")
+        words[0], words[1:9] = self.format, np.frombuffer(text, "<i8")
+        words[9:12] = self.settings, self.n_params, self.params
+        return words
+
+    @classmethod
+    def read(cls, words: np.ndarray) -> "_Row":
+        version = words[1:9].astype("<i8").tobytes().rstrip(b"\0").decode("ascii", "replace")
+        return cls(int(words[0]), version, *map(int, words[9:12]))
+
+
+def agree(
+    collectives: Collectives, config: OffloadConfig, specs: Sequence[ParamSpec] = (), given: Sequence[str] = ()
+) -> None:
+    """Make sure that all processes run one version, have the same settings and are about to take on the same
+    parameters. A process that makes a group calls this before anything else is exchanged in it.
+
+    One sum; where processes differ a second one tells them where.
+
+    Args:
+        given: the element type in which each parameter's start value is given.
+
+    Raises (on every process):
+        ConfigError: processes run different versions.
+        ParameterError: settings or parameters differ; each process names where its own first differ from process 0's.
+    """
+    if collectives.world_size == 1:
+        return
+    settings = [fingerprint(_setting(name, config)) for name in SHARED_FIELDS]
+    params = [
+        fingerprint(f"{s.name} {s.numel} {s.dtype} {s.group} {s.elements} {s.partitioned} {d}")
+        for s, d in zip(specs, given, strict=True)
+    ]
+    row = _Row(FORMAT, VERSION, fingerprint(str(settings)), len(params), fingerprint(str(params)))
+    rows = [_Row.read(words) for words in combine(collectives, "layout", of_each=row.words()).of_each]
+    _check_versions(rows, collectives.rank)
+    if any(other.settings != rows[0].settings for other in rows):
+        known = combine(collectives, "layout", same=settings, of_first=settings)
+        raise ParameterError(_differing_setting(settings, known, config))
+    if any(other[3:] != rows[0][3:] for other in rows):
+        mine = np.zeros(rows[0].n_params, np.int64)
+        mine[: len(params)] = params[: mine.size]
+        theirs = combine(collectives, "layout", of_first=mine).of_first
+        raise ParameterError(_differing_param(params, theirs.tolist(), specs))
+
+
+def _check_versions(rows: Sequence[_Row], rank: int) -> None:
+    """Raise :class:`ConfigError` where processes are of different versions; it names both on all of them."""
+    first = rows[0]
+    others = [i for i, row in enumerate(rows) if row[:2] != first[:2]]
+    if not others:
+        return
+    other = rank if rank in others else others[0]
+    raise ConfigError(
+        f"ranks run different versions: rank 0 has {_named(first)}, rank {other} has {_named(rows[other])}; expected "
+        "one version on every rank: install the same offload-core wherever a rank runs"
+    )
+
+
+def _named(row: _Row) -> str:
+    return f"offload-core {row.version or 'of unknown version'} (messages of format {row.format})"
+
+
+def _setting(name: str, config: OffloadConfig) -> str:
+    """Functions have no value to compare; what they return is compared at every step."""
+    value = getattr(config, name)
+    return f"{name}={'a function' if callable(value) else value!r}"
+
+
+def _differing_setting(mine: Sequence[int], known: Combined, config: OffloadConfig) -> str:
+    for name, own, first in zip(SHARED_FIELDS, mine, known.of_first, strict=True):
+        if own != first:
+            return f"{name} is {getattr(config, name)!r} here and differs from rank 0's; {_EXPECTED}"
+    name = SHARED_FIELDS[int(np.argmin(known.alike))]
+    return f"{name} is {getattr(config, name)!r} here and differs on another rank; {_EXPECTED}"
+
+
+def _differing_param(mine: Sequence[int], theirs: Sequence[int], specs: Sequence[ParamSpec]) -> str:
+    for i, spec in enumerate(specs):
+        if i >= len(theirs) or mine[i] != theirs[i]:
+            shape = f"{spec.elements}, " if spec.elements else ""
+            what = f"parameter {spec.name!r} ({shape}{spec.numel} elements, {spec.dtype}, group {spec.group})"
+            return f"{what} differs from rank 0's; {_EXPECTED}"
+    if len(mine) != len(theirs):
+        return f"{len(specs)} parameters here and {len(theirs)} on rank 0; {_EXPECTED}"
+    return f"another rank's parameters differ from rank 0's; {_EXPECTED}"

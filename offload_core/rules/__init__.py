@@ -1,0 +1,1 @@
+"""The update rules: what a step does to a shard's states. Seam: rule."""

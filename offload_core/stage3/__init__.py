@@ -1,0 +1,1 @@
+"""Parameters that exist as shards and are made whole for their use."""

@@ -1,0 +1,1 @@
+"""Where the states of a process's shards live, and in which format. Seam: store."""

@@ -1,0 +1,167 @@
+"""What becomes of a bucket in a step: three state machines, each one table.
+
+**Gradient**: from the device to the update.
+
+==========  ===========================================================================
+state       memory that is alive
+==========  ===========================================================================
+ABSENT      no gradient
+FILLING     device gradients of some parameters; host gradients of earlier micro-steps
+TRAVELLING  the bucket on its way to its owners' host memory
+LANDED      host gradients
+USED        host gradients, which an update reads or has read
+==========  ===========================================================================
+
+A rank without a gradient takes part in a bucket's reduction all the same. Gradients may be dropped until an update uses
+them. An early update (``early_publish.py``) leaves them USED until its step comes.
+
+**Publication**: whether the device parameters are the master weights, rounded.
+
+=======  ==============================================================================
+state    device parameters
+=======  ==============================================================================
+CURRENT  are those of the master weights
+STALE    are of an older step, or of none: the master weights are to be sent
+SENT     are on their way, or have arrived without anybody having waited for them
+EARLY    were sent for a step that has not come
+=======  ==============================================================================
+
+**Ownership**: which thread may touch the bucket.
+
+======  ===============================================================================
+CALLER  the thread that calls the pipeline
+WORKER  the pipeline's own, until the caller has waited for what it asked for
+======  ===============================================================================
+"""
+
+from collections.abc import Mapping
+from enum import Enum
+from typing import Generic, TypeVar
+
+from ..errors import StateError
+
+
+class Gradient(Enum):
+    ABSENT = "absent"
+    FILLING = "filling"
+    TRAVELLING = "travelling"
+    LANDED = "landed"
+    USED = "used"
+
+
+class GradientEvent(Enum):
+    ADD = "add a gradient"
+    LAUNCH = "launch"
+    LAND = "land"
+    USE = "use"
+    END = "end of the step"
+    DROP = "drop"
+    ABORT = "abort"
+
+
+class Publication(Enum):
+    CURRENT = "current"
+    STALE = "stale"
+    SENT = "sent"
+    EARLY = "sent early"
+
+
+class PublicationEvent(Enum):
+    FALL_BEHIND = "fall behind the master weights"
+    SEND = "send"
+    ARRIVE = "arrive"
+    SEND_EARLY = "send early"
+    CONFIRM = "confirm"
+    RECALL = "recall"
+    LOSE = "lose"
+
+
+class Owner(Enum):
+    CALLER = "the caller's"
+    WORKER = "the worker's"
+
+
+class OwnerEvent(Enum):
+    GIVE = "give to the worker"
+    TAKE = "take back"
+
+
+G, GE = Gradient, GradientEvent
+GRADIENT: dict[tuple[Gradient, GradientEvent], Gradient] = {
+    (G.ABSENT, GE.ADD): G.FILLING,
+    (G.FILLING, GE.ADD): G.FILLING,
+    (G.LANDED, GE.ADD): G.FILLING,
+    (G.ABSENT, GE.LAUNCH): G.TRAVELLING,
+    (G.FILLING, GE.LAUNCH): G.TRAVELLING,
+    (G.LANDED, GE.LAUNCH): G.TRAVELLING,
+    (G.TRAVELLING, GE.LAND): G.LANDED,
+    (G.LANDED, GE.USE): G.USED,
+    (G.USED, GE.END): G.ABSENT,
+    (G.ABSENT, GE.DROP): G.ABSENT,
+    (G.FILLING, GE.DROP): G.ABSENT,
+    (G.TRAVELLING, GE.DROP): G.ABSENT,
+    (G.LANDED, GE.DROP): G.ABSENT,
+    **{(state, GE.ABORT): G.ABSENT for state in G},
+}
+
+P, PE = Publication, PublicationEvent
+PUBLICATION: dict[tuple[Publication, PublicationEvent], Publication] = {
+    (P.CURRENT, PE.FALL_BEHIND): P.STALE,
+    (P.STALE, PE.FALL_BEHIND): P.STALE,
+    (P.SENT, PE.FALL_BEHIND): P.STALE,
+    (P.CURRENT, PE.SEND): P.SENT,
+    (P.STALE, PE.SEND): P.SENT,
+    (P.SENT, PE.SEND): P.SENT,  # some parameters rounded, then others updated
+    (P.SENT, PE.ARRIVE): P.CURRENT,
+    (P.CURRENT, PE.ARRIVE): P.CURRENT,  # the second of two
+    (P.STALE, PE.ARRIVE): P.STALE,
+    (P.EARLY, PE.ARRIVE): P.EARLY,
+    (P.CURRENT, PE.SEND_EARLY): P.EARLY,
+    (P.STALE, PE.SEND_EARLY): P.EARLY,
+    (P.EARLY, PE.CONFIRM): P.SENT,
+    (P.EARLY, PE.RECALL): P.STALE,
+    **{(state, PE.LOSE): P.STALE for state in P},
+}
+
+W, WE = Owner, OwnerEvent
+OWNER: dict[tuple[Owner, OwnerEvent], Owner] = {
+    (W.CALLER, WE.GIVE): W.WORKER,
+    (W.WORKER, WE.GIVE): W.WORKER,
+    (W.WORKER, WE.TAKE): W.CALLER,
+    (W.CALLER, WE.TAKE): W.CALLER,
+}
+
+S = TypeVar("S", bound=Enum)
+E = TypeVar("E", bound=Enum)
+
+
+class StateMachine(Generic[S, E]):
+    """A state of one bucket; :meth:`on` moves it along its table."""
+
+    def __init__(self, bucket: int, start: S, table: Mapping[tuple[S, E], S]) -> None:
+        self.bucket = bucket
+        self.state = start
+        self._table = table
+
+    def on(self, event: E) -> None:
+        """Take ``event``, or raise :class:`StateError` and stay as it was."""
+        following = self._table.get((self.state, event))
+        if following is None:
+            allowed = ", ".join(repr(e.value) for (s, e) in self._table if s is self.state)
+            raise StateError(
+                f"bucket {self.bucket}: {event.value!r} is not allowed while its {type(self.state).__name__.lower()} "
+                f"is {self.state.value!r}; expected one of {allowed}"
+            )
+        self.state = following
+
+
+def gradient_of(bucket: int) -> StateMachine[Gradient, GradientEvent]:
+    return StateMachine(bucket, G.ABSENT, GRADIENT)
+
+
+def publication_of(bucket: int) -> StateMachine[Publication, PublicationEvent]:
+    return StateMachine(bucket, P.CURRENT, PUBLICATION)
+
+
+def owner_of(bucket: int) -> StateMachine[Owner, OwnerEvent]:
+    return StateMachine(bucket, W.CALLER, OWNER)

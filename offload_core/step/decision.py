@@ -1,0 +1,111 @@
+"""The decision of a step: made once, from the gradients of all ranks; the update reads nothing else."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..native.grad_norm import SumOfSquares, clip_coefficient
+from ..rules.adam import Scalars
+from .local_bucket import LocalBucket
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What a call of ``step`` did."""
+
+    updated: bool
+    """Whether parameters were updated."""
+    skipped: str | None = None
+    """Why nothing was updated: ``"accumulating"``, ``"overflow"`` (an inf or NaN gradient) or ``"no gradients"``."""
+    grad_norm: float | None = None
+    """Global L2 norm of the averaged, unscaled gradients before clipping; None where it was not computed."""
+    clip_coefficient: float = 1.0
+    """What the gradients were multiplied by to clip them; 1: they were not clipped."""
+    loss_scale: float = 1.0
+    """The loss scale that these gradients carried."""
+    lr: tuple[float, ...] = ()
+    """Learning rates of the parameter groups; none while gradients accumulate."""
+    step: int = 0
+    """The update that this was or would have been, counted from 1 on through checkpoints."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the gradients of all ranks say: whether to update, and by which factor."""
+
+    norm: float | None
+    """Of the averaged, unscaled gradients; None where they were not examined."""
+    coefficient: float
+    """The factor that clips them."""
+    skipped: str | None
+    """The reason not to update."""
+    overflow: bool | None
+    """Whether there was an inf or a NaN; None where the gradients were not examined."""
+
+    @property
+    def interferes(self) -> bool:
+        """Whether the gradients are clipped, or not used: an update that counted on neither is wrong."""
+        return self.coefficient != 1.0 or bool(self.overflow)
+
+
+def examine(squares: SumOfSquares | None, *, any_gradient: bool, unscale: float, max_norm: float | None) -> Verdict:
+    """Decide on the gradients of all ranks.
+
+    Args:
+        squares: of the gradients as they were summed; None: they are not examined.
+        any_gradient: whether there is one.
+        unscale: the divisor of the summed gradients.
+        max_norm: the bound on their norm; None: they are not clipped.
+    """
+    if not any_gradient:
+        return Verdict(None, 1.0, "no gradients", None)
+    if squares is None:
+        return Verdict(None, 1.0, None, None)
+    if not squares.finite:
+        return Verdict(squares.norm(), 1.0, "overflow", True)
+    norm = squares.norm() / unscale
+    return Verdict(norm, 1.0 if max_norm is None else clip_coefficient(norm, max_norm), None, False)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The update of a step, or the reason that there is none."""
+
+    verdict: Verdict
+    present: frozenset[int]
+    """The parameters to update: those that have a gradient on any rank."""
+    works: tuple[LocalBucket, ...]
+    """The buckets that hold a part of them, in the order in which the next forward needs them."""
+    order: tuple[LocalBucket, ...]
+    """All buckets in the order in which gradients arrive, the same on every rank."""
+    scalars: Scalars
+    tensors: Sequence[Any]
+    """All device parameters."""
+    delayed: bool
+    """Whether the parameters follow one step later."""
+    behind: frozenset[int]
+    """Parameters whose master weights were ahead of the device's before this step."""
+    report: StepReport
+
+
+@dataclass(frozen=True)
+class Given:
+    """What :meth:`Pipeline.step` is called with."""
+
+    hypers: Sequence[Any]
+    """One for each parameter group."""
+    tensors: Sequence[Any]
+    divisor: float
+    """Of the summed gradients, on top of the loss scale."""
+    groups: Sequence[int]
+    """The parameter group of each parameter."""
+    loss_scale: float
+
+    @property
+    def unscale(self) -> float:
+        return self.loss_scale * self.divisor
+
+    def matches(self, other: "Given") -> bool:
+        """Whether the update would be the same but for the tensors, which are the same memory."""
+        mine, theirs = ((g.hypers, g.divisor, g.groups, g.loss_scale) for g in (self, other))
+        return mine == theirs

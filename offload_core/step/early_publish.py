@@ -1,0 +1,127 @@
+"""Parameters that are published early: sent to the device in backward, for a step that is still to come.
+
+The step is announced with its arguments before the first gradient (:meth:`EarlyPublish.announce`), and each bucket is
+sent as it is launched (:meth:`EarlyPublish.follow`). The step comes as announced (:meth:`EarlyPublish.end`), or the
+parameters are recalled: the device then holds those of no step until they are sent again.
+"""
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from ..device.events import Event
+from ..rules.adam import Scalars
+from .bucket_states import Gradient, Publication, PublicationEvent
+from .buckets import LocalBuckets
+from .decision import Given
+from .local_bucket import LocalBucket
+from .update import Updates
+
+
+class Announcement:
+    """The step that ends this micro-step, and whether buckets are still sent early for it."""
+
+    def __init__(self, given: Given, scalars: Scalars) -> None:
+        self.given = given
+        self.scalars = scalars
+        self._stopped = False
+        self._until: Event | None = None
+
+    def close(self, until: Event) -> None:
+        """The step has come: buckets that the worker has not got to by the end of this event wait for it."""
+        self._until = until
+
+    def stop(self) -> None:
+        """Send nothing more."""
+        self._stopped = True
+
+    @property
+    def open(self) -> bool:
+        """Whether a bucket whose gradients have arrived is sent early."""
+        return not self._stopped and (self._until is None or not self._until.done())
+
+
+class EarlyPublish:
+    """The buckets that this rank has published early since the last step."""
+
+    def __init__(self, buckets: LocalBuckets, updates: Updates) -> None:
+        self._buckets = buckets
+        self._updates = updates
+        self.announced: Announcement | None = None
+        self.asked: dict[LocalBucket, None] = {}
+        """Buckets that were to be sent for the next step, in the order in which they were launched."""
+        self._untold: set[int] = set()
+        """Parameters of these of which the caller has not been told."""
+        self.tensors: Sequence[Any] = ()
+        """All parameters, as they were announced last."""
+
+    def announce(self, announced: Announcement) -> None:
+        """Send buckets early from now on."""
+        self.announced, self.tensors = announced, announced.given.tensors
+
+    def follow(self, work: LocalBucket, full: bool, *, keep_states: bool) -> None:
+        """A bucket was launched: have it sent if a step was announced and all its gradients are there (``full``).
+
+        Args:
+            keep_states: leave the states to the step.
+        """
+        announced = self.announced
+        known = max(work.members) < len(self.tensors)  # a parameter may have been added since
+        if not (announced is not None and full and known and announced.open):
+            announced = None
+        if announced is not None:
+            self.asked[work] = None
+            self._untold |= work.members
+        if announced is not None or self._buckets.device.world_size > 1:
+            scalars = None if announced is None else announced.scalars
+
+            def is_open() -> bool:
+                return announced is not None and announced.open
+
+            self._updates.send_early(work, scalars, self.tensors, is_open, keep_states=keep_states)
+
+    def told(self) -> set[int]:
+        """The parameters that were sent early, or will be, since the last call."""
+        untold, self._untold = self._untold, set()
+        return untold
+
+    def differs(self, given: Given) -> bool:
+        """Whether a step was announced with other arguments."""
+        return self.announced is not None and not self.announced.given.matches(given)
+
+    def of(self, params: Collection[int] | None) -> list[LocalBucket]:
+        """The buckets of the next step that hold any of these parameters; None: all."""
+        return [work for work in self.asked if params is None or not work.members.isdisjoint(params)]
+
+    def holds(self, param: int) -> bool:
+        """Whether the device's parameter may be of a step that is still to come, or that will not."""
+        return any(work in self.asked or self._is_of_no_step(work) for work in self._buckets.of[param])
+
+    @property
+    def recalled(self) -> bool:
+        """Whether there are parameters of no step."""
+        return any(map(self._is_of_no_step, self._buckets.all))
+
+    def _is_of_no_step(self, work: LocalBucket) -> bool:
+        return self._buckets.terms.emits and work.publication.state is Publication.STALE
+
+    def stop(self) -> None:
+        """Send nothing more; earlier buckets may be on their way."""
+        if self.announced is not None:
+            self.announced.stop()
+
+    def recall(self) -> None:
+        """Parameters that were sent early, and have been written, count no more."""
+        for work in self.asked:
+            if work.publication.state is Publication.EARLY and work.gradient.state is Gradient.LANDED:
+                work.fall_behind(work.members, PublicationEvent.RECALL)
+        self.asked = {}
+
+    def used(self) -> list[LocalBucket]:
+        """Buckets whose states have been updated for the step to come."""
+        early = [work for work in self._buckets.all if work.publication.state is Publication.EARLY]
+        return [work for work in early if work.gradient.state is Gradient.USED]
+
+    def end(self) -> None:
+        """The step has come, or will not."""
+        self.announced = None
+        self.asked = {}

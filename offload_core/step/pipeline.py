@@ -1,0 +1,706 @@
+"""The composer: gradients in, updated parameters out.
+
+A gradient's way: :meth:`Pipeline.add_gradient` -> its bucket fills and is launched (``reduction.py``: the device
+reduces it over the ranks to its owner's host memory, where it is held, or summed with earlier micro-steps') ->
+:meth:`Pipeline.step` makes one ``Decision`` (``decision.py``: norm, clipping, skipping) -> one C pass (``update.py``:
+unscale, clip, Adam, cast) -> the device publishes the shards to every rank's parameters.
+
+``schedule="overlap"`` changes only who does it: the tasks that follow a launch are done by one thread, in the order in
+which they were asked for (``worker.py``), while the caller goes on. The caller claims a bucket back from that thread
+(:meth:`LocalBuckets.claim`) before it touches it. A reader waits only for the parameter that it reads
+(:meth:`Pipeline.await_param`).
+
+With ``update_in_backward`` a bucket's new parameters are published early (``early_publish.py``): during backward, as
+soon as its gradients are on the host. Where nothing examines gradients first its states are updated on the way. Else
+they are left as they are, and the step, which knows whether the gradients are clipped, updates them, or has the
+parameters sent again (:meth:`Pipeline._recall`).
+
+One rank whose tensors are host memory moves nothing (``BucketTerms.direct``): gradients are read and parameters written
+where they are.
+
+An interrupt (``KeyboardInterrupt``) leaves the state before the step or the state after it: a step changes states in
+one section that no signal cuts in two (:meth:`Pipeline._carry_out`).
+"""
+
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+
+from ..config.options import OffloadConfig
+from ..device.events import Event
+from ..device.protocols import Device
+from ..dtypes import FLOAT16
+from ..errors import CollectiveError, StateError
+from ..layout.partition import ParamSpec
+from ..layout.regions import Elements, InMemory
+from ..memory.plan import PlanRow
+from ..memory.report import MemoryReport
+from ..rules.adam import STATE_NAMES, Adam, AdamHyper, Scalars
+from .agreement import agree
+from .bucket_states import Gradient, GradientEvent, Publication, PublicationEvent
+from .bucket_terms import BucketTerms
+from .buckets import LocalBuckets, StateRun
+from .decision import Decision, Given, StepReport, Verdict, examine
+from .early_publish import Announcement, EarlyPublish
+from .loss_scale import LossScaler
+from .reduction import Reduction
+from .update import Updates
+from .worker import uninterrupted
+
+__all__ = ["Pipeline", "StepReport"]
+
+T = TypeVar("T")
+
+
+class Pipeline:
+    """Optimizer states and the schedule of one process's updates.
+
+    Parameters are numbered in the order in which they were added. The tensors that cross this interface are
+    the device's: one-dimensional and contiguous. Whatever reads or writes states first waits for the last step's
+    updates, and raises what went wrong in them.
+    """
+
+    def __init__(self, config: OffloadConfig, device: Device, scaler: LossScaler | None) -> None:
+        self.config = config
+        self.device = device
+        self.scaler = scaler
+        self._examines = _examines(config, device, scaler)
+        self.rule = Adam(config.op_order or "torch", config.adam_mode)
+        self.steps: list[np.ndarray] = []
+        """Updates that each parameter has had: zero-dimensional float32 arrays, so that a front end can share them."""
+        self.updates = 0
+        """Updates made so far."""
+        self.published: frozenset[int] = frozenset()
+        """Parameters that the last :meth:`step` or :meth:`flush` wrote: with ``schedule="delayed"`` those of the step
+        before."""
+        self._buckets = LocalBuckets(config, device, self.rule)
+        self._reduction = Reduction(self._buckets)
+        self._updates = Updates(self._buckets, self.rule)
+        self._early = EarlyPublish(self._buckets, self._updates)
+        self._last: Verdict | None = None
+        """Of the last step."""
+        self._unusable: str | None = None
+        """The reason why states are to be used no more: an update or a load broke off."""
+        self._lost_a_rank = False
+        self.params = self._buckets.params
+        self.memory = self._buckets.memory
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise StateError(
+            "copying or pickling an offloaded optimizer's pipeline, which holds addresses; expected its states to be "
+            "copied: optimizer.state_dict() in torch, to_pytree() and load_pytree() in JAX"
+        )
+
+    # --- parameters and states ---------------------------------------------------------------------
+
+    @property
+    def terms(self) -> BucketTerms:
+        """The rules by which :meth:`add_parameters` allocates: they plan."""
+        return self._buckets.terms
+
+    def add_parameters(
+        self, specs: Sequence[ParamSpec], tensors: Sequence[Any], *, frozen: Sequence[ParamSpec] = ()
+    ) -> None:
+        """Take on parameters: allocate their states, master weights starting from ``tensors``.
+
+        The tensors may be of another element type than the specs (the model's own, before it is cast).
+
+        Args:
+            frozen: others that are not trained, whose shards the front end allocates in ``memory`` besides.
+        """
+        self.finish()
+        self._reduction.take_on(self._buckets.add(specs, tensors, frozen))
+        self.steps += [np.zeros((), np.float32) for _ in specs]
+
+    def states(self, param: int) -> list[tuple[int, dict[str, np.ndarray]]]:
+        """This process's states of a parameter: ``(start, {name: fp32 view})`` a contiguous run, ascending.
+
+        The names are those of ``cpu_adam.STATE_NAMES``; an fp32 parameter updated in place has no ``"master"``.
+        Who writes to them calls :meth:`will_change` before.
+        """
+        self.finish()
+        return self._buckets.states(param)
+
+    def local_states(self, param: int) -> dict[str, np.ndarray]:
+        """This process's part of a parameter's states, one-dimensional: the runs of :meth:`states`, end to end."""
+        self.finish()
+        return self._buckets.local_states(param)
+
+    def whole_states(
+        self, param: int, names: Collection[str] = STATE_NAMES, *, tensor: Any = None
+    ) -> dict[str, np.ndarray]:
+        """A copy of a parameter's states with the parts of all ranks, which all must ask: ``{name: fp32 array}``.
+
+        One-dimensional, in the order of :meth:`states`.
+
+        Args:
+            tensor: the device parameter; it is read where it is its own master weights.
+        """
+        self._refuse_if_unusable()
+        return self._buckets.run(lambda: self._buckets.whole_states(param, names, tensor))
+
+    def sum_integers(self, array: np.ndarray, what: str) -> None:
+        """As ``Collectives.sum_integers``, after what ranks have yet to tell each other of gradients."""
+        self._buckets.run(lambda: self.device.collectives.sum_integers(array, what))
+
+    def set_states(self, param: int, values: Mapping[str, np.ndarray]) -> None:
+        """Give states of a parameter these values: by name, fp32, all of the parameter's, in the order of
+        :meth:`states`.
+
+        The device parameter, which may be its own master weights, is the caller's to write, after this.
+        """
+        self.finish()
+        self._recall([param])
+        self._buckets.store.will_change([param])
+        for start, views in self._buckets.states(param):
+            for name in values.keys() & views.keys():
+                views[name][...] = values[name][start : start + views[name].size]
+
+    def reload_master(self, param: int, tensor: Any) -> None:
+        """Take a parameter's master weights from the device parameter."""
+        self.will_change([param])
+        self._recall([param])
+        self._buckets.reload_master(param, tensor)
+
+    def adopt(self, param: int, tensor: Any) -> None:
+        """Follow a change made to a device parameter from outside: where its bits are not those of the rounded
+        master weight, the master weight takes its value. The rest keep their low bits."""
+        self.will_change([param])
+        self._recall([param])
+        self._buckets.adopt(param, tensor)
+
+    def elements(self, param: int) -> Elements:
+        """What a parameter's elements are."""
+        spec = self.params[param]
+        return spec.elements or InMemory((spec.numel,))
+
+    def runs(self, param: int, tensor: Any) -> list[StateRun]:
+        """As :meth:`LocalBuckets.runs`."""
+        self.finish()
+        return self._buckets.runs(param, tensor)
+
+    def own_masters(self, param: int, tensor: Any) -> list[tuple[int, np.ndarray]]:
+        """As :meth:`LocalBuckets.own_masters`."""
+        return self._buckets.own_masters(param, tensor)
+
+    def will_change(self, params: Iterable[int]) -> None:
+        """To be called before states of these parameters are written to from outside."""
+        self.finish()
+        self._buckets.store.will_change(params)
+
+    def run_in_order(self, task: Callable[[], T]) -> T:
+        """The result of a task that comes after all that was asked for: ranks meet for one thing at a time."""
+        return self._buckets.run(task)
+
+    def before_change(self, notify: Callable[[Iterable[int]], None] | None) -> None:
+        """Have somebody told, in whichever thread it is, before states of parameters change."""
+        self._buckets.store.watch(notify)
+
+    @contextmanager
+    def replacing_states(self) -> Iterator[None]:
+        """Inside, all states are replaced. After an error there everything raises until that has been done."""
+        if not self._lost_a_rank:
+            self._unusable = None
+        self.drop_gradients()
+        self.finish()
+        try:
+            yield
+        except BaseException as error:
+            self._unusable = (
+                f"loading a checkpoint broke off ({error}): states are partly those of before, partly its; "
+                "expected another one to be loaded next"
+            )
+            raise
+
+    def publish_later(self, params: Iterable[int]) -> None:
+        """Master weights have been replaced: the next :meth:`flush` writes them to the device parameters."""
+        for param in params:
+            for work in self._buckets.of[param]:
+                if not self._buckets.terms.without_master(work.bucket):
+                    work.fall_behind([param])
+
+    # --- gradients ---------------------------------------------------------------------------------
+
+    def check_gradient(self, param: int, gradient: Any) -> None:
+        """Raise :class:`GradientError` unless the gradient fits its parameter."""
+        self._reduction.check(param, gradient)
+
+    def add_gradient(self, param: int, gradient: Any) -> None:
+        """Take a parameter's gradient of this micro-step; further ones before the next update are summed in fp32.
+
+        Where the device is addressable the gradient is not copied: it must stay as it is until the update.
+        """
+        if not self._reduction.arrivals.present:
+            self._begin_gradients()
+        self._reduction.check(param, gradient)
+        if self._early.asked:
+            if self.device.world_size == 1:
+                self._recall([param])
+            elif self._reduction.begins_round(param):  # in which ranks meet for all buckets again
+                self._recall()
+        try:
+            if self._reduction.has_left(param):
+                self._end_round()
+            self._reduction.fill(param, gradient)
+            self._launch()
+        except BaseException as error:
+            self._break_off_early(error)
+            raise
+
+    def has_gradient(self, param: int) -> bool:
+        """Whether the parameter had a gradient on this rank since the last update."""
+        return param in self._reduction.arrivals.present
+
+    def _begin_gradients(self) -> None:
+        """Before the first of a step: parameters have been written, so that ranks meet for one thing at a time."""
+        if not self.holds_gradients:
+            self.finish_publications()
+
+    def _launch(self, *, ending: bool = False) -> None:
+        """Launch the buckets whose turn it is, and have those sent early that are."""
+        at_boundary = self._reduction.at_boundary
+        for work in self._reduction.ready(ending=ending):
+            full = self._reduction.launch(work, examine=self._examines and at_boundary)
+            if full is not None and at_boundary and self._buckets.terms.emits:
+                self._early.follow(work, full, keep_states=self._examines)
+
+    def _end_round(self) -> None:
+        self._reduction.begin_round()
+        self._launch(ending=True)
+        self._reduction.end_round()
+
+    def drop_gradients(self, params: Sequence[int] | None = None) -> None:
+        """Forget the gradients of these parameters, or of all.
+
+        Raises, where others are kept, what went wrong on their way; nothing is forgotten then. Parameters that were
+        sent early follow with :meth:`withdraw`.
+        """
+        if not self.holds_gradients:
+            return
+        try:
+            present = self._reduction.arrivals.present
+            self._recall(params if params is None else [param for param in params if param in present])
+        except StateError:
+            raise
+        except Exception:  # all that was asked for is dropped
+            if params is not None:
+                raise
+        if params is not None:
+            self._reduction.drop(params)
+        else:
+            self._reduction.drop_all()
+            self._early.end()
+
+    def end_micro_step(self, *, reduce: bool = True, boundary: bool | None = None) -> bool:
+        """End a micro-step; whether it is the boundary, at which an update is due.
+
+        Where gradients accumulate, none of the device's is referred to any more.
+
+        Args:
+            reduce: False where no gradient was added, on any rank alike: the ranks need not meet.
+            boundary: what it is, where the caller counts; None: as ``gradient_accumulation_steps`` says.
+        """
+        if reduce:
+            self._begin_gradients()
+            if self._reduction.round_ended:
+                self._recall()
+            try:
+                self._end_round()
+            except BaseException as error:
+                self._break_off_early(error)
+                raise
+        boundary = self.at_boundary if boundary is None else boundary
+        self._reduction.count_micro_step(boundary=boundary)
+        return boundary
+
+    def sent_early(self) -> set[int]:
+        """Parameters that were published early since the last call, or are about to be: their readers are to wait."""
+        return self._early.told()
+
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether gradients have arrived that wait for an update."""
+        return bool(self._early.asked) or self._reduction.holds_gradients
+
+    @property
+    def micro_steps(self) -> int:
+        """Micro-steps since the last boundary."""
+        return self._reduction.arrivals.micro_steps
+
+    @property
+    def at_boundary(self) -> bool:
+        """Whether an update is due at the end of this micro-step."""
+        return self._reduction.at_boundary
+
+    # --- update ------------------------------------------------------------------------------------
+
+    def step(
+        self,
+        hypers: Sequence[AdamHyper],
+        tensors: Sequence[Any],
+        *,
+        divisor: float = 1.0,
+        groups: Sequence[int] | None = None,
+        gathered: int = 0,
+    ) -> StepReport:
+        """Update every parameter that has a gradient, or none.
+
+        With ``schedule="overlap"`` it returns while updates go on; what goes wrong in them is raised by whatever waits
+        for them. An error in mid-update (a device copy that fails, an interrupt) leaves the buckets before it updated
+        and the others not, the step counted for all; the gradients are gone, and the next step goes on from there.
+        Where another rank was lost there is no going on: everything then raises :class:`StateError`.
+
+        Args:
+            hypers: one for each parameter group.
+            tensors: the device parameters to write, one for each parameter.
+            divisor: what the summed gradients are divided by, on top of the loss scale.
+            groups: the parameter group of each parameter; None: as they were added.
+            gathered: of partitioned parameters, what was gathered in which order (``LiveParams.release_all``).
+        """
+        given = self._given(hypers, tensors, divisor, groups)
+        self._refuse_other(given)
+        self._refuse_if_unusable()
+        after = self.device.mark()
+        if self._early.announced is not None:
+            # While gradients are on their way the host has time; after that the next forward's needs come first.
+            self._early.announced.close(self._reduction.last)
+        self._or_abort(self._updates.finish_states if self.holds_gradients else self._updates.finish)
+        try:
+            self._collect(given)
+        except BaseException as error:
+            self._break_off_early(error)
+            raise
+        decision = self._decide(given, gathered)
+        self._change(partial(self._carry_out, decision, after))
+        return decision.report
+
+    def _collect(self, given: Given) -> None:
+        """Have all gradients on the host; one that was lost on its way is an error here, before anything changes."""
+        if not self._reduction.round_ended:
+            self._end_round()
+        for work in self._buckets.all:
+            if work.task is not None:
+                self._buckets.claim(work)
+        if self._early.asked and self._early.differs(given):
+            self._recall()
+
+    def _decide(self, given: Given, gathered: int) -> Decision:
+        """Agree with all ranks on the update; nothing changes but that parameters which were sent early may be
+        recalled."""
+        scalars = [hyper.scalars(1, op_order=self.rule.op_order, grad_scale=1.0) for hyper in given.hypers]
+        agreed = agree(
+            self._buckets,
+            self._reduction,
+            examines=self._examines,
+            recalled=self._early.recalled,
+            terms=lambda: f"{scalars} {[given.groups, given.divisor, given.loss_scale, gathered]}",
+            differs=lambda: (
+                f"ranks differ in what they update with; here: {given.hypers}, gradients over "
+                f"{given.divisor}, loss scale {given.loss_scale}; expected the same hyperparameters, micro-steps and "
+                "loss scale on every rank" + ", and in stage 3 the same modules run in the same order" * bool(gathered)
+            ),
+        )
+        works = tuple(work for work in reversed(agreed.order) if not agreed.present.isdisjoint(work.members))
+        verdict = examine(
+            agreed.squares,
+            any_gradient=bool(works),
+            unscale=given.unscale,
+            max_norm=self.config.gradient_clipping,
+        )
+        rates = tuple(hyper.lr for hyper in given.hypers)
+        report = StepReport(
+            verdict.skipped is None, verdict.skipped, verdict.norm, verdict.coefficient, given.loss_scale, rates
+        )
+        delays = self.config.schedule == "delayed" and max(map(float, self.steps)) >= self.config.delay_warmup_steps
+        published = self.behind
+        if verdict.interferes or agreed.recalled:
+            self._recall()
+        factor = verdict.coefficient / given.unscale
+        return Decision(
+            verdict=verdict,
+            present=agreed.present,
+            works=works,
+            order=tuple(agreed.order),
+            scalars=self._scalars(given, agreed.present, factor),
+            tensors=given.tensors,
+            delayed=delays,
+            behind=published,
+            report=report,
+        )
+
+    def _change(self, act: Callable[[], None]) -> None:
+        """Act whole, whatever signals come; after an error the step broke off."""
+
+        def section() -> None:
+            try:
+                act()
+            except BaseException as error:
+                self._abort(error)
+                raise
+
+        uninterrupted(section)
+
+    def _carry_out(self, decision: Decision, after: Event) -> None:
+        """Change everything that a step changes, and ask for the updates."""
+        self._last = decision.verdict
+        if self.scaler and decision.verdict.overflow is not None:
+            self.scaler.update(overflow=decision.verdict.overflow)
+        self._reduction.follow(decision.order)
+        self.published = decision.behind
+        if decision.verdict.skipped:
+            self._reduction.drop_all()
+            self._early.end()
+            self._updates.publish(self._buckets.all, decision.tensors, after)
+        else:
+            self._update(decision, after)
+        if not self._buckets.worker.behind:
+            self._updates.finish()
+
+    def _update(self, decision: Decision, after: Event) -> None:
+        buckets, present, works = self._buckets, decision.present, decision.works
+        for param in present:
+            self.steps[param] += 1
+        self.updates += 1
+        ahead = set(self._early.used())
+        for work in ahead:
+            work.forget_gradients(GradientEvent.END)
+            work.confirm()
+        for work in set(buckets.all).difference(works, ahead):
+            work.forget_gradients(GradientEvent.DROP)
+        self._reduction.begin()
+        self._early.end()
+        # What is in no bucket has nothing to wait for.
+        self.published |= {param for param in present if not decision.delayed or not buckets.of[param]}
+        if decision.delayed:
+            self._updates.publish(reversed(decision.order), decision.tensors, after)
+            self._updates.start_ahead(works[::-1], decision)
+            return
+        rest = [work for work in works if work not in ahead]
+        early = [work for work in rest if work.publication.state is Publication.EARLY]
+        for work in works:
+            work.stale -= present
+        self._updates.publish(reversed(decision.order), decision.tensors, after)
+        self._updates.start([work for work in rest if work.publication.state is not Publication.EARLY], decision, after)
+        # In the order of backward, whose gradients come to where those of this step are still to be read.
+        self._updates.start_ahead(early[::-1], decision)
+
+    # --- parameters that are published early ---------------------------------------------------------
+
+    def expect_step(
+        self,
+        hypers: Sequence[AdamHyper],
+        tensors: Sequence[Any],
+        *,
+        divisor: float = 1.0,
+        groups: Sequence[int] | None = None,
+    ) -> None:
+        """Announce the arguments of the :meth:`step` that ends this micro-step, before its first gradient.
+
+        With ``update_in_backward`` parameters may then be written as soon as their gradients have arrived, all of
+        their bucket; :meth:`sent_early` says which. An error after this is an error in mid-update, as :meth:`step`
+        says.
+        """
+        begun = self.holds_gradients and self.config.gradient_accumulation_steps == 1
+        interfered = self._last is not None and self._last.interferes  # the next is likely to be so, too
+        if not self._buckets.terms.emits or begun or not self.at_boundary or interfered:
+            return
+        self._recall()
+        given = self._given(hypers, tensors, divisor, groups)
+        scalars = self._scalars(given, range(len(self.params)), 1.0 / given.unscale)
+        self._early.announce(Announcement(given, scalars))
+
+    def _given(
+        self, hypers: Sequence[AdamHyper], tensors: Sequence[Any], divisor: float, groups: Sequence[int] | None
+    ) -> Given:
+        groups = [spec.group for spec in self.params] if groups is None else list(groups)
+        return Given(list(hypers), list(tensors), divisor, groups, self.loss_scale)  # the tensors are read later
+
+    def check_expected(
+        self, hypers: Sequence[AdamHyper], *, divisor: float = 1.0, groups: Sequence[int] | None = None
+    ) -> None:
+        """Raise :class:`StateError` where gradients were used with other arguments than these of :meth:`step`."""
+        self._refuse_other(self._given(hypers, (), divisor, groups))
+
+    def _refuse_other(self, given: Given) -> None:
+        if self._early.asked and not self._examines and self._early.differs(given):
+            raise StateError(
+                "hyperparameters, parameter groups or the loss's share changed between backward() and step(), and "
+                "update_in_backward=True has used them; expected them as they were: set them back, or before backward()"
+            )
+
+    def _recall(self, params: Collection[int] | None = None) -> None:
+        """Parameters that were sent early do not count, where any of these is among them: the step sends them again.
+
+        Raises :class:`StateError` where states have been updated, too.
+        """
+        touched = self._early.of(params)
+        if not touched:
+            return
+        if not self._examines:
+            param = min(touched[0].members)
+            raise StateError(
+                f"parameter {self.params[param].name!r}: its gradient has been used, for update_in_backward=True; "
+                "expected engine.step() next: set update_in_backward=False to discard gradients, to add to them or to "
+                "read parameters before it"
+            )
+        self._early.stop()
+        self._or_abort(self._updates.finish_publications)
+        self._early.recall()
+
+    def withdraw(self) -> None:
+        """Bring back the parameters of the last step where others were sent early, and wait for them.
+
+        All processes call it alike.
+        """
+        self._recall()
+        if self._early.recalled:
+            self.flush(self._early.tensors)
+
+    def _scalars(self, given: Given, params: Iterable[int], grad_scale: float) -> Scalars:
+        steps = {param: int(self.steps[param]) + 1 for param in params}
+        return Scalars(self.rule, given.hypers, given.groups, steps, grad_scale=grad_scale)
+
+    # --- waiting -------------------------------------------------------------------------------------
+
+    def flush(self, tensors: Sequence[Any]) -> None:
+        """Wait for everything, and write to the parameters what ``schedule="delayed"`` still holds back."""
+        self._refuse_if_unusable()
+        self._recall()
+        after, self.published = self.device.mark(), self.behind
+        self._change(lambda: self._updates.publish(self._buckets.all, list(tensors), after))
+        self.finish()
+
+    @property
+    def behind(self) -> frozenset[int]:
+        """Parameters that are yet to get the value of their master weights."""
+        return frozenset().union(*(work.stale for work in self._buckets.all))
+
+    def _or_abort(self, act: Callable[[], None]) -> None:
+        """Act; an error ends the step. An interrupt of a wait does not: it can be waited for again."""
+        try:
+            act()
+        except BaseException as error:
+            if isinstance(error, Exception) or self._updates.broke_off:
+                uninterrupted(partial(self._abort, error))
+            raise
+
+    def _break_off_early(self, error: BaseException) -> None:
+        """Where parameters are sent as gradients arrive, a gradient that is lost is an error in mid-update."""
+        if self._early.announced is not None:
+            uninterrupted(partial(self._abort, error))
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing of the last :meth:`step` may still be on its way."""
+        return self._updates.finished
+
+    def finish(self) -> None:
+        """Wait until all parameters and states are what the last :meth:`step` makes of them.
+
+        Raises what went wrong in its updates.
+        """
+        self._refuse_if_unusable()
+        self._or_abort(self._updates.finish)
+
+    def finish_publications(self) -> None:
+        """Wait until all parameters that the last :meth:`step` writes are written; states may still be on their way.
+
+        Raises what went wrong.
+        """
+        self._refuse_if_unusable()
+        self._or_abort(self._updates.finish_publications)
+
+    def await_param(self, param: int) -> None:
+        """See to it that what this thread asks of the device from now on reads the parameter as updated.
+
+        Raises what went wrong in the updates, and among ranks :class:`StateError` where it was emitted for a step that
+        is still to come.
+        """
+        if self._early.holds(param):
+            if self.device.world_size > 1:
+                raise StateError(
+                    f"parameter {self.params[param].name!r} is read between backward() and step(), and "
+                    "update_in_backward=True has written to it; expected engine.step() or engine.zero_grad() before, "
+                    "on every rank: set update_in_backward=False to read it there"
+                )
+            self.withdraw()
+        try:
+            self._updates.await_param(param)
+        except BaseException:
+            self.finish()
+            raise
+
+    def update_of(self, param: int) -> Event:
+        """The end of the parameter's update, as far as it has been asked for; another thread may wait for it."""
+        return self._updates.update_of(param)
+
+    @property
+    def host_shards(self) -> bool:
+        """Whether what this process holds of partitioned parameters is host memory."""
+        return self._buckets.terms.host_shards
+
+    def _refuse_if_unusable(self) -> None:
+        if self._unusable is not None:
+            raise StateError(self._unusable)
+
+    def _abort(self, error: BaseException) -> None:
+        """The step broke off: gradients are gone, and the parameters of buckets that it left half-way are sent anew."""
+        if isinstance(error, CollectiveError):  # other ranks went another way: there is no going on
+            self._lost_a_rank = True
+            self._unusable = (
+                f"the last update broke off ({error}): parameters and states are partly of one step, partly of "
+                "the next; expected no further use: resume from the last checkpoint"
+            )
+        self._buckets.recover()
+        used = self._early.used()
+        if self._early.announced is not None:  # these have had this update
+            for param in frozenset().union(*(work.members for work in used)):
+                self.steps[param] += 1
+        lost = self._updates.forget()
+        lost.update(
+            work
+            for work in self._buckets.all
+            if work.publication.state is Publication.EARLY or work.gradient.state is Gradient.USED
+        )
+        self._early.end()
+        self._reduction.begin()
+        for work in self._buckets.all:
+            work.take()
+            work.written = None
+            work.forget_gradients(GradientEvent.ABORT)
+            if work in lost and not self._buckets.terms.without_master(work.bucket):
+                work.fall_behind(work.members, PublicationEvent.LOSE)
+            elif work.publication.state is Publication.SENT:
+                work.publication.on(PublicationEvent.ARRIVE)
+
+    @contextmanager
+    def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:
+        """Record what is done inside to a file, as :meth:`Trace.to_file`; both its ends wait for the last update."""
+        self.finish()
+        with self.device.trace.to_file(path):
+            yield
+            self.finish()
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss is multiplied by before the next backward."""
+        return self.scaler.scale if self.scaler else 1.0
+
+    def memory_report(self, planned: Iterable[PlanRow], held: Mapping[tuple[str, str], int]) -> MemoryReport:
+        """Host memory planned and held now, and what the front end has planned and holds besides, by
+        ``(where, what)``."""
+        numel = sum(spec.numel for spec in self.params)
+        own = {("host", what): n_bytes for what, n_bytes in self.memory.report().items()}
+        return MemoryReport.of(numel, [*self._buckets.planned, *planned], {**own, **held})
+
+
+def _examines(config: OffloadConfig, device: Device, scaler: LossScaler | None) -> bool:
+    """Whether every update looks at all gradients first."""
+    skip = config.skip_nonfinite
+    narrow = config.communication_dtype == FLOAT16.name and device.world_size > 1  # may overflow
+    wanted = (skip is None and narrow) or bool(skip)
+    return wanted or config.gradient_clipping is not None or scaler is not None

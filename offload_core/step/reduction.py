@@ -1,0 +1,322 @@
+"""A step's gradients: from the device, through the reduction over the ranks, to where they wait for the update."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ..device.events import Done, Event
+from ..device.protocols import Arrival, HostArray
+from ..device.trace import REDUCTION
+from ..dtypes import BY_NUMPY, FLOAT32, ElementType
+from ..errors import GradientError
+from ..native import kernels
+from ..native.grad_norm import SumOfSquares
+from .bucket_states import Gradient, GradientEvent
+from .bucket_terms import as_it_stays
+from .buckets import LocalBuckets
+from .local_bucket import LocalBucket
+
+UNUSED = frozenset({Gradient.FILLING, Gradient.TRAVELLING, Gradient.LANDED})
+"""A bucket that has gradients which no update has used."""
+
+
+@dataclass
+class _Round:
+    """One launch of every bucket, one a micro-step."""
+
+    filled: list[LocalBucket] = field(default_factory=list)
+    """Buckets in the order in which they filled."""
+    next: int = 0
+    """The place, in the order of launching, of the bucket to be launched next."""
+    launched: set[LocalBucket] = field(default_factory=set)
+
+
+@dataclass
+class Arrivals:
+    """The gradients that came since the last update."""
+
+    present: set[int] = field(default_factory=set)
+    """Parameters that had one on this rank."""
+    micro_steps: int = 0
+    round: _Round | None = field(default_factory=_Round)
+    """The present round; None where it has ended and no gradient came since."""
+
+
+class Reduction:
+    """The gradients of one process since the last update.
+
+    Among ranks buckets are launched in one order, whatever the order in which gradients arrive: that of rank 0's
+    arrivals in the step before.
+    """
+
+    def __init__(self, buckets: LocalBuckets) -> None:
+        self._buckets = buckets
+        self.order: list[LocalBucket] = []
+        """The buckets in the order in which ranks meet for them."""
+        self.arrivals = Arrivals()
+        self._filled_before: list[LocalBucket] = []
+        """Buckets in the order in which they filled in the round before."""
+        self.last: Event = Done()
+        """The arrival of the bucket that was launched last."""
+
+    # --- the order -----------------------------------------------------------------------------------
+
+    def take_on(self, works: Sequence[LocalBucket]) -> None:
+        """Launch new buckets after the others."""
+        self.order = [*self.order, *works]
+
+    def follow(self, order: Sequence[LocalBucket]) -> None:
+        """Launch buckets in this order from the next round on."""
+        self.order = list(order)
+
+    def order_of_arrival(self) -> list[LocalBucket]:
+        """The order in which the buckets of the last round filled, and then the others."""
+        filled = set(self._filled_before)
+        return [*self._filled_before, *(work for work in self.order if work not in filled)]
+
+    # --- gradients -----------------------------------------------------------------------------------
+
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether there are gradients that no update has used."""
+        return any(work.gradient.state in UNUSED for work in self.order)
+
+    @property
+    def at_boundary(self) -> bool:
+        """Whether an update is due at the end of this micro-step."""
+        return self.arrivals.micro_steps + 1 >= self._buckets.config.gradient_accumulation_steps
+
+    def check(self, param: int, gradient: Any) -> None:
+        """Raise :class:`GradientError` unless the gradient fits its parameter."""
+        spec = self._buckets.params[param]
+        numel, dtype = self._buckets.device.numel(gradient), self._buckets.device.dtype(gradient)
+        if numel != spec.numel:
+            raise GradientError(
+                f"parameter {spec.name!r}: gradient has {numel} elements, expected {spec.numel}; "
+                "was the parameter resized after wrap()?"
+            )
+        rounds = not self._buckets.terms.direct and self._buckets.config.communication_dtype is None
+        if dtype is not spec.dtype and rounds:
+            raise GradientError(
+                f"parameter {spec.name!r}: gradient is {dtype}, expected {spec.dtype} as the parameter is: it would be "
+                f"rounded on its way; set communication_dtype={dtype.name!r}"
+            )
+
+    def begins_round(self, param: int) -> bool:
+        """Whether the parameter's next gradient is the first of another round."""
+        return self.arrivals.round is None or self.has_left(param)
+
+    def has_left(self, param: int) -> bool:
+        """Whether the parameter has had its gradient of this round, or has missed the launch of it."""
+        round = self.arrivals.round
+        launched = set() if round is None else round.launched
+        return any(param in work.waiting or work in launched for work in self._buckets.of[param])
+
+    def fill(self, param: int, gradient: Any) -> None:
+        """Put a gradient into its parameter's buckets; those that are full are :meth:`ready`."""
+        if self.arrivals.round is None:
+            self.arrivals.round = _Round()
+        for work in self._buckets.of[param]:
+            if work.task is not None:
+                self._buckets.claim(work)
+            work.gradient.on(GradientEvent.ADD)
+            work.waiting[param] = gradient
+            if len(work.waiting) == len(work.members):
+                self.arrivals.round.filled.append(work)
+        self.arrivals.present.add(param)
+
+    def ready(self, *, ending: bool = False) -> Iterable[LocalBucket]:
+        """The buckets to launch now, in their order: launch each before the next is asked for.
+
+        Args:
+            ending: the micro-step ends: also those of which some parameters took no part.
+        """
+        round = self.arrivals.round
+        if round is None:
+            return ()
+        if self._buckets.device.world_size > 1:
+            return self._order_of_ranks(round, ending)
+        full, round.next = round.filled[round.next :], len(round.filled)
+        return [work for work in self.order if work not in round.launched] if ending else full
+
+    def _order_of_ranks(self, round: _Round, ending: bool) -> Iterator[LocalBucket]:
+        """The next one waits until it is full, and those after it wait for it: the other ranks do likewise."""
+        while round.next < len(self.order) and (ending or self._is_full(self.order[round.next])):
+            round.next += 1
+            if self.order[round.next - 1] not in round.launched:
+                yield self.order[round.next - 1]
+
+    def _is_full(self, work: LocalBucket) -> bool:
+        return len(work.waiting) == len(work.members)
+
+    def launch(self, work: LocalBucket, *, examine: bool) -> bool | None:
+        """Bring the gradients of this bucket to their owners' host memory and keep them there.
+
+        Args:
+            examine: sum their squares when they have arrived, for the update looks at them.
+
+        Returns:
+            Whether every parameter of it had a gradient here; None where nothing left for another memory.
+        """
+        round = self.arrivals.round
+        assert round is not None
+        self._buckets.claim(work)
+        round.launched.add(work)
+        if work.gradient.state is not Gradient.FILLING and self._buckets.device.world_size == 1:
+            return None
+        work.gradient.on(GradientEvent.LAUNCH)
+        work.squares = None
+        gradients, work.waiting = work.waiting, {}
+        if self._buckets.terms.direct:
+            tensors = {param: self._buckets.device.host_array(tensor) for param, tensor in gradients.items()}
+            arrived = [(i, p) for i, p in enumerate(work.pieces) if p.param in tensors]
+            self._keep(work, [(i, tensors[p.param].run(p.start, p.numel)) for i, p in arrived])
+            work.gradient.on(GradientEvent.LAND)
+            return None
+        try:
+            self._reduce(work, gradients, examine=examine)
+        except BaseException:
+            self._buckets.recover()
+            raise
+        return len(gradients) == len(work.members)
+
+    def end_round(self) -> None:
+        """The micro-step has ended: every bucket was launched."""
+        if self.arrivals.round is not None:
+            self._filled_before = self.arrivals.round.filled
+            self.arrivals.round = None
+
+    @property
+    def round_ended(self) -> bool:
+        """Whether the round of the last gradient has ended."""
+        return self.arrivals.round is None
+
+    def begin_round(self) -> None:
+        """Another micro-step begins, perhaps without a gradient here."""
+        if self.arrivals.round is None:
+            self.arrivals.round = _Round()
+
+    def count_micro_step(self, *, boundary: bool) -> None:
+        """A micro-step has ended."""
+        self.arrivals.micro_steps = 0 if boundary else self.arrivals.micro_steps + 1
+
+    def begin(self) -> None:
+        """No gradient has come: the next step begins."""
+        self.arrivals = Arrivals()
+        self._buckets.in_staging.clear()
+
+    # --- forgetting ----------------------------------------------------------------------------------
+
+    def drop_all(self) -> None:
+        """Forget all gradients that no update has used. The errors on their way do not matter any more."""
+        unused = [work for work in self._buckets.all if work.gradient.state is not Gradient.USED]
+        for work in unused:
+            try:
+                self._buckets.claim(work)
+            except Exception:
+                continue
+        self.begin()
+        for work in unused:
+            work.forget_gradients(GradientEvent.DROP)
+
+    def drop(self, params: Sequence[int]) -> None:
+        """Forget the gradients of these parameters; raise the errors of those that share a bucket with them."""
+        # A gradient that only other ranks have is theirs.
+        params = [param for param in params if param in self.arrivals.present]
+        touched = [work for param in params for work in self._buckets.of[param]]
+        for work in touched:
+            self._buckets.claim(work)
+        for param in params:
+            self.arrivals.present.discard(param)
+            for work in self._buckets.of[param]:
+                work.waiting.pop(param, None)
+                for i in work.positions.get(param, ()):
+                    if work.gradients[i] is not None and work.home is not None:
+                        work.at_home(i).view()[:] = 0  # others of the bucket stay, and later micro-steps are added
+                    work.gradients[i] = None
+                work.squares = None
+        for work in touched:
+            if not work.waiting and not work.has_landed:
+                work.gradient.on(GradientEvent.DROP)
+
+    # --- the way of a bucket -------------------------------------------------------------------------
+
+    def _reduce(self, work: LocalBucket, gradients: Mapping[int, Any], *, examine: bool) -> None:
+        """Have the device reduce the bucket, and sum the arrivals with earlier micro-steps'."""
+        buckets = self._buckets
+        assert buckets.staging is not None
+        assert work.home is not None
+        bucket, arrival = work.bucket, buckets.device.sizes.arrival(work.wire)
+        stays = arrival == as_it_stays(BY_NUMPY[work.home.dtype]) and not work.has_landed
+        if len(buckets.in_staging) == buckets.worker.depth:
+            oldest, settled = buckets.in_staging.popleft()
+            buckets.wait(settled, oldest)
+        work.lease = buckets.staging.lease()
+        numel = arrival.parts * work.home.size
+        received = work.home if stays else work.lease.borrow(numel, arrival.dtype.numpy)
+        self.last = event = buckets.device.reduce(bucket, work.wire, gradients, received, work.lease)
+
+        def settle() -> None:
+            event.wait()
+            if not stays:
+                with buckets.trace.span(REDUCTION, "sum", bucket.index, received.nbytes):
+                    self._sum(work, arrival, received)
+            work.release()
+            work.gradients = [work.at_home(i) for i in range(len(work.pieces))]
+            if examine:
+                work.squares = self._squares(work)
+            work.gradient.on(GradientEvent.LAND)
+
+        staged = len(work.lease)
+        work.give(settled := buckets.worker.submit(settle))
+        if staged:
+            buckets.in_staging.append((work, settled))
+
+    def _sum(self, work: LocalBucket, arrival: Arrival, received: np.ndarray) -> None:
+        """Each shard's parts, summed in their order in fp32 and divided once, to where gradients wait."""
+        add = work.has_landed
+        home = self._buckets.promote(work)
+        n_ranks, threads = len(self._buckets.device.ranks), self._buckets.threads
+        for parts, shard in zip(received.reshape(n_ranks, -1), home.reshape(n_ranks, -1), strict=True):
+            kernels.reduce(
+                parts, arrival.parts, arrival.dtype, shard, divisor=arrival.divisor, add=add, threads=threads
+            )
+
+    def _keep(self, work: LocalBucket, arrived: Sequence[tuple[int, HostArray]]) -> None:
+        """Hold first gradients where they are, unless gradients are to be summed; sum further ones in fp32."""
+        copies: dict[ElementType, list[tuple[int, int, int]]] = {}
+        sums: dict[ElementType, list[tuple[int, int, int]]] = {}
+        kept: dict[int, HostArray] = {}  # held gradients stay alive until they have been read
+        for i, gradient in arrived:
+            held = work.gradients[i]
+            if held is None and not self._buckets.terms.sums and work.home is None:
+                kept[i] = gradient
+                continue
+            self._buckets.promote(work)
+            kept[i] = target = work.at_home(i)
+            if held is None or held.address != target.address:
+                first = gradient if held is None else held
+                copies.setdefault(first.dtype, []).append((first.address, target.address, first.numel))
+            if held is not None:
+                sums.setdefault(gradient.dtype, []).append((gradient.address, target.address, gradient.numel))
+        for dtype, rows in copies.items():
+            kernels.cast(kernels.spans_of(rows), dtype, FLOAT32, threads=self._buckets.threads)
+        for dtype, rows in sums.items():
+            kernels.accumulate(kernels.spans_of(rows), dtype, threads=self._buckets.threads)
+        for i, gradient in kept.items():
+            work.gradients[i] = gradient
+
+    def _squares(self, work: LocalBucket) -> SumOfSquares:
+        squares = SumOfSquares()
+        with self._buckets.trace.span(REDUCTION, "norm", work.bucket.index):
+            for dtype, held in work.held().items():
+                spans = kernels.spans_of([(g.address, 0, g.numel) for _, g in held])
+                squares.add(spans, dtype, threads=self._buckets.threads)
+        return squares
+
+    def add_squares(self, total: SumOfSquares) -> None:
+        """Add the squares of all gradients; those that were summed on arrival are not read again."""
+        for work in self._buckets.all:
+            total.bins += (work.squares or self._squares(work)).bins

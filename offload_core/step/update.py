@@ -1,0 +1,292 @@
+"""A step's updates: one C pass over each bucket's shards, and the new parameters on their way to the device."""
+
+from collections import deque
+from collections.abc import Callable, Container, Iterable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ..device.events import Done, Event, Waiting
+from ..device.trace import COMPUTE, UPDATE
+from ..dtypes import FLOAT32
+from ..memory.host_memory import Lease
+from ..native import kernels
+from ..rules.adam import Adam, Scalars
+from .bucket_states import GradientEvent, Publication, PublicationEvent
+from .buckets import LocalBuckets
+from .decision import Decision
+from .local_bucket import LocalBucket
+
+
+class Updates:
+    """The updates of one step, from their start until :meth:`finish`.
+
+    Parameters may be sent before the step, as gradients arrive (:meth:`send_early`): its end then finds them where they
+    are read, or on their way.
+    """
+
+    def __init__(self, buckets: LocalBuckets, rule: Adam) -> None:
+        self._buckets = buckets
+        self._rule = rule
+        self._travelling: deque[LocalBucket] = deque()
+        """Buckets that were sent and whose arrival no task waits for yet, oldest first."""
+        self._publishing: deque[tuple[LocalBucket, Future[Event], Future[None]]] = deque()
+        """Buckets whose arrival a task waits for, the start of their way, and that task."""
+        self._advancing: deque[tuple[LocalBucket, Future[None]]] = deque()
+        """Buckets whose states are updated, with nothing to send, and the task that does it."""
+
+    # --- what a step asks for ------------------------------------------------------------------------
+
+    def start(self, works: Sequence[LocalBucket], decision: Decision, after: Event) -> None:
+        """Update buckets and send their parameters, bucket after bucket.
+
+        Args:
+            after: the mark of the device's work that the parameters are written after.
+        """
+
+        def update(work: LocalBucket) -> Event:
+            out = None if self._buckets.written_by_kernel(work) else self._borrow(work)
+            self._run(work, decision.scalars, decision.present, decision.tensors, out)
+            work.forget_gradients(GradientEvent.END)
+            if out is None:
+                return Done()
+            present = set(decision.present)
+            return self._buckets.device.publish(work.bucket, out, decision.tensors, present, self._lease(work), after)
+
+        for work in works:
+            work.gradient.on(GradientEvent.USE)
+            work.send(decision.present)
+            self._send(work, partial(update, work))
+        self.land()
+
+    def start_ahead(self, works: Sequence[LocalBucket], decision: Decision) -> None:
+        """Update states; the parameters were sent early, or follow with :meth:`publish`."""
+
+        def update(work: LocalBucket) -> None:
+            self._run(work, decision.scalars, decision.present, None, None)
+            work.forget_gradients(GradientEvent.END)
+
+        for work in works:
+            work.gradient.on(GradientEvent.USE)
+            if work.publication.state is Publication.EARLY:
+                work.confirm()
+            else:
+                work.fall_behind(work.members.intersection(decision.present))
+            work.give(task := self._buckets.worker.submit(partial(update, work)))
+            self._advancing.append((work, task))
+
+    def publish(self, works: Iterable[LocalBucket], tensors: Sequence[Any], after: Event) -> None:
+        """Bring master weights that are ahead to the parameters."""
+        for work in works:
+            if work.stale:
+                stale = frozenset(work.stale)
+                work.send(stale)
+                self._send(work, partial(self._round_and_publish, work, stale, tensors, after))
+        self.land()
+
+    def send_early(
+        self,
+        work: LocalBucket,
+        scalars: Scalars | None,
+        tensors: Sequence[Any],
+        is_open: Callable[[], bool],
+        *,
+        keep_states: bool,
+    ) -> None:
+        """Send a bucket's new parameters as soon as its gradients are on the host, where ``is_open`` says so then.
+
+        Among ranks all call it alike, and nothing is sent unless all would.
+
+        Args:
+            scalars: None where this rank would not.
+            keep_states: leave the states as they are.
+        """
+
+        def start() -> Event:
+            if not self._all_ranks(is_open(), work):
+                return Done()
+            assert scalars is not None
+            out = self._borrow(work)
+            if not keep_states:
+                work.gradient.on(GradientEvent.USE)
+            work.publication.on(PublicationEvent.SEND_EARLY)
+            self._run(work, scalars, work.members, None, out, keep_states=keep_states)
+            after = Done()  # the gradients came after all that had been launched before them
+            return self._buckets.device.publish(work.bucket, out, tensors, set(work.members), self._lease(work), after)
+
+        work.give(self._send(work, start))
+
+    def _all_ranks(self, send: bool, work: LocalBucket) -> bool:
+        """Whether this process and all others would send the bucket early."""
+        collectives = self._buckets.device.collectives
+        if self._buckets.device.world_size == 1:
+            return send
+        flags = np.array([send], np.int64)
+        collectives.sum_integers(flags, f"bucket {work.bucket.index}: whether it is emitted")
+        return int(flags[0]) == collectives.world_size
+
+    # --- the way of a bucket -------------------------------------------------------------------------
+
+    def _run(
+        self,
+        work: LocalBucket,
+        scalars: Scalars,
+        present: Container[int],
+        tensors: Sequence[Any] | None,
+        out: np.ndarray | None,
+        *,
+        keep_states: bool = False,
+    ) -> None:
+        """Update the pieces that have a gradient.
+
+        Parameters are written to ``out``, or where it is None to ``tensors``, or where that is None too nowhere; those
+        that are their own master weights are written as such in any case.
+        """
+        store = self._buckets.store
+        states = store.read(work.bucket.index) if keep_states else store.load(work.bucket.index, work.members)
+        in_place = self._buckets.terms.without_master(work.bucket)
+        for dtype, held in work.held().items():
+            indices = [i for i, _ in held if work.pieces[i].param in present]
+            pieces = [work.pieces[i] for i in indices]
+            segments = self._rule.segments(states.arrays, work.offsets[indices], work.numels[indices])
+            segments["grad"] = [gradient.address for i, gradient in held if work.pieces[i].param in present]
+            segments["scalars"] = [scalars.row(piece.param) for piece in pieces]
+            if tensors is not None and (in_place or out is None):
+                arrays = [self._buckets.in_place(work, piece, tensors) for piece in pieces]
+                segments["master" if in_place else "param"] = [array.address for array in arrays]
+            if out is not None:
+                segments["param"] = kernels.address(out) + work.offsets[indices] * out.itemsize
+            rounds = out is not None or (tensors is not None and not in_place)
+            with self._buckets.trace.span(UPDATE, "", work.bucket.index):
+                self._rule.update(
+                    segments,
+                    scalars,
+                    grad_dtype=dtype,
+                    param_dtype=work.bucket.dtype if rounds else None,
+                    threads=self._buckets.threads,
+                    keep_states=keep_states,
+                )
+        if not keep_states:
+            store.commit(states)
+
+    def _round_and_publish(
+        self, work: LocalBucket, stale: frozenset[int], tensors: Sequence[Any], after: Event
+    ) -> Event:
+        pieces = [piece for piece in work.pieces if piece.param in stale]
+        master = self._buckets.store.read(work.bucket.index).arrays["master"]
+        out = None if self._buckets.written_by_kernel(work) else self._borrow(work)
+        rows = []
+        for piece in pieces:
+            if out is None:
+                address = self._buckets.in_place(work, piece, tensors).address
+            else:
+                address = kernels.address(out) + piece.offset * out.itemsize
+            rows.append((kernels.address(master) + piece.offset * master.itemsize, address, piece.numel))
+        threads = self._buckets.threads
+        with self._buckets.trace.span(UPDATE, "round", work.bucket.index):
+            kernels.cast(kernels.spans_of(rows), FLOAT32, work.bucket.dtype, threads=threads)
+        if out is None:
+            return Done()
+        return self._buckets.device.publish(work.bucket, out, tensors, set(stale), self._lease(work), after)
+
+    def _send(self, work: LocalBucket, start: Callable[[], Event]) -> "Future[Event]":
+        """Have a bucket's parameters sent when there is staging for them: while one travels, the next is updated."""
+        if len(self._travelling) == self._buckets.worker.depth:
+            self._await_arrival(self._travelling.popleft())
+        work.written = self._buckets.worker.submit(start)
+        self._travelling.append(work)
+        return work.written
+
+    def land(self) -> None:
+        """Have the arrival of every bucket waited for."""
+        while self._travelling:
+            self._await_arrival(self._travelling.popleft())
+
+    def _await_arrival(self, work: LocalBucket) -> None:
+        written = work.written
+        assert written is not None
+
+        def arrived() -> None:
+            written.result().wait()
+            work.release()
+
+        self._publishing.append((work, written, self._buckets.worker.submit(arrived)))
+
+    def _borrow(self, work: LocalBucket) -> np.ndarray:
+        """Staging for the process's shards of a bucket."""
+        assert self._buckets.staging is not None
+        work.lease = self._buckets.staging.lease()
+        numel = len(self._buckets.device.ranks) * work.bucket.shard_numel
+        return work.lease.borrow(numel, work.bucket.dtype.numpy)
+
+    def _lease(self, work: LocalBucket) -> Lease:
+        assert work.lease is not None
+        return work.lease
+
+    # --- its end ---------------------------------------------------------------------------------------
+
+    def await_param(self, param: int) -> None:
+        """See to it that what this thread asks of the device from now on reads the parameter as updated.
+
+        Raises the errors of the updates.
+        """
+        for work in self._buckets.of[param]:
+            written = work.written
+            if written is not None:
+                with self._buckets.trace.span(COMPUTE, "wait", work.bucket.index):
+                    written.result().order()
+
+    def update_of(self, param: int) -> Event:
+        """The end of the parameter's update, as far as it has been asked for."""
+        written = [work.written for work in self._buckets.of[param] if work.written is not None]
+
+        def order() -> None:
+            for start in written:
+                start.result().order()
+
+        return Waiting(order)
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing may still be on its way."""
+        return not self._travelling and not self._publishing and not self._advancing
+
+    def finish_publications(self) -> None:
+        """Wait until parameters have been written; raise the error of one that was not."""
+        self.land()
+        while self._publishing:
+            work, written, arrived = self._publishing[0]
+            self._buckets.wait(arrived, work)  # the bucket itself may be on its way to the next update
+            work.arrive(written)
+            self._publishing.popleft()  # last: an interrupt before it has the bucket waited for again
+
+    def finish_states(self) -> None:
+        """Wait until buckets with nothing to send have been updated; raise the error of one that was not."""
+        while self._advancing:
+            work, task = self._advancing[0]
+            self._buckets.wait(task, work)
+            if work.task is task:
+                work.take()
+            self._advancing.popleft()
+
+    def finish(self) -> None:
+        """Wait until all has ended; raise the first error."""
+        self.finish_publications()
+        self.finish_states()
+
+    @property
+    def broke_off(self) -> bool:
+        """Whether something that was waited for has failed; else it may be waited for again."""
+        asked = [*(arrived for _, _, arrived in self._publishing), *(task for _, task in self._advancing)]
+        return any(task.done() and task.exception() is not None for task in asked)
+
+    def forget(self) -> set[LocalBucket]:
+        """After a failure: nothing is on its way any more. The buckets whose parameters may not have been written."""
+        lost = {work for work, _, arrived in self._publishing if arrived.exception() is not None}
+        lost.update(self._travelling)
+        self._travelling.clear()
+        self._publishing.clear()
+        self._advancing.clear()
+        return lost

@@ -1,0 +1,1 @@
+"""Small helpers that know nothing of training: checks, units, processors, disks, launchers."""

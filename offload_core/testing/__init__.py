@@ -1,0 +1,1 @@
+"""A device and ranks made of threads, for tests and simulations."""
