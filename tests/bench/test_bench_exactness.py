@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from bench import exactness
+from bench.parts import exactness
 
 
 def test_an_update_that_knows_where_it_was_cut_is_counted():

@@ -1,4 +1,4 @@
-"""Contenders are processes of their own: their allocator, their ranks, their sittings, and how they end."""
+"""Contenders are processes of their own: their allocator, their ranks, their repetitions, and how they end."""
 
 import os
 import signal
@@ -13,16 +13,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bench import ranks, step
-from bench.processes import ContenderError, Group, together
-from bench.sittings import run
-from bench.turns import KEEP_MEMORY
+from bench.harness.contenders import measure_all
+from bench.harness.processes import KEEP_FREED_MEMORY, ContenderError, ProcessGroup, in_parallel
+from bench.parts import ranks, step
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 TELL = """
 import os
-from bench.contender import become_rank, serve
+from bench.harness.worker import become_rank, serve
 
 _, *streams = become_rank()
 print("this is no answer", flush=True)
@@ -30,7 +29,7 @@ serve(*streams, 1, None, malloc={k: v for k, v in os.environ.items() if k.starts
 """
 COUNT = """
 import os
-from bench.contender import become_rank, serve
+from bench.harness.worker import become_rank, serve
 
 (arguments, *streams), first = become_rank(), os.getppid()
 rank = int(os.environ["RANK"])
@@ -46,7 +45,7 @@ serve(*streams, 1, lambda: step, versions={"first": str(first)})
 """
 STUCK = """
 import os, subprocess, time
-from bench import contender
+from bench.harness import worker as contender
 
 contender._PATIENCE = 0.1
 
@@ -59,15 +58,15 @@ def step(micro_batch):
 contender.serve(*contender.become_rank()[1:], 1, lambda: step)
 """
 ASK = """
-from bench.processes import Group
+from bench.harness.processes import ProcessGroup
 
-group = Group("contender_here", [], ranks=2, threads=1)
+group = ProcessGroup("contender_here", [], ranks=2, threads=1)
 group.answers()
 group.ask(steps=1)
 """
 BEFORE_IT_ANSWERS = """
 import os, time
-from bench.contender import become_rank
+from bench.harness.worker import become_rank
 
 rank = become_rank()
 with open("stuck", "a") as told:
@@ -105,13 +104,13 @@ def has_ended(pid):
 
 
 @pytest.mark.parametrize(
-    "malloc", [KEEP_MEMORY, {}, {"MALLOC_MMAP_THRESHOLD_": "1048576"}], ids=["kept", "none", "own"]
+    "malloc", [KEEP_FREED_MEMORY, {}, {"MALLOC_MMAP_THRESHOLD_": "1048576"}], ids=["kept", "none", "own"]
 )
 def test_the_shells_allocator_is_not_the_contenders(tmp_path, monkeypatch, malloc):
     module(tmp_path, monkeypatch, TELL)
     monkeypatch.setenv("MALLOC_ARENA_TEST", "3")
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.arena_max=2")
-    group = Group("contender_here", [], ranks=1, threads=1, malloc=malloc)
+    group = ProcessGroup("contender_here", [], ranks=1, threads=1, malloc=malloc)
     try:
         assert [answer["malloc"] for answer in group.answers()] == [dict(malloc)]
     finally:
@@ -121,8 +120,8 @@ def test_the_shells_allocator_is_not_the_contenders(tmp_path, monkeypatch, mallo
 def test_ranks_are_forks_of_one_process_and_end_with_their_group(tmp_path, monkeypatch):
     module(tmp_path, monkeypatch, COUNT)
     with pytest.raises(ValueError, match="got 40, expected at most 31 on one machine"):
-        Group("contender_here", [], ranks=40, threads=1)
-    group = Group("contender_here", [], ranks=3, threads=1)
+        ProcessGroup("contender_here", [], ranks=40, threads=1)
+    group = ProcessGroup("contender_here", [], ranks=3, threads=1)
     try:
         first = {answer["versions"]["first"] for answer in group.answers()}
         steps = [answer["steps"] for answer in group.ask(steps=1)]
@@ -138,7 +137,7 @@ def test_ranks_are_forks_of_one_process_and_end_with_their_group(tmp_path, monke
 
 def test_a_rank_that_fails_ends_the_others_and_its_last_words_are_told(tmp_path, monkeypatch):
     module(tmp_path, monkeypatch, COUNT)
-    group = Group("contender_here", ["dies"], ranks=2, threads=1)
+    group = ProcessGroup("contender_here", ["dies"], ranks=2, threads=1)
     try:
         group.answers()
         with pytest.raises(ContenderError) as caught:
@@ -172,7 +171,7 @@ def test_ranks_that_are_stuck_end_when_who_asked_is_killed(tmp_path, monkeypatch
 
 def test_a_rank_that_ends_before_it_answers_ends_the_others(tmp_path, monkeypatch):
     module(tmp_path, monkeypatch, BEFORE_IT_ANSWERS)
-    group = Group("contender_here", [], ranks=2, threads=1)
+    group = ProcessGroup("contender_here", [], ranks=2, threads=1)
     with pytest.raises(ContenderError) as caught:
         group.answers()
     assert caught.value.why == "OSError: no luck"
@@ -184,7 +183,7 @@ def test_a_rank_that_ends_before_it_answers_ends_the_others(tmp_path, monkeypatc
 
 def test_all_contenders_of_a_library_are_told_why_it_cannot_be_imported(tmp_path, monkeypatch):
     module(tmp_path, monkeypatch, "import no_such_library")
-    groups = [Group("contender_here", [], ranks=ranks, threads=1) for ranks in (1, 2)]
+    groups = [ProcessGroup("contender_here", [], ranks=ranks, threads=1) for ranks in (1, 2)]
     for group in groups:
         with pytest.raises(ContenderError) as caught:
             group.answers()
@@ -196,7 +195,7 @@ def test_all_contenders_of_a_library_are_told_why_it_cannot_be_imported(tmp_path
 def test_contenders_of_a_library_are_forks_of_one_process_unless_their_environments_differ(tmp_path, monkeypatch):
     module(tmp_path, monkeypatch, COUNT)
     ways = [{}, {}, {"malloc": {}}, {"library": "other"}, {"environment": {"A": "1"}}]
-    groups = [Group("contender_here", [], ranks=1, threads=1, **way) for way in ways]
+    groups = [ProcessGroup("contender_here", [], ranks=1, threads=1, **way) for way in ways]
     firsts = [answer["versions"]["first"] for group in groups for answer in group.answers()]
     for group in groups:
         group.close()
@@ -206,7 +205,7 @@ def test_contenders_of_a_library_are_forks_of_one_process_unless_their_environme
 
 def test_what_interrupts_some_ends_those_that_the_others_wait_for(tmp_path, monkeypatch):
     module(tmp_path, monkeypatch, STUCK)
-    groups = {name: Group("contender_here", [], ranks=1, threads=1) for name in "abcd"}
+    groups = {name: ProcessGroup("contender_here", [], ranks=1, threads=1) for name in "abcd"}
 
     def act(name):
         groups[name].answers()
@@ -217,7 +216,7 @@ def test_what_interrupts_some_ends_those_that_the_others_wait_for(tmp_path, monk
             groups[name].ask(steps=1)
 
     with pytest.raises(KeyboardInterrupt):
-        together(groups.values(), act, groups, 2)
+        in_parallel(groups.values(), act, groups, 2)
     for group in groups.values():
         group.close()
     assert all_ended(stuck(tmp_path, 2))
@@ -226,10 +225,10 @@ def test_what_interrupts_some_ends_those_that_the_others_wait_for(tmp_path, monk
 def test_each_sitting_has_new_processes_and_who_fails_in_one_is_left_out(tmp_path, monkeypatch):
     module(tmp_path, monkeypatch, COUNT)
     groups = {
-        name: partial(Group, "contender_here", arguments, ranks=1, threads=1)
+        name: partial(ProcessGroup, "contender_here", arguments, ranks=1, threads=1)
         for name, arguments in {"a": [], "b": [], "only once": ["once"]}.items()
     }
-    results, failures, _ = run(groups, sittings=2, rounds=3, steps=2, warm_up=1)
+    results, failures, _ = measure_all(groups, repetitions=2, rounds=3, steps=2, warm_up=1)
     assert results.keys() == {"a", "b"}
     assert failures["only once"].why.startswith("FileExistsError")
     for [result] in results.values():
@@ -240,18 +239,21 @@ def test_each_sitting_has_new_processes_and_who_fails_in_one_is_left_out(tmp_pat
 
 def test_a_heat_has_its_own_turns_unless_told():
     def of(model, *arguments):
-        heats = step.heats(model, step.parse(list(arguments)))
-        return [(heat.sittings, heat.rounds, heat.steps) for heat in heats]
+        return counts(step.experiments(model, step.parse(list(arguments))))
 
-    assert of("319m") == [(heat.sittings, heat.rounds, heat.steps) for heat in step.HEATS["319m"]]
+    def counts(experiments):
+        return [(each.repetitions, each.rounds, each.steps) for each in experiments]
+
+    assert of("319m") == counts(step.EXPERIMENTS["319m"])
     assert set(of("34m", "--quick")) == {(1, 2, 1)}
-    assert set(of("319m", "--rounds=7", "--steps=2", "--sittings=3")) == {(3, 7, 2)}
+    assert set(of("319m", "--rounds=7", "--steps=2", "--repetitions=3")) == {(3, 7, 2)}
 
 
 def test_the_targets_ranks_have_most_turns():
     args = ranks.parse([])
-    assert [ranks.turns(args, n) for n in (1, 2, 4)] == [ranks.ELSEWHERE, ranks.TURNS, ranks.ELSEWHERE]
-    assert ranks.turns(ranks.parse(["--rounds=5"]), 4) == ranks.ELSEWHERE | {"rounds": 5}
+    elsewhere = ranks.COUNTS_ELSEWHERE
+    assert [ranks.counts_of(args, n) for n in (1, 2, 4)] == [elsewhere, ranks.COUNTS, elsewhere]
+    assert ranks.counts_of(ranks.parse(["--rounds=5"]), 4) == elsewhere | {"rounds": 5}
 
 
 def test_no_rounds_are_an_error(capsys):

@@ -1,4 +1,4 @@
-"""``bench.ranks`` on a model too small to time: every contender trains alike, and one that cannot run is named."""
+"""``bench.parts.ranks`` on a model too small to time: every contender trains alike, one that cannot run is named."""
 
 import importlib.util
 import json
@@ -11,9 +11,9 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SMALL = [
-    "--sittings=1",
+    "--repetitions=1",
     "--rounds=1",
     "--steps=2",
     "--warm-up=1",
@@ -25,7 +25,7 @@ SMALL = [
 
 
 def run(*arguments: str, path: Path = ROOT) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "bench.ranks", *SMALL, *arguments]
+    command = [sys.executable, "-m", "bench.parts.ranks", *SMALL, *arguments]
     environment = {**os.environ, "PYTHONPATH": str(path)}
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
 

@@ -13,11 +13,12 @@ import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import law
 
+import bench.parts
 from bench import record, report, run
+from tests.support.strategies import law
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def records(scale=1.0):
@@ -77,8 +78,8 @@ def test_the_readme_says_what_the_run_before_does_not_confirm(tmp_path):
     now["update"]["ratios"][0].update(p20=7.0, p50=7.5, p80=8.0)
     said = report.beside(before, write(tmp_path / "now.jsonl", now))
     assert said.startswith(
-        "Of the 2 ratios that it shares with [the run before](bench/results/before.md), the 20th to 80th percentiles "
-        "of both runs overlap, or the medians differ by at most 1%, in 1; in 1 each median"
+        "Of the 2 ratios that it shares with [the run before](bench/results/before.jsonl), the 20th to 80th "
+        "percentiles of both runs overlap, or the medians differ by at most 1%, in 1; in 1 each median"
     )
     assert "| update: this / peer | 0.702 (" in said
     assert "7.50 (7 to 8) | DIFFER |" in said
@@ -152,6 +153,26 @@ def test_two_runs_are_close_where_each_median_lies_within_the_others_spread():
     ]
 
 
+@pytest.mark.parametrize(
+    ("processor", "expected"),
+    [
+        ("Intel(R) Xeon(R) Processor @ 2.10GHz", "xeon-2core"),
+        ("Intel(R) Core(TM) i7-10700K CPU @ 3.80GHz", "core-i7-10700k-2core"),
+        ("AMD EPYC 7763 64-Core Processor", "epyc-7763-2core"),
+        ("aarch64", "aarch64-2core"),
+    ],
+)
+def test_a_results_file_is_named_after_parts_hardware_date_and_commit(tmp_path, monkeypatch, processor, expected):
+    monkeypatch.setattr(record, "processor", lambda: processor)
+    monkeypatch.setattr(record, "available_cpus", lambda: 2)
+    monkeypatch.setattr(run, "commit", lambda: "0123456789ab-dirty")
+    first = run.free_path(tmp_path, [], quick=False)
+    assert re.fullmatch(rf"all-{expected}-\d{{4}}-\d\d-\d\d-0123456\.jsonl", first.name)
+    first.touch()
+    assert run.free_path(tmp_path, [], quick=False).stem == f"{first.stem}-2"
+    assert run.free_path(tmp_path, ["step", "ranks"], quick=True).stem == f"step+ranks{first.stem[3:]}-quick"
+
+
 def write(path, known):
     path.write_text("".join(json.dumps(each) + "\n" for each in known.values()))
     return path
@@ -171,10 +192,19 @@ def test_the_newest_run_is_by_date_whole_and_of_this_form(tmp_path):
     assert report.whole_runs(tmp_path, ["update", "bits", "more"]) == []
 
 
+def test_older_results_are_read_with_the_words_of_today(tmp_path):
+    old = records()["bits"] | {"bench": "given_back", "config": {"heats": {"small": [{"sittings": 3}]}}}
+    known = report.read(write(tmp_path / "old.jsonl", {"given_back": old}))
+    assert list(known) == ["default_allocator"]
+    assert known["default_allocator"]["config"] == {"experiments": {"small": [{"repetitions": 3}]}}
+    assert known["default_allocator"]["rows"] == old["rows"]
+
+
 def stand_in(folder, bodies):
-    """A package ``bench`` of such parts, for processes that find it first."""
-    package = folder / "bench"
-    package.mkdir()
+    """A package ``bench.parts`` of such parts, for processes that find it first."""
+    package = folder / "bench" / "parts"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").touch()
     for part, body in bodies.items():
         (package / f"{part}.py").write_text(body)
     (package / "__init__.py").touch()
@@ -197,7 +227,7 @@ def test_a_part_that_fails_or_hangs_is_reported_and_the_rest_go_on(tmp_path, mon
     package = stand_in(tmp_path, bodies)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys.modules["bench"], "__path__", [str(package), *sys.modules["bench"].__path__])
+    monkeypatch.setattr(bench.parts, "__path__", [str(package), *bench.parts.__path__])
     monkeypatch.setattr(run, "PARTS", {"failing": 60, "hanging": 2, "fine": 60, "lacking": 60, "absent": 60})
     path = tmp_path / "results.jsonl"
     assert run.main(["--results", str(path)]) == 1
@@ -208,7 +238,7 @@ def test_a_part_that_fails_or_hangs_is_reported_and_the_rest_go_on(tmp_path, mon
     assert why["hanging"] == ["took longer than its 2 s"]
     assert why["fine"] == []
     assert known["lacking"]["rows"] == known["fine"]["rows"] != []
-    assert why["absent"] == ["there is no bench.absent"]
+    assert why["absent"] == ["there is no bench.parts.absent"]
     assert "out of luck" in path.with_suffix(".md").read_text()
     assert "FAILED" in capsys.readouterr().out
 
@@ -216,8 +246,8 @@ def test_a_part_that_fails_or_hangs_is_reported_and_the_rest_go_on(tmp_path, mon
 def test_an_interrupt_ends_the_part_that_runs(tmp_path):
     stand_in(tmp_path, {"hanging": "import os, time; print(os.getpid(), flush=True); time.sleep(600)"})
     start = (
-        "import bench; from bench import run; bench.__path__.append('bench'); run.PARTS = {'hanging': 600};"
-        "run.main(['--results', 'results.jsonl'])"
+        "import bench.parts; from bench import run; bench.parts.__path__.append('bench/parts');"
+        "run.PARTS = {'hanging': 600}; run.main(['--results', 'results.jsonl'])"
     )
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r}); {start}"]
@@ -236,8 +266,8 @@ def test_the_report_says_what_was_asked_of_the_allocator():
     kept["update"]["config"]["malloc"] = {"MALLOC_MMAP_MAX_": "0"}
     assert "allocator" not in report.section(plain)
     assert "allocator" in report.section(kept)
-    assert "given back" not in report.section(kept)
-    part = {**copy.deepcopy(kept["update"]), "bench": "given_back", "title": "as it comes"}
-    assert 'under "memory given back"' in report.section({**kept, "given_back": part})
+    assert "by default stands" not in report.section(kept)
+    part = {**copy.deepcopy(kept["update"]), "bench": "default_allocator", "title": "as it comes"}
+    assert 'under "default allocator"' in report.section({**kept, "default_allocator": part})
     bare = {**part, "bench": "profile", "title": "profile", "ratios": []}
     assert "### profile" not in report.section({**kept, "profile": bare})

@@ -9,16 +9,17 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import law
 
-from bench import overlap, simulate
-from bench.cluster import BLOCK, WAITING, Job, Machines, SimulatedGroup, SimulatedRank, on_ranks
-from bench.cluster import simulate as step_on
-from bench.overlap import CASES, GB, SCHEDULES, Case, Run, virtual
-from bench.virtual_time import Clock, DeadlockError
-from offload_core.config import OffloadConfig
-from offload_core.thread_ranks import run_ranks
-from offload_core.trace import COMPUTE, REDUCTION, TO_DEVICE, TO_HOST, UPDATE
+from bench.parts import overlap, simulate
+from bench.parts.overlap import CASES
+from bench.virtual.clock import Clock, DeadlockError
+from bench.virtual.cluster import BLOCK, WAITING, Job, Machines, SimulatedGroup, SimulatedRank, on_ranks
+from bench.virtual.cluster import simulate as step_on
+from bench.virtual.machine import GB, SCHEDULES, Case, Run, virtual
+from offload_core.config.options import OffloadConfig
+from offload_core.device.trace import COMPUTE, REDUCTION, TO_DEVICE, TO_HOST, UPDATE
+from offload_core.testing.thread_ranks import run_ranks
+from tests.support.strategies import law
 
 pytestmark = pytest.mark.slow
 
@@ -99,7 +100,7 @@ def test_every_lane_does_in_virtual_time_what_it_does_by_the_wall_clock(schedule
         run = Run(Case(1e-3, 2e-3, 1 * GB, 10 * GB), 2**14, 4, 1, clips, schedule)
         run.step()
         with run.pipeline.trace(path):
-            run.turn(1)
+            run.step_times(1)
         run.close()
         return lanes_of(path)
 

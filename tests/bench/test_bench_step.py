@@ -1,19 +1,19 @@
 """The targets of whole steps are the large model's, and what could be reached at most stands beside them."""
 
-from bench import step
-from bench.sittings import Result, Turn
+from bench.harness.contenders import Measurement, Result
+from bench.parts import step
 
 
 def result(forward, backward, update):
     phases = {"forward": forward, "backward": backward, "step": update, "total": forward + backward + update}
-    return Result([Turn([phases], [], 0.0, 0.0, 0.0, 0.0, 0) for _ in range(3)], 0, [])
+    return Result([Measurement([phases], [], 0.0, 0.0, 0.0, 0.0, 0) for _ in range(3)], 0, [])
 
 
 RESULTS = {
     step.OURS: result(2.0, 4.0, 2.0),
     step.DS_2: result(1.0, 20.0, 11.0),
     step.GRADIENTS_ONLY: result(1.0, 4.0, 0.5),
-    step.STREAM: Result([Turn([{"total": 1.0}], [], 0.0, 0.0, 0.0, 0.0, 0) for _ in range(3)], 0, []),
+    step.STREAM: Result([Measurement([{"total": 1.0}], [], 0.0, 0.0, 0.0, 0.0, 0) for _ in range(3)], 0, []),
 }
 
 

@@ -14,14 +14,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench import train
-from bench.data import held_out_batches, is_held_out, training_batch
-from bench.launch import Ranks
-from bench.presets import PRESETS, learning_rate
-from bench.trainer import check_room
+from bench.train import program
+from bench.train.data import held_out_batches, is_held_out, training_batch
+from bench.train.presets import PRESETS, learning_rate
+from bench.train.ranks import Ranks
+from bench.train.trainer import check_room
 from offload_core.errors import HostMemoryError
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FEW = ["--steps=3", "--micro-batch=2", "--context=32", "--eval-batches=2", "--sample-bytes=8", "--device=cpu"]
 
 
@@ -194,12 +194,12 @@ def test_what_one_rank_finds_wrong_is_said_by_it_and_ends_all(frontend: str, tmp
     script.write_text(
         "import os, sys\n"
         f"sys.path.insert(0, {str(ROOT)!r})\n"
-        f"from bench import train, train_{frontend} as trainers\n"
+        f"from bench.train import program, {frontend}_trainer as trainers\n"
         "from offload_core.errors import GradientError\n"
         "def step(self, batches): raise GradientError('bad weather')\n"
         "if os.environ['RANK'] == '1': trainers.Offloaded.step = step\n"
-        "train.PATIENCE = 2.0\n"
-        "sys.exit(train.main(sys.argv[1:]))\n"
+        "program.PATIENCE = 2.0\n"
+        "sys.exit(program.main(sys.argv[1:]))\n"
     )
     done = torchrun(str(script), *FEW, f"--frontend={frontend}", f"--out={tmp_path / 'run'}")
     assert done.returncode != 0
@@ -213,18 +213,18 @@ def test_a_rank_computes_with_its_share_of_the_processors(monkeypatch: pytest.Mo
     needs("torch")
     import torch
 
-    from bench import train_torch
+    from bench.train import torch_trainer
 
-    monkeypatch.setattr(train_torch, "default_threads", lambda: 3)
+    monkeypatch.setattr(torch_trainer, "default_threads", lambda: 3)
     joined = []
-    monkeypatch.setattr(train_torch.dist, "init_process_group", lambda *place, **options: joined.append(options))
-    monkeypatch.setattr(train_torch.dist, "destroy_process_group", lambda: None)
+    monkeypatch.setattr(torch_trainer.dist, "init_process_group", lambda *place, **options: joined.append(options))
+    monkeypatch.setattr(torch_trainer.dist, "destroy_process_group", lambda: None)
     environment = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
     for name, value in {**environment, "MASTER_ADDR": "there", "MASTER_PORT": "4000"}.items():
         monkeypatch.setenv(name, value)
     before = torch.get_num_threads()
     try:
-        with train_torch.join(train.parse(["--device=cpu", "--timeout=9"])[0]) as ranks:
+        with torch_trainer.join(program.parse(["--device=cpu", "--timeout=9"])[0]) as ranks:
             assert (ranks.rank, ranks.world_size) == (1, 2)
             assert torch.get_num_threads() == 3
             assert joined == [{"timeout": timedelta(seconds=9)}]
@@ -297,20 +297,20 @@ def test_jax_processes_meet_where_the_launcher_leaves_room(
 ) -> None:
     """Each with its share of the processors, its own devices, and an ear for the launcher's SIGTERM."""
     needs("jax")
-    from bench import train_jax
+    from bench.train import jax_trainer
 
     met, configured = [], {}
-    monkeypatch.setattr(train_jax, "default_threads", lambda: 3)
-    monkeypatch.setattr(train_jax.jax.distributed, "initialize", lambda *place, **options: met.append(place))
-    monkeypatch.setattr(train_jax.jax.config, "update", configured.__setitem__)
-    monkeypatch.setattr(train_jax.atexit, "register", lambda function: None)
+    monkeypatch.setattr(jax_trainer, "default_threads", lambda: 3)
+    monkeypatch.setattr(jax_trainer.jax.distributed, "initialize", lambda *place, **options: met.append(place))
+    monkeypatch.setattr(jax_trainer.jax.config, "update", configured.__setitem__)
+    monkeypatch.setattr(jax_trainer.atexit, "register", lambda function: None)
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     monkeypatch.setenv("NPROC", "")  # for it to be as it was at the end
     monkeypatch.delenv("NPROC")
     environment = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", **launcher}
     for name, value in {**environment, "MASTER_ADDR": "there", "MASTER_PORT": "4000"}.items():
         monkeypatch.setenv(name, value)
-    with train_jax.join(train.parse(["--frontend=jax", "--device=cpu", "--devices=2"])[0]) as ranks:
+    with jax_trainer.join(program.parse(["--frontend=jax", "--device=cpu", "--devices=2"])[0]) as ranks:
         assert (ranks.rank, ranks.world_size, ranks.local_world_size, list(ranks.turn(8))) == (6, 8, 4, [14, 15])
     assert met == [(f"there:{port}", 4, 3, [2, 3])]
     assert configured == {
@@ -350,7 +350,7 @@ def test_ctrl_c_ends_a_run_cleanly(tmp_path: Path) -> None:
 def test_the_first_ctrl_c_is_noted_and_the_second_ends_the_process_at_once() -> None:
     code = (
         "import time\n"
-        "from bench.train import Interrupt\n"
+        "from bench.train.program import Interrupt\n"
         "with Interrupt() as interrupt:\n"
         "    print('ready', flush=True)\n"
         "    while not interrupt.asked: time.sleep(0.01)\n"
@@ -369,7 +369,7 @@ def test_the_first_ctrl_c_is_noted_and_the_second_ends_the_process_at_once() -> 
 
 
 def test_a_run_that_was_not_interrupted_leaves_ctrl_c_as_it_was() -> None:
-    with train.Interrupt() as interrupt:
+    with program.Interrupt() as interrupt:
         pass
     assert not interrupt.asked
     with pytest.raises(KeyboardInterrupt):
@@ -393,7 +393,7 @@ def test_a_run_that_was_not_interrupted_leaves_ctrl_c_as_it_was() -> None:
 )
 def test_bad_arguments_exit_2(arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
-        train.main(arguments)
+        program.main(arguments)
     assert exit_.value.code == 2
     assert complaint in capsys.readouterr().err.splitlines()[-1]
 
@@ -401,7 +401,7 @@ def test_bad_arguments_exit_2(arguments: list[str], complaint: str, capsys: pyte
 def test_metrics_of_another_run_are_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "metrics.jsonl").write_text("{}\n")
     with pytest.raises(SystemExit) as exit_:
-        train.main([f"--out={tmp_path}"])
+        program.main([f"--out={tmp_path}"])
     assert exit_.value.code == 2
     assert "another run" in capsys.readouterr().err
     assert (tmp_path / "metrics.jsonl").read_text() == "{}\n"
@@ -411,8 +411,8 @@ def test_a_model_larger_than_memory_is_refused_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     needs("torch")
-    monkeypatch.setattr("bench.trainer.available_bytes", lambda: 2**30)
-    assert train.main(["--preset=gpt2-124m", "--device=cpu", f"--out={tmp_path}"]) == 1
+    monkeypatch.setattr("bench.train.trainer.available_bytes", lambda: 2**30)
+    assert program.main(["--preset=gpt2-124m", "--device=cpu", f"--out={tmp_path}"]) == 1
     complaint = capsys.readouterr().err
     assert complaint.count("\n") == 1
     assert "needs at least 1.9 GiB of host memory" in complaint
@@ -421,19 +421,19 @@ def test_a_model_larger_than_memory_is_refused_in_one_line(
 
 def test_ranks_on_one_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks hold the parameters and a bucket's gradients twice, the states once, and their sums."""
-    settings, *_ = train.parse(["--preset=gpt2-124m"])
-    monkeypatch.setattr("bench.trainer.available_bytes", lambda: 2**31)
+    settings, *_ = program.parse(["--preset=gpt2-124m"])
+    monkeypatch.setattr("bench.train.trainer.available_bytes", lambda: 2**31)
     check_room(settings, Ranks(), on_host=True)
     with pytest.raises(HostMemoryError, match=r"needs at least 2\.5 GiB of host memory for 2 ranks"):
         check_room(settings, Ranks(0, 2, 0, 2), on_host=True)
     check_room(settings, Ranks(0, 2, 0, 1), on_host=True)
-    in_shards, *_ = train.parse(["--preset=gpt2-124m", "--stage=3", "--init"])
+    in_shards, *_ = program.parse(["--preset=gpt2-124m", "--stage=3", "--init"])
     with pytest.raises(HostMemoryError, match=r"at least 2\.6 GiB.*\(.*exp_avg 237\.\d MiB \(more ranks"):
         check_room(in_shards, Ranks(0, 2, 0, 2), on_host=True)
 
 
 def test_no_framework_is_imported_unless_chosen() -> None:
-    code = "import sys, bench.train; sys.exit(bool({'torch', 'jax', 'optax'} & set(sys.modules)))"
+    code = "import sys, bench.train.program; sys.exit(bool({'torch', 'jax', 'optax'} & set(sys.modules)))"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
 
 

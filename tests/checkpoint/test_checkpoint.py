@@ -2,47 +2,28 @@
 
 import threading
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from oracles import assert_same_bits
-from strategies import law
-from test_pipeline import STATES, Subject, bits, make
-from test_ranks import averaged, rank_cases, run_naive, run_rank
 
-from offload_core.checkpoint import Checkpoints, Contents, Target
-from offload_core.checkpoint_files import Checkpoint, Want, file_name, file_record, write_manifest
-from offload_core.cpu_adam import AdamHyper
-from offload_core.device import HostDevice
+from offload_core.checkpoint.checkpoints import Target
+from offload_core.checkpoint.reader import Checkpoint, Want, file_name, file_record, write_manifest
+from offload_core.checkpoint.shard_writer import ShardWriter, Source
+from offload_core.device.host import HostDevice
 from offload_core.dtypes import BFLOAT16, FLOAT16, FLOAT32
 from offload_core.errors import CheckpointError, StateError
-from offload_core.fake_device import FakeDevice
-from offload_core.loss_scale import LossScaler
-from offload_core.regions import Region
-from offload_core.shard_writer import ShardWriter, Source
-from offload_core.thread_ranks import run_ranks
-
-
-def names_of(subject):
-    return [spec.name for spec in subject.specs]
-
-
-def save(subject, folder, *, wait=True, step=1, keep=None, checkpoints=None, **contents):
-    checkpoints = checkpoints or Checkpoints(subject.pipeline)
-    path = checkpoints.save(
-        folder, Contents(names_of(subject), **contents), subject.tensors, step=step, keep=keep, wait=wait
-    )
-    return path, checkpoints
-
-
-def load(subject, path, targets=(), **options):
-    checkpoints = Checkpoints(subject.pipeline)
-    publish = partial(subject.pipeline.flush, subject.tensors)
-    return checkpoints.load(path, names_of(subject), targets, subject.tensors, publish, **options)
+from offload_core.layout.regions import Region
+from offload_core.step.loss_scale import LossScaler
+from offload_core.testing.fake_device import FakeDevice
+from offload_core.testing.thread_ranks import run_ranks
+from tests.support.checkpoints import Slow, load, one_step, save
+from tests.support.oracles import assert_same_bits
+from tests.support.pipelines import STATES, Subject, bits, make
+from tests.support.rank_pipelines import averaged, rank_cases, run_naive, run_rank
+from tests.support.strategies import law
 
 
 def assert_states(subjects, naive):
@@ -102,8 +83,8 @@ def test_any_order_and_cut_of_elements_is_read_into_any_other(tmp_path_factory, 
         runs.append([(Region(shape, low, high - low, order), flat[low:high]) for low, high in pairwise(cut)])
     folder = tmp_path_factory.mktemp("orders")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("offload_core.shard_writer.BLOCK_BYTES", 64)
-        patch.setattr("offload_core.checkpoint_files._MOST_ROWS", rows)
+        patch.setattr("offload_core.checkpoint.shard_writer.BLOCK_BYTES", 64)
+        patch.setattr("offload_core.checkpoint.reader._MOST_ROWS", rows)
         sources = [Source.of("p", "master", region, part.astype(types[0].numpy)) for region, part in runs[0]]
         writer = ShardWriter(folder / file_name(0, 1), sources, make().pipeline.memory)
         record = file_record(writer)
@@ -114,13 +95,6 @@ def test_any_order_and_cut_of_elements_is_read_into_any_other(tmp_path_factory, 
         Checkpoint(folder).read(wants)
     for (region, part), out in zip(runs[1], got, strict=True):
         assert_same_bits(str(region), out, part.astype(types[0].numpy).astype(types[1].numpy))
-
-
-def one_step(subject, value=0.5):
-    for i, spec in enumerate(subject.specs):
-        subject.add_gradient(i, np.full(spec.numel, value, spec.dtype.numpy))
-    subject.pipeline.end_micro_step()
-    return subject.pipeline.step([AdamHyper(1e-2)], subject.tensors)
 
 
 @pytest.mark.parametrize("device", [HostDevice, FakeDevice])
@@ -146,29 +120,12 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, device, dtype, schedul
     assert straight.pipeline.loss_scale == resumed.pipeline.loss_scale
 
 
-class Slow:
-    """A disk that writes a block when it is told to."""
-
-    def __init__(self, monkeypatch):
-        self.allowed = threading.Semaphore(0)
-        put = ShardWriter._put
-
-        def slowly(writer, data, at):
-            assert self.allowed.acquire(timeout=60)
-            put(writer, data, at)
-
-        monkeypatch.setattr(ShardWriter, "_put", slowly)
-
-    def go_on(self):
-        self.allowed.release(10**6)
-
-
 @pytest.mark.parametrize("update_in_backward", [False, True])
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=str)
 def test_what_is_saved_while_training_goes_on_is_of_the_moment_of_the_call(
     tmp_path, monkeypatch, dtype, update_in_backward
 ):
-    monkeypatch.setattr("offload_core.shard_writer.BLOCK_BYTES", 256)
+    monkeypatch.setattr("offload_core.checkpoint.shard_writer.BLOCK_BYTES", 256)
     subject = make(FakeDevice(), dtype, update_in_backward=update_in_backward, reduce_bucket_size=32)
     one_step(subject)
     subject.pipeline.finish()
@@ -188,7 +145,7 @@ def test_what_is_saved_while_training_goes_on_is_of_the_moment_of_the_call(
 
 
 def test_host_memory_of_the_past_is_bounded_by_the_buffers_and_given_back(tmp_path, monkeypatch):
-    monkeypatch.setattr("offload_core.shard_writer.BLOCK_BYTES", 256)
+    monkeypatch.setattr("offload_core.checkpoint.shard_writer.BLOCK_BYTES", 256)
     subject = make(FakeDevice(), reduce_bucket_size=32)
     held = subject.pipeline.memory.n_bytes
     slow = Slow(monkeypatch)

@@ -11,30 +11,30 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import law
-from test_checkpoint import Slow, load, names_of, save
-from test_pipeline import Subject, bits
 
-from offload_core.checkpoint import Checkpoints, Contents
-from offload_core.checkpoint_files import Checkpoint
-from offload_core.config import OffloadConfig
-from offload_core.cpu_adam import AdamHyper
-from offload_core.device import HostDevice
+from offload_core.checkpoint.checkpoints import Checkpoints, Contents
+from offload_core.checkpoint.reader import Checkpoint
+from offload_core.checkpoint.shard_writer import ShardWriter, Source
+from offload_core.config.options import OffloadConfig
+from offload_core.device.host import HostDevice
 from offload_core.dtypes import BFLOAT16, FLOAT32
 from offload_core.errors import CheckpointError, CheckpointWarning
-from offload_core.fake_device import FakeDevice, FakeTensor
-from offload_core.partition import ParamSpec
-from offload_core.regions import Region
-from offload_core.shard_writer import ShardWriter, Source
-from offload_core.thread_ranks import run_ranks
+from offload_core.layout.partition import ParamSpec
+from offload_core.layout.regions import Region
+from offload_core.rules.adam import AdamHyper
+from offload_core.testing.fake_device import FakeDevice, FakeTensor
+from offload_core.testing.thread_ranks import run_ranks
+from tests.support.checkpoints import Slow, load, names_of, save
+from tests.support.pipelines import Subject, bits
+from tests.support.strategies import law
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 HYPERS = [AdamHyper(1e-2)]
 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    monkeypatch.setattr("offload_core.shard_writer.BLOCK_BYTES", 256)
+    monkeypatch.setattr("offload_core.checkpoint.shard_writer.BLOCK_BYTES", 256)
 
 
 def subject_of(device=None, dtype=BFLOAT16, rank=None, **fields):
@@ -141,7 +141,7 @@ def test_a_save_sees_nothing_of_what_is_done_meanwhile_and_is_not_seen(
         return subject_of(FakeDevice(max_delay=1e-4) if late else HostDevice(), dtype, **fields)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("offload_core.shard_writer.BUFFERS", buffers)
+        patch.setattr("offload_core.checkpoint.shard_writer.BUFFERS", buffers)
         saving, twin, disk = new(), new(), Stalling(patch)
         for subject in (saving, twin):
             for n in range(before):
@@ -176,7 +176,7 @@ def test_a_save_sees_nothing_of_what_is_done_meanwhile_and_is_not_seen(
 @pytest.mark.parametrize("schedule", ["serial", "overlap", "delayed"])
 def test_who_changes_states_copies_them_first(tmp_path, monkeypatch, act, schedule):
     """The disk writes nothing until the change has been made."""
-    monkeypatch.setattr("offload_core.shard_writer.BUFFERS", 1000)
+    monkeypatch.setattr("offload_core.checkpoint.shard_writer.BUFFERS", 1000)
     subject, slow = subject_of(schedule=schedule, delay_warmup_steps=0), Slow(monkeypatch)
     step(subject)
     subject.pipeline.finish()
@@ -204,7 +204,7 @@ def test_nobody_is_told_of_changes_when_all_has_been_written(tmp_path):
 
 def test_an_interrupt_of_waiting_leaves_the_save_and_its_moment(tmp_path, monkeypatch):
     subject, slow = subject_of(), Slow(monkeypatch)
-    monkeypatch.setattr("offload_core.shard_writer.BUFFERS", 1000)
+    monkeypatch.setattr("offload_core.checkpoint.shard_writer.BUFFERS", 1000)
     step(subject)
     before = bits(subject)
     _, checkpoints = save(subject, tmp_path, wait=False)
@@ -289,7 +289,7 @@ def test_a_failure_is_warned_of_when_it_happens_and_raised_once(tmp_path, monkey
 
     with warnings.catch_warnings(record=True) as warned, monkeypatch.context() as patch:
         warnings.simplefilter("always")
-        patch.setattr("offload_core.shard_writer.os.pwrite", fail)
+        patch.setattr("offload_core.checkpoint.shard_writer.os.pwrite", fail)
         _, checkpoints = save(subject, tmp_path, wait=False, step=2)
         checkpoints._save._thread.join()
         assert [str(warning.message) for warning in warned if "No space left on device" in str(warning.message)]
@@ -303,7 +303,7 @@ def test_a_failure_is_warned_of_when_it_happens_and_raised_once(tmp_path, monkey
 
 def test_a_second_save_and_a_load_wait_for_the_first(tmp_path, monkeypatch):
     subject, slow = subject_of(), Slow(monkeypatch)
-    monkeypatch.setattr("offload_core.shard_writer.BUFFERS", 1000)
+    monkeypatch.setattr("offload_core.checkpoint.shard_writer.BUFFERS", 1000)
     saved = []
     checkpoints = Checkpoints(subject.pipeline)
 
@@ -361,10 +361,9 @@ def test_ranks_meet_for_the_save_after_all_that_was_asked_for(tmp_path, device):
 
 EXIT = """
 import sys, time
-sys.path.insert(0, {tests!r})
 import numpy as np
-import checkpoint_crash_worker as worker
-from offload_core.shard_writer import ShardWriter
+from tests.workers import checkpoint_crash_worker as worker
+from offload_core.checkpoint.shard_writer import ShardWriter
 put = ShardWriter._put
 ShardWriter._put = lambda *args: (time.sleep(0.05), put(*args))
 run = worker.Run()
@@ -379,15 +378,16 @@ run.buffer[:] = 5
 
 @pytest.mark.parametrize("end", ["", "run.train()", "raise SystemExit(3)", "raise ValueError"])
 def test_a_program_that_ends_right_after_is_saved(tmp_path, end):
-    code = EXIT.format(tests=str(ROOT / "tests"), end=end)
+    code = EXIT.format(end=end)
     done = subprocess.run(
         [sys.executable, "-c", code, tmp_path], env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
     )
     assert done.returncode == {"": 0, "run.train()": 0, "raise SystemExit(3)": 3}.get(end, 1), done.stderr
-    check = "import sys, checkpoint_crash_worker as worker; print(worker.Run().load(sys.argv[1]))"
-    path = f"{ROOT}:{ROOT / 'tests'}"
+    check = (
+        "import sys; from tests.workers import checkpoint_crash_worker as worker; print(worker.Run().load(sys.argv[1]))"
+    )
     done = subprocess.run(
-        [sys.executable, "-c", check, tmp_path], env={"PYTHONPATH": path}, capture_output=True, text=True
+        [sys.executable, "-c", check, tmp_path], env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
     )
     assert done.stdout.strip() == "4", done.stderr
 
@@ -402,7 +402,7 @@ def load_optimizer_state():
     state = engine.optimizer.state_dict()
     state["state"] = {i: {k: torch.full_like(v, 3.0) for k, v in e.items()} for i, e in state["state"].items()}
     optimizer = engine.optimizer
-    return optimizer.pipeline, optimizer._tensors(), lambda: optimizer.load_state_dict(state)
+    return optimizer.pipeline, optimizer.registration.tensors(), lambda: optimizer.load_state_dict(state)
 
 
 def load_pytree():
@@ -417,7 +417,7 @@ def load_pytree():
 
 @pytest.mark.parametrize("front_end", [load_optimizer_state, load_pytree], ids=lambda f: f.__name__)
 def test_front_ends_that_replace_states_copy_them_first(tmp_path, monkeypatch, front_end):
-    monkeypatch.setattr("offload_core.shard_writer.BUFFERS", 1000)
+    monkeypatch.setattr("offload_core.checkpoint.shard_writer.BUFFERS", 1000)
     pipeline, tensors, replace_states = front_end()
     checkpoints, slow = Checkpoints(pipeline), Slow(monkeypatch)
     names = [spec.name for spec in pipeline.params]

@@ -10,19 +10,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from oracles import assert_same_bits
-from test_checkpoint import load, names_of, one_step
-from test_pipeline import Subject
 
-from offload_core.checkpoint import Checkpoints, Contents, Target
-from offload_core.checkpoint_files import LATEST, MANIFEST, Checkpoint, Want, write_manifest
-from offload_core.config import OffloadConfig
-from offload_core.device import HostDevice
+from offload_core.checkpoint.checkpoints import Checkpoints, Contents, Target
+from offload_core.checkpoint.reader import LATEST, MANIFEST, Checkpoint, Want, write_manifest
+from offload_core.checkpoint.shard_writer import Source
+from offload_core.config.options import OffloadConfig
+from offload_core.device.host import HostDevice
 from offload_core.dtypes import BFLOAT16
 from offload_core.errors import CheckpointError
-from offload_core.regions import Region
-from offload_core.shard_writer import Source
-from offload_core.thread_ranks import run_ranks
+from offload_core.layout.regions import Region
+from offload_core.testing.thread_ranks import run_ranks
+from tests.support.checkpoints import load, names_of, one_step
+from tests.support.oracles import assert_same_bits
+from tests.support.pipelines import Subject
 
 SIZES = (40, 700, 1000)
 RANKS = 3
@@ -99,7 +99,7 @@ class Written:
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("offload_core.shard_writer.BLOCK_BYTES", 1024)
+        patch.setattr("offload_core.checkpoint.shard_writer.BLOCK_BYTES", 1024)
         return Written(tmp_path_factory.mktemp("damaged"))
 
 
@@ -360,7 +360,7 @@ def with_record(written, **changes):
 def test_no_file_outside_is_opened(written, monkeypatch, name):
     with_record(written, file=name)
     opened = []
-    monkeypatch.setattr("offload_core.checkpoint_files.os.open", lambda *args: opened.append(args))
+    monkeypatch.setattr("offload_core.checkpoint.reader.os.open", lambda *args: opened.append(args))
     with pytest.raises(CheckpointError, match=MANIFEST):
         written.load(written.new)
     assert not opened

@@ -11,15 +11,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_checkpoint import Slow, load, one_step, save
-from test_pipeline import Subject, bits, make
 
-from offload_core import checkpoint_files
-from offload_core.checkpoint_files import Checkpoint
-from offload_core.config import OffloadConfig
-from offload_core.device import HostDevice
+from offload_core.checkpoint import reader
+from offload_core.checkpoint.reader import Checkpoint
+from offload_core.config.options import OffloadConfig
+from offload_core.device.host import HostDevice
 from offload_core.dtypes import BFLOAT16
 from offload_core.errors import CheckpointError
+from tests.support.checkpoints import Slow, load, one_step, save
+from tests.support.pipelines import Subject, bits, make
 
 PAGE = 4096
 NUMEL = 30_000
@@ -51,7 +51,7 @@ def no_preallocation(monkeypatch):
     def refuse(*args):
         raise OSError(95, "Operation not supported")
 
-    monkeypatch.setattr("offload_core.shard_writer.os.posix_fallocate", refuse)
+    monkeypatch.setattr("offload_core.checkpoint.shard_writer.os.posix_fallocate", refuse)
 
 
 @pytest.mark.parametrize("preallocates", [True, False])
@@ -175,7 +175,7 @@ def test_a_folder_that_is_a_file(tmp_path):
 
 
 def test_a_folder_that_vanishes_in_mid_save(tmp_path, monkeypatch):
-    monkeypatch.setattr("offload_core.shard_writer.BLOCK_BYTES", 256)
+    monkeypatch.setattr("offload_core.checkpoint.shard_writer.BLOCK_BYTES", 256)
     subject, slow, folder = make(), Slow(monkeypatch), tmp_path / "checkpoints"
     _, checkpoints = save(subject, folder, wait=False)
     shutil.rmtree(folder)
@@ -200,7 +200,7 @@ def test_a_step_that_is_none(tmp_path, step):
 
 
 def test_two_runs_do_not_save_into_one_folder_at_a_time(tmp_path, monkeypatch):
-    monkeypatch.setattr("offload_core.shard_writer.BLOCK_BYTES", 256)
+    monkeypatch.setattr("offload_core.checkpoint.shard_writer.BLOCK_BYTES", 256)
     one, other, slow = make(), make(), Slow(monkeypatch)
     _, checkpoints = save(one, tmp_path, wait=False, step=1)
     child = os.dup(checkpoints._save._place._lock)  # what a process has that is forked now
@@ -214,7 +214,7 @@ def test_two_runs_do_not_save_into_one_folder_at_a_time(tmp_path, monkeypatch):
 
 
 def test_a_refused_save_holds_no_file_descriptor(tmp_path, monkeypatch):
-    monkeypatch.setattr("offload_core.shard_writer.BLOCK_BYTES", 256)
+    monkeypatch.setattr("offload_core.checkpoint.shard_writer.BLOCK_BYTES", 256)
     slow = Slow(monkeypatch)
     _, checkpoints = save(make(), tmp_path, wait=False)
     other = make()
@@ -245,7 +245,7 @@ def test_old_ones_that_cannot_be_deleted_are_a_warning(tmp_path, monkeypatch):
     def refuse(path):
         raise PermissionError(13, "Permission denied", path.name)
 
-    monkeypatch.setattr(checkpoint_files, "discard", refuse)
+    monkeypatch.setattr(reader, "discard", refuse)
     with pytest.warns(UserWarning, match="it was to be deleted, for keep=1. .*delete it by hand"):
         save(subject, tmp_path, step=2, keep=1)
     assert load(subject, tmp_path).step == 2
@@ -255,7 +255,7 @@ def test_old_ones_that_cannot_be_deleted_are_a_warning(tmp_path, monkeypatch):
 def test_a_checkpoint_that_cannot_be_made_known_is_not_left_there(tmp_path, monkeypatch, call):
     subject = make()
     save(subject, tmp_path, step=1)
-    commit = checkpoint_files.commit
+    commit = reader.commit
 
     def failing(unfinished, name):
         def fail(path, *args):
@@ -263,7 +263,7 @@ def test_a_checkpoint_that_cannot_be_made_known_is_not_left_there(tmp_path, monk
 
         with pytest.MonkeyPatch.context() as patch:
             if call == "names_to_disk":
-                patch.setattr(checkpoint_files, call, fail)
+                patch.setattr(reader, call, fail)
             else:
                 original = getattr(Path, call)
                 if call == "rename":  # but not back
@@ -272,7 +272,7 @@ def test_a_checkpoint_that_cannot_be_made_known_is_not_left_there(tmp_path, monk
                     patch.setattr(Path, call, fail)
             return commit(unfinished, name)
 
-    monkeypatch.setattr(checkpoint_files, "commit", failing)
+    monkeypatch.setattr(reader, "commit", failing)
     with pytest.raises(CheckpointError, match="Input/output error"):
         save(subject, tmp_path, step=2)
     assert left_in(tmp_path) == ["latest", "step-00000001"]
@@ -328,7 +328,7 @@ def test_the_thread_that_cannot_be_started_leaves_nothing(tmp_path, monkeypatch)
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patch:
-        patch.setattr("offload_core.checkpoint_save.threading.Thread.start", refuse)
+        patch.setattr("offload_core.checkpoint.saving.threading.Thread.start", refuse)
         with pytest.raises(RuntimeError, match="can't start"):
             save(subject, tmp_path)
     assert not left_in(tmp_path)

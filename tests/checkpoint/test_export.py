@@ -1,7 +1,6 @@
 """Weights and states that leave for other programs: safetensors, ``transformers``, ``torch.optim.AdamW``."""
 
 import errno
-import json
 import os
 import resource
 from pathlib import Path
@@ -14,34 +13,19 @@ import safetensors.torch
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_torch_ranks import run as run_ranks
 from torch import nn
 
 from frontends.torch import OffloadedAdamW, gathered_parameters, wrap
 from offload_core import CheckpointError, ConfigError, ParameterError
-from offload_core.collectives import merge
-from offload_core.export import Weight, export_weights
-from offload_core.safetensors_files import read_header
-from offload_core.thread_ranks import run_ranks as run_threads
+from offload_core.checkpoint.export import Weight, export_weights
+from offload_core.checkpoint.safetensors import read_header
+from offload_core.ranks.collectives import SingleRank, merge
+from offload_core.testing.thread_ranks import run_ranks as run_threads
+from tests.support.exports import load
+from tests.support.processes import run as run_ranks
 
 BF16 = {"param_dtype": "bfloat16"}
 STAGE_3 = {"stage": 3, "offload_param": "cpu", "param_persistence_threshold": 40, "reduce_bucket_size": 1000}
-
-
-def load(folder):
-    """All tensors of an export, and the files that they are in, as its readers find them."""
-    index = folder / "model.safetensors.index.json"
-    if not index.exists():
-        return safetensors.torch.load_file(folder / "model.safetensors"), {"model.safetensors"}
-    assert not (folder / "model.safetensors").exists()
-    weight_map = json.loads(index.read_text())["weight_map"]
-    found = {}
-    for name in set(weight_map.values()):
-        tensors = safetensors.torch.load_file(folder / name)
-        assert {tensor for tensor, file in weight_map.items() if file == name} == tensors.keys()
-        found |= tensors
-    assert json.loads(index.read_text())["metadata"]["total_size"] == sum(t.nbytes for t in found.values())
-    return found, set(weight_map.values())
 
 
 def assert_same(got, expected):
@@ -59,9 +43,7 @@ def weights_of(arrays):
 
 
 def export(folder, arrays, max_shard_bytes=10**9):
-    export_weights(
-        folder, weights_of(arrays), max_shard_bytes=max_shard_bytes, rank=0, sum_integers=lambda array, what: None
-    )
+    export_weights(folder, weights_of(arrays), max_shard_bytes=max_shard_bytes, collectives=SingleRank())
 
 
 @settings(max_examples=40, deadline=None)
@@ -119,7 +101,7 @@ def test_merging_gives_all_ranks_every_word_whatever_the_pieces(world_size, owne
         return mine.tolist()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("offload_core.collectives._PIECE_WORDS", piece)
+        patch.setattr("offload_core.ranks.collectives._PIECE_WORDS", piece)
         assert run_threads(world_size, body) == [words.tolist()] * world_size
 
 
@@ -153,7 +135,9 @@ def test_an_export_that_is_cut_off_leaves_the_old_weights_or_the_new_and_never_a
         with monkeypatch.context() as patch:
             for owner, name in ((os, "replace"), (os, "unlink"), (os, "fsync")):
                 patch.setattr(owner, name, counted(getattr(owner, name)))
-            patch.setattr("offload_core.export._Writer.abandon", lambda self: self._file and self._file.close())
+            patch.setattr(
+                "offload_core.checkpoint.export._Writer.abandon", lambda self: self._file and self._file.close()
+            )
             try:
                 export(folder, new, 16)
                 done = True
@@ -201,9 +185,7 @@ def test_what_cannot_be_written_is_refused_before_anything_is(tmp_path):
         with pytest.raises(ParameterError, match="no tensor may have this name"):
             export(tmp_path, {name: a})
     with pytest.raises(ParameterError, match="two tensors have this name"):
-        export_weights(
-            tmp_path, 2 * weights_of({"a": a}), max_shard_bytes=1, rank=0, sum_integers=lambda array, what: None
-        )
+        export_weights(tmp_path, 2 * weights_of({"a": a}), max_shard_bytes=1, collectives=SingleRank())
     for wrong in (0, 1.5, True):
         with pytest.raises(ConfigError, match="max_shard_bytes"):
             export(tmp_path, {"a": a}, wrong)

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_checkpoint import one_step, save
-from test_pipeline import make
 
 from offload_core.__main__ import main
-from offload_core.regions import Region
-from offload_core.shard_writer import Source
+from offload_core.checkpoint.shard_writer import Source
+from offload_core.layout.regions import Region
+from tests.support.checkpoints import one_step, save
+from tests.support.pipelines import make
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ def test_a_folder_without_any_is_an_error(tmp_path, capsys):
 
 def test_as_a_program(folder):
     command = [sys.executable, "-m", "offload_core", "inspect", folder]
-    root = Path(__file__).resolve().parent.parent
+    root = Path(__file__).resolve().parents[2]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert len(done.stdout.splitlines()) == 2

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from offload_core.checkpoint.values import ArrayType, decode, encode
 from offload_core.errors import CheckpointError
-from offload_core.plain import ArrayType, decode, encode
 
 TORCH = ArrayType("torch", lambda v: isinstance(v, torch.Tensor), lambda v: v.numpy(), torch.from_numpy)
 KEYS = st.text(max_size=3) | st.integers() | st.booleans() | st.floats(allow_nan=False) | st.tuples(st.integers())

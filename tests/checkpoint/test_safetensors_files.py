@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from offload_core.checkpoint.safetensors import NUMPY_OF, plan_file, read_header
 from offload_core.dtypes import BFLOAT16
 from offload_core.errors import CheckpointError
-from offload_core.safetensors_files import NUMPY_OF, plan_file, read_header
 
 TYPES = sorted(NUMPY_OF.values(), key=lambda dtype: (-dtype.itemsize, dtype.name))
 

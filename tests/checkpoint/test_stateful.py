@@ -5,17 +5,17 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from one_thread import Threads
-from oracles import assert_same_bits
-from strategies import element_types
-from test_pipeline import STATES, Naive, Subject
 
-from offload_core.config import OffloadConfig
-from offload_core.cpu_adam import AdamHyper
-from offload_core.fake_device import FakeDevice, FakeTensor
-from offload_core.loss_scale import LossScaler
-from offload_core.partition import ParamSpec
-from offload_core.step_state import BucketState
+from offload_core.config.options import OffloadConfig
+from offload_core.layout.partition import ParamSpec
+from offload_core.rules.adam import AdamHyper
+from offload_core.step.bucket_states import Gradient, Publication
+from offload_core.step.loss_scale import LossScaler
+from offload_core.testing.fake_device import FakeDevice, FakeTensor
+from tests.support.one_thread import Threads
+from tests.support.oracles import assert_same_bits
+from tests.support.pipelines import STATES, Naive, Subject
+from tests.support.strategies import element_types
 
 SIZES = (1, 3, 16, 33, 70)
 HYPERS = [AdamHyper(1e-2, (0.9, 0.99), 1e-8, 0.1)]
@@ -130,8 +130,8 @@ class Anything(RuleBasedStateMachine):
     def wait_for_all(self):
         if self.succeeds(self.pipeline.finish):
             assert self.pipeline.finished
-            states = {work.life.state for work in self.pipeline._buckets.all}
-            assert not states & {BucketState.UPDATING, BucketState.PUBLISHING}
+            used = [work for work in self.pipeline._buckets.all if work.gradient.state is Gradient.USED]
+            assert all(work.publication.state is Publication.EARLY for work in used)
             for i in range(len(self.naive.states)):
                 self.compare_states(i)
             if self.succeeds(self.pipeline.withdraw):
@@ -201,7 +201,7 @@ class Anything(RuleBasedStateMachine):
 
         ``update`` is what the naive loop does where the call began an update before it failed.
         """
-        updating = not self.pipeline.finished and not self.pipeline._emission.emitting
+        updating = not self.pipeline.finished and not self.pipeline._early.asked
         steps = [float(n) for n in self.pipeline.steps]
         try:
             call()
@@ -229,7 +229,7 @@ class Anything(RuleBasedStateMachine):
 
     def compare_with_half_an_update(self):
         """Buckets up to one are updated, the others as they were. It is what goes on."""
-        order = list(reversed(self.pipeline._gradients.order))
+        order = list(reversed(self.pipeline._reduction.order))
         done = []
         for work in order:
             same = [True, True]
@@ -270,8 +270,8 @@ class Anything(RuleBasedStateMachine):
 
     def compare_at_rest(self):
         buckets = self.pipeline._buckets
-        assert {work.life.state for work in buckets.all} == {BucketState.EMPTY}
-        assert len(buckets.staging._free) == buckets._staging_slots
+        assert {work.gradient.state for work in buckets.all} == {Gradient.ABSENT}
+        assert len(buckets.staging._free) == buckets.terms.staging_slots
 
 
 Anything.TestCase.settings = settings(deadline=None, max_examples=100, stateful_step_count=30)

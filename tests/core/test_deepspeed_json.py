@@ -12,18 +12,18 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import law
-from test_torch_optimizer import assert_same, loss_of, make
 
 import frontends.jax
 from frontends.torch import OffloadedAdamW, wrap
 from offload_core import ConfigError, ConfigWarning
-from offload_core.config import FIELDS, OffloadConfig
-from offload_core.deepspeed_json import OWN_LR
-from offload_core.deepspeed_keys import AUTO, KEYS, walk
+from offload_core.config.deepspeed import OWN_LR
+from offload_core.config.deepspeed_keys import AUTO, KEYS, walk
+from offload_core.config.options import FIELDS, OffloadConfig
 from offload_core.lr_schedules import SCHEDULES, LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
+from tests.support.strategies import law
+from tests.support.torch_models import assert_same, loss_of, make
 
-DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "deepspeed.md"
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "deepspeed.md"
 
 
 def read(config, **overrides):

@@ -13,14 +13,14 @@ import numpy as np
 import psutil
 import pytest
 import torch
-import wheel_check
-from kernel_calls import INSTRUCTION_SETS
 
 from frontends.torch import wrap
-from offload_core import disks
-from offload_core.cpus import available_cpus
-from offload_core.host_memory import HostMemory, available_bytes, control_group_limit, give_back_freed
-from offload_core.machine import describe
+from offload_core.commands.machine import describe
+from offload_core.memory.host_memory import HostMemory, available_bytes, control_group_limit, give_back_freed
+from offload_core.support import disks
+from offload_core.support.processors import available_cpus
+from tests.support import pinned_bits
+from tests.support.kernel_calls import INSTRUCTION_SETS
 
 
 @pytest.fixture
@@ -109,4 +109,4 @@ def test_what_is_on_the_disk_is_past_the_disks_cache(elsewhere, monkeypatch, tmp
 
 @pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
 def test_the_pinned_bits_are_those_of_this_machine(instruction_set):
-    assert wheel_check.digest(instruction_set) == wheel_check.BITS
+    assert pinned_bits.digest(instruction_set) == pinned_bits.BITS

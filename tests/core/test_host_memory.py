@@ -11,11 +11,13 @@ import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import law
 
-from offload_core import HostMemoryError, cpus, host_memory, kernel_info
-from offload_core.host_memory import HostMemory, StagingRing, available_bytes, format_bytes
-from offload_core.memory_plan import MemoryPlan, PlanRow
+from offload_core import HostMemoryError, kernel_info
+from offload_core.memory import host_memory
+from offload_core.memory.host_memory import HostMemory, StagingRing, available_bytes, format_bytes
+from offload_core.memory.plan import MemoryPlan, PlanRow
+from offload_core.support import processors
+from tests.support.strategies import law
 
 
 def resident() -> int:
@@ -186,26 +188,26 @@ def test_threads_follow_affinity_and_local_ranks_not_the_launchers_omp_setting(m
     for name in ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    assert cpus.default_threads() == cpus.available_cpus() <= len(allowed)
+    assert processors.default_threads() == processors.available_cpus() <= len(allowed)
     seen = []
 
     def on_one_processor():  # affinity is a thread's own
         os.sched_setaffinity(0, {min(allowed)})
-        seen.append(cpus.available_cpus())
+        seen.append(processors.available_cpus())
 
     thread = threading.Thread(target=on_one_processor)
     thread.start()
     thread.join()
     assert seen == [1]
-    monkeypatch.setattr(cpus, "available_cpus", lambda: 16)
-    assert cpus.default_threads() == 16
+    monkeypatch.setattr(processors, "available_cpus", lambda: 16)
+    assert processors.default_threads() == 16
     for ranks, threads in (("4", 4), ("5", 3), ("99", 1), ("nonsense", 16), ("0", 16)):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
-        assert cpus.default_threads() == threads
+        assert processors.default_threads() == threads
 
 
 def test_kernel_info_reports_what_runs():
     info = kernel_info()
     assert info.instruction_set in info.supported
     assert "scalar" in info.supported
-    assert info.num_threads == cpus.default_threads()
+    assert info.num_threads == processors.default_threads()

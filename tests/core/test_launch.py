@@ -10,52 +10,13 @@ import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import law
 
-from offload_core import cpus, launch
 from offload_core.errors import CollectiveError, ConfigError, ConfigWarning
-from offload_core.launch import Launched, first_host, local_processes, share_of_cpus
+from offload_core.support import launchers, processors
+from offload_core.support.launchers import Launched, first_host, local_processes, share_of_cpus
+from tests.support.launched import BATCH, OPEN_MPI, SLURM, TORCHRUN
+from tests.support.strategies import law
 
-TORCHRUN = {
-    "RANK": "3",
-    "WORLD_SIZE": "4",
-    "LOCAL_RANK": "1",
-    "LOCAL_WORLD_SIZE": "2",
-    "MASTER_ADDR": "here",
-    "MASTER_PORT": "29500",
-}
-OPEN_MPI = {
-    "OMPI_COMM_WORLD_RANK": "3",
-    "OMPI_COMM_WORLD_SIZE": "4",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-}
-SLURM = {
-    "SLURM_JOB_ID": "7001",
-    "SLURM_STEP_ID": "0",
-    "SLURM_PROCID": "3",
-    "SLURM_NTASKS": "4",
-    "SLURM_STEP_NUM_TASKS": "4",
-    "SLURM_LOCALID": "1",
-    "SLURM_NODEID": "1",
-    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
-    "SLURM_STEP_NODELIST": "node[03,05-07]",
-    "SLURM_JOB_NODELIST": "node[01-09]",
-    "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.99",
-}
-"""As srun sets it for the last of 2 x 2 tasks."""
-BATCH = {
-    "SLURM_JOB_ID": "7001",
-    "SLURM_PROCID": "0",
-    "SLURM_LOCALID": "0",
-    "SLURM_NODEID": "0",
-    "SLURM_NTASKS": "4",
-    "SLURM_NTASKS_PER_NODE": "2",
-    "SLURM_CPUS_PER_TASK": "3",
-    "SLURM_TASKS_PER_NODE": "2(x2)",
-    "SLURM_JOB_NODELIST": "node[01-02]",
-}
-"""As sbatch sets it for the script itself."""
 HETEROGENEOUS = {
     **SLURM,
     "SLURM_HET_SIZE": "2",
@@ -77,13 +38,13 @@ def test_without_a_launcher_a_process_is_alone():
 def test_who_trains_alone_beside_others_is_warned_of_his_own_line(environment):
     started = f"{Launched.read(environment).launcher} started 4 processes, and each trains alone.*; expected a remedy"
     with pytest.warns(ConfigWarning, match=started) as caught:
-        launch.warn_if_launched("a remedy", environment)
+        launchers.warn_if_launched("a remedy", environment)
     assert caught[0].filename == __file__
 
 
 @pytest.mark.parametrize("environment", [{}, {"RANK": "1"}, {"RANK": "0", "WORLD_SIZE": "1"}, BATCH], ids=str)
 def test_who_is_alone_is_not_warned(environment):
-    launch.warn_if_launched("a remedy", environment)  # a warning would be an error here
+    launchers.warn_if_launched("a remedy", environment)  # a warning would be an error here
 
 
 @pytest.mark.parametrize(
@@ -123,7 +84,7 @@ def test_a_batch_script_is_none_of_the_tasks():
         Launched.read(BATCH)
     assert Launched.read({**BATCH, "SLURM_NTASKS": "1"}) == Launched()
     assert local_processes(BATCH) == 1
-    assert launch.granted_cpus(BATCH) is None
+    assert launchers.granted_cpus(BATCH) is None
 
 
 def test_a_shell_in_an_allocation_counts_itself():
@@ -283,20 +244,20 @@ def test_a_slurm_task_takes_no_more_than_it_was_given(monkeypatch):
     for name in {**TORCHRUN, **OPEN_MPI, **SLURM, **BATCH}:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(16)), raising=False)
-    monkeypatch.setattr(cpus, "_quota", lambda: None)
-    assert cpus.default_threads() == 16
+    monkeypatch.setattr(processors, "_quota", lambda: None)
+    assert processors.default_threads() == 16
     for name, value in {**SLURM, "SLURM_CPUS_PER_TASK": "3", "SLURM_CPUS_ON_NODE": "16"}.items():
         monkeypatch.setenv(name, value)
-    assert (cpus.available_cpus(), cpus.default_threads()) == (3, 3)
+    assert (processors.available_cpus(), processors.default_threads()) == (3, 3)
     for name, value in {**TORCHRUN, "LOCAL_WORLD_SIZE": "3", "RANK": "0", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)  # a task that is torchrun
-    assert (cpus.available_cpus(), cpus.default_threads()) == (3, 1)
+    assert (processors.available_cpus(), processors.default_threads()) == (3, 1)
 
 
 def test_what_slurm_gave_a_daemon_of_mpiruns_is_not_what_each_rank_has():
     given = {**SLURM, "SLURM_CPUS_PER_TASK": "3", "SLURM_CPUS_ON_NODE": "16"}
-    assert launch.granted_cpus(given) == 3
-    assert launch.granted_cpus({**given, **OPEN_MPI}) is None
+    assert launchers.granted_cpus(given) == 3
+    assert launchers.granted_cpus({**given, **OPEN_MPI}) is None
     assert share_of_cpus(32, {**given, **OPEN_MPI}) == 16
 
 
@@ -319,8 +280,8 @@ def test_the_tightest_control_group_bounds_the_processors(files, bound, tmp_path
     version1 = any(name.startswith("cpu/") for name in files)
     membership = tmp_path / "membership"
     membership.write_text("4:cpu,cpuacct:/a/b\n3:cpuset:/elsewhere\n" if version1 else "0::/a/b\n")
-    assert cpus._quota(tmp_path, membership) == bound
-    assert cpus._quota(tmp_path, tmp_path / "none") is None
+    assert processors._quota(tmp_path, membership) == bound
+    assert processors._quota(tmp_path, tmp_path / "none") is None
 
 
 # --- joining -----------------------------------------------------------------------------------------------------
@@ -343,7 +304,7 @@ def launched():
 
 def torch_launch():
     pytest.importorskip("torch")
-    from frontends.torch import launch
+    from frontends.torch.ranks import launch
 
     return launch
 

@@ -2,11 +2,11 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import law
 
-from offload_core.config import OffloadConfig
+from offload_core.config.options import OffloadConfig
 from offload_core.dtypes import BFLOAT16, FLOAT16, FLOAT32
-from offload_core.loss_scale import LossScaler, scaler_for
+from offload_core.step.loss_scale import LossScaler, scaler_for
+from tests.support.strategies import law
 
 
 def test_the_scale_doubles_after_a_window_and_halves_on_overflow():

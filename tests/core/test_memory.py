@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 MEASURE = """
 import ctypes, gc, json, sys, time
 from pathlib import Path
 import torch
-from bench.gpt_torch import GPT
-from bench.presets import PRESETS
+from bench.train.gpt_torch import GPT
+from bench.train.presets import PRESETS
 from frontends.torch import wrap
 from offload_core import kernel_info
 

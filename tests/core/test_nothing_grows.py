@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 import torch
-from held import growth_of
-from slow_torch_device import SlowTorchDevice
-from test_torch_ranks import run
 from torch import nn
 
-import frontends.torch.device_ranks as device_ranks
 from frontends.jax import wrap as wrap_pytree
 from frontends.torch import wrap
+from frontends.torch.ranks import device_ranks
+from tests.support.held import growth_of
+from tests.support.processes import run
+from tests.support.slow_torch_device import SlowTorchDevice
 
 pytestmark = pytest.mark.slow
 
@@ -91,5 +91,5 @@ def test_jax():
 
 
 def test_two_ranks(tmp_path):
-    for growth in run("growth", 2, tmp_path):
+    for growth in run("growth", 2, tmp_path, alone=True):
         assert_little(growth)

@@ -3,10 +3,10 @@
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import law
 
 from offload_core.dtypes import BFLOAT16, FLOAT32
-from offload_core.partition import ALIGNMENT, ParamSpec, build_buckets
+from offload_core.layout.partition import ALIGNMENT, ParamSpec, build_buckets
+from tests.support.strategies import law
 
 specs = st.lists(
     st.builds(

@@ -3,179 +3,29 @@
 import copy
 import math
 import pickle
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
-import oracles
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_calls import INSTRUCTION_SETS, AdamState, using
-from one_thread import Threads
-from oracles import assert_same_bits
-from strategies import element_types, float_arrays, law
 
-from offload_core.config import OffloadConfig
-from offload_core.cpu_adam import AdamHyper
-from offload_core.device import HostDevice
-from offload_core.dtypes import BFLOAT16, FLOAT16, FLOAT32, ElementType
+from offload_core.config.options import OffloadConfig
+from offload_core.device.host import HostDevice
+from offload_core.dtypes import BFLOAT16, FLOAT16, FLOAT32
 from offload_core.errors import GradientError, StateError
-from offload_core.fake_device import FakeDevice, FakeTensor
-from offload_core.grad_norm import clip_coefficient
-from offload_core.host_ranks import HostRanks
-from offload_core.local_bucket import LocalBucket
-from offload_core.loss_scale import LossScaler
-from offload_core.partition import ParamSpec
-from offload_core.pipeline import Pipeline
-from offload_core.step_state import BucketState
-from offload_core.updates import Updates
-
-STATES = ("master", "exp_avg", "exp_avg_sq")
-
-
-class Naive:
-    """Unsharded AdamW by the definition: one parameter at a time, whole, in NumPy."""
-
-    def __init__(self, masters, dtypes, groups, config, hypers):
-        self.states = [[m.copy(), np.zeros_like(m), np.zeros_like(m)] for m in masters]
-        self.dtypes, self.groups, self.config, self.hypers = dtypes, groups, config, hypers
-        self.steps = [0] * len(masters)
-        self.sums = [None] * len(masters)
-
-    def add_gradient(self, i, gradient):
-        gradient = gradient.astype(np.float32)
-        self.sums[i] = gradient if self.sums[i] is None else self.sums[i] + gradient
-
-    def step(self, divisor):
-        present = [g for g in self.sums if g is not None]
-        coefficient, norm = 1.0, None
-        if self.config.gradient_clipping is not None:
-            exact = sum(oracles.sum_of_squares(g) for g in present)
-            norm = math.sqrt(exact) / divisor
-            coefficient = clip_coefficient(norm, self.config.gradient_clipping)
-        for i, gradient in enumerate(self.sums):
-            if gradient is None:
-                continue
-            hyper = self.hypers[self.groups[i]]
-            self.steps[i] += 1
-            after = oracles.adam(
-                AdamState(gradient, *self.states[i]),
-                oracles.Hyper(
-                    hyper.lr,
-                    *hyper.betas,
-                    hyper.eps,
-                    hyper.eps_root,
-                    hyper.weight_decay,
-                    coefficient / divisor,
-                    self.steps[i],
-                ),
-                op_order=self.config.op_order,
-                adam_mode=self.config.adam_mode,
-                param_dtype=None,
-            )
-            self.states[i] = [after.master, after.exp_avg, after.exp_avg_sq]
-        self.sums = [None] * len(self.sums)
-        return norm
-
-    def params(self):
-        return [oracles.cast(state[0], dtype) for state, dtype in zip(self.states, self.dtypes, strict=True)]
-
-
-class Subject:
-    """A pipeline with its parameters on one device."""
-
-    def __init__(self, device, masters, dtypes, groups, config, scaler=None, collectives=None):
-        self.device = device
-        self.put = FakeTensor if isinstance(device, FakeDevice) else np.copy
-        self.pipeline = Pipeline(config, HostRanks(device, collectives), scaler)
-        self.specs = [
-            ParamSpec(f"p{i}", m.size, dtype, group)
-            for i, (m, dtype, group) in enumerate(zip(masters, dtypes, groups, strict=True))
-        ]
-        self.tensors = [self.put(m.astype(dtype.numpy)) for m, dtype in zip(masters, dtypes, strict=True)]
-        # fp32 parameters in place start from themselves; others from the fp32 values, as wrap() does
-        sources = [
-            t if dtype is FLOAT32 else self.put(m) for t, dtype, m in zip(self.tensors, dtypes, masters, strict=True)
-        ]
-        self.pipeline.add_parameters(self.specs, sources)
-
-    def add_gradient(self, i, gradient):
-        self.pipeline.add_gradient(i, self.put(gradient))
-
-    def params(self):
-        self.pipeline.finish()
-        return [t.memory if isinstance(t, FakeTensor) else t for t in self.tensors]
-
-    def states(self, i):
-        [(start, views)] = self.pipeline.states(i)
-        assert start == 0
-        return [views.get(name, self.params()[i]) for name in STATES]
-
-
-@dataclass(frozen=True)
-class Case:
-    masters: list
-    dtypes: list
-    groups: list
-    config: OffloadConfig
-    hypers: list
-    steps: list
-    """For each step a list of micro-steps: a list of (parameter, gradient) in order of arrival."""
-
-
-@st.composite
-def cases(draw):
-    n = draw(st.integers(1, 5))
-    dtypes = draw(st.lists(element_types, min_size=n, max_size=n))
-    groups = draw(st.lists(st.integers(0, 1), min_size=n, max_size=n))
-    sizes = draw(st.lists(st.sampled_from([1, 3, 16, 33, 200, 1027]), min_size=n, max_size=n))
-    seed = draw(st.integers(0, 2**32 - 1))
-    rng = np.random.default_rng(seed)
-    accumulation = draw(st.integers(1, 3))
-    config = OffloadConfig(
-        op_order=draw(st.sampled_from(["torch", "optax"])),
-        adam_mode=draw(st.sampled_from(["adamw", "adam"])),
-        gradient_clipping=draw(st.none() | st.sampled_from([0.5, 1e3])),
-        gradient_accumulation_steps=draw(st.sampled_from([1, accumulation])),  # 1: more arrive than announced
-        reduce_bucket_size=draw(st.sampled_from([1, 17, 100, 1 << 20])),
-        num_threads=draw(st.integers(1, 3)),
-        schedule=draw(st.sampled_from(["serial", "overlap"])),
-    )
-    hypers = [AdamHyper(1e-2, (0.9, 0.99), 1e-8, 0.1), AdamHyper(1e-3, (0.5, 0.95), 1e-6, 0.0)]
-    steps = []
-    for _ in range(draw(st.integers(1, 3))):
-        micro = []
-        for _ in range(accumulation):
-            order = draw(st.permutations(range(n)))
-            present = order[: draw(st.integers(1, n))]  # some parameters have no gradient
-            micro.append([(i, (rng.standard_normal(sizes[i]) * 0.1).astype(dtypes[i].numpy)) for i in present])
-        steps.append(micro)
-    masters = [rng.standard_normal(size).astype(np.float32) for size in sizes]
-    # an fp32 parameter is its own master; a low-precision one starts from the fp32 value
-    return Case(masters, dtypes, groups, config, hypers, steps)
-
-
-def run(subject, case):
-    divisor = float(len(case.steps[0]))
-    norms = []
-    for micro_steps in case.steps:
-        for arrivals in micro_steps:
-            for i, gradient in arrivals:
-                subject.add_gradient(i, gradient)
-        if isinstance(subject, Naive):
-            norms.append(subject.step(divisor))
-        else:
-            norms.append(subject.pipeline.step(case.hypers, subject.tensors, divisor=divisor).grad_norm)
-    return norms
-
-
-def assert_equal_runs(case, subject, naive):
-    assert run(subject, case) == run(naive, case)
-    for i, (got, expected) in enumerate(zip(subject.params(), naive.params(), strict=True)):
-        assert_same_bits(f"parameter {i}", got, expected)
-        for name, mine, theirs in zip(STATES, subject.states(i), naive.states[i], strict=True):
-            assert_same_bits(f"{name} of parameter {i}", mine, theirs)
-        assert subject.pipeline.steps[i] == naive.steps[i]
+from offload_core.rules.adam import AdamHyper
+from offload_core.step.bucket_states import Gradient, Publication
+from offload_core.step.local_bucket import LocalBucket
+from offload_core.step.loss_scale import LossScaler
+from offload_core.step.update import Updates
+from offload_core.testing.fake_device import FakeDevice, FakeTensor
+from tests.support import oracles
+from tests.support.kernel_calls import INSTRUCTION_SETS, using
+from tests.support.one_thread import Threads
+from tests.support.oracles import assert_same_bits
+from tests.support.pipelines import STATES, Case, Delayed, Naive, Subject, assert_equal_runs, bits, cases, make, run
+from tests.support.strategies import element_types, float_arrays, law
 
 
 @law(150)
@@ -209,18 +59,6 @@ def test_bucket_size_thread_count_and_instruction_set_change_no_bits(case, bucke
         assert_same_bits(f"parameter {i}", a, b)
         for name, x, y in zip(STATES, one.states(i), two.states(i), strict=True):
             assert_same_bits(f"{name} of parameter {i}", x, y)
-
-
-def make(device=None, dtype: ElementType = BFLOAT16, scaler=None, **fields):
-    rng = np.random.default_rng(0)
-    masters = [rng.standard_normal(n).astype(np.float32) for n in (40, 100)]
-    config = OffloadConfig(**fields)
-    return Subject(device or HostDevice(), masters, [dtype] * 2, [0, 0], config, scaler)
-
-
-def bits(subject):
-    arrays = subject.params() + [a for i in range(len(subject.specs)) for a in subject.states(i)]
-    return [a.tobytes() for a in arrays] + [float(t) for t in subject.pipeline.steps]
 
 
 @pytest.mark.parametrize("poison", [np.inf, -np.inf, np.nan])
@@ -355,29 +193,6 @@ def test_after_a_failed_copy_to_the_device_the_next_step_publishes_the_masters(f
     device.close()
 
 
-class Delayed(Naive):
-    """The definition of the delayed update: from the warm-up on, gradients change the parameters one step later."""
-
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.seen = [state[0].copy() for state in self.states]
-        self.before = [state[0].copy() for state in self.states]
-
-    def step(self, divisor):
-        done = max(self.steps)
-        if all(g is None for g in self.sums):
-            self.seen = [state[0].copy() for state in self.states]
-            return None
-        before = [state[0].copy() for state in self.states]
-        norm = super().step(divisor)
-        delays = done >= self.config.delay_warmup_steps
-        self.seen = before if delays else [state[0].copy() for state in self.states]
-        return norm
-
-    def params(self):
-        return [oracles.cast(seen, dtype) for seen, dtype in zip(self.seen, self.dtypes, strict=True)]
-
-
 @law(60)
 @given(cases(), st.integers(0, 3), st.sampled_from(["host", "fake"]))
 def test_the_delayed_schedule_is_what_its_definition_says(case, warmup, where):
@@ -449,11 +264,13 @@ def emitted(subject, hypers, value=1.0):
     for i in (1, 0):
         subject.add_gradient(i, np.full(subject.specs[i].numel, value, subject.specs[i].dtype.numpy))
     subject.pipeline._buckets.run(lambda: None)
-    return {work.life.state for work in subject.pipeline._buckets.all}
+    return {(work.publication.state, work.gradient.state) for work in subject.pipeline._buckets.all}
 
 
 HYPER = [AdamHyper(1e-2)]
 EARLY = {"update_in_backward": True, "reduce_bucket_size": 32}
+KEPT = (Publication.EARLY, Gradient.LANDED)
+"""Parameters sent early, whose gradients wait for their step to update states."""
 
 
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=str)
@@ -464,7 +281,7 @@ def test_what_was_emitted_is_committed_sent_again_or_taken_back(dtype):
         serial = make(FakeDevice(), dtype, gradient_clipping=clipping, schedule="serial")
         before, states = bits(subject), [a.tobytes() for i in range(2) for a in subject.states(i)]
         buckets, copies = len(subject.pipeline._buckets.all), subject.device._copies
-        assert emitted(subject, HYPER, value) == {BucketState.EMITTED}
+        assert emitted(subject, HYPER, value) == {KEPT}
         assert subject.device._copies == copies + 2 * buckets
         assert [a.tobytes() for i in range(2) for a in subject.states(i)] == states, "states keep"
         subject.pipeline._updates.finish_publications()
@@ -476,20 +293,20 @@ def test_what_was_emitted_is_committed_sent_again_or_taken_back(dtype):
         assert (bits(subject) == before) == (state == "taken back")
         assert subject.device._copies == copies + (2 if state == "committed" else 3) * buckets
         # The next is likely to be clipped, too.
-        assert emitted(subject, HYPER) == {BucketState.EMITTED if state == "committed" else BucketState.ON_HOST}
+        assert emitted(subject, HYPER) == {KEPT if state == "committed" else (Publication.CURRENT, Gradient.LANDED)}
         for each in (subject, serial):
             each.device.close()
 
 
 def test_what_the_host_has_not_got_to_when_all_gradients_are_there_goes_in_the_order_of_the_next_forward(monkeypatch):
     Threads().play(monkeypatch)
-    updated, run_adam = [], Updates._run_adam
+    updated, run_adam = [], Updates._run
 
     def noting(updates, work, *args, **options):
         updated.append(work.bucket.index)
         run_adam(updates, work, *args, **options)
 
-    monkeypatch.setattr(Updates, "_run_adam", noting)
+    monkeypatch.setattr(Updates, "_run", noting)
     for gradients_are_there in (False, True):
         subject = make(FakeDevice(), **EARLY)
         subject.pipeline.expect_step(HYPER, subject.tensors)
@@ -500,7 +317,7 @@ def test_what_the_host_has_not_got_to_when_all_gradients_are_there_goes_in_the_o
         updated.clear()
         subject.pipeline.step(HYPER, subject.tensors)
         subject.pipeline.finish()
-        in_backward = [work.bucket.index for work in subject.pipeline._gradients.order]
+        in_backward = [work.bucket.index for work in subject.pipeline._reduction.order]
         assert updated == (in_backward[::-1] if gradients_are_there else in_backward)
 
 
@@ -542,7 +359,7 @@ def test_what_was_emitted_tentatively_can_be_changed_discarded_joined_and_read()
         for early in (True, False):
             options = {"schedule": "overlap", **EARLY} if early else {"schedule": "serial"}
             subject = make(FakeDevice(), gradient_clipping=20.0, **options)
-            assert (BucketState.EMITTED in emitted(subject, HYPER)) == early
+            assert (KEPT in emitted(subject, HYPER)) == early
             hypers = act(subject) or HYPER
             subject.pipeline.step(hypers, subject.tensors)
             result = bits(subject)
@@ -558,7 +375,7 @@ def test_what_update_in_backward_has_used_cannot_be_taken_back():
     subject.pipeline.expect_step(hypers, subject.tensors)
     subject.add_gradient(1, np.ones(100, BFLOAT16.numpy))
     subject.pipeline._buckets.run(lambda: None)
-    assert subject.pipeline._buckets.all[0].life.state is BucketState.UPDATED
+    assert subject.pipeline._buckets.all[0].gradient.state is Gradient.USED
     with pytest.raises(StateError, match=r"'p1': its gradient has been used, for update_in_backward=True"):
         subject.pipeline.drop_gradients([1])
     with pytest.raises(StateError, match=r"'p1': its gradient has been used"):
@@ -626,7 +443,7 @@ def test_an_interrupt_at_any_moment_of_a_step_leaves_a_pipeline_that_goes_on(mon
     class Interrupt(BaseException):
         pass
 
-    for name in ("held", "_travel", "_run_adam"):
+    for name in ("held", "_send", "_run"):
         for after in (0, 1):
             subject = make(gradient_clipping=1.0, reduce_bucket_size=64)
             owner = LocalBucket if name == "held" else Updates

@@ -16,30 +16,30 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
-from slow_torch_device import SlowTorchDevice
-from strategies import law
 
-import frontends.jax.placement as jax_placement
 import frontends.torch.optimizer as optimizer_module
-from bench.gpt_jax import init_params
-from bench.gpt_torch import GPT
+from bench.train.gpt_jax import init_params
+from bench.train.gpt_torch import GPT
 from frontends.jax import wrap as wrap_jax
-from frontends.torch import wrap
+from frontends.jax.placement import placement as jax_placement
+from frontends.torch import registration, wrap
 from offload_core import DeviceMemoryError, HostMemoryError
 from offload_core.__main__ import READER_GONE, main
-from offload_core.bucket_terms import BucketTerms
-from offload_core.config import OffloadConfig
+from offload_core.commands.model_shapes import GPTS, LEAST, GPTConfig, gpt_of
+from offload_core.commands.prediction import Speeds, predict
+from offload_core.config.options import OffloadConfig
+from offload_core.device.exchange_sizes import planned_device
+from offload_core.device.host_ranks import HostRanks
 from offload_core.dtypes import BFLOAT16, FLOAT32
-from offload_core.exchange import planned_device
-from offload_core.host_memory import HostMemory
-from offload_core.host_ranks import HostRanks
-from offload_core.memory_plan import MemoryPlan, PlanRow
-from offload_core.model_shapes import GPTS, LEAST, GPTConfig, gpt_of
-from offload_core.partition import ParamSpec
-from offload_core.quantities import count, rate, size
-from offload_core.step_time import Speeds, predict
+from offload_core.layout.partition import ParamSpec
+from offload_core.memory.host_memory import HostMemory
+from offload_core.memory.plan import MemoryPlan, PlanRow
+from offload_core.step.bucket_terms import BucketTerms
+from offload_core.support.units import count, rate, size
+from tests.support.slow_torch_device import SlowTorchDevice
+from tests.support.strategies import law
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SMALL = GPTConfig(layers=3, width=96, heads=3, vocabulary=500, positions=64)
 RATES = ["--dram-bandwidth=100GB/s", "--link-bandwidth=25GB"]
 
@@ -329,11 +329,11 @@ def test_on_the_cpu_parameters_and_gradients_count_as_host_memory(monkeypatch: p
     """States 8 bytes, gradients 4; the parameters are there."""
     model = GPT(SMALL)
     needed = 12 * SMALL.numel
-    monkeypatch.setattr(optimizer_module, "available_bytes", lambda: needed - 1)
+    monkeypatch.setattr(registration, "available_bytes", lambda: needed - 1)
     with pytest.raises(HostMemoryError, match=r"(?s)is taken by exp_avg 1.5 MiB.*device +gradients"):
         wrap(model)
     assert not allocated
-    monkeypatch.setattr(optimizer_module, "available_bytes", lambda: 16 * -(-needed // 16) + 64 * 8)  # and padding
+    monkeypatch.setattr(registration, "available_bytes", lambda: 16 * -(-needed // 16) + 64 * 8)  # and padding
     wrap(model)
     assert allocated
 
@@ -342,9 +342,9 @@ def test_ranks_on_a_machine_share_what_is_available(monkeypatch: pytest.MonkeyPa
     """Also where the launcher's word is that there are more processes than ranks: those are other runs."""
     model = GPT(SMALL)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setattr(optimizer_module, "available_bytes", lambda: 13 * SMALL.numel)
+    monkeypatch.setattr(registration, "available_bytes", lambda: 13 * SMALL.numel)
     wrap(model).close()
-    monkeypatch.setattr(optimizer_module.MemoryPlan, "check", lambda plan, *args, processes: 1 / (processes - 1))
+    monkeypatch.setattr(registration.MemoryPlan, "check", lambda plan, *args, processes: 1 / (processes - 1))
     with pytest.raises(ZeroDivisionError):
         wrap(model)
 
@@ -356,16 +356,16 @@ def test_jax_on_a_small_device_is_refused_before_anything_is_placed(monkeypatch:
     placed = []
     place = jax_placement.OneAccelerator.place
     monkeypatch.setattr(jax_placement.OneAccelerator, "place", lambda *args: placed.append(args) or place(*args))
-    monkeypatch.setattr("frontends.jax.mesh.free_bytes", lambda devices: needed - 1)
+    monkeypatch.setattr("frontends.jax.mesh.mesh.free_bytes", lambda devices: needed - 1)
     with pytest.raises(DeviceMemoryError, match=r"(?s)3\.5 MiB of device memory for 300,000.*gradients 1\.1 MiB"):
         wrap_jax(params, **fields)
     assert not allocated
     assert not placed
-    monkeypatch.setattr("frontends.jax.mesh.free_bytes", lambda devices: needed)
+    monkeypatch.setattr("frontends.jax.mesh.mesh.free_bytes", lambda devices: needed)
     wrap_jax(params, **fields)
     assert allocated
     assert placed
-    monkeypatch.setattr("frontends.jax.mesh.free_bytes", lambda devices: needed - 4 * 300_000)
+    monkeypatch.setattr("frontends.jax.mesh.mesh.free_bytes", lambda devices: needed - 4 * 300_000)
     wrap_jax({"w": jnp.ones((300, 1000))}, **fields)  # there already
 
 

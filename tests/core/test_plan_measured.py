@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from offload_core.host_memory import format_bytes
-from offload_core.memory_plan import format_table
+from offload_core.memory.host_memory import format_bytes
+from offload_core.memory.plan import format_table
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SHARE = 0.03
 SLACK = {"host": 0, "device": 4 * 2**20, "process": 16 * 2**20}
 """Bytes: what is whole under ``max_live_parameters`` is so by whole parameters; libraries are in a process."""
@@ -26,7 +26,13 @@ SLACK = {"host": 0, "device": 4 * 2**20, "process": 16 * 2**20}
 def start(rank: int, world_size: int, folder: Path) -> subprocess.Popen:
     # Fixed, or glibc keeps freed blocks of up to 32 MiB: what is measured would depend on what came before.
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "MALLOC_MMAP_THRESHOLD_": str(2**20)}
-    command = [sys.executable, str(ROOT / "tests" / "plan_worker.py"), str(rank), str(world_size), str(folder)]
+    command = [
+        sys.executable,
+        str(ROOT / "tests" / "workers" / "plan_worker.py"),
+        str(rank),
+        str(world_size),
+        str(folder),
+    ]
     return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE)
 
 
@@ -66,7 +72,7 @@ def test_host_and_device_bytes_are_as_planned(measured: dict[str, dict]) -> None
 def test_jax_arrays_are_as_planned(tmp_path: Path) -> None:
     """Arrays, and the host's account; what XLA takes besides is not looked at."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(ROOT / "tests" / "plan_worker_jax.py"), str(tmp_path)]
+    command = [sys.executable, str(ROOT / "tests" / "workers" / "plan_worker_jax.py"), str(tmp_path)]
     subprocess.run(command, env=environment, check=True, timeout=250)
     lines, wrong = [], []
     for case, result in json.loads((tmp_path / "jax.json").read_text()).items():

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offload_core.regions import Region, common
+from offload_core.layout.regions import Region, common
 
 
 def elements_of(region):

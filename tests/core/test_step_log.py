@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import law
 
 from offload_core.errors import CheckpointWarning, ConfigError, StateError
-from offload_core.memory_plan import PlanRow
-from offload_core.memory_report import MemoryReport
-from offload_core.pipeline import StepReport
+from offload_core.memory.plan import PlanRow
+from offload_core.memory.report import MemoryReport
+from offload_core.step.pipeline import StepReport
 from offload_core.step_log import ProgressBar, StepLog, TensorBoard, Writer, _append
-from offload_core.user_line import UserLine
+from offload_core.support.user_line import UserLine
+from tests.support.strategies import law
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class Kept(Writer):

@@ -6,17 +6,17 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from offload_core.config import OffloadConfig
-from offload_core.cpu_adam import AdamHyper
-from offload_core.device import HostDevice
+from offload_core.config.options import OffloadConfig
+from offload_core.device.host import HostDevice
+from offload_core.device.host_ranks import HostRanks
+from offload_core.device.trace import COMPUTE, GATHER, LANES, REDUCTION, TO_DEVICE, TO_HOST, UPDATE, Trace
 from offload_core.dtypes import BFLOAT16
 from offload_core.errors import StateError
-from offload_core.fake_device import FakeDevice, FakeTensor
-from offload_core.host_ranks import HostRanks
-from offload_core.partition import ParamSpec
-from offload_core.pipeline import Pipeline
-from offload_core.thread_ranks import run_ranks
-from offload_core.trace import COMPUTE, GATHER, LANES, REDUCTION, TO_DEVICE, TO_HOST, UPDATE, Trace
+from offload_core.layout.partition import ParamSpec
+from offload_core.rules.adam import AdamHyper
+from offload_core.step.pipeline import Pipeline
+from offload_core.testing.fake_device import FakeDevice, FakeTensor
+from offload_core.testing.thread_ranks import run_ranks
 
 N_BUCKETS, NUMEL = 3, 64
 
@@ -201,10 +201,9 @@ def nested(spans, inner, outer):
 
 def test_an_engine_shows_forward_backward_and_step(tmp_path, monkeypatch):
     torch = pytest.importorskip("torch")
-    from slow_torch_device import SlowTorchDevice
-
-    import frontends.torch.device_ranks as device_ranks
     from frontends.torch import wrap
+    from frontends.torch.ranks import device_ranks
+    from tests.support.slow_torch_device import SlowTorchDevice
 
     monkeypatch.setattr(device_ranks, "memory_of", lambda device: SlowTorchDevice())
     layers = [torch.nn.Linear(8, 8, bias=False) for _ in range(3)]

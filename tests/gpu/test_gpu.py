@@ -98,7 +98,7 @@ def test_parameters_that_stream_from_the_host_give_the_bits_of_resident_ones(fie
             for p, q in zip(plain.parameters(), parted.parameters(), strict=True):
                 assert same_bits(p, q)
         assert parted.optimizer.partitioned.live.numel == 0
-        shard = next(iter(parted.optimizer.partitioned._of.values())).shard
+        shard = next(iter(parted.optimizer.partitioned.parameters.records.values())).shard
         assert shard.is_pinned()
         plain.close()
         del plain, parted, p, q

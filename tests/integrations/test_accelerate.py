@@ -8,13 +8,13 @@ import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer, move_to_device
 from accelerate.state import PartialState
-from hugging_face import alone
-from test_torch_optimizer import assert_same, same_bits
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from frontends.torch import OffloadedAdamW
+from tests.support.hugging_face import alone
+from tests.support.torch_models import assert_same, same_bits
 
 __all__ = ["alone"]  # a fixture
 

@@ -12,19 +12,16 @@ import orbax.checkpoint as orbax
 import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
-from test_jax import (
-    Eager,
-    Net,
-    Perceptron,
-    assert_same_tree,
-    on_the_cpu,  # noqa: F401 (a fixture)
-    random_tree,
-    regression,
-    regression_data,
-)
 
 from frontends.jax import wrap
 from offload_core.errors import ParameterError, StateError
+from tests.support.jax_models import (
+    Eager,
+    assert_same_tree,
+    on_the_cpu,  # noqa: F401 (a fixture)
+    random_tree,
+)
+from tests.support.jax_modules import Net, Perceptron, regression, regression_data
 
 STEPS, HALF, CLIP, DECAY = 6, 3, 0.05, 0.1
 LR = optax.warmup_cosine_decay_schedule(1e-3, 1e-2, 2, 12)

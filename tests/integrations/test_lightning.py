@@ -1,95 +1,39 @@
 """PyTorch Lightning: OffloadedAdamW from configure_optimizers, and OffloadStrategy, bit for bit as torch's AdamW."""
 
 import os
-import warnings
-from contextlib import contextmanager
 from unittest.mock import patch
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.plugins.precision import DoublePrecision, MixedPrecision
-from test_torch_optimizer import same_bits
-from test_torch_ranks import run
-from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
-from bench.gpt_torch import GPT
-from frontends.torch import OffloadedAdamW, wrap
+from frontends.torch import wrap
 from frontends.torch.integrations.lightning import TRAINER, OffloadStrategy
 from frontends.torch.integrations.shards import FOLDER
 from offload_core.errors import CheckpointError, ConfigError
-from offload_core.model_shapes import GPTConfig
-
-LR, DECAY, CLIP, EPOCHS, BATCHES = 1e-2, 0.1, 0.25, 2, 5
-TOKENS = torch.randint(64, (2 * BATCHES, 12), generator=torch.Generator().manual_seed(1))
-
-
-def ours(module, **fields):
-    return OffloadedAdamW(module.parameters(), lr=LR, weight_decay=DECAY, **fields)
-
-
-def torchs(module):
-    optimizer = torch.optim.AdamW(module.parameters(), lr=LR, weight_decay=DECAY, fused=True)
-    optimizer._step_supports_amp_scaling = False  # else it unscales by itself, and Lightning refuses to clip
-    return optimizer
-
-
-def engines(module):
-    return module.trainer.strategy.wrap(lr=LR, weight_decay=DECAY).optimizer
-
-
-class Model(pl.LightningModule):
-    """A GPT of two layers, a schedule of the updates, and a record of what it saw."""
-
-    def __init__(self, new=ours, *, dropout=0.1, late=False):
-        super().__init__()
-        self.new, self.dropout = new, dropout
-        self.seen = []
-        """Of each batch the loss and the learning rate."""
-        self.gpt = None
-        if not late:
-            self.configure_model()
-
-    def configure_model(self):
-        if self.gpt is None:
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(0)
-                self.gpt = GPT(GPTConfig(vocabulary=64, positions=16, layers=2, width=32, heads=2))
-            for block in self.gpt.blocks:
-                block.register_forward_hook(lambda m, args, out: F.dropout(out, self.dropout, m.training))
-
-    def loss(self, tokens):
-        return self.gpt(tokens[:, :-1], tokens[:, 1:])
-
-    def training_step(self, tokens, batch_idx):
-        loss = self.loss(tokens)
-        self.seen.append((float(loss.detach()), self.optimizers().param_groups[0]["lr"]))
-        return loss
-
-    def validation_step(self, tokens, batch_idx):
-        self.log("valid", self.loss(tokens))
-
-    def configure_optimizers(self):
-        optimizer = self.new(self)
-        schedule = LambdaLR(optimizer, lambda update: 1 / (1 + update))
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-
-def trainer_of(folder, strategy="auto", *, save_every=None, **settings):
-    settings = {
-        "max_epochs": EPOCHS, "accelerator": "cpu", "devices": 1, "logger": False, "enable_progress_bar": False,
-        "enable_model_summary": False, "limit_val_batches": 0, "use_distributed_sampler": False,
-        "enable_checkpointing": save_every is not None,
-    } | settings  # fmt: skip
-    if save_every is not None:
-        saver = ModelCheckpoint(folder, "{step}", every_n_train_steps=save_every, save_top_k=-1)
-        settings["callbacks"] = [*settings.get("callbacks", ()), saver]
-    return pl.Trainer(strategy=strategy, default_root_dir=folder, **settings)
+from tests.support.lightning_models import (
+    BATCHES,
+    CLIP,
+    DECAY,
+    EPOCHS,
+    LR,
+    STAGES,
+    TOKENS,
+    Model,
+    engines,
+    fitted,
+    ours,
+    quiet,
+    torchs,
+    trainer_of,
+    weights_of,
+)
+from tests.support.processes import run
+from tests.support.torch_models import same_bits
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -109,23 +53,6 @@ def _no_group():
         yield
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-@contextmanager
-def quiet():
-    """Lightning advises more workers, and warns of folders that are not empty."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
-def fitted(folder, model, strategy="auto", *, resume=None, weights_only=None, batch_size=2, **settings):
-    torch.manual_seed(2)
-    loader = DataLoader(TOKENS, batch_size=batch_size)
-    with quiet():
-        model.fitting = trainer_of(folder, strategy, **settings)
-        model.fitting.fit(model, loader, ckpt_path=resume, weights_only=weights_only)
-    return model
 
 
 def states(model):
@@ -288,8 +215,6 @@ def test_a_step_that_grad_scaler_skips_is_none(tmp_path):
 
 # --- OffloadStrategy, one rank -------------------------------------------------------------------------
 
-STAGES = {2: {"stage": 2}, 3: {"stage": 3, "offload_param": "cpu", "param_persistence_threshold": 100}}
-
 
 class ExactNorm(Model):
     """Clips by the norm of the sum of squares in float64."""
@@ -305,13 +230,6 @@ def reference(tmp_path_factory):
     """Torch's optimizer, and Lightning's strategy for one device."""
     settings = {"accumulate_grad_batches": 2, "gradient_clip_val": CLIP}
     return fitted(tmp_path_factory.mktemp("reference"), ExactNorm(torchs), **settings), settings
-
-
-def weights_of(model):
-    engine = model.fitting.strategy.engine
-    optimizer = engine.optimizer
-    return {name: optimizer.whole_states(p)["master"] if optimizer.config.stage == 3 else p.detach()
-            for name, p in model.named_parameters()}  # fmt: skip
 
 
 def assert_same_weights(one, other):
@@ -371,7 +289,7 @@ class Stateful(DataLoader):
 
 
 def test_dropout_goes_on_in_mid_epoch(tmp_path, monkeypatch):
-    monkeypatch.setattr(f"{__name__}.DataLoader", Stateful)
+    monkeypatch.setattr("tests.support.lightning_models.DataLoader", Stateful)
     straight = fitted(tmp_path, Model(engines), OffloadStrategy(), save_every=2)
     resumed = fitted(tmp_path, Model(engines), OffloadStrategy(), resume=tmp_path / "step=2.ckpt")
     assert resumed.seen == straight.seen[2:]

@@ -6,49 +6,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from hugging_face import alone
 from safetensors.torch import load_file
-from test_torch_optimizer import same_bits
-from test_torch_ranks import run
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments, get_scheduler
+from transformers import TrainerCallback, get_scheduler
 
 from frontends.torch import OffloadedAdamW
 from frontends.torch.integrations.transformers import FOLDER, OffloadCallback
 from offload_core.errors import CheckpointError, ConfigError
 from offload_core.step_log import StepLog
+from tests.support.hugging_face import CLIP, EPOCH, LR, STEPS, TORCHS, alone, llama, trained
+from tests.support.processes import run
+from tests.support.torch_models import same_bits
 
 __all__ = ["alone"]  # a fixture
-
-STEPS, EPOCH, CLIP, LR = 8, 4, 0.5, 1e-2
-OFFLOADED = {"optimizer_cls_and_kwargs": (OffloadedAdamW, {"lr": LR})}
-TORCHS = {"optimizer_cls_and_kwargs": (torch.optim.AdamW, {"lr": LR, "fused": True})}
-TOKENS = torch.randint(64, (4 * EPOCH, 12), generator=torch.Generator().manual_seed(1))
-DATA = [{"input_ids": row, "labels": row} for row in TOKENS]
-
-
-def llama(dtype=torch.float32):
-    torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-                         num_attention_heads=2, num_key_value_heads=2, attention_dropout=0.1)  # fmt: skip
-    return LlamaForCausalLM(config).to(dtype)
-
-
-def trainer_of(folder, optimizer=OFFLOADED, *, model=None, callbacks=(), **settings):
-    """A Trainer that accumulates, clips, decays, warms up, and saves in the middle and at the end of an epoch."""
-    settings = {
-        "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": STEPS, "max_grad_norm": CLIP,
-        "weight_decay": 0.1, "lr_scheduler_type": "cosine", "warmup_steps": 2, "logging_steps": 1, "save_steps": 2,
-        "use_cpu": True, "report_to": "none", "disable_tqdm": True, "dataloader_pin_memory": False,
-    } | settings  # fmt: skip
-    arguments = TrainingArguments(output_dir=str(folder), **settings)
-    model = llama() if model is None else model
-    return Trainer(model, arguments, train_dataset=DATA, callbacks=list(callbacks), **optimizer)
-
-
-def trained(*args, resume=None, **kwargs):
-    trainer = trainer_of(*args, **kwargs)
-    trainer.train(resume_from_checkpoint=resume)
-    return trainer
 
 
 def logged(trainer, *keys):

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import oracles
 import psutil
 import pytest
 from flax import nnx
@@ -19,69 +18,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.experimental.layout import Format, Layout
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
-from strategies import law
 
 from frontends.jax import OffloadConfig, ScaledGradients, wrap
 from offload_core.errors import GradientError, StateError
-
-SHAPES = {"embed": (33, 17), "layers": [{"w": (17, 3), "b": (3,)}, {"w": (3, 1), "b": ()}]}
-HYPER = {"lr": 1e-2, "weight_decay": 0.1}
-
-
-@pytest.fixture(autouse=True)
-def on_the_cpu():
-    with jax.default_device(jax.devices("cpu")[0]):
-        yield
-
-
-def random_tree(seed, dtype=jnp.float32, scale=1.0):
-    rng = np.random.default_rng(seed)
-    shapes = functools.partial(jax.tree.map, is_leaf=lambda s: isinstance(s, tuple))
-    return shapes(lambda s: jnp.asarray((scale * rng.standard_normal(s)).astype(np.float32)).astype(dtype), SHAPES)
+from tests.support.jax_models import (
+    HYPER,
+    SHAPES,
+    Eager,
+    assert_same_tree,
+    batch,
+    flat_arrays,
+    loss_fn,
+    on_the_cpu,  # noqa: F401 (a fixture)
+    random_tree,
+)
+from tests.support.jax_modules import Net, Perceptron, regression, regression_data
+from tests.support.strategies import law
 
 
 def to_float32(tree):
     return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), tree)
-
-
-def loss_fn(params, x):
-    """A model whose gradients are nowhere near the subnormals, which XLA flushes."""
-    x = jnp.tanh(x @ params["embed"])
-    for layer in params["layers"]:
-        x = jnp.tanh(x @ layer["w"] + layer["b"])
-    return (x**2).sum() + 1
-
-
-def batch(i):
-    return jnp.asarray(np.random.default_rng(i).standard_normal((4, 33)), jnp.float32)
-
-
-def flat_arrays(tree):
-    return [(jax.tree_util.keystr(path), np.array(leaf)) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
-
-
-def assert_same_tree(got, expected):
-    """The same arrays, bit for bit, at the same paths."""
-    got, expected = flat_arrays(got), flat_arrays(expected)
-    assert [path for path, _ in got] == [path for path, _ in expected]
-    for (path, x), (_, y) in zip(got, expected, strict=True):
-        assert x.shape == y.shape, path
-        oracles.assert_same_bits(path, x.reshape(-1), y.reshape(-1))
-
-
-class Eager:
-    """The reference: an optax transformation on fp32 parameters, outside jit."""
-
-    def __init__(self, tx, params):
-        self.tx, self.params, self.state = tx, params, tx.init(params)
-
-    def update(self, grads):
-        updates, self.state = self.tx.update(grads, self.state, self.params)
-        self.params = optax.apply_updates(self.params, updates)
-
-    @property
-    def adam(self):
-        return next(s for s in self.state if isinstance(s, optax.ScaleByAdamState))
 
 
 def assert_same_run(offloaded, eager):
@@ -808,25 +764,6 @@ def test_a_stale_optax_state_is_refused():
 # --- other libraries' trees --------------------------------------------------------------------------
 
 
-class Net(nnx.Module):
-    def __init__(self, rngs):
-        self.first = nnx.Linear(3, 8, rngs=rngs)
-        self.dropout = nnx.Dropout(0.1, rngs=rngs)
-        self.second = nnx.Linear(8, 1, rngs=rngs)
-
-    def __call__(self, x):
-        return self.second(self.dropout(nnx.relu(self.first(x))))
-
-
-def regression(model, x, y):
-    return ((model(x) - y) ** 2).mean()
-
-
-def regression_data():
-    x = np.random.default_rng(0).standard_normal((32, 3)).astype(np.float32)
-    return jnp.asarray(x), jnp.asarray(x.sum(1, keepdims=True))
-
-
 def test_a_flax_nnx_model_trains():
     """The state holds dropout's random keys and counters, which pass through."""
     x, y = regression_data()
@@ -857,16 +794,6 @@ def test_flax_nnx_parameters_have_the_bits_of_optax():
         eager.update(grads)
         nnx.update(model, offloaded.update(grads))
         assert_same_tree(nnx.state(model, nnx.Param), eager.params)
-
-
-class Perceptron(eqx.Module):
-    first: eqx.nn.Linear
-    second: eqx.nn.Linear
-    activation: object
-    name: str = eqx.field(static=True)
-
-    def __call__(self, x):
-        return jax.vmap(self.second)(self.activation(jax.vmap(self.first)(x)))
 
 
 def test_an_equinox_module_trains_with_the_bits_of_optax():

@@ -14,18 +14,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import oracles
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
-from strategies import law
 
-import frontends.jax.placement as placement
 from frontends.jax import RankGradients, ScaledGradients, wrap
-from frontends.jax.mesh import JaxMeshDevice, LoneDevice
-from offload_core.device import Waiting
+from frontends.jax.mesh.mesh import JaxMeshDevice, LoneDevice
+from frontends.jax.placement import placement
+from offload_core.device.events import Waiting
 from offload_core.errors import GradientError, StateError
+from tests.support import oracles
+from tests.support.strategies import law
 
 SHAPES = {"embed": (33, 17), "layers": [{"w": (17, 3), "b": (3,)}, {"w": (3, 1), "b": ()}], "empty": (0, 3)}
 HYPER = {"lr": 1e-2, "weight_decay": 0.1}
@@ -214,13 +214,13 @@ def test_states_of_the_delayed_schedule_are_loaded_over_what_it_holds_back(place
 
 def test_a_delayed_update_goes_on_after_update_has_returned(device):
     offloaded, returned = on_accelerator(random_tree(0), schedule="delayed", delay_warmup_steps=0), threading.Event()
-    run_adam = offloaded._pipeline._updates._run_adam
+    run_adam = offloaded._pipeline._updates._run
 
     def after_it_returned(*args):
         assert returned.wait(30)
         run_adam(*args)
 
-    offloaded._pipeline._updates._run_adam = after_it_returned
+    offloaded._pipeline._updates._run = after_it_returned
     offloaded.update(random_tree(1))
     assert not offloaded._pipeline.finished
     returned.set()

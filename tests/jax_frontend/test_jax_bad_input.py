@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from oracles import assert_same_bits
 
 from frontends.jax import ScaledGradients, wrap
 from offload_core.errors import ConfigError, ConfigWarning, GradientError, HostMemoryError, ParameterError, StateError
-from offload_core.host_memory import HostMemory
+from offload_core.memory.host_memory import HostMemory
+from tests.support.oracles import assert_same_bits
 
 
 @pytest.fixture(autouse=True)
@@ -316,7 +316,7 @@ def test_arrays_on_several_devices_are_refused():
         [sys.executable, "-c", textwrap.dedent(script)],
         check=True,
         env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
-        cwd=os.path.dirname(os.path.dirname(__file__)),
+        cwd=os.path.dirname(os.path.dirname(os.path.dirname(__file__))),
     )
 
 

@@ -7,13 +7,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_checkpoint import Slow
-from test_jax import HYPER, batch, loss_fn, on_the_cpu, random_tree  # noqa: F401 (a fixture)
 
 from frontends.jax import wrap
-from frontends.jax.trees import is_array, to_numpy
-from offload_core.checkpoint_files import Checkpoint
+from frontends.jax.tree.trees import is_array, to_numpy
+from offload_core.checkpoint.reader import Checkpoint
 from offload_core.errors import CheckpointError, StateError
+from tests.support.checkpoints import Slow
+from tests.support.jax_models import (
+    HYPER,
+    batch,
+    loss_fn,
+    on_the_cpu,  # noqa: F401 (a fixture)
+    random_tree,
+)
 
 
 def untrained(seed):
@@ -119,7 +125,7 @@ def test_extras_stateful_objects_and_random_generators_come_back(tmp_path):
 
 
 def test_what_is_not_trained_is_loaded_array_by_array(tmp_path, monkeypatch):
-    monkeypatch.setattr("offload_core.checkpoint._TARGET_BYTES", 1)
+    monkeypatch.setattr("offload_core.checkpoint.checkpoints._TARGET_BYTES", 1)
     read, at_a_time = Checkpoint.read, []
 
     def counted(checkpoint, wants):
@@ -208,7 +214,9 @@ def test_an_array_that_no_file_can_hold_is_refused(tmp_path):
 
 
 def test_a_corrupt_file_is_named_and_another_checkpoint_loads(tmp_path, monkeypatch):
-    monkeypatch.setattr("offload_core.shard_writer.BLOCK_BYTES", 1024)  # so that it is found when states are read
+    monkeypatch.setattr(
+        "offload_core.checkpoint.shard_writer.BLOCK_BYTES", 1024
+    )  # so that it is found when states are read
     offloaded, twin = new(), new()
     step(offloaded, 0)
     good = offloaded.save_checkpoint(tmp_path)
@@ -244,7 +252,7 @@ def test_between_micro_steps_nothing_is_saved_and_loading_forgets_them(tmp_path)
 
 @pytest.mark.parametrize("change", ["update", "load_pytree"])
 def test_what_is_saved_while_states_change_is_of_the_moment_of_the_call(tmp_path, monkeypatch, change):
-    monkeypatch.setattr("offload_core.shard_writer.BLOCK_BYTES", 1024)
+    monkeypatch.setattr("offload_core.checkpoint.shard_writer.BLOCK_BYTES", 1024)
     offloaded, twin, restored, other = (wrap(random_tree(seed), **HYPER) for seed in (0, 0, 1, 2))
     twin.update(random_tree(3))
     offloaded.update(random_tree(3))

@@ -7,14 +7,14 @@ import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
-import jax_checkpoint_worker
 import pytest
+
+from tests.support.processes import ROOT
 
 pytestmark = pytest.mark.slow
 
-WORKER = Path(jax_checkpoint_worker.__file__)
+WORKER = ROOT / "tests" / "workers" / "jax_checkpoint_worker.py"
 BF16, FP16 = {"param_dtype": "bfloat16"}, {"param_dtype": "float16"}
 LATE = {**BF16, "schedule": "delayed", "delay_warmup_steps": 2}
 OFFLOADED = {**BF16, "offload_param": "cpu"}
@@ -73,7 +73,7 @@ def run(folder, name, cases, n_processes=1, codes=(0, 0)):
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         address = f"localhost:{probe.getsockname()[1]}"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(WORKER.parent.parent), str(WORKER.parent)])}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     workers, results = [], [folder / f"{name}-{process}.json" for process in range(n_processes)]
     for process in range(n_processes):
         peers = [address, str(process)] if n_processes > 1 else []

@@ -10,11 +10,17 @@ import pytest
 import safetensors.numpy
 import torch
 from flax import nnx
-from test_export import load
-from test_jax import HYPER, Eager, assert_same_tree, on_the_cpu, random_tree  # noqa: F401 (a fixture)
 
 from frontends.jax import wrap
 from offload_core.errors import ConfigError, ParameterError, StateError
+from tests.support.exports import load
+from tests.support.jax_models import (
+    HYPER,
+    Eager,
+    assert_same_tree,
+    on_the_cpu,  # noqa: F401 (a fixture)
+    random_tree,
+)
 
 MASK = {"embed": False, "layers": [True, {"w": True, "b": False}]}
 NAMES = {"embed", "layers.0.w", "layers.0.b", "layers.1.w", "layers.1.b"}

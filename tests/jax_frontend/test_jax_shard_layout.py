@@ -5,12 +5,12 @@ import itertools
 import numpy as np
 from hypothesis import example, given
 from hypothesis import strategies as st
-from strategies import law
 
-from frontends.jax.shard_layout import ShardLayout
+from frontends.jax.tree.shard_layout import ShardLayout
 from offload_core.dtypes import FLOAT32
-from offload_core.partition import ALIGNMENT, ParamSpec, build_buckets, round_up
-from offload_core.regions import InMemory, common
+from offload_core.layout.partition import ALIGNMENT, ParamSpec, build_buckets, round_up
+from offload_core.layout.regions import InMemory, common
+from tests.support.strategies import law
 
 
 def layout_of(case):

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import wheel_check
-from c_build import C_SRC, KERNELS, compile_objects, run
 
-from offload_core import _kernels
-from offload_core._ffi_build import COMPILE_ARGS, LINK_ARGS, ffibuilder
 from offload_core.dtypes import BY_NUMPY
+from offload_core.native import kernels
+from offload_core.native._ffi_build import COMPILE_ARGS, LINK_ARGS, ffibuilder
+from tests.support import pinned_bits
+from tests.support.c_build import C_SRC, KERNELS, compile_objects, run
 
 pytestmark = pytest.mark.slow
 
@@ -23,7 +23,7 @@ PROGRAM = C_SRC / "tests" / "test_kernels.c"
 REPLAY = C_SRC / "tests" / "replay.c"
 WARNINGS = ("-Wall", "-Wextra", "-Werror")
 # Neither the sanitizers nor the emulator keep their own locks sound in the child of a process with threads.
-ALL_BUT_FORK = ("adam", "cast", "accumulate", "reduce", "norm", "entry", "stream", "pool")
+ALL_BUT_FORK = ("isa", "adam", "cast", "accumulate", "reduce", "norm", "entry", "stream", "pool")
 
 
 def check(folder: Path, *flags: str, compiler="gcc", runner=(), sections=(), **environment: str) -> None:
@@ -49,10 +49,11 @@ def test_no_kernel_strays_from_its_memory_or_from_defined_behaviour(tmp_path):
     check(tmp_path, *flags, sections=ALL_BUT_FORK)
 
 
-def test_the_pool_has_no_data_race(tmp_path):
+def test_neither_the_pool_nor_the_choice_of_instruction_set_has_a_data_race(tmp_path):
     # ThreadSanitizer's shadow memory wants addresses that are not randomised.
     runner = ("setarch", "-R") if shutil.which("setarch") else ()
-    check(tmp_path, "-O1", "-g", "-fsanitize=thread", runner=runner, sections=["pool"], TSAN_OPTIONS="halt_on_error=1")
+    flags, sections = ("-O1", "-g", "-fsanitize=thread"), ("isa", "pool")
+    check(tmp_path, *flags, runner=runner, sections=sections, TSAN_OPTIONS="halt_on_error=1")
 
 
 @pytest.fixture(scope="module")
@@ -80,17 +81,17 @@ def test_neon_equals_the_scalar_oracle(aarch64):
 
 def test_updates_have_the_bits_of_this_machine_on_aarch64(aarch64):
     given, expected = [], []
-    for kind, state, scalars in wheel_check.adam_cases():
+    for kind, state, scalars in pinned_bits.adam_cases():
         dtype, grad_dtype = kind["param_dtype"], BY_NUMPY[state.grad.dtype]
-        order, mode = _kernels.OP_ORDERS[kind["op_order"]], _kernels.ADAM_MODES[kind["adam_mode"]]
-        code, itemsize = (_kernels.lib.OC_NO_PARAM, 0) if dtype is None else (dtype.code, dtype.itemsize)
+        order, mode = kernels.OP_ORDERS[kind["op_order"]], kernels.ADAM_MODES[kind["adam_mode"]]
+        code, itemsize = (kernels.lib.OC_NO_PARAM, 0) if dtype is None else (dtype.code, dtype.itemsize)
         numel = state.master.size
         given += [
             np.int32([grad_dtype.code, code, order, mode, 0]),
             np.int64([len(scalars), numel, numel * grad_dtype.itemsize, numel * itemsize]),
             *(*scalars, state.grad, state.master, state.exp_avg, state.exp_avg_sq),
         ]
-        after = wheel_check.after_steps(kind, state, scalars)
+        after = pinned_bits.after_steps(kind, state, scalars)
         expected += [after.master, after.exp_avg, after.exp_avg_sq, *([] if dtype is None else [after.param])]
     done = subprocess.run(aarch64(REPLAY), input=b"".join(x.tobytes() for x in given), capture_output=True, check=True)
     assert done.stdout == b"".join(x.tobytes() for x in expected)

@@ -7,20 +7,20 @@ from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
 
-import kernel_calls as call
 import ml_dtypes
 import numpy as np
-import oracles
 import pytest
-import strategies as our
 from hypothesis import HealthCheck, example, find, given, settings
 from hypothesis import strategies as st
-from kernel_calls import INSTRUCTION_SETS, AdamState
 
-from offload_core import _kernels
 from offload_core.dtypes import BFLOAT16, BY_NUMPY, FLOAT16, FLOAT32, ElementType
 from offload_core.errors import ConfigError, KernelError
-from offload_core.grad_norm import SumOfSquares
+from offload_core.native import kernels
+from offload_core.native.grad_norm import SumOfSquares
+from tests.support import kernel_calls as call
+from tests.support import oracles
+from tests.support import strategies as our
+from tests.support.kernel_calls import INSTRUCTION_SETS, AdamState
 
 NO_PARAM = {"op_order": "torch", "adam_mode": "adamw", "param_dtype": None}
 MAX = np.finfo(np.float32).max
@@ -161,7 +161,7 @@ def test_bins_of_ranks_add_up_to_the_bins_of_all(values, at):
 @given(finite_arrays)
 def test_adding_goes_on_from_the_sum_so_far(values):
     total = call.sum_of_squares(values)
-    total.add(_kernels.spans_of([(values.ctypes.data, 0, values.size)]), BY_NUMPY[values.dtype], threads=1)
+    total.add(kernels.spans_of([(values.ctypes.data, 0, values.size)]), BY_NUMPY[values.dtype], threads=1)
     assert total.exact() == 2 * oracles.sum_of_squares(values)
 
 
@@ -187,7 +187,7 @@ def test_a_low_digit_takes_less_than_32_bits_a_chunk(instruction_set):
     """Else the int64 bins of a few billion elements overflow."""
     values = np.float32(np.exp2(np.random.default_rng(0).uniform(-140, 120, 4 * 32768)))
     with call.using(instruction_set):
-        low_digits = call.sum_of_squares(values).bins[: _kernels.NORM_DIGITS - 1]
+        low_digits = call.sum_of_squares(values).bins[: kernels.NORM_DIGITS - 1]
     assert (low_digits >= 0).all()
     assert (low_digits < 4 << 32).all()
 
@@ -262,12 +262,12 @@ def test_casts_of_every_half_and_round_every_tie_equal_ml_dtypes_and_numpy(instr
 )
 def test_a_bad_segment_is_refused_and_nothing_is_written(damage):
     x = np.ones(5, np.float32)
-    segments = np.zeros(1, _kernels.SEGMENT)
+    segments = np.zeros(1, kernels.SEGMENT)
     segments[0] = (*(x[i:].ctypes.data for i in range(5)), 1, 0)
     for name, value in damage.items():
         segments[name] = value
     with pytest.raises(KernelError, match=r"oc_adam failed: an argument is out of range or a pointer is null"):
-        _kernels.adam(
+        kernels.adam(
             segments,
             our.Hyper().scalars("torch"),
             grad_dtype=FLOAT32,
@@ -282,10 +282,10 @@ def test_a_bad_segment_is_refused_and_nothing_is_written(damage):
 @pytest.mark.parametrize("span", [(0, 1, 1), (1, 0, 1), (1, 1, -1)], ids=["no src", "no dst", "negative numel"])
 def test_a_bad_span_is_refused_and_nothing_is_written(span):
     x = np.ones(2, np.float32)
-    spans = _kernels.spans_of([(span[0] * x.ctypes.data, span[1] * x[1:].ctypes.data, span[2])])
+    spans = kernels.spans_of([(span[0] * x.ctypes.data, span[1] * x[1:].ctypes.data, span[2])])
     for function, refused in {
-        "oc_cast": lambda: _kernels.cast(spans, FLOAT32, FLOAT32, threads=1),
-        "oc_accumulate": lambda: _kernels.accumulate(spans, FLOAT32, threads=1),
+        "oc_cast": lambda: kernels.cast(spans, FLOAT32, FLOAT32, threads=1),
+        "oc_accumulate": lambda: kernels.accumulate(spans, FLOAT32, threads=1),
     }.items():
         with pytest.raises(KernelError, match=f"{function} failed"):
             refused()
@@ -294,10 +294,10 @@ def test_a_bad_span_is_refused_and_nothing_is_written(span):
 
 def test_an_unknown_element_type_is_refused():
     x = np.ones(1, np.float32)
-    spans = _kernels.spans_of([(x.ctypes.data, x.ctypes.data, 1)])
+    spans = kernels.spans_of([(x.ctypes.data, x.ctypes.data, 1)])
     unknown = ElementType("float8", 1, np.dtype(np.int8), 9)
     with pytest.raises(KernelError, match="oc_sum_squares failed"):
-        _kernels.sum_squares(spans, unknown, np.zeros(_kernels.NORM_BINS, np.int64), threads=1)
+        kernels.sum_squares(spans, unknown, np.zeros(kernels.NORM_BINS, np.int64), threads=1)
 
 
 def test_no_work_is_no_error():
@@ -309,7 +309,7 @@ def test_no_work_is_no_error():
 
 
 def instruction_set_of_a_fresh_process(name: str) -> subprocess.CompletedProcess:
-    program = "from offload_core._kernels import kernel_info; print(kernel_info().instruction_set)"
+    program = "from offload_core.native.kernels import kernel_info; print(kernel_info().instruction_set)"
     return subprocess.run(
         [sys.executable, "-c", program],
         env={**os.environ, "OFFLOAD_CORE_ISA": name},
@@ -328,13 +328,13 @@ def test_the_widest_instruction_set_is_the_default():
     assert instruction_set_of_a_fresh_process("").stdout.strip() == INSTRUCTION_SETS[-1]
 
 
-@pytest.mark.parametrize("name", ["mmx", *(n for n in _kernels.INSTRUCTION_SETS if n not in INSTRUCTION_SETS)])
+@pytest.mark.parametrize("name", ["mmx", *(n for n in kernels.INSTRUCTION_SETS if n not in INSTRUCTION_SETS)])
 def test_an_instruction_set_that_is_not_there_is_an_error_that_names_the_choices(name):
     message = f"instruction set '{name}': this processor has {', '.join(INSTRUCTION_SETS)}; choose one of them"
     done = instruction_set_of_a_fresh_process(name)
     assert done.returncode == 1
     assert f"environment variable OFFLOAD_CORE_ISA: {message}" in done.stderr
-    before = _kernels.kernel_info().instruction_set
+    before = kernels.kernel_info().instruction_set
     with pytest.raises(ConfigError, match=message):
-        _kernels.set_instruction_set(name)
-    assert _kernels.kernel_info().instruction_set == before
+        kernels.set_instruction_set(name)
+    assert kernels.kernel_info().instruction_set == before

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^( *)```(\w+)\n(.*?)^ *```$", flags=re.DOTALL | re.MULTILINE)
@@ -88,7 +88,7 @@ def outcomes(request, tmp_path_factory) -> dict[Job, tuple[int, str]]:
     for job in todo:
         folder = tmp_path_factory.mktemp("block") if job.output is None else shared[job.page]
         lines.append(json.dumps({"folder": str(folder), "arguments": job.arguments}))
-    runner = [sys.executable, "-W", "error", str(ROOT / "tests" / "doc_runner.py")]
+    runner = [sys.executable, "-W", "error", str(ROOT / "tests" / "support" / "doc_runner.py")]
     run = subprocess.run(runner, input="\n".join(lines), capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     return dict(zip(todo, (tuple(json.loads(line)) for line in run.stdout.splitlines()), strict=True))

@@ -1,7 +1,7 @@
 """A user of the core, for type checkers alone.
 
-`make lint` checks it beside the source, tests/wheel_check.py beside an installed wheel. An `ignore` that nothing needs
-is an error, so those lines show that a mistake is seen.
+`make lint` checks it beside the source, tests/packaging/wheel_check.py beside an installed wheel. An `ignore` that
+nothing needs is an error, so those lines show that a mistake is seen.
 """
 
 from typing import assert_type

@@ -1,92 +1,33 @@
 """Checks an installed wheel, on any platform: that it is whole, and that its updates have the bits of every other.
 
-    python tests/wheel_check.py [torch] [jax] [types]
+    python tests/packaging/wheel_check.py [torch] [jax] [types]
 
 needs no more than the wheel itself does. Each word adds what needs that library (``types``: mypy).
 """
+# ruff: noqa: E402
 
-import hashlib
 import importlib.util
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib import metadata
-from itertools import product
 from pathlib import Path
 
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+sys.path.append(str(ROOT))  # last: the package is the installed one
+
 import numpy as np
-import oracles
-from kernel_calls import INSTRUCTION_SETS, AdamState, accumulate, adam, cast, reduce, sum_of_squares, using
 
 import offload_core
-from offload_core._kernels import SCALARS
-from offload_core.cpu_adam import AdamHyper
-from offload_core.dtypes import BY_NAME
-
-HERE = Path(__file__).resolve().parent
-BITS = "dce779c3265349440b76a1fdbfb286dac401c3feb31f3ab09854f931c2199656"
-"""SHA-256 of what the kernels make of the pinned vector, on every platform and with every instruction set."""
-NUMEL = 1003
-STEPS = 3
-
-
-# --- the pinned vector ----------------------------------------------------------------------------------
-
-
-def pinned(label: str, numel: int, *, exponents: range, positive: bool = False) -> np.ndarray:
-    """Float32s from a hash, so that neither NumPy's version nor the platform's libm has a part in them."""
-    raw = np.frombuffer(hashlib.shake_128(label.encode()).digest(4 * numel), "<u4")
-    exponent = 127 + exponents.start + (raw >> 23 & 255) % len(exponents)
-    return (raw & (0x7FFFFF if positive else 0x807FFFFF) | exponent << 23).astype(np.uint32).view(np.float32)
-
-
-def adam_cases() -> Iterator[tuple[dict, AdamState, list[np.ndarray]]]:
-    """For each kind of update: the arguments of ``kernel_calls.adam``, a state, and the scalars of its steps."""
-    state = AdamState(
-        pinned("grad", NUMEL, exponents=range(-20, 4)),
-        pinned("master", NUMEL, exponents=range(-10, 2)),
-        pinned("exp_avg", NUMEL, exponents=range(-20, 1)),
-        pinned("exp_avg_sq", NUMEL, exponents=range(-127, 1), positive=True),
-    )
-    hyper = AdamHyper(lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1)
-    for op_order, adam_mode, grad_dtype, param_dtype in product(
-        ("torch", "optax"), ("adamw", "adam"), BY_NAME.values(), (*BY_NAME.values(), None)
-    ):
-        kind = {"op_order": op_order, "adam_mode": adam_mode, "param_dtype": param_dtype}
-        scalars = [
-            np.array([hyper.scalars(t, op_order=op_order, grad_scale=0.3)], SCALARS) for t in range(1, STEPS + 1)
-        ]
-        grad = cast(state.grad, grad_dtype)
-        yield kind, AdamState(grad, state.master, state.exp_avg, state.exp_avg_sq), scalars
-
-
-def after_steps(kind: dict, state: AdamState, scalars: list[np.ndarray]) -> AdamState:
-    """The state after one update with each of the scalars, all with the same gradient."""
-    for record in scalars:
-        (state,) = adam([state], [record], **kind, threads=2)
-    return state
-
-
-def digest(instruction_set: str) -> str:
-    """What all kernels of an instruction set make of the pinned vector."""
-    found = hashlib.sha256()
-    values = pinned("values", NUMEL, exponents=range(-30, 14))
-    with using(instruction_set):
-        for case in adam_cases():
-            after = after_steps(*case)
-            for array in (after.master, after.exp_avg, after.exp_avg_sq, after.param):
-                if array is not None:
-                    found.update(array.tobytes())
-        for dtype in BY_NAME.values():
-            narrow = cast(values, dtype)
-            found.update(narrow.tobytes())
-            found.update(accumulate(narrow, values).tobytes())
-            found.update(reduce(np.split(narrow[:-1], 3), values[:334], divisor=3.0, add=True).tobytes())
-        found.update(str(sum_of_squares(values).exact()).encode())
-    return found.hexdigest()
-
+from tests.support import oracles
+from tests.support.kernel_calls import (
+    INSTRUCTION_SETS,
+    AdamState,
+)
+from tests.support.pinned_bits import BITS, digest, pinned
 
 # --- the checks -----------------------------------------------------------------------------------------
 
@@ -94,17 +35,17 @@ def digest(instruction_set: str) -> str:
 def check_files() -> None:
     """It is the installed package that runs, with what belongs to it."""
     package = Path(offload_core.__file__).parent
-    assert package.parent != HERE.parent, f"{package} is the checkout; run this where the wheel is installed"
+    assert package.parent != ROOT, f"{package} is the checkout; run this where the wheel is installed"
     for folder in (package, package.parent / "frontends"):
         assert (folder / "py.typed").exists(), f"{folder}: no py.typed"
     assert not (package.parent / "c_src").exists()
     about = metadata.distribution("offload-core")
     assert "Typing :: Typed" in about.metadata.get_all("Classifier", [])
     files = {str(file) for file in about.files or []}
-    assert {"offload_core/_offload.abi3.so"} <= files
+    assert {"offload_core/native/_offload.abi3.so"} <= files
     assert any(file.endswith("licenses/LICENSE") for file in files)
-    sources = [path for name in ("offload_core", "frontends") for path in (HERE.parent / name).rglob("*.py")]
-    missing = {str(path.relative_to(HERE.parent)) for path in sources} - files
+    sources = [path for name in ("offload_core", "frontends") for path in (ROOT / name).rglob("*.py")]
+    missing = {str(path.relative_to(ROOT)) for path in sources} - files
     assert sources
     assert not missing, f"not in the wheel: {sorted(missing)}"
 

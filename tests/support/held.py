@@ -3,8 +3,11 @@
 import gc
 import os
 import threading
+from contextlib import contextmanager
 
 import psutil
+
+from offload_core.memory.plan import MemoryPlan
 
 WARM_UP, STEPS = 400, 2000
 
@@ -24,3 +27,14 @@ def growth_of(step, steps=STEPS):
     for _ in range(steps):
         step()
     return [after - b for after, b in zip(held(), before, strict=True)]
+
+
+@contextmanager
+def plans():
+    """The plans that wrap checks."""
+    seen, check = [], MemoryPlan.check
+    MemoryPlan.check = lambda plan, *args, **kw: seen.append(plan) or check(plan, *args, **kw)
+    try:
+        yield seen
+    finally:
+        MemoryPlan.check = check

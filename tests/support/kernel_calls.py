@@ -6,22 +6,22 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from offload_core import _kernels
 from offload_core.dtypes import BY_NUMPY, FLOAT32, ElementType
-from offload_core.grad_norm import SumOfSquares
+from offload_core.native import kernels
+from offload_core.native.grad_norm import SumOfSquares
 
-INSTRUCTION_SETS = _kernels.kernel_info().supported
+INSTRUCTION_SETS = kernels.kernel_info().supported
 
 
 @contextlib.contextmanager
 def using(instruction_set: str) -> Iterator[None]:
     """Run the kernels of one instruction set."""
-    before = _kernels.kernel_info().instruction_set
-    _kernels.set_instruction_set(instruction_set)
+    before = kernels.kernel_info().instruction_set
+    kernels.set_instruction_set(instruction_set)
     try:
         yield
     finally:
-        _kernels.set_instruction_set(before)
+        kernels.set_instruction_set(before)
 
 
 def placed(array: np.ndarray, offset: int = 0) -> np.ndarray:
@@ -68,14 +68,14 @@ def adam(
     after = [state.placed(offsets[:4]) for state in states]
     if param_dtype is not None:
         after = [replace(s, param=placed(np.zeros(s.master.size, param_dtype.numpy), offsets[4])) for s in after]
-    segments = np.zeros(len(after), _kernels.SEGMENT)
+    segments = np.zeros(len(after), kernels.SEGMENT)
     for i, state in enumerate(after):
         for name in ("grad", "master", "exp_avg", "exp_avg_sq", "param"):
             if getattr(state, name) is not None:
                 segments[i][name] = getattr(state, name).ctypes.data
         segments[i]["numel"] = state.master.size
         segments[i]["scalars"] = min(i, len(scalars) - 1)
-    _kernels.adam(
+    kernels.adam(
         segments,
         np.concatenate(scalars),
         grad_dtype=BY_NUMPY[states[0].grad.dtype] if states else FLOAT32,
@@ -91,15 +91,15 @@ def adam(
 def accumulate(src: np.ndarray, dst: np.ndarray, *, threads: int = 1, offset: int = 0) -> np.ndarray:
     """What ``dst`` becomes when ``src`` is added."""
     src, dst = placed(src, offset), placed(dst, offset)
-    spans = _kernels.spans_of([(src.ctypes.data, dst.ctypes.data, src.size)])
-    _kernels.accumulate(spans, BY_NUMPY[src.dtype], threads=threads)
+    spans = kernels.spans_of([(src.ctypes.data, dst.ctypes.data, src.size)])
+    kernels.accumulate(spans, BY_NUMPY[src.dtype], threads=threads)
     return dst
 
 
 def cast(src: np.ndarray, to: ElementType, *, threads: int = 1, offset: int = 0) -> np.ndarray:
     """``src`` in another element type."""
     src, dst = placed(src, offset), placed(np.zeros(src.size, to.numpy), offset)
-    _kernels.cast_array(src, BY_NUMPY[src.dtype], dst, to, threads)
+    kernels.cast_array(src, BY_NUMPY[src.dtype], dst, to, threads)
     return dst
 
 
@@ -107,7 +107,7 @@ def sum_of_squares(*parts: np.ndarray, threads: int = 1, offset: int = 0) -> Sum
     """The sum over parts of one element type, in one call."""
     copies = [placed(part, offset) for part in parts]
     total = SumOfSquares()
-    spans = _kernels.spans_of([(copy.ctypes.data, 0, copy.size) for copy in copies])
+    spans = kernels.spans_of([(copy.ctypes.data, 0, copy.size) for copy in copies])
     total.add(spans, BY_NUMPY[copies[0].dtype], threads=threads)
     return total
 
@@ -117,5 +117,5 @@ def reduce(
 ) -> np.ndarray:
     """What ``dst`` becomes when the ranks' equal parts are summed in order and divided."""
     src, dst = placed(np.concatenate(parts), offset), placed(dst, offset)
-    _kernels.reduce(src, len(parts), BY_NUMPY[src.dtype], dst, divisor=divisor, add=add, threads=threads)
+    kernels.reduce(src, len(parts), BY_NUMPY[src.dtype], dst, divisor=divisor, add=add, threads=threads)
     return dst

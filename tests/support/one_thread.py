@@ -10,8 +10,8 @@ import threading
 from collections import deque
 from concurrent.futures import Future
 
-import offload_core.fake_device
-import offload_core.tasks
+import offload_core.step.worker
+import offload_core.testing.fake_device
 
 
 class Threads:
@@ -29,7 +29,7 @@ class Threads:
 
     def play(self, monkeypatch, *modules) -> None:
         """Take the place of the threads of pipelines and fake devices that are made from now on."""
-        for module in (offload_core.fake_device, offload_core.tasks, *modules):
+        for module in (offload_core.testing.fake_device, offload_core.step.worker, *modules):
             monkeypatch.setattr(module, "ThreadPoolExecutor", self)
 
     def go_on(self) -> None:

@@ -4,12 +4,12 @@ import math
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-import kernel_calls as call
 import ml_dtypes
 import numpy as np
 
-from offload_core._kernels import SCALARS
 from offload_core.dtypes import BFLOAT16, BY_NAME, FLOAT16, FLOAT32, ElementType
+from offload_core.native.kernels import SCALARS
+from tests.support import kernel_calls as call
 
 DTYPES = tuple(BY_NAME.values())
 

@@ -4,9 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from bench.gpt_torch import GPT
+from bench.train.gpt_torch import GPT
 from frontends.torch import register_external_parameter
-from offload_core.model_shapes import GPTConfig
+from offload_core.commands.model_shapes import GPTConfig
 
 
 def gpt(activation_checkpointing=False):

@@ -6,7 +6,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from frontends.torch.device import HostTorchDevice, as_torch, fill, spread
+from frontends.torch.ranks.device import HostTorchDevice, as_torch, fill, spread
 
 
 class SlowTorchDevice(HostTorchDevice):

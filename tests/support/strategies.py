@@ -3,10 +3,10 @@
 import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
-from kernel_calls import AdamState
-from oracles import Hyper
 
 from offload_core.dtypes import BY_NUMPY, FLOAT32, ElementType
+from tests.support.kernel_calls import AdamState
+from tests.support.oracles import Hyper
 
 
 def law(max_examples: int = 60) -> settings:

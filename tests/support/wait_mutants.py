@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 WAITS = {"wait", "order", "result", "claim", "finish", "_finish", "_wait", "recover", "synchronize", "_reclaim", "meet",
-         "wait_for", "await_param", "_await_publication", "_abort", "settle", "flush",
+         "wait_for", "await_param", "_await_arrival", "_abort", "settle", "flush",
          "finish_publications", "finish_states", "withdraw", "_recall"}  # fmt: skip
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,12 @@ class Change:
         body = "".join(lines[node.lineno - 1 : node.end_lineno])
         assert body.count(self.old) == 1, f"{self.module} no longer holds what this mutant replaces"
         return ast.parse("".join([*before, body.replace(self.old, self.new), *after]))
+
+
+def modules_of(package: str) -> list[str]:
+    """The names of all modules of a package and of those inside it."""
+    paths = [path.relative_to(ROOT).with_suffix("") for path in sorted((ROOT / package).rglob("*.py"))]
+    return [".".join(path.parts) for path in paths if path.name != "__init__"]
 
 
 def source_of(module: str) -> str:

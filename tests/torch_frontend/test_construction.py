@@ -5,17 +5,17 @@ import gc
 
 import pytest
 import torch
-from partitioned_models import MODELS, gpt, llama
-from slow_torch_device import SlowTorchDevice
-from test_torch_ranks import run
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-import frontends.torch.construction as construction
-import frontends.torch.device_ranks as device_ranks
 import frontends.torch.pending as pending
 from frontends.torch import OffloadedAdamW, gathered_parameters, init, register_external_parameter, wrap
+from frontends.torch.ranks import device_ranks
+from frontends.torch.stage3 import construction
 from offload_core import ConfigError, OffloadConfig, ParameterError, StateError
+from tests.support.partitioned_models import MODELS, gpt, llama
+from tests.support.processes import run
+from tests.support.slow_torch_device import SlowTorchDevice
 
 STAGE_3 = {"stage": 3, "offload_param": "cpu", "param_persistence_threshold": 40, "reduce_bucket_size": 1000}
 SIDE = 16
@@ -457,7 +457,7 @@ def test_a_whole_module_is_cut_as_it_is():
 
 
 def test_two_ranks_build_a_model_in_half_its_memory_and_train_it_to_the_bits_of_a_whole_one(tmp_path):
-    first, second = results = run("building", 2, tmp_path, worker="construction_worker.py")
+    first, second = results = run("building", 2, tmp_path, worker="construction_worker.py", alone=True)
     for result in results:
         memory = result["memory"]
         # A parameter, the buffer that it travels through, and freed memory that the allocator may keep.

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from fixtures.deepspeed.make import CASES, model
 from safetensors.torch import load_file
-from test_torch_ranks import run as run_ranks
 
 import frontends.torch.deepspeed_weights as deepspeed_weights
 from frontends.torch import gathered_parameters, load_deepspeed, wrap
 from offload_core import CheckpointError
+from tests.support.deepspeed_checkpoints import CASES, model
+from tests.support.processes import run as run_ranks
 
-FIXTURES = Path(__file__).resolve().parent / "fixtures" / "deepspeed"
+FIXTURES = Path(__file__).resolve().parents[1] / "fixtures" / "deepspeed"
 STAGE_3 = {"stage": 3, "offload_param": "cpu", "param_persistence_threshold": 10, "reduce_bucket_size": 1000}
 
 

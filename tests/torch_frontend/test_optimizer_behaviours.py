@@ -10,7 +10,6 @@ from contextlib import ExitStack
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from test_torch_optimizer import assert_same, batch, loss_of, make, same_bits, train
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -23,6 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from frontends.torch import OffloadedAdamW, wrap
 from offload_core import ConfigError, GradientError, StateError
+from tests.support.torch_models import assert_same, batch, loss_of, make, same_bits, train
 
 
 @pytest.fixture(scope="module", autouse=True)

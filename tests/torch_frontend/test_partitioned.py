@@ -11,16 +11,16 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from partitioned_models import External, external_loss, gpt, gpt_loss, llama, llama_loss
-from slow_torch_device import SlowTorchDevice
-from strategies import law
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import frontends.torch.device_ranks as device_ranks
 from frontends.torch import OffloadedAdamW, gathered_parameters, wrap
 from frontends.torch.pending import PendingParameter
+from frontends.torch.ranks import device_ranks
 from offload_core import ConfigError, ParameterError, StateError
+from tests.support.partitioned_models import External, external_loss, gpt, gpt_loss, llama, llama_loss
+from tests.support.slow_torch_device import SlowTorchDevice
+from tests.support.strategies import law
 
 WIDTH = 4
 STAGE_3 = {"stage": 3, "offload_param": "cpu", "param_persistence_threshold": 1}
@@ -465,8 +465,8 @@ def test_another_engine_cannot_take_a_frozen_parameter_that_is_in_shards():
 def test_a_parameter_of_another_module_is_noticed_once_and_then_known():
     engine = wrap(External(), **STAGE_3)
     touched = []
-    touch = engine.optimizer.partitioned.touch
-    engine.optimizer.partitioned.touch = lambda param: (touched.append(param), touch(param))
+    touch = engine.optimizer.partitioned.runs.touch
+    engine.optimizer.partitioned.runs.touch = lambda param: (touched.append(param), touch(param))
     train(engine, external_loss, 1)
     assert touched == [id(engine.module.embedding.weight)]  # returned biases and registered ones are not touched
     train(engine, external_loss, 2)

@@ -1,7 +1,8 @@
 """Stage 3 over real processes: the bits of stage 2 and of DistributedDataParallel, from shards."""
 
 import pytest
-from test_torch_ranks import run
+
+from tests.support.processes import run
 
 pytestmark = pytest.mark.slow
 

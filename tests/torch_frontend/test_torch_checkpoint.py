@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from test_torch_optimizer import batch, loss_of, make, same_bits
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, MultiStepLR
 
 from frontends.torch import gathered_parameters, wrap
-from offload_core.checkpoint_files import Checkpoint
+from offload_core.checkpoint.reader import Checkpoint
 from offload_core.errors import CheckpointError, StateError
+from tests.support.torch_models import batch, loss_of, make, same_bits
 
 
 class Mixed(nn.Module):

@@ -1,7 +1,8 @@
 """Resuming in new processes, in as many ranks as before or fewer, is invisible."""
 
 import pytest
-from test_torch_ranks import run
+
+from tests.support.processes import run
 
 
 @pytest.mark.slow

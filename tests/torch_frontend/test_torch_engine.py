@@ -11,11 +11,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from test_torch_optimizer import assert_same, batch, loss_of, make, same_bits
 from torch import nn
 
-import frontends.torch.optimizer as optimizer_module
-from frontends.torch import OffloadConfig, OffloadedAdamW, wrap
+from frontends.torch import OffloadConfig, OffloadedAdamW, registration, wrap
 from offload_core import (
     ConfigError,
     ConfigWarning,
@@ -25,7 +23,8 @@ from offload_core import (
     ParameterError,
     StateError,
 )
-from offload_core.grad_norm import clip_coefficient
+from offload_core.native.grad_norm import clip_coefficient
+from tests.support.torch_models import assert_same, batch, loss_of, make, same_bits
 
 
 def states(engine):
@@ -654,9 +653,9 @@ def test_something_that_is_no_module_is_refused():
 
 
 def test_a_plan_larger_than_the_memory_is_refused_before_anything_is_allocated(monkeypatch):
-    monkeypatch.setattr(optimizer_module, "available_bytes", lambda: 10_000)
+    monkeypatch.setattr(registration, "available_bytes", lambda: 10_000)
     allocated = []
-    monkeypatch.setattr("offload_core.host_memory.HostMemory.allocate", lambda *a, **k: allocated.append(a))
+    monkeypatch.setattr("offload_core.memory.host_memory.HostMemory.allocate", lambda *a, **k: allocated.append(a))
     expect_refusal(
         HostMemoryError,
         r"needs 36.9 KiB of host memory for 3,152 parameters besides the 12.3 KiB that the model takes, and 9.8 KiB",

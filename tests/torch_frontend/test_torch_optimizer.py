@@ -13,38 +13,7 @@ from torch import nn
 
 from frontends.torch import OffloadedAdamW
 from offload_core import ConfigError, GradientError, ParameterError
-
-
-def make(dtype=torch.float32, seed=0):
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 16)).to(dtype)
-
-
-def batch(seed, dtype=torch.float32):
-    return torch.randn(8, 32, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def loss_of(model, seed):
-    dtype = next(model.parameters()).dtype
-    return model(batch(seed, dtype)).float().pow(2).mean()
-
-
-def same_bits(a, b):
-    a, b = a.detach(), b.detach()
-    return (
-        a.dtype == b.dtype
-        and a.shape == b.shape
-        and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
-    )
-
-
-def assert_same(model, other, optimizer=None, other_optimizer=None):
-    for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
-        assert same_bits(p, q), name
-        if optimizer is not None:
-            for key in ("exp_avg", "exp_avg_sq"):
-                assert same_bits(optimizer.state[p][key], other_optimizer.state[q][key]), (name, key)
-            assert float(optimizer.state[p]["step"]) == float(other_optimizer.state[q]["step"])
+from tests.support.torch_models import assert_same, batch, loss_of, make, same_bits, train
 
 
 @pytest.mark.parametrize("early_copy", [False, True])
@@ -547,13 +516,6 @@ def test_loading_a_model_after_wrapping_is_followed():
 
 
 # --- state ------------------------------------------------------------------------------------------
-
-
-def train(model, optimizer, seeds):
-    for seed in seeds:
-        optimizer.zero_grad()
-        loss_of(model, seed).backward()
-        optimizer.step()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -8,15 +8,15 @@ import weakref
 import pytest
 import torch
 import torch._dynamo.testing
-from slow_torch_device import SlowTorchDevice
-from test_torch_optimizer import batch, loss_of, make, same_bits
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import frontends.torch.device_ranks as device_ranks
 from frontends.torch import OffloadedAdamW, wrap
 from frontends.torch.pending import PendingParameter
+from frontends.torch.ranks import device_ranks
 from offload_core import StateError
+from tests.support.slow_torch_device import SlowTorchDevice
+from tests.support.torch_models import batch, loss_of, make, same_bits
 
 OPTIONS = {"lr": 1e-2, "param_dtype": "bfloat16", "reduce_bucket_size": 64}
 
@@ -142,7 +142,7 @@ def test_a_layer_waits_for_its_own_parameters_only(device):
         assert pending(engine) == [False, False, True]
         assert written[0] is not written[1]
     # what the forward needs first is updated first
-    order = [work.bucket.pieces[0].param for work in reversed(engine.optimizer.pipeline._gradients.order)]
+    order = [work.bucket.pieces[0].param for work in reversed(engine.optimizer.pipeline._reduction.order)]
     assert order == [0, 1, 2]
 
 
@@ -253,22 +253,24 @@ def test_an_engine_can_be_dropped_or_closed_while_an_update_runs(device):
 
 EARLY = {**OPTIONS, "update_in_backward": True}
 TENTATIVE = {**EARLY, "gradient_clipping": 1e3}
+KEPT, USED, NOT_SENT = "sent early, gradient landed", "sent early, gradient used", "current, gradient landed"
 
 
 def emit(engine, seed=0):
     """A backward, and the time that the host needs to emit its buckets; their states."""
     engine.backward(loss_of(engine, seed))
     engine.optimizer.pipeline._buckets.run(lambda: None)
-    return {work.life.state.value for work in engine.optimizer.pipeline._buckets.all}
+    works = engine.optimizer.pipeline._buckets.all
+    return {f"{work.publication.state.value}, gradient {work.gradient.state.value}" for work in works}
 
 
 @pytest.mark.parametrize(
     ("options", "state"),
     [
-        ({}, "updated"),
-        ({"gradient_accumulation_steps": 2}, "updated"),
-        ({"gradient_clipping": 1e3}, "emitted"),
-        ({"gradient_clipping": 1e3, "gradient_accumulation_steps": 2}, "emitted"),
+        ({}, USED),
+        ({"gradient_accumulation_steps": 2}, USED),
+        ({"gradient_clipping": 1e3}, KEPT),
+        ({"gradient_clipping": 1e3, "gradient_accumulation_steps": 2}, KEPT),
         ({"gradient_clipping": 0.1}, None),  # some steps are
         ({"param_dtype": "float16"}, None),  # some overflow
     ],
@@ -281,10 +283,10 @@ def test_updating_in_backward_gives_the_same_bits(device, monkeypatch, options, 
         states = emit(engine, seed)
         if state:
             boundary = (seed + 1) % engine.config.gradient_accumulation_steps == 0
-            assert states == ({state} if boundary else {"on host"})
+            assert states == ({state} if boundary else {NOT_SENT})
         seen |= states
         reports.append(engine.step())
-    assert {"emitted", "updated"} & seen
+    assert {KEPT, USED} & seen
     monkeypatch.undo()
     expected, expected_reports = reference(12, **options)
     assert reports == expected_reports
@@ -298,7 +300,7 @@ def test_what_was_emitted_tentatively_is_read_and_discarded_as_if_it_were_not(de
     engine = wrap(make(), **TENTATIVE)
     for act in (lambda: engine.module.state_dict(), engine.zero_grad, engine.optimizer.state_dict):
         before = [p.detach().clone() for p in engine.parameters()]
-        assert emit(engine) == {"emitted"}
+        assert emit(engine) == {KEPT}
         assert all(pending(engine))
         act()
         assert all(same_bits(p, old) for p, old in zip(engine.parameters(), before, strict=True))
@@ -347,8 +349,8 @@ def test_parameters_whose_readers_cannot_be_made_to_wait_are_not_emitted(device)
 
     model = make()
     next(model.parameters()).__class__ = Mine
-    assert emit(wrap(model, **TENTATIVE)) == {"on host"}
-    assert emit(wrap(torch.compile(make(), backend="eager"), **TENTATIVE)) == {"on host"}
+    assert emit(wrap(model, **TENTATIVE)) == {NOT_SENT}
+    assert emit(wrap(torch.compile(make(), backend="eager"), **TENTATIVE)) == {NOT_SENT}
 
 
 def test_a_change_from_outside_before_the_backward_is_part_of_what_is_emitted(device):

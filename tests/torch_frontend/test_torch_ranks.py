@@ -5,29 +5,11 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
-
-
-def run(scenario: str, world_size: int, folder: Path, worker: str = "rank_worker.py") -> list[dict | None]:
-    """The result of each rank; None where it did not live to write one."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, str(ROOT / "tests" / worker), scenario]
-    processes = [
-        subprocess.Popen([*command, str(rank), str(world_size), str(folder)], env=environment, stderr=subprocess.PIPE)
-        for rank in range(world_size)
-    ]
-    logs = [process.communicate(timeout=120)[1].decode() for process in processes]
-    results = []
-    for rank, log in enumerate(logs):
-        file = folder / f"{rank}.json"
-        results.append(json.loads(file.read_text()) if file.exists() else None)
-        if not file.exists() and not scenario.startswith("killed"):
-            raise AssertionError(f"rank {rank} ended without a result:\n{log}")
-    return results
+from offload_core.ranks.consistency import FORMAT, VERSION
+from tests.support.processes import ROOT, run
 
 
 def test_two_ranks_equal_ddp_with_fused_adamw_bit_for_bit(tmp_path):
@@ -116,6 +98,27 @@ def test_settings_that_differ_are_refused_on_every_rank(tmp_path):
     assert "(4) * gradient_accumulation_steps (6) * ranks (2) = 48" in second["said"]["batch"]
     assert "lr is 0.0001 here and differs from rank 0's" in second["said"]["lr"]
     assert "loss_scale is 1 here" in second["said"]["loss_scale"]
+    for name, values in {
+        "schedule": ("'overlap'", "'delayed'"), "delay_warmup_steps": (0, 1), "update_in_backward": (False, True),
+        "stage": (2, 3), "threshold": (100, 10**6), "threshold of init": (100, 10**6),
+    }.items():  # fmt: skip
+        setting = "param_persistence_threshold" if name.startswith("threshold") else name
+        expected = "expected the same model and configuration on every rank"
+        error = f"ParameterError: {setting} is {values[0]} here and differs on another rank; {expected}"
+        assert first["said"][name] == error
+        assert (
+            second["said"][name]
+            == f"ParameterError: {setting} is {values[1]} here and differs from rank 0's; {expected}"
+        )
+    for name, of_rank_1 in {
+        "VERSION": f"9.9.9 (messages of format {FORMAT})", "FORMAT": f"{VERSION} (messages of format {FORMAT + 1})"
+    }.items():  # fmt: skip
+        for result in (first, second):
+            assert result["said"][name] == (
+                f"ConfigError: ranks run different versions: rank 0 has offload-core {VERSION} (messages of format "
+                f"{FORMAT}), rank 1 has offload-core {of_rank_1}; expected one version on every rank: install the same "
+                "offload-core wherever a rank runs"
+            )
     assert "'weight' ([32, 64], 2048 elements" in second["said"]["shape"]
     assert "in memory order [0, 2, 3, 1]" in second["said"]["order"]
     assert "ranks differ in what they update with; here: [AdamHyper(lr=0.0001" in second["said"]["lr at a step"]

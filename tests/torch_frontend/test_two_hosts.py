@@ -11,13 +11,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from machines import Cluster, NotPossible
-from test_launch import BATCH, OPEN_MPI, SLURM, TORCHRUN
-from two_hosts_worker import CUT, SAVED, STEPS
+
+from tests.support.launched import BATCH, CUT, OPEN_MPI, SAVED, SLURM, STEPS, TORCHRUN
+from tests.support.machines import Cluster, NotPossible
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 DEADLINE = 100
 """Seconds that nothing here takes, unless it hangs."""
 
@@ -74,7 +74,7 @@ def test_a_machine_that_is_cut_off_ends_both_with_an_error_and_both_resume_bit_f
 ) -> None:
     if importlib.util.find_spec(framework) is None:
         pytest.skip(f"{framework} is not installed")
-    worker = [str(ROOT / "tests" / "two_hosts_worker.py"), framework]
+    worker = [str(ROOT / "tests" / "workers" / "two_hosts_worker.py"), framework]
     with machines(tmp_path, finds_itself=framework == "jax") as cluster:
         processes = srun(cluster, *worker, "first", str(tmp_path))
         wait_for([tmp_path / f"midway-{rank}" for rank in (0, 1)], processes)

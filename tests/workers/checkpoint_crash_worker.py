@@ -19,19 +19,19 @@ from pathlib import Path
 
 import numpy as np
 
-import offload_core.shard_writer
-from offload_core.checkpoint import Checkpoints, Contents, Target
-from offload_core.checkpoint_files import Checkpoint, Want
-from offload_core.config import OffloadConfig
-from offload_core.cpu_adam import AdamHyper
-from offload_core.device import HostDevice
+import offload_core.checkpoint.shard_writer
+from offload_core.checkpoint.checkpoints import Checkpoints, Contents, Target
+from offload_core.checkpoint.reader import Checkpoint, Want
+from offload_core.checkpoint.shard_writer import Source
+from offload_core.config.options import OffloadConfig
+from offload_core.device.host import HostDevice
+from offload_core.device.host_ranks import HostRanks
 from offload_core.dtypes import BFLOAT16
 from offload_core.errors import CheckpointError, CollectiveError
-from offload_core.host_ranks import HostRanks
-from offload_core.partition import ParamSpec
-from offload_core.pipeline import Pipeline
-from offload_core.regions import Region
-from offload_core.shard_writer import Source
+from offload_core.layout.partition import ParamSpec
+from offload_core.layout.regions import Region
+from offload_core.rules.adam import AdamHyper
+from offload_core.step.pipeline import Pipeline
 
 SIZES = (40, 1500, 3)
 KEEP = 2
@@ -54,7 +54,7 @@ CALLS = (
 )
 FAILED = 7
 
-offload_core.shard_writer.BLOCK_BYTES = 4096
+offload_core.checkpoint.shard_writer.BLOCK_BYTES = 4096
 
 
 # --- a run whose states say of which step they are ---------------------------------------------------------

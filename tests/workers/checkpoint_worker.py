@@ -5,11 +5,11 @@ import sys
 from pathlib import Path
 
 import torch
-from rank_worker import main
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from frontends.torch import gathered_parameters, wrap
+from tests.support.torch_rank import main
 
 FOLDER = Path(sys.argv[4]).parent / "checkpoints"
 MICRO_BATCHES = 4

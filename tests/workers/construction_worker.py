@@ -5,16 +5,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from partitioned_models import gpt_loss
-from partitioned_worker import whole_bits
-from rank_worker import main
 from torch import nn
 
-from bench.gpt_torch import GPT
-from bench.presets import PRESETS
+from bench.train.gpt_torch import GPT
+from bench.train.presets import PRESETS
 from frontends.torch import gathered_parameters, init, wrap
 from offload_core import StateError
-from offload_core.model_shapes import GPTConfig
+from offload_core.commands.model_shapes import GPTConfig
+from tests.support.partitioned_models import gpt_loss
+from tests.support.torch_rank import main, whole_bits
 
 SMALL = GPTConfig(vocabulary=64, width=32, heads=2, layers=2, positions=16)
 STAGE_3 = {"stage": 3, "param_persistence_threshold": 40, "reduce_bucket_size": 1000}

@@ -8,18 +8,18 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from fixtures.deepspeed.make import model as ds_model
-from partitioned_models import gpt, gpt_loss
-from rank_worker import main
 from safetensors.torch import load_file
 from torch import nn
 
 from frontends.torch import gathered_parameters, load_deepspeed, wrap
 from offload_core import CheckpointError
+from tests.support.deepspeed_checkpoints import model as ds_model
+from tests.support.partitioned_models import gpt, gpt_loss
+from tests.support.torch_rank import main
 
 STAGE_3 = {"stage": 3, "param_persistence_threshold": 40, "reduce_bucket_size": 3000}
 FOLDER = Path(sys.argv[4])
-DEEPSPEED = Path(__file__).parent / "fixtures" / "deepspeed"
+DEEPSPEED = Path(__file__).parents[1] / "fixtures" / "deepspeed"
 
 
 def same(got, expected):

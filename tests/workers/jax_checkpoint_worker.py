@@ -20,10 +20,10 @@ import numpy as np
 import pytest
 
 from frontends.jax import RankGradients, ScaledGradients, wrap
-from frontends.jax.on_mesh import OnMesh
-from offload_core.checkpoint_files import Checkpoint
+from frontends.jax.placement.on_mesh import OnMesh
+from offload_core.checkpoint.reader import Checkpoint
+from offload_core.checkpoint.shard_writer import ShardWriter
 from offload_core.errors import CheckpointError, CollectiveError, StateError
-from offload_core.shard_writer import ShardWriter
 
 STEPS, SAVED_AT, MICRO_BATCHES = 30, 10, 4
 SHAPES = {"h": [{"w": (6, 8)}, {"w": (8, 24), "b": (24,)}], "embed": (33, 24), "odd": (5, 7), "empty": (0, 2)}
@@ -166,7 +166,7 @@ def fail(folder, case):
 
     with pytest.MonkeyPatch.context() as patch:
         if second:
-            patch.setattr("offload_core.shard_writer.ShardWriter._put", no_space)
+            patch.setattr("offload_core.checkpoint.shard_writer.ShardWriter._put", no_space)
         with pytest.raises(CheckpointError, match="No space left on device" if second else here):
             offloaded.save_checkpoint(folder)
     assert outcome(offloaded, Loader()) == before

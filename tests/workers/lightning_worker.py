@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from rank_worker import bits, main
-from test_lightning import BATCHES, STAGES, Model, engines, fitted, ours, torchs, weights_of
 
 from frontends.torch.integrations.lightning import OffloadStrategy
+from tests.support.lightning_models import BATCHES, STAGES, Model, engines, fitted, ours, torchs, weights_of
+from tests.support.torch_rank import bits, main
 
 
 def trained(rank, world_size):

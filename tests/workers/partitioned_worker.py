@@ -5,25 +5,20 @@ import signal
 
 import torch
 import torch.distributed as dist
-from partitioned_models import MODELS, External, external_loss, gpt, gpt_loss
-from rank_worker import bits, main
 from torch import nn
 
 import frontends.torch.optimizer as optimizer_module
-import frontends.torch.partitioned as partitioned_module
 from frontends.torch import gathered_parameters, wrap
-from frontends.torch.collectives import TorchRanks
-from frontends.torch.device import memory_of
-from frontends.torch.device_ranks import DeviceRanks
+from frontends.torch.ranks.collectives import TorchRanks
+from frontends.torch.ranks.device import memory_of
+from frontends.torch.ranks.device_ranks import DeviceRanks
+from frontends.torch.stage3 import partitioned as partitioned_module
 from offload_core import CollectiveError, StateError
+from tests.support.partitioned_models import MODELS, External, external_loss, gpt, gpt_loss
+from tests.support.torch_rank import bits, main, whole_bits
 
 NARROW = {"max_live_parameters": 4000, "prefetch_bucket_size": 2500, "max_reuse_distance": 3000}
 STAGE_3 = {"stage": 3, "param_persistence_threshold": 40, "reduce_bucket_size": 3000}
-
-
-def whole_bits(engine):
-    with gathered_parameters(engine.module.parameters()):
-        return bits(engine.module)
 
 
 def train(engine, loss_of, rank, steps, first=0):

@@ -4,17 +4,16 @@ import ctypes
 import gc
 import json
 import sys
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from bench.gpt_torch import GPT
+from bench.train.gpt_torch import GPT
 from frontends.torch import wrap
-from offload_core.memory_plan import MemoryPlan
-from offload_core.model_shapes import GPTConfig
+from offload_core.commands.model_shapes import GPTConfig
+from tests.support.held import plans
 
 SHAPE = GPTConfig(layers=3, width=640, heads=10, vocabulary=1024, positions=None)
 FIELDS = {"gradient_clipping": 1.0, "reduce_bucket_size": 4 * 2**20}
@@ -80,17 +79,6 @@ class DeviceMemory:
             self.most = {"bytes": parameters + gradients, "parameters": parameters, "gradients": gradients}
 
 
-@contextmanager
-def plans():
-    """The plans that wrap checks."""
-    seen, check = [], MemoryPlan.check
-    MemoryPlan.check = lambda plan, *args, **kw: seen.append(plan) or check(plan, *args, **kw)
-    try:
-        yield seen
-    finally:
-        MemoryPlan.check = check
-
-
 def measure(dtype, frozen=0, shape=SHAPE, **fields):
     before = resident()
     torch.manual_seed(0)
@@ -104,7 +92,7 @@ def measure(dtype, frozen=0, shape=SHAPE, **fields):
         engine = wrap(model, lr=1e-4, **{**FIELDS, **fields})
     [plan] = seen
     if engine.optimizer.partitioned is not None and engine.config.offload_param is None:
-        memory.shards = engine.optimizer._tensors()
+        memory.shards = engine.optimizer.registration.tensors()
     ids = torch.randint(0, 64, (1, 9))
 
     def step():

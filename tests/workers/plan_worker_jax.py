@@ -9,10 +9,10 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from plan_worker import plans
 
 from frontends.jax import gathered, wrap
 from frontends.jax.device import in_host_memory
+from tests.support.held import plans
 
 WIDTH, LAYERS = 512, 4
 FIELDS = {"lr": 1e-4, "gradient_clipping": 1.0, "reduce_bucket_size": 2**17}

@@ -1,45 +1,21 @@
 """One rank of a real process group, run by test_torch_ranks.py: SCENARIO RANK WORLD_SIZE FOLDER."""
 
-import hashlib
-import json
 import os
 import signal
-import sys
 import time
 from contextlib import nullcontext
-from datetime import timedelta
-from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import frontends.torch.optimizer as optimizer_module
-from frontends.torch import wrap
-from frontends.torch.collectives import TorchRanks
-from frontends.torch.device import memory_of
-from frontends.torch.device_ranks import DeviceRanks, device_for
+from frontends.torch import init, wrap
+from frontends.torch.ranks.collectives import TorchRanks
+from frontends.torch.ranks.device import memory_of
+from frontends.torch.ranks.device_ranks import DeviceRanks, device_for
 from offload_core import CollectiveError, ConfigError, ParameterError, StateError
-
-
-def make(seed=0):
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 16))
-
-
-def batch(seed, rank):
-    return torch.randn(8, 32, generator=torch.Generator().manual_seed(1000 * seed + rank))
-
-
-def loss_of(model, seed, rank):
-    return model(batch(seed, rank)).float().pow(2).mean()
-
-
-def bits(model):
-    digest = hashlib.sha256()
-    for p in model.parameters():
-        digest.update(p.detach().contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+from offload_core.ranks import consistency
+from tests.support.torch_rank import batch, bits, loss_of, main, make
 
 
 def against_ddp(rank, world_size):
@@ -247,7 +223,7 @@ def failure(engine, act):
 
 def growth(rank, world_size):
     """Of memory, threads and descriptors."""
-    from held import growth_of
+    from tests.support.held import growth_of
 
     engine = wrap(nn.Linear(8, 8), param_dtype="bfloat16", reduce_bucket_size=50)
     x = torch.ones(2, 8)
@@ -341,6 +317,27 @@ def differing_settings(rank, world_size):
     attempt("shape", lambda: wrap(nn.Linear(32, 64, bias=False) if rank == 0 else nn.Linear(64, 32, bias=False)))
     channels_last = torch.channels_last if rank else torch.contiguous_format
     attempt("order", lambda: wrap(nn.Conv2d(4, 4, 3, bias=False).to(memory_format=channels_last)))
+    attempt("schedule", lambda: wrap(make(), schedule="overlap" if rank == 0 else "delayed"))
+    attempt("delay_warmup_steps", lambda: wrap(make(), schedule="delayed", delay_warmup_steps=rank))
+    attempt("update_in_backward", lambda: wrap(make(), update_in_backward=rank == 1))
+    attempt("stage", lambda: wrap(make(), stage=2 + rank, param_persistence_threshold=100))
+    threshold = 100 if rank == 0 else 10**6
+    attempt("threshold", lambda: wrap(make(), stage=3, param_persistence_threshold=threshold))
+
+    def build():
+        with init(stage=3, param_persistence_threshold=threshold):
+            model = make()
+        wrap(model, stage=3, param_persistence_threshold=threshold)
+
+    attempt("threshold of init", build)
+    for name, of_rank_1 in {"VERSION": "9.9.9", "FORMAT": consistency.FORMAT + 1}.items():
+        ours = getattr(consistency, name)
+        setattr(consistency, name, of_rank_1 if rank else ours)
+        attempt(name, lambda: wrap(make(), lr=1e-2 if rank == 0 else 1e-4))
+        setattr(consistency, name, ours)
+    may_differ = wrap(make(), pin_memory=rank == 0, num_threads=1 + rank)
+    may_differ.backward(loss_of(may_differ, 0, rank))
+    assert may_differ.step().updated
     engine = wrap(make(), lr=1e-2)
     before = bits(engine.module)
     engine.backward(loss_of(engine, 0, rank))
@@ -395,21 +392,6 @@ def others_states(rank, world_size):
     except StateError as error:
         said = str(error)
     return {"said": said, "ours": bits(engine.module), "theirs": bits(plain)}
-
-
-def main(scenarios, timeout=5):
-    scenario, rank, world_size, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/rendezvous",
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=timeout),
-    )
-    result = scenarios[scenario](rank, world_size)
-    (folder / f"{rank}.json").write_text(json.dumps(result))
-    os._exit(0)  # a group that lost a rank would wait for it
 
 
 if __name__ == "__main__":

@@ -4,12 +4,12 @@ import os
 import sys
 
 import torch.distributed as dist
-from rank_worker import bits, main
-from test_trainer import LR, TORCHS, trained
 
 from frontends.torch import OffloadedAdamW
 from frontends.torch.integrations.transformers import OffloadCallback
 from offload_core.errors import ConfigError
+from tests.support.hugging_face import LR, TORCHS, trained
+from tests.support.torch_rank import bits, main
 
 
 def shards(rank, world_size):

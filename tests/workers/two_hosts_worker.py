@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-STEPS, SAVED, CUT = 4, 2, 3
-"""Steps of a run, how many it has done when it saves, and the one in the middle of which the network goes."""
+from tests.support.launched import CUT, SAVED, STEPS
+
 TIMEOUT = 8
 """Seconds that a rank waits for the other, which may share a busy processor with it."""
 

@@ -1,0 +1,67 @@
+"""The transition tables of a bucket's gradient, publication and ownership."""
+
+import re
+
+import pytest
+
+from offload_core.errors import StateError
+from offload_core.step import bucket_states
+from offload_core.step.bucket_states import (
+    GRADIENT,
+    OWNER,
+    PUBLICATION,
+    Gradient,
+    GradientEvent,
+    Owner,
+    OwnerEvent,
+    Publication,
+    PublicationEvent,
+    StateMachine,
+)
+
+TABLES = {
+    "gradient": (Gradient, GradientEvent, GRADIENT),
+    "publication": (Publication, PublicationEvent, PUBLICATION),
+    "owner": (Owner, OwnerEvent, OWNER),
+}
+
+
+@pytest.mark.parametrize("what", TABLES)
+def test_an_illegal_event_raises_with_names_and_changes_nothing(what):
+    states, events, table = TABLES[what]
+    for state in states:
+        for event in events:
+            machine = StateMachine(3, state, table)
+            if (state, event) in table:
+                machine.on(event)
+                assert machine.state is table[state, event]
+                continue
+            words = f"bucket 3: {event.value!r} is not allowed while its {what} is {state.value!r}; expected one of '"
+            with pytest.raises(StateError, match=re.escape(words)):
+                machine.on(event)
+            assert machine.state is state
+
+
+def test_a_step_returns_to_where_it_began():
+    gradient, publication, owner = (
+        of(0) for of in (bucket_states.gradient_of, bucket_states.publication_of, bucket_states.owner_of)
+    )
+    before = [machine.state for machine in (gradient, publication, owner)]
+    for event in ("ADD", "LAUNCH", "LAND", "USE", "END"):
+        gradient.on(GradientEvent[event])
+    for event in ("SEND", "ARRIVE"):
+        publication.on(PublicationEvent[event])
+    for event in ("GIVE", "TAKE"):
+        owner.on(OwnerEvent[event])
+    assert [machine.state for machine in (gradient, publication, owner)] == before
+
+
+def test_gradients_that_an_update_uses_can_neither_be_dropped_nor_joined_by_others():
+    for event in (GradientEvent.DROP, GradientEvent.ADD, GradientEvent.LAUNCH, GradientEvent.USE):
+        assert (Gradient.USED, event) not in GRADIENT
+
+
+def test_every_state_is_left_and_reached():
+    for states, _, table in TABLES.values():
+        assert {state for state, _ in table} == set(states)
+        assert set(table.values()) == set(states)

@@ -1,0 +1,52 @@
+"""Checkpoints of the pipelines in pipelines.py: saved, loaded, and written by a slow disk."""
+
+import threading
+from functools import partial
+
+import numpy as np
+
+from offload_core.checkpoint.checkpoints import Checkpoints, Contents
+from offload_core.checkpoint.shard_writer import ShardWriter
+from offload_core.rules.adam import AdamHyper
+
+
+def names_of(subject):
+    return [spec.name for spec in subject.specs]
+
+
+def save(subject, folder, *, wait=True, step=1, keep=None, checkpoints=None, **contents):
+    checkpoints = checkpoints or Checkpoints(subject.pipeline)
+    path = checkpoints.save(
+        folder, Contents(names_of(subject), **contents), subject.tensors, step=step, keep=keep, wait=wait
+    )
+    return path, checkpoints
+
+
+def load(subject, path, targets=(), **options):
+    checkpoints = Checkpoints(subject.pipeline)
+    publish = partial(subject.pipeline.flush, subject.tensors)
+    return checkpoints.load(path, names_of(subject), targets, subject.tensors, publish, **options)
+
+
+def one_step(subject, value=0.5):
+    for i, spec in enumerate(subject.specs):
+        subject.add_gradient(i, np.full(spec.numel, value, spec.dtype.numpy))
+    subject.pipeline.end_micro_step()
+    return subject.pipeline.step([AdamHyper(1e-2)], subject.tensors)
+
+
+class Slow:
+    """A disk that writes a block when it is told to."""
+
+    def __init__(self, monkeypatch):
+        self.allowed = threading.Semaphore(0)
+        put = ShardWriter._put
+
+        def slowly(writer, data, at):
+            assert self.allowed.acquire(timeout=60)
+            put(writer, data, at)
+
+        monkeypatch.setattr(ShardWriter, "_put", slowly)
+
+    def go_on(self):
+        self.allowed.release(10**6)

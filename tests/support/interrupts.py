@@ -1,0 +1,66 @@
+"""An interrupt at each line of the project's code in turn, raised as Ctrl-C is: in the main thread, between lines."""
+
+import gc
+import linecache
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = tuple(f"{ROOT / name}/" for name in ("offload_core", "frontends"))
+SIMULATED = f"{ROOT / 'offload_core' / 'testing'}/"
+"""Devices made of threads: their locks are the hardware's, which nobody interrupts."""
+
+
+class Interrupt(KeyboardInterrupt):
+    """Ours, and not that of somebody who wants the tests to stop."""
+
+
+def lines_of(act: Callable[[], object]) -> int:
+    """How many lines of the project the main thread runs in an act."""
+    return _run(act, -1)
+
+
+def interrupt_at(number: int, act: Callable[[], object]) -> None:
+    """Act, and raise :class:`Interrupt` before that line (counted from 0); it must come out of the act."""
+    try:
+        _run(act, number)
+    except Interrupt:
+        return
+    raise AssertionError(f"the interrupt before line {number} was lost")
+
+
+def _run(act: Callable[[], object], number: int) -> int:
+    count, entered = 0, set()
+
+    def ends_a_with(frame):
+        """Python comes back to the line of a ``with`` at its end, where it takes no signal before ``__exit__`` runs."""
+        if not linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with "):
+            return False
+        place = (frame, frame.f_lineno)
+        ends = place in entered
+        entered.add(place)
+        return ends
+
+    def line(frame, event, argument):
+        nonlocal count
+        if event == "line" and not ends_a_with(frame):
+            if count == number:
+                sys.settrace(None)
+                raise Interrupt(f"{frame.f_code.co_filename}:{frame.f_lineno}")
+            count += 1
+        return line
+
+    def call(frame, event, argument):
+        file = frame.f_code.co_filename
+        return line if file.startswith(PACKAGES) and not file.startswith(SIMULATED) else None
+
+    before = sys.gettrace()
+    gc.disable()  # in a finalizer an interrupt is lost
+    sys.settrace(call)
+    try:
+        act()
+    finally:
+        sys.settrace(before)
+        gc.enable()
+    return count

@@ -1,0 +1,68 @@
+"""A model whose parameters every device holds, and its run against one device."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from frontends.jax import RankGradients, ScaledGradients, wrap
+from tests.support.jax_laws.common import (
+    HYPER,
+    assert_same_replicas,
+    assert_same_tree,
+    averaged,
+    split,
+)
+
+SHAPES = {"embed": (33, 17), "layers": [{"w": (17, 3), "b": (3,)}, {"w": (3, 1), "b": ()}], "empty": (0, 2)}
+
+
+def tree_of(seed, dtype=np.float32, stack=(), scale=1.0):
+    """The model's arrays, or gradients; in NumPy."""
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(
+        lambda shape: (scale * rng.standard_normal((*stack, *shape)).astype(np.float32)).astype(dtype),
+        SHAPES,
+        is_leaf=lambda shape: isinstance(shape, tuple),
+    )
+
+
+def loss_fn(params, x):
+    x = jnp.tanh(x @ params["embed"])
+    for layer in params["layers"]:
+        x = jnp.tanh(x @ layer["w"] + layer["b"])
+    return (x**2).mean() + 1
+
+
+def assert_equals_one_device(mesh, dtype, steps=4, **fields):
+    """Several steps of random gradients, some missing, against one device and the averaged gradients."""
+    world_size = mesh.devices.size
+    micro_steps = fields.get("gradient_accumulation_steps", 1)
+    start = tree_of(0)
+    fields |= {"mask": functools.partial(jax.tree.map, lambda p: p.ndim > 1)}
+    ours = wrap(start, **HYPER, mesh=mesh, param_dtype=dtype, **fields)
+    with jax.default_device(jax.local_devices()[0]):
+        theirs = wrap(start, **HYPER, param_dtype=dtype, **fields)
+    scale = 1.0
+    for step in range(steps):
+        for micro_step in range(micro_steps):
+            grads = tree_of(100 * step + micro_step, jnp.dtype(dtype), (world_size,), scale=3.0**-step)
+            mean = jax.tree.map(averaged, grads)
+            grads = split(grads, mesh)
+            if step % 2:
+                grads["layers"][1]["w"] = mean["layers"][1]["w"] = None
+            if step == 2:
+                grads["embed"] = mean["embed"] = None
+            grads = RankGradients(grads)
+            if ours._pipeline.scaler is not None:
+                scale = ours._pipeline.loss_scale
+                grads, mean = ScaledGradients(grads, scale), ScaledGradients(mean, scale)
+            params = ours.update(grads)
+            expected = theirs.update(mean)
+            assert_same_tree(params, expected)
+        assert ours.report == theirs.report
+        assert ours.report.updated
+    assert_same_replicas(params, mesh)
+    assert_same_tree(ours.to_pytree(), theirs.to_pytree())
+    return ours

@@ -1,0 +1,78 @@
+"""Vectors from a hash, and the bits that the kernels make of them, on every platform and with every instruction set."""
+
+import hashlib
+from collections.abc import Iterator
+from itertools import product
+
+import numpy as np
+
+from offload_core.dtypes import BY_NAME
+from offload_core.native.kernels import SCALARS
+from offload_core.rules.adam import AdamHyper
+from tests.support.kernel_calls import (
+    AdamState,
+    accumulate,
+    adam,
+    cast,
+    reduce,
+    sum_of_squares,
+    using,
+)
+
+BITS = "dce779c3265349440b76a1fdbfb286dac401c3feb31f3ab09854f931c2199656"
+"""SHA-256 of what the kernels make of the pinned vector, on every platform and with every instruction set."""
+NUMEL = 1003
+STEPS = 3
+
+
+def pinned(label: str, numel: int, *, exponents: range, positive: bool = False) -> np.ndarray:
+    """Float32s from a hash, so that neither NumPy's version nor the platform's libm has a part in them."""
+    raw = np.frombuffer(hashlib.shake_128(label.encode()).digest(4 * numel), "<u4")
+    exponent = 127 + exponents.start + (raw >> 23 & 255) % len(exponents)
+    return (raw & (0x7FFFFF if positive else 0x807FFFFF) | exponent << 23).astype(np.uint32).view(np.float32)
+
+
+def adam_cases() -> Iterator[tuple[dict, AdamState, list[np.ndarray]]]:
+    """For each kind of update: the arguments of ``kernel_calls.adam``, a state, and the scalars of its steps."""
+    state = AdamState(
+        pinned("grad", NUMEL, exponents=range(-20, 4)),
+        pinned("master", NUMEL, exponents=range(-10, 2)),
+        pinned("exp_avg", NUMEL, exponents=range(-20, 1)),
+        pinned("exp_avg_sq", NUMEL, exponents=range(-127, 1), positive=True),
+    )
+    hyper = AdamHyper(lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1)
+    for op_order, adam_mode, grad_dtype, param_dtype in product(
+        ("torch", "optax"), ("adamw", "adam"), BY_NAME.values(), (*BY_NAME.values(), None)
+    ):
+        kind = {"op_order": op_order, "adam_mode": adam_mode, "param_dtype": param_dtype}
+        scalars = [
+            np.array([hyper.scalars(t, op_order=op_order, grad_scale=0.3)], SCALARS) for t in range(1, STEPS + 1)
+        ]
+        grad = cast(state.grad, grad_dtype)
+        yield kind, AdamState(grad, state.master, state.exp_avg, state.exp_avg_sq), scalars
+
+
+def after_steps(kind: dict, state: AdamState, scalars: list[np.ndarray]) -> AdamState:
+    """The state after one update with each of the scalars, all with the same gradient."""
+    for record in scalars:
+        (state,) = adam([state], [record], **kind, threads=2)
+    return state
+
+
+def digest(instruction_set: str) -> str:
+    """What all kernels of an instruction set make of the pinned vector."""
+    found = hashlib.sha256()
+    values = pinned("values", NUMEL, exponents=range(-30, 14))
+    with using(instruction_set):
+        for case in adam_cases():
+            after = after_steps(*case)
+            for array in (after.master, after.exp_avg, after.exp_avg_sq, after.param):
+                if array is not None:
+                    found.update(array.tobytes())
+        for dtype in BY_NAME.values():
+            narrow = cast(values, dtype)
+            found.update(narrow.tobytes())
+            found.update(accumulate(narrow, values).tobytes())
+            found.update(reduce(np.split(narrow[:-1], 3), values[:334], divisor=3.0, add=True).tobytes())
+        found.update(str(sum_of_squares(values).exact()).encode())
+    return found.hexdigest()

@@ -1,0 +1,203 @@
+"""Pipelines with parameters on one device, the naive unsharded loop that they must equal, and runs of both."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from hypothesis import strategies as st
+
+from offload_core.config.options import OffloadConfig
+from offload_core.device.host import HostDevice
+from offload_core.device.host_ranks import HostRanks
+from offload_core.dtypes import BFLOAT16, FLOAT32, ElementType
+from offload_core.layout.partition import ParamSpec
+from offload_core.native.grad_norm import clip_coefficient
+from offload_core.rules.adam import AdamHyper
+from offload_core.step.pipeline import Pipeline
+from offload_core.testing.fake_device import FakeDevice, FakeTensor
+from tests.support import oracles
+from tests.support.kernel_calls import AdamState
+from tests.support.oracles import assert_same_bits
+from tests.support.strategies import element_types
+
+STATES = ("master", "exp_avg", "exp_avg_sq")
+
+
+class Naive:
+    """Unsharded AdamW by the definition: one parameter at a time, whole, in NumPy."""
+
+    def __init__(self, masters, dtypes, groups, config, hypers):
+        self.states = [[m.copy(), np.zeros_like(m), np.zeros_like(m)] for m in masters]
+        self.dtypes, self.groups, self.config, self.hypers = dtypes, groups, config, hypers
+        self.steps = [0] * len(masters)
+        self.sums = [None] * len(masters)
+
+    def add_gradient(self, i, gradient):
+        gradient = gradient.astype(np.float32)
+        self.sums[i] = gradient if self.sums[i] is None else self.sums[i] + gradient
+
+    def step(self, divisor):
+        present = [g for g in self.sums if g is not None]
+        coefficient, norm = 1.0, None
+        if self.config.gradient_clipping is not None:
+            exact = sum(oracles.sum_of_squares(g) for g in present)
+            norm = math.sqrt(exact) / divisor
+            coefficient = clip_coefficient(norm, self.config.gradient_clipping)
+        for i, gradient in enumerate(self.sums):
+            if gradient is None:
+                continue
+            hyper = self.hypers[self.groups[i]]
+            self.steps[i] += 1
+            after = oracles.adam(
+                AdamState(gradient, *self.states[i]),
+                oracles.Hyper(
+                    hyper.lr,
+                    *hyper.betas,
+                    hyper.eps,
+                    hyper.eps_root,
+                    hyper.weight_decay,
+                    coefficient / divisor,
+                    self.steps[i],
+                ),
+                op_order=self.config.op_order,
+                adam_mode=self.config.adam_mode,
+                param_dtype=None,
+            )
+            self.states[i] = [after.master, after.exp_avg, after.exp_avg_sq]
+        self.sums = [None] * len(self.sums)
+        return norm
+
+    def params(self):
+        return [oracles.cast(state[0], dtype) for state, dtype in zip(self.states, self.dtypes, strict=True)]
+
+
+class Subject:
+    """A pipeline with its parameters on one device."""
+
+    def __init__(self, device, masters, dtypes, groups, config, scaler=None, collectives=None):
+        self.device = device
+        self.put = FakeTensor if isinstance(device, FakeDevice) else np.copy
+        self.pipeline = Pipeline(config, HostRanks(device, collectives), scaler)
+        self.specs = [
+            ParamSpec(f"p{i}", m.size, dtype, group)
+            for i, (m, dtype, group) in enumerate(zip(masters, dtypes, groups, strict=True))
+        ]
+        self.tensors = [self.put(m.astype(dtype.numpy)) for m, dtype in zip(masters, dtypes, strict=True)]
+        # fp32 parameters in place start from themselves; others from the fp32 values, as wrap() does
+        sources = [
+            t if dtype is FLOAT32 else self.put(m) for t, dtype, m in zip(self.tensors, dtypes, masters, strict=True)
+        ]
+        self.pipeline.add_parameters(self.specs, sources)
+
+    def add_gradient(self, i, gradient):
+        self.pipeline.add_gradient(i, self.put(gradient))
+
+    def params(self):
+        self.pipeline.finish()
+        return [t.memory if isinstance(t, FakeTensor) else t for t in self.tensors]
+
+    def states(self, i):
+        [(start, views)] = self.pipeline.states(i)
+        assert start == 0
+        return [views.get(name, self.params()[i]) for name in STATES]
+
+
+@dataclass(frozen=True)
+class Case:
+    masters: list
+    dtypes: list
+    groups: list
+    config: OffloadConfig
+    hypers: list
+    steps: list
+    """For each step a list of micro-steps: a list of (parameter, gradient) in order of arrival."""
+
+
+@st.composite
+def cases(draw):
+    n = draw(st.integers(1, 5))
+    dtypes = draw(st.lists(element_types, min_size=n, max_size=n))
+    groups = draw(st.lists(st.integers(0, 1), min_size=n, max_size=n))
+    sizes = draw(st.lists(st.sampled_from([1, 3, 16, 33, 200, 1027]), min_size=n, max_size=n))
+    seed = draw(st.integers(0, 2**32 - 1))
+    rng = np.random.default_rng(seed)
+    accumulation = draw(st.integers(1, 3))
+    config = OffloadConfig(
+        op_order=draw(st.sampled_from(["torch", "optax"])),
+        adam_mode=draw(st.sampled_from(["adamw", "adam"])),
+        gradient_clipping=draw(st.none() | st.sampled_from([0.5, 1e3])),
+        gradient_accumulation_steps=draw(st.sampled_from([1, accumulation])),  # 1: more arrive than announced
+        reduce_bucket_size=draw(st.sampled_from([1, 17, 100, 1 << 20])),
+        num_threads=draw(st.integers(1, 3)),
+        schedule=draw(st.sampled_from(["serial", "overlap"])),
+    )
+    hypers = [AdamHyper(1e-2, (0.9, 0.99), 1e-8, 0.1), AdamHyper(1e-3, (0.5, 0.95), 1e-6, 0.0)]
+    steps = []
+    for _ in range(draw(st.integers(1, 3))):
+        micro = []
+        for _ in range(accumulation):
+            order = draw(st.permutations(range(n)))
+            present = order[: draw(st.integers(1, n))]  # some parameters have no gradient
+            micro.append([(i, (rng.standard_normal(sizes[i]) * 0.1).astype(dtypes[i].numpy)) for i in present])
+        steps.append(micro)
+    masters = [rng.standard_normal(size).astype(np.float32) for size in sizes]
+    # an fp32 parameter is its own master; a low-precision one starts from the fp32 value
+    return Case(masters, dtypes, groups, config, hypers, steps)
+
+
+def run(subject, case):
+    divisor = float(len(case.steps[0]))
+    norms = []
+    for micro_steps in case.steps:
+        for arrivals in micro_steps:
+            for i, gradient in arrivals:
+                subject.add_gradient(i, gradient)
+        if isinstance(subject, Naive):
+            norms.append(subject.step(divisor))
+        else:
+            norms.append(subject.pipeline.step(case.hypers, subject.tensors, divisor=divisor).grad_norm)
+    return norms
+
+
+def assert_equal_runs(case, subject, naive):
+    assert run(subject, case) == run(naive, case)
+    for i, (got, expected) in enumerate(zip(subject.params(), naive.params(), strict=True)):
+        assert_same_bits(f"parameter {i}", got, expected)
+        for name, mine, theirs in zip(STATES, subject.states(i), naive.states[i], strict=True):
+            assert_same_bits(f"{name} of parameter {i}", mine, theirs)
+        assert subject.pipeline.steps[i] == naive.steps[i]
+
+
+def make(device=None, dtype: ElementType = BFLOAT16, scaler=None, **fields):
+    rng = np.random.default_rng(0)
+    masters = [rng.standard_normal(n).astype(np.float32) for n in (40, 100)]
+    config = OffloadConfig(**fields)
+    return Subject(device or HostDevice(), masters, [dtype] * 2, [0, 0], config, scaler)
+
+
+def bits(subject):
+    arrays = subject.params() + [a for i in range(len(subject.specs)) for a in subject.states(i)]
+    return [a.tobytes() for a in arrays] + [float(t) for t in subject.pipeline.steps]
+
+
+class Delayed(Naive):
+    """The definition of the delayed update: from the warm-up on, gradients change the parameters one step later."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.seen = [state[0].copy() for state in self.states]
+        self.before = [state[0].copy() for state in self.states]
+
+    def step(self, divisor):
+        done = max(self.steps)
+        if all(g is None for g in self.sums):
+            self.seen = [state[0].copy() for state in self.states]
+            return None
+        before = [state[0].copy() for state in self.states]
+        norm = super().step(divisor)
+        delays = done >= self.config.delay_warmup_steps
+        self.seen = before if delays else [state[0].copy() for state in self.states]
+        return norm
+
+    def params(self):
+        return [oracles.cast(seen, dtype) for seen, dtype in zip(self.seen, self.dtypes, strict=True)]

@@ -1,0 +1,43 @@
+"""A small torch model with its batches and its loss, and comparisons bit for bit."""
+
+import torch
+from torch import nn
+
+
+def make(dtype=torch.float32, seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 16)).to(dtype)
+
+
+def batch(seed, dtype=torch.float32):
+    return torch.randn(8, 32, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def loss_of(model, seed):
+    dtype = next(model.parameters()).dtype
+    return model(batch(seed, dtype)).float().pow(2).mean()
+
+
+def same_bits(a, b):
+    a, b = a.detach(), b.detach()
+    return (
+        a.dtype == b.dtype
+        and a.shape == b.shape
+        and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+    )
+
+
+def assert_same(model, other, optimizer=None, other_optimizer=None):
+    for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert same_bits(p, q), name
+        if optimizer is not None:
+            for key in ("exp_avg", "exp_avg_sq"):
+                assert same_bits(optimizer.state[p][key], other_optimizer.state[q][key]), (name, key)
+            assert float(optimizer.state[p]["step"]) == float(other_optimizer.state[q]["step"])
+
+
+def train(model, optimizer, seeds):
+    for seed in seeds:
+        optimizer.zero_grad()
+        loss_of(model, seed).backward()
+        optimizer.step()
