@@ -20,11 +20,11 @@ step() { # step NAME COMMAND...
 nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv >"$out/machine.txt" 2>&1
 lscpu >>"$out/machine.txt"
 step build "$python" setup.py --quiet build_ext --inplace
-step tests "$python" -m pytest -q -p no:cacheprovider -m gpu tests/test_gpu.py
+step tests "$python" -m pytest -q -p no:cacheprovider -m gpu tests/gpu/test_gpu.py
 step info "$python" -m offload_core info
-step cpu_adam "$python" -m bench.cpu_adam --rounds 5 --json "$out/cpu_adam.jsonl"
+step cpu_adam "$python" -m bench.parts.cpu_adam --rounds 5 --json "$out/cpu_adam.jsonl"
 step train-124m "$python" -m bench.train --preset gpt2-124m --device cuda --steps 30 --out "$out/run-124m"
-STEP_SECONDS=240 step gpu_step "$python" -m bench.gpu_step --out "$out/gpu_step"
+STEP_SECONDS=240 step gpu_step "$python" -m bench.parts.gpu_step --out "$out/gpu_step"
 step train-1.5b "$python" -m bench.train --preset gpt2-1.5b --device cuda --steps 6 --micro-batch 4 --out "$out/run-1.5b"
 step train-jax "$python" -m bench.train --frontend jax --preset gpt2-124m --device cuda --steps 20 --out "$out/run-jax"
 exit "$failed"

@@ -1,4 +1,4 @@
-"""What the project is compared with, and what of it runs here; `python -m bench.peers install` installs it.
+"""The libraries that the project is compared with: which of them run here; `python -m bench.peers install`.
 
 Each peer of ``pyproject.toml``'s extra is installed on its own: one that fails keeps none of the others out.
 DeepSpeed's Adam is compiled here, before anything is timed.
@@ -83,7 +83,7 @@ def install() -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = parser("peers", "What the project is compared with, and what of it runs here.")
+    options = parser("peers", "The libraries that the project is compared with, and which of them run here.")
     options.add_argument("act", nargs="?", choices=("check", "install"), default="check")
     args = options.parse_args(arguments)
     if args.act == "install":

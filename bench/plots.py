@@ -31,7 +31,7 @@ def pyplot() -> Any:
 
 
 def extras(row: Row) -> dict[str, Any]:
-    """What tells a row from others of its name and metric."""
+    """The values that tell a row from others of its name and metric."""
     return {
         key: value for key, value in row.items() if key not in _MEASURED and isinstance(value, str | int | float | bool)
     }

@@ -1,4 +1,4 @@
-"""What a measurement is recorded with, and where.
+"""Records of measurements, with machine and commit, and the file that they are appended to.
 
 A part's record, one JSON line a run:
 
@@ -9,6 +9,7 @@ A part's record, one JSON line a run:
 import argparse
 import json
 import platform
+import re
 import subprocess
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -19,17 +20,27 @@ from typing import Any
 import numpy as np
 import psutil
 
-from offload_core.cpus import available_cpus
+from offload_core.support.processors import available_cpus
+
+
+def processor() -> str:
+    """The processor's own name."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.machine()
 
 
 def machine() -> str:
     """The processor's own name, and how many this process may use."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        name = platform.machine()
-    return f"{name}, {available_cpus()} processors, {platform.system()} {platform.release()}"
+    return f"{processor()}, {available_cpus()} processors, {platform.system()} {platform.release()}"
+
+
+def hardware() -> str:
+    """The same for a file's name: ``xeon-2core``, without the maker and the frequency."""
+    known = re.sub(r"\((r|tm)\)|@.*|\b(\d+-core|intel|amd|processor|cpu)\b", " ", processor().lower())
+    return f"{'-'.join(re.findall(r'[a-z0-9]+', known))}-{available_cpus()}core"
 
 
 def memory() -> int:
@@ -123,9 +134,14 @@ def missing(name: str, error: BaseException | str) -> dict[str, str]:
     return {"name": name, "why": words.strip().partition("\n")[0]}
 
 
+def module_of(part: str) -> str:
+    """Where a part is: it runs as ``python -m`` of this."""
+    return "bench.peers" if part == "peers" else f"bench.parts.{part}"
+
+
 def parser(part: str, description: str) -> argparse.ArgumentParser:
     """With what every part takes: ``--quick`` and ``--json``."""
-    known = argparse.ArgumentParser(prog=f"python -m bench.{part}", description=description)
+    known = argparse.ArgumentParser(prog=f"python -m {module_of(part)}", description=description)
     known.add_argument("--quick", action="store_true", help="small sizes and two rounds, to see that it runs")
     known.add_argument("--json", type=Path, metavar="FILE", help="append the record to this file, one JSON line a run")
     return known

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from bench import plots
-from bench.record import bound, missed_by
+from bench.parts import ON_REQUEST, PARTS
+from bench.record import bound, missed_by, module_of
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
@@ -30,11 +31,32 @@ class ReportError(Exception):
     """A file holds no results to report on."""
 
 
+RENAMED = {
+    "given_back": "default_allocator",
+    "Whole training steps on one rank, memory given back": "Whole training steps on one rank, default allocator",
+    "heats": "experiments",
+    "sittings": "repetitions",
+    "on one rank the simulation is held against the fake device's steps in bench.overlap": (
+        "on one rank the simulation is held against the fake device's steps in bench.parts.overlap"
+    ),
+}
+"""Words of results that were written before November 23 of 2026, and today's. A results file itself never changes."""
+
+
+def renamed(value: Any) -> Any:
+    """With today's words for those in :data:`RENAMED`, keys and values."""
+    if isinstance(value, dict):
+        return {RENAMED.get(key, key): renamed(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [renamed(each) for each in value]
+    return RENAMED.get(value, value) if isinstance(value, str) else value
+
+
 def read(path: Path) -> Records:
     """The records of a file; those of an older form, without rows, are none."""
     known: Records = {}
     for line in path.read_text().splitlines():
-        record = json.loads(line)
+        record = renamed(json.loads(line))
         if "rows" in record and "ratios" in record:
             known.pop(record["bench"], None)
             known[record["bench"]] = record
@@ -112,7 +134,7 @@ def row_table(record: Record) -> list[str]:
 
 
 def settings(config: dict[str, Any]) -> str:
-    """What of a configuration fits a line."""
+    """The values of a configuration that fit a line."""
 
     def plain(value: Any) -> str | None:
         if isinstance(value, list) and all(not isinstance(each, dict | list) for each in value):
@@ -147,8 +169,8 @@ def where(records: Records) -> list[str]:
 RESOLUTION = 0.01
 """Ratios that differ by less are the same: some hardly vary within a run, bytes of memory for example."""
 HOW = (
-    "Contenders take turns within one run; in a further sitting they are new processes, forks of those that imported "
-    "their libraries. A ratio is of two contenders' steps in the same round: the median, in brackets the 20th to the "
+    "Contenders take turns within one run; each repetition starts new processes, forks of those that imported their "
+    "libraries. A ratio is of two contenders' steps in the same round: the median, in brackets the 20th to the "
     "80th percentile."
 )
 KEPT = (
@@ -160,16 +182,14 @@ KEPT = (
 
 
 def how(records: Records) -> list[str]:
-    """What is to know of all figures."""
-    default = ' What users see by default stands under "memory given back".' if "given_back" in records else ""
+    """How all figures were measured."""
+    default = ' What users see by default stands under "default allocator".' if "default_allocator" in records else ""
     kept = any(record["config"].get("malloc") for part, record in records.items() if part != "memory")
     return [HOW, "", KEPT + default] if kept else [HOW]
 
 
 def section(records: Records) -> str:
     """The README's figures: ratios; of a part without, its rows, unless it runs on request only."""
-    from bench.run import ON_REQUEST
-
     records = {part: record for part, record in records.items() if record["ratios"] or part not in ON_REQUEST}
     lines = [
         *where(records),
@@ -210,7 +230,12 @@ def document(records: Records, pictures: dict[str, list[str]]) -> str:
         )
     lines += [] if over else ["None."]
     for part, record in records.items():
-        lines += ["", f"## {record['title']}", "", f"`python -m bench.{part}`. {settings(record['config'])}".rstrip()]
+        lines += [
+            "",
+            f"## {record['title']}",
+            "",
+            f"`python -m {module_of(part)}`. {settings(record['config'])}".rstrip(),
+        ]
         for key, value in record["config"].items():
             if isinstance(value, dict):
                 lines += ["", f"{key}:", "", "```json", json.dumps(value, indent=1), "```"]
@@ -298,7 +323,7 @@ def beside(before: Path, path: Path) -> str:
     names = {f"{record['title']}: {ratio['name']}" for record in records.values() for ratio in printed(record)}
     lines = [line for line in compare(read(before), records) if line[0] in names and line[2] is not None]
     rest = [(name, a, b, agree) for name, a, b, agree in lines if b and agree != CLOSE]
-    where = f"[the run before](bench/results/{before.stem}.md)"
+    where = f"[the run before](bench/results/{before.name})"
     said = [
         f"Of the {len(lines)} ratios that it shares with {where}, {agreements(lines)} (`python -m bench.report`)."
         f"{' The rest:' if rest else ''}"
@@ -334,8 +359,6 @@ def compared(one: Path, other: Path) -> int:
 
 
 def reported(results: list[Path], write: bool) -> int:
-    from bench.run import PARTS
-
     runs = whole_runs(RESULTS, PARTS)
     if not (results or runs):
         raise ReportError(f"{RESULTS}: no results of all of {', '.join(PARTS)}; make bench writes them")

@@ -5,42 +5,28 @@ A part that fails or outlives its time is reported, and the rest go on.
 
 import argparse
 import os
-import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
 
 from bench import report
-from bench.record import append, machine, missing
+from bench.parts import ON_REQUEST, PARTS
+from bench.record import append, commit, hardware, missing, module_of
 
-PARTS = {
-    "peers": 240,  # compiles DeepSpeed's Adam
-    "cpu_adam": 500,
-    "step": 900,
-    "ranks": 600,
-    "jax_step": 250,
-    "memory": 200,
-    "exactness": 60,
-    "overlap": 200,
-    "simulate": 250,
-}
-"""After how many seconds each is given up; together they took 20 minutes on 2 cores in a slow hour."""
-ON_REQUEST = {"checkpoint": 500, "profile": 300, "given_back": 500}
-"""Parts that run where they are named only."""
 _PATIENCE = 10.0
 _LAST_LINES = 20
 
 
-def free_path(folder: Path, quick: bool) -> Path:
-    """Today's file of this machine, or the first of its successors that does not exist."""
-    name = machine().partition(", Linux")[0]
-    slug = re.sub(r"[^a-z0-9]+", "-", re.sub(r"\((r|tm)\)", "", name.lower())).strip("-")
-    stem = f"{datetime.now(UTC):%Y-%m-%d}-{slug}{'-quick' if quick else ''}"
+def free_path(folder: Path, parts: Sequence[str], quick: bool) -> Path:
+    """A new file, named after the parts (none: all), the hardware, the date and the commit."""
+    stem = f"{'+'.join(parts) or 'all'}-{hardware()}-{datetime.now(UTC):%Y-%m-%d}-{commit()[:7]}"
+    stem += "-quick" if quick else ""
     later = (folder / f"{stem}{'' if i == 1 else f'-{i}'}.jsonl" for i in range(1, 1000))
     return next(path for path in later if not path.exists())
 
@@ -52,9 +38,10 @@ def size(path: Path) -> int:
 
 def run(part: str, path: Path, quick: bool, seconds: float) -> str:
     """Why the part failed, in its own last words, or nothing."""
-    if find_spec(f"bench.{part}") is None:
-        return f"there is no bench.{part}"
-    command = [sys.executable, "-m", f"bench.{part}", "--json", str(path), *(["--quick"] if quick else [])]
+    module = module_of(part)
+    if find_spec(module) is None:
+        return f"there is no {module}"
+    command = [sys.executable, "-m", module, "--json", str(path), *(["--quick"] if quick else [])]
     # Of its own session: what it started ends with it. Contenders have sessions of their own, and end when nobody asks.
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:
@@ -88,7 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
     for part in args.parts:
         if part not in known:
             parser.error(f"part {part!r}: expected one of {', '.join(known)}")
-    path = args.results or free_path(report.RESULTS, args.quick)
+    path = args.results or free_path(report.RESULTS, args.parts, args.quick)
     failed = []
     for part in args.parts or PARTS:
         print(f"== {part}, at most {known[part]} s", flush=True)

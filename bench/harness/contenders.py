@@ -1,6 +1,6 @@
-"""Contenders that are processes take turns, and what was measured of each.
+"""Contenders, each with processes of its own, measured in turn, and the results of each.
 
-Whose turn it is runs a few steps while the others wait in a read. "Others CPU" tells how quiet the machine was.
+One contender runs a few steps while the others wait in a read. "Others CPU" tells how quiet the machine was.
 """
 
 import statistics
@@ -15,15 +15,15 @@ from typing import Any
 
 import psutil
 
-from bench.processes import ContenderError, Group, together
+from bench.harness.processes import ContenderError, ProcessGroup, in_parallel
+from bench.harness.rounds import interleave
 from bench.record import quantiles, row
-from bench.turns import take_turns
-from offload_core.cpus import available_cpus
+from offload_core.support.processors import available_cpus
 
 
 @dataclass(frozen=True)
-class Turn:
-    """What was measured of one contender in one turn: a workload's steps, one after another."""
+class Measurement:
+    """One contender in one round under one workload: so many steps, one after another."""
 
     steps: list[dict[str, float]]
     """Of each but the first, the mean over the ranks: ms by phase, loss, norm."""
@@ -34,7 +34,7 @@ class Turn:
     others: float
     """Processors that whatever else runs here took meanwhile."""
     idle: float
-    """Share of a processor that one of the ranks took while it waited for its turns."""
+    """Share of a processor that one of the ranks took while others were measured."""
     faults: float
     """Page faults a step of all ranks."""
     peak: int
@@ -44,14 +44,14 @@ class Turn:
 class Contender:
     """One contender through a run."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: ProcessGroup) -> None:
         self.group = group
         self.failure: ContenderError | None = None
         self.versions: dict[str, str] = {}
         self.losses: list[float] = []
         """Of the warm-up."""
         self.setup_peak = 0
-        self.turns: list[list[Turn]] = []
+        self.measurements: list[list[Measurement]] = []
         """Of each round, of each workload."""
 
     def imported(self) -> None:
@@ -62,21 +62,21 @@ class Contender:
         self.setup_peak = self.group.peak()
         self.group.forget_peak()  # of what is kept, that of building stays
 
-    def take_turn(self, steps: int, workloads: Sequence[Mapping[str, Any]]) -> list[Turn] | None:
+    def measure(self, steps: int, workloads: Sequence[Mapping[str, Any]]) -> list[Measurement] | None:
         if self.failure:
             return None
         try:
-            return [self._turn(steps, workload) for workload in workloads]
+            return [self._measure(steps, workload) for workload in workloads]
         except ContenderError:
             return None
 
-    def _turn(self, steps: int, workload: Mapping[str, Any]) -> Turn:
+    def _measure(self, steps: int, workload: Mapping[str, Any]) -> Measurement:
         sent, busy, start = loopback_bytes(), busy_seconds(), time.perf_counter()
         answers = self._guarded(partial(self.group.ask, steps=steps + 1, **workload))
         seconds = time.perf_counter() - start
         busy, sent = busy_seconds() - busy, loopback_bytes() - sent
         by_step = list(zip(*(answer["steps"] for answer in answers), strict=True))
-        return Turn(
+        return Measurement(
             steps=[{k: statistics.mean(rank[k] for rank in step) for k in step[0]} for step in by_step[1:]],
             losses=_mean_losses(answers),
             sent=sent / len(by_step),
@@ -100,77 +100,81 @@ def _mean_losses(answers: list[dict[str, Any]]) -> list[float]:
 
 
 class Result:
-    """What was measured of one contender under one workload: a list of steps for each round."""
+    """All measurements of one contender under one workload, one for each round."""
 
-    def __init__(self, turns: list[Turn], setup_peak: int, losses: list[float]) -> None:
-        self.turns = turns
+    def __init__(self, measurements: list[Measurement], setup_peak: int, losses: list[float]) -> None:
+        self.measurements = measurements
         self.setup_peak = setup_peak
         """Bytes; of the largest rank, while it was built and warmed up."""
         self.losses = losses
 
     @classmethod
     def of(cls, contender: Contender, workload: int) -> "Result":
-        turns = [turns[workload] for turns in contender.turns]
-        return cls(turns, contender.setup_peak, contender.losses + [loss for turn in turns for loss in turn.losses])
+        measurements = [of_round[workload] for of_round in contender.measurements]
+        losses = [loss for each in measurements for loss in each.losses]
+        return cls(measurements, contender.setup_peak, contender.losses + losses)
 
     def __add__(self, later: "Result") -> "Result":
-        """With the turns of another run; losses are of the first."""
-        return Result(self.turns + later.turns, max(self.setup_peak, later.setup_peak), self.losses)
+        """With the measurements of another repetition; losses are of the first."""
+        return Result(self.measurements + later.measurements, max(self.setup_peak, later.setup_peak), self.losses)
 
     def samples(self, *phases: str) -> list[float]:
         """ms of the phases together, of each step."""
-        return [sum(step[phase] for phase in phases) for turn in self.turns for step in turn.steps]
+        return [sum(step[phase] for phase in phases) for each in self.measurements for step in each.steps]
 
     @property
     def phases(self) -> list[str]:
-        return [key for key in self.turns[0].steps[0] if key not in ("loss", "grad_norm")]
+        return [key for key in self.measurements[0].steps[0] if key not in ("loss", "grad_norm")]
 
     def rows(self, name: str, **extra: Any) -> list[dict[str, Any]]:
         """Of the record. The loss's has the curve of all steps."""
         rows = [row(name, phase, "ms", self.samples(phase), **extra) for phase in self.phases]
         if self.losses:
             rows.append(row(name, "loss, last", "nats", self.losses[-1:], **extra) | {"curve": self.losses})
-        if "grad_norm" in self.turns[-1].steps[-1]:
-            rows.append(row(name, "gradient norm, last", "", [self.turns[-1].steps[-1]["grad_norm"]], **extra))
-        rows.append(row(name, "peak memory", "GB", [max(turn.peak for turn in self.turns) / 1e9], **extra))
+        if "grad_norm" in self.measurements[-1].steps[-1]:
+            rows.append(row(name, "gradient norm, last", "", [self.measurements[-1].steps[-1]["grad_norm"]], **extra))
+        rows.append(row(name, "peak memory", "GB", [max(each.peak for each in self.measurements) / 1e9], **extra))
         rows.append(row(name, "peak memory while it is built", "GB", [self.setup_peak / 1e9], **extra))
-        rows.append(row(name, "sent", "MB/step", [turn.sent / 1e6 for turn in self.turns], **extra))
-        rows.append(row(name, "page faults", "thousands/step", [turn.faults / 1e3 for turn in self.turns], **extra))
-        rows.append(row(name, "others' CPU", "processors", [turn.others for turn in self.turns], **extra))
-        rows.append(row(name, "CPU while waiting", "processors", [self.turns[-1].idle], **extra))
+        rows.append(row(name, "sent", "MB/step", [each.sent / 1e6 for each in self.measurements], **extra))
+        rows.append(
+            row(name, "page faults", "thousands/step", [each.faults / 1e3 for each in self.measurements], **extra)
+        )
+        rows.append(row(name, "others' CPU", "processors", [each.others for each in self.measurements], **extra))
+        rows.append(row(name, "CPU while waiting", "processors", [self.measurements[-1].idle], **extra))
         return rows
 
 
-def run(
-    groups: Mapping[str, Callable[[], Group]],
+def measure_all(
+    groups: Mapping[str, Callable[[], ProcessGroup]],
     *,
     rounds: int,
     steps: int,
     warm_up: int,
     workloads: Sequence[Mapping[str, Any]] = ({},),
-    sittings: int = 1,
+    repetitions: int = 1,
 ) -> tuple[dict[str, list[Result]], dict[str, ContenderError], dict[str, str]]:
-    """Start them all and let them take turns: a result for each workload, why the others could not, and versions.
+    """Start all and measure them in turn: a result for each workload, why the others could not run, and versions.
 
-    A sitting has processes of its own: what a process is faster or slower for as long as it lives, rounds do not show.
+    Each repetition starts new processes: a process may be faster or slower for as long as it lives, which more rounds
+    would not show.
     Where libraries lie in the address space is drawn once, as they are forks of the processes that imported them.
     """
     results: dict[str, list[Result]] = {}
     failures: dict[str, ContenderError] = {}
     versions: dict[str, str] = {}
-    for sitting in range(sittings):
+    for repetition in range(repetitions):
         able = {name: start for name, start in groups.items() if name not in failures}
-        of_sitting, failed, known = _sit(able, rounds, steps, warm_up, workloads, sitting)
+        of_repetition, failed, known = _measure_once(able, rounds, steps, warm_up, workloads, repetition)
         failures |= failed
         versions |= known
-        for name, by_workload in of_sitting.items():
+        for name, by_workload in of_repetition.items():
             before = results.get(name)
             results[name] = [a + b for a, b in zip(before, by_workload, strict=True)] if before else by_workload
     return {name: result for name, result in results.items() if name not in failures}, failures, versions
 
 
-def _sit(
-    groups: Mapping[str, Callable[[], Group]],
+def _measure_once(
+    groups: Mapping[str, Callable[[], ProcessGroup]],
     rounds: int,
     steps: int,
     warm_up: int,
@@ -179,7 +183,7 @@ def _sit(
 ) -> tuple[dict[str, list[Result]], dict[str, ContenderError], dict[str, str]]:
     """All import at once, and as many as there are processors for are built at a time.
 
-    What each takes at its peak it keeps, unless its allocator is told otherwise: together they must fit.
+    Each keeps the memory of its peak, unless its allocator is told otherwise: together they must fit.
     """
     contenders: dict[str, Contender] = {}
 
@@ -194,11 +198,13 @@ def _sit(
         for name, start in groups.items():
             contenders[name] = Contender(start())
         ranks = max((contender.group.ranks for contender in contenders.values()), default=1)
-        together([contender.group for contender in contenders.values()], ready, contenders, available_cpus() // ranks)
+        in_parallel(
+            [contender.group for contender in contenders.values()], ready, contenders, available_cpus() // ranks
+        )
         able = {name: contender for name, contender in contenders.items() if not contender.failure}
-        turns = {name: partial(contender.take_turn, steps, workloads) for name, contender in able.items()}
-        for name, taken in take_turns(turns, rounds, warm_up=0, seed=seed).items():
-            contenders[name].turns = [turn for turn in taken if turn is not None]
+        measure = {name: partial(contender.measure, steps, workloads) for name, contender in able.items()}
+        for name, taken in interleave(measure, rounds, warm_up=0, seed=seed).items():
+            contenders[name].measurements = [of_round for of_round in taken if of_round is not None]
     finally:
         for contender in contenders.values():
             contender.group.dismiss()
@@ -224,7 +230,7 @@ def medians(results: Mapping[str, Result]) -> str:
 
 
 def loopback_bytes() -> int:
-    """What this machine has sent to itself: gloo's data and its headers, and what else there was meanwhile."""
+    """Bytes that this machine has sent to itself: gloo's data and headers, and those of any other program."""
     lines = Path("/proc/net/dev").read_text().splitlines()
     return next(int(line.split()[9]) for line in lines if line.strip().startswith("lo:"))
 
@@ -247,13 +253,13 @@ def show(results: Mapping[str, Result]) -> None:
         print(f"{name:36}" + "".join(f"{cell:>26}" for cell in cells))
     print(f"{'':36}" + "".join(f"{column:>12}" for column in columns))
     for name, result in results.items():
-        last = result.turns[-1].steps[-1]
+        last = result.measurements[-1].steps[-1]
         cells = [
-            f"{max(turn.peak for turn in result.turns) / 1e9:.2f} GB",
+            f"{max(each.peak for each in result.measurements) / 1e9:.2f} GB",
             f"{result.setup_peak / 1e9:.2f} GB",
-            f"{statistics.median(turn.sent for turn in result.turns) / 1e6:.1f}",
-            f"{100 * result.turns[-1].idle:.2f} %",
-            f"{100 * statistics.median(turn.others for turn in result.turns):.0f} %",
+            f"{statistics.median(each.sent for each in result.measurements) / 1e6:.1f}",
+            f"{100 * result.measurements[-1].idle:.2f} %",
+            f"{100 * statistics.median(each.others for each in result.measurements):.0f} %",
             *(f"{last[k]:.4f}" if k in last else "" for k in ("loss", "grad_norm")),
         ]
         print(f"{name:36}" + "".join(f"{cell:>12}" for cell in cells))

@@ -1,4 +1,4 @@
-"""Contenders that are processes of their own: started, asked, and ended."""
+"""Contenders that run in processes of their own: they are started, asked over pipes, and ended."""
 
 import atexit
 import json
@@ -18,9 +18,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from bench.contender import MOST_FDS
-from bench.turns import KEEP_MEMORY
+from bench.harness.worker import MOST_FDS
 
+KEEP_FREED_MEMORY = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**62)}
+"""Has glibc keep what a process frees. By default large blocks go back to the kernel, which gives cleared ones again, a
+page fault for each page; on a virtual machine that hands free memory to its host a fault takes several times as long in
+one hour as in another, and what is compared would be how much the contenders free. One arena: a thread's own is mapped
+and unmapped whatever the rest says (XLA's threads had 70,000 faults a step)."""
 MOST_RANKS = MOST_FDS // 2 - 1
 _LOG_LINES = 40
 _PATIENCE = 400.0
@@ -89,8 +93,8 @@ def _importer(command: Sequence[str], environment: Mapping[str, str]) -> _Import
     return known
 
 
-class Group:
-    """The processes of one contender, which answer lines as ``bench.contender`` does.
+class ProcessGroup:
+    """The processes of one contender, which answer lines as ``bench.harness.worker`` does.
 
     They are forks of one that has imported, with all contenders of the same module, library and environment: several
     imports of PyTorch at once are most of a short run.
@@ -105,13 +109,13 @@ class Group:
         threads: int,
         library: str = "",
         environment: Mapping[str, str] = {},
-        malloc: Mapping[str, str] = KEEP_MEMORY,
+        malloc: Mapping[str, str] = KEEP_FREED_MEMORY,
     ) -> None:
         if ranks > MOST_RANKS:
             raise ValueError(f"ranks: got {ranks}, expected at most {MOST_RANKS} on one machine")
         self.ranks = ranks
         self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - lives as long as the ranks
-        # What this shell asks of malloc is not the contenders'.
+        # The shell's own settings of malloc must not reach the contenders.
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(("MALLOC_", "GLIBC_TUNABLES"))}
         shared = {
             "OMP_NUM_THREADS": str(threads),
@@ -145,7 +149,7 @@ class Group:
         self.pids: list[int] = []
         """Of the ranks, once they have answered."""
         self._running: dict[int, int] = {}
-        """What tells when a rank has ended."""
+        """File descriptors that become readable when a rank has ended."""
         self._ending = threading.RLock()
 
     def answers(self) -> list[dict[str, Any]]:
@@ -248,8 +252,10 @@ def _memory(pid: int) -> tuple[int, int]:
     return own, known.get("VmHWM", 0) - known.get("RssFile", 0)
 
 
-def together(groups: Iterable[Group], act: Callable[[str], None], names: Iterable[str], at_a_time: int) -> None:
-    """Act on each name, so many at a time. What interrupts it ends the groups that the others wait for."""
+def in_parallel(
+    groups: Iterable[ProcessGroup], act: Callable[[str], None], names: Iterable[str], at_a_time: int
+) -> None:
+    """Act on each name, so many at a time. An error or interrupt ends all groups, so that nobody waits for them."""
     with ThreadPoolExecutor(max(1, at_a_time)) as actors:
         try:
             list(actors.map(act, names))

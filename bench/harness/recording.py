@@ -1,15 +1,15 @@
-"""A part of the benchmarks that compares processes."""
+"""The record of a part that compares processes, as it grows."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from bench import record
-from bench.processes import ContenderError
+from bench.harness.processes import ContenderError
 
 
-class Part:
-    """What becomes the record of a part that compares processes."""
+class Recording:
+    """Rows, ratios and notes of one part, printed and written at its end."""
 
     def __init__(self, bench: str, title: str) -> None:
         self.bench, self.title = bench, title
@@ -19,12 +19,12 @@ class Part:
         self.missing: list[dict[str, str]] = []
         self.notes: list[str] = []
 
-    def miss(self, name: str, error: ContenderError) -> None:
+    def add_missing(self, name: str, error: ContenderError) -> None:
         """Say that one could not run, and why."""
         print(f"{name}: COULD NOT RUN\n{error}")
         self.missing.append(record.missing(name, error.why))
 
-    def compare(self, ratios: Iterable[dict[str, Any]], why: str) -> None:
+    def add_ratios(self, ratios: Iterable[dict[str, Any]], why: str) -> None:
         """Add them; ``why`` is noted of one that misses its target."""
         for ratio in ratios:
             self.ratios.append(ratio)

@@ -1,4 +1,4 @@
-"""The other end of ``bench.processes``: a process that answers each line that it is asked.
+"""The contender's end of ``bench.harness.processes``: a process that answers each line that it reads.
 
 Between two lines it waits in a read, so that it costs the others nothing; how much of a processor it took all the same
 is part of the answer.
@@ -26,7 +26,7 @@ LONGEST, MOST_FDS = 2**16, 64
 
 
 class Rank(NamedTuple):
-    """What one rank of a contender was started with."""
+    """The arguments and streams that one rank of a contender was started with."""
 
     arguments: list[str]
     questions: TextIO
@@ -34,12 +34,12 @@ class Rank(NamedTuple):
 
 
 def become_rank() -> Rank:
-    """Start contenders as ``bench.processes`` asks on standard input, a socket; return in each of their ranks.
+    """Start contenders as ``bench.harness.processes`` asks on standard input, a socket; return in each of their ranks.
 
     All are forks of this process, which ends when nobody can ask any more: call it when all is imported that they
     share, and before anything has threads. ``RANK`` and ``LOCAL_RANK`` are set in each.
     """
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how they ended
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # their exit status is not read
     channel = socket.socket(fileno=sys.stdin.fileno())
     while True:
         words, fds, *_ = socket.recv_fds(channel, LONGEST, MOST_FDS)
@@ -53,13 +53,13 @@ def become_rank() -> Rank:
             if not pids[-1]:
                 channel.detach()
                 os.close(started)
-                return _be(rank, log, streams, **request)
+                return _become(rank, log, streams, **request)
         os.write(started, json.dumps(pids).encode())
         for fd in fds:
             os.close(fd)
 
 
-def _be(rank: int, log: int, streams: list[int], arguments: list[str], environment: dict[str, str]) -> Rank:
+def _become(rank: int, log: int, streams: list[int], arguments: list[str], environment: dict[str, str]) -> Rank:
     """In a session of its own, with what it prints in the log of its contender."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()
@@ -67,14 +67,14 @@ def _be(rank: int, log: int, streams: list[int], arguments: list[str], environme
     for fd, as_fd in ((nothing, 0), (log, 1), (log, 2)):
         os.dup2(fd, as_fd)
     questions, answers = (os.dup(fd) for fd in streams[2 * rank : 2 * rank + 2])
-    for fd in (nothing, log, *streams):  # else nobody sees that whose they are has ended
+    for fd in (nothing, log, *streams):  # a copy left open would hide from the reader that its writer has ended
         os.close(fd)
     os.environ |= environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-    threading.Thread(target=_end_with_who_asks, args=[questions], daemon=True).start()
+    threading.Thread(target=_end_when_nobody_asks, args=[questions], daemon=True).start()
     return Rank(arguments, os.fdopen(questions), os.fdopen(answers, "w"))
 
 
-def _end_with_who_asks(questions: int) -> None:
+def _end_when_nobody_asks(questions: int) -> None:
     """A rank that waits for another that is gone, in a collective, would keep its memory for half an hour."""
     hung_up = select.poll()
     hung_up.register(questions, 0)

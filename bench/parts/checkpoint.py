@@ -19,11 +19,11 @@ import numpy as np
 import torch
 
 from bench import record
-from bench.gpt_torch import GPT
-from bench.presets import PRESETS
+from bench.train.gpt_torch import GPT
+from bench.train.presets import PRESETS
 from frontends.torch import wrap
-from offload_core.checkpoint_files import Checkpoint
-from offload_core.cpus import available_cpus
+from offload_core.checkpoint.reader import Checkpoint
+from offload_core.support.processors import available_cpus
 
 CHUNK = 8 * 2**20
 WAYS = {

@@ -25,15 +25,16 @@ import numpy as np
 import torch
 from cffi import FFI
 
+from bench.harness.processes import KEEP_FREED_MEMORY
+from bench.harness.rounds import interleave, timed
 from bench.peers import find_compilers
 from bench.record import append, missing, parser, ratio, rows, versions
-from bench.turns import KEEP_MEMORY, take_turns, timed
-from offload_core import _kernels
-from offload_core.cpu_adam import AdamHyper
-from offload_core.cpus import available_cpus
 from offload_core.dtypes import BFLOAT16, FLOAT16, FLOAT32, ElementType
-from offload_core.grad_norm import SumOfSquares, clip_coefficient
-from offload_core.host_memory import HostMemory, available_bytes, format_bytes
+from offload_core.memory.host_memory import HostMemory, available_bytes, format_bytes
+from offload_core.native import kernels
+from offload_core.native.grad_norm import SumOfSquares, clip_coefficient
+from offload_core.rules.adam import AdamHyper
+from offload_core.support.processors import available_cpus
 
 _STREAM_CDEF = """
 void stream_float32(const uint32_t *grad, uint32_t *a, uint32_t *b, uint32_t *c, int64_t n);
@@ -94,18 +95,18 @@ class Buffers:
         self.grads = {t: memory.allocate("grad", total, t.numpy) for t in (FLOAT32, BFLOAT16, FLOAT16)}
         self.grads[FLOAT32][:] = rng.standard_normal(total, dtype=np.float32) * np.float32(1e-3)
         for t in (BFLOAT16, FLOAT16):
-            _kernels.cast_array(self.grads[FLOAT32], FLOAT32, self.grads[t], t, threads)
+            kernels.cast_array(self.grads[FLOAT32], FLOAT32, self.grads[t], t, threads)
         self.states = [memory.allocate("state", total, FLOAT32.numpy) for _ in range(3)]
         self.states[0][:] = self.grads[FLOAT32]
         self.outs = {t: memory.allocate("out", total, t.numpy) for t in (BFLOAT16, FLOAT16)}
 
     def adam(self, grad: ElementType, out: ElementType | None, instruction_set: str | None = None) -> Run:
         """One AdamW step of each set with clipping's factor, in the engine's call."""
-        scalars = np.array([_HYPER.scalars(10, op_order="torch", grad_scale=0.5)], _kernels.SCALARS)
+        scalars = np.array([_HYPER.scalars(10, op_order="torch", grad_scale=0.5)], kernels.SCALARS)
         runs = [
             partial(
-                _kernels.adam,
-                np.array([self._segment(grad, out, start, start + self.n)], _kernels.SEGMENT),
+                kernels.adam,
+                np.array([self._segment(grad, out, start, start + self.n)], kernels.SEGMENT),
                 scalars,
                 grad_dtype=grad,
                 param_dtype=out,
@@ -119,27 +120,27 @@ class Buffers:
             return in_a_row(runs)
 
         def run() -> None:
-            before = _kernels.kernel_info().instruction_set
-            _kernels.set_instruction_set(instruction_set)
+            before = kernels.kernel_info().instruction_set
+            kernels.set_instruction_set(instruction_set)
             in_a_row(runs)()
-            _kernels.set_instruction_set(before)
+            kernels.set_instruction_set(before)
 
         return run
 
     def _segment(self, grad: ElementType, out: ElementType | None, start: int, end: int) -> tuple[int, ...]:
-        states = (_kernels.address(state[start:]) for state in self.states)
-        param = 0 if out is None else _kernels.address(self.outs[out][start:])
-        return (_kernels.address(self.grads[grad][start:]), *states, param, end - start, 0)
+        states = (kernels.address(state[start:]) for state in self.states)
+        param = 0 if out is None else kernels.address(self.outs[out][start:])
+        return (kernels.address(self.grads[grad][start:]), *states, param, end - start, 0)
 
     def norm(self, grad: ElementType) -> Run:
         """The exact sum of squares of each set's gradient."""
-        bins = np.zeros(_kernels.NORM_BINS, np.int64)
+        bins = np.zeros(kernels.NORM_BINS, np.int64)
         source = self.grads[grad]
         return in_a_row(
             [
                 partial(
-                    _kernels.sum_squares,
-                    _kernels.spans_of([(_kernels.address(source[start:]), 0, self.n)]),
+                    kernels.sum_squares,
+                    kernels.spans_of([(kernels.address(source[start:]), 0, self.n)]),
                     grad,
                     bins,
                     threads=self.threads,
@@ -157,7 +158,7 @@ class Buffers:
 
         def part(start: int, i: int) -> None:
             def at(array: np.ndarray, ctype: str) -> object:
-                return ffi.cast(ctype, _kernels.address(array[start + ends[i] :]))
+                return ffi.cast(ctype, kernels.address(array[start + ends[i] :]))
 
             n = ends[i + 1] - ends[i]
             if grad is FLOAT32:
@@ -178,17 +179,17 @@ class Buffers:
         """Norm, clipping, AdamW and cast of one set, as so many tensors: gradients are read twice."""
         ends = [self.n * i // _HOST_STEP_TENSORS for i in range(_HOST_STEP_TENSORS + 1)]
         tensors = list(itertools.pairwise(ends))
-        segments = np.array([self._segment(BFLOAT16, BFLOAT16, *tensor) for tensor in tensors], _kernels.SEGMENT)
+        segments = np.array([self._segment(BFLOAT16, BFLOAT16, *tensor) for tensor in tensors], kernels.SEGMENT)
         source = self.grads[BFLOAT16]
-        spans = _kernels.spans_of([(_kernels.address(source[a:]), 0, b - a) for a, b in tensors])
+        spans = kernels.spans_of([(kernels.address(source[a:]), 0, b - a) for a, b in tensors])
 
         def run() -> None:
             norm = SumOfSquares()
             norm.add(spans, BFLOAT16, threads=self.threads)
             scale = clip_coefficient(norm.norm(), _CLIPPING)
-            _kernels.adam(
+            kernels.adam(
                 segments,
-                np.array([_HYPER.scalars(10, op_order="torch", grad_scale=scale)], _kernels.SCALARS),
+                np.array([_HYPER.scalars(10, op_order="torch", grad_scale=scale)], kernels.SCALARS),
                 grad_dtype=BFLOAT16,
                 param_dtype=BFLOAT16,
                 op_order="torch",
@@ -289,7 +290,7 @@ Measured = dict[str, Any]
 
 def per_parameter(contenders: dict[str, Run], params: int, rounds: int) -> dict[str, list[float]]:
     """Nanoseconds a parameter of each contender in each round."""
-    seconds = take_turns({name: timed(run) for name, run in contenders.items()}, rounds, pause=0.02)
+    seconds = interleave({name: timed(run) for name, run in contenders.items()}, rounds, pause=0.02)
     return {name: [s / params * 1e9 for s in values] for name, values in seconds.items()}
 
 
@@ -342,7 +343,7 @@ def measure_types(n: int, threads: int, sets: int, rounds: int) -> Measured:
     """Each element type of gradient and output, on each instruction set."""
     buffers = Buffers(n, threads, sets)
     found = []
-    for instruction_set in _kernels.kernel_info().supported:
+    for instruction_set in kernels.kernel_info().supported:
         contenders, n_bytes = {}, {}
         for grad in (FLOAT32, BFLOAT16, FLOAT16):
             for out in (None, BFLOAT16, FLOAT16):
@@ -374,7 +375,7 @@ def measure_host_step(n: int, threads: int, rounds: int) -> Measured:
 
 def in_processes(threads: int, processes: Sequence[Sequence[Callable[[], Measured]]]) -> Iterator[Measured]:
     """Of each process its tasks, one after another; all libraries have so many threads."""
-    os.environ |= {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive", **KEEP_MEMORY}
+    os.environ |= {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive", **KEEP_FREED_MEMORY}
     for tasks in processes:
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
             for task in tasks:
@@ -443,8 +444,8 @@ def main(arguments: list[str] | None = None) -> None:
             "ratios at": compared,
             "threads": threads,
             "rounds": rounds,
-            "malloc": KEEP_MEMORY,
-            "instruction sets": list(_kernels.kernel_info().supported),
+            "malloc": KEEP_FREED_MEMORY,
+            "instruction sets": list(kernels.kernel_info().supported),
         },
         "versions": versions("torch", "deepspeed", "numpy"),
         **known,

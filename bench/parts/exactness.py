@@ -1,7 +1,7 @@
 """How many elements' bits change when the same update is cut into shards.
 
-Each contender updates the same parameters with the same gradients for some steps, whole and in so many parts. What is
-sharded over another number of ranks trains on bit for bit only where none changes.
+Each contender updates the same parameters with the same gradients for some steps, whole and in so many parts. Only
+where no bit changes can training continue bit for bit on another number of ranks.
 """
 
 import itertools
@@ -12,10 +12,10 @@ import torch
 
 from bench.peers import find_compilers
 from bench.record import append, missing, parser, row, versions
-from offload_core import _kernels
-from offload_core.cpu_adam import AdamHyper
-from offload_core.cpus import available_cpus
 from offload_core.dtypes import FLOAT32
+from offload_core.native import kernels
+from offload_core.rules.adam import AdamHyper
+from offload_core.support.processors import available_cpus
 
 _HYPER = AdamHyper(1e-3)
 _MOST_CUT = 200
@@ -32,12 +32,12 @@ def this(threads: int) -> Update:
         exp_avg, exp_avg_sq = np.zeros_like(param), np.zeros_like(param)
         for t, grad in enumerate(arrays[1:], 1):
             rows = [
-                (*(_kernels.address(a[part]) for a in (grad, param, exp_avg, exp_avg_sq)), 0, param[part].size, 0)
+                (*(kernels.address(a[part]) for a in (grad, param, exp_avg, exp_avg_sq)), 0, param[part].size, 0)
                 for part in parts
             ]
-            _kernels.adam(
-                np.array(rows, _kernels.SEGMENT),
-                np.array([_HYPER.scalars(t, op_order="torch", grad_scale=1.0)], _kernels.SCALARS),
+            kernels.adam(
+                np.array(rows, kernels.SEGMENT),
+                np.array([_HYPER.scalars(t, op_order="torch", grad_scale=1.0)], kernels.SCALARS),
                 grad_dtype=FLOAT32,
                 param_dtype=None,
                 op_order="torch",

@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.gpt_torch import GPT
-from bench.presets import PRESETS
 from bench.record import commit, machine
+from bench.train.gpt_torch import GPT
+from bench.train.presets import PRESETS
 from frontends.torch import wrap
-from offload_core.host_memory import HostMemory
-from offload_core.model_shapes import GPT2_VOCABULARY, GPTConfig
+from offload_core.commands.model_shapes import GPT2_VOCABULARY, GPTConfig
+from offload_core.memory.host_memory import HostMemory
 
 MODELS = {
     "toy": GPTConfig(layers=2, width=128, heads=4, vocabulary=256, positions=None),
@@ -113,7 +113,7 @@ def step_seconds(engine: Any, inputs: list[torch.Tensor], device: torch.device, 
             engine.backward(engine(tokens[:, :-1], tokens[:, 1:]))
             if not isinstance(engine, InGpu) or i + 1 == len(inputs):
                 engine.step()
-        # What runs behind the step runs on into the next one, as in training: only the device is waited for.
+        # Work behind the step runs on into the next one, as in training: only the device is waited for.
         synchronize(device)
         seconds.append(time.perf_counter() - start)
     return statistics.median(seconds[3:])

@@ -1,7 +1,7 @@
-"""What ``import frontends.torch`` costs beyond ``import torch``, and the same of JAX: ``python -m bench.import_time``.
+"""The time that ``import frontends.torch`` takes beyond ``import torch``, and the same of JAX.
 
 Fresh processes take turns, with bytecode as an installed package has it. A user with none of the optional libraries
-pays for none: ``tests/test_imports.py`` says which modules come along.
+pays for none: ``tests/core/test_imports.py`` says which modules come along.
 """
 
 import argparse
@@ -24,7 +24,7 @@ print(json.dumps([time.perf_counter() - began, time.process_time() - used]))
 
 def import_times(module: str, pycache: str) -> tuple[float, float]:
     """Seconds that a fresh process takes to import a module: by the clock, and of the processor."""
-    root = str(Path(__file__).resolve().parent.parent)
+    root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     environment |= {"PYTHONPATH": path, "PYTHONPYCACHEPREFIX": pycache}

@@ -1,4 +1,4 @@
-"""The contenders of ``bench.jax_step``, each started with NAME SETTINGS."""
+"""The contenders of ``bench.parts.jax_step``, each started with NAME SETTINGS."""
 
 import importlib
 import json
@@ -14,10 +14,10 @@ import numpy as np
 import optax
 from jax.sharding import SingleDeviceSharding
 
-from bench.contender import Step, become_rank, serve
-from bench.gpt_jax import init_params, loss_of
-from bench.presets import BETAS, WEIGHT_DECAY
-from offload_core.model_shapes import GPTConfig
+from bench.harness.worker import Step, become_rank, serve
+from bench.train.gpt_jax import init_params, loss_of
+from bench.train.presets import BETAS, WEIGHT_DECAY
+from offload_core.commands.model_shapes import GPTConfig
 
 OURS = "offload-core"
 IN_MEMORY = "optax.adamw, in memory"

@@ -11,13 +11,12 @@ from functools import partial
 from typing import Any
 
 from bench import record
-from bench.part import Part
-from bench.processes import Group
-from bench.sittings import Result, medians, run, show
-from bench.step import MODELS
-from bench.turns import KEEP_MEMORY
-from offload_core.cpus import available_cpus
-from offload_core.quantities import count
+from bench.harness.contenders import Result, measure_all, medians, show
+from bench.harness.processes import KEEP_FREED_MEMORY, ProcessGroup
+from bench.harness.recording import Recording
+from bench.parts.step import MODELS
+from offload_core.support.processors import available_cpus
+from offload_core.support.units import count
 
 OURS = "offload-core"
 OTHERS = ("optax.adamw, in memory", "optax.adamw, states in pinned_host")
@@ -28,7 +27,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = record.parser("jax_step", __doc__.strip())
     parser.add_argument("--threads", type=count, default=available_cpus())
     parser.add_argument("--rounds", type=count, help="default: 5")
-    parser.add_argument("--steps", type=count, help="counted in each turn (default: 3; --quick: 1)")
+    parser.add_argument("--steps", type=count, help="counted in each round (default: 3; --quick: 1)")
     args = parser.parse_args(arguments)
     args.rounds = args.rounds or (2 if args.quick else 5)
     args.steps = args.steps or (1 if args.quick else 3)
@@ -53,25 +52,25 @@ def main(arguments: list[str] | None = None) -> int:
     environment = {"JAX_PLATFORMS": "cpu", "NPROC": str(args.threads)}  # the latter is how many XLA takes
     groups = {
         name: partial(
-            Group, "bench.jax_contenders", [name, json.dumps(settings)],
+            ProcessGroup, "bench.parts.jax_contenders", [name, json.dumps(settings)],
             ranks=1, threads=args.threads, environment=environment,
         )
         for name in (OURS, *OTHERS)
     }  # fmt: skip
-    by_workload, failures, versions = run(groups, rounds=args.rounds, steps=args.steps, warm_up=3)
+    by_workload, failures, versions = measure_all(groups, rounds=args.rounds, steps=args.steps, warm_up=3)
     results = {name: result for name, [result] in by_workload.items()}
-    part = Part("jax_step", "Whole training steps in JAX")
-    part.versions |= versions
+    recording = Recording("jax_step", "Whole training steps in JAX")
+    recording.versions |= versions
     print(f"{GPT.numel:,} parameters in bf16, 2 x 64 tokens, {args.threads} threads, {args.rounds} rounds")
     show(results)
     for name, error in failures.items():
-        part.miss(name, error)
-    part.compare(ratios_of(results), medians(results))
+        recording.add_missing(name, error)
+    recording.add_ratios(ratios_of(results), medians(results))
     for name, result in results.items():
-        part.rows += result.rows(name, params=GPT.numel, threads=args.threads)
+        recording.rows += result.rows(name, params=GPT.numel, threads=args.threads)
     config = {"rounds": args.rounds, "steps": args.steps, "threads": args.threads, "param_dtype": "bfloat16"}
-    config |= {"malloc": KEEP_MEMORY}
-    return part.finish(args.json, config | settings)
+    config |= {"malloc": KEEP_FREED_MEMORY}
+    return recording.finish(args.json, config | settings)
 
 
 if __name__ == "__main__":

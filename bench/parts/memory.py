@@ -12,17 +12,17 @@ from dataclasses import asdict
 from typing import Any
 
 from bench import record
-from bench.part import Part
-from bench.processes import ContenderError, Group, together
-from bench.rank_contenders import DEEPSPEED, DS_2, DS_3, OURS, OURS_3, deepspeed_config
-from bench.step import start
-from offload_core.bucket_terms import BucketTerms
-from offload_core.config import OffloadConfig
-from offload_core.cpus import available_cpus
+from bench.harness.processes import ContenderError, ProcessGroup, in_parallel
+from bench.harness.recording import Recording
+from bench.parts.step import start
+from bench.parts.torch_contenders import DEEPSPEED, DS_2, DS_3, OURS, OURS_3, deepspeed_config
+from offload_core.commands.model_shapes import GPTS, GPTConfig, specs_of
+from offload_core.config.options import OffloadConfig
+from offload_core.device.exchange_sizes import planned_device
 from offload_core.dtypes import FLOAT32
-from offload_core.exchange import planned_device
-from offload_core.memory_plan import MemoryPlan
-from offload_core.model_shapes import GPTS, GPTConfig, specs_of
+from offload_core.memory.plan import MemoryPlan
+from offload_core.step.bucket_terms import BucketTerms
+from offload_core.support.processors import available_cpus
 
 BUILT, BETWEEN, PEAK = "process, peak while it is built", "process, between steps", "process, peak of a step"
 PRESET = "gpt2-124m"
@@ -42,7 +42,7 @@ def plan(gpt: GPTConfig, stage: int, *, on_host: bool) -> MemoryPlan:
     return BucketTerms(config, planned_device(1, addressable=on_host)).plan(specs)
 
 
-def measure(group: Group) -> dict[str, int]:
+def measure(group: ProcessGroup) -> dict[str, int]:
     """Bytes beyond those of the libraries."""
     group.answers()
     before = group.resident()
@@ -54,7 +54,7 @@ def measure(group: Group) -> dict[str, int]:
     return {what: n_bytes - before for what, n_bytes in took.items()}
 
 
-def measure_all(starts: dict[str, Callable[[], Group]], part: Part) -> dict[str, dict[str, int]]:
+def measure_all(starts: dict[str, Callable[[], ProcessGroup]], recording: Recording) -> dict[str, dict[str, int]]:
     """Each in a process of its own; all import at once, and there are as many models at a time as processors."""
     groups = {name: begin() for name, begin in starts.items()}
     took = {}
@@ -64,11 +64,11 @@ def measure_all(starts: dict[str, Callable[[], Group]], part: Part) -> dict[str,
         try:
             took[name] = measure(groups[name])
         except ContenderError as error:
-            part.miss(name, error)
+            recording.add_missing(name, error)
         groups[name].close()
 
     try:
-        together(groups.values(), take, groups, available_cpus())
+        in_parallel(groups.values(), take, groups, available_cpus())
     finally:
         for group in groups.values():
             group.close()
@@ -88,11 +88,11 @@ def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
     gpt = GPTS[PRESET]
     settings = {"threads": args.threads, "micro_batch": 1, "context": 8, "gpt": asdict(gpt)}
-    part = Part("memory", "Memory of a parameter")
+    recording = Recording("memory", "Memory of a parameter")
     starts = {name: start(settings, 1, name, _MALLOC) for name in CONTENDERS}
     rounds = []
     for _ in range(args.rounds):
-        rounds.append(measure_all(starts, part))
+        rounds.append(measure_all(starts, recording))
         starts = {name: begin for name, begin in starts.items() if name in rounds[-1]}
     samples = {
         name: {what: [took[name][what] / gpt.numel for took in rounds] for what in (BUILT, BETWEEN, PEAK)}
@@ -100,21 +100,23 @@ def main(arguments: list[str] | None = None) -> int:
     }
     extra = {"params": gpt.numel, "threads": args.threads}
     for name, of_name in samples.items():
-        part.rows += [record.row(name, what, UNIT, values, **extra) for what, values in of_name.items()]
+        recording.rows += [record.row(name, what, UNIT, values, **extra) for what, values in of_name.items()]
     for name, stage in STAGES.items():
         for device, on_host in (("CPU", True), ("GPU", False)):
             planned = plan(gpt, stage, on_host=on_host)
             for where, n_bytes in (("host", planned.host_bytes), ("device", planned.device_bytes)):
-                part.rows.append(record.row(name, f"planned, {where}, {device}", UNIT, [n_bytes / gpt.numel], **extra))
+                recording.rows.append(
+                    record.row(name, f"planned, {where}, {device}", UNIT, [n_bytes / gpt.numel], **extra)
+                )
     print(f"{PRESET}, {gpt.numel:,} parameters in bf16, bytes a parameter")
-    for row in part.rows:
+    for row in recording.rows:
         print(f"{row['name']:28}{row['metric']:34}{row['p50']:8.2f}")
     ratios = [ratio for ours, other in ((OURS, DS_2), (OURS_3, DS_3)) for ratio in ratios_of(samples, ours, other)]
-    why = "; ".join(f"{row['name']}, {row['metric']} {row['p50']:.2f}" for row in part.rows)
-    part.compare(ratios, f"bytes a parameter: {why}")
+    why = "; ".join(f"{row['name']}, {row['metric']} {row['p50']:.2f}" for row in recording.rows)
+    recording.add_ratios(ratios, f"bytes a parameter: {why}")
     config = {"preset": PRESET, "rounds": args.rounds, "param_dtype": "bfloat16", **settings, "malloc": _MALLOC}
     config["deepspeed"] = {name: deepspeed_config(1, DEEPSPEED[name]) for name in (DS_2, DS_3)}
-    return part.finish(args.json, config)
+    return recording.finish(args.json, config)
 
 
 def ratios_of(samples: dict[str, dict[str, list[float]]], ours: str, other: str) -> list[dict[str, Any]]:

@@ -47,86 +47,27 @@ do not take of their time, is slept, and who overslept sleeps less the next time
 and the copies' threads are the real ones. Of several rounds the machine's drift hits all schedules alike.
 
 The simulation is the same run in virtual time, where what is slept takes exactly that and all else nothing. It is what
-``bench.simulate`` asks about machines that are not there, and simulated / measured is how far it is to be believed.
+``bench.parts.simulate`` asks about machines that are not there, and simulated / measured is how far it is to be
+believed.
 """
 
 import argparse
 import random
 import statistics
-import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import Any
 
 from bench.record import append, parser, ratio, row, versions
-from bench.virtual_time import Clock
-from offload_core import _kernels
-from offload_core.collectives import HostCollectives
-from offload_core.config import OffloadConfig
-from offload_core.cpu_adam import AdamHyper
-from offload_core.dtypes import BFLOAT16, ElementType
-from offload_core.fake_device import FakeDevice, FakeTensor
-from offload_core.host_ranks import HostRanks
-from offload_core.partition import ParamSpec
-from offload_core.pipeline import Pipeline
-from offload_core.quantities import count
-from offload_core.trace import COMPUTE
+from bench.virtual.machine import GB, SCHEDULES, Case, Run, Times, slow_kernels, virtual
+from offload_core.support.units import count
 
-SCHEDULES: dict[str, dict[str, Any]] = {
-    "overlap": {},
-    "in backward": {"update_in_backward": True},
-    "delayed": {"schedule": "delayed", "delay_warmup_steps": 0},
-    "serial": {"schedule": "serial"},
-}
 TARGET = 0.08
-KERNELS = ("adam", "sum_squares", "cast", "reduce")
-GB = 1e9
-
-
-class Case(NamedTuple):
-    """What a machine and a model take: seconds a step, bytes a second."""
-
-    forward: float
-    backward: float
-    link: float
-    """Each way."""
-    host: float
-
-
 CASES = {
     "compute": Case(forward=0.10, backward=0.20, link=40 * GB, host=400 * GB),
     "link": Case(forward=0.03, backward=0.06, link=12 * GB, host=400 * GB),
     "update": Case(forward=0.04, backward=0.08, link=40 * GB, host=100 * GB),
 }
 """By what dominates."""
-
-
-class Times(NamedTuple):
-    """Seconds of one bucket."""
-
-    forward: float
-    backward: float
-    copy: float
-    norm: float
-    update: float
-    advance: float
-    """The update less the parameter."""
-    round: float
-    emit: float
-    """The parameter, and states only read."""
-
-    @classmethod
-    def of(cls, case: Case, params: int, buckets: int, clips: bool) -> "Times":
-        wide = params / buckets / case.host
-        copy = 2 * params / buckets / case.link
-        norm = 2 * wide if clips else 0.0
-        layer = case.forward / buckets, case.backward / buckets
-        return cls(*layer, copy, norm, 28 * wide, 26 * wide, 6 * wide, 16 * wide)
 
 
 def flow(buckets: int, *stages: float) -> float:
@@ -189,139 +130,13 @@ def in_backward(buckets: int, t: Times) -> float:
     return ends[-1] - ends[-2]
 
 
-class Sleeper:
-    """Sleeps so long on average: what it overslept it makes up for."""
-
-    def __init__(self) -> None:
-        self._overslept = 0.0
-
-    def sleep(self, seconds: float) -> None:
-        start = time.perf_counter()
-        time.sleep(max(seconds - self._overslept, 0.0))
-        self._overslept += time.perf_counter() - start - seconds
-
-
-@contextmanager
-def slow_kernels(bandwidth: float) -> Iterator[None]:
-    """Have kernels take as long as what they read and write does at so many bytes a second."""
-    host = Sleeper()
-
-    def lasting(kernel: Callable[..., None], bytes_of: Callable[..., int]) -> Callable[..., None]:
-        def run(*args: Any, **kwargs: Any) -> None:
-            start = time.perf_counter()
-            kernel(*args, **kwargs)
-            host.sleep(bytes_of(*args, **kwargs) / bandwidth - (time.perf_counter() - start))
-
-        return run
-
-    def of_adam(
-        segments: np.ndarray,
-        scalars: Any,
-        *,
-        grad_dtype: ElementType,
-        param_dtype: ElementType | None,
-        keep_states: bool,
-        **others: Any,
-    ) -> int:
-        states = 12 if keep_states else 24
-        return numel(segments) * (states + grad_dtype.itemsize + (param_dtype.itemsize if param_dtype else 0))
-
-    def of_reduce(src: np.ndarray, n_sources: int, src_type: Any, dst: np.ndarray, *, add: bool, **others: Any) -> int:
-        return src.nbytes + (2 if add else 1) * dst.nbytes
-
-    def numel(spans: np.ndarray) -> int:
-        return int(spans["numel"].sum())
-
-    before = {name: getattr(_kernels, name) for name in KERNELS}
-    _kernels.adam = lasting(_kernels.adam, of_adam)
-    _kernels.sum_squares = lasting(
-        _kernels.sum_squares, lambda spans, dtype, bins, threads: numel(spans) * dtype.itemsize
-    )
-    _kernels.cast = lasting(
-        _kernels.cast, lambda spans, src, dst, threads: numel(spans) * (src.itemsize + dst.itemsize)
-    )
-    _kernels.reduce = lasting(_kernels.reduce, of_reduce)
-    try:
-        yield
-    finally:
-        for name, kernel in before.items():
-            setattr(_kernels, name, kernel)
-
-
-@contextmanager
-def virtual(bandwidth: float) -> Iterator[Clock]:
-    """A clock that rules, and kernels that last as long as so many bytes a second have it."""
-    clock = Clock()
-    with clock.rules(sys.modules[__name__]), slow_kernels(bandwidth):  # run as a command: __main__
-        yield clock
-
-
-class Run:
-    """A pipeline on a simulated machine, one layer a bucket."""
-
-    def __init__(
-        self,
-        case: Case,
-        params: int,
-        buckets: int,
-        scale: int,
-        clips: bool,
-        schedule: str,
-        collectives: HostCollectives | None = None,
-    ) -> None:
-        numel = params // scale // buckets
-        self.times = Times.of(case, params, buckets, clips)
-        self.layers = range(buckets)
-        self.fake = FakeDevice(bandwidth=case.link / scale)
-        clip = 1e9 if clips else None  # nothing is
-        options = SCHEDULES[schedule]
-        config = OffloadConfig(reduce_bucket_size=numel, gradient_clipping=clip, num_threads=1, **options)
-        self.pipeline = Pipeline(config, HostRanks(self.fake, collectives), None)
-        weights = np.ones(numel, BFLOAT16.numpy)
-        self.tensors = [FakeTensor(weights) for _ in self.layers]
-        self.gradients = [FakeTensor(weights) for _ in self.layers]
-        self.pipeline.add_parameters([ParamSpec(f"layer {i}", numel, BFLOAT16) for i in self.layers], self.tensors)
-        self.device, self.hypers = Sleeper(), [AdamHyper(1e-3)]
-
-    def compute(self, what: str, layer: int, seconds: float) -> None:
-        with self.pipeline.device.trace.span(COMPUTE, f"{what} of layer {layer}"):
-            self.device.sleep(seconds)
-
-    def step(self) -> None:
-        for layer in self.layers:
-            self.pipeline.await_param(layer)
-            with self.pipeline.device.trace.span(COMPUTE, "the device waits"):  # as the caller computes in its place
-                self.fake.compute(lambda: None).wait()
-            self.compute("forward", layer, self.times.forward)
-        self.pipeline.expect_step(self.hypers, self.tensors)
-        for layer in reversed(self.layers):
-            self.compute("backward", layer, self.times.backward)
-            self.pipeline.add_gradient(layer, self.gradients[layer])
-        self.pipeline.end_micro_step()
-        assert self.pipeline.step(self.hypers, self.tensors).updated
-
-    def turn(self, steps: int) -> list[float]:
-        """Seconds of so many steps in a row, each from the boundary before to its own."""
-        self.step()
-        ends = [time.perf_counter()]
-        for _ in range(steps):
-            self.step()
-            ends.append(time.perf_counter())
-        self.pipeline.finish()
-        return [after - before for before, after in pairwise(ends)]
-
-    def close(self) -> None:
-        self.pipeline.finish()
-        self.fake.close()
-
-
 def measure(runs: dict[str, Run], rounds: int, steps: int) -> dict[str, list[float]]:
     """Seconds of each step of each schedule; the first of a turn is not counted."""
     order = random.Random(0)
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
         for name, run in order.sample(list(runs.items()), len(runs)):
-            seconds[name] += run.turn(steps)
+            seconds[name] += run.step_times(steps)
     return seconds
 
 
@@ -329,8 +144,8 @@ def predicted(case: Case, params: int, buckets: int, scale: int, clips: bool, sc
     """Seconds of a step in virtual time."""
     with virtual(case.host / scale):
         run = Run(case, params, buckets, scale, clips, schedule)
-        run.turn(2)
-        seconds = statistics.mean(run.turn(steps))
+        run.step_times(2)
+        seconds = statistics.mean(run.step_times(steps))
         run.close()
     return seconds
 
@@ -347,7 +162,7 @@ def compare(
             for schedule, run in runs.items() if traces else ():
                 label = f"{name}-{buckets}-{'clip' if clips else 'free'}-{schedule.replace(' ', '-')}.json"
                 with run.pipeline.trace(traces / label):
-                    run.turn(1)
+                    run.step_times(1)
     finally:
         for run in runs.values():
             run.close()
@@ -382,8 +197,8 @@ def show(result: dict[str, Any]) -> str:
 
 
 def record(args: argparse.Namespace, results: list[dict[str, Any]]) -> dict[str, Any]:
-    """What is kept: a row a case and schedule; against the limit, with clipping; against the models and the simulation,
-    together.
+    """A row for each case and schedule; ratios to the limit, with clipping; ratios to the models and the simulation,
+    over all cases.
     """
     found, compared = [], []
     for result in results:

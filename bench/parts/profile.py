@@ -17,12 +17,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 from bench import record
-from bench.part import Part
-from bench.processes import ContenderError, Group
-from bench.rank_contenders import CONTENDERS, DS_2, OURS
-from bench.step import MODELS, WARM_UP, start
-from bench.turns import KEEP_MEMORY
-from offload_core.cpus import available_cpus
+from bench.harness.processes import KEEP_FREED_MEMORY, ContenderError, ProcessGroup
+from bench.harness.recording import Recording
+from bench.parts.step import MODELS, WARM_UP, start
+from bench.parts.torch_contenders import CONTENDERS, DS_2, OURS
+from offload_core.support.processors import available_cpus
 
 HERTZ = 199
 LEAST = 0.01
@@ -31,7 +30,7 @@ _LINE = re.compile(r"\s*([\d.]+)%? *;([^;]*);\s*(?:\[.\] )?([^;]*).*")
 
 
 @contextmanager
-def sampled(group: Group, path: Path) -> Iterator[None]:
+def sampled(group: ProcessGroup, path: Path) -> Iterator[None]:
     """Have the processes sampled while it lasts."""
     pids = ",".join(str(pid) for pid in group.pids)
     command = ["perf", "record", "--quiet", "-e", "cpu-clock", "-F", str(HERTZ), "-o", str(path), "-p", pids]
@@ -61,7 +60,7 @@ def shares(path: Path) -> dict[str, float]:
     return found
 
 
-def measure(name: str, group: Group, steps: int, part: Part) -> None:
+def measure(name: str, group: ProcessGroup, steps: int, recording: Recording) -> None:
     group.answers()
     group.ask(steps=WARM_UP)
     with tempfile.TemporaryDirectory() as folder:
@@ -73,11 +72,11 @@ def measure(name: str, group: Group, steps: int, part: Part) -> None:
     rest = 1.0
     for where, share in sorted(by_function.items(), key=lambda pair: -pair[1]):
         if share >= LEAST:
-            part.rows.append(record.row(name, "processor time", "ms/step", [share * total], where=where))
+            recording.rows.append(record.row(name, "processor time", "ms/step", [share * total], where=where))
             rest -= share
-    part.rows.append(record.row(name, "processor time", "ms/step", [rest * total], where="elsewhere"))
+    recording.rows.append(record.row(name, "processor time", "ms/step", [rest * total], where="elsewhere"))
     faults = sum(answer["faults"] for answer in answers) / steps
-    part.rows.append(record.row(name, "page faults", "thousands/step", [faults / 1e3], where="all"))
+    recording.rows.append(record.row(name, "page faults", "thousands/step", [faults / 1e3], where="all"))
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -93,23 +92,29 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
-    part = Part("profile", "Where the processor's time goes")
+    recording = Recording("profile", "Where the processor's time goes")
     settings = {"threads": args.threads, "micro_batch": 2, "context": 64, "gpt": asdict(MODELS[args.model])}
     for name in args.contenders:
         if shutil.which("perf") is None:
-            part.miss(name, ContenderError("perf is not installed (Debian: apt install linux-perf)"))
+            recording.add_missing(name, ContenderError("perf is not installed (Debian: apt install linux-perf)"))
             continue
         group = start(settings, 1, name)()
         try:
-            measure(name, group, args.steps, part)
+            measure(name, group, args.steps, recording)
         except ContenderError as error:
-            part.miss(name, error)
+            recording.add_missing(name, error)
         finally:
             group.close()
-    for row in part.rows:
+    for row in recording.rows:
         print(f"{row['name']:24}{row['p50']:10.1f} {row['unit']:16}{row['where'][:90]}")
-    config = {"model": args.model, "steps": args.steps, "samples a second": HERTZ, "malloc": KEEP_MEMORY, **settings}
-    return part.finish(args.json, config)
+    config = {
+        "model": args.model,
+        "steps": args.steps,
+        "samples a second": HERTZ,
+        "malloc": KEEP_FREED_MEMORY,
+        **settings,
+    }
+    return recording.finish(args.json, config)
 
 
 if __name__ == "__main__":

@@ -11,40 +11,50 @@ from dataclasses import asdict
 from typing import Any
 
 from bench import record
-from bench.part import Part
-from bench.processes import MOST_RANKS
-from bench.rank_contenders import CONTENDERS, DDP, DEEPSPEED, DS_2, DS_3, FSDP2, OURS, OURS_3, TOKENS, deepspeed_config
-from bench.sittings import Result, medians, run, show
-from bench.step import MODELS, start
-from bench.turns import KEEP_MEMORY
-from offload_core.model_shapes import GPTConfig
-from offload_core.quantities import count
+from bench.harness.contenders import Result, measure_all, medians, show
+from bench.harness.processes import KEEP_FREED_MEMORY, MOST_RANKS
+from bench.harness.recording import Recording
+from bench.parts.step import MODELS, start
+from bench.parts.torch_contenders import (
+    CONTENDERS,
+    DDP,
+    DEEPSPEED,
+    DS_2,
+    DS_3,
+    FSDP2,
+    OURS,
+    OURS_3,
+    TOKENS,
+    deepspeed_config,
+)
+from offload_core.commands.model_shapes import GPTConfig
+from offload_core.support.units import count
 
 GPT_34M = MODELS["34m"]
-HEATS = {2: (OURS, DS_2, DDP), 3: (OURS_3, DS_3, FSDP2)}
+CONTENDERS_OF_STAGE = {2: (OURS, DS_2, DDP), 3: (OURS_3, DS_3, FSDP2)}
 """Of each stage; the others are compared with the first."""
 FURTHER = {2: ("DeepSpeed, allreduce",), 3: ("DeepSpeed, stage 3, overlap_comm",)}
 """DeepSpeed's fastest ways, where there is a target."""
 TARGET, TARGET_RANKS = 1.5, 2
 """For DeepSpeed's fastest, and so for each of its ways."""
-TURNS = {"sittings": 2, "rounds": 2, "steps": 2}
+COUNTS = {"repetitions": 2, "rounds": 2, "steps": 2}
 """With the target's ranks."""
-ELSEWHERE = {"sittings": 1, "rounds": 1, "steps": 2}
-QUICK = {"sittings": 1, "rounds": 2, "steps": 1}
+COUNTS_ELSEWHERE = {"repetitions": 1, "rounds": 1, "steps": 2}
+QUICK_COUNTS = {"repetitions": 1, "rounds": 2, "steps": 1}
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = record.parser("ranks", __doc__.partition("\n\n")[0])
-    parser.add_argument("--stages", nargs="+", type=int, choices=HEATS, default=list(HEATS))
+    parser.add_argument("--stages", nargs="+", type=int, choices=CONTENDERS_OF_STAGE, default=list(CONTENDERS_OF_STAGE))
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, metavar="NAME", help="instead of the stages'")
     parser.add_argument("--ranks", nargs="+", type=count, help="default: 1 2 4; --quick: 2")
     parser.add_argument("--threads", type=count, default=1, help="of each rank (default: 1)")
     for name, what in (
-        ("sittings", "each with new processes"),
-        ("rounds", "of each sitting"),
-        ("steps", "counted in each turn"),
+        ("repetitions", "each with new processes"),
+        ("rounds", "of each repetition"),
+        ("steps", "counted in each round"),
     ):
-        with_target, elsewhere = TURNS[name], ELSEWHERE[name]
+        with_target, elsewhere = COUNTS[name], COUNTS_ELSEWHERE[name]
         default = f"default: {with_target} with {TARGET_RANKS} ranks, else {elsewhere}"
         parser.add_argument(f"--{name}", type=count, help=f"{what} ({default})")
     parser.add_argument("--warm-up", type=int, default=1, help="steps before the first round (default: 1)")
@@ -70,17 +80,17 @@ def micro_batches(ranks: int, micro_batch: int) -> list[int]:
     return list(dict.fromkeys([micro_batch, strong or micro_batch]))
 
 
-def heats(args: argparse.Namespace, ranks: int) -> list[list[tuple[str, ...]]]:
-    """Of each heat, what is compared with the first of it; single ranks are few enough to run together."""
+def experiments(args: argparse.Namespace, ranks: int) -> list[list[tuple[str, ...]]]:
+    """Of each experiment, what is compared with the first of it; single ranks are few enough to run together."""
     if args.contenders:
         return [[tuple(args.contenders)]]
-    stages = [HEATS[stage] + (FURTHER[stage] if ranks == TARGET_RANKS else ()) for stage in args.stages]
+    stages = [CONTENDERS_OF_STAGE[stage] + (FURTHER[stage] if ranks == TARGET_RANKS else ()) for stage in args.stages]
     return [stages] if ranks == 1 else [[stage] for stage in stages]
 
 
-def turns(args: argparse.Namespace, ranks: int) -> dict[str, int]:
-    """How many sittings, rounds, and steps counted in each turn."""
-    known = QUICK if args.quick else TURNS if ranks == TARGET_RANKS else ELSEWHERE
+def counts_of(args: argparse.Namespace, ranks: int) -> dict[str, int]:
+    """Of repetitions, of rounds, and of the steps counted in each round."""
+    known = QUICK_COUNTS if args.quick else COUNTS if ranks == TARGET_RANKS else COUNTS_ELSEWHERE
     return {name: getattr(args, name) or number for name, number in known.items()}
 
 
@@ -100,40 +110,43 @@ def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
     gpt = GPTConfig(args.layers, args.width, GPT_34M.heads, args.vocabulary, GPT_34M.positions)
     settings = {name: getattr(args, name) for name in ("threads", "micro_batch", "context")} | {"gpt": asdict(gpt)}
-    part = Part("ranks", "Whole training steps on several ranks")
+    recording = Recording("ranks", "Whole training steps on several ranks")
     for ranks in args.ranks:
         sizes = micro_batches(ranks, args.micro_batch)
         workloads = [{"micro_batch": size} for size in sizes]
-        for heat in heats(args, ranks):
-            groups = {name: start(settings, ranks, name) for stage in heat for name in stage}
-            taken = turns(args, ranks)
-            results, failures, versions = run(groups, warm_up=args.warm_up, workloads=workloads, **taken)
-            part.versions |= versions
+        for experiment in experiments(args, ranks):
+            groups = {name: start(settings, ranks, name) for stage in experiment for name in stage}
+            counts = counts_of(args, ranks)
+            results, failures, versions = measure_all(groups, warm_up=args.warm_up, workloads=workloads, **counts)
+            recording.versions |= versions
             for name, error in failures.items():
-                part.miss(f"{name}, {ranks} ranks" if len(args.ranks) > 1 else name, error)
+                recording.add_missing(f"{name}, {ranks} ranks" if len(args.ranks) > 1 else name, error)
             for i, size in enumerate(sizes):
                 of_size = {name: by_workload[i] for name, by_workload in results.items()}
                 print(
                     f"{gpt.numel:,} parameters in bf16, {ranks} gloo ranks of {args.threads} threads, "
-                    f"{size} x {args.context} tokens each, {taken}"
+                    f"{size} x {args.context} tokens each, {counts}"
                 )
                 show(of_size)
                 extra = {"params": gpt.numel, "threads": args.threads, "ranks": ranks, "micro_batch": size}
                 for name, result in of_size.items():
                     tokens = [1e3 * ranks * size * args.context / ms for ms in result.samples("total")]
-                    part.rows += [*result.rows(name, **extra), record.row(name, "speed", "tokens/s", tokens, **extra)]
-                for stage in heat:
+                    recording.rows += [
+                        *result.rows(name, **extra),
+                        record.row(name, "speed", "tokens/s", tokens, **extra),
+                    ]
+                for stage in experiment:
                     compared = {name: of_size[name] for name in stage if name in of_size}
-                    part.compare(ratios_of(compared, stage[0], ranks, size), medians(compared))
+                    recording.add_ratios(ratios_of(compared, stage[0], ranks, size), medians(compared))
     config = {
         **{name: getattr(args, name) for name in ("ranks", "warm_up")},
-        **{name: [turns(args, ranks)[name] for ranks in args.ranks] for name in TURNS},
+        **{name: [counts_of(args, ranks)[name] for ranks in args.ranks] for name in COUNTS},
         "param_dtype": "bfloat16",
         **settings,
-        "malloc": KEEP_MEMORY,
+        "malloc": KEEP_FREED_MEMORY,
         "deepspeed": {name: deepspeed_config(args.micro_batch, zero) for name, zero in DEEPSPEED.items()},
     }
-    return part.finish(args.json, config)
+    return recording.finish(args.json, config)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""Steps on machines that are not there: the pipeline runs in virtual time (``bench.cluster``).
+"""Steps on machines that are not there: the pipeline runs in virtual time (``bench.virtual.cluster``).
 
 First the simulation is held against steps that the same pipeline takes by the wall clock on two gloo ranks, as
-predicted / measured; ``bench.overlap`` does so on one rank, in each regime that it measures. Then it is asked about the
-machines of the published figures, under the assumptions of ``ASSUMPTIONS``, or with ``--gpus`` about one's own.
+predicted / measured; ``bench.parts.overlap`` does so on one rank, in each regime that it measures. Then it is asked
+about the machines of the published figures, under the assumptions of ``ASSUMPTIONS``, or with ``--gpus`` about one's
+own.
 """
 
 import argparse
@@ -21,12 +22,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from bench.cluster import WAITING, Job, Machines, Result, SimulatedGroup, SimulatedRank, on_ranks, simulate
-from bench.overlap import GB, SCHEDULES, Case, Run, slow_kernels, virtual
+from bench.harness.rounds import interleave
 from bench.record import append, parser, ratio, row, versions
-from bench.turns import take_turns
-from offload_core.cpus import available_cpus
-from offload_core.quantities import count, rate
+from bench.virtual.cluster import WAITING, Job, Machines, Result, SimulatedGroup, SimulatedRank, on_ranks, simulate
+from bench.virtual.machine import GB, SCHEDULES, Case, Run, slow_kernels, virtual
+from offload_core.support.processors import available_cpus
+from offload_core.support.units import count, rate
 
 RANK_CASES = {
     "compute": Case(forward=0.04, backward=0.08, link=1 * GB, host=2 * GB),
@@ -59,7 +60,7 @@ ASSUMPTIONS = [
     ("operations", "8 a parameter and token", "6, and 2 for activations that are computed again"),
     ("clipping", "on", "Megatron-LM's default"),
 ]
-"""What, how much, and where it is from."""
+"""Each with its value and its source."""
 BATCH, LENGTH, LAYERS = 10, 1024, 50
 PUBLISHED_ADAM = {1e9: 0.22, 2e9: 0.51, 4e9: 1.03, 8e9: 2.41, 10e9: 2.57}
 """Seconds of ZeRO-Offload's CPU-Adam: arXiv:2101.06840, section 6, as are the other published figures."""
@@ -89,8 +90,8 @@ class Cell(NamedTuple):
 # --- against the wall clock ------------------------------------------------------------------------------
 
 
-def mean_of(turn: Callable[[int], list[float]], steps: int) -> float:
-    return statistics.mean(turn(steps))
+def mean_of(step_times: Callable[[int], list[float]], steps: int) -> float:
+    return statistics.mean(step_times(steps))
 
 
 def on_two_ranks(cases: dict[str, Case], rounds: int, steps: int = 2) -> list[Cell]:
@@ -110,8 +111,8 @@ def on_two_ranks(cases: dict[str, Case], rounds: int, steps: int = 2) -> list[Ce
             for seconds in took:
                 with virtual(case.host) as clock:
                     group = SimulatedGroup(clock, RANKS, *durations(*seconds))
-                    turn = partial(simulated_rank, case, schedule, steps, group)
-                    expected.append(statistics.mean(on_ranks(clock, RANKS, turn)))
+                    body = partial(simulated_rank, case, schedule, steps, group)
+                    expected.append(statistics.mean(on_ranks(clock, RANKS, body)))
             cells.append(Cell(f"{RANKS} gloo ranks: {name}, {schedule}", measured, expected))
     return cells
 
@@ -127,8 +128,8 @@ def rank_run(case: Case, schedule: str, collectives: Any) -> Run:
 
 def simulated_rank(case: Case, schedule: str, steps: int, group: SimulatedGroup, rank: int) -> float:
     run = rank_run(case, schedule, SimulatedRank(group, rank))
-    run.turn(2)
-    seconds = mean_of(run.turn, steps)
+    run.step_times(2)
+    seconds = mean_of(run.step_times, steps)
     run.close()
     return seconds
 
@@ -140,16 +141,18 @@ def real_rank(
     import torch
     import torch.distributed as dist
 
-    from frontends.torch.collectives import TorchRanks
+    from frontends.torch.ranks.collectives import TorchRanks
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS, timeout=PATIENCE)
     answers: dict[str, dict[str, list[Any]]] = {}
     for name, case in cases.items():
         runs = {s: rank_run(case, s, TorchRanks(None)) for s in SCHEDULES}
-        turns: dict[str, Callable[[], Any]] = {s: partial(mean_of, run.turn, steps) for s, run in runs.items()}
+        contenders: dict[str, Callable[[], Any]] = {
+            s: partial(mean_of, run.step_times, steps) for s, run in runs.items()
+        }
         with slow_kernels(case.host):
-            answers[name] = take_turns({**turns, ALONE: partial(alone, TorchRanks(None))}, rounds)
+            answers[name] = interleave({**contenders, ALONE: partial(alone, TorchRanks(None))}, rounds)
         for run in runs.values():
             run.close()
     dist.destroy_process_group()
@@ -193,7 +196,7 @@ def together(cells: list[Cell]) -> dict[str, Any]:
 
 
 class Question(NamedTuple):
-    """What a step takes, and what is published of it."""
+    """A step to simulate, and the published figure to compare with."""
 
     name: str
     machines: Machines
@@ -277,7 +280,7 @@ def delayed(batches: tuple[int, ...]) -> list[dict[str, Any]]:
 
 
 def summary(rows: list[dict[str, Any]], hidden: list[dict[str, Any]]) -> list[str]:
-    """What the rows say beside what is published."""
+    """The rows' figures beside the published ones."""
     said = []
     for size, published in PUBLISHED_ADAM.items():
         for each in rows:
@@ -329,7 +332,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def own(args: argparse.Namespace) -> list[Question]:
-    """What the user asks."""
+    """The questions of the command line."""
     speeds = {name: getattr(args, name) for name in ("flops", "link", "links", "dram", "peer", "network")}
     machines = Machines(args.gpus, args.machines, **speeds)
     tokens = args.micro_batch * args.context
@@ -352,7 +355,7 @@ def main(arguments: list[str] | None = None) -> None:
         cells = on_two_ranks({"exchange": RANK_CASES["exchange"]} if args.quick else RANK_CASES, rounds=1)
         show(cells)
         ratios = [together(cells)]
-        notes.append("on one rank the simulation is held against the fake device's steps in bench.overlap")
+        notes.append("on one rank the simulation is held against the fake device's steps in bench.parts.overlap")
         notes += [f"{what}: {value} ({source})" for what, value, source in ASSUMPTIONS]
         print("", *notes, sep="\n")
         rows = answer(questions(args.quick))

@@ -1,8 +1,9 @@
 """Whole training steps on one rank of the CPU: offload-core, a plain PyTorch loop, DeepSpeed and FSDP2, in bf16 with
 clipping, and beside them forward and backward alone and the streaming limit of the update's bytes.
 
-Contenders are processes of their own. At 319 M parameters not all of them fit in memory together: they run in heats,
-each with the contender that its ratios compare with. Rows are of all heats, a ratio is of its two sides' turns in one.
+Contenders are processes of their own. At 319 M parameters not all of them fit in memory together: they run in several
+experiments, each with the contender that its ratios compare with. Rows are of all experiments, a ratio is of its two
+sides in one.
 """
 
 import argparse
@@ -15,9 +16,10 @@ from typing import Any
 
 import offload_core
 from bench import record
-from bench.part import Part
-from bench.processes import Group
-from bench.rank_contenders import (
+from bench.harness.contenders import Result, measure_all, medians, show
+from bench.harness.processes import KEEP_FREED_MEMORY, ProcessGroup
+from bench.harness.recording import Recording
+from bench.parts.torch_contenders import (
     CONTENDERS,
     DEEPSPEED,
     DS_2,
@@ -33,11 +35,9 @@ from bench.rank_contenders import (
     UNFUSED,
     deepspeed_config,
 )
-from bench.sittings import Result, medians, run, show
-from bench.turns import KEEP_MEMORY
-from offload_core.cpus import available_cpus
-from offload_core.model_shapes import GPTConfig
-from offload_core.quantities import count
+from offload_core.commands.model_shapes import GPTConfig
+from offload_core.support.processors import available_cpus
+from offload_core.support.units import count
 
 MODELS = {
     "34m": GPTConfig(layers=8, width=512, heads=8, vocabulary=16384, positions=1024),
@@ -46,26 +46,29 @@ MODELS = {
 
 
 @dataclass(frozen=True)
-class Heat:
+class Experiment:
     contenders: tuple[str, ...]
     rounds: int
-    """Of each sitting."""
+    """Of each repetition."""
     steps: int
-    """Counted in each turn."""
-    sittings: int = 1
+    """Counted in each round."""
+    repetitions: int = 1
 
 
-HEATS = {
-    "34m": [Heat((OURS, SERIAL, UNCLIPPED, OURS_3, DS_2, DS_3, FUSED, UNFUSED, FSDP2, GRADIENTS_ONLY, STREAM), 2, 2)],
+EXPERIMENTS = {
+    "34m": [
+        Experiment((OURS, SERIAL, UNCLIPPED, OURS_3, DS_2, DS_3, FUSED, UNFUSED, FSDP2, GRADIENTS_ONLY, STREAM), 2, 2)
+    ],
     "319m": [
-        Heat((OURS, DS_2, GRADIENTS_ONLY, STREAM), 2, 3, sittings=2),
-        Heat((SERIAL, UNFUSED, FSDP2), 3, 2),
-        Heat((OURS_3, DS_3), 1, 3),
+        Experiment((OURS, DS_2, GRADIENTS_ONLY, STREAM), 2, 3, repetitions=2),
+        Experiment((SERIAL, UNFUSED, FSDP2), 3, 2),
+        Experiment((OURS_3, DS_3), 1, 3),
     ],
 }
-"""Two sittings where a target compares with DeepSpeed: each touches 20 GB of memory for the first time, which takes
-longer than its steps where a host backs memory when it is touched. Those of a heat fit in 24 GB together, with 2 GB to
-spare: short of memory, the kernel reads programs from disk again and again (a heat of 23 GB took 400 s more once)."""
+"""Two repetitions where a target compares with DeepSpeed: each touches 20 GB of memory for the first time, which takes
+longer than its steps where a host backs memory when it is touched. Those of an experiment fit in 24 GB together, with
+2 GB to spare: short of memory, the kernel reads programs from disk again and again (an experiment of 23 GB took 400 s
+more once)."""
 WARM_UP = 1
 
 Results = Mapping[str, Result]
@@ -86,7 +89,7 @@ class Comparison:
         return " + ".join(left) if self.without else "whole step"
 
     def of(self, results: Results, size: str) -> dict[str, Any]:
-        """What a schedule moves into the next forward counts: of each total, the other's forward is taken off."""
+        """Time that a schedule moves into the next forward counts too: each total is less the other's forward."""
         other, ours = results[self.other], results[self.ours]
         sides = []
         for side in (other, ours):
@@ -138,7 +141,7 @@ def beside_limit(results: Results, size: str, target: float | None) -> list[dict
 
 
 def ratios_of(results: Results, size: str, targets: bool) -> list[dict[str, Any]]:
-    """Of those that ran in one heat."""
+    """Of those that ran in one experiment."""
     comparisons = TARGETS if targets else [replace(c, target=None) for c in TARGETS]
     known = [c.of(results, size) for c in comparisons if {c.ours, c.other} <= results.keys()]
     if {GRADIENTS_ONLY, STREAM, OURS} <= results.keys():
@@ -153,11 +156,11 @@ def ratios_of(results: Results, size: str, targets: bool) -> list[dict[str, Any]
 
 
 def start(
-    settings: Mapping[str, Any], ranks: int, name: str, malloc: Mapping[str, str] = KEEP_MEMORY
-) -> Callable[[], Group]:
+    settings: Mapping[str, Any], ranks: int, name: str, malloc: Mapping[str, str] = KEEP_FREED_MEMORY
+) -> Callable[[], ProcessGroup]:
     return partial(
-        Group,
-        "bench.rank_contenders",
+        ProcessGroup,
+        "bench.parts.torch_contenders",
         [name, json.dumps(settings)],
         library=CONTENDERS[name].library,
         ranks=ranks,
@@ -170,52 +173,54 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = record.parser("step", __doc__.partition("\n\n")[0])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=None, help="default: all; --quick: 34m")
     parser.add_argument("--threads", type=count, default=available_cpus())
-    parser.add_argument("--sittings", type=count, help="each with new processes (default: of each heat its own)")
-    parser.add_argument("--rounds", type=count, help="of each sitting (default: of each heat its own)")
-    parser.add_argument("--steps", type=count, help="counted in each turn (default: of each heat its own)")
+    parser.add_argument(
+        "--repetitions", type=count, help="each with new processes (default: of each experiment its own)"
+    )
+    parser.add_argument("--rounds", type=count, help="of each repetition (default: of each experiment its own)")
+    parser.add_argument("--steps", type=count, help="counted in each round (default: of each experiment its own)")
     args = parser.parse_args(arguments)
     args.models = args.models or (["34m"] if args.quick else list(MODELS))
     return args
 
 
-def heats(model: str, args: argparse.Namespace) -> Iterator[Heat]:
-    for heat in HEATS[model]:
-        known = replace(heat, rounds=2, steps=1, sittings=1) if args.quick else heat
-        told = {name: getattr(args, name) for name in ("rounds", "steps", "sittings") if getattr(args, name)}
+def experiments(model: str, args: argparse.Namespace) -> Iterator[Experiment]:
+    for experiment in EXPERIMENTS[model]:
+        known = replace(experiment, rounds=2, steps=1, repetitions=1) if args.quick else experiment
+        told = {name: getattr(args, name) for name in ("rounds", "steps", "repetitions") if getattr(args, name)}
         yield replace(known, **told)
 
 
 def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
-    part = Part("step", "Whole training steps on one rank")
+    recording = Recording("step", "Whole training steps on one rank")
     for model in args.models:
         gpt, size = MODELS[model], f"{MODELS[model].numel / 1e6:.0f} M"
         settings = {"threads": args.threads, "micro_batch": 2, "context": 64, "gpt": asdict(gpt)}
         of_all: dict[str, Result] = {}
-        for heat in heats(model, args):
-            groups = {name: start(settings, 1, name) for name in heat.contenders}
-            turns = {"sittings": heat.sittings, "rounds": heat.rounds, "steps": heat.steps}
-            by_workload, failures, versions = run(groups, warm_up=WARM_UP, **turns)
+        for experiment in experiments(model, args):
+            groups = {name: start(settings, 1, name) for name in experiment.contenders}
+            counts = {"repetitions": experiment.repetitions, "rounds": experiment.rounds, "steps": experiment.steps}
+            by_workload, failures, versions = measure_all(groups, warm_up=WARM_UP, **counts)
             results = {name: result for name, [result] in by_workload.items()}
-            part.versions |= versions
-            print(f"{gpt.numel:,} parameters in bf16, 2 x 64 tokens, {args.threads} threads, {turns}")
+            recording.versions |= versions
+            print(f"{gpt.numel:,} parameters in bf16, 2 x 64 tokens, {args.threads} threads, {counts}")
             show(results)
             for name, error in failures.items():
-                part.miss(f"{name}, {size}", error)
-            part.compare(ratios_of(results, size, targets=model == LARGEST), medians(results))
+                recording.add_missing(f"{name}, {size}", error)
+            recording.add_ratios(ratios_of(results, size, targets=model == LARGEST), medians(results))
             for name, result in results.items():
                 of_all[name] = of_all[name] + result if name in of_all else result
         for name, result in of_all.items():
-            part.rows += result.rows(name, params=gpt.numel, threads=args.threads, ranks=1)
+            recording.rows += result.rows(name, params=gpt.numel, threads=args.threads, ranks=1)
     config = {
         "models": {model: asdict(MODELS[model]) for model in args.models},
-        "heats": {model: [asdict(heat) for heat in heats(model, args)] for model in args.models},
+        "experiments": {model: [asdict(each) for each in experiments(model, args)] for model in args.models},
         "warm_up": WARM_UP, "threads": args.threads,
         "micro_batch": 2, "context": 64, "param_dtype": "bfloat16",
         "deepspeed": {name: deepspeed_config(2, DEEPSPEED[name]) for name in (DS_2, DS_3)},
-        "kernels": asdict(offload_core.kernel_info()), "malloc": KEEP_MEMORY,
+        "kernels": asdict(offload_core.kernel_info()), "malloc": KEEP_FREED_MEMORY,
     }  # fmt: skip
-    return part.finish(args.json, config)
+    return recording.finish(args.json, config)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The ranks of the torch contenders of ``bench.step``, ``bench.ranks`` and ``bench.memory`` that need one LIBRARY.
+"""The ranks of the torch contenders of ``step``, ``ranks`` and ``memory`` (``bench.parts``) that need one LIBRARY.
 
 Each is started with NAME SETTINGS.
 """
@@ -12,7 +12,7 @@ from functools import partial
 from importlib import metadata
 from typing import Any, NamedTuple
 
-from bench.contender import Step, become_rank, serve
+from bench.harness.worker import Step, become_rank, serve
 
 LEARNING_RATE = 3e-4
 CLIPPING = 1.0
@@ -39,7 +39,7 @@ DEEPSPEED: dict[str, dict[str, Any]] = {
     DS_3: {"stage": 3},
     "DeepSpeed, stage 3, overlap_comm": {"stage": 3, "overlap_comm": True},
 }
-"""What differs from `deepspeed_config`."""
+"""Settings that differ from `deepspeed_config`."""
 
 Settings = dict[str, Any]
 
@@ -64,8 +64,8 @@ def main() -> None:
     dist.init_process_group("gloo")
 
     def make_step() -> Step:
-        from bench.gpt_torch import GPT
-        from offload_core.model_shapes import GPTConfig
+        from bench.train.gpt_torch import GPT
+        from offload_core.commands.model_shapes import GPTConfig
 
         torch.manual_seed(0)
         with torch.device(contender.device):
@@ -115,7 +115,7 @@ def phases(
 
 
 def adam_arguments() -> dict[str, Any]:
-    from bench.presets import BETAS, WEIGHT_DECAY
+    from bench.train.presets import BETAS, WEIGHT_DECAY
 
     return {"lr": LEARNING_RATE, "betas": BETAS, "eps": 1e-8, "weight_decay": WEIGHT_DECAY}
 
@@ -221,7 +221,7 @@ def gradients_only(model: Any, settings: Settings) -> Any:
 
 def stream(model: Any, settings: Settings) -> Any:
     """Reading a bf16 gradient and three fp32 states, writing the states and a bf16 parameter; no arithmetic."""
-    from bench.cpu_adam import Buffers, build_stream
+    from bench.parts.cpu_adam import Buffers, build_stream
     from offload_core.dtypes import BFLOAT16
 
     numel = sum(p.numel() for p in model.parameters())

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from frontends.jax import gather_params, gathered
-from offload_core.model_shapes import GPTConfig
+from offload_core.commands.model_shapes import GPTConfig
 
 Params = dict[str, Any]
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from offload_core.model_shapes import GPTConfig
+from offload_core.commands.model_shapes import GPTConfig
 
 Rotation = tuple[Tensor, Tensor] | None
 

@@ -17,19 +17,19 @@ from jax.experimental.multihost_utils import process_allgather
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from bench.gpt_jax import Params, init_params, logits_of, loss_of
-from bench.launch import Ranks
-from bench.presets import BETAS, WEIGHT_DECAY, learning_rate
-from bench.trainer import Settings, Step, check_room
+from bench.train.gpt_jax import Params, init_params, logits_of, loss_of
+from bench.train.presets import BETAS, WEIGHT_DECAY, learning_rate
+from bench.train.ranks import Ranks
+from bench.train.trainer import Settings, Step, check_room
 from frontends.jax import initialize, wrap
-from offload_core.cpus import default_threads
 from offload_core.errors import CollectiveError, ConfigError
-from offload_core.memory_report import MemoryReport
+from offload_core.memory.report import MemoryReport
+from offload_core.support.processors import default_threads
 
 
 @contextmanager
 def losing_a_rank() -> Iterator[None]:
-    """What gloo says of it comes as one of several errors."""
+    """gloo's messages about it come as one of several errors."""
     try:
         yield
     except (RuntimeError, ValueError) as error:
@@ -127,7 +127,7 @@ def make_schedule(settings: Settings) -> Callable[[Any], Any]:
 
 
 class JaxTrainer:
-    """What both loops share; `params` are the device parameters."""
+    """The part that both loops share; `params` are the device parameters."""
 
     params: Params
 
@@ -135,7 +135,7 @@ class JaxTrainer:
         self.mesh = Mesh(np.array(devices), ("rank",)) if len(devices) > 1 or settings.stage == 3 else None
         self.context = settings.context
         self.schedule = make_schedule(settings)
-        # What is gathered for a layer is gathered for backward again.
+        # Parameters that a layer gathers are gathered for backward again.
         checkpointing = settings.activation_checkpointing or settings.stage == 3
         model: dict[str, Any] = {"config": settings.gpt, "activation_checkpointing": checkpointing}
         self.loss_fn = partial(loss_of, **model)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from offload_core.model_shapes import GPTS, GPTConfig
+from offload_core.commands.model_shapes import GPTS, GPTConfig
 
 BETAS = (0.9, 0.95)
 WEIGHT_DECAY = 0.1

@@ -29,16 +29,16 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from bench.data import Corpus, held_out_batches, load_corpus, training_batch
-from bench.launch import Ranks
-from bench.presets import PRESETS
-from bench.trainer import OffloadTrainer, Settings, Step, Trainer
-from offload_core.cpus import default_threads
+from bench.train.data import Corpus, held_out_batches, load_corpus, training_batch
+from bench.train.presets import PRESETS
+from bench.train.ranks import Ranks
+from bench.train.trainer import OffloadTrainer, Settings, Step, Trainer
 from offload_core.dtypes import BY_NAME
 from offload_core.errors import CollectiveError, ConfigError, OffloadError
-from offload_core.host_memory import format_bytes
-from offload_core.memory_plan import format_table
+from offload_core.memory.host_memory import format_bytes
+from offload_core.memory.plan import format_table
 from offload_core.step_log import JsonLines, ProgressBar, StepLog, TensorBoard, Writer
+from offload_core.support.processors import default_threads
 
 INTERRUPTED = 130
 PROMPT = b"\ndef "
@@ -148,7 +148,7 @@ def parse(arguments: list[str] | None) -> tuple[Settings, Files, Saving]:
     parser = Parser(
         prog="python -m bench.train",
         description="Train a byte-level GPT on the Python standard library's source, AdamW's states in host memory.",
-        epilog="What is left out comes from the preset. Ctrl-C ends a run early, evaluation included; "
+        epilog="Options that are left out come from the preset. Ctrl-C ends a run early, evaluation included; "
         "a second one ends it at once. Ranks are processes that torchrun, srun or mpirun start, or whoever sets RANK, "
         "WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT; in JAX each process has --devices of "
         "them. Each rank draws micro-batches of its own: an update sees ranks x accumulate x micro-batch windows.",
@@ -251,7 +251,7 @@ def run(settings: Settings, files: Files, saving: Saving, at_end: ExitStack) -> 
         f"on, {len(corpus.held_out):,} of {corpus.held_out_files} held out",
         flush=True,
     )
-    framework = importlib.import_module(f"bench.train_{settings.frontend}")
+    framework = importlib.import_module(f"bench.train.{settings.frontend}_trainer")
     ranks = at_end.enter_context(framework.join(settings))
     offloaded, plain = framework.make_trainers(settings, ranks)
     done = resume(settings, ranks, saving.resume, offloaded) if saving.resume is not None else 0
@@ -372,7 +372,7 @@ def train(
 
 
 def batches_of(settings: Settings, ranks: Ranks) -> dict[str, int]:
-    """What decides which windows an update sees."""
+    """The settings that decide which windows an update sees."""
     micro_batches = settings.accumulate * ranks.world_size
     return {
         "seed": settings.seed,
@@ -515,7 +515,7 @@ def report_memory(settings: Settings, offloaded: OffloadTrainer) -> dict[str, An
 
 
 def report_ranks(settings: Settings, ranks: Ranks, offloaded: OffloadTrainer, steps: int) -> dict[str, Any]:
-    """What each rank sent and needed; at the top of the summary stands rank 0."""
+    """The bytes that each rank sent and needed; at the top of the summary stands rank 0."""
     sent, resident, device = "sent_bytes_a_step", "peak_resident_bytes", "peak_device_bytes"
     on_device = offloaded.peak_device_bytes()
     mine = [offloaded.sent_bytes / steps, peak_resident_bytes(), math.nan if on_device is None else on_device]
@@ -547,7 +547,3 @@ def peak_resident_bytes() -> int:
         return 1024 * next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:"))
     except (OSError, StopIteration):
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-if __name__ == "__main__":
-    sys.exit(main())

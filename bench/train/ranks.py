@@ -6,7 +6,7 @@ from typing import Self
 
 import numpy as np
 
-from offload_core.launch import Launched
+from offload_core.support.launchers import Launched
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Ranks:
         return replace(self, world_size=n * self.world_size, local_world_size=n * self.local_world_size, **places)
 
     def turn(self, first: int) -> range:
-        """What falls to this process where each rank in turn takes one, rank 0 the one at `first`."""
+        """The items of this process where each rank takes one in order, rank 0 the one at `first`."""
         return range(first + self.rank, first + self.rank + self.here)
 
     def gather(self, values: Sequence[float]) -> np.ndarray:

@@ -12,16 +12,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from bench.gpt_torch import GPT
-from bench.launch import Ranks
-from bench.presets import BETAS, WEIGHT_DECAY, learning_rate
-from bench.trainer import Settings, Step, check_room
+from bench.train.gpt_torch import GPT
+from bench.train.presets import BETAS, WEIGHT_DECAY, learning_rate
+from bench.train.ranks import Ranks
+from bench.train.trainer import Settings, Step, check_room
 from frontends.torch import init, init_process_group, wrap
-from frontends.torch.launch import device_of
-from offload_core.cpus import default_threads
+from frontends.torch.ranks.launch import device_of
 from offload_core.errors import CollectiveError
-from offload_core.launch import Launched
-from offload_core.memory_report import MemoryReport
+from offload_core.memory.report import MemoryReport
+from offload_core.support.launchers import Launched
+from offload_core.support.processors import default_threads
 
 
 class ProcessGroup(Ranks):
@@ -92,7 +92,7 @@ def make_schedule(optimizer: torch.optim.Optimizer, settings: Settings) -> Lambd
 
 
 class TorchTrainer:
-    """What both loops share; `model` is the module, or the engine around it."""
+    """The part that both loops share; `model` is the module, or the engine around it."""
 
     model: torch.nn.Module
     device: torch.device

@@ -1,4 +1,4 @@
-"""What the training program asks of a framework, and what it tells it."""
+"""The interface between the training program and a framework: settings in, steps and losses out."""
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -7,16 +7,16 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from bench.launch import Ranks
-from offload_core.bucket_terms import STAGING, BucketTerms
-from offload_core.config import OffloadConfig
+from bench.train.ranks import Ranks
+from offload_core.commands.model_shapes import GPTConfig, specs_of
+from offload_core.config.options import OffloadConfig
+from offload_core.device.exchange_sizes import planned_device
 from offload_core.dtypes import FLOAT32
 from offload_core.errors import HostMemoryError
-from offload_core.exchange import planned_device
-from offload_core.host_memory import available_bytes, format_bytes
-from offload_core.memory_plan import PlanRow
-from offload_core.memory_report import MemoryReport
-from offload_core.model_shapes import GPTConfig, specs_of
+from offload_core.memory.host_memory import available_bytes, format_bytes
+from offload_core.memory.plan import PlanRow
+from offload_core.memory.report import MemoryReport
+from offload_core.step.bucket_terms import STAGING, BucketTerms
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Settings:
     stage: int
     offload_param: str | None
     init: bool
-    """Whether the model is built in shards."""
+    """True if the model is built in shards."""
     persistence_threshold: int
     schedule: str
     seed: int
@@ -54,7 +54,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Step:
-    """What one update did: the mean loss before it in nats a byte, and the norm where it was computed."""
+    """The result of one update: the mean loss before it in nats a byte, and the norm where it was computed."""
 
     loss: float
     grad_norm: float | None

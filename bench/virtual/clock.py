@@ -1,7 +1,8 @@
 """A clock that runs as fast as events follow each other: code that sleeps and waits, threads and all, in its own time.
 
-Threads are real, and one at a time runs: the one whose moment is the earliest. What it does between two waits takes no
-time. Who is due at the same moment goes in the order in which that was settled, so that every run is the same.
+Threads are real, and one at a time runs: the one whose moment is the earliest. Its work between two waits takes
+no time. Threads that are due at the same moment run in the order in which they were scheduled, so that every run is the
+same.
 """
 
 import heapq
@@ -16,12 +17,17 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
-import offload_core.device
-import offload_core.fake_device
-import offload_core.tasks
-import offload_core.trace
+import offload_core.device.events
+import offload_core.device.trace
+import offload_core.step.worker
+import offload_core.testing.fake_device
 
-_MODULES = (offload_core.device, offload_core.fake_device, offload_core.tasks, offload_core.trace)
+_MODULES = (
+    offload_core.device.events,
+    offload_core.testing.fake_device,
+    offload_core.step.worker,
+    offload_core.device.trace,
+)
 
 
 class DeadlockError(Exception):
@@ -136,7 +142,7 @@ class _Thread:
         self._busy = False
 
     def shutdown(self, wait: bool = True) -> None:
-        """What was asked for ends by itself."""
+        """Work that was submitted ends by itself."""
 
 
 class _Future(Future):

@@ -1,10 +1,10 @@
 """Machines of GPUs on paper, on which the real pipeline trains in a :class:`Clock`'s time.
 
-What is done when, by whom and after what is the pipeline's own: it runs, its thread too. Only durations are made up:
+The order of all work is the pipeline's own: it runs, and so does its thread. Only durations are made up:
 bytes over a bandwidth for copies, kernels and what ranks exchange, operations over a rate for forward and backward.
-A GPU has a queue of its own work and two of copies, as in ``frontends/torch/device.py``; between GPUs an exchange takes
-its place in the queue of the copy it belongs to, as in ``frontends/torch/device_ranks.py``. Tensors hold 1/scale of the
-elements, and bandwidths are divided likewise.
+A GPU has a queue of its own work and two of copies, as in ``frontends/torch/ranks/device.py``; between GPUs an exchange
+takes its place in the queue of the copy it belongs to, as in ``frontends/torch/ranks/device_ranks.py``. Tensors hold
+1/scale of the elements, and bandwidths are divided likewise.
 
 Ranks 0 and 1 run, each with a pipeline; the others are all as rank 1.
 
@@ -24,18 +24,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from bench.overlap import SCHEDULES, virtual
-from bench.virtual_time import Clock
-from offload_core.config import OffloadConfig
-from offload_core.cpu_adam import AdamHyper
-from offload_core.device import Copy, Event, HostArray, traced
+from bench.virtual.clock import Clock
+from bench.virtual.machine import SCHEDULES, virtual
+from offload_core.config.options import OffloadConfig
+from offload_core.device.events import Event, traced
+from offload_core.device.exchange_sizes import OnDevice
+from offload_core.device.host_ranks import HostRanks
+from offload_core.device.protocols import Copy, HostArray
+from offload_core.device.trace import COMPUTE, TO_DEVICE, TO_HOST, Span
 from offload_core.dtypes import BY_NUMPY, FLOAT16, ElementType
-from offload_core.exchange import ExchangeOnDevice
-from offload_core.host_memory import Lease
-from offload_core.host_ranks import HostRanks
-from offload_core.partition import Bucket, ParamSpec
-from offload_core.pipeline import Pipeline
-from offload_core.trace import COMPUTE, TO_DEVICE, TO_HOST, Span
+from offload_core.layout.partition import Bucket, ParamSpec
+from offload_core.memory.host_memory import Lease
+from offload_core.rules.adam import AdamHyper
+from offload_core.step.pipeline import Pipeline
 
 TO_HOST_QUEUE, TO_DEVICE_QUEUE, NETWORK = "to host", "to device", "network"
 WAITING = "waiting"
@@ -95,7 +96,7 @@ class Machines:
 
 
 class Job(NamedTuple):
-    """What a GPU does in a step."""
+    """The work of a GPU in a step."""
 
     parameters: float
     layers: int
@@ -109,7 +110,7 @@ class Job(NamedTuple):
 
     @property
     def operations(self) -> float:
-        """As :func:`offload_core.step_time.predict` counts them."""
+        """As :func:`offload_core.commands.prediction.predict` counts them."""
         return (8 if self.checkpointing else 6) * self.parameters * self.tokens * self.micro_steps
 
 
@@ -203,7 +204,7 @@ class SimulatedGroup:
         self._came: tuple[np.ndarray, Future[list[np.ndarray]]] | None = None
 
     def meet(self, rank: int, mine: np.ndarray) -> list[np.ndarray]:
-        """What each rank brought."""
+        """The contribution of each rank."""
         if self._came is None:
             self._came = mine.copy(), self.clock.future()
             return self._came[1].result()
@@ -236,7 +237,8 @@ class SimulatedRank:
         self._take(self._group.gather(received.nbytes))
 
     def sum_integers(self, array: np.ndarray, what: str) -> None:
-        array[:] = np.sum(self._group.meet(self.rank, array), axis=0)
+        # A copy: others may read it when this rank has written the sum to its own.
+        array[:] = np.sum(self._group.meet(self.rank, array.copy()), axis=0)
         self._take(self._group.gather(array.nbytes))
 
     def broadcast(self, array: np.ndarray, what: str, source: int = 0) -> None:
@@ -247,11 +249,11 @@ class SimulatedRank:
         self._group.clock.sleep(seconds)
 
 
-class GpuRanks(ExchangeOnDevice, HostRanks):
+class GpuRanks(HostRanks):
     """Ranks whose GPUs exchange buckets between them."""
 
     def __init__(self, gpu: Gpu, collectives: SimulatedRank, machines: Machines, *, native: bool) -> None:
-        super().__init__(gpu, collectives, native=native)
+        super().__init__(gpu, collectives, native=native, sizes=OnDevice(collectives.world_size, native))
         self._gpu = gpu
         self._machines = machines
 
@@ -338,7 +340,7 @@ class Training:
 
 
 def on_ranks(clock: Clock, world_size: int, body: Callable[[int], Any]) -> list[Any]:
-    """What the body of each rank that runs returns."""
+    """The results of the body on each rank that runs."""
     ranks = range(min(world_size, 2))
     running = [clock.thread(thread_name_prefix=f"rank {rank}").submit(partial(body, rank)) for rank in ranks]
     return [rank.result() for rank in running]
@@ -348,7 +350,7 @@ def simulate(machines: Machines, job: Job, schedule: str, trace: Path | None = N
     """A step among others like it.
 
     Args:
-        schedule: one of ``bench.overlap.SCHEDULES``, or ``WAITING``.
+        schedule: one of ``SCHEDULES``, or ``WAITING``.
         trace: also write what rank 0 did in the steps that count, as ``Trace.to_file`` does.
     """
     numel = max(BUCKET_NUMEL, 16 * machines.world_size)

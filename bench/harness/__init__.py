@@ -1,0 +1,1 @@
+"""How contenders are started, measured in turn and recorded."""

@@ -1,0 +1,16 @@
+"""The benchmarks: each part is ``python -m bench.parts.NAME``, and all are ``python -m bench.run``."""
+
+PARTS = {
+    "peers": 240,  # compiles DeepSpeed's Adam
+    "cpu_adam": 500,
+    "step": 900,
+    "ranks": 600,
+    "jax_step": 250,
+    "memory": 200,
+    "exactness": 60,
+    "overlap": 200,
+    "simulate": 250,
+}
+"""After how many seconds each is given up; together they took 20 minutes on 2 cores in a slow hour."""
+ON_REQUEST = {"checkpoint": 500, "profile": 300, "default_allocator": 500}
+"""Parts that run where they are named only."""

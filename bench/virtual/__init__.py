@@ -1,0 +1,1 @@
+"""Machines that are not there, and the time on them."""
