@@ -237,8 +237,13 @@ class SimulatedRank:
         self._take(self._group.gather(received.nbytes))
 
     def sum_integers(self, array: np.ndarray, what: str) -> None:
-        # A copy: others may read it when this rank has written the sum to its own.
-        array[:] = np.sum(self._group.meet(self.rank, array.copy()), axis=0)
+        each = self._group.meet(self.rank, array)
+        if what == "layout":
+            # Each rank fills a row of its own; the ranks that do not run fill theirs as rank 1 does.
+            rows = array.reshape(self.world_size, -1)
+            rows[0], rows[1:] = (part.reshape(rows.shape)[row] for row, part in enumerate(each[:2]))
+        else:
+            array[:] = np.sum(each, axis=0)
         self._take(self._group.gather(array.nbytes))
 
     def broadcast(self, array: np.ndarray, what: str, source: int = 0) -> None:
