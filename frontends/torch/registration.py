@@ -21,6 +21,7 @@ from offload_core.memory.plan import MemoryPlan
 from offload_core.memory.report import MemoryReport
 from offload_core.step.bucket_terms import GATHERED, GRADIENTS, PARAMETERS
 from offload_core.step.pipeline import Pipeline
+from offload_core.step.state_access import StateAccess
 from offload_core.support.launchers import local_processes
 
 from .pending import can_wait, forget, make_pending, settle
@@ -221,7 +222,7 @@ class Registration:
 
     def _follow(self, slot: Slot, tensor: torch.Tensor) -> None:
         if slot.changed_outside:
-            self._pipeline.adopt(slot.index, tensor)
+            StateAccess(self._pipeline).adopt(slot.index, tensor)
             slot.note()
 
     def check_unchanged(self) -> None:

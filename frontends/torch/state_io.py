@@ -14,6 +14,7 @@ from offload_core.device.protocols import Device
 from offload_core.errors import StateError
 from offload_core.rules.adam import STATE_NAMES
 from offload_core.step.pipeline import Pipeline
+from offload_core.step.state_access import StateAccess
 
 from .registration import Registration, Slot
 from .stage3.gathering import gathered_parameters
@@ -147,6 +148,7 @@ class TorchStates:
 
     def __init__(self, pipeline: Pipeline, registration: Registration) -> None:
         self._pipeline = pipeline
+        self._states = StateAccess(pipeline)
         self._registration = registration
         self.views = States(self.finish, self.replace)
         """``optimizer.state``."""
@@ -201,31 +203,31 @@ class TorchStates:
 
     def _load(self, slot: Slot, entry: Mapping[str, Any]) -> None:
         views = self.views[slot.param]
-        self._pipeline.will_change([slot.index])
+        self._states.will_change([slot.index])
         for name in views.held:
             view = views[name]
             if name in entry:
                 view.copy_(torch.as_tensor(entry[name]))
             elif name == "master":
-                self._pipeline.reload_master(slot.index, self._registration.tensor(slot))
+                self._states.reload_master(slot.index, self._registration.tensor(slot))
             else:
                 view.zero_()
         if slot.partitioned:
-            self._pipeline.adopt(slot.index, self._registration.tensor(slot))
+            self._states.adopt(slot.index, self._registration.tensor(slot))
         slot.doubt()  # the model may be loaded after this
 
     def whole(self, param: torch.Tensor, names: Collection[str] = STATE_NAMES) -> dict[str, torch.Tensor]:
         """As ``OffloadedAdamW.whole_states``."""
         slot = self._registration.slots[param]
         tensor = self._registration.current_tensor(slot)
-        whole = self._pipeline.whole_states(slot.index, names, tensor=tensor)
+        whole = self._states.whole_states(slot.index, names, tensor=tensor)
         return {name: shaped_like(torch.from_numpy(state), param) for name, state in whole.items()}
 
     def load_master(self, param: torch.Tensor, values: torch.Tensor) -> None:
         """As ``OffloadedAdamW.load_master``."""
         slot = self._registration.slots[param]
         master = flat_like(values.to("cpu", torch.float32), param).numpy()
-        self._pipeline.set_states(slot.index, {"master": master})
+        self._states.set_states(slot.index, {"master": master})
         with gathered_parameters(param, modifier_rank=0), torch.no_grad():
             param.copy_(values)
         slot.note()
@@ -279,7 +281,8 @@ class StatePart(HostState):
 
 def state_views(pipeline: Pipeline, index: int, param: torch.Tensor) -> Views:
     views: dict[str, torch.Tensor] = {"step": torch.from_numpy(pipeline.steps[index])}
-    states = pipeline.local_states(index)
+    access = StateAccess(pipeline)
+    states = access.local_states(index)
     alone = pipeline.device.world_size == 1
     if states:
         runs = {name: torch.from_numpy(array) for name, array in states.items()}
@@ -287,7 +290,7 @@ def state_views(pipeline: Pipeline, index: int, param: torch.Tensor) -> Views:
     else:  # a parameter of no elements, or none of them this rank's
         views |= {name: torch.empty(param.shape if alone else 0) for name in ("exp_avg", "exp_avg_sq")}
     kind = HostState if alone else StatePart
-    return Views({name: view.as_subclass(kind) for name, view in views.items()}, partial(pipeline.will_change, [index]))
+    return Views({name: view.as_subclass(kind) for name, view in views.items()}, partial(access.will_change, [index]))
 
 
 def partition(device: Device) -> dict[str, int]:
@@ -330,7 +333,7 @@ def own_part(pipeline: Pipeline, index: int, param: torch.Tensor, entry: Mapping
         if not isinstance(value, torch.Tensor) or value.shape != param.shape or value.dim() == 0:
             return value
         whole = flat_like(value, param)
-        runs = [(start, views["exp_avg"].size) for start, views in pipeline.states(index)]
+        runs = [(start, views["exp_avg"].size) for start, views in StateAccess(pipeline).states(index)]
         return torch.cat([whole[start : start + numel] for start, numel in runs] or [whole[:0]])
 
     return {name: part(value) for name, value in entry.items()}

@@ -12,6 +12,7 @@ from torch.autograd.graph import increment_version, saved_tensors_hooks
 from offload_core.device.protocols import GatheringDevice
 from offload_core.errors import ParameterError, StateError
 from offload_core.step.pipeline import Pipeline
+from offload_core.step.state_access import StateAccess
 
 from ..tensors import flat, shaped_like, spec_of
 from .construction import gathered_shards, in_shards, unexpected_change
@@ -110,7 +111,7 @@ class Gathering:
                 increment_version(param)
                 record.spread = param._version
                 if record.index is not None:
-                    self._pipeline.adopt(record.index, record.shard)
+                    StateAccess(self._pipeline).adopt(record.index, record.shard)
 
 
 def gathered_parameters(params: torch.Tensor | Iterable[torch.Tensor], modifier_rank: int | None = None) -> Any:
