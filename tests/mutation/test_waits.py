@@ -250,7 +250,7 @@ def states_are_replaced(twin):
 def all_states_are_replaced(twin):
     with twin.pipeline.replacing_states():
         for param in range(2):
-            for run in StateAccess(twin.pipeline).runs(param, twin.tensors[param]):
+            for run in StateAccess(twin.pipeline)._runs(param, twin.tensors[param]):
                 for array in run.arrays.values():
                     array[:] = 7
             twin.naive.states[param] = [np.full_like(state, 7) for state in twin.naive.states[param]]
