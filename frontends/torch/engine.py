@@ -4,7 +4,7 @@ import itertools
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -132,18 +132,16 @@ class Engine(nn.Module):
             args, kwargs = tree_map_only(
                 torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, (args, kwargs)
             )
-        with self._released_on_error():
-            return self.module(*args, **kwargs)
-
-    @contextmanager
-    def _released_on_error(self) -> Iterator[None]:
-        """No partitioned parameter stays whole after an error inside."""
         try:
-            yield
+            return self.module(*args, **kwargs)
         except BaseException:
-            if self.optimizer.partitioned is not None:
-                self.optimizer.partitioned.recover()
+            self._release()
             raise
+
+    def _release(self) -> None:
+        """After an error no partitioned parameter stays whole."""
+        if self.optimizer.partitioned is not None:
+            self.optimizer.partitioned.recover()
 
     @torch._disable_dynamo
     def backward(self, loss: torch.Tensor, *, average: bool = True, **kwargs: Any) -> None:
@@ -162,9 +160,14 @@ class Engine(nn.Module):
             raise GradientError(f"backward: the loss is {got}, expected a tensor of one element: take its mean or sum")
         if self.config.update_in_backward and self._reads_wait:
             self.optimizer.expect_step(average=average)
-        scaled = self.optimizer.intake.scaled_backward(average=average)
-        with self._span("backward"), self._released_on_error(), scaled as scale:
-            (loss if scale is None else loss.float() * scale).backward(**kwargs)
+        parts = self.optimizer.parts
+        span = parts.pipeline.device.trace.span(COMPUTE, "backward")
+        try:
+            with span, parts.intake.scaled_backward(average=average) as scale:
+                (loss if scale is None else loss.float() * scale).backward(**kwargs)
+        except BaseException:
+            self._release()
+            raise
 
     @torch._disable_dynamo
     def step(self, *, boundary: bool | None = None) -> StepReport:
@@ -178,16 +181,21 @@ class Engine(nn.Module):
             StateError: no gradient arrived since the last call.
             GradientError: averaged and summed gradients are mixed; nothing was updated.
         """
-        with self._span("step"):
-            updates = self.optimizer.pipeline.at_boundary if boundary is None else boundary
-            return self.optimizer.end_micro_step(
-                boundary=updates, may_be_empty=bool(boundary), reads_wait=self._reads_wait
-            )
+        pipeline = self.optimizer.pipeline
+        with pipeline.device.trace.span(COMPUTE, "step"):
+            updates = pipeline.at_boundary if boundary is None else boundary
+            reads_wait = updates and self._reads_wait
+            return self.optimizer.end_micro_step(boundary=updates, may_be_empty=bool(boundary), reads_wait=reads_wait)
 
     @property
     def _reads_wait(self) -> bool:
-        """Whether who reads a parameter can be made to wait: compiled code looks at it in ways of its own."""
-        return not self._traced and not any(map(_is_compiled, self.module.modules()))
+        """True if readers of a parameter can be made to wait; compiled code reads it in ways that nothing can catch."""
+        if self._traced:
+            return False
+        dynamo = sys.modules.get("torch._dynamo.eval_frame")  # None until something is compiled; its import is slow
+        compiled = () if dynamo is None else dynamo.OptimizedModule
+        modules = self.module.modules()
+        return not any(module._compiled_call_impl is not None or isinstance(module, compiled) for module in modules)
 
     @contextmanager
     def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:
@@ -204,23 +212,20 @@ class Engine(nn.Module):
             StateError: a trace is being recorded already.
             OSError: the file cannot be written.
         """
-        running = ExitStack()
+        running, pipeline = ExitStack(), self.optimizer.pipeline
 
         @torch._disable_dynamo
         def begin(module: nn.Module, args: Any) -> None:
-            running.enter_context(self._span("forward"))
+            running.enter_context(pipeline.device.trace.span(COMPUTE, "forward"))
 
         @torch._disable_dynamo
         def end(module: nn.Module, args: Any, output: Any) -> None:
             running.close()
 
-        with ExitStack() as hooks, self.optimizer.pipeline.trace(path), running:
+        with ExitStack() as hooks, pipeline.trace(path), running:
             hooks.callback(self.register_forward_pre_hook(begin).remove)
             hooks.callback(self.register_forward_hook(end, always_call=True).remove)
             yield
-
-    def _span(self, what: str) -> AbstractContextManager[None]:
-        return self.optimizer.pipeline.device.trace.span(COMPUTE, what)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -361,10 +366,3 @@ class Engine(nn.Module):
     def close(self) -> None:
         """Let the model go: remove the hooks and free the host memory; the parameters keep their values."""
         self.optimizer.close()
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    if module._compiled_call_impl is not None:
-        return True
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # once something was compiled; takes a second
-    return dynamo is not None and isinstance(module, dynamo.OptimizedModule)

@@ -1,6 +1,7 @@
 """Parameter groups as torch has them: their hyper-parameters, and what else is written in them."""
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -53,18 +54,26 @@ def torchs_options(adam_mode: str) -> dict[str, Any]:
     return {**_OPTIONS, "decoupled_weight_decay": adam_mode == "adamw"}
 
 
+_check_once = lru_cache(maxsize=1024)(check_hyperparameters)
+"""The same check, made once for equal values: a step repeats it for values that rarely change."""
+
+
 def hyper_of(g: int, group: Mapping[str, Any]) -> AdamHyper:
-    """What group ``g`` is updated with.
+    """The hyper-parameters of group ``g``, checked.
 
     Raises:
         ConfigError: a value is out of range, or asks for what this optimizer does not do.
     """
     where = f"parameter group {g}"
-    lr, betas = number(f"{where}: lr", group["lr"]), numbers(f"{where}: betas", group["betas"])
-    check_hyperparameters(where, lr, betas, group["eps"], group["weight_decay"])
+    lr, betas, eps, weight_decay = group["lr"], group["betas"], group["eps"], group["weight_decay"]
+    if type(betas) is tuple and {type(x) for x in (lr, *betas, eps, weight_decay)} <= {float, int}:
+        _check_once(where, lr, betas, eps, weight_decay)
+    else:
+        lr, betas = number(f"{where}: lr", lr), numbers(f"{where}: betas", betas)
+        check_hyperparameters(where, lr, betas, eps, weight_decay)
     _refuse(f"{where}: ", group)
     beta1, beta2 = betas
-    return AdamHyper(float(lr), (float(beta1), float(beta2)), float(group["eps"]), float(group["weight_decay"]))
+    return AdamHyper(float(lr), (float(beta1), float(beta2)), float(eps), float(weight_decay))
 
 
 def _refuse(where: str, options: Mapping[str, Any]) -> None:

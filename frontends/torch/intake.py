@@ -29,6 +29,7 @@ class Intake:
     def __init__(self, pipeline: Pipeline, registration: Registration, *, early: bool, lock: threading.RLock) -> None:
         self._pipeline = pipeline
         self._registration = registration
+        self._slots = registration.slots
         self._early = early
         self._lock = lock
         self.fresh = False
@@ -44,10 +45,6 @@ class Intake:
     def close(self) -> None:
         """Take the hooks off the parameters."""
         _remove(self._handles)
-
-    @property
-    def _slots(self) -> Collection[Slot]:
-        return self._registration.slots.values()
 
     # --- in backward ---------------------------------------------------------------------------------
 
@@ -98,8 +95,8 @@ class Intake:
                     f"parameter {slot.name!r}: gradient of a plain loss.backward() under loss scaling, which would be "
                     "unscaled without having been scaled; expected engine.backward(loss)"
                 )
-            if first and not slot.continues(gradient):  # what came before was discarded or replaced by hand
-                self._drop([slot])
+            if first and (slot.arrived or self._pipeline.has_gradient(slot.index)) and not slot.continues(gradient):
+                self._drop([slot])  # earlier ones were discarded or replaced by hand
             if self._deferring:
                 slot.deferred, self.fresh = gradient, True
             else:
@@ -142,17 +139,17 @@ class Intake:
     @property
     def averages(self) -> bool:
         """Whether gradients that are to be averaged over the accumulation steps wait for the update."""
-        return any(slot.averaged for slot in self._slots)
+        return any(slot.averaged for slot in self._slots.values())
 
     @property
     def _mixes(self) -> bool:
         """Whether some that wait are to be averaged and others summed."""
-        return self.averages and any(slot.averaged != slot.arrived for slot in self._slots)
+        return self.averages and any(slot.averaged != slot.arrived for slot in self._slots.values())
 
     @property
     def has_deferred(self) -> bool:
         """Whether gradients wait that have not been handed to the pipeline."""
-        return any(slot.deferred is not None for slot in self._slots)
+        return any(slot.deferred is not None for slot in self._slots.values())
 
     # --- at a step -----------------------------------------------------------------------------------
 
@@ -168,10 +165,12 @@ class Intake:
         """
         present = [
             (slot, slot.param.grad if slot.param in trained else None)
-            for slot in self._slots
+            for slot in self._slots.values()
             if (slot.param.grad is not slot.taken or slot.param not in trained)
             and (boundary or not slot.continues(slot.param.grad))
         ]
+        if not present:
+            return
         for slot, gradient in present:
             if gradient is not None:
                 check_gradient(slot.name, slot.param, gradient)
@@ -212,7 +211,7 @@ class Intake:
     def forget(self) -> None:
         """No gradient has arrived; the stand-ins are taken off the parameters."""
         self.fresh = self._reduces = False
-        for slot in self._slots:
+        for slot in self._slots.values():
             slot.release()
             slot.forget()
 

@@ -30,8 +30,8 @@ from .tensors import ELEMENT_TYPES
 
 
 @dataclass(frozen=True)
-class _Parts:
-    """What an optimizer is made of while it is open."""
+class Parts:
+    """The parts of an open optimizer."""
 
     pipeline: Pipeline
     registration: Registration
@@ -78,7 +78,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
     """
 
     # No attributes of the class: Lightning's wrapper is of this class, too, and asks the optimizer for what it lacks.
-    _parts: _Parts | None
+    _parts: Parts | None
     """None: it is being made, or it was closed."""
     _states: Any
     """``state`` meanwhile."""
@@ -165,7 +165,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
             config, pipeline, device, self.partitioned, gradients_leave=self.early_copy, lock=lock
         )
         intake = Intake(pipeline, registration, early=self.early_copy, lock=lock)
-        parts = _Parts(pipeline, registration, intake, TorchStates(pipeline, registration))
+        parts = Parts(pipeline, registration, intake, TorchStates(pipeline, registration))
         _take_on(parts, trained, model)
         if self.partitioned is not None:
             self.partitioned.keep_frozen(params)
@@ -185,7 +185,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
             self._parts.pipeline.updates = count
 
     @property
-    def _open(self) -> _Parts:
+    def parts(self) -> Parts:
+        """The optimizer's parts; :class:`StateError` once it is closed."""
         if self._parts is None:
             raise StateError("this optimizer was closed; expected an open one: wrap the model anew")
         return self._parts
@@ -193,28 +194,28 @@ class OffloadedAdamW(torch.optim.Optimizer):
     @property
     def pipeline(self) -> Pipeline:
         """The core that holds the states."""
-        return self._open.pipeline
+        return self.parts.pipeline
 
     @property
     def intake(self) -> Intake:
-        """What takes the gradients."""
-        return self._open.intake
+        """The part that takes the gradients."""
+        return self.parts.intake
 
     @property
     def registration(self) -> Registration:
-        """What knows the parameters that have states."""
-        return self._open.registration
+        """The part that holds the parameters that have states."""
+        return self.parts.registration
 
     def flush(self) -> None:
         """Wait until parameters and states are those of the last ``step``, also under ``schedule="delayed"``.
 
         That holds back the parameters of the last step; afterwards the next forward sees them a step early.
         """
-        self.registration.flush()
+        self.parts.registration.flush()
 
     @property
     def slots(self) -> list[Slot]:
-        """What is known of each parameter, in the pipeline's order."""
+        """One for each parameter that has states, in the pipeline's order."""
         return [] if self._parts is None else [*self._parts.registration.slots.values()]
 
     def has_states(self, param: torch.Tensor) -> bool:
@@ -223,14 +224,16 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
     def replaced(self, tensors: Sequence[torch.Tensor]) -> None:
         """Master weights have been replaced: bring them to the parameters, and discard the gradients of before."""
-        self.registration.follow_replaced(tensors)
-        self.intake.forget()
+        parts = self.parts
+        parts.registration.follow_replaced(tensors)
+        parts.intake.forget()
 
     @property
     def sent_bytes(self) -> int:
         """Bytes of gradients and parameters that this rank has sent to other ranks."""
-        self.pipeline.finish()
-        return self.pipeline.device.sent_bytes + (self.partitioned.sent_bytes if self.partitioned is not None else 0)
+        pipeline = self.pipeline
+        pipeline.finish()
+        return pipeline.device.sent_bytes + (self.partitioned.sent_bytes if self.partitioned is not None else 0)
 
     def memory_report(self, model: nn.Module | None = None) -> MemoryReport:
         """Planned and measured bytes.
@@ -274,18 +277,15 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
     def take_on_unfrozen(self, *, with_gradient: bool = False) -> None:
         """Make states for parameters that were frozen and can have a gradient now, or have one."""
-        new = self.registration.unfrozen(self.param_groups, with_gradient=with_gradient)
+        parts = self.parts
+        new = parts.registration.unfrozen(self.param_groups, with_gradient=with_gradient)
         if new:
-            self.registration.check_new(new)
-            _take_on(self._open, new)
+            parts.registration.check_new(new)
+            _take_on(parts, new)
 
     def _group_of(self) -> dict[torch.Tensor, int]:
         """The number of each parameter's group, as ``param_groups`` has them now."""
         return {param: g for g, group in enumerate(self.param_groups) for param in group["params"]}
-
-    def _groups(self, group_of: Mapping[torch.Tensor, int]) -> list[int]:
-        """The same, as the pipeline takes it."""
-        return [group_of.get(param, 0) for param in self.registration.slots]
 
     def _hypers(self) -> list[AdamHyper]:
         hypers = []
@@ -296,10 +296,12 @@ class OffloadedAdamW(torch.optim.Optimizer):
         return hypers
 
     def _scheduled(self) -> dict[str, Any]:
-        """The next update's values of what is a function of their number."""
+        """The values for the next update of those hyperparameters that are functions of the number of updates."""
+        names = [name for name in ("lr", "betas") if callable(getattr(self.config, name))]
+        if not names:
+            return {}
         lr, betas = self.config.hyperparameters(self.updates)
-        scheduled: dict[str, Any] = {"lr": lr} if callable(self.config.lr) else {}
-        return scheduled | {"betas": betas} if callable(self.config.betas) else scheduled
+        return {name: {"lr": lr, "betas": betas}[name] for name in names}
 
     def close(self) -> None:
         """Let the parameters go: remove the hooks, discard gradients on the host, free the states."""
@@ -346,10 +348,11 @@ class OffloadedAdamW(torch.optim.Optimizer):
         Raises as ``step`` and ``Engine.step`` do; nothing has changed then.
         """
         if not boundary:
-            self._prepare(boundary=False)
-            self.intake.end_micro_step(boundary=False, may_be_empty=may_be_empty)
-            scale = self.pipeline.loss_scale
-            return StepReport(updated=False, skipped="accumulating", loss_scale=scale, step=self.updates + 1)
+            parts = self.parts
+            self._prepare(parts, boundary=False)
+            parts.intake.end_micro_step(boundary=False, may_be_empty=may_be_empty)
+            scale, step = parts.pipeline.loss_scale, parts.pipeline.updates + 1
+            return StepReport(updated=False, skipped="accumulating", loss_scale=scale, step=step)
         self.reads_wait, self._boundary = reads_wait, _Boundary(may_be_empty)
         try:
             self.step()  # which hooks and learning-rate schedulers watch
@@ -361,14 +364,15 @@ class OffloadedAdamW(torch.optim.Optimizer):
     @torch._disable_dynamo
     def _update(self) -> StepReport:
         boundary, self._boundary = self._boundary, None
-        pipeline, intake, registration = self.pipeline, self.intake, self.registration
-        hypers, groups = self._prepare(boundary=True)
+        parts = self.parts
+        pipeline, intake, registration = parts.pipeline, parts.intake, parts.registration
+        hypers, groups = self._prepare(parts, boundary=True)
         if boundary is not None:
             intake.end_micro_step(boundary=True, may_be_empty=boundary.may_be_empty)
         gathered = 0 if self.partitioned is None else self.partitioned.before_change()
         tensors = registration.current_tensors()
         try:
-            divisor, number = self._divisor(intake.averages), self.updates + 1
+            divisor, number = self._divisor(intake.averages), pipeline.updates + 1
             report = pipeline.step(hypers, tensors, divisor=divisor, groups=groups, gathered=gathered)
             if not self.reads_wait:
                 pipeline.finish()
@@ -381,44 +385,47 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
     def _end_broken_step(self) -> None:
         """An error or an interrupt ended a step: its gradients are gone, and nobody has to wait for parameters."""
-        pipeline = self.pipeline
+        parts = self.parts
         with suppress(Exception):  # the one that is being raised
-            pipeline.finish()
-        pipeline.drop_gradients()
+            parts.pipeline.finish()
+        parts.pipeline.drop_gradients()
         if self.partitioned is not None:
             self.partitioned.live.forget_order()
-        self.intake.forget()
-        self.registration.follow_update()
+        parts.intake.forget()
+        parts.registration.follow_update()
 
-    def _prepare(self, *, boundary: bool) -> tuple[list[AdamHyper], list[int]]:
-        """Check everything that an update needs, take the gradients that are in ``p.grad``, and return what to update
-        with: the hyperparameters of each group and the group of each parameter.
+    def _prepare(self, parts: Parts, *, boundary: bool) -> tuple[list[AdamHyper], list[int]]:
+        """Check everything that an update needs, take the gradients that are in ``p.grad``, and return the
+        hyperparameters of each group and the group of each parameter.
 
         Deferred ones are taken at the boundary only.
 
         Raises as ``step`` does; nothing has changed then.
         """
-        pipeline, hypers, group_of = self.pipeline, self._hypers(), self._group_of()
+        hypers, group_of = self._hypers(), self._group_of()
+        slots = parts.registration.slots
         if boundary:
             if self.partitioned is not None:
                 self.partitioned.check_closed()
-            divisor = self._divisor(self.intake.averages)
-            pipeline.check_expected(hypers, divisor=divisor, groups=self._groups(group_of))
-        self.take_on_unfrozen(with_gradient=pipeline.device.world_size == 1)  # among ranks, one may have it
-        self.registration.check_unchanged()
-        self.intake.take_present(group_of.keys(), boundary=boundary)
-        return hypers, self._groups(group_of)
+            if self.config.update_in_backward:  # else no gradient has been used yet
+                groups = [group_of.get(param, 0) for param in slots]
+                parts.pipeline.check_expected(hypers, divisor=self._divisor(parts.intake.averages), groups=groups)
+        # Among ranks a gradient may be on one of them only; there ``requires_grad`` decides.
+        self.take_on_unfrozen(with_gradient=parts.pipeline.device.world_size == 1)
+        parts.registration.check_unchanged()
+        parts.intake.take_present(group_of.keys(), boundary=boundary)
+        return hypers, [group_of.get(param, 0) for param in slots]
 
     def expect_step(self, *, average: bool = True) -> None:
         """Announce that ``step`` follows the backward that now begins: it may write to parameters.
 
         Autograd then raises where it would read one that was written, and whoever else reads it waits.
         """
-        registration = self.registration
+        pipeline, registration = self.parts.pipeline, self.parts.registration
         if registration.readers_can_wait:
-            tensors = registration.current_tensors()
-            divisor, groups = self._divisor(average), self._groups(self._group_of())
-            self.pipeline.expect_step(self._hypers(), tensors, divisor=divisor, groups=groups)
+            tensors, group_of = registration.current_tensors(), self._group_of()
+            groups = [group_of.get(param, 0) for param in registration.slots]
+            pipeline.expect_step(self._hypers(), tensors, divisor=self._divisor(average), groups=groups)
 
     def _divisor(self, averages: bool) -> float:
         """What summed gradients are divided by."""
@@ -504,12 +511,12 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
         In fp32 on the host, shaped and laid out in memory as the parameter. All ranks must call this.
         """
-        return self._open.states.whole(param, names)
+        return self.parts.states.whole(param, names)
 
     def load_master(self, param: torch.Tensor, values: torch.Tensor) -> None:
         """Give a parameter's master weights these values, exactly, and the parameter these rounded; all ranks must
         call this, with the same values, of the parameter's shape."""
-        self._open.states.load_master(param, values)
+        self.parts.states.load_master(param, values)
 
     def __getstate__(self) -> dict[str, Any]:
         if self.pipeline.device.world_size > 1 or self.partitioned is not None:
@@ -544,11 +551,11 @@ class OffloadedAdamW(torch.optim.Optimizer):
         for param in entries:
             if not self.has_states(param):
                 named = [named_params(g, group) for g, group in enumerate(self.param_groups)]
-                _take_on(self._open, [entry for of_group in named for entry in of_group if entry[1] is param])
-        self._open.states.load(entries)
+                _take_on(self.parts, [entry for of_group in named for entry in of_group if entry[1] is param])
+        self.parts.states.load(entries)
 
 
-def _take_on(parts: _Parts, named: Sequence[NamedParam], model: nn.Module | None = None) -> None:
+def _take_on(parts: Parts, named: Sequence[NamedParam], model: nn.Module | None = None) -> None:
     """Make states for these parameters, and take their gradients from now on."""
     for slot in parts.registration.take_on(named, model):
         parts.states.hold(slot)

@@ -68,21 +68,14 @@ class Slot:
     address: int = 0
 
     def note(self) -> None:
+        """Its master weights are what the parameter is now."""
         if not self.partitioned:
-            self.version, self.address = self._place
+            with torch._C.DisableTorchFunctionSubclass():  # no read: nobody has to wait
+                self.version, self.address = self.param._version, self.param.data_ptr()
 
     def doubt(self) -> None:
-        """The parameter may not be what its master weights say: who uses them next is to compare."""
+        """The parameter may differ from its master weights: their next use compares them first."""
         self.version = -1
-
-    @property
-    def changed_outside(self) -> bool:
-        return not self.partitioned and (self.version, self.address) != self._place
-
-    @property
-    def _place(self) -> tuple[int, int]:
-        with torch._C.DisableTorchFunctionSubclass():  # no read: nobody has to wait
-            return self.param._version, self.param.data_ptr()
 
     def forget(self) -> None:
         """No gradient has arrived."""
@@ -144,12 +137,12 @@ class Registration:
 
     def unfrozen(self, groups: Iterable[Mapping[str, Any]], *, with_gradient: bool) -> list[NamedParam]:
         """Parameters of these groups that were frozen and can have a gradient now, or have one."""
-
-        def is_new(param: torch.Tensor) -> bool:
-            return param not in self.slots and (param.grad is not None if with_gradient else param.requires_grad)
-
-        found = [(g, group) for g, group in enumerate(groups) if any(map(is_new, group["params"]))]
-        return [entry for g, group in found for entry in named_params(g, group) if is_new(entry[1])]
+        groups = list(groups)
+        unknown = [param for group in groups for param in group["params"] if param not in self.slots]
+        new = {param for param in unknown if (param.grad is not None if with_gradient else param.requires_grad)}
+        if not new:
+            return []
+        return [entry for g, group in enumerate(groups) for entry in named_params(g, group) if entry[1] in new]
 
     def take_on(self, named: Sequence[NamedParam], model: nn.Module | None = None) -> list[Slot]:
         """Allocate states for these parameters; cast them to ``param_dtype``.
@@ -205,25 +198,20 @@ class Registration:
         # Of .data: the pipeline's writes are counted once, and not when they happen.
         return flat(slot.param.data) if shard is None else shard
 
-    def current_tensors(self) -> list[torch.Tensor]:
-        """As :meth:`tensors`; what was changed there from outside is in the masters, too."""
+    def current_tensors(self, slots: Collection[Slot] | None = None) -> list[torch.Tensor]:
+        """As :meth:`tensors`, of all parameters or of these; the masters follow a change from outside."""
+        slots = self.slots.values() if slots is None else slots
         with torch._C.DisableTorchFunctionSubclass():  # no read: nobody has to wait
-            tensors = self.tensors()
-        for slot in self.slots.values():
-            self._follow(slot, tensors[slot.index])
-        return tensors
-
-    def current_tensor(self, slot: Slot) -> torch.Tensor:
-        """As :meth:`current_tensors`, of one."""
-        with torch._C.DisableTorchFunctionSubclass():  # no read: nobody has to wait
-            tensor = self.tensor(slot)
-        self._follow(slot, tensor)
-        return tensor
-
-    def _follow(self, slot: Slot, tensor: torch.Tensor) -> None:
-        if slot.changed_outside:
+            tensors = [self.tensor(slot) for slot in slots]
+            changed = [
+                (slot, tensor)
+                for slot, tensor in zip(slots, tensors, strict=True)
+                if not slot.partitioned and (slot.version, slot.address) != (slot.param._version, slot.param.data_ptr())
+            ]
+        for slot, tensor in changed:
             StateAccess(self._pipeline).adopt(slot.index, tensor)
             slot.note()
+        return tensors
 
     def check_unchanged(self) -> None:
         """Raise :class:`ParameterError` where a parameter is no longer what its states were made for."""
@@ -231,7 +219,8 @@ class Registration:
             spec, param = self._pipeline.params[slot.index], slot.param
             got = (param.numel(), param.dtype, param.device)
             expected = (spec.numel, TORCH_DTYPES[spec.dtype], self._device)
-            if got != expected or param.shape != slot.taken.shape or memory_order(param) != slot.order:
+            reordered = not (slot.order is None and param.is_contiguous()) and memory_order(param) != slot.order
+            if got != expected or param.shape != slot.taken.shape or reordered:
                 raise ParameterError(
                     f"parameter {slot.name!r} is {tuple(param.shape)} {param.dtype} on {param.device}, strides "
                     f"{param.stride()}, and was {tuple(slot.taken.shape)} {expected[1]} on {expected[2]}, strides "

@@ -219,7 +219,7 @@ class TorchStates:
     def whole(self, param: torch.Tensor, names: Collection[str] = STATE_NAMES) -> dict[str, torch.Tensor]:
         """As ``OffloadedAdamW.whole_states``."""
         slot = self._registration.slots[param]
-        tensor = self._registration.current_tensor(slot)
+        [tensor] = self._registration.current_tensors([slot])
         whole = self._states.whole_states(slot.index, names, tensor=tensor)
         return {name: shaped_like(torch.from_numpy(state), param) for name, state in whole.items()}
 

@@ -48,7 +48,7 @@ class TorchDevice(ABC):
     def host_array(self, tensor: torch.Tensor) -> HostArray:
         assert tensor.device.type == "cpu"
         assert tensor.is_contiguous()
-        return HostArray(tensor.data_ptr(), tensor.numel(), self.dtype(tensor), tensor)
+        return HostArray(tensor.data_ptr(), tensor.numel(), ELEMENT_TYPES[tensor.dtype], tensor)
 
     @abstractmethod
     def to_host_lane(self) -> AbstractContextManager[Lane]:
