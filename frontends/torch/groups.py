@@ -1,4 +1,4 @@
-"""Parameter groups as torch has them: their hyper-parameters, and what else is written in them."""
+"""Torch's parameter groups: their hyper-parameters and other options."""
 
 from collections.abc import Mapping
 from functools import lru_cache
@@ -17,12 +17,12 @@ _REFUSED = {
     "differentiable": "the update runs outside autograd",
 }
 _OPTIONS = {**dict.fromkeys(_REFUSED, False), "foreach": None, "fused": True}
-"""What else is in the groups of ``torch.optim.AdamW``, as this optimizer would be one; the last two choose among
-torch's implementations, and so nothing here."""
+"""The other options in the groups of ``torch.optim.AdamW``, with the values that match this optimizer. The last two
+select one of torch's implementations and have no effect here."""
 
 
 def number(name: str, value: Any) -> Any:
-    """A hyper-parameter as a Python number where it is a tensor of one element; else as it is.
+    """The Python number in a tensor of one element; any other value as it is.
 
     Raises:
         ConfigError: a tensor of more or fewer elements.
@@ -40,29 +40,29 @@ def numbers(name: str, value: Any) -> Any:
 
 
 def without_torchs_options(options: dict[str, Any]) -> dict[str, Any]:
-    """The keywords that are left when those of ``torch.optim.AdamW`` that mean nothing here are taken out.
+    """The keywords without those options of ``torch.optim.AdamW`` that have no effect here.
 
     Raises:
-        ConfigError: one of them asks for what this optimizer does not do.
+        ConfigError: one of them asks for something that this optimizer does not do.
     """
     _refuse("", options)
     return {name: value for name, value in options.items() if name not in _OPTIONS}
 
 
 def torchs_options(adam_mode: str) -> dict[str, Any]:
-    """What torch's own optimizer would have in its groups besides numbers, so that it takes over from this one."""
+    """The options that torch's own optimizer needs in its groups to continue from this one's state."""
     return {**_OPTIONS, "decoupled_weight_decay": adam_mode == "adamw"}
 
 
 _check_once = lru_cache(maxsize=1024)(check_hyperparameters)
-"""The same check, made once for equal values: a step repeats it for values that rarely change."""
+"""The same check, run once for equal values: every step asks for it, and the values rarely change."""
 
 
 def hyper_of(g: int, group: Mapping[str, Any]) -> AdamHyper:
     """The hyper-parameters of group ``g``, checked.
 
     Raises:
-        ConfigError: a value is out of range, or asks for what this optimizer does not do.
+        ConfigError: a value is out of range, or asks for something that this optimizer does not do.
     """
     where = f"parameter group {g}"
     lr, betas, eps, weight_decay = group["lr"], group["betas"], group["eps"], group["weight_decay"]
@@ -83,8 +83,8 @@ def _refuse(where: str, options: Mapping[str, Any]) -> None:
 
 
 def loaded(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """A group of a state dict, with what an older one has not.
+    """A group of a state dict, with defaults for options that an older one lacks.
 
-    Like torch's own classes this one keeps its way to decay weights, whatever class the states are of.
+    ``decoupled_weight_decay`` stays this optimizer's own, as in torch, whichever class saved the states.
     """
     return {**defaults, **group, "decoupled_weight_decay": defaults["decoupled_weight_decay"]}
