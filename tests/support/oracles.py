@@ -1,8 +1,10 @@
 """The kernels' results, computed another way: NumPy and exact rationals. No line is shared with ``c_src``."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import cache
 
 import ml_dtypes
 import numpy as np
@@ -172,6 +174,14 @@ def assert_same_state(what: str, got: call.AdamState, expected: call.AdamState) 
 
 def check_kernels(instruction_set: str) -> None:
     """Compare every kernel of one instruction set with the oracles on a fixed sample. Raises AssertionError."""
+    with call.using(instruction_set):
+        for check in _sample():
+            check()
+
+
+@cache
+def _sample() -> list[Callable[[], None]]:
+    """Checks of the kernels that are set now, with what the oracles expect: computed once, used for every mutant."""
     rng = np.random.default_rng(0)
     hypers = (
         Hyper(weight_decay=0.1, grad_scale=0.3, step=3),
@@ -182,44 +192,54 @@ def check_kernels(instruction_set: str) -> None:
     def normal(n, dtype=FLOAT32, scale=1.0):
         return (scale * rng.standard_normal(n)).astype(np.float32).astype(dtype.numpy)
 
-    with call.using(instruction_set):
-        for n in (0, 1, 7, 8, 9, 16, 17, 33, 100):
-            for case in range(len(hypers) * len(DTYPES) * 4):
-                hyper, grad_dtype = hypers[case % 3], DTYPES[case // 3 % 3]
-                kind = {
-                    "op_order": ("torch", "optax")[case // 9 % 2],
-                    "adam_mode": ("adamw", "adam")[case // 18],
-                    "param_dtype": (FLOAT32, BFLOAT16, FLOAT16, None)[(case + n) % 4],
-                    "keep_states": (case + n) % 4 != 3 and case % 5 == 0,
-                }
-                state = call.AdamState(normal(n, grad_dtype), normal(n), normal(n, scale=0.1), normal(n) ** 2)
-                assert_same_state(
-                    f"adam of {n} with {hyper}, {kind}",
-                    call.adam([state], [hyper.scalars(kind["op_order"])], **kind)[0],
-                    adam(state, hyper, **kind),
-                )
-            for dtype in DTYPES:
-                src, dst = normal(n, dtype), normal(n)
-                assert_same_bits(f"accumulate of {n} {dtype}", call.accumulate(src, dst), accumulate(src, dst))
-                parts = [normal(n, dtype) for _ in range(3)]
-                if n:
-                    for kind in ({"divisor": 3.0, "add": True}, {"divisor": 1.0, "add": False}):
-                        assert_same_bits(
-                            f"reduction of {n} {dtype}, {kind}",
-                            call.reduce(parts, dst, **kind),
-                            reduce(parts, dst, **kind),
-                        )
-                for to in DTYPES:
-                    # halfway between two halves as often as not, so that the direction of a tie shows
-                    ties = (src.view(f"u{dtype.itemsize}") | (0x9000 if dtype is FLOAT32 else 0)).view(src.dtype)
-                    for values in (src, ties):
-                        assert_same_bits(f"cast of {n} {dtype} to {to}", call.cast(values, to), cast(values, to))
-        for n in (1, 5, 8, 2048, 2051, 5000):
-            wide = np.exp2(rng.uniform(-140, 120, n)).astype(np.float32)
-            narrow, between = normal(n), np.exp2(rng.uniform(-20, 0, n)).astype(np.float32)
-            bf16s = (values.astype(ml_dtypes.bfloat16) for values in (wide, narrow, between))
-            for values in (wide, narrow, between, *bf16s, narrow.astype(np.float16)):
-                total = call.sum_of_squares(values)
-                assert total.finite, f"sum of {n} squares of {values.dtype}: found an inf or a NaN, there is none"
-                difference = total.exact() - sum_of_squares(values)
-                assert difference == 0, f"sum of {n} squares of {values.dtype} is off by {float(difference)}"
+    checks: list[Callable[[], None]] = []
+
+    def same(what, kernel, oracle, *args, **kind):
+        expected = oracle(*args, **kind)
+        checks.append(lambda: assert_same_bits(what, kernel(*args, **kind), expected))
+
+    def same_state(what, state, hyper, **kind):
+        scalars, expected = hyper.scalars(kind["op_order"]), adam(state, hyper, **kind)
+        checks.append(lambda: assert_same_state(what, call.adam([state], [scalars], **kind)[0], expected))
+
+    def same_sum(values):
+        what, expected = f"sum of {values.size} squares of {values.dtype}", sum_of_squares(values)
+
+        def check():
+            total = call.sum_of_squares(values)
+            assert total.finite, f"{what}: found an inf or a NaN, there is none"
+            difference = total.exact() - expected
+            assert difference == 0, f"{what} is off by {float(difference)}"
+
+        checks.append(check)
+
+    for n in (0, 1, 7, 8, 9, 16, 17, 33, 100):
+        for case in range(len(hypers) * len(DTYPES) * 4):
+            hyper, grad_dtype = hypers[case % 3], DTYPES[case // 3 % 3]
+            kind = {
+                "op_order": ("torch", "optax")[case // 9 % 2],
+                "adam_mode": ("adamw", "adam")[case // 18],
+                "param_dtype": (FLOAT32, BFLOAT16, FLOAT16, None)[(case + n) % 4],
+                "keep_states": (case + n) % 4 != 3 and case % 5 == 0,
+            }
+            state = call.AdamState(normal(n, grad_dtype), normal(n), normal(n, scale=0.1), normal(n) ** 2)
+            same_state(f"adam of {n} with {hyper}, {kind}", state, hyper, **kind)
+        for dtype in DTYPES:
+            src, dst = normal(n, dtype), normal(n)
+            same(f"accumulate of {n} {dtype}", call.accumulate, accumulate, src, dst)
+            parts = [normal(n, dtype) for _ in range(3)]
+            if n:
+                for kind in ({"divisor": 3.0, "add": True}, {"divisor": 1.0, "add": False}):
+                    same(f"reduction of {n} {dtype}, {kind}", call.reduce, reduce, parts, dst, **kind)
+            for to in DTYPES:
+                # halfway between two halves as often as not, so that the direction of a tie shows
+                ties = (src.view(f"u{dtype.itemsize}") | (0x9000 if dtype is FLOAT32 else 0)).view(src.dtype)
+                for values in (src, ties):
+                    same(f"cast of {n} {dtype} to {to}", call.cast, cast, values, to)
+    for n in (1, 5, 8, 2048, 2051, 5000):
+        wide = np.exp2(rng.uniform(-140, 120, n)).astype(np.float32)
+        narrow, between = normal(n), np.exp2(rng.uniform(-20, 0, n)).astype(np.float32)
+        bf16s = [values.astype(ml_dtypes.bfloat16) for values in (wide, narrow, between)]
+        for values in (wide, narrow, between, *bf16s, narrow.astype(np.float16)):
+            same_sum(values)
+    return checks
