@@ -26,8 +26,8 @@ from ..layout.regions import Region
 from ..ranks.collectives import Collectives
 from ..ranks.consistency import combine, fingerprint, processes
 from ..step.pipeline import Pipeline
-from . import reader as files
-from .reader import Checkpoint, Want
+from .folder import MANIFEST, file_name
+from .reader import NOT_A_MANIFEST, Checkpoint, Want
 from .safetensors import NAME_OF
 from .saving import Place, Save, all_or_none, failed_elsewhere
 from .shard_writer import ShardWriter, Source
@@ -226,7 +226,7 @@ class Checkpoints:
         for i, name in enumerate(contents.names):
             sources += self._sources_of(i, name, tensors[i], i in behind)
         world = self._collectives.world_size
-        writer = ShardWriter(path / files.file_name(rank, world), sources, pipeline.memory)
+        writer = ShardWriter(path / file_name(rank, world), sources, pipeline.memory)
         return writer, part
 
     def _sources_of(self, i: int, name: str, tensor: Any, behind: bool) -> list[Source]:
@@ -354,8 +354,8 @@ class Loaded:
             own = content["own"]
             self.own = self._decode(rank, own[rank]) if rank is not None and rank < len(own) else None
             """What this process's predecessor had of its own; None where there was none."""
-        except files.NOT_A_MANIFEST as error:
-            raise CheckpointError(f"{checkpoint.path / files.MANIFEST}: incomplete ({error!r})") from None
+        except NOT_A_MANIFEST as error:
+            raise CheckpointError(f"{checkpoint.path / MANIFEST}: incomplete ({error!r})") from None
 
     def _decode(self, rank: int, value: Any) -> Any:
         return decode(value, _Values(self.checkpoint, rank), self._types)

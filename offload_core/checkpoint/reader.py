@@ -3,16 +3,11 @@
 ``manifest.json`` is ``{"format", "version", "checksum", "content"}``; the checksum is that of the content's text. The
 content names each file, its size, the checksums of its blocks, and what its tensors hold of which parameter. Nothing in
 it is run, no name in it leads out of the folder, and no number in it is believed that the files do not bear out.
-
-A checkpoint is written in a folder whose name begins with a dot, and renamed when it is complete. ``latest`` names the
-last one.
 """
 
 import json
 import math
 import os
-import re
-import shutil
 from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,20 +19,14 @@ import xxhash
 
 from ..errors import CheckpointError
 from ..layout.regions import Region, common
-from ..support.disks import begin_reading, names_to_disk, to_disk
+from ..support.disks import begin_reading, names_to_disk
 from ..support.processors import default_threads
+from .folder import CHECKPOINT_NAME, FILE_NAME, MANIFEST, durable, find
 from .safetensors import NAME_OF, NUMPY_OF
 from .shard_writer import ShardWriter, checksum
 
 FORMAT = "offload-core checkpoint"
 VERSION = 1
-MANIFEST = "manifest.json"
-LATEST = "latest"
-UNFINISHED = ".saving"
-_DISCARDED = ".discarded"
-_PREPARED = ".new"
-_CHECKPOINT = re.compile(r"step-([0-9]{8,})(\.[0-9]+)?")
-_FILE = re.compile(r"shard-[0-9]{5,}-of-[0-9]{5,}\.safetensors")
 _LARGEST = 2**62
 _READERS = 4
 _READ_AHEAD = 4
@@ -48,11 +37,6 @@ _MOST_IN_PLACE = 16
 """Runs of a block that are read one by one to where they belong."""
 NOT_A_MANIFEST = (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError)
 """What reading JSON of any content raises."""
-
-
-def file_name(rank: int, world_size: int) -> str:
-    """Of what a process writes."""
-    return f"shard-{rank:05d}-of-{world_size:05d}.safetensors"
 
 
 class Tensor(NamedTuple):
@@ -119,127 +103,7 @@ def _manifest(content: Any) -> str:
     return f'{json.dumps(head)[:-1]}, "content": {text}}}\n'
 
 
-def durable(path: Path, text: str) -> None:
-    """Write a small file whole: whoever sees it under its name sees all of it."""
-    _prepare(path, text).replace(path)
-
-
-def _prepare(path: Path, text: str) -> Path:
-    """The file on the disk, under a name of its own as yet."""
-    aside = path.with_name(f".{path.name}{_PREPARED}")
-    try:
-        with aside.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            to_disk(file.fileno())
-    except BaseException:
-        aside.unlink(missing_ok=True)
-        raise
-    return aside
-
-
-def make_folder(folder: Path) -> None:
-    """Make a folder and those above it that are missing, on the disk too."""
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in missing:
-        names_to_disk(path.parent)
-
-
-def commit(unfinished: Path, name: str) -> Path:
-    """Make a complete checkpoint known, under this name, and as the latest."""
-    folder = unfinished.parent
-    latest = _prepare(folder / LATEST, f"{name}\n")  # while a full disk is no harm
-    try:
-        unfinished.rename(folder / name)
-        names_to_disk(folder)
-        latest.replace(folder / LATEST)
-    except BaseException:
-        latest.unlink(missing_ok=True)
-        if not unfinished.exists():
-            (folder / name).rename(unfinished)
-        raise
-    names_to_disk(folder)
-    return folder / name
-
-
-def free_name(folder: Path, step: int) -> str:
-    """A name for a checkpoint of that step; another one may have been there before."""
-    name, n = f"step-{step:08d}", 0
-    while (folder / (chosen := f"{name}.{n}" if n else name)).exists():
-        n += 1
-    return chosen
-
-
-def rotate(folder: Path, last: str, keep: int) -> None:
-    """Delete all but ``keep`` checkpoints, the one of that name and those that were written last before it.
-
-    Raises:
-        OSError: one cannot be deleted.
-    """
-    others = [path for path in committed(folder) if path.name != last]
-    for path in others[: max(len(others) + 1 - keep, 0)]:
-        discard(path)
-
-
-def discard(path: Path) -> None:
-    """Delete a checkpoint; one that is deleted in part is not taken for one."""
-    if not path.name.startswith("."):
-        path = path.rename(path.with_name(f".{path.name}{_DISCARDED}"))
-    shutil.rmtree(path, ignore_errors=True)
-
-
-def clean(folder: Path) -> None:
-    """Delete what killed processes have left."""
-    for path in folder.iterdir():
-        if path.name.startswith(".") and path.name.endswith((UNFINISHED, _DISCARDED)):
-            discard(path)
-        elif path.name == f".{LATEST}{_PREPARED}":
-            path.unlink()
-
-
-def committed(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, as they were written one after the other; none where it cannot be read."""
-    found = []
-    try:
-        for path in folder.iterdir():
-            if _CHECKPOINT.fullmatch(path.name) and os.path.exists(path / MANIFEST):
-                found.append(((path / MANIFEST).stat().st_mtime_ns, path.name))
-    except OSError:
-        pass
-    return [folder / name for _, name in sorted(found)]
-
-
 # --- reading ---------------------------------------------------------------------------------------------
-
-
-def find(path: str | os.PathLike[str]) -> Path:
-    """The checkpoint that is meant: this folder, or the latest in it.
-
-    Raises:
-        CheckpointError: there is none.
-    """
-    folder = Path(path)
-    if os.path.exists(folder / MANIFEST):
-        return folder
-    try:
-        named = (folder / LATEST).read_text(encoding="utf-8").strip()
-    except (OSError, ValueError) as error:
-        there = _last_of(folder)
-        raise CheckpointError(
-            f"{folder}: no checkpoint: neither {MANIFEST} nor {LATEST} can be read there ({error})"
-            + (f"; expected one of its folders instead: {there}" if there else "")
-        ) from None
-    if not _CHECKPOINT.fullmatch(named) or not os.path.exists(folder / named / MANIFEST):
-        raise CheckpointError(
-            f"{folder / LATEST} names {named[:80]!r}, which is no whole checkpoint there; expected one of those that "
-            f"are: {_last_of(folder) or 'none'}"
-        )
-    return folder / named
-
-
-def _last_of(folder: Path) -> str:
-    return ", ".join(path.name for path in committed(folder)[-5:])
 
 
 @dataclass(frozen=True)
@@ -266,14 +130,14 @@ class Checkpoint:
         self._paths: list[Path] = []
         self._tensors: dict[tuple[str, str], list[Tensor]] = {}
         try:
-            named = _CHECKPOINT.fullmatch(self.path.name)
+            named = CHECKPOINT_NAME.fullmatch(self.path.name)
             if named and int(named[1]) != self.content["step"]:
                 raise ValueError(f"it is of step {self.content['step']}")
             self.files: list[dict[str, Any]] = self.content["files"]
             for i, record in enumerate(self.files):
                 name, size, block_bytes = record["file"], record["bytes"], record["block_bytes"]
                 numbers = all(type(n) is int for n in (size, block_bytes)) and size >= 0 and block_bytes > 0
-                if not _FILE.fullmatch(name) or not numbers or len(record["blocks"]) != -(-size // block_bytes):
+                if not FILE_NAME.fullmatch(name) or not numbers or len(record["blocks"]) != -(-size // block_bytes):
                     raise ValueError(f"the record of {name!r}")
                 self._paths.append(self.path / name)
                 for entry in record["tensors"]:

@@ -21,7 +21,8 @@ from ..errors import CheckpointError, CheckpointWarning
 from ..ranks.collectives import Collectives
 from ..ranks.consistency import combine, together
 from ..support.user_line import UserLine
-from . import reader as files
+from .folder import UNFINISHED, clean, commit, discard, durable, free_name, make_folder, rotate
+from .reader import file_record, write_manifest
 from .shard_writer import ShardWriter
 
 _POLL_SECONDS = 0.05
@@ -77,10 +78,10 @@ class Place:
 
     @property
     def unfinished(self) -> Path:
-        return self.folder / f".{self.name}.{self._token}{files.UNFINISHED}"
+        return self.folder / f".{self.name}.{self._token}{UNFINISHED}"
 
     def _make(self, step: int) -> bytes:
-        files.make_folder(self.folder)
+        make_folder(self.folder)
         self._lock = os.open(self.folder, os.O_RDONLY)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -90,8 +91,8 @@ class Place:
             ) from None
         except OSError:
             pass  # a file system without locks
-        files.clean(self.folder)
-        self.name, self._token = files.free_name(self.folder, step), os.urandom(4).hex()
+        clean(self.folder)
+        self.name, self._token = free_name(self.folder, step), os.urandom(4).hex()
         self.unfinished.mkdir()
         return f"{self.name}/{self._token}".encode()
 
@@ -113,7 +114,7 @@ class Place:
     def give_up(self) -> None:
         """Remove what there is of it. Only where it cannot be complete: process 0 may be about to make it known."""
         if self._token:
-            files.discard(self.unfinished)
+            discard(self.unfinished)
         self.release()
 
 
@@ -137,7 +138,7 @@ class Save:
         try:
             with all_or_none(place.collectives, "save"):
                 writer, self._part = prepare(place.unfinished)
-                self._record = files.file_record(writer)
+                self._record = file_record(writer)
             self.writer = writer
             self._thread = threading.Thread(target=self._run, name="offload-core checkpoint")
             self._thread.start()
@@ -191,7 +192,7 @@ class Save:
             self.writer.write()
             self._record["blocks"] = self.writer.checksums
             part = json.dumps(self._part | {"files": self._record})
-            files.durable(self._part_of(place.collectives.rank), part)
+            durable(self._part_of(place.collectives.rank), part)
             if place.collectives.rank == 0:
                 self._complete()
         except Exception as error:
@@ -228,11 +229,11 @@ class Save:
         content = parts[0] | {key: [part[key] for part in parts] for key in ("own", "files")}
         for path in paths:
             path.unlink()
-        files.write_manifest(self._place.unfinished, content)
-        files.commit(self._place.unfinished, self._place.name)
+        write_manifest(self._place.unfinished, content)
+        commit(self._place.unfinished, self._place.name)
         if self._keep is not None:
             try:
-                files.rotate(self._place.folder, self._place.name, self._keep)
+                rotate(self._place.folder, self._place.name, self._keep)
             except OSError as error:
                 path = error.filename or self._place.folder  # no word of the new one: the next save would say it again
                 why = f"{path}: {error.strerror or error}; it was to be deleted, for keep={self._keep}"

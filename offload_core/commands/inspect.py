@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.checkpoints import Loaded
-from ..checkpoint.reader import LATEST, MANIFEST, Checkpoint, committed, find
+from ..checkpoint.folder import LATEST, MANIFEST, committed, find
+from ..checkpoint.reader import Checkpoint
 from ..errors import CheckpointError
 from ..memory.host_memory import format_bytes
 
