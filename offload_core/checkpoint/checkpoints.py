@@ -27,7 +27,8 @@ from ..ranks.collectives import Collectives
 from ..ranks.consistency import combine, fingerprint, processes
 from ..step.pipeline import Pipeline
 from .folder import MANIFEST, file_name
-from .reader import NOT_A_MANIFEST, Checkpoint, Want
+from .manifest import NOT_A_MANIFEST
+from .reader import Checkpoint, Want
 from .safetensors import NAME_OF
 from .saving import Place, Save, all_or_none, failed_elsewhere
 from .shard_writer import ShardWriter, Source

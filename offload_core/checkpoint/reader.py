@@ -1,33 +1,22 @@
-"""A checkpoint on disk: a folder with a manifest and the files it names, checked block by block as they are read.
+"""Reading a checkpoint: every block that is touched is checked against its checksum in the manifest."""
 
-``manifest.json`` is ``{"format", "version", "checksum", "content"}``; the checksum is that of the content's text. The
-content names each file, its size, the checksums of its blocks, and what its tensors hold of which parameter. Nothing in
-it is run, no name in it leads out of the folder, and no number in it is believed that the files do not bear out.
-"""
-
-import json
-import math
 import os
 from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import xxhash
 
 from ..errors import CheckpointError
 from ..layout.regions import Region, common
-from ..support.disks import begin_reading, names_to_disk
+from ..support.disks import begin_reading
 from ..support.processors import default_threads
-from .folder import CHECKPOINT_NAME, FILE_NAME, MANIFEST, durable, find
-from .safetensors import NAME_OF, NUMPY_OF
-from .shard_writer import ShardWriter, checksum
+from .folder import CHECKPOINT_NAME, FILE_NAME, MANIFEST, find
+from .manifest import NOT_A_MANIFEST, Tensor, read_manifest
 
-FORMAT = "offload-core checkpoint"
-VERSION = 1
-_LARGEST = 2**62
 _READERS = 4
 _READ_AHEAD = 4
 """Blocks that the disk is told of before they are read."""
@@ -35,75 +24,6 @@ _MOST_ROWS = 2**20
 """Runs of elements that are looked up at a time; what was laid out otherwise comes in runs of few elements."""
 _MOST_IN_PLACE = 16
 """Runs of a block that are read one by one to where they belong."""
-NOT_A_MANIFEST = (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError)
-"""What reading JSON of any content raises."""
-
-
-class Tensor(NamedTuple):
-    """What a file holds at some place."""
-
-    name: str
-    kind: str
-    region: Region
-    dtype: np.dtype
-    file: int
-    """Its index in the manifest."""
-    offset: int
-    """In bytes, from the file's start."""
-
-    def to_json(self) -> dict[str, Any]:
-        region = self.region
-        entry = {"name": self.name, "kind": self.kind, "dtype": NAME_OF[self.dtype], "offset": self.offset}
-        entry |= {"shape": region.shape, "start": region.start, "numel": region.numel}
-        return entry | {k: v for k, v in (("order", region.order), ("box", region.box)) if v is not None}
-
-    @classmethod
-    def of_json(cls, entry: dict[str, Any], file: int) -> "Tensor":
-        """Raises one of ``NOT_A_MANIFEST`` where it is no such thing."""
-        order, box = entry.get("order"), entry.get("box")
-        region = Region(
-            tuple(map(int, entry["shape"])),
-            int(entry["start"]),
-            int(entry["numel"]),
-            None if order is None else tuple(map(int, order)),
-            None if box is None else tuple((int(low), int(high)) for low, high in box),
-        )
-        region.check()
-        if math.prod(region.shape) >= _LARGEST:
-            raise ValueError(f"shape {region.shape}")
-        return cls(entry["name"], entry["kind"], region, NUMPY_OF[entry["dtype"]], file, int(entry["offset"]))
-
-
-def file_record(writer: ShardWriter) -> dict[str, Any]:
-    """A file that is being written, as the manifest will have it but for its checksums."""
-    tensors = [
-        Tensor(source.name, source.kind, source.region, source.dtype, 0, writer.offset(i)).to_json()
-        for i, source in enumerate(writer.sources)
-    ]
-    return {
-        "file": writer.path.name,
-        "bytes": writer.n_bytes,
-        "block_bytes": writer.block_bytes,
-        "tensors": tensors,
-    }
-
-
-# --- writing ---------------------------------------------------------------------------------------------
-
-
-def write_manifest(folder: Path, content: dict[str, Any]) -> None:
-    """Write the manifest and see to it that it is on the disk, and the folder's entries too."""
-    durable(folder / MANIFEST, _manifest(content))
-    names_to_disk(folder)
-
-
-def _manifest(content: Any) -> str:
-    text = json.dumps(content, separators=(",", ":"), allow_nan=False)  # in its order
-    head = {"format": FORMAT, "version": VERSION, "checksum": checksum(text.encode())}
-    return f'{json.dumps(head)[:-1]}, "content": {text}}}\n'
-
-
-# --- reading ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -126,7 +46,7 @@ class Checkpoint:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = find(path)
         manifest = self.path / MANIFEST
-        self.content = _read_manifest(manifest)
+        self.content = read_manifest(manifest)
         self._paths: list[Path] = []
         self._tensors: dict[tuple[str, str], list[Tensor]] = {}
         try:
@@ -376,32 +296,3 @@ def _scatter(data: np.ndarray, places: np.ndarray, out: np.ndarray) -> None:
     at, to, numel = places.T
     within = np.arange(int(numel.sum())) - np.repeat(np.cumsum(numel) - numel, numel)
     out[np.repeat(to, numel) + within] = data[np.repeat(at, numel) + within].astype(out.dtype)
-
-
-def _read_manifest(path: Path) -> dict[str, Any]:
-    try:
-        text = path.read_bytes()
-        head = json.loads(text)
-        if head["format"] != FORMAT:
-            raise ValueError(f"format {head['format']!r}")
-        version, content = head["version"], head["content"]
-        if type(version) is not int:
-            raise ValueError(f"version {version!r}")
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}; take another checkpoint") from None
-    except NOT_A_MANIFEST as error:
-        raise CheckpointError(
-            f"{path}: not the manifest of a checkpoint, or damaged ({error!r}); take another checkpoint"
-        ) from None
-    if version > VERSION:
-        raise CheckpointError(
-            f"{path}: version {version} of the format, and this offload-core reads up to {VERSION}; expected a newer "
-            "offload-core"
-        )
-    try:
-        whole = _manifest(content).encode() == text
-    except NOT_A_MANIFEST:
-        whole = False
-    if not whole:
-        raise CheckpointError(f"{path}: what it says is not what was written; take another checkpoint")
-    return content

@@ -22,7 +22,7 @@ from ..ranks.collectives import Collectives
 from ..ranks.consistency import combine, together
 from ..support.user_line import UserLine
 from .folder import UNFINISHED, clean, commit, discard, durable, free_name, make_folder, rotate
-from .reader import file_record, write_manifest
+from .manifest import file_record, write_manifest
 from .shard_writer import ShardWriter
 
 _POLL_SECONDS = 0.05
