@@ -15,7 +15,7 @@ import numpy as np
 from ..errors import CheckpointError
 from ..layout.regions import Region
 from ..support.disks import names_to_disk
-from .folder import MANIFEST, durable
+from .folder import FILE_NAME, MANIFEST, durable
 from .safetensors import NAME_OF, NUMPY_OF
 from .shard_writer import ShardWriter, checksum
 
@@ -73,6 +73,28 @@ def file_record(writer: ShardWriter) -> dict[str, Any]:
         "block_bytes": writer.block_bytes,
         "tensors": tensors,
     }
+
+
+def tensors_of(record: dict[str, Any], file: int) -> list[Tensor]:
+    """Check the record of a file, and return its tensors. Their bytes lie inside the file, aligned to their type.
+
+    Args:
+        file: the record's index in the manifest.
+
+    Raises:
+        one of ``NOT_A_MANIFEST``: the record is wrong.
+    """
+    name, size, block_bytes = record["file"], record["bytes"], record["block_bytes"]
+    numbers = all(type(n) is int for n in (size, block_bytes)) and size >= 0 and block_bytes > 0
+    if not FILE_NAME.fullmatch(name) or not numbers or len(record["blocks"]) != -(-size // block_bytes):
+        raise ValueError(f"the record of {name!r}")
+    tensors = [Tensor.of_json(entry, file) for entry in record["tensors"]]
+    for tensor in tensors:
+        item = tensor.dtype.itemsize
+        inside = 0 <= tensor.offset <= tensor.offset + tensor.region.numel * item <= size
+        if not inside or tensor.offset % item or block_bytes % item:
+            raise ValueError(f"where {tensor.name!r} is in {name!r}")
+    return tensors
 
 
 def write_manifest(folder: Path, content: dict[str, Any]) -> None:

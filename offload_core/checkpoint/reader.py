@@ -14,8 +14,8 @@ from ..errors import CheckpointError
 from ..layout.regions import Region, common
 from ..support.disks import begin_reading
 from ..support.processors import default_threads
-from .folder import CHECKPOINT_NAME, FILE_NAME, MANIFEST, find
-from .manifest import NOT_A_MANIFEST, Tensor, read_manifest
+from .folder import CHECKPOINT_NAME, MANIFEST, find
+from .manifest import NOT_A_MANIFEST, Tensor, read_manifest, tensors_of
 
 _READERS = 4
 _READ_AHEAD = 4
@@ -55,17 +55,8 @@ class Checkpoint:
                 raise ValueError(f"it is of step {self.content['step']}")
             self.files: list[dict[str, Any]] = self.content["files"]
             for i, record in enumerate(self.files):
-                name, size, block_bytes = record["file"], record["bytes"], record["block_bytes"]
-                numbers = all(type(n) is int for n in (size, block_bytes)) and size >= 0 and block_bytes > 0
-                if not FILE_NAME.fullmatch(name) or not numbers or len(record["blocks"]) != -(-size // block_bytes):
-                    raise ValueError(f"the record of {name!r}")
-                self._paths.append(self.path / name)
-                for entry in record["tensors"]:
-                    tensor = Tensor.of_json(entry, i)
-                    item = tensor.dtype.itemsize
-                    inside = 0 <= tensor.offset <= tensor.offset + tensor.region.numel * item <= size
-                    if not inside or tensor.offset % item or block_bytes % item:
-                        raise ValueError(f"where {tensor.name!r} is in {name!r}")
+                self._paths.append(self.path / record["file"])
+                for tensor in tensors_of(record, i):
                     self._tensors.setdefault((tensor.name, tensor.kind), []).append(tensor)
         except NOT_A_MANIFEST as error:
             raise CheckpointError(f"{manifest}: not the manifest of this checkpoint ({error!r})") from None
