@@ -26,13 +26,12 @@ from ..layout.regions import Region
 from ..ranks.collectives import Collectives
 from ..ranks.consistency import combine, fingerprint, processes
 from ..step.pipeline import Pipeline
-from .folder import MANIFEST, file_name
-from .manifest import NOT_A_MANIFEST
-from .reader import Checkpoint, Want
+from .folder import file_name
+from .reader import Checkpoint, Loaded, Want
 from .safetensors import NAME_OF
 from .saving import Place, Save, all_or_none, failed_elsewhere
 from .shard_writer import ShardWriter, Source
-from .values import ArrayType, decode, encode
+from .values import ArrayType, encode
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _KINDS = {str(dtype): {"V": "f", "u": "i"}.get(dtype.kind, dtype.kind) for dtype in NAME_OF}
@@ -253,8 +252,8 @@ class Checkpoints:
         publish: Callable[[], None],
         types: Sequence[ArrayType] = (),
         *,
-        accept: Callable[["Loaded"], None] = lambda loaded: None,
-    ) -> "Loaded":
+        accept: Callable[[Loaded], None] = lambda loaded: None,
+    ) -> Loaded:
         """Load a checkpoint, file by file, into what there is already.
 
         Args:
@@ -327,41 +326,6 @@ class Checkpoints:
         return wants
 
 
-class Loaded:
-    """What a checkpoint says besides its tensors.
-
-    Args:
-        rank: this process's; None: of what each process had of its own nothing is read.
-
-    Raises:
-        CheckpointError: the manifest lacks something.
-    """
-
-    def __init__(self, checkpoint: Checkpoint, rank: int | None, types: Sequence[ArrayType] = ()) -> None:
-        self.checkpoint = checkpoint
-        self.content = content = checkpoint.content
-        self._types = types
-        try:
-            self.step: int = content["step"]
-            self.parameters: dict[str, dict[str, Any]] = content["parameters"]
-            """Of what was trained: shape, dtype, step, group, behind."""
-            self.others: dict[str, dict[str, Any]] = content["others"]
-            for entry in (*self.parameters.values(), *self.others.values()):
-                _check_types(entry, _OTHER)
-            for entry in self.parameters.values():
-                _check_types(entry, _PARAMETER)
-            _check_types(content, {"step": int, "own": list})
-            self.state = self._decode(0, content["state"])
-            own = content["own"]
-            self.own = self._decode(rank, own[rank]) if rank is not None and rank < len(own) else None
-            """What this process's predecessor had of its own; None where there was none."""
-        except NOT_A_MANIFEST as error:
-            raise CheckpointError(f"{checkpoint.path / MANIFEST}: incomplete ({error!r})") from None
-
-    def _decode(self, rank: int, value: Any) -> Any:
-        return decode(value, _Values(self.checkpoint, rank), self._types)
-
-
 def load_values(path: str | os.PathLike[str], targets: Sequence[Target], types: Sequence[ArrayType] = ()) -> Loaded:
     """Load a checkpoint's values alone, of what is trained and of what is not, in this process.
 
@@ -419,31 +383,6 @@ def _check(loaded: Loaded, trained: Mapping[str, tuple[int, ...]], targets: Sequ
                 f"{path}: {target.name!r} is of {theirs} in it, expected {target.dtype}: is it the checkpoint of "
                 "another model?"
             )
-
-
-_OTHER = {"shape": list, "dtype": str}
-_PARAMETER = {"step": int, "group": int, "behind": bool}
-
-
-def _check_types(entry: Any, types: Mapping[str, type]) -> None:
-    for key, expected in types.items():
-        if type(entry[key]) is not expected:
-            raise TypeError(f"{key} is {str(entry[key])[:80]!r}")
-    if any(type(n) is not int or n < 0 for n in entry.get("shape", ())):
-        raise ValueError(f"shape {entry['shape']}")
-
-
-class _Values(Sequence[np.ndarray]):
-    """The arrays of a process's plain values."""
-
-    def __init__(self, checkpoint: Checkpoint, rank: int) -> None:
-        self._checkpoint, self._rank = checkpoint, rank
-
-    def __getitem__(self, i: Any) -> Any:
-        return self._checkpoint.array(f"{self._rank}.{i}", "value")
-
-    def __len__(self) -> int:
-        raise NotImplementedError
 
 
 class InOrder:

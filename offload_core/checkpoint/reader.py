@@ -1,7 +1,7 @@
 """Reading a checkpoint: every block that is touched is checked against its checksum in the manifest."""
 
 import os
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from ..support.disks import begin_reading
 from ..support.processors import default_threads
 from .folder import CHECKPOINT_NAME, MANIFEST, find
 from .manifest import NOT_A_MANIFEST, Tensor, read_manifest, tensors_of
+from .values import ArrayType, decode
 
 _READERS = 4
 _READ_AHEAD = 4
@@ -24,6 +25,8 @@ _MOST_ROWS = 2**20
 """Runs of elements that are looked up at a time; what was laid out otherwise comes in runs of few elements."""
 _MOST_IN_PLACE = 16
 """Runs of a block that are read one by one to where they belong."""
+_OTHER = {"shape": list, "dtype": str}
+_PARAMETER = {"step": int, "group": int, "behind": bool}
 
 
 @dataclass(frozen=True)
@@ -287,3 +290,59 @@ def _scatter(data: np.ndarray, places: np.ndarray, out: np.ndarray) -> None:
     at, to, numel = places.T
     within = np.arange(int(numel.sum())) - np.repeat(np.cumsum(numel) - numel, numel)
     out[np.repeat(to, numel) + within] = data[np.repeat(at, numel) + within].astype(out.dtype)
+
+
+class Loaded:
+    """What a checkpoint says besides its tensors.
+
+    Args:
+        rank: this process's; None: of what each process had of its own nothing is read.
+
+    Raises:
+        CheckpointError: the manifest lacks something.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, rank: int | None, types: Sequence[ArrayType] = ()) -> None:
+        self.checkpoint = checkpoint
+        self.content = content = checkpoint.content
+        self._types = types
+        try:
+            self.step: int = content["step"]
+            self.parameters: dict[str, dict[str, Any]] = content["parameters"]
+            """Of what was trained: shape, dtype, step, group, behind."""
+            self.others: dict[str, dict[str, Any]] = content["others"]
+            for entry in (*self.parameters.values(), *self.others.values()):
+                _check_types(entry, _OTHER)
+            for entry in self.parameters.values():
+                _check_types(entry, _PARAMETER)
+            _check_types(content, {"step": int, "own": list})
+            self.state = self._decode(0, content["state"])
+            own = content["own"]
+            self.own = self._decode(rank, own[rank]) if rank is not None and rank < len(own) else None
+            """What this process's predecessor had of its own; None where there was none."""
+        except NOT_A_MANIFEST as error:
+            raise CheckpointError(f"{checkpoint.path / MANIFEST}: incomplete ({error!r})") from None
+
+    def _decode(self, rank: int, value: Any) -> Any:
+        return decode(value, _Values(self.checkpoint, rank), self._types)
+
+
+class _Values(Sequence[np.ndarray]):
+    """The arrays of a process's plain values."""
+
+    def __init__(self, checkpoint: Checkpoint, rank: int) -> None:
+        self._checkpoint, self._rank = checkpoint, rank
+
+    def __getitem__(self, i: Any) -> Any:
+        return self._checkpoint.array(f"{self._rank}.{i}", "value")
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+def _check_types(entry: Any, types: Mapping[str, type]) -> None:
+    for key, expected in types.items():
+        if type(entry[key]) is not expected:
+            raise TypeError(f"{key} is {str(entry[key])[:80]!r}")
+    if any(type(n) is not int or n < 0 for n in entry.get("shape", ())):
+        raise ValueError(f"shape {entry['shape']}")

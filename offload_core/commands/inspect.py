@@ -7,9 +7,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.checkpoints import Loaded
 from ..checkpoint.folder import LATEST, MANIFEST, committed, find
-from ..checkpoint.reader import Checkpoint
+from ..checkpoint.reader import Checkpoint, Loaded
 from ..errors import CheckpointError
 from ..memory.host_memory import format_bytes
 
