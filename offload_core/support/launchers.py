@@ -182,7 +182,8 @@ def _slurm(environ: Environment) -> dict[str, str]:
     """Slurm's variables of a step's task. The batch script has some of them too, but is not a task.
 
     Rank 0 is on the first machine of the step. (``SLURM_LAUNCH_NODE_IPADDR`` is the machine on which srun was called,
-    which may be another.) The port follows from the job's and the step's number, so that jobs on one machine use different ones.
+    which may be another.) The port follows from the job's and the step's number, so that jobs on one
+    machine use different ports.
     """
     if not _is_slurm_task(environ):
         return {}
