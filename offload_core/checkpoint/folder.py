@@ -1,4 +1,4 @@
-"""The folder that checkpoints are saved to: their names, which of them are complete, and which is the latest.
+"""The folder that checkpoints are saved to: their names, the complete ones, and the latest.
 
 A checkpoint is written in a folder whose name begins with a dot, and renamed when it is complete. ``latest`` names the
 last one.
@@ -22,17 +22,17 @@ FILE_NAME = re.compile(r"shard-[0-9]{5,}-of-[0-9]{5,}\.safetensors")
 
 
 def file_name(rank: int, world_size: int) -> str:
-    """Of what a process writes."""
+    """The name of the file that a process writes."""
     return f"shard-{rank:05d}-of-{world_size:05d}.safetensors"
 
 
 def durable(path: Path, text: str) -> None:
-    """Write a small file whole: whoever sees it under its name sees all of it."""
+    """Write a small file to the disk, and only then give it its name: readers see all of it or nothing."""
     _prepare(path, text).replace(path)
 
 
 def _prepare(path: Path, text: str) -> Path:
-    """The file on the disk, under a name of its own as yet."""
+    """Write the file to the disk under a temporary name, and return that."""
     aside = path.with_name(f".{path.name}{_PREPARED}")
     try:
         with aside.open("w", encoding="utf-8") as file:
@@ -46,7 +46,7 @@ def _prepare(path: Path, text: str) -> Path:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and those above it that are missing, on the disk too."""
+    """Make a folder and its missing parents, and sync them to the disk."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for path in missing:
@@ -54,9 +54,9 @@ def make_folder(folder: Path) -> None:
 
 
 def commit(unfinished: Path, name: str) -> Path:
-    """Make a complete checkpoint known, under this name, and as the latest."""
+    """Rename a complete checkpoint to ``name``, and make it the latest."""
     folder = unfinished.parent
-    latest = _prepare(folder / LATEST, f"{name}\n")  # while a full disk is no harm
+    latest = _prepare(folder / LATEST, f"{name}\n")  # before the rename, because the disk may be full
     try:
         unfinished.rename(folder / name)
         names_to_disk(folder)
@@ -71,7 +71,7 @@ def commit(unfinished: Path, name: str) -> Path:
 
 
 def free_name(folder: Path, step: int) -> str:
-    """A name for a checkpoint of that step; another one may have been there before."""
+    """An unused name for a checkpoint of a step. The folder may have one of that step already."""
     name, n = f"step-{step:08d}", 0
     while (folder / (chosen := f"{name}.{n}" if n else name)).exists():
         n += 1
@@ -79,10 +79,10 @@ def free_name(folder: Path, step: int) -> str:
 
 
 def rotate(folder: Path, last: str, keep: int) -> None:
-    """Delete all but ``keep`` checkpoints, the one of that name and those that were written last before it.
+    """Delete all but ``keep`` checkpoints: ``last``, and those that were written most recently before it.
 
     Raises:
-        OSError: one cannot be deleted.
+        OSError: a checkpoint cannot be deleted.
     """
     others = [path for path in committed(folder) if path.name != last]
     for path in others[: max(len(others) + 1 - keep, 0)]:
@@ -90,14 +90,14 @@ def rotate(folder: Path, last: str, keep: int) -> None:
 
 
 def discard(path: Path) -> None:
-    """Delete a checkpoint; one that is deleted in part is not taken for one."""
+    """Delete a checkpoint. It is renamed first, so that a partly deleted one does not look complete."""
     if not path.name.startswith("."):
         path = path.rename(path.with_name(f".{path.name}{_DISCARDED}"))
     shutil.rmtree(path, ignore_errors=True)
 
 
 def clean(folder: Path) -> None:
-    """Delete what killed processes have left."""
+    """Delete the leftovers of killed processes."""
     for path in folder.iterdir():
         if path.name.startswith(".") and path.name.endswith((UNFINISHED, _DISCARDED)):
             discard(path)
@@ -106,7 +106,7 @@ def clean(folder: Path) -> None:
 
 
 def committed(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, as they were written one after the other; none where it cannot be read."""
+    """The complete checkpoints in a folder, oldest first; none if the folder cannot be read."""
     found = []
     try:
         for path in folder.iterdir():
@@ -118,7 +118,7 @@ def committed(folder: Path) -> list[Path]:
 
 
 def find(path: str | os.PathLike[str]) -> Path:
-    """The checkpoint that is meant: this folder, or the latest in it.
+    """The checkpoint at a path: the folder itself, or the latest checkpoint in it.
 
     Raises:
         CheckpointError: there is none.

@@ -23,20 +23,20 @@ FORMAT = "offload-core checkpoint"
 VERSION = 1
 _LARGEST = 2**62
 NOT_A_MANIFEST = (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError)
-"""What reading JSON of any content raises."""
+"""The errors that reading JSON with unexpected content can raise."""
 
 
 class Tensor(NamedTuple):
-    """What a file holds at some place."""
+    """The record of a tensor in a file."""
 
     name: str
     kind: str
     region: Region
     dtype: np.dtype
     file: int
-    """Its index in the manifest."""
+    """The file's index in the manifest."""
     offset: int
-    """In bytes, from the file's start."""
+    """Bytes from the file's start."""
 
     def to_json(self) -> dict[str, Any]:
         region = self.region
@@ -46,7 +46,7 @@ class Tensor(NamedTuple):
 
     @classmethod
     def of_json(cls, entry: dict[str, Any], file: int) -> "Tensor":
-        """Raises one of ``NOT_A_MANIFEST`` where it is no such thing."""
+        """The inverse of :meth:`to_json`. Raises one of ``NOT_A_MANIFEST`` if the entry is wrong."""
         order, box = entry.get("order"), entry.get("box")
         region = Region(
             tuple(map(int, entry["shape"])),
@@ -62,7 +62,7 @@ class Tensor(NamedTuple):
 
 
 def file_record(writer: ShardWriter) -> dict[str, Any]:
-    """A file that is being written, as the manifest will have it but for its checksums."""
+    """The manifest's record of a file that is being written, without its checksums."""
     tensors = [
         Tensor(source.name, source.kind, source.region, source.dtype, 0, writer.offset(i)).to_json()
         for i, source in enumerate(writer.sources)
@@ -98,18 +98,23 @@ def tensors_of(record: dict[str, Any], file: int) -> list[Tensor]:
 
 
 def write_manifest(folder: Path, content: dict[str, Any]) -> None:
-    """Write the manifest and see to it that it is on the disk, and the folder's entries too."""
+    """Write the manifest, and sync it and the folder's entries to the disk."""
     durable(folder / MANIFEST, _manifest(content))
     names_to_disk(folder)
 
 
 def _manifest(content: Any) -> str:
-    text = json.dumps(content, separators=(",", ":"), allow_nan=False)  # in its order
+    text = json.dumps(content, separators=(",", ":"), allow_nan=False)  # keeps the order of keys
     head = {"format": FORMAT, "version": VERSION, "checksum": checksum(text.encode())}
     return f'{json.dumps(head)[:-1]}, "content": {text}}}\n'
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
+    """The content of a manifest.
+
+    Raises:
+        CheckpointError: it cannot be read, is damaged, or has a newer version.
+    """
     try:
         text = path.read_bytes()
         head = json.loads(text)

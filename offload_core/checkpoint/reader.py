@@ -1,4 +1,4 @@
-"""Reading a checkpoint: every block that is touched is checked against its checksum in the manifest."""
+"""Reads a checkpoint. Each block that is read is checked against its checksum in the manifest."""
 
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -20,18 +20,18 @@ from .values import ArrayType, decode
 
 _READERS = 4
 _READ_AHEAD = 4
-"""Blocks that the disk is told of before they are read."""
+"""The number of blocks that the system is asked to read ahead."""
 _MOST_ROWS = 2**20
-"""Runs of elements that are looked up at a time; what was laid out otherwise comes in runs of few elements."""
+"""Runs of elements to look up at a time. A tensor saved in another layout has many short runs."""
 _MOST_IN_PLACE = 16
-"""Runs of a block that are read one by one to where they belong."""
+"""A block with at most so many runs is read directly into the arrays."""
 _OTHER = {"shape": list, "dtype": str}
 _PARAMETER = {"step": int, "group": int, "behind": bool}
 
 
 @dataclass(frozen=True)
 class Want:
-    """A region of a parameter that is to be read into an array of as many elements, of any floating-point type."""
+    """A region of a parameter, and the array to read it into: as many elements, of any floating-point type."""
 
     name: str
     kind: str
@@ -40,10 +40,10 @@ class Want:
 
 
 class Checkpoint:
-    """A checkpoint whose manifest is in order, and whose files are there in their full length.
+    """A checkpoint with a valid manifest, and with all files present in full length.
 
     Raises:
-        CheckpointError: it is not, or of a version that is not known here; the file is named.
+        CheckpointError: the manifest or a file is damaged or missing, or the version is newer; it names the file.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -80,14 +80,14 @@ class Checkpoint:
         return sum(record["bytes"] for record in self.files)
 
     def has(self, name: str, kind: str) -> bool:
-        """Whether it holds something of a parameter."""
+        """True if it holds any part of this kind of a parameter."""
         return (name, kind) in self._tensors
 
     def array(self, name: str, kind: str) -> np.ndarray:
-        """A tensor whole, as it was saved.
+        """A tensor that was saved as one piece, with its shape and element type.
 
         Raises:
-            CheckpointError: there is none, or not as one piece.
+            CheckpointError: there is no such tensor.
         """
         tensors = self._tensors.get((name, kind), [])
         if len(tensors) != 1 or not tensors[0].region.is_whole:
@@ -98,10 +98,10 @@ class Checkpoint:
         return out.reshape(region.shape)
 
     def read(self, wants: Iterable[Want]) -> None:
-        """Read, checking every block that is touched.
+        """Read regions into their arrays, and check every block that is read.
 
         Raises:
-            CheckpointError: a block's bytes are not those that were written, or something was not saved.
+            CheckpointError: a block is damaged, or a region was not saved.
         """
         pieces: _Pieces = {}
         n_rows = 0
@@ -126,16 +126,16 @@ class Checkpoint:
         self._run(pieces)
 
     def verify(self, besides: Collection[str] = ()) -> None:
-        """Read all there is, and raise :class:`CheckpointError` where a block's bytes are not those written.
+        """Read all blocks, and raise :class:`CheckpointError` if one is damaged.
 
         Args:
-            besides: kinds of which others see to it: blocks that hold nothing else are not read.
+            besides: kinds that are checked elsewhere; blocks with a tensor of these kinds are not read.
         """
         for error in self.errors(besides):
             raise error
 
     def errors(self, besides: Collection[str] = ()) -> Iterator[CheckpointError]:
-        """What :meth:`verify` would raise, file by file."""
+        """The errors that :meth:`verify` would raise, one for each damaged file."""
         others = {(i, block) for i, record in enumerate(self.files) for block in range(len(record["blocks"]))}
         for tensor in (tensor for tensors in self._tensors.values() for tensor in tensors):
             if tensor.kind in besides and tensor.region.numel:
@@ -153,13 +153,13 @@ class Checkpoint:
                 yield error
 
     def _places(self, tensor: Tensor, rows: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-        """Distribute runs of a tensor over the blocks that they lie in; no element lies in two.
+        """Cut runs of a tensor at the bounds of blocks.
 
         Args:
-            rows: ``(place in the tensor, place in what is read into, elements)``.
+            rows: int64 ``(place in the tensor, place in the array, elements)``.
 
-        Returns:
-            For each block ``(place in it, place in what is read into, elements)``.
+        Yields:
+            For each block its number, and int64 rows ``(place in the block, place in the array, elements)``.
         """
         size = int(self.files[tensor.file]["block_bytes"]) // tensor.dtype.itemsize
         begins, to, ends = rows[:, 0] + tensor.offset // tensor.dtype.itemsize, rows[:, 1], rows[:, 2]
@@ -189,7 +189,7 @@ class Checkpoint:
 
         def each() -> None:
             buffer = np.empty(longest, np.uint8)
-            for n in left:  # all threads' together: the disk sees one sequence
+            for n in left:  # the threads share one iterator, so that the disk is read in sequence
                 announce(blocks[n + _READ_AHEAD : n + _READ_AHEAD + 1])
                 i, block = blocks[n]
                 self._read_block(i, block, descriptors[i], buffer, pieces[i, block])
@@ -213,7 +213,7 @@ class Checkpoint:
             raise CheckpointError(f"{path}: {error.strerror}; take another checkpoint") from None
 
     def _read_block(self, i: int, block: int, descriptor: int, buffer: np.ndarray, pieces: "list[_Piece]") -> None:
-        """Read a block, and what is wanted of it to where it belongs: at once there, if it is as it is in the file."""
+        """Read and check a block, and fill the arrays with its pieces: directly where types and layout allow it."""
         record, path = self.files[i], self._paths[i]
         size = int(record["block_bytes"])
         at, data = block * size, buffer[: min(size, int(record["bytes"]) - block * size)]
@@ -240,21 +240,21 @@ class Checkpoint:
 
 
 _Piece = tuple[np.dtype, np.ndarray, np.ndarray]
-"""Element type in the file; rows ``(place in the block, place in what is read into, elements)``, the places counted in
-elements; what is read into."""
+"""The element type in the file; rows ``(place in the block, place in the array, elements)``, with places in elements;
+the array."""
 _Pieces = dict[tuple[int, int], list[_Piece]]
-"""By file and block."""
+"""Pieces by ``(file, block)``."""
 
 
 def _covers(rows: np.ndarray, numel: int) -> bool:
-    """Whether these rows of :func:`common` fill the target, each element once."""
+    """True if these rows of :func:`common` fill the target's ``numel`` elements, each once."""
     rows = rows[np.argsort(rows[:, 2])]
     ends = np.cumsum(rows[:, 3])
     return bool((rows[:, 2] == ends - rows[:, 3]).all()) and (int(ends[-1]) if len(ends) else 0) == numel
 
 
 def _groups(sorted_values: np.ndarray) -> Iterator[tuple[int, int]]:
-    """Where runs of equal values begin and end."""
+    """The ``(begin, end)`` of each run of equal values."""
     if not len(sorted_values):
         return
     bounds = np.flatnonzero(np.diff(sorted_values)) + 1
@@ -262,9 +262,9 @@ def _groups(sorted_values: np.ndarray) -> Iterator[tuple[int, int]]:
 
 
 def _in_place(pieces: "list[_Piece]", data: np.ndarray) -> list[np.ndarray] | None:
-    """Memory that is to hold a block's bytes, run by run: what is wanted where it belongs, the rest in ``data``.
+    """Memory to read a block into, run by run: the arrays for the pieces, ``data`` for the bytes between.
 
-    None where that cannot be.
+    None if the pieces must be converted, overlap or are too many.
     """
     if sum(len(places) for _, places, _ in pieces) > _MOST_IN_PLACE:
         return None
@@ -293,13 +293,13 @@ def _scatter(data: np.ndarray, places: np.ndarray, out: np.ndarray) -> None:
 
 
 class Loaded:
-    """What a checkpoint says besides its tensors.
+    """The content of a checkpoint besides its tensors.
 
     Args:
-        rank: this process's; None: of what each process had of its own nothing is read.
+        rank: this process's rank; None: do not read the values of single processes.
 
     Raises:
-        CheckpointError: the manifest lacks something.
+        CheckpointError: the manifest is incomplete.
     """
 
     def __init__(self, checkpoint: Checkpoint, rank: int | None, types: Sequence[ArrayType] = ()) -> None:
@@ -309,7 +309,7 @@ class Loaded:
         try:
             self.step: int = content["step"]
             self.parameters: dict[str, dict[str, Any]] = content["parameters"]
-            """Of what was trained: shape, dtype, step, group, behind."""
+            """Of each trained parameter: shape, dtype, step, group, behind (older than its master weight)."""
             self.others: dict[str, dict[str, Any]] = content["others"]
             for entry in (*self.parameters.values(), *self.others.values()):
                 _check_types(entry, _OTHER)
@@ -319,7 +319,7 @@ class Loaded:
             self.state = self._decode(0, content["state"])
             own = content["own"]
             self.own = self._decode(rank, own[rank]) if rank is not None and rank < len(own) else None
-            """What this process's predecessor had of its own; None where there was none."""
+            """The values that the process of this rank saved for itself; None if there was no such process."""
         except NOT_A_MANIFEST as error:
             raise CheckpointError(f"{checkpoint.path / MANIFEST}: incomplete ({error!r})") from None
 

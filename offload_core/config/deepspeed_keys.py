@@ -19,7 +19,7 @@ class Key:
     """A key of a DeepSpeed configuration."""
 
     meaning: str
-    """What the key sets here, or why it sets nothing."""
+    """The setting that the key gives here, or the reason why it gives none."""
     convert: Convert | None = None
     """None: the key sets nothing."""
     keys: "Mapping[str, Key] | None" = None

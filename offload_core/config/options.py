@@ -238,7 +238,7 @@ class OffloadConfig:
 
 
 ConfigLike = OffloadConfig | Mapping[str, Any] | str | os.PathLike[str] | None
-"""What ``wrap`` takes as ``config``: see :meth:`OffloadConfig.resolve`."""
+"""The forms of ``config`` that ``wrap`` takes: see :meth:`OffloadConfig.resolve`."""
 
 FIELDS = tuple(field.name for field in fields(OffloadConfig))
 
