@@ -206,9 +206,7 @@ class Save:
             place.give_up()
             try:
                 if not self._quiet and not self._given_up.is_set():
-                    self._asked_at.warn(
-                        CheckpointWarning(f"{explained}; who waits for it or saves next gets this error")
-                    )
+                    self._asked_at.warn(CheckpointWarning(f"{explained}; the next wait or save raises this error"))
             finally:
                 self._error = explained
         finally:

@@ -59,8 +59,8 @@ def predict(
 
     and the sum of the parts if nothing overlaps (``schedule="serial"``, one rank on the CPU). Update: the bytes of the
     kernel (:meth:`BucketTerms.traffic`: 28 a bf16 parameter) divided by the bandwidth of the host's memory. Each way: 2
-    bytes a bf16 parameter divided by the link's bandwidth; both directions work at the same time. Compute: 6 operations a
-    parameter and token, 2 forward and 4 backward (Kaplan et al., "Scaling Laws for Neural Language Models", section
+    bytes a bf16 parameter divided by the link's bandwidth; both directions work at the same time. Compute: 6 operations
+    a parameter and token, 2 forward and 4 backward (Kaplan et al., "Scaling Laws for Neural Language Models", section
     2.1), or 8 if activations are computed again. The ways are those of ZeRO-Offload (arXiv:2101.06840, sections 4 and
     5). The model leaves out the exchange between ranks, and the memory that the norm reads.
 
