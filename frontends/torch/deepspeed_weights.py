@@ -1,8 +1,8 @@
-"""The fp32 weights of DeepSpeed's ZeRO checkpoints, read without running anything that is in them.
+"""Reads the fp32 weights of DeepSpeed's ZeRO checkpoints without running code from them.
 
-A checkpoint is a folder ``TAG`` beside a file ``latest`` that names it. In stages 1 and 2 each rank has, of each
-parameter group, an equal part of the flattened fp32 weights; in stage 3 an equal part of each parameter, padded, end to
-end. Files are pickles: they are read with ``weights_only=True``, and DeepSpeed's own classes in them become
+A checkpoint is a folder ``TAG`` beside a file ``latest`` that names it. In stages 1 and 2 each rank has an equal part
+of the flattened fp32 weights of each parameter group. In stage 3 it has an equal, padded part of each parameter, one
+after the other. Files are pickles: they are read with ``weights_only=True``, and DeepSpeed's own classes in them become
 :class:`_Inert`.
 """
 
@@ -34,17 +34,17 @@ _REMEDY = (
 def load_deepspeed(model: nn.Module, folder: str | os.PathLike[str], *, tag: str | None = None) -> None:
     """Load the weights of a DeepSpeed checkpoint (ZeRO stage 1, 2 or 3, any number of ranks) into a model.
 
-    An :class:`Engine`'s master weights become the checkpoint's, exactly, and its parameters these rounded; a plain
-    module's parameters take them in their own element type. Buffers and frozen parameters are loaded, too; optimizer
-    states are not. One parameter is in memory at a time, besides the files, which are mapped. All ranks must call this,
-    and each must see the files.
+    An :class:`Engine`'s master weights become exactly the checkpoint's, and its parameters the rounded ones; a plain
+    module's parameters take the values in their own element type. Buffers and frozen parameters are loaded, too;
+    optimizer states are not. The files are mapped, and one parameter at a time is in memory. All ranks must call this,
+    and each must be able to read the files.
 
     Args:
-        folder: what was given to ``save_checkpoint``.
-        tag: which of its checkpoints; None: the one that the file ``latest`` names.
+        folder: the folder that ``save_checkpoint`` was given.
+        tag: the checkpoint's name in it; None: the one that the file ``latest`` names.
 
     Raises:
-        CheckpointError: a file is missing, does not fit, or has objects in it that are no weights; nothing was changed.
+        CheckpointError: a file is missing, does not fit, or holds objects other than weights; nothing was changed.
     """
     if not isinstance(model, Engine):
         for tensor, value in _matched(model, Path(folder), tag):
@@ -72,7 +72,7 @@ class _Value:
 
     shape: tuple[int, ...]
     file: Path
-    """Where (a part of) it is."""
+    """The file that holds it, or a part of it."""
     read: Callable[[], torch.Tensor]
 
 
@@ -111,7 +111,7 @@ def _some(names: Any) -> str:
 
 
 def _read(folder: Path, tag: str | None) -> dict[str, _Value]:
-    """The checkpoint's tensors by their names, those of tied weights too."""
+    """The checkpoint's tensors by name; tied weights are listed under each name."""
     latest = folder / "latest"
     if tag is None and not latest.is_file():
         raise CheckpointError(f"{latest}: no such file; expected the folder of a DeepSpeed checkpoint, or tag=")
@@ -161,7 +161,7 @@ def _files(folder: Path) -> tuple[list[Path], list[Path]]:
 
 
 class _Inert(int):
-    """What stands for any class of DeepSpeed's while a file is read; it keeps a number that it is made of, no more."""
+    """A harmless substitute for DeepSpeed's classes while a file is read; it only keeps an integer argument."""
 
     def __new__(cls, *args: Any) -> "_Inert":
         return super().__new__(cls, args[0] if args and type(args[0]) is int else 0)
@@ -200,7 +200,7 @@ def _kind(value: Any) -> str:
 
 
 def _shapes(described: Mapping[str, Any], path: Path) -> list[dict[str, tuple[int, ...]]]:
-    """Names and shapes of the parameters of each group, in the order in which they lie."""
+    """Names and shapes of each group's parameters, in the file's order."""
     groups = _entry(described, path, "param_shapes", list)
     return [{name: _integers(shape, path) for name, shape in group.items()} for group in groups]
 
@@ -223,7 +223,7 @@ def _has_values(value: Any) -> bool:
 
 
 def _run(tensors: Sequence[torch.Tensor], start: int, numel: int) -> torch.Tensor:
-    """Elements of tensors that lie end to end."""
+    """A run of ``numel`` elements of these tensors joined end to end."""
     parts, at = [], 0
     for tensor in tensors:
         low, high = max(start - at, 0), min(start + numel - at, tensor.numel())
@@ -264,7 +264,7 @@ def _of_stage_1_or_2(
             values[name] = _trained(shape, optimizers[0], [(flat, start)], math.prod(shape))
             end = start + math.prod(shape)
             start = end + padding
-        align = 2 * len(parts)  # what may have been left after the last
+        align = 2 * len(parts)  # the last parameter may be padded to a multiple of this
         _check_numel(optimizers[0], sum(part.numel() for part in flat), end, -(-start // align) * align)
     return values
 
@@ -303,7 +303,7 @@ def _of_stage_3(
 def _trained(
     shape: tuple[int, ...], file: Path, places: Sequence[tuple[list[torch.Tensor], int]], numel: int
 ) -> _Value:
-    """A parameter whose elements are ``numel`` from each place."""
+    """A parameter made of ``numel`` elements from each place."""
 
     def read() -> torch.Tensor:
         whole = torch.cat([_run(flat, start, numel) for flat, start in places])

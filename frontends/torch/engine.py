@@ -4,7 +4,7 @@ import itertools
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +38,12 @@ def wrap(
     """Put a model's optimizer states in host memory.
 
     Args:
-        model: any module; its trainable parameters keep their identity and become ``param_dtype``. Those that were
-            built in shards, by ``init()``, are taken over as they are (``stage=3``).
+        model: any module. Its trainable parameters stay the same objects and are cast to ``param_dtype``; parameters
+            that ``init()`` built in shards are taken over as they are (``stage=3``).
         config: an ``OffloadConfig``, a dict of its fields, or a DeepSpeed configuration: a dict, or a file's path.
-        params: what to train, as torch optimizers take it (tensors, named tensors or parameter groups);
+        params: the parameters to train, as torch optimizers take them (tensors, named tensors or parameter groups);
             None trains every parameter that requires a gradient.
-        process_group: the ranks over which states are partitioned and gradients averaged; None: all ranks where
+        process_group: the ranks that partition the states and average the gradients. None: all ranks if
             ``torch.distributed`` is initialised (``torchrun``), else this process alone. The model starts from rank
             0's values.
         overrides: fields of ``OffloadConfig``.
@@ -57,12 +57,12 @@ def wrap(
 class Engine(nn.Module):
     """A module that trains with offloaded AdamW: ``loss = engine(batch); engine.backward(loss); engine.step()``.
 
-    All ranks start from rank 0's parameters and buffers; buffers that a forward changes (BatchNorm's) are each rank's
-    own afterwards.
+    All ranks start from rank 0's parameters and buffers. Afterwards each rank has its own values of the buffers that a
+    forward changes (BatchNorm's).
 
-    Gradients leave for the host during backward; ``p.grad`` is then a stand-in that raises when used. To look at a
-    gradient, hang a hook on the parameter (``p.register_hook``). One backward at a time: torch (2.13) runs the hooks
-    that take gradients outside its lock, so backwards of several threads at once could lose some.
+    Gradients are copied to the host during backward; ``p.grad`` is then a stand-in that raises when used. To look at a
+    gradient, register a hook on the parameter (``p.register_hook``). Run one backward at a time: torch (2.13) runs the
+    hooks that take gradients outside its lock, so simultaneous backwards in several threads could lose some.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Engine(nn.Module):
         if not isinstance(model, nn.Module):
             raise ParameterError(f"model: got {type(model).__name__}, expected a torch.nn.Module")
         if params is None:
-            # frozen ones too: they get states when they are unfrozen
+            # Frozen ones are included: they get states when they are unfrozen.
             params = [(name, p) for name, p in model.named_parameters() if p.is_floating_point() or p.requires_grad]
             if not any(p.requires_grad for _, p in params):
                 raise ParameterError(
@@ -91,24 +91,24 @@ class Engine(nn.Module):
         self.optimizer = OffloadedAdamW(
             params, config=config, early_copy=True, model=model, process_group=group, **overrides
         )
-        """The model's, for learning-rate schedulers and the like."""
+        """The model's optimizer, for learning-rate schedulers and the like."""
         self.config = self.optimizer.config
         parted = self.optimizer.partitioned
         self._start_alike(model)
         if self.config.target_dtype is not None:
             dtype = TORCH_DTYPES[self.config.target_dtype]
-            for param in model.parameters():  # frozen ones and buffers take part in the same products
+            for param in model.parameters():  # frozen ones and buffers meet the trained ones in the same operations
                 if param.is_floating_point() and (parted is None or param not in parted):
                     cast_param(param, dtype)
             for buffer in model.buffers():
                 if buffer.is_floating_point():
                     buffer.data = buffer.data.to(dtype)
         self.module = model
-        """The module that was wrapped."""
+        """The wrapped module."""
         self._traced = False
 
     def _start_alike(self, model: nn.Module) -> None:
-        """Frozen parameters and buffers too start from rank 0's values."""
+        """Give frozen parameters and buffers rank 0's values, too."""
         if self.optimizer.pipeline.device.world_size == 1:
             return
         parted = self.optimizer.partitioned
@@ -121,9 +121,9 @@ class Engine(nn.Module):
                     tensor.copy_(host)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own forward; with ``param_dtype``, floating-point tensor arguments are cast to it.
+        """Run the module's forward; with ``param_dtype``, floating-point tensor arguments are cast to it.
 
-        Each layer waits for the update of its own parameters only.
+        Each layer waits only for the update of its own parameters.
         """
         if torch.compiler.is_compiling():
             self._traced = True
@@ -132,18 +132,16 @@ class Engine(nn.Module):
             args, kwargs = tree_map_only(
                 torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, (args, kwargs)
             )
-        with self._released_on_error():
-            return self.module(*args, **kwargs)
-
-    @contextmanager
-    def _released_on_error(self) -> Iterator[None]:
-        """No partitioned parameter stays whole after an error inside."""
         try:
-            yield
+            return self.module(*args, **kwargs)
         except BaseException:
-            if self.optimizer.partitioned is not None:
-                self.optimizer.partitioned.recover()
+            self._release()
             raise
+
+    def _release(self) -> None:
+        """After an error no partitioned parameter stays whole."""
+        if self.optimizer.partitioned is not None:
+            self.optimizer.partitioned.recover()
 
     @torch._disable_dynamo
     def backward(self, loss: torch.Tensor, *, average: bool = True, **kwargs: Any) -> None:
@@ -151,7 +149,7 @@ class Engine(nn.Module):
 
         Args:
             loss: a tensor of one element.
-            average: False: they are summed, as by ``loss.backward()``, for a loss that has been divided already.
+            average: False sums the gradients, as ``loss.backward()`` does: for a loss that is divided already.
             kwargs: passed on to ``loss.backward`` (``retain_graph``, ``create_graph``, ``inputs``).
 
         Raises:
@@ -162,75 +160,82 @@ class Engine(nn.Module):
             raise GradientError(f"backward: the loss is {got}, expected a tensor of one element: take its mean or sum")
         if self.config.update_in_backward and self._reads_wait:
             self.optimizer.expect_step(average=average)
-        scaled = self.optimizer.intake.scaled_backward(average=average)
-        with self._span("backward"), self._released_on_error(), scaled as scale:
-            (loss if scale is None else loss.float() * scale).backward(**kwargs)
+        parts = self.optimizer.parts
+        span = parts.pipeline.device.trace.span(COMPUTE, "backward")
+        try:
+            with span, parts.intake.scaled_backward(average=average) as scale:
+                (loss if scale is None else loss.float() * scale).backward(**kwargs)
+        except BaseException:
+            self._release()
+            raise
 
     @torch._disable_dynamo
     def step(self, *, boundary: bool | None = None) -> StepReport:
         """Update at the accumulation boundary; before it, only count the micro-step.
 
         Args:
-            boundary: whether it is one, for loops that count themselves (at the end of an epoch there may be fewer
-                micro-steps), on all ranks alike; None: as ``gradient_accumulation_steps`` says.
+            boundary: True or False for a loop that decides this itself (at the end of an epoch there may be fewer
+                micro-steps), the same on all ranks; None: after every ``gradient_accumulation_steps`` micro-steps.
 
         Raises:
             StateError: no gradient arrived since the last call.
             GradientError: averaged and summed gradients are mixed; nothing was updated.
         """
-        with self._span("step"):
-            updates = self.optimizer.pipeline.at_boundary if boundary is None else boundary
-            return self.optimizer.end_micro_step(
-                boundary=updates, may_be_empty=bool(boundary), reads_wait=self._reads_wait
-            )
+        pipeline = self.optimizer.pipeline
+        with pipeline.device.trace.span(COMPUTE, "step"):
+            updates = pipeline.at_boundary if boundary is None else boundary
+            reads_wait = updates and self._reads_wait
+            return self.optimizer.end_micro_step(boundary=updates, may_be_empty=bool(boundary), reads_wait=reads_wait)
 
     @property
     def _reads_wait(self) -> bool:
-        """Whether who reads a parameter can be made to wait: compiled code looks at it in ways of its own."""
-        return not self._traced and not any(map(_is_compiled, self.module.modules()))
+        """True if readers of a parameter can be made to wait; compiled code reads it in ways that nothing can catch."""
+        if self._traced:
+            return False
+        dynamo = sys.modules.get("torch._dynamo.eval_frame")  # None until something is compiled; its import is slow
+        compiled = () if dynamo is None else dynamo.OptimizedModule
+        modules = self.module.modules()
+        return not any(module._compiled_call_impl is not None or isinstance(module, compiled) for module in modules)
 
     @contextmanager
     def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:
         """Record the steps inside to a file for https://ui.perfetto.dev: ``with engine.trace("step.json"): ...``
 
-        There are lanes for compute (forward, backward, step, and where they wait), copies to the host, reduction,
-        update, gather and copies to the device. Both ends wait for the last update. Among several ranks each writes a
-        file of its own, ``step.rank0.json`` and so on.
+        There are lanes for compute (forward, backward, step, and their waits), copies to the host, reduction,
+        update, gather and copies to the device. Entering and leaving the context wait for the last update. Each of
+        several ranks writes a file of its own, ``step.rank0.json`` and so on.
 
-        Times are the host's: on CUDA forward and backward are in it while they are launched, and a copy until the
-        thread that waits for it saw its end.
+        Times are the host's. On CUDA, forward and backward therefore last as long as the host takes to launch them, and
+        a copy lasts until the thread that waits for it sees its end.
 
         Raises:
-            StateError: a trace is being recorded already.
+            StateError: another trace is being recorded.
             OSError: the file cannot be written.
         """
-        running = ExitStack()
+        running, pipeline = ExitStack(), self.optimizer.pipeline
 
         @torch._disable_dynamo
         def begin(module: nn.Module, args: Any) -> None:
-            running.enter_context(self._span("forward"))
+            running.enter_context(pipeline.device.trace.span(COMPUTE, "forward"))
 
         @torch._disable_dynamo
         def end(module: nn.Module, args: Any, output: Any) -> None:
             running.close()
 
-        with ExitStack() as hooks, self.optimizer.pipeline.trace(path), running:
+        with ExitStack() as hooks, pipeline.trace(path), running:
             hooks.callback(self.register_forward_pre_hook(begin).remove)
             hooks.callback(self.register_forward_hook(end, always_call=True).remove)
             yield
 
-    def _span(self, what: str) -> AbstractContextManager[None]:
-        return self.optimizer.pipeline.device.trace.span(COMPUTE, what)
-
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside leave their gradients in ``p.grad``, to be reduced with the next backward outside.
+        """Keep the gradients of the backwards inside in ``p.grad``; the next backward outside reduces them.
 
-        As in ``DistributedDataParallel``: all ranks must do alike, gradients are summed in the parameters' own element
-        type, and a whole gradient of the model is kept. On one rank there is nothing to defer.
+        As in ``DistributedDataParallel``, all ranks must do the same, gradients are summed in the parameters' own
+        element type, and each rank keeps a whole gradient of the model. On one rank this has no effect.
 
         Raises:
-            StateError: in stage 2, which keeps no whole gradients.
+            StateError: in stages 2 and 3, which keep no whole gradients.
         """
         if self.config.stage != 1:
             raise StateError(
@@ -242,10 +247,10 @@ class Engine(nn.Module):
             yield
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Discard the gradients at an accumulation boundary; between micro-steps keep what has been accumulated.
+        """Discard the gradients at an accumulation boundary; between micro-steps, keep them.
 
-        A loop that calls it before every backward therefore accumulates as configured.
-        ``engine.optimizer.zero_grad()`` discards at any moment.
+        A loop that calls this before every backward therefore accumulates as configured.
+        ``engine.optimizer.zero_grad()`` discards gradients at any time.
         """
         if self.optimizer.pipeline.micro_steps == 0:
             self.optimizer.zero_grad(set_to_none)
@@ -256,7 +261,7 @@ class Engine(nn.Module):
         return self.optimizer.sent_bytes
 
     def flush(self) -> None:
-        """Wait until parameters and states are those of the last step; see ``OffloadedAdamW.flush``."""
+        """Wait until parameters and states hold the result of the last step; see ``OffloadedAdamW.flush``."""
         self.optimizer.flush()
 
     # --- checkpoints ---------------------------------------------------------------------------------
@@ -270,21 +275,21 @@ class Engine(nn.Module):
         keep: int | None = None,
         wait: bool = True,
     ) -> Path:
-        """Save what training goes on from, and return the checkpoint's folder, ``folder/step-…``.
+        """Save everything that training needs to resume, and return the checkpoint's folder, ``folder/step-…``.
 
-        All ranks call it; they must share the folder. It holds master weights, moments, frozen parameters and
-        persistent buffers (rank 0's), what modules give as ``get_extra_state()`` (rank 0's; plain values), step counts,
-        the loss scale, hyperparameters, the state of the random generators (Python's, NumPy's, torch's) of each rank,
-        and what is given here. Any number of ranks, any stage and the JAX front end load it. It appears
-        whole or not at all, and ``folder/latest`` names it then.
+        All ranks call this, and must share the folder. The checkpoint holds master weights, moments, step counts, the
+        loss scale, hyperparameters and the arguments; rank 0's frozen parameters, persistent buffers and the
+        ``get_extra_state()`` of modules (plain values); and the state of each rank's random generators (Python's,
+        NumPy's, torch's). Any number of ranks, any stage and the JAX front end can load it. It appears complete or not
+        at all; then ``folder/latest`` names it.
 
         Args:
             stateful: objects with ``state_dict()`` and ``load_state_dict()``, by name: LR schedulers, data loaders.
                 Rank 0's states are saved.
-            extras: plain values and arrays (no objects: nothing is pickled), given back by :meth:`load_checkpoint`.
-            keep: delete all but so many of the checkpoints in the folder; None: keep all.
-            wait: False: return while optimizer states are still being written, as they are now; training may go on. The
-                next save, :meth:`wait_for_checkpoint` or :meth:`close` ends it.
+            extras: plain values and arrays (no objects: nothing is pickled); :meth:`load_checkpoint` returns them.
+            keep: the number of checkpoints to keep in the folder; older ones are deleted. None: keep all.
+            wait: False returns while optimizer states are still being written. Training may go on: the checkpoint
+                holds the states of the call. The next save, :meth:`wait_for_checkpoint` or :meth:`close` waits for it.
 
         Raises:
             CheckpointError: on all ranks; earlier checkpoints are untouched.
@@ -293,7 +298,7 @@ class Engine(nn.Module):
         return self._checkpoints.save(folder, stateful=stateful, extras=extras, keep=keep, wait=wait)
 
     def wait_for_checkpoint(self) -> None:
-        """Return when the last checkpoint is on the disk; raise what went wrong. All ranks call it."""
+        """Wait until the last checkpoint is on the disk, and raise the error if saving failed. All ranks call it."""
         self.optimizer.checkpoints.wait()
 
     def load_checkpoint(
@@ -306,13 +311,13 @@ class Engine(nn.Module):
     ) -> Any:
         """Load a checkpoint, or the latest of a folder, and return its extras. All ranks call it.
 
-        A parameter that is frozen in this model gets its value and no states: unfreeze before what was unfrozen then.
+        A parameter that is frozen in this model gets its value but no states: first unfreeze those that were trained
+        when the checkpoint was saved.
 
         Args:
-            stateful: objects that take up the states saved under these names.
-            names: from this model's names to those in the checkpoint, a function or a mapping of those that differ.
-            random_state: whether the random generators go on where they were. A rank that the saving run did not have
-                keeps its own.
+            stateful: objects, by the names under which their states were saved.
+            names: from this model's names to those in the checkpoint: a function, or a mapping of those that differ.
+            random_state: True restores the random generators. A rank that the saving run did not have keeps its own.
 
         Raises:
             CheckpointError: on all ranks. Nothing has changed, unless the message says that loading broke off.
@@ -332,39 +337,32 @@ class Engine(nn.Module):
     ) -> None:
         """Write the model's weights as Hugging Face's libraries read them, in any stage; all ranks must call this.
 
-        What ``state_dict()`` lists goes to ``model.safetensors``, or to ``model-00001-of-0000N.safetensors`` and so on
-        with ``model.safetensors.index.json``; tied weights once, so that ``from_pretrained(folder)`` ties them again
-        (``model.config.save_pretrained(folder)`` writes what it needs besides). Rank 0 writes, one parameter in memory
-        at a time; files appear whole, in place of an earlier export's. It begins with :meth:`flush`.
+        The tensors of ``state_dict()`` go to ``model.safetensors``, or to ``model-00001-of-0000N.safetensors`` and so
+        on with ``model.safetensors.index.json``. Tied weights are written once, so that ``from_pretrained(folder)``
+        ties them again; it also needs ``model.config.save_pretrained(folder)``. Rank 0 writes, and holds one parameter
+        in memory at a time. Files appear complete and replace those of an earlier export. It begins with :meth:`flush`.
 
         Args:
-            max_shard_bytes: of the tensors in a file.
-            dtype: None: the parameters as the model runs with them. ``"float32"``: master weights, exactly;
-                ``"bfloat16"``, ``"float16"``: these rounded. What is not trained is cast; buffers that are no
-                floating-point numbers stay as they are.
+            max_shard_bytes: the most bytes of tensors in one file.
+            dtype: None writes the parameters that the model runs with, ``"float32"`` the exact master weights,
+                ``"bfloat16"`` and ``"float16"`` the rounded master weights. Tensors that are not trained are cast;
+                buffers that are not floating-point stay as they are.
 
         Raises:
-            ConfigError, ParameterError: an argument, or what the model has, cannot be written; nothing was.
-            CheckpointError: on all ranks, where a file could not be written; nothing is left of it.
+            ConfigError, ParameterError: an argument is wrong, or a tensor cannot be written; nothing was written.
+            CheckpointError: on all ranks, if a file cannot be written; no part of it is left.
         """
         export_safetensors(self.module, self.optimizer, folder, max_shard_bytes=max_shard_bytes, dtype=dtype)
 
     # --- memory --------------------------------------------------------------------------------------
 
     def memory_report(self) -> MemoryReport:
-        """Planned and measured bytes, on the device and on the host; print it, or have it drawn (``.plot(path)``).
+        """Planned and measured bytes, on the device and on the host; print it, or draw it (``.plot(path)``).
 
-        Of the module frozen parameters and buffers are counted, too.
+        The module's frozen parameters and buffers are included.
         """
         return self.optimizer.memory_report(self.module)
 
     def close(self) -> None:
-        """Let the model go: remove the hooks and free the host memory; the parameters keep their values."""
+        """Remove the hooks from the model and free the host memory; the parameters keep their values."""
         self.optimizer.close()
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    if module._compiled_call_impl is not None:
-        return True
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # once something was compiled; takes a second
-    return dynamo is not None and isinstance(module, dynamo.OptimizedModule)

@@ -1,6 +1,7 @@
-"""Parameter groups as torch has them: their hyper-parameters, and what else is written in them."""
+"""Torch's parameter groups: their hyper-parameters and other options."""
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -16,12 +17,12 @@ _REFUSED = {
     "differentiable": "the update runs outside autograd",
 }
 _OPTIONS = {**dict.fromkeys(_REFUSED, False), "foreach": None, "fused": True}
-"""What else is in the groups of ``torch.optim.AdamW``, as this optimizer would be one; the last two choose among
-torch's implementations, and so nothing here."""
+"""The other options in the groups of ``torch.optim.AdamW``, with the values that match this optimizer. The last two
+select one of torch's implementations and have no effect here."""
 
 
 def number(name: str, value: Any) -> Any:
-    """A hyper-parameter as a Python number where it is a tensor of one element; else as it is.
+    """The Python number in a tensor of one element; any other value as it is.
 
     Raises:
         ConfigError: a tensor of more or fewer elements.
@@ -39,32 +40,40 @@ def numbers(name: str, value: Any) -> Any:
 
 
 def without_torchs_options(options: dict[str, Any]) -> dict[str, Any]:
-    """The keywords that are left when those of ``torch.optim.AdamW`` that mean nothing here are taken out.
+    """The keywords without those options of ``torch.optim.AdamW`` that have no effect here.
 
     Raises:
-        ConfigError: one of them asks for what this optimizer does not do.
+        ConfigError: one of them asks for something that this optimizer does not do.
     """
     _refuse("", options)
     return {name: value for name, value in options.items() if name not in _OPTIONS}
 
 
 def torchs_options(adam_mode: str) -> dict[str, Any]:
-    """What torch's own optimizer would have in its groups besides numbers, so that it takes over from this one."""
+    """The options that torch's own optimizer needs in its groups to continue from this one's state."""
     return {**_OPTIONS, "decoupled_weight_decay": adam_mode == "adamw"}
 
 
+_check_once = lru_cache(maxsize=1024)(check_hyperparameters)
+"""The same check, run once for equal values: every step asks for it, and the values rarely change."""
+
+
 def hyper_of(g: int, group: Mapping[str, Any]) -> AdamHyper:
-    """What group ``g`` is updated with.
+    """The hyper-parameters of group ``g``, checked.
 
     Raises:
-        ConfigError: a value is out of range, or asks for what this optimizer does not do.
+        ConfigError: a value is out of range, or asks for something that this optimizer does not do.
     """
     where = f"parameter group {g}"
-    lr, betas = number(f"{where}: lr", group["lr"]), numbers(f"{where}: betas", group["betas"])
-    check_hyperparameters(where, lr, betas, group["eps"], group["weight_decay"])
+    lr, betas, eps, weight_decay = group["lr"], group["betas"], group["eps"], group["weight_decay"]
+    if type(betas) is tuple and {type(x) for x in (lr, *betas, eps, weight_decay)} <= {float, int}:
+        _check_once(where, lr, betas, eps, weight_decay)
+    else:
+        lr, betas = number(f"{where}: lr", lr), numbers(f"{where}: betas", betas)
+        check_hyperparameters(where, lr, betas, eps, weight_decay)
     _refuse(f"{where}: ", group)
     beta1, beta2 = betas
-    return AdamHyper(float(lr), (float(beta1), float(beta2)), float(group["eps"]), float(group["weight_decay"]))
+    return AdamHyper(float(lr), (float(beta1), float(beta2)), float(eps), float(weight_decay))
 
 
 def _refuse(where: str, options: Mapping[str, Any]) -> None:
@@ -74,8 +83,8 @@ def _refuse(where: str, options: Mapping[str, Any]) -> None:
 
 
 def loaded(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """A group of a state dict, with what an older one has not.
+    """A group of a state dict, with defaults for options that an older one lacks.
 
-    Like torch's own classes this one keeps its way to decay weights, whatever class the states are of.
+    ``decoupled_weight_decay`` stays this optimizer's own, as in torch, whichever class saved the states.
     """
     return {**defaults, **group, "decoupled_weight_decay": defaults["decoupled_weight_decay"]}

@@ -1,4 +1,4 @@
-"""The arrival of gradients: out of backward as they appear, or out of ``p.grad`` at the step."""
+"""Takes gradients: during backward as they appear, or from ``p.grad`` at the step."""
 
 import threading
 import weakref
@@ -16,28 +16,29 @@ from .tensors import TakenGradient, check_gradient, flat_like
 
 
 class Intake:
-    """Hands the gradients of an optimizer's parameters to the pipeline, and knows which have come.
+    """Hands the gradients of an optimizer's parameters to the pipeline, and records which have arrived.
 
-    It lives as long as the pipeline; when it dies, or is closed, no hook is left on the parameters.
+    It lives as long as the pipeline. Closing or deleting it removes its hooks from the parameters.
 
     Args:
-        registration: of the parameters.
-        early: take each gradient in backward, as it appears; ``p.grad`` then holds a stand-in.
-        lock: held while the pipeline is called outside the optimizer's own methods.
+        registration: holds the parameters.
+        early: True takes each gradient during backward, as it appears; ``p.grad`` then holds a stand-in.
+        lock: guards the calls of the pipeline from hooks, outside the optimizer's own methods.
     """
 
     def __init__(self, pipeline: Pipeline, registration: Registration, *, early: bool, lock: threading.RLock) -> None:
         self._pipeline = pipeline
         self._registration = registration
+        self._slots = registration.slots
         self._early = early
         self._lock = lock
         self.fresh = False
-        """Whether a gradient has arrived in this micro-step."""
+        """True if a gradient has arrived in this micro-step."""
         self._reduces = False
-        """Whether one has left for its owners in this micro-step."""
+        """True if a gradient was handed to the pipeline in this micro-step, so that ranks must reduce."""
         self._scaling = self._averaging = False
         self._deferring = False
-        """Whether gradients stay in ``p.grad`` for the time being."""
+        """True while gradients stay in ``p.grad`` (``Engine.no_sync``)."""
         self._handles: list[Any] = []
         weakref.finalize(self, _remove, self._handles).atexit = False
 
@@ -45,17 +46,13 @@ class Intake:
         """Take the hooks off the parameters."""
         _remove(self._handles)
 
-    @property
-    def _slots(self) -> Collection[Slot]:
-        return self._registration.slots.values()
-
     # --- in backward ---------------------------------------------------------------------------------
 
     def hook(self, slot: Slot) -> None:
-        """Take the parameter's gradient as soon as it is complete in each backward, where that is early enough.
+        """With ``early``, take the parameter's gradient in each backward as soon as it is complete.
 
-        The first one is in ``p.grad`` then and makes way for the stand-in; autograd adds the next ones to the stand-in,
-        which passes them on.
+        The stand-in replaces the first gradient in ``p.grad``. Autograd adds later ones to the stand-in, which passes
+        them on.
         """
         if not self._early:
             return
@@ -65,7 +62,7 @@ class Intake:
             intake = this()
             if intake is not None and param.grad is not slot.taken:
                 intake._arrived(slot, param.grad, first=True)
-            elif slot.taken.requires_grad:  # create_graph=True has hung its graph on the stand-in: take another
+            elif slot.taken.requires_grad:  # create_graph=True attached its graph to the stand-in: use a new one
                 slot.taken.when_added(None)
                 slot.taken = TakenGradient(param, slot.name)
                 slot.taken.when_added(added)
@@ -80,7 +77,7 @@ class Intake:
 
         slot.taken.when_added(added)
         frozen = not slot.param.requires_grad
-        if frozen:  # torch hangs hooks on what requires a gradient only; they stay
+        if frozen:  # torch registers hooks only on tensors that require a gradient; the hooks then stay
             slot.param.requires_grad_(True)
         self._handles.append(slot.param.register_post_accumulate_grad_hook(accumulated))
         if frozen:
@@ -98,8 +95,8 @@ class Intake:
                     f"parameter {slot.name!r}: gradient of a plain loss.backward() under loss scaling, which would be "
                     "unscaled without having been scaled; expected engine.backward(loss)"
                 )
-            if first and not slot.continues(gradient):  # what came before was discarded or replaced by hand
-                self._drop([slot])
+            if first and (slot.arrived or self._pipeline.has_gradient(slot.index)) and not slot.continues(gradient):
+                self._drop([slot])  # earlier ones were discarded or replaced by hand
             if self._deferring:
                 slot.deferred, self.fresh = gradient, True
             else:
@@ -120,7 +117,7 @@ class Intake:
         """Accept gradients of a loss multiplied by the yielded loss scale (None: no loss scaling).
 
         Args:
-            average: whether they are to be averaged over the accumulation steps, or summed.
+            average: True averages the gradients over the accumulation steps, False sums them.
         """
         self._scaling, self._averaging = True, average
         try:
@@ -130,48 +127,50 @@ class Intake:
 
     @contextmanager
     def deferring(self) -> Iterator[None]:
-        """Gradients that arrive inside stay in ``p.grad`` till the first that arrives outside."""
+        """Keep the gradients that arrive inside in ``p.grad``, until the first one arrives outside."""
         before, self._deferring = self._deferring, True
         try:
             yield
         finally:
             self._deferring = before
 
-    # --- what has come -------------------------------------------------------------------------------
+    # --- gradients that have arrived -----------------------------------------------------------------
 
     @property
     def averages(self) -> bool:
-        """Whether gradients that are to be averaged over the accumulation steps wait for the update."""
-        return any(slot.averaged for slot in self._slots)
+        """True if gradients wait for the update that it averages over the accumulation steps."""
+        return any(slot.averaged for slot in self._slots.values())
 
     @property
     def _mixes(self) -> bool:
-        """Whether some that wait are to be averaged and others summed."""
-        return self.averages and any(slot.averaged != slot.arrived for slot in self._slots)
+        """True if the update would have to average some waiting gradients and sum others."""
+        return self.averages and any(slot.averaged != slot.arrived for slot in self._slots.values())
 
     @property
     def has_deferred(self) -> bool:
-        """Whether gradients wait that have not been handed to the pipeline."""
-        return any(slot.deferred is not None for slot in self._slots)
+        """True if gradients wait in ``p.grad`` that the pipeline has not been given."""
+        return any(slot.deferred is not None for slot in self._slots.values())
 
     # --- at a step -----------------------------------------------------------------------------------
 
     def take_present(self, trained: Collection[torch.Tensor], *, boundary: bool) -> None:
-        """Take the gradients that are in ``p.grad``; that says what counts: none, or another than has arrived.
+        """Take the gradients in ``p.grad``, which decides: None or another tensor there replaces what has arrived.
 
         Args:
             trained: the parameters that are in a group.
-            boundary: take deferred ones, too.
+            boundary: True takes deferred gradients, too.
 
         Raises:
-            GradientError: one does not fit its parameter; none was taken then.
+            GradientError: one does not fit its parameter; none was taken.
         """
         present = [
             (slot, slot.param.grad if slot.param in trained else None)
-            for slot in self._slots
+            for slot in self._slots.values()
             if (slot.param.grad is not slot.taken or slot.param not in trained)
             and (boundary or not slot.continues(slot.param.grad))
         ]
+        if not present:
+            return
         for slot, gradient in present:
             if gradient is not None:
                 check_gradient(slot.name, slot.param, gradient)
@@ -184,11 +183,11 @@ class Intake:
                     self._pipeline.add_gradient(slot.index, flat_like(gradient, slot.param))
 
     def end_micro_step(self, *, boundary: bool, may_be_empty: bool) -> None:
-        """Have the pipeline end an engine's micro-step.
+        """End an engine's micro-step in the pipeline.
 
         Args:
-            boundary: whether an update follows.
-            may_be_empty: whether gradients of earlier micro-steps are enough.
+            boundary: True if an update follows.
+            may_be_empty: True if gradients of earlier micro-steps are enough.
 
         Raises:
             StateError: no gradient arrived since the last call.
@@ -210,14 +209,14 @@ class Intake:
         self._pipeline.end_micro_step(reduce=reduce, boundary=boundary)
 
     def forget(self) -> None:
-        """No gradient has arrived; the stand-ins are taken off the parameters."""
+        """Record that no gradient has arrived, and remove the stand-ins from the parameters."""
         self.fresh = self._reduces = False
-        for slot in self._slots:
+        for slot in self._slots.values():
             slot.release()
             slot.forget()
 
     def discard(self) -> None:
-        """Forget all gradients, those on the host too."""
+        """Forget all gradients, those on the host included."""
         self._pipeline.drop_gradients()
         self._pipeline.withdraw()
         self.forget()

@@ -30,8 +30,8 @@ from .tensors import ELEMENT_TYPES
 
 
 @dataclass(frozen=True)
-class _Parts:
-    """What an optimizer is made of while it is open."""
+class Parts:
+    """The parts of an open optimizer."""
 
     pipeline: Pipeline
     registration: Registration
@@ -41,7 +41,7 @@ class _Parts:
 
 @dataclass(frozen=True)
 class _Boundary:
-    """The end of an engine's micro-step, which the next update begins with."""
+    """An engine's micro-step, which the next update ends first."""
 
     may_be_empty: bool
 
@@ -49,43 +49,42 @@ class _Boundary:
 class OffloadedAdamW(torch.optim.Optimizer):
     """AdamW with master weights and moments in host memory, updated by a C kernel.
 
-    The bits are those of ``torch.optim.AdamW(fused=True)`` on fp32 parameters of a multiple of 16 elements, and
-    the same for any other size. The whole optimizer protocol holds: ``param_groups`` are the parameters
-    themselves and are read at every step; parameters without gradient are left alone; frozen parameters get
-    states when they first have a gradient. A parameter changed from outside is followed where torch notices the
-    change: ``p.copy_(...)`` and the like under ``no_grad``, ``load_state_dict``, ``p.data = ...``; an in-place write
-    through ``p.data`` (``p.data.mul_(...)``) is not seen and is overwritten by the next update, unless the parameter
-    is its own master weight.
+    On fp32 parameters of a multiple of 16 elements the bits are those of ``torch.optim.AdamW(fused=True)``; other
+    sizes follow the same arithmetic. The class keeps torch's optimizer protocol: ``param_groups`` hold the parameters
+    themselves and are read at every step; parameters without a gradient are left alone; frozen parameters get
+    states when they first have a gradient. Changes from outside that torch counts are followed: ``p.copy_(...)`` and
+    the like under ``no_grad``, ``load_state_dict``, ``p.data = ...``. An in-place write through ``p.data``
+    (``p.data.mul_(...)``) is not seen, and the next update overwrites it, unless the parameter is its own master
+    weight.
 
-    ``state[p]`` holds ``step``, ``exp_avg``, ``exp_avg_sq`` and ``master`` (fp32, on the host, shaped as ``p``; among
-    several ranks the rank's part of them, one-dimensional); an fp32 parameter on the CPU is its own master weight.
+    ``state[p]`` holds ``step``, ``exp_avg``, ``exp_avg_sq`` and ``master``, in fp32 on the host: shaped as ``p``, or
+    with several ranks this rank's part, one-dimensional. An fp32 parameter on the CPU is its own master weight.
 
     Args:
         params: as any torch optimizer takes them: tensors, ``(name, tensor)`` pairs, or parameter groups.
-        lr: learning rate; a one-element tensor too, or a function of the number of updates made so far. What it
-            returns (and what ``betas`` does, if that is a function) is written to all ``param_groups`` before each
-            update.
+        lr: learning rate: a number, a one-element tensor, or a function of the number of updates made so far. The
+            value of a function (``betas`` may be one, too) is written to all ``param_groups`` before each update.
         config: an ``OffloadConfig``, a dict of its fields, or a DeepSpeed configuration: a dict, or a file's path.
-        process_group: the ranks over which states are partitioned and gradients averaged; None: this process alone.
-        model: an Engine's, which counts micro-steps, scales losses and partitions the model's parameters.
-        early_copy: take each gradient during backward, as it appears, and free it on the device. ``p.grad`` then
-            holds a stand-in that raises when used. Without it ``p.grad`` is read at ``step()``, so clipping and
-            unscaling from outside mean what they mean to torch's own optimizers.
+        process_group: the ranks that partition the states and average the gradients; None: this process alone.
+        model: given by an Engine, which counts micro-steps, scales losses and partitions the model's parameters.
+        early_copy: True takes each gradient during backward, as it appears, and frees it on the device. ``p.grad``
+            then holds a stand-in that raises when used. False reads ``p.grad`` at ``step()``, so that clipping and
+            unscaling from outside work as with torch's own optimizers.
         overrides: fields of ``OffloadConfig`` (``betas``, ``eps``, ``weight_decay``, ``gradient_clipping``, …).
 
     Raises:
         ConfigError, ParameterError, StateError, HostMemoryError: before anything is changed.
     """
 
-    # No attributes of the class: Lightning's wrapper is of this class, too, and asks the optimizer for what it lacks.
-    _parts: _Parts | None
-    """None: it is being made, or it was closed."""
+    # Not class attributes: Lightning's wrapper is a subclass, and only asks the optimizer for what it lacks itself.
+    _parts: Parts | None
+    """None until the optimizer is built, and after it is closed."""
     _states: Any
-    """``state`` meanwhile."""
+    """``state`` while there are no parts."""
     _updates: int
-    """``updates`` meanwhile."""
+    """``updates`` while there are no parts."""
     _boundary: _Boundary | None
-    """What the engine has asked of the next update."""
+    """The engine's micro-step that the next update ends; None: there is none."""
 
     def __init__(
         self,
@@ -111,9 +110,9 @@ class OffloadedAdamW(torch.optim.Optimizer):
             _refuse_engine_fields(self.config)
         self.early_copy = early_copy
         self.reads_wait = False
-        """Whether an update may still be running when ``step`` returns: whoever reads a parameter then waits."""
+        """True if an update may still be running when ``step`` returns; readers of a parameter then wait for it."""
         self.report: StepReport | None = None
-        """What the last ``step`` did."""
+        """The report of the last ``step``."""
         if isinstance(params, torch.Tensor):
             raise ParameterError("params: got a tensor, expected an iterable of tensors: write [tensor]")
         params = list(params)
@@ -132,10 +131,10 @@ class OffloadedAdamW(torch.optim.Optimizer):
         self._build(process_group, model)
 
     def _build(self, process_group: Any, model: nn.Module | None = None, scaler: LossScaler | None = None) -> None:
-        """Make the pipeline and what is around it, and take on the trainable parameters of all groups.
+        """Make the pipeline and the other parts, and take on the trainable parameters of all groups.
 
         Args:
-            scaler: what this continues to scale losses with; that of an Engine's model follows from the configuration.
+            scaler: the loss scaler of a copied or unpickled optimizer; an Engine's follows from the configuration.
         """
         named = [entry for g, group in enumerate(self.param_groups) for entry in named_params(g, group)]
         trained = [entry for entry in named if entry[1].requires_grad]
@@ -153,7 +152,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
             scaler = scaler_for(config, [config.target_dtype or ELEMENT_TYPES[param.dtype] for param in params])
         pipeline = Pipeline(config, device_for(device, process_group, config), scaler)
         self.partitioned: PartitionedModel | None = None
-        """Parameters that are there in shards only."""
+        """The model's partitioned parameters (stage 3); None: none are."""
         if model is not None and config.takes_apart(pipeline.device.world_size):
             self.partitioned = PartitionedModel(model, device, process_group, pipeline)
         else:
@@ -165,7 +164,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
             config, pipeline, device, self.partitioned, gradients_leave=self.early_copy, lock=lock
         )
         intake = Intake(pipeline, registration, early=self.early_copy, lock=lock)
-        parts = _Parts(pipeline, registration, intake, TorchStates(pipeline, registration))
+        parts = Parts(pipeline, registration, intake, TorchStates(pipeline, registration))
         _take_on(parts, trained, model)
         if self.partitioned is not None:
             self.partitioned.keep_frozen(params)
@@ -185,7 +184,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
             self._parts.pipeline.updates = count
 
     @property
-    def _open(self) -> _Parts:
+    def parts(self) -> Parts:
+        """The optimizer's parts; :class:`StateError` once it is closed."""
         if self._parts is None:
             raise StateError("this optimizer was closed; expected an open one: wrap the model anew")
         return self._parts
@@ -193,51 +193,53 @@ class OffloadedAdamW(torch.optim.Optimizer):
     @property
     def pipeline(self) -> Pipeline:
         """The core that holds the states."""
-        return self._open.pipeline
+        return self.parts.pipeline
 
     @property
     def intake(self) -> Intake:
-        """What takes the gradients."""
-        return self._open.intake
+        """The part that takes the gradients."""
+        return self.parts.intake
 
     @property
     def registration(self) -> Registration:
-        """What knows the parameters that have states."""
-        return self._open.registration
+        """The part that holds the parameters that have states."""
+        return self.parts.registration
 
     def flush(self) -> None:
-        """Wait until parameters and states are those of the last ``step``, also under ``schedule="delayed"``.
+        """Wait until parameters and states hold the result of the last ``step``, also under ``schedule="delayed"``.
 
-        That holds back the parameters of the last step; afterwards the next forward sees them a step early.
+        That schedule holds back the last step's parameters; after a flush the next forward sees them a step early.
         """
-        self.registration.flush()
+        self.parts.registration.flush()
 
     @property
     def slots(self) -> list[Slot]:
-        """What is known of each parameter, in the pipeline's order."""
+        """One for each parameter that has states, in the pipeline's order."""
         return [] if self._parts is None else [*self._parts.registration.slots.values()]
 
     def has_states(self, param: torch.Tensor) -> bool:
-        """Whether the optimizer has states of a parameter, which a frozen one has when it was trained once."""
+        """True if the optimizer has states of the parameter; a frozen one that was trained before has them, too."""
         return self._parts is not None and param in self._parts.registration.slots
 
     def replaced(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Master weights have been replaced: bring them to the parameters, and discard the gradients of before."""
-        self.registration.follow_replaced(tensors)
-        self.intake.forget()
+        """After master weights were replaced: write them to the parameters, and discard earlier gradients."""
+        parts = self.parts
+        parts.registration.follow_replaced(tensors)
+        parts.intake.forget()
 
     @property
     def sent_bytes(self) -> int:
         """Bytes of gradients and parameters that this rank has sent to other ranks."""
-        self.pipeline.finish()
-        return self.pipeline.device.sent_bytes + (self.partitioned.sent_bytes if self.partitioned is not None else 0)
+        pipeline = self.pipeline
+        pipeline.finish()
+        return pipeline.device.sent_bytes + (self.partitioned.sent_bytes if self.partitioned is not None else 0)
 
     def memory_report(self, model: nn.Module | None = None) -> MemoryReport:
         """Planned and measured bytes.
 
         Args:
-            model: the one that is trained: what the optimizer was not given of it is counted, too (frozen parameters,
-                buffers).
+            model: the trained model; its tensors that the optimizer does not have (frozen parameters, buffers) are
+                counted, too.
         """
         return self.registration.memory_report(self._group_of(), model)
 
@@ -246,7 +248,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As ``torch.optim.Optimizer.add_param_group``; on an error nothing has changed."""
         if not isinstance(param_group, dict):
-            super().add_param_group(param_group)  # which says so
+            super().add_param_group(param_group)  # raises torch's own error
         for name in ("lr", "betas"):
             if name in param_group and callable(getattr(self.config, name)):
                 raise ConfigError(
@@ -255,13 +257,13 @@ class OffloadedAdamW(torch.optim.Optimizer):
                 )
         params = param_group["params"]
         if self.param_groups and "param_names" in self.param_groups[0] and not isinstance(params, torch.Tensor | set):
-            params = list(params)  # torch wants names for all or for none
+            params = list(params)  # torch requires names for all groups or for none
             if params and isinstance(params[0], torch.Tensor):
                 g = len(self.param_groups)
                 params = [(f"group {g}, parameter {i}", param) for i, param in enumerate(params)]
             param_group = {**param_group, "params": params}
         super().add_param_group(param_group)
-        if self._parts is None:  # called by Optimizer.__init__: _build takes all groups on at once
+        if self._parts is None:  # called by Optimizer.__init__: _build takes on all groups at once
             return
         try:
             self._hypers()
@@ -273,19 +275,16 @@ class OffloadedAdamW(torch.optim.Optimizer):
             raise
 
     def take_on_unfrozen(self, *, with_gradient: bool = False) -> None:
-        """Make states for parameters that were frozen and can have a gradient now, or have one."""
-        new = self.registration.unfrozen(self.param_groups, with_gradient=with_gradient)
+        """Make states for parameters that were frozen and can have a gradient now (``with_gradient``: have one)."""
+        parts = self.parts
+        new = parts.registration.unfrozen(self.param_groups, with_gradient=with_gradient)
         if new:
-            self.registration.check_new(new)
-            _take_on(self._open, new)
+            parts.registration.check_new(new)
+            _take_on(parts, new)
 
     def _group_of(self) -> dict[torch.Tensor, int]:
         """The number of each parameter's group, as ``param_groups`` has them now."""
         return {param: g for g, group in enumerate(self.param_groups) for param in group["params"]}
-
-    def _groups(self, group_of: Mapping[torch.Tensor, int]) -> list[int]:
-        """The same, as the pipeline takes it."""
-        return [group_of.get(param, 0) for param in self.registration.slots]
 
     def _hypers(self) -> list[AdamHyper]:
         hypers = []
@@ -296,13 +295,15 @@ class OffloadedAdamW(torch.optim.Optimizer):
         return hypers
 
     def _scheduled(self) -> dict[str, Any]:
-        """The next update's values of what is a function of their number."""
+        """The values for the next update of those hyperparameters that are functions of the number of updates."""
+        names = [name for name in ("lr", "betas") if callable(getattr(self.config, name))]
+        if not names:
+            return {}
         lr, betas = self.config.hyperparameters(self.updates)
-        scheduled: dict[str, Any] = {"lr": lr} if callable(self.config.lr) else {}
-        return scheduled | {"betas": betas} if callable(self.config.betas) else scheduled
+        return {name: {"lr": lr, "betas": betas}[name] for name in names}
 
     def close(self) -> None:
-        """Let the parameters go: remove the hooks, discard gradients on the host, free the states."""
+        """Remove the hooks from the parameters, discard gradients on the host, and free the states."""
         if self._parts is not None:
             self.checkpoints.wait()
             self.flush()
@@ -323,7 +324,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient; ``report`` then says what was done.
+        """Update every parameter that has a gradient, and describe the update in ``report``.
 
         Raises:
             ParameterError, GradientError, ConfigError: something does not fit; no parameter and no state changed.
@@ -337,22 +338,23 @@ class OffloadedAdamW(torch.optim.Optimizer):
         return loss
 
     def end_micro_step(self, *, boundary: bool, may_be_empty: bool, reads_wait: bool) -> StepReport:
-        """End a micro-step of an Engine: take the gradients of this one and, at a boundary, update, through ``step``.
+        """End an Engine's micro-step: take its gradients and, at a boundary, update by calling ``step``.
 
         Args:
-            may_be_empty: whether gradients of earlier micro-steps are enough.
+            may_be_empty: True if gradients of earlier micro-steps are enough.
             reads_wait: see the attribute.
 
         Raises as ``step`` and ``Engine.step`` do; nothing has changed then.
         """
         if not boundary:
-            self._prepare(boundary=False)
-            self.intake.end_micro_step(boundary=False, may_be_empty=may_be_empty)
-            scale = self.pipeline.loss_scale
-            return StepReport(updated=False, skipped="accumulating", loss_scale=scale, step=self.updates + 1)
+            parts = self.parts
+            self._prepare(parts, boundary=False)
+            parts.intake.end_micro_step(boundary=False, may_be_empty=may_be_empty)
+            scale, step = parts.pipeline.loss_scale, parts.pipeline.updates + 1
+            return StepReport(updated=False, skipped="accumulating", loss_scale=scale, step=step)
         self.reads_wait, self._boundary = reads_wait, _Boundary(may_be_empty)
         try:
-            self.step()  # which hooks and learning-rate schedulers watch
+            self.step()  # hooks and learning-rate schedulers watch this method
         finally:
             self._boundary = None
         assert self.report is not None
@@ -361,14 +363,15 @@ class OffloadedAdamW(torch.optim.Optimizer):
     @torch._disable_dynamo
     def _update(self) -> StepReport:
         boundary, self._boundary = self._boundary, None
-        pipeline, intake, registration = self.pipeline, self.intake, self.registration
-        hypers, groups = self._prepare(boundary=True)
+        parts = self.parts
+        pipeline, intake, registration = parts.pipeline, parts.intake, parts.registration
+        hypers, groups = self._prepare(parts, boundary=True)
         if boundary is not None:
             intake.end_micro_step(boundary=True, may_be_empty=boundary.may_be_empty)
         gathered = 0 if self.partitioned is None else self.partitioned.before_change()
         tensors = registration.current_tensors()
         try:
-            divisor, number = self._divisor(intake.averages), self.updates + 1
+            divisor, number = self._divisor(intake.averages), pipeline.updates + 1
             report = pipeline.step(hypers, tensors, divisor=divisor, groups=groups, gathered=gathered)
             if not self.reads_wait:
                 pipeline.finish()
@@ -380,58 +383,61 @@ class OffloadedAdamW(torch.optim.Optimizer):
         return replace(report, step=number)
 
     def _end_broken_step(self) -> None:
-        """An error or an interrupt ended a step: its gradients are gone, and nobody has to wait for parameters."""
-        pipeline = self.pipeline
+        """After an error or an interrupt in a step: its gradients are gone, and no reader waits for parameters."""
+        parts = self.parts
         with suppress(Exception):  # the one that is being raised
-            pipeline.finish()
-        pipeline.drop_gradients()
+            parts.pipeline.finish()
+        parts.pipeline.drop_gradients()
         if self.partitioned is not None:
             self.partitioned.live.forget_order()
-        self.intake.forget()
-        self.registration.follow_update()
+        parts.intake.forget()
+        parts.registration.follow_update()
 
-    def _prepare(self, *, boundary: bool) -> tuple[list[AdamHyper], list[int]]:
-        """Check everything that an update needs, take the gradients that are in ``p.grad``, and return what to update
-        with: the hyperparameters of each group and the group of each parameter.
+    def _prepare(self, parts: Parts, *, boundary: bool) -> tuple[list[AdamHyper], list[int]]:
+        """Check everything that an update needs, take the gradients that are in ``p.grad``, and return the
+        hyperparameters of each group and the group of each parameter.
 
         Deferred ones are taken at the boundary only.
 
         Raises as ``step`` does; nothing has changed then.
         """
-        pipeline, hypers, group_of = self.pipeline, self._hypers(), self._group_of()
+        hypers, group_of = self._hypers(), self._group_of()
+        slots = parts.registration.slots
         if boundary:
             if self.partitioned is not None:
                 self.partitioned.check_closed()
-            divisor = self._divisor(self.intake.averages)
-            pipeline.check_expected(hypers, divisor=divisor, groups=self._groups(group_of))
-        self.take_on_unfrozen(with_gradient=pipeline.device.world_size == 1)  # among ranks, one may have it
-        self.registration.check_unchanged()
-        self.intake.take_present(group_of.keys(), boundary=boundary)
-        return hypers, self._groups(group_of)
+            if self.config.update_in_backward:  # else no gradient has been used yet
+                groups = [group_of.get(param, 0) for param in slots]
+                parts.pipeline.check_expected(hypers, divisor=self._divisor(parts.intake.averages), groups=groups)
+        # Among ranks a gradient may be on one of them only; there ``requires_grad`` decides.
+        self.take_on_unfrozen(with_gradient=parts.pipeline.device.world_size == 1)
+        parts.registration.check_unchanged()
+        parts.intake.take_present(group_of.keys(), boundary=boundary)
+        return hypers, [group_of.get(param, 0) for param in slots]
 
     def expect_step(self, *, average: bool = True) -> None:
-        """Announce that ``step`` follows the backward that now begins: it may write to parameters.
+        """Announce that ``step`` follows the backward that now begins, so that parameters may be written during it.
 
-        Autograd then raises where it would read one that was written, and whoever else reads it waits.
+        Autograd then raises if it would read a parameter that was written; other readers wait.
         """
-        registration = self.registration
+        pipeline, registration = self.parts.pipeline, self.parts.registration
         if registration.readers_can_wait:
-            tensors = registration.current_tensors()
-            divisor, groups = self._divisor(average), self._groups(self._group_of())
-            self.pipeline.expect_step(self._hypers(), tensors, divisor=divisor, groups=groups)
+            tensors, group_of = registration.current_tensors(), self._group_of()
+            groups = [group_of.get(param, 0) for param in registration.slots]
+            pipeline.expect_step(self._hypers(), tensors, divisor=self._divisor(average), groups=groups)
 
     def _divisor(self, averages: bool) -> float:
-        """What summed gradients are divided by."""
+        """The divisor of summed gradients."""
         return float(self.config.gradient_accumulation_steps) if averages else 1.0
 
     # --- state -------------------------------------------------------------------------------------
 
     @property
     def state(self) -> Any:
-        """States by parameter, as ``torch.optim.Optimizer`` has them: views of the host's memory.
+        """States by parameter, as in ``torch.optim.Optimizer``: views of host memory.
 
-        What is assigned to it, to ``state[p]`` or to ``state[p]["exp_avg"]`` is copied there; a parameter whose entry
-        is deleted, or left out, begins anew, with moments and a step count of 0.
+        Values assigned to ``state``, ``state[p]`` or ``state[p]["exp_avg"]`` are copied into that memory. A parameter
+        whose entry is deleted or left out starts again, with moments and a step count of 0.
         """
         return self._states if self._parts is None else self._parts.states.views
 
@@ -445,14 +451,14 @@ class OffloadedAdamW(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As ``torch.optim.Optimizer.state_dict``; the tensors are the live states in host memory.
 
-        Gradients that wait for the next update are not part of it. Under loss scaling it has a ``"loss_scale"``, and
-        where ``lr`` or ``betas`` is a function the number of ``"updates"``. Any rank may call this, also alone.
+        It does not hold gradients that wait for the next update. Under loss scaling it also has ``"loss_scale"``; if
+        ``lr`` or ``betas`` is a function, the number of ``"updates"``. Each rank may call this on its own.
         """
         scaler, device = self.pipeline.scaler, self.pipeline.device
         if device.world_size == 1:
             self.flush()  # among ranks that would be collective under schedule="delayed"
         state = super().state_dict()
-        if "state" in state:  # a hook may have made another of it
+        if "state" in state:  # a hook may have replaced the whole dict
             state["state"] = plain_entries(state["state"])
         if device.world_size > 1:
             state["partition"] = partition(device)
@@ -461,13 +467,13 @@ class OffloadedAdamW(torch.optim.Optimizer):
         return state if scaler is None else state | {"loss_scale": scaler.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load states of this class or of ``torch.optim.AdamW``, in fp32 and on the host, whatever the parameters are.
+        """Load states of this class or of ``torch.optim.AdamW``; they are kept in fp32 on the host.
 
-        Among ranks each loads its own part, or takes it from whole states. Schedules go on after the number of updates
-        that is saved, or after the steps of the states.
+        Each rank loads its own part, or takes it from whole states. Schedules continue from the saved number of
+        updates, or else from the step counts in the states.
 
-        The model's parameters are left alone, and may be loaded before or after this. At the next step a master weight
-        counts where the parameter is what it rounds to, and else (torch's own states have none) the parameter.
+        The model's parameters are not changed, and may be loaded before or after this. The next step uses a master
+        weight if it rounds to the parameter; otherwise, and for torch's own states, which have none, the parameter.
         """
         self.flush()
         final: dict[str, Any] = {}
@@ -489,27 +495,29 @@ class OffloadedAdamW(torch.optim.Optimizer):
     def torch_state_dict(self, *, rank0_only: bool = True) -> dict[str, Any] | None:
         """A ``state_dict`` for ``torch.optim.AdamW`` (``Adam`` with ``adam_mode="adam"``), whole in any stage.
 
-        On fp32 parameters torch goes on from it with the bits that this optimizer would give (of a multiple of 16
-        elements; ``fused=True`` is set in its groups). The states are copies in fp32 on the host, shaped as the
-        parameters; torch has no master weights: ``engine.export_safetensors(folder, dtype="float32")`` writes them. All
-        ranks must call this. It begins with :meth:`flush`.
+        On fp32 parameters of a multiple of 16 elements torch continues from it with the bits that this optimizer would
+        give (``fused=True`` is set in its groups). The states are fp32 copies on the host, shaped as the parameters.
+        Torch has no master weights; ``engine.export_safetensors(folder, dtype="float32")`` writes them. All ranks must
+        call this. It begins with :meth:`flush`.
 
         Args:
-            rank0_only: the others get None; False: a copy on each.
+            rank0_only: True returns None on the other ranks, False a copy on each rank.
         """
         return torch_state_dict(self, rank0_only=rank0_only)
 
     def whole_states(self, param: torch.Tensor, names: Collection[str] = STATE_NAMES) -> dict[str, torch.Tensor]:
-        """A copy of a parameter's states (``"master"``, ``"exp_avg"``, ``"exp_avg_sq"``), all ranks' parts of them.
+        """A copy of a parameter's states (``"master"``, ``"exp_avg"``, ``"exp_avg_sq"``), gathered from all ranks.
 
         In fp32 on the host, shaped and laid out in memory as the parameter. All ranks must call this.
         """
-        return self._open.states.whole(param, names)
+        return self.parts.states.whole(param, names)
 
     def load_master(self, param: torch.Tensor, values: torch.Tensor) -> None:
-        """Give a parameter's master weights these values, exactly, and the parameter these rounded; all ranks must
-        call this, with the same values, of the parameter's shape."""
-        self._open.states.load_master(param, values)
+        """Set a parameter's master weights to these values, and the parameter to the rounded values.
+
+        All ranks must call this with the same values, of the parameter's shape.
+        """
+        self.parts.states.load_master(param, values)
 
     def __getstate__(self) -> dict[str, Any]:
         if self.pipeline.device.world_size > 1 or self.partitioned is not None:
@@ -522,7 +530,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         return {**super().__getstate__(), **state, **own, "scaler": self.pipeline.scaler}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Called by ``load_state_dict`` with hidden entries, and by copy and pickle on an empty object."""
+        """Take a state: ``load_state_dict`` calls this with hidden entries, copy and pickle on an empty object."""
         vars(self).setdefault("_parts", None)
         saved = {key: e.value if isinstance(e, Hidden) else e for key, e in state["state"].items()}
         entries = {p: entry for p, entry in saved.items() if isinstance(p, torch.Tensor) and entry}
@@ -544,11 +552,11 @@ class OffloadedAdamW(torch.optim.Optimizer):
         for param in entries:
             if not self.has_states(param):
                 named = [named_params(g, group) for g, group in enumerate(self.param_groups)]
-                _take_on(self._open, [entry for of_group in named for entry in of_group if entry[1] is param])
-        self._open.states.load(entries)
+                _take_on(self.parts, [entry for of_group in named for entry in of_group if entry[1] is param])
+        self.parts.states.load(entries)
 
 
-def _take_on(parts: _Parts, named: Sequence[NamedParam], model: nn.Module | None = None) -> None:
+def _take_on(parts: Parts, named: Sequence[NamedParam], model: nn.Module | None = None) -> None:
     """Make states for these parameters, and take their gradients from now on."""
     for slot in parts.registration.take_on(named, model):
         parts.states.hold(slot)
@@ -556,7 +564,7 @@ def _take_on(parts: _Parts, named: Sequence[NamedParam], model: nn.Module | None
 
 
 def _refuse_engine_fields(config: OffloadConfig) -> None:
-    """What only an Engine does must not be asked of the optimizer alone and silently not be done."""
+    """Raise :class:`ConfigError` for fields that only an Engine follows."""
     default = OffloadConfig()
     engines = [name for name in FIELDS if "loss_scale" in name]
     engines += ["gradient_accumulation_steps", "offload_param", *(["stage"] if config.stage == 3 else [])]

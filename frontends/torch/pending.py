@@ -1,9 +1,9 @@
-"""Parameters whose values are not there: on their way from an update, or in shards (stage 3).
+"""Parameters whose values are missing for now: an update still writes them, or they are in shards (stage 3).
 
-Meanwhile a parameter's class is :class:`PendingParameter`. Any torch function that could see its values first waits
-for that parameter (alone), or has it gathered, and gives it its own class back; what asks for shape, gradient and the
-like does not wait. So the first layer of the next forward starts while the last is being updated, and state_dict(),
-evaluation or a read by hand see finished values.
+Meanwhile a parameter's class is :class:`PendingParameter`. A torch function that could see its values first waits for
+this one parameter, or gathers it, and restores its class; functions that only see shape, gradient and the like do not
+wait. So the first layer of the next forward starts while the last one is being updated, and state_dict(), evaluation
+or a read by hand see finished values.
 """
 
 import copy
@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 _WAITS: dict[int, Callable[[], None]] = {}
-"""What to do before a pending parameter is read, by ``id``."""
+"""The function to call before a pending parameter is read, by the parameter's ``id``."""
 
 _PROPERTIES = ("grad", "shape", "dtype", "device", "requires_grad", "layout", "ndim", "is_leaf", "grad_fn", "is_cuda",
                "is_cpu", "is_sparse", "is_meta", "is_quantized", "nbytes", "itemsize", "names", "_version",
@@ -33,14 +33,14 @@ def _metadata() -> frozenset[Any]:
 
 
 METADATA = _metadata()
-"""Functions that see no values."""
+"""Torch functions that do not see values."""
 
 
 class PendingParameter(nn.Parameter):
     """An ``nn.Parameter`` until somebody reads it."""
 
     def __new__(cls, data: Any = None, requires_grad: bool = True) -> nn.Parameter:  # type: ignore[misc]
-        return nn.Parameter(data, requires_grad)  # who makes another of this type wants a plain one
+        return nn.Parameter(data, requires_grad)  # a new object of this type is a plain parameter
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         settle(self)
@@ -58,14 +58,14 @@ class PendingParameter(nn.Parameter):
 
 
 def can_wait(param: torch.Tensor) -> bool:
-    """Whether readers of the parameter can be made to wait."""
+    """Return whether readers of the parameter can be made to wait."""
     return type(param) in (nn.Parameter, PendingParameter)
 
 
 def make_pending(param: torch.Tensor, wait: Callable[[], None]) -> None:
-    """Have whoever reads the parameter call ``wait`` first; a parameter of a class of its own waits now.
+    """Call ``wait`` before the parameter's next read; for a parameter of a class of its own, call it now.
 
-    Where ``wait`` raises the parameter stays pending.
+    If ``wait`` raises, the parameter stays pending.
     """
     if can_wait(param):
         _WAITS[id(param)] = wait
@@ -83,12 +83,12 @@ def settle(param: torch.Tensor) -> None:
 
 
 def forget(param: torch.Tensor) -> None:
-    """The parameter is no longer pending."""
+    """Record that the parameter is not pending."""
     if isinstance(param, PendingParameter):
         param.__class__ = nn.Parameter  # type: ignore[assignment]
     _WAITS.pop(id(param), None)
 
 
 def forget_at_end(param: torch.Tensor) -> None:
-    """Nothing is to be kept for a parameter that is no more."""
+    """Drop the parameter's entry when it is deleted."""
     weakref.finalize(param, _WAITS.pop, id(param), None).atexit = False

@@ -1,4 +1,4 @@
-"""The parameters that an optimizer has states of: their checks, their casting, their place in the pipeline."""
+"""The parameters that have optimizer states: checks, casting, and their tensors in the pipeline."""
 
 import gc
 import threading
@@ -21,6 +21,7 @@ from offload_core.memory.plan import MemoryPlan
 from offload_core.memory.report import MemoryReport
 from offload_core.step.bucket_terms import GATHERED, GRADIENTS, PARAMETERS
 from offload_core.step.pipeline import Pipeline
+from offload_core.step.state_access import StateAccess
 from offload_core.support.launchers import local_processes
 
 from .pending import can_wait, forget, make_pending, settle
@@ -39,7 +40,7 @@ from .tensors import (
 )
 
 OWNED: "weakref.WeakValueDictionary[int, Slot]" = weakref.WeakValueDictionary()
-"""The slot of every parameter that has one, by ``id``; a slot keeps its parameter alive, so no id is reused."""
+"""Slots by the ``id`` of their parameter; a slot keeps its parameter alive, so no id is reused."""
 
 NamedParam = tuple[str, torch.Tensor, int]
 """A parameter's name, the parameter, and the number of its group."""
@@ -47,55 +48,48 @@ NamedParam = tuple[str, torch.Tensor, int]
 
 @dataclass(eq=False)
 class Slot:
-    """A parameter that has states: its number in the pipeline, and what it was after the last update."""
+    """A parameter that has states: its number in the pipeline, and its version after the last update."""
 
     name: str
     param: torch.Tensor
     index: int
     taken: TakenGradient
     order: list[int] | None
-    """The order in memory in which its states are laid out (``tensors.memory_order``)."""
+    """The memory order of its states (``tensors.memory_order``)."""
     arrived: int = 0
-    """Gradients taken in backwards since the last update; this and the next two are the intake's."""
+    """Gradients taken in backwards since the last update. :class:`Intake` keeps this and the next two fields."""
     averaged: int = 0
-    """Of these, how many came through ``scaled_backward``."""
+    """The number of these that are averaged over the accumulation steps."""
     deferred: torch.Tensor | None = None
-    """``p.grad`` where it holds gradients that are to leave later, on top of those that have left."""
+    """The ``p.grad`` that the pipeline gets later, in addition to earlier gradients; None: there is none."""
     partitioned: bool = False
-    """Whether it is there in shards, which only ``gathered_parameters`` changes."""
+    """True if the rank holds a shard of it; then only ``gathered_parameters`` changes it from outside."""
     version: int = 0
     address: int = 0
 
     def note(self) -> None:
+        """Record that the parameter, as it is now, agrees with its master weights."""
         if not self.partitioned:
-            self.version, self.address = self._place
+            with torch._C.DisableTorchFunctionSubclass():  # no read: nobody has to wait
+                self.version, self.address = self.param._version, self.param.data_ptr()
 
     def doubt(self) -> None:
-        """The parameter may not be what its master weights say: who uses them next is to compare."""
+        """Record that the parameter may differ from its master weights: their next use compares them first."""
         self.version = -1
 
-    @property
-    def changed_outside(self) -> bool:
-        return not self.partitioned and (self.version, self.address) != self._place
-
-    @property
-    def _place(self) -> tuple[int, int]:
-        with torch._C.DisableTorchFunctionSubclass():  # no read: nobody has to wait
-            return self.param._version, self.param.data_ptr()
-
     def forget(self) -> None:
-        """No gradient has arrived."""
+        """Record that no gradient has arrived."""
         self.arrived = self.averaged = 0
         self.deferred = None
 
     def continues(self, gradient: torch.Tensor | None) -> bool:
-        """Whether ``p.grad``, as it is now, is the deferred gradient (with ``create_graph`` autograd replaces it)."""
+        """True if this ``p.grad`` is the deferred gradient; with ``create_graph`` autograd replaces the tensor."""
         return (
             gradient is not None and self.deferred is not None and (gradient is self.deferred or gradient.requires_grad)
         )
 
     def release(self) -> None:
-        """Take the stand-in off the parameter."""
+        """Remove the stand-in from the parameter."""
         if self.param.grad is self.taken:
             self.param.grad = None
 
@@ -103,13 +97,13 @@ class Slot:
 class Registration:
     """The parameters that an optimizer has taken on, in the pipeline's order.
 
-    It lives as long as the pipeline; when it dies, or is closed, the parameters belong to nobody.
+    It lives as long as the pipeline. Closing or deleting it releases the parameters for another optimizer.
 
     Args:
-        device: the one where all parameters are.
-        partitioned: those of them that are there in shards only; None: none.
-        gradients_leave: whether they do so in backward, and are not there beside the parameters.
-        lock: held while the pipeline is called outside the optimizer's own methods.
+        device: the device of all parameters.
+        partitioned: the model's partitioned parameters; None: none are.
+        gradients_leave: True if gradients are taken during backward, so that the plan has no room for them.
+        lock: guards the calls of the pipeline outside the optimizer's own methods.
     """
 
     def __init__(
@@ -132,29 +126,29 @@ class Registration:
         weakref.finalize(self, let_go, self.slots).atexit = False
 
     def close(self) -> None:
-        """Let the parameters go."""
+        """Release the parameters."""
         let_go(self.slots)
 
     # --- taking parameters on ------------------------------------------------------------------------
 
     def check_new(self, named: Iterable[NamedParam]) -> None:
-        """As the function :func:`check_new`, of parameters that are to be taken on besides."""
+        """As the function :func:`check_new`, for parameters to be added to those of this optimizer."""
         check_new(named, self._device, self.slots)
 
     def unfrozen(self, groups: Iterable[Mapping[str, Any]], *, with_gradient: bool) -> list[NamedParam]:
-        """Parameters of these groups that were frozen and can have a gradient now, or have one."""
-
-        def is_new(param: torch.Tensor) -> bool:
-            return param not in self.slots and (param.grad is not None if with_gradient else param.requires_grad)
-
-        found = [(g, group) for g, group in enumerate(groups) if any(map(is_new, group["params"]))]
-        return [entry for g, group in found for entry in named_params(g, group) if is_new(entry[1])]
+        """Parameters of these groups without states that require a gradient (``with_gradient``: have one)."""
+        groups = list(groups)
+        unknown = [param for group in groups for param in group["params"] if param not in self.slots]
+        new = {param for param in unknown if (param.grad is not None if with_gradient else param.requires_grad)}
+        if not new:
+            return []
+        return [entry for g, group in enumerate(groups) for entry in named_params(g, group) if entry[1] in new]
 
     def take_on(self, named: Sequence[NamedParam], model: nn.Module | None = None) -> list[Slot]:
         """Allocate states for these parameters; cast them to ``param_dtype``.
 
         Args:
-            model: what else of it takes memory is part of the plan.
+            model: the plan includes the memory of its other tensors, too.
         """
         for name, param, _ in named:
             check_param(name, param)
@@ -201,36 +195,32 @@ class Registration:
 
     def tensor(self, slot: Slot) -> torch.Tensor:
         shard = self._partitioned.parameters.shard_of(slot.param) if self._partitioned is not None else None
-        # Of .data: the pipeline's writes are counted once, and not when they happen.
+        # .data: autograd must not count the pipeline's writes; follow_update counts each update once.
         return flat(slot.param.data) if shard is None else shard
 
-    def current_tensors(self) -> list[torch.Tensor]:
-        """As :meth:`tensors`; what was changed there from outside is in the masters, too."""
+    def current_tensors(self, slots: Collection[Slot] | None = None) -> list[torch.Tensor]:
+        """As :meth:`tensors`, for all parameters or for these; master weights first follow changes from outside."""
+        slots = self.slots.values() if slots is None else slots
         with torch._C.DisableTorchFunctionSubclass():  # no read: nobody has to wait
-            tensors = self.tensors()
-        for slot in self.slots.values():
-            self._follow(slot, tensors[slot.index])
+            tensors = [self.tensor(slot) for slot in slots]
+            changed = [
+                (slot, tensor)
+                for slot, tensor in zip(slots, tensors, strict=True)
+                if not slot.partitioned and (slot.version, slot.address) != (slot.param._version, slot.param.data_ptr())
+            ]
+        for slot, tensor in changed:
+            StateAccess(self._pipeline).adopt(slot.index, tensor)
+            slot.note()
         return tensors
 
-    def current_tensor(self, slot: Slot) -> torch.Tensor:
-        """As :meth:`current_tensors`, of one."""
-        with torch._C.DisableTorchFunctionSubclass():  # no read: nobody has to wait
-            tensor = self.tensor(slot)
-        self._follow(slot, tensor)
-        return tensor
-
-    def _follow(self, slot: Slot, tensor: torch.Tensor) -> None:
-        if slot.changed_outside:
-            self._pipeline.adopt(slot.index, tensor)
-            slot.note()
-
     def check_unchanged(self) -> None:
-        """Raise :class:`ParameterError` where a parameter is no longer what its states were made for."""
+        """Raise :class:`ParameterError` if a parameter has another size, type, device or order than its states."""
         for slot in self.slots.values():
             spec, param = self._pipeline.params[slot.index], slot.param
             got = (param.numel(), param.dtype, param.device)
             expected = (spec.numel, TORCH_DTYPES[spec.dtype], self._device)
-            if got != expected or param.shape != slot.taken.shape or memory_order(param) != slot.order:
+            reordered = not (slot.order is None and param.is_contiguous()) and memory_order(param) != slot.order
+            if got != expected or param.shape != slot.taken.shape or reordered:
                 raise ParameterError(
                     f"parameter {slot.name!r} is {tuple(param.shape)} {param.dtype} on {param.device}, strides "
                     f"{param.stride()}, and was {tuple(slot.taken.shape)} {expected[1]} on {expected[2]}, strides "
@@ -247,10 +237,10 @@ class Registration:
         self._pipeline.flush(self.tensors())
 
     def follow_update(self) -> None:
-        """The pipeline has made a step, or goes on with it: autograd is told, and readers wait for what they read."""
+        """After a step has begun: tell autograd of the written parameters, and have their readers wait for them."""
         written = [slot for slot in self.slots.values() if slot.index in self._pipeline.published]
         for slot in written:
-            increment_version(slot.param)  # autograd must know, as after any in-place update
+            increment_version(slot.param)  # as after any in-place update
         for slot in self.slots.values():
             slot.note()
         if not self._pipeline.finished:
@@ -259,7 +249,7 @@ class Registration:
                     _make_readers_wait(slot, self._lock, self._pipeline)
 
     def follow_replaced(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Master weights have been replaced: bring them to the parameters."""
+        """After master weights were replaced: write them to the parameters."""
         self._pipeline.flush(tensors)
         for slot in self.slots.values():
             increment_version(slot.param)
@@ -267,11 +257,11 @@ class Registration:
 
     @property
     def readers_can_wait(self) -> bool:
-        """Whether readers of any parameter can be made to wait for it."""
+        """True if readers of every parameter can be made to wait for it."""
         return all(can_wait(slot.param) for slot in self.slots.values())
 
     def follow_early(self) -> None:
-        """The pipeline writes to parameters in mid-backward: autograd is told, and readers wait for what they read."""
+        """Tell autograd of parameters that the pipeline writes during backward, and have their readers wait."""
         sent = self._pipeline.sent_early()
         if not sent:
             return
@@ -287,7 +277,7 @@ class Registration:
         """As ``OffloadedAdamW.memory_report``.
 
         Args:
-            given: what is in the optimizer's groups.
+            given: the tensors in the optimizer's groups.
         """
         pipeline, parted = self._pipeline, self._partitioned
         trained = [(pipeline.params[slot.index], slot.param) for slot in self.slots.values()]
@@ -314,7 +304,7 @@ class Registration:
         frozen: Sequence[tuple[ParamSpec, torch.Tensor]],
         tensors: Iterable[torch.Tensor],
     ) -> list[torch.Tensor]:
-        """Those of ``tensors`` on the device that are neither trained nor partitioned, each once."""
+        """The tensors on the device that are neither trained nor partitioned, each once."""
         known = {id(param) for _, param in (*trained, *frozen)}
         return list({id(t): t for t in tensors if id(t) not in known and t.device == self._device}.values())
 
@@ -343,21 +333,22 @@ def named_params(g: int, group: Mapping[str, Any]) -> list[NamedParam]:
     names = group.get("param_names") or [f"group {g}, parameter {i}" for i in range(len(group["params"]))]
     entries: dict[torch.Tensor, NamedParam] = {}
     for name, param in zip(names, group["params"], strict=True):
-        entries.setdefault(param, (name, param, g))  # one that is there twice, of which torch warns, is one
+        entries.setdefault(param, (name, param, g))  # torch only warns of a parameter that is in a group twice
     return [*entries.values()]
 
 
 def check_new(
     named: Iterable[NamedParam], device: torch.device, known: Collection[torch.Tensor] | Mapping[torch.Tensor, Any] = ()
 ) -> None:
-    """Raise where one of these parameters, all on that device, cannot be taken on.
+    """Check that an optimizer can take on these parameters.
 
     Args:
-        known: those that the optimizer has already.
+        device: the device that all of them must be on.
+        known: parameters that the optimizer already has.
 
     Raises:
-        ParameterError: it cannot train, or is elsewhere.
-        StateError: it belongs to another optimizer.
+        ParameterError: a parameter cannot train, or is on another device.
+        StateError: a parameter belongs to another optimizer.
     """
     for name, param, _ in named:
         if not param.requires_grad:
@@ -373,7 +364,7 @@ def check_new(
                 f"parameter {name!r} is on {param.device}, others are on {device}; expected one device a process"
             )
         if id(param) in OWNED and param not in known:
-            gc.collect()  # a trainer that is gone may have kept the optimizer in a cycle
+            gc.collect()  # a reference cycle of an old trainer may keep its optimizer alive
         if id(param) in OWNED and param not in known:
             raise StateError(
                 f"parameter {name!r} already belongs to another OffloadedAdamW (was the model wrapped twice?); "
@@ -382,10 +373,10 @@ def check_new(
 
 
 def let_go(slots: dict[torch.Tensor, Slot]) -> None:
-    """Take the stand-ins for gradients off the parameters; they belong to nobody."""
+    """Remove the stand-ins for gradients from the parameters, and release the parameters."""
     for slot in slots.values():
         if not slot.partitioned:
-            with suppress(StateError):  # the step that it was emitted for does not come
+            with suppress(StateError):  # it was sent early, for a step that is never made
                 settle(slot.param)
             forget(slot.param)
         slot.release()

@@ -1,4 +1,4 @@
-"""An optimizer's states as torch sees them: views of the host's memory, and their way through ``state_dict``."""
+"""An optimizer's states in torch's terms: views of host memory, saved and loaded by ``state_dict``."""
 
 import copy
 import weakref
@@ -14,6 +14,7 @@ from offload_core.device.protocols import Device
 from offload_core.errors import StateError
 from offload_core.rules.adam import STATE_NAMES
 from offload_core.step.pipeline import Pipeline
+from offload_core.step.state_access import StateAccess
 
 from .registration import Registration, Slot
 from .stage3.gathering import gathered_parameters
@@ -21,9 +22,9 @@ from .tensors import flat_like, shaped_like
 
 
 class _Kept(dict):
-    """A dict of which some entries stay: all ways to write go through ``__setitem__`` and ``__delitem__``."""
+    """A dict of which some entries stay: every write goes through ``__setitem__`` and ``__delitem__``."""
 
-    popitem: Any = None  # would never end
+    popitem: Any = None  # an entry that stays would be popped forever
     update = MutableMapping.update
 
     def __ior__(self, other: Any) -> Any:  # type: ignore[misc]  # dict's own | makes another dict
@@ -43,13 +44,13 @@ class _Kept(dict):
 
 
 class Views(_Kept):
-    """A parameter's states by name, in host memory: what is assigned to one of them is copied there, and one that is
-    taken away begins anew, at 0; a master weight stays."""
+    """A parameter's states by name, in host memory: assigning copies the value there, and deleting sets the state to
+    0, but leaves a master weight as it is."""
 
     def __init__(self, views: Mapping[str, torch.Tensor], changing: Callable[[], None]) -> None:
         super().__init__(views)
         self.held = frozenset(views)
-        """The names of those that stay; others are the user's."""
+        """The names of the optimizer's states; other entries are the user's."""
         self._changing = changing
 
     def __delitem__(self, name: str) -> None:
@@ -77,11 +78,11 @@ class Views(_Kept):
 
 
 class States(_Kept, defaultdict):
-    """States by parameter. Whoever looks at them waits for the last update to end.
+    """States by parameter. Reading an entry waits for the last update to end.
 
     Args:
-        finish: waits.
-        replace: gives a parameter whose states are held other ones, by name; those of no names are states anew.
+        finish: waits for it.
+        replace: gives a parameter other states, by name; with no names it resets them.
     """
 
     def __init__(self, finish: Callable[[], None], replace: Callable[[torch.Tensor, Mapping[str, Any]], None]) -> None:
@@ -90,7 +91,7 @@ class States(_Kept, defaultdict):
         self._replace = weakref.WeakMethod(replace)
 
     def hold(self, param: torch.Tensor, views: Views) -> None:
-        """Have an entry that stays."""
+        """Add an entry that stays."""
         super().__setitem__(param, views)
 
     def _wait(self) -> None:
@@ -99,7 +100,7 @@ class States(_Kept, defaultdict):
             finish()
 
     def _replaces(self, param: Any, entry: Mapping[str, Any]) -> bool:
-        """Whether the entry stays; its values are those of ``entry`` then."""
+        """Return True if the entry stays, with the values of ``entry`` from now on."""
         replace = self._replace()
         if replace is None or not isinstance(super().get(param), Views):
             return False
@@ -140,13 +141,14 @@ class States(_Kept, defaultdict):
 
 
 class TorchStates:
-    """The states of an optimizer's parameters: torch reads them, assigns to them and loads them through this.
+    """Reads, assigns and loads the states of an optimizer's parameters, as torch does.
 
     It lives as long as the pipeline, which holds the states themselves.
     """
 
     def __init__(self, pipeline: Pipeline, registration: Registration) -> None:
         self._pipeline = pipeline
+        self._states = StateAccess(pipeline)
         self._registration = registration
         self.views = States(self.finish, self.replace)
         """``optimizer.state``."""
@@ -156,7 +158,7 @@ class TorchStates:
         self._pipeline.finish()
 
     def hold(self, slot: Slot) -> None:
-        """From now on the parameter has states."""
+        """Add the parameter's states."""
         self.views.hold(slot.param, state_views(self._pipeline, slot.index, slot.param))
 
     def assign(self, states: Mapping[Any, Any]) -> None:
@@ -167,7 +169,7 @@ class TorchStates:
             self.views.update(states)
 
     def replace(self, param: torch.Tensor, entry: Mapping[str, Any]) -> None:
-        """Give a parameter these states, or, of none, moments and a step count of 0; it keeps its master weights."""
+        """Give a parameter these states; an empty ``entry`` sets moments and step count to 0, no master weight."""
         slot, held = self._registration.slots[param], self.views[param]
         if entry:
             entry = own_part(self._pipeline, slot.index, param, entry)
@@ -177,7 +179,7 @@ class TorchStates:
             self._load(slot, {name: held[name] for name in ("master",) if name in held} | dict(entry))
 
     def checked(self, entries: Mapping[torch.Tensor, Mapping[str, Any]]) -> dict[torch.Tensor, Mapping[str, Any]]:
-        """Of the states that are to be loaded, by parameter, those that this rank is to hold.
+        """This rank's part of the given states, by parameter.
 
         Raises:
             StateError: they do not fit their parameters.
@@ -194,65 +196,65 @@ class TorchStates:
         return own
 
     def load(self, entries: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
-        """Take these states, by parameter; a parameter without any begins anew."""
+        """Take these states, by parameter; a parameter without an entry starts again."""
         with torch.no_grad():
             for slot in self._registration.slots.values():
                 self._load(slot, entries.get(slot.param, {}))
 
     def _load(self, slot: Slot, entry: Mapping[str, Any]) -> None:
         views = self.views[slot.param]
-        self._pipeline.will_change([slot.index])
+        self._states.will_change([slot.index])
         for name in views.held:
             view = views[name]
             if name in entry:
                 view.copy_(torch.as_tensor(entry[name]))
             elif name == "master":
-                self._pipeline.reload_master(slot.index, self._registration.tensor(slot))
+                self._states.reload_master(slot.index, self._registration.tensor(slot))
             else:
                 view.zero_()
         if slot.partitioned:
-            self._pipeline.adopt(slot.index, self._registration.tensor(slot))
-        slot.doubt()  # the model may be loaded after this
+            self._states.adopt(slot.index, self._registration.tensor(slot))
+        slot.doubt()  # the model's weights may be loaded after this
 
     def whole(self, param: torch.Tensor, names: Collection[str] = STATE_NAMES) -> dict[str, torch.Tensor]:
         """As ``OffloadedAdamW.whole_states``."""
         slot = self._registration.slots[param]
-        tensor = self._registration.current_tensor(slot)
-        whole = self._pipeline.whole_states(slot.index, names, tensor=tensor)
+        [tensor] = self._registration.current_tensors([slot])
+        whole = self._states.whole_states(slot.index, names, tensor=tensor)
         return {name: shaped_like(torch.from_numpy(state), param) for name, state in whole.items()}
 
     def load_master(self, param: torch.Tensor, values: torch.Tensor) -> None:
         """As ``OffloadedAdamW.load_master``."""
         slot = self._registration.slots[param]
         master = flat_like(values.to("cpu", torch.float32), param).numpy()
-        self._pipeline.set_states(slot.index, {"master": master})
+        self._states.set_states(slot.index, {"master": master})
         with gathered_parameters(param, modifier_rank=0), torch.no_grad():
             param.copy_(values)
         slot.note()
 
 
 def plain_entries(states: Mapping[Any, Any]) -> dict[Any, Any]:
-    """The same with entries that are dicts and nothing more, as files hold them."""
+    """The same states with plain dicts as entries, for files."""
     return {key: dict(entry) if isinstance(entry, Views) else entry for key, entry in states.items()}
 
 
 @dataclass(frozen=True)
 class Hidden:
-    """A state entry on its way through ``Optimizer.load_state_dict``, which would cast bare tensors."""
+    """Hides a state entry from ``Optimizer.load_state_dict``, which would cast bare tensors."""
 
     value: Any
 
 
 class HostState(torch.Tensor):
-    """A state, which stays on the host: Accelerate and Lightning call ``to(device)`` of all that an optimizer holds.
+    """A state that stays on the host although Accelerate and Lightning call ``to(device)`` on every state.
 
-    Copies, files and the results of any function are plain tensors.
+    Copies, files and the results of functions are plain tensors.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As ``Tensor.to``; where no other dtype is asked for, this one."""
+        """As ``Tensor.to``, but return this tensor if only a device is asked for."""
         dtype = torch._C._nn._parse_to(*args, **{k: v for k, v in kwargs.items() if k != "copy"})[1]
         if kwargs.get("copy") or dtype not in (None, self.dtype):
             return self.as_subclass(torch.Tensor).to(*args, **kwargs)
@@ -270,7 +272,7 @@ class StatePart(HostState):
     """A rank's part of a state."""
 
     def __create_write_items__(self, name: str, value: object) -> list[Any]:
-        """What ``torch.distributed.checkpoint`` calls to save it; it knows no part that is not a box of its tensor."""
+        """Raise: ``torch.distributed.checkpoint`` calls this to save, and can only save a box of a tensor as a part."""
         raise StateError(
             f"torch.distributed.checkpoint of {name!r}, of which this rank holds a part, in the order of its memory; "
             "expected engine.save_checkpoint(folder), which writes parts that any number of ranks can load"
@@ -279,7 +281,8 @@ class StatePart(HostState):
 
 def state_views(pipeline: Pipeline, index: int, param: torch.Tensor) -> Views:
     views: dict[str, torch.Tensor] = {"step": torch.from_numpy(pipeline.steps[index])}
-    states = pipeline.local_states(index)
+    access = StateAccess(pipeline)
+    states = access.local_states(index)
     alone = pipeline.device.world_size == 1
     if states:
         runs = {name: torch.from_numpy(array) for name, array in states.items()}
@@ -287,19 +290,19 @@ def state_views(pipeline: Pipeline, index: int, param: torch.Tensor) -> Views:
     else:  # a parameter of no elements, or none of them this rank's
         views |= {name: torch.empty(param.shape if alone else 0) for name in ("exp_avg", "exp_avg_sq")}
     kind = HostState if alone else StatePart
-    return Views({name: view.as_subclass(kind) for name, view in views.items()}, partial(pipeline.will_change, [index]))
+    return Views({name: view.as_subclass(kind) for name, view in views.items()}, partial(access.will_change, [index]))
 
 
 def partition(device: Device) -> dict[str, int]:
-    """What says of which rank's part states are."""
+    """The rank and world size that a state dict's parts belong to."""
     return {"rank": device.ranks[0], "world_size": device.world_size}
 
 
 def check_partition(device: Device, groups: Iterable[Mapping[str, Any]], state_dict: Mapping[str, Any]) -> None:
-    """Raise :class:`StateError` where the states are another rank's, or nobody knows whose.
+    """Raise :class:`StateError` if the states are another rank's, or are parts of an unknown rank.
 
     Args:
-        groups: the optimizer's.
+        groups: the optimizer's parameter groups.
     """
     own, saved = partition(device), state_dict.get("partition")
     if saved is not None and saved != own:
@@ -322,7 +325,7 @@ def check_partition(device: Device, groups: Iterable[Mapping[str, Any]], state_d
 
 
 def own_part(pipeline: Pipeline, index: int, param: torch.Tensor, entry: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Of whole states, what this rank holds of them."""
+    """This rank's part of whole states; parts are returned as they are."""
     if pipeline.device.world_size == 1:
         return entry
 
@@ -330,7 +333,7 @@ def own_part(pipeline: Pipeline, index: int, param: torch.Tensor, entry: Mapping
         if not isinstance(value, torch.Tensor) or value.shape != param.shape or value.dim() == 0:
             return value
         whole = flat_like(value, param)
-        runs = [(start, views["exp_avg"].size) for start, views in pipeline.states(index)]
+        runs = [(start, views["exp_avg"].size) for start, views in StateAccess(pipeline).states(index)]
         return torch.cat([whole[start : start + numel] for start, numel in runs] or [whole[:0]])
 
     return {name: part(value) for name, value in entry.items()}
@@ -364,7 +367,7 @@ def torch_state_dict(optimizer: Any, *, rank0_only: bool) -> dict[str, Any] | No
     params = [param for group in optimizer.param_groups for param in group["params"]]
     state = {}
     for i, param in zip(numbers, params, strict=True):
-        if optimizer.has_states(param) and optimizer.state[param]["step"] > 0:  # torch has none of what was not updated
+        if optimizer.has_states(param) and optimizer.state[param]["step"] > 0:  # torch has no states before an update
             whole = optimizer.whole_states(param, ["exp_avg", "exp_avg_sq"])
             if wanted:
                 state[i] = {"step": optimizer.state[param]["step"].clone(), **whole}

@@ -1,4 +1,4 @@
-"""Torch tensors as the core wants them: flat, checked, and a stand-in for gradients that have left."""
+"""Torch tensors for the core: flattened and checked; and the stand-in for gradients that it has taken."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,11 +17,11 @@ ELEMENT_TYPES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16
 _ADDITIONS = (torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor)
 TORCH_DTYPES = {element_type: dtype for dtype, element_type in ELEMENT_TYPES.items()}
 NUMPY_DTYPES = {getattr(torch, dtype.name): dtype for dtype in NAME_OF}
-"""Of all tensors that files hold."""
+"""NumPy types of all torch types that files can hold."""
 
 
 def memory_order(tensor: torch.Tensor) -> list[int] | None:
-    """The permutation of dimensions in which a dense tensor is contiguous; None where it is so already.
+    """The permutation of dimensions that makes a dense tensor contiguous; None if it is contiguous.
 
     Raises:
         ParameterError: the tensor has gaps or overlaps in memory.
@@ -47,14 +47,14 @@ def flat(param: torch.Tensor) -> torch.Tensor:
 
 
 def flat_like(tensor: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """``tensor``, of ``param``'s shape, one-dimensional in ``param``'s order in memory; a copy only if it must be."""
+    """``tensor``, of ``param``'s shape, flattened in ``param``'s order in memory; copied only if necessary."""
     order = memory_order(param)
     detached = tensor.detach().resolve_neg()
     return (detached if order is None else detached.permute(order)).reshape(-1).contiguous()
 
 
 def memory(run: torch.Tensor) -> np.ndarray:
-    """The memory of a one-dimensional tensor on the host; of bfloat16 too, which ``Tensor.numpy`` refuses."""
+    """A NumPy view of a one-dimensional host tensor; bfloat16 works too, which ``Tensor.numpy`` refuses."""
     dtype = NUMPY_DTYPES[run.dtype]
     if run.numel() == 0:
         return np.empty(0, dtype)
@@ -62,7 +62,7 @@ def memory(run: torch.Tensor) -> np.ndarray:
 
 
 def shaped_like(run: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """The inverse of :func:`flat`: a one-dimensional tensor seen with ``param``'s shape."""
+    """The inverse of :func:`flat`: a view of a one-dimensional tensor with ``param``'s shape and order."""
     order = memory_order(param)
     if order is None:
         return run.view(param.shape)
@@ -73,13 +73,13 @@ def shaped_like(run: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
 def spec_of(
     name: str, param: torch.Tensor, group: int, target: ElementType | None = None, partitioned: bool = False
 ) -> ParamSpec:
-    """The parameter as the core knows it; ``target`` is the element type that it is to have."""
+    """The core's description of a parameter; ``target``: the element type that it will be cast to."""
     dtype = target or ELEMENT_TYPES[param.dtype]
     return ParamSpec(name, param.numel(), dtype, group, elements_of(param), partitioned)
 
 
 def elements_of(tensor: torch.Tensor) -> InMemory:
-    """The elements of :func:`flat` of a tensor."""
+    """The order in which :func:`flat` lists a tensor's elements."""
     order = memory_order(tensor)
     return InMemory(tuple(tensor.shape), None if order is None else tuple(order))
 
@@ -118,7 +118,7 @@ def check_param(name: str, param: torch.Tensor) -> None:
 
 
 def is_offloadable(param: torch.Tensor) -> bool:
-    """Whether :func:`check_param` finds nothing."""
+    """Return whether :func:`check_param` passes."""
     try:
         check_param("", param)
     except ParameterError:
@@ -127,7 +127,7 @@ def is_offloadable(param: torch.Tensor) -> bool:
 
 
 def cast_param(param: torch.Tensor, dtype: torch.dtype) -> None:
-    """Give a parameter another element type, in place; a gradient it has follows."""
+    """Cast a parameter in place, and its gradient if it has one."""
     if param.dtype != dtype:
         gradient, param.grad = param.grad, None
         param.data = param.data.to(dtype)
@@ -136,22 +136,22 @@ def cast_param(param: torch.Tensor, dtype: torch.dtype) -> None:
 
 
 def bytes_as(tensor: torch.Tensor, target: ElementType | None) -> int:
-    """Bytes of the tensor once what is floating-point has this element type."""
+    """Bytes of the tensor after casting to this element type, if it is floating-point."""
     return tensor.numel() * (target.itemsize if target and tensor.is_floating_point() else tensor.element_size())
 
 
 def memory_of_all(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of memory that tensors take, each storage once."""
+    """Bytes of the tensors' memory, counting each storage once."""
     storages = {}
     with torch._C.DisableTorchFunctionSubclass():
         for tensor in tensors:
-            if tensor.layout is not torch.strided:  # values and the place of each
+            if tensor.layout is not torch.strided:  # values, and int64 indices of each
                 storages[-id(tensor)] = tensor._nnz() * (tensor.element_size() + 8 * tensor.dim())
                 continue
             try:
                 storage = tensor.untyped_storage()
                 storages[storage._cdata] = storage.nbytes()
-            except NotImplementedError:  # wrappers
+            except NotImplementedError:  # wrapper subclasses have no storage
                 storages[-id(tensor)] = tensor.nbytes
     return sum(storages.values())
 
@@ -170,11 +170,11 @@ def check_gradient(name: str, param: torch.Tensor, gradient: torch.Tensor) -> No
 
 
 class TakenGradient(torch.Tensor):
-    """What ``p.grad`` is once the gradient has left for the host: its shape without its memory.
+    """The stand-in in ``p.grad`` after the gradient was taken to the host: its shape without its memory.
 
-    Adding to it adds to the gradient on the host: so autograd accumulates. Any other use raises, so that clipping or
-    scaling from outside cannot be lost unnoticed. Setting ``p.grad = None`` (``zero_grad``) discards the gradient on
-    the host too; assigning a tensor replaces it.
+    Adding to it adds to the gradient on the host; autograd accumulates this way. Any other use raises, so that clipping
+    or scaling from outside is never lost silently. Setting ``p.grad = None`` (``zero_grad``) discards the gradient on
+    the host, too; assigning a tensor replaces it.
     """
 
     _name: str
@@ -190,7 +190,7 @@ class TakenGradient(torch.Tensor):
         return taken
 
     def when_added(self, callback: Callable[[torch.Tensor], None] | None) -> None:
-        """Pass on what is added to this gradient; None: refuse it."""
+        """Pass tensors that are added to this gradient to ``callback``; None: refuse additions."""
         self._added = callback
 
     @classmethod

@@ -26,6 +26,7 @@ from ..layout.regions import Region
 from ..ranks.collectives import Collectives
 from ..ranks.consistency import combine, fingerprint, processes
 from ..step.pipeline import Pipeline
+from ..step.state_access import StateAccess
 from .folder import file_name
 from .reader import Checkpoint, Loaded, Want
 from .safetensors import NAME_OF
@@ -84,6 +85,7 @@ class Checkpoints:
 
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
+        self._states = StateAccess(pipeline)
         self._save: Save | None = None
 
     @property
@@ -161,7 +163,7 @@ class Checkpoints:
         place = Place(Path(folder), self._collectives, step)
         self._save = Save(place, lambda path: self._prepare(path, contents, tensors, step), keep, quiet=wait)
         writer = self._save.writer
-        self._pipeline.before_change(writer.capture)
+        self._states.watch(writer.capture)
         try:
             writer.capture([None])
         except BaseException as error:  # the caller may now change tensors that were not copied
@@ -192,7 +194,7 @@ class Checkpoints:
 
     def _end(self) -> None:
         self._save = None
-        self._pipeline.before_change(None)
+        self._states.watch(None)
 
     def _prepare(
         self, path: Path, contents: Contents, tensors: Sequence[Any], step: int
@@ -210,7 +212,7 @@ class Checkpoints:
             part["loss_scale"] = None if scaler is None else scaler.state_dict()
             part["parameters"] = {
                 name: {
-                    "shape": list(pipeline.elements(i).shape),
+                    "shape": list(self._states.elements(i).shape),
                     "dtype": spec.dtype.name,
                     "step": int(pipeline.steps[i]),
                     "group": spec.group,
@@ -233,8 +235,8 @@ class Checkpoints:
 
     def _sources_of(self, i: int, name: str, tensor: Any, behind: bool) -> list[Source]:
         found = []
-        for run in self._pipeline.runs(i, tensor):
-            for at, region in self._pipeline.elements(i).regions(run.start, run.numel):
+        for run in self._states.runs(i, tensor):
+            for at, region in self._states.elements(i).regions(run.start, run.numel):
                 for kind, array in run.arrays.items():
                     fixed = kind == "master" and run.in_place
                     found.append(Source.of(name, kind, region, array[at : at + region.numel], None if fixed else i))
@@ -274,7 +276,7 @@ class Checkpoints:
         loaded: Loaded | None = None
         with self.together("load"):
             loaded = Loaded(Checkpoint(path), self._collectives.rank, types)
-            _check(loaded, {name: pipeline.elements(i).shape for i, name in enumerate(names)}, targets)
+            _check(loaded, {name: self._states.elements(i).shape for i, name in enumerate(names)}, targets)
             accept(loaded)
         assert loaded is not None
         content = fingerprint(json.dumps(loaded.content, sort_keys=True))
@@ -292,17 +294,17 @@ class Checkpoints:
                 if self._collectives.rank == 0:  # check the blocks that no process reads, too
                     loaded.checkpoint.verify(besides=("master", *_MOMENTS, "param"))
                 _read_targets(loaded, targets)
-            pipeline.publish_later(range(len(names)))
+            self._states.publish_later(range(len(names)))
             publish()
             with self.together("load"):
                 wants = []
                 for i in behind:
-                    for run in pipeline.runs(i, tensors[i]):
-                        for at, region in pipeline.elements(i).regions(run.start, run.numel):
+                    for run in self._states.runs(i, tensors[i]):
+                        for at, region in self._states.elements(i).regions(run.start, run.numel):
                             part = run.arrays["master"][at : at + region.numel]
                             wants.append(Want(names[i], "master", region, part))
                 loaded.checkpoint.read(wants)
-            pipeline.publish_later(behind)
+            self._states.publish_later(behind)
             for i, entry in enumerate(entries):
                 pipeline.steps[i][...] = entry["step"] if entry else 0
             if pipeline.scaler is not None and loaded.content["loss_scale"] is not None:
@@ -310,10 +312,10 @@ class Checkpoints:
         return loaded
 
     def _wants_of(self, checkpoint: Checkpoint, i: int, name: str, tensor: Any, behind: bool) -> list[Want]:
-        pipeline, elements = self._pipeline, self._pipeline.elements(i)
+        elements = self._states.elements(i)
         master = "master" if checkpoint.has(name, "master") and not behind else "param"
         wants = []
-        for run in pipeline.runs(i, tensor):
+        for run in self._states.runs(i, tensor):
             for at, region in elements.regions(run.start, run.numel):
                 for kind in _MOMENTS:
                     part = run.arrays[kind][at : at + region.numel]
@@ -323,7 +325,7 @@ class Checkpoints:
                         part[:] = 0
                 if not run.in_place:
                     wants.append(Want(name, master, region, run.arrays["master"][at : at + region.numel]))
-        for start, array in pipeline.own_masters(i, tensor):
+        for start, array in self._states.own_masters(i, tensor):
             for at, region in elements.regions(start, array.size):
                 wants.append(Want(name, master, region, array[at : at + region.numel]))
         return wants

@@ -75,19 +75,16 @@ class Scalars:
     ) -> None:
         rows: dict[tuple[int, int], int] = {}
         values: list[tuple[float, ...]] = []
-        self._row_of: dict[int, int] = {}
+        self.row_of: dict[int, int] = {}
+        """The row of ``table`` that is each parameter's."""
         for param, step in steps.items():
             group = groups[param]
             key = (group, step)
             if key not in rows:
                 rows[key] = len(values)
                 values.append(hypers[group].scalars(step, op_order=rule.op_order, grad_scale=grad_scale))
-            self._row_of[param] = rows[key]
+            self.row_of[param] = rows[key]
         self.table = np.array(values, dtype=kernels.SCALARS)
-
-    def row(self, param: int) -> int:
-        """The row of ``table`` that is this parameter's."""
-        return self._row_of[param]
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,11 @@
 """What ranks tell each other before an update: one sum of integers, which decides for all of them alike."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from ..device.trace import REDUCTION
-from ..errors import StateError
 from ..native.grad_norm import SumOfSquares
 from ..ranks.consistency import Combined, combine, fingerprint
 from .buckets import LocalBuckets
@@ -24,7 +23,9 @@ class Agreement(NamedTuple):
     order: Sequence[LocalBucket]
     """The buckets in the order of rank 0's arrivals."""
     recalled: bool
-    """Whether any rank has recalled parameters that it had sent early."""
+    """A rank has recalled parameters that it had sent early."""
+    alike: bool
+    """All ranks gave the same terms."""
 
 
 def agree(
@@ -33,23 +34,19 @@ def agree(
     *,
     examines: bool,
     recalled: bool,
-    terms: Callable[[], str],
-    differs: Callable[[], str],
+    terms: str,
 ) -> Agreement:
     """Sum the squares, and agree on what is updated.
 
     Args:
-        terms: the arguments of this rank's update, as text; not asked for on one rank.
-        differs: the error where they are not the same on every rank.
-
-    Raises:
-        StateError: on every rank.
+        recalled: this rank has recalled parameters that it had sent early.
+        terms: the arguments of this rank's update, as text; not read on one rank.
     """
     squares, device, order = SumOfSquares(), buckets.device, reduction.order_of_arrival()
     if device.world_size == 1:
         if examines:
             buckets.run(lambda: reduction.add_squares(squares))
-        return Agreement(squares if examines else None, frozenset(reduction.arrivals.present), order, False)
+        return Agreement(squares if examines else None, frozenset(reduction.arrivals.present), order, False, True)
     flags = np.zeros(len(buckets.params), np.int64)
     flags[list(reduction.arrivals.present)] = 1
     places = [work.bucket.index for work in order]
@@ -57,15 +54,13 @@ def agree(
     def ask() -> Combined:
         if examines:
             reduction.add_squares(squares)
-        sums, same = np.concatenate([squares.bins, flags, [recalled]]), [fingerprint(terms())]
+        sums, same = np.concatenate([squares.bins, flags, [recalled]]), [fingerprint(terms)]
         with device.trace.span(REDUCTION, "norm of all ranks"):
             return combine(device.collectives, "gradient norm", sums=sums, same=same, of_first=places)
 
     known = buckets.run(ask)
-    if not known.alike.all():
-        raise StateError(differs())
     sizes = [squares.bins.size, flags.size]
     squares.bins, flags, [any_recalled] = np.split(known.sums, np.cumsum(sizes))
     present = frozenset(np.flatnonzero(flags).tolist())
     order = [buckets.all[i] for i in known.of_first]
-    return Agreement(squares if examines else None, present, order, bool(any_recalled))
+    return Agreement(squares if examines else None, present, order, bool(any_recalled), bool(known.alike.all()))

@@ -48,8 +48,10 @@ class BucketTerms:
         """Gradients are summed on the host, in fp32."""
         self.host_shards = device.addressable or config.offload_param == "cpu"
         """What this process holds of partitioned parameters is host memory."""
-        self.emits = config.update_in_backward and config.schedule == "overlap" and config.stage < 3 and not self.direct
-        """Parameters may leave for the device before their step. Not in stage 3, which gathers them in backward."""
+        self.sends_early = config.update_in_backward and config.schedule == "overlap"
+        """Parameters may leave for the device before their step."""
+        if self.direct or config.stage == 3:  # stage 3 gathers them in backward
+            self.sends_early = False
         self.worker = Inline if self.direct or config.schedule == "serial" else Background
         """The kind of worker that the tasks of a step are given to."""
         self._ring_bytes = 0
@@ -233,7 +235,7 @@ class BucketTerms:
 
     def without_master(self, bucket: Bucket) -> bool:
         """Whether the bucket's parameters are their own master weights."""
-        apart = self.config.schedule == "delayed" or self.emits  # masters and parameters may be of different steps
+        apart = self.config.schedule == "delayed" or self.sends_early  # the two may be of different steps
         in_place = self.host_shards if bucket.partitioned else self._terms.updates_in_place
         return in_place and bucket.dtype is FLOAT32 and not apart
 
@@ -248,7 +250,7 @@ class BucketTerms:
 
     @property
     def staging_slots(self) -> int:
-        ways = 2 if self.emits else 1  # at a time; else there is one after the other
+        ways = 2 if self.sends_early else 1  # at a time; else there is one after the other
         return ways * self._terms.sizes.staging_slots * self.depth
 
     @property

@@ -1,5 +1,6 @@
 """The decision of a step: made once, from the gradients of all ranks; the update reads nothing else."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -61,9 +62,10 @@ def examine(squares: SumOfSquares | None, *, any_gradient: bool, unscale: float,
         return Verdict(None, 1.0, "no gradients", None)
     if squares is None:
         return Verdict(None, 1.0, None, None)
-    if not squares.finite:
-        return Verdict(squares.norm(), 1.0, "overflow", True)
-    norm = squares.norm() / unscale
+    norm = squares.norm()
+    if math.isnan(norm):
+        return Verdict(norm, 1.0, "overflow", True)
+    norm /= unscale
     return Verdict(norm, 1.0 if max_norm is None else clip_coefficient(norm, max_norm), None, False)
 
 

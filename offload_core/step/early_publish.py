@@ -94,15 +94,17 @@ class EarlyPublish:
 
     def holds(self, param: int) -> bool:
         """Whether the device's parameter may be of a step that is still to come, or that will not."""
-        return any(work in self.asked or self._is_of_no_step(work) for work in self._buckets.of[param])
+        if not self._buckets.terms.sends_early:
+            return False
+        of_no_step = Publication.STALE
+        return any(work in self.asked or work.publication.state is of_no_step for work in self._buckets.of[param])
 
     @property
     def recalled(self) -> bool:
-        """Whether there are parameters of no step."""
-        return any(map(self._is_of_no_step, self._buckets.all))
-
-    def _is_of_no_step(self, work: LocalBucket) -> bool:
-        return self._buckets.terms.emits and work.publication.state is Publication.STALE
+        """True if the device has parameters of no step."""
+        if not self._buckets.terms.sends_early:
+            return False
+        return any(work.publication.state is Publication.STALE for work in self._buckets.all)
 
     def stop(self) -> None:
         """Send nothing more; earlier buckets may be on their way."""
@@ -116,12 +118,9 @@ class EarlyPublish:
                 work.fall_behind(work.members, PublicationEvent.RECALL)
         self.asked = {}
 
-    def used(self) -> list[LocalBucket]:
-        """Buckets whose states have been updated for the step to come."""
-        early = [work for work in self._buckets.all if work.publication.state is Publication.EARLY]
-        return [work for work in early if work.gradient.state is Gradient.USED]
-
-    def end(self) -> None:
-        """The step has come, or will not."""
+    def end(self) -> set[LocalBucket]:
+        """The step has come, or will not. Return the buckets whose states have been updated for it."""
         self.announced = None
         self.asked = {}
+        early = [work for work in self._buckets.all if work.publication.state is Publication.EARLY]
+        return {work for work in early if work.gradient.state is Gradient.USED}

@@ -35,6 +35,10 @@ class LocalBucket:
     home: np.ndarray | None
     """The host memory in which gradients wait: fp32 if they are summed here, else of type ``wire``. None where they are
     read in the device's own memory."""
+    without_master: bool
+    """The parameters are their own master weights."""
+    written_by_kernel: bool
+    """The update writes the new parameters where they are: nothing is left to publish."""
     waiting: dict[int, Any] = field(default_factory=dict)
     """Gradient: device gradients that arrived since the last launch, by parameter."""
     gradients: list[HostArray | None] = field(init=False)

@@ -13,7 +13,7 @@ which they were asked for (``worker.py``), while the caller goes on. The caller 
 With ``update_in_backward`` a bucket's new parameters are published early (``early_publish.py``): during backward, as
 soon as its gradients are on the host. Where nothing examines gradients first its states are updated on the way. Else
 they are left as they are, and the step, which knows whether the gradients are clipped, updates them, or has the
-parameters sent again (:meth:`Pipeline._recall`).
+parameters sent again (:meth:`Pipeline.recall`).
 
 One rank whose tensors are host memory moves nothing (``BucketTerms.direct``): gradients are read and parameters written
 where they are.
@@ -36,14 +36,13 @@ from ..device.protocols import Device
 from ..dtypes import FLOAT16
 from ..errors import CollectiveError, StateError
 from ..layout.partition import ParamSpec
-from ..layout.regions import Elements, InMemory
 from ..memory.plan import PlanRow
 from ..memory.report import MemoryReport
-from ..rules.adam import STATE_NAMES, Adam, AdamHyper, Scalars
+from ..rules.adam import Adam, AdamHyper, Scalars
 from .agreement import agree
 from .bucket_states import Gradient, GradientEvent, Publication, PublicationEvent
 from .bucket_terms import BucketTerms
-from .buckets import LocalBuckets, StateRun
+from .buckets import LocalBuckets
 from .decision import Decision, Given, StepReport, Verdict, examine
 from .early_publish import Announcement, EarlyPublish
 from .loss_scale import LossScaler
@@ -77,17 +76,17 @@ class Pipeline:
         self.published: frozenset[int] = frozenset()
         """Parameters that the last :meth:`step` or :meth:`flush` wrote: with ``schedule="delayed"`` those of the step
         before."""
-        self._buckets = LocalBuckets(config, device, self.rule)
-        self._reduction = Reduction(self._buckets)
-        self._updates = Updates(self._buckets, self.rule)
-        self._early = EarlyPublish(self._buckets, self._updates)
+        self.buckets = LocalBuckets(config, device, self.rule)
+        self._reduction = Reduction(self.buckets)
+        self._updates = Updates(self.buckets, self.rule)
+        self._early = EarlyPublish(self.buckets, self._updates)
         self._last: Verdict | None = None
         """Of the last step."""
         self._unusable: str | None = None
         """The reason why states are to be used no more: an update or a load broke off."""
         self._lost_a_rank = False
-        self.params = self._buckets.params
-        self.memory = self._buckets.memory
+        self.params = self.buckets.params
+        self.memory = self.buckets.memory
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise StateError(
@@ -100,7 +99,7 @@ class Pipeline:
     @property
     def terms(self) -> BucketTerms:
         """The rules by which :meth:`add_parameters` allocates: they plan."""
-        return self._buckets.terms
+        return self.buckets.terms
 
     def add_parameters(
         self, specs: Sequence[ParamSpec], tensors: Sequence[Any], *, frozen: Sequence[ParamSpec] = ()
@@ -113,92 +112,12 @@ class Pipeline:
             frozen: others that are not trained, whose shards the front end allocates in ``memory`` besides.
         """
         self.finish()
-        self._reduction.take_on(self._buckets.add(specs, tensors, frozen))
+        self._reduction.take_on(self.buckets.add(specs, tensors, frozen))
         self.steps += [np.zeros((), np.float32) for _ in specs]
-
-    def states(self, param: int) -> list[tuple[int, dict[str, np.ndarray]]]:
-        """This process's states of a parameter: ``(start, {name: fp32 view})`` a contiguous run, ascending.
-
-        The names are those of ``cpu_adam.STATE_NAMES``; an fp32 parameter updated in place has no ``"master"``.
-        Who writes to them calls :meth:`will_change` before.
-        """
-        self.finish()
-        return self._buckets.states(param)
-
-    def local_states(self, param: int) -> dict[str, np.ndarray]:
-        """This process's part of a parameter's states, one-dimensional: the runs of :meth:`states`, end to end."""
-        self.finish()
-        return self._buckets.local_states(param)
-
-    def whole_states(
-        self, param: int, names: Collection[str] = STATE_NAMES, *, tensor: Any = None
-    ) -> dict[str, np.ndarray]:
-        """A copy of a parameter's states with the parts of all ranks, which all must ask: ``{name: fp32 array}``.
-
-        One-dimensional, in the order of :meth:`states`.
-
-        Args:
-            tensor: the device parameter; it is read where it is its own master weights.
-        """
-        self._refuse_if_unusable()
-        return self._buckets.run(lambda: self._buckets.whole_states(param, names, tensor))
-
-    def sum_integers(self, array: np.ndarray, what: str) -> None:
-        """As ``Collectives.sum_integers``, after what ranks have yet to tell each other of gradients."""
-        self._buckets.run(lambda: self.device.collectives.sum_integers(array, what))
-
-    def set_states(self, param: int, values: Mapping[str, np.ndarray]) -> None:
-        """Give states of a parameter these values: by name, fp32, all of the parameter's, in the order of
-        :meth:`states`.
-
-        The device parameter, which may be its own master weights, is the caller's to write, after this.
-        """
-        self.finish()
-        self._recall([param])
-        self._buckets.store.will_change([param])
-        for start, views in self._buckets.states(param):
-            for name in values.keys() & views.keys():
-                views[name][...] = values[name][start : start + views[name].size]
-
-    def reload_master(self, param: int, tensor: Any) -> None:
-        """Take a parameter's master weights from the device parameter."""
-        self.will_change([param])
-        self._recall([param])
-        self._buckets.reload_master(param, tensor)
-
-    def adopt(self, param: int, tensor: Any) -> None:
-        """Follow a change made to a device parameter from outside: where its bits are not those of the rounded
-        master weight, the master weight takes its value. The rest keep their low bits."""
-        self.will_change([param])
-        self._recall([param])
-        self._buckets.adopt(param, tensor)
-
-    def elements(self, param: int) -> Elements:
-        """What a parameter's elements are."""
-        spec = self.params[param]
-        return spec.elements or InMemory((spec.numel,))
-
-    def runs(self, param: int, tensor: Any) -> list[StateRun]:
-        """As :meth:`LocalBuckets.runs`."""
-        self.finish()
-        return self._buckets.runs(param, tensor)
-
-    def own_masters(self, param: int, tensor: Any) -> list[tuple[int, np.ndarray]]:
-        """As :meth:`LocalBuckets.own_masters`."""
-        return self._buckets.own_masters(param, tensor)
-
-    def will_change(self, params: Iterable[int]) -> None:
-        """To be called before states of these parameters are written to from outside."""
-        self.finish()
-        self._buckets.store.will_change(params)
 
     def run_in_order(self, task: Callable[[], T]) -> T:
         """The result of a task that comes after all that was asked for: ranks meet for one thing at a time."""
-        return self._buckets.run(task)
-
-    def before_change(self, notify: Callable[[Iterable[int]], None] | None) -> None:
-        """Have somebody told, in whichever thread it is, before states of parameters change."""
-        self._buckets.store.watch(notify)
+        return self.buckets.run(task)
 
     @contextmanager
     def replacing_states(self) -> Iterator[None]:
@@ -216,13 +135,6 @@ class Pipeline:
             )
             raise
 
-    def publish_later(self, params: Iterable[int]) -> None:
-        """Master weights have been replaced: the next :meth:`flush` writes them to the device parameters."""
-        for param in params:
-            for work in self._buckets.of[param]:
-                if not self._buckets.terms.without_master(work.bucket):
-                    work.fall_behind([param])
-
     # --- gradients ---------------------------------------------------------------------------------
 
     def check_gradient(self, param: int, gradient: Any) -> None:
@@ -239,9 +151,9 @@ class Pipeline:
         self._reduction.check(param, gradient)
         if self._early.asked:
             if self.device.world_size == 1:
-                self._recall([param])
+                self.recall([param])
             elif self._reduction.begins_round(param):  # in which ranks meet for all buckets again
-                self._recall()
+                self.recall()
         try:
             if self._reduction.has_left(param):
                 self._end_round()
@@ -257,19 +169,19 @@ class Pipeline:
 
     def _begin_gradients(self) -> None:
         """Before the first of a step: parameters have been written, so that ranks meet for one thing at a time."""
-        if not self.holds_gradients:
+        self.refuse_if_unusable()
+        if self._updates.publishes and not self.holds_gradients:
             self.finish_publications()
 
     def _launch(self, *, ending: bool = False) -> None:
         """Launch the buckets whose turn it is, and have those sent early that are."""
-        at_boundary = self._reduction.at_boundary
         for work in self._reduction.ready(ending=ending):
+            at_boundary = self._reduction.at_boundary
             full = self._reduction.launch(work, examine=self._examines and at_boundary)
-            if full is not None and at_boundary and self._buckets.terms.emits:
+            if full is not None and at_boundary and self.buckets.terms.sends_early:
                 self._early.follow(work, full, keep_states=self._examines)
 
     def _end_round(self) -> None:
-        self._reduction.begin_round()
         self._launch(ending=True)
         self._reduction.end_round()
 
@@ -283,7 +195,7 @@ class Pipeline:
             return
         try:
             present = self._reduction.arrivals.present
-            self._recall(params if params is None else [param for param in params if param in present])
+            self.recall(params if params is None else [param for param in params if param in present])
         except StateError:
             raise
         except Exception:  # all that was asked for is dropped
@@ -306,8 +218,8 @@ class Pipeline:
         """
         if reduce:
             self._begin_gradients()
-            if self._reduction.round_ended:
-                self._recall()
+            if self._reduction.arrivals.round is None:
+                self.recall()
             try:
                 self._end_round()
             except BaseException as error:
@@ -363,12 +275,13 @@ class Pipeline:
         """
         given = self._given(hypers, tensors, divisor, groups)
         self._refuse_other(given)
-        self._refuse_if_unusable()
+        self.refuse_if_unusable()
         after = self.device.mark()
         if self._early.announced is not None:
             # While gradients are on their way the host has time; after that the next forward's needs come first.
             self._early.announced.close(self._reduction.last)
-        self._or_abort(self._updates.finish_states if self.holds_gradients else self._updates.finish)
+        if not self._updates.finished:
+            self._or_abort(self._updates.finish_states if self.holds_gradients else self._updates.finish)
         try:
             self._collect(given)
         except BaseException as error:
@@ -380,37 +293,33 @@ class Pipeline:
 
     def _collect(self, given: Given) -> None:
         """Have all gradients on the host; one that was lost on its way is an error here, before anything changes."""
-        if not self._reduction.round_ended:
+        if self._reduction.arrivals.round is not None:
             self._end_round()
-        for work in self._buckets.all:
+        for work in self.buckets.all:
             if work.task is not None:
-                self._buckets.claim(work)
+                self.buckets.claim(work)
         if self._early.asked and self._early.differs(given):
-            self._recall()
+            self.recall()
 
     def _decide(self, given: Given, gathered: int) -> Decision:
         """Agree with all ranks on the update; nothing changes but that parameters which were sent early may be
         recalled."""
-        scalars = [hyper.scalars(1, op_order=self.rule.op_order, grad_scale=1.0) for hyper in given.hypers]
         agreed = agree(
-            self._buckets,
+            self.buckets,
             self._reduction,
             examines=self._examines,
             recalled=self._early.recalled,
-            terms=lambda: f"{scalars} {[given.groups, given.divisor, given.loss_scale, gathered]}",
-            differs=lambda: (
+            terms=self._terms_of(given, gathered) if self.device.world_size > 1 else "",
+        )
+        if not agreed.alike:
+            raise StateError(
                 f"ranks differ in what they update with; here: {given.hypers}, gradients over "
                 f"{given.divisor}, loss scale {given.loss_scale}; expected the same hyperparameters, micro-steps and "
                 "loss scale on every rank" + ", and in stage 3 the same modules run in the same order" * bool(gathered)
-            ),
-        )
+            )
         works = tuple(work for work in reversed(agreed.order) if not agreed.present.isdisjoint(work.members))
-        verdict = examine(
-            agreed.squares,
-            any_gradient=bool(works),
-            unscale=given.unscale,
-            max_norm=self.config.gradient_clipping,
-        )
+        unscale, max_norm = given.unscale, self.config.gradient_clipping
+        verdict = examine(agreed.squares, any_gradient=bool(works), unscale=unscale, max_norm=max_norm)
         rates = tuple(hyper.lr for hyper in given.hypers)
         report = StepReport(
             verdict.skipped is None, verdict.skipped, verdict.norm, verdict.coefficient, given.loss_scale, rates
@@ -418,19 +327,23 @@ class Pipeline:
         delays = self.config.schedule == "delayed" and max(map(float, self.steps)) >= self.config.delay_warmup_steps
         published = self.behind
         if verdict.interferes or agreed.recalled:
-            self._recall()
-        factor = verdict.coefficient / given.unscale
+            self.recall()
         return Decision(
             verdict=verdict,
             present=agreed.present,
             works=works,
             order=tuple(agreed.order),
-            scalars=self._scalars(given, agreed.present, factor),
+            scalars=self._scalars(given, agreed.present, verdict.coefficient / unscale),
             tensors=given.tensors,
             delayed=delays,
             behind=published,
             report=report,
         )
+
+    def _terms_of(self, given: Given, gathered: int) -> str:
+        """All that must be the same in every rank's call of :meth:`step`."""
+        scalars = [hyper.scalars(1, op_order=self.rule.op_order, grad_scale=1.0) for hyper in given.hypers]
+        return f"{scalars} {[given.groups, given.divisor, given.loss_scale, gathered]}"
 
     def _change(self, act: Callable[[], None]) -> None:
         """Act whole, whatever signals come; after an error the step broke off."""
@@ -449,30 +362,28 @@ class Pipeline:
         self._last = decision.verdict
         if self.scaler and decision.verdict.overflow is not None:
             self.scaler.update(overflow=decision.verdict.overflow)
-        self._reduction.follow(decision.order)
         self.published = decision.behind
         if decision.verdict.skipped:
-            self._reduction.drop_all()
+            self._reduction.drop_all(decision.order)
             self._early.end()
-            self._updates.publish(self._buckets.all, decision.tensors, after)
+            self._updates.publish(self.buckets.all, decision.tensors, after)
         else:
             self._update(decision, after)
-        if not self._buckets.worker.behind:
+        if not (self.buckets.worker.behind or self._updates.finished):
             self._updates.finish()
 
     def _update(self, decision: Decision, after: Event) -> None:
-        buckets, present, works = self._buckets, decision.present, decision.works
+        buckets, present, works = self.buckets, decision.present, decision.works
         for param in present:
             self.steps[param] += 1
         self.updates += 1
-        ahead = set(self._early.used())
+        ahead = self._early.end()
         for work in ahead:
             work.forget_gradients(GradientEvent.END)
             work.confirm()
         for work in set(buckets.all).difference(works, ahead):
             work.forget_gradients(GradientEvent.DROP)
-        self._reduction.begin()
-        self._early.end()
+        self._reduction.begin(decision.order)
         # What is in no bucket has nothing to wait for.
         self.published |= {param for param in present if not decision.delayed or not buckets.of[param]}
         if decision.delayed:
@@ -506,9 +417,9 @@ class Pipeline:
         """
         begun = self.holds_gradients and self.config.gradient_accumulation_steps == 1
         interfered = self._last is not None and self._last.interferes  # the next is likely to be so, too
-        if not self._buckets.terms.emits or begun or not self.at_boundary or interfered:
+        if not self.buckets.terms.sends_early or begun or not self.at_boundary or interfered:
             return
-        self._recall()
+        self.recall()
         given = self._given(hypers, tensors, divisor, groups)
         scalars = self._scalars(given, range(len(self.params)), 1.0 / given.unscale)
         self._early.announce(Announcement(given, scalars))
@@ -532,7 +443,7 @@ class Pipeline:
                 "update_in_backward=True has used them; expected them as they were: set them back, or before backward()"
             )
 
-    def _recall(self, params: Collection[int] | None = None) -> None:
+    def recall(self, params: Collection[int] | None = None) -> None:
         """Parameters that were sent early do not count, where any of these is among them: the step sends them again.
 
         Raises :class:`StateError` where states have been updated, too.
@@ -556,7 +467,7 @@ class Pipeline:
 
         All processes call it alike.
         """
-        self._recall()
+        self.recall()
         if self._early.recalled:
             self.flush(self._early.tensors)
 
@@ -568,16 +479,16 @@ class Pipeline:
 
     def flush(self, tensors: Sequence[Any]) -> None:
         """Wait for everything, and write to the parameters what ``schedule="delayed"`` still holds back."""
-        self._refuse_if_unusable()
-        self._recall()
+        self.refuse_if_unusable()
+        self.recall()
         after, self.published = self.device.mark(), self.behind
-        self._change(lambda: self._updates.publish(self._buckets.all, list(tensors), after))
+        self._change(lambda: self._updates.publish(self.buckets.all, list(tensors), after))
         self.finish()
 
     @property
     def behind(self) -> frozenset[int]:
         """Parameters that are yet to get the value of their master weights."""
-        return frozenset().union(*(work.stale for work in self._buckets.all))
+        return frozenset().union(*(work.stale for work in self.buckets.all))
 
     def _or_abort(self, act: Callable[[], None]) -> None:
         """Act; an error ends the step. An interrupt of a wait does not: it can be waited for again."""
@@ -603,7 +514,7 @@ class Pipeline:
 
         Raises what went wrong in its updates.
         """
-        self._refuse_if_unusable()
+        self.refuse_if_unusable()
         self._or_abort(self._updates.finish)
 
     def finish_publications(self) -> None:
@@ -611,14 +522,14 @@ class Pipeline:
 
         Raises what went wrong.
         """
-        self._refuse_if_unusable()
+        self.refuse_if_unusable()
         self._or_abort(self._updates.finish_publications)
 
     def await_param(self, param: int) -> None:
         """See to it that what this thread asks of the device from now on reads the parameter as updated.
 
-        Raises what went wrong in the updates, and among ranks :class:`StateError` where it was emitted for a step that
-        is still to come.
+        Raises what went wrong in the updates, and among ranks :class:`StateError` where it was sent early, for a
+        step that is still to come.
         """
         if self._early.holds(param):
             if self.device.world_size > 1:
@@ -641,9 +552,9 @@ class Pipeline:
     @property
     def host_shards(self) -> bool:
         """Whether what this process holds of partitioned parameters is host memory."""
-        return self._buckets.terms.host_shards
+        return self.buckets.terms.host_shards
 
-    def _refuse_if_unusable(self) -> None:
+    def refuse_if_unusable(self) -> None:
         if self._unusable is not None:
             raise StateError(self._unusable)
 
@@ -655,24 +566,23 @@ class Pipeline:
                 f"the last update broke off ({error}): parameters and states are partly of one step, partly of "
                 "the next; expected no further use: resume from the last checkpoint"
             )
-        self._buckets.recover()
-        used = self._early.used()
-        if self._early.announced is not None:  # these have had this update
+        self.buckets.recover()
+        announced, used = self._early.announced, self._early.end()
+        if announced is not None:  # these have had this update
             for param in frozenset().union(*(work.members for work in used)):
                 self.steps[param] += 1
         lost = self._updates.forget()
         lost.update(
             work
-            for work in self._buckets.all
+            for work in self.buckets.all
             if work.publication.state is Publication.EARLY or work.gradient.state is Gradient.USED
         )
-        self._early.end()
         self._reduction.begin()
-        for work in self._buckets.all:
+        for work in self.buckets.all:
             work.take()
             work.written = None
             work.forget_gradients(GradientEvent.ABORT)
-            if work in lost and not self._buckets.terms.without_master(work.bucket):
+            if work in lost and not work.without_master:
                 work.fall_behind(work.members, PublicationEvent.LOSE)
             elif work.publication.state is Publication.SENT:
                 work.publication.on(PublicationEvent.ARRIVE)
@@ -695,7 +605,7 @@ class Pipeline:
         ``(where, what)``."""
         numel = sum(spec.numel for spec in self.params)
         own = {("host", what): n_bytes for what, n_bytes in self.memory.report().items()}
-        return MemoryReport.of(numel, [*self._buckets.planned, *planned], {**own, **held})
+        return MemoryReport.of(numel, [*self.buckets.planned, *planned], {**own, **held})
 
 
 def _examines(config: OffloadConfig, device: Device, scaler: LossScaler | None) -> bool:

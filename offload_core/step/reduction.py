@@ -67,10 +67,6 @@ class Reduction:
         """Launch new buckets after the others."""
         self.order = [*self.order, *works]
 
-    def follow(self, order: Sequence[LocalBucket]) -> None:
-        """Launch buckets in this order from the next round on."""
-        self.order = list(order)
-
     def order_of_arrival(self) -> list[LocalBucket]:
         """The order in which the buckets of the last round filled, and then the others."""
         filled = set(self._filled_before)
@@ -131,11 +127,13 @@ class Reduction:
         """The buckets to launch now, in their order: launch each before the next is asked for.
 
         Args:
-            ending: the micro-step ends: also those of which some parameters took no part.
+            ending: the micro-step ends: also those of which some parameters took no part, even where no gradient came.
         """
         round = self.arrivals.round
         if round is None:
-            return ()
+            if not ending:
+                return ()
+            self.arrivals.round = round = _Round()
         if self._buckets.device.world_size > 1:
             return self._order_of_ranks(round, ending)
         full, round.next = round.filled[round.next :], len(round.filled)
@@ -162,7 +160,8 @@ class Reduction:
         """
         round = self.arrivals.round
         assert round is not None
-        self._buckets.claim(work)
+        if work.task is not None:
+            self._buckets.claim(work)
         round.launched.add(work)
         if work.gradient.state is not Gradient.FILLING and self._buckets.device.world_size == 1:
             return None
@@ -188,36 +187,32 @@ class Reduction:
             self._filled_before = self.arrivals.round.filled
             self.arrivals.round = None
 
-    @property
-    def round_ended(self) -> bool:
-        """Whether the round of the last gradient has ended."""
-        return self.arrivals.round is None
-
-    def begin_round(self) -> None:
-        """Another micro-step begins, perhaps without a gradient here."""
-        if self.arrivals.round is None:
-            self.arrivals.round = _Round()
-
     def count_micro_step(self, *, boundary: bool) -> None:
         """A micro-step has ended."""
         self.arrivals.micro_steps = 0 if boundary else self.arrivals.micro_steps + 1
 
-    def begin(self) -> None:
-        """No gradient has come: the next step begins."""
+    def begin(self, order: Sequence[LocalBucket] | None = None) -> None:
+        """The next step begins: no gradient has come.
+
+        Args:
+            order: to launch the buckets in; None: as before.
+        """
         self.arrivals = Arrivals()
+        if order is not None:
+            self.order = list(order)
         self._buckets.in_staging.clear()
 
     # --- forgetting ----------------------------------------------------------------------------------
 
-    def drop_all(self) -> None:
-        """Forget all gradients that no update has used. The errors on their way do not matter any more."""
+    def drop_all(self, order: Sequence[LocalBucket] | None = None) -> None:
+        """Forget all gradients that no update has used, and their errors. The next step begins."""
         unused = [work for work in self._buckets.all if work.gradient.state is not Gradient.USED]
         for work in unused:
             try:
                 self._buckets.claim(work)
             except Exception:
                 continue
-        self.begin()
+        self.begin(order)
         for work in unused:
             work.forget_gradients(GradientEvent.DROP)
 
@@ -266,7 +261,9 @@ class Reduction:
             work.release()
             work.gradients = [work.at_home(i) for i in range(len(work.pieces))]
             if examine:
-                work.squares = self._squares(work)
+                squares = SumOfSquares()
+                self._square(work, squares)
+                work.squares = squares
             work.gradient.on(GradientEvent.LAND)
 
         staged = len(work.lease)
@@ -308,15 +305,16 @@ class Reduction:
         for i, gradient in kept.items():
             work.gradients[i] = gradient
 
-    def _squares(self, work: LocalBucket) -> SumOfSquares:
-        squares = SumOfSquares()
+    def _square(self, work: LocalBucket, total: SumOfSquares) -> None:
         with self._buckets.trace.span(REDUCTION, "norm", work.bucket.index):
             for dtype, held in work.held().items():
                 spans = kernels.spans_of([(g.address, 0, g.numel) for _, g in held])
-                squares.add(spans, dtype, threads=self._buckets.threads)
-        return squares
+                total.add(spans, dtype, threads=self._buckets.threads)
 
     def add_squares(self, total: SumOfSquares) -> None:
         """Add the squares of all gradients; those that were summed on arrival are not read again."""
         for work in self._buckets.all:
-            total.bins += (work.squares or self._squares(work)).bins
+            if work.squares is None:
+                self._square(work, total)
+            else:
+                total.bins += work.squares.bins

@@ -13,6 +13,7 @@ from ..device.trace import COMPUTE, UPDATE
 from ..dtypes import FLOAT32
 from ..memory.host_memory import Lease
 from ..native import kernels
+from ..ranks.consistency import combine
 from ..rules.adam import Adam, Scalars
 from .bucket_states import GradientEvent, Publication, PublicationEvent
 from .buckets import LocalBuckets
@@ -47,7 +48,7 @@ class Updates:
         """
 
         def update(work: LocalBucket) -> Event:
-            out = None if self._buckets.written_by_kernel(work) else self._borrow(work)
+            out = None if work.written_by_kernel else self._borrow(work)
             self._run(work, decision.scalars, decision.present, decision.tensors, out)
             work.forget_gradients(GradientEvent.END)
             if out is None:
@@ -58,7 +59,11 @@ class Updates:
         for work in works:
             work.gradient.on(GradientEvent.USE)
             work.send(decision.present)
-            self._send(work, partial(update, work))
+            if self._buckets.terms.direct:  # nothing travels
+                update(work)
+                work.publication.on(PublicationEvent.ARRIVE)
+            else:
+                self._send(work, partial(update, work))
         self.land()
 
     def start_ahead(self, works: Sequence[LocalBucket], decision: Decision) -> None:
@@ -119,13 +124,11 @@ class Updates:
         work.give(self._send(work, start))
 
     def _all_ranks(self, send: bool, work: LocalBucket) -> bool:
-        """Whether this process and all others would send the bucket early."""
-        collectives = self._buckets.device.collectives
+        """True if this process and all others would send the bucket early."""
         if self._buckets.device.world_size == 1:
             return send
-        flags = np.array([send], np.int64)
-        collectives.sum_integers(flags, f"bucket {work.bucket.index}: whether it is emitted")
-        return int(flags[0]) == collectives.world_size
+        what = f"bucket {work.bucket.index}: sent early or not"
+        return bool(combine(self._buckets.device.collectives, what, of_each=[send]).of_each.all())
 
     # --- the way of a bucket -------------------------------------------------------------------------
 
@@ -146,13 +149,13 @@ class Updates:
         """
         store = self._buckets.store
         states = store.read(work.bucket.index) if keep_states else store.load(work.bucket.index, work.members)
-        in_place = self._buckets.terms.without_master(work.bucket)
+        in_place = work.without_master
         for dtype, held in work.held().items():
             indices = [i for i, _ in held if work.pieces[i].param in present]
             pieces = [work.pieces[i] for i in indices]
             segments = self._rule.segments(states.arrays, work.offsets[indices], work.numels[indices])
             segments["grad"] = [gradient.address for i, gradient in held if work.pieces[i].param in present]
-            segments["scalars"] = [scalars.row(piece.param) for piece in pieces]
+            segments["scalars"] = [scalars.row_of[piece.param] for piece in pieces]
             if tensors is not None and (in_place or out is None):
                 arrays = [self._buckets.in_place(work, piece, tensors) for piece in pieces]
                 segments["master" if in_place else "param"] = [array.address for array in arrays]
@@ -176,7 +179,7 @@ class Updates:
     ) -> Event:
         pieces = [piece for piece in work.pieces if piece.param in stale]
         master = self._buckets.store.read(work.bucket.index).arrays["master"]
-        out = None if self._buckets.written_by_kernel(work) else self._borrow(work)
+        out = None if work.written_by_kernel else self._borrow(work)
         rows = []
         for piece in pieces:
             if out is None:
@@ -249,13 +252,19 @@ class Updates:
         return Waiting(order)
 
     @property
+    def publishes(self) -> bool:
+        """True if parameters may still be on their way."""
+        return bool(self._travelling or self._publishing)
+
+    @property
     def finished(self) -> bool:
         """Whether nothing may still be on its way."""
         return not self._travelling and not self._publishing and not self._advancing
 
     def finish_publications(self) -> None:
         """Wait until parameters have been written; raise the error of one that was not."""
-        self.land()
+        if self._travelling:
+            self.land()
         while self._publishing:
             work, written, arrived = self._publishing[0]
             self._buckets.wait(arrived, work)  # the bucket itself may be on its way to the next update

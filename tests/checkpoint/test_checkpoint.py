@@ -19,6 +19,7 @@ from offload_core.dtypes import BFLOAT16, FLOAT16, FLOAT32
 from offload_core.errors import CheckpointError, StateError
 from offload_core.layout.regions import Region
 from offload_core.step.loss_scale import LossScaler
+from offload_core.step.state_access import StateAccess
 from offload_core.testing.fake_device import FakeDevice
 from offload_core.testing.thread_ranks import run_ranks
 from tests.support.checkpoints import Slow, load, one_step, save
@@ -35,7 +36,7 @@ def assert_states(subjects, naive):
         for subject in subjects:
             assert_same_bits(f"parameter {i}", subject.params()[i], expected)
             assert subject.pipeline.steps[i] == naive.steps[i]
-            for start, views in subject.pipeline.states(i):
+            for start, views in StateAccess(subject.pipeline).states(i):
                 covered += views["exp_avg"].size
                 for name, view in views.items():
                     theirs = states[STATES.index(name)][start : start + view.size]

@@ -22,6 +22,7 @@ from offload_core.errors import CheckpointError, CheckpointWarning
 from offload_core.layout.partition import ParamSpec
 from offload_core.layout.regions import Region
 from offload_core.rules.adam import AdamHyper
+from offload_core.step.state_access import StateAccess
 from offload_core.testing.fake_device import FakeDevice, FakeTensor
 from offload_core.testing.thread_ranks import run_ranks
 from tests.support.checkpoints import Slow, load, names_of, save
@@ -74,18 +75,18 @@ def change_from_outside(subject, value, i=1):
 
 def adopt(subject, value):
     change_from_outside(subject, value)
-    subject.pipeline.adopt(1, subject.tensors[1])
+    StateAccess(subject.pipeline).adopt(1, subject.tensors[1])
 
 
 def reload_master(subject, value):
     change_from_outside(subject, value)
-    subject.pipeline.reload_master(1, subject.tensors[1])
+    StateAccess(subject.pipeline).reload_master(1, subject.tensors[1])
 
 
 def write_states(subject, value):
     """As a front end's load_state_dict does."""
-    subject.pipeline.will_change([1])
-    for _, views in subject.pipeline.states(1):
+    StateAccess(subject.pipeline).will_change([1])
+    for _, views in StateAccess(subject.pipeline).states(1):
         for view in views.values():
             view[:] = value
 
@@ -426,7 +427,7 @@ def test_front_ends_that_replace_states_copy_them_first(tmp_path, monkeypatch, f
         return [
             {name: view.copy() for name, view in views.items()}
             for i in range(len(names))
-            for _, views in pipeline.states(i)
+            for _, views in StateAccess(pipeline).states(i)
         ]
 
     before = states()

@@ -11,6 +11,7 @@ from offload_core.layout.partition import ParamSpec
 from offload_core.rules.adam import AdamHyper
 from offload_core.step.bucket_states import Gradient, Publication
 from offload_core.step.loss_scale import LossScaler
+from offload_core.step.state_access import StateAccess
 from offload_core.testing.fake_device import FakeDevice, FakeTensor
 from tests.support.one_thread import Threads
 from tests.support.oracles import assert_same_bits
@@ -130,7 +131,7 @@ class Anything(RuleBasedStateMachine):
     def wait_for_all(self):
         if self.succeeds(self.pipeline.finish):
             assert self.pipeline.finished
-            used = [work for work in self.pipeline._buckets.all if work.gradient.state is Gradient.USED]
+            used = [work for work in self.pipeline.buckets.all if work.gradient.state is Gradient.USED]
             assert all(work.publication.state is Publication.EARLY for work in used)
             for i in range(len(self.naive.states)):
                 self.compare_states(i)
@@ -152,7 +153,7 @@ class Anything(RuleBasedStateMachine):
     @rule(i=params)
     def read_states(self, i):
         i %= len(self.naive.states)
-        if self.succeeds(lambda: self.pipeline.states(i)):
+        if self.succeeds(lambda: StateAccess(self.pipeline).states(i)):
             self.compare_states(i)
 
     # --- changes from outside --------------------------------------------------------------------------
@@ -167,14 +168,14 @@ class Anything(RuleBasedStateMachine):
         if self.naive.params()[i][at] != 7:
             self.subject.tensors[i].memory[at] = 7
             self.naive.states[i][0][at] = 7
-        self.pipeline.adopt(i, self.subject.tensors[i])
+        StateAccess(self.pipeline).adopt(i, self.subject.tensors[i])
 
     @precondition(lambda self: not self.failing)
     @rule(i=params)
     def reload(self, i):
         i %= len(self.naive.states)
         self.naive.states[i][0][:] = self.naive.params()[i].astype(np.float32)
-        self.pipeline.reload_master(i, FakeTensor(self.naive.params()[i]))
+        StateAccess(self.pipeline).reload_master(i, FakeTensor(self.naive.params()[i]))
 
     @precondition(lambda self: not self.failing and len(self.naive.states) < 6)
     @rule(dtype=element_types, size=st.sampled_from(SIZES))
@@ -235,7 +236,7 @@ class Anything(RuleBasedStateMachine):
             same = [True, True]
             for piece in work.bucket.pieces:
                 run = slice(piece.start, piece.start + piece.numel)
-                mine = self.pipeline._buckets.local_states(piece.param)
+                mine = StateAccess(self.pipeline)._local_states(piece.param)
                 for k, theirs in enumerate((self.before, self.naive.states)):
                     pairs = zip(STATES, theirs[piece.param], strict=True)
                     same[k] &= all(np.array_equal(mine[name][run], a[run], equal_nan=True) for name, a in pairs)
@@ -244,7 +245,7 @@ class Anything(RuleBasedStateMachine):
                 done.append(same[1])
         assert done == sorted(done, reverse=True), "a bucket was updated after one that was not"
         for i in range(len(self.naive.states)):
-            mine = self.pipeline._buckets.local_states(i)
+            mine = StateAccess(self.pipeline)._local_states(i)
             self.naive.states[i] = [mine[name].copy() for name in STATES]
 
     def whole_step(self):
@@ -263,13 +264,13 @@ class Anything(RuleBasedStateMachine):
             self.compare_states(i)
 
     def compare_states(self, i):
-        mine = self.pipeline._buckets.local_states(i)
+        mine = StateAccess(self.pipeline)._local_states(i)
         for name, theirs in zip(STATES, self.naive.states[i], strict=True):
             assert_same_bits(f"{name} of parameter {i}", mine[name], theirs)
         assert self.pipeline.steps[i] == self.naive.steps[i]
 
     def compare_at_rest(self):
-        buckets = self.pipeline._buckets
+        buckets = self.pipeline.buckets
         assert {work.gradient.state for work in buckets.all} == {Gradient.ABSENT}
         assert len(buckets.staging._free) == buckets.terms.staging_slots
 

@@ -18,6 +18,7 @@ from offload_core.rules.adam import AdamHyper
 from offload_core.step.bucket_states import Gradient, Publication
 from offload_core.step.local_bucket import LocalBucket
 from offload_core.step.loss_scale import LossScaler
+from offload_core.step.state_access import StateAccess
 from offload_core.step.update import Updates
 from offload_core.testing.fake_device import FakeDevice, FakeTensor
 from tests.support import oracles
@@ -263,8 +264,8 @@ def emitted(subject, hypers, value=1.0):
     subject.pipeline.expect_step(hypers, subject.tensors)
     for i in (1, 0):
         subject.add_gradient(i, np.full(subject.specs[i].numel, value, subject.specs[i].dtype.numpy))
-    subject.pipeline._buckets.run(lambda: None)
-    return {(work.publication.state, work.gradient.state) for work in subject.pipeline._buckets.all}
+    subject.pipeline.buckets.run(lambda: None)
+    return {(work.publication.state, work.gradient.state) for work in subject.pipeline.buckets.all}
 
 
 HYPER = [AdamHyper(1e-2)]
@@ -280,7 +281,7 @@ def test_what_was_emitted_is_committed_sent_again_or_taken_back(dtype):
         subject = make(FakeDevice(), dtype, gradient_clipping=clipping, **EARLY)
         serial = make(FakeDevice(), dtype, gradient_clipping=clipping, schedule="serial")
         before, states = bits(subject), [a.tobytes() for i in range(2) for a in subject.states(i)]
-        buckets, copies = len(subject.pipeline._buckets.all), subject.device._copies
+        buckets, copies = len(subject.pipeline.buckets.all), subject.device._copies
         assert emitted(subject, HYPER, value) == {KEPT}
         assert subject.device._copies == copies + 2 * buckets
         assert [a.tobytes() for i in range(2) for a in subject.states(i)] == states, "states keep"
@@ -349,7 +350,7 @@ def test_what_was_emitted_tentatively_can_be_changed_discarded_joined_and_read()
     def adopt(subject):
         changed = FakeTensor(make().tensors[0])
         changed.memory[3] = 7
-        subject.pipeline.adopt(0, changed)
+        StateAccess(subject.pipeline).adopt(0, changed)
 
     def check_parameters(subject):
         for tensor, old in zip(subject.tensors, make().tensors, strict=True):
@@ -374,8 +375,8 @@ def test_what_update_in_backward_has_used_cannot_be_taken_back():
     hypers = [AdamHyper(1e-2)]
     subject.pipeline.expect_step(hypers, subject.tensors)
     subject.add_gradient(1, np.ones(100, BFLOAT16.numpy))
-    subject.pipeline._buckets.run(lambda: None)
-    assert subject.pipeline._buckets.all[0].gradient.state is Gradient.USED
+    subject.pipeline.buckets.run(lambda: None)
+    assert subject.pipeline.buckets.all[0].gradient.state is Gradient.USED
     with pytest.raises(StateError, match=r"'p1': its gradient has been used, for update_in_backward=True"):
         subject.pipeline.drop_gradients([1])
     with pytest.raises(StateError, match=r"'p1': its gradient has been used"):
@@ -443,7 +444,7 @@ def test_an_interrupt_at_any_moment_of_a_step_leaves_a_pipeline_that_goes_on(mon
     class Interrupt(BaseException):
         pass
 
-    for name in ("held", "_send", "_run"):
+    for name in ("held", "_run"):
         for after in (0, 1):
             subject = make(gradient_clipping=1.0, reduce_bucket_size=64)
             owner = LocalBucket if name == "held" else Updates
@@ -478,8 +479,8 @@ def test_a_change_from_outside_is_followed_and_the_rest_keeps_its_low_bits(devic
     subject = make(device())
     masters = [subject.states(i)[0].copy() for i in range(2)]
     subject.params()[0][5] = 7.0
-    subject.pipeline.adopt(0, subject.tensors[0])
-    subject.pipeline.adopt(1, subject.tensors[1])
+    StateAccess(subject.pipeline).adopt(0, subject.tensors[0])
+    StateAccess(subject.pipeline).adopt(1, subject.tensors[1])
     masters[0][5] = 7.0
     for i in range(2):
         assert_same_bits(f"master {i}", subject.states(i)[0], masters[i])

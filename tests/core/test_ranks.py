@@ -25,6 +25,7 @@ from offload_core.rules.adam import AdamHyper
 from offload_core.step.bucket_states import Gradient
 from offload_core.step.loss_scale import LossScaler
 from offload_core.step.pipeline import Pipeline
+from offload_core.step.state_access import StateAccess
 from offload_core.testing.fake_device import FakeDevice
 from offload_core.testing.thread_ranks import run_ranks
 from tests.support.one_thread import Threads, ThreadsOfRanks
@@ -43,7 +44,7 @@ def assert_equals_the_unsharded_run(ranks: list[Case], device_of=lambda rank: Ho
             assert got_norms == norms
             assert_same_bits(f"parameter {i}", subject.params()[i], expected)
             assert subject.pipeline.steps[i] == naive.steps[i]
-            for start, views in subject.pipeline.states(i):
+            for start, views in StateAccess(subject.pipeline).states(i):
                 covered += views["exp_avg"].size
                 for name, view in views.items():
                     theirs = states[STATES.index(name)][start : start + view.size]
@@ -106,14 +107,14 @@ def test_a_rank_whose_copy_fails_is_an_error_on_all_and_nobody_hangs(failing, sc
             told.append((rank.rank, "its own"))
         subject.pipeline.drop_gradients()
         assert subject.pipeline.finished
-        assert {work.gradient.state for work in subject.pipeline._buckets.all} == {Gradient.ABSENT}
-        assert len(subject.pipeline._buckets.staging._free) == subject.pipeline._buckets.terms.staging_slots
+        assert {work.gradient.state for work in subject.pipeline.buckets.all} == {Gradient.ABSENT}
+        assert len(subject.pipeline.buckets.staging._free) == subject.pipeline.buckets.terms.staging_slots
         if subject.pipeline._lost_a_rank:  # in mid-update
             with pytest.raises(StateError, match="the last update broke off"):
-                subject.pipeline.states(0)
+                StateAccess(subject.pipeline).states(0)
         else:
             for i in range(3):
-                for _, views in subject.pipeline.states(i):
+                for _, views in StateAccess(subject.pipeline).states(i):
                     assert all(np.isfinite(view).all() for view in views.values())
         subject.device.close()
 
@@ -201,7 +202,7 @@ def test_a_native_reduction_sums_in_the_element_type_that_travels():
             gradient = 1.0 + rank.rank / 128  # the sum of three needs more bits than bfloat16 has
             pipeline.add_gradient(i, np.full(p.size, gradient, p.dtype))
         pipeline.step([AdamHyper(0.0)], params)
-        return [float(views["exp_avg"][0]) for i in range(3) for _, views in pipeline.states(i)]
+        return [float(views["exp_avg"][0]) for i in range(3) for _, views in StateAccess(pipeline).states(i)]
 
     ordered, native = (run_ranks(3, lambda rank, r=r: body(rank, reduction=r)) for r in ("ordered", "native"))
     assert ordered[0][0] == np.float32(1 - 0.9) * np.float32((3.0 + 3 / 128) / 3)
@@ -523,7 +524,7 @@ def test_all_ranks_start_from_rank_0s_values():
         case = model(OffloadConfig())
         case = replace(case, masters=[m + rank.rank for m in case.masters])
         subject = make(case, rank)
-        return [p.copy() for p in subject.params()], [subject.pipeline.states(i) for i in range(3)]
+        return [p.copy() for p in subject.params()], [StateAccess(subject.pipeline).states(i) for i in range(3)]
 
     results = run_ranks(3, body)
     expected = model(OffloadConfig()).masters

@@ -15,6 +15,7 @@ from offload_core.errors import StateError
 from offload_core.layout.partition import ParamSpec
 from offload_core.rules.adam import AdamHyper
 from offload_core.step.pipeline import Pipeline
+from offload_core.step.state_access import StateAccess
 from offload_core.testing.fake_device import FakeDevice, FakeTensor
 from offload_core.testing.thread_ranks import run_ranks
 
@@ -161,7 +162,7 @@ def test_the_bits_are_those_of_an_unseen_run(tmp_path):
         with models[1].pipeline.trace(tmp_path / "step.json"):
             models[1].step()
     for i in range(N_BUCKETS):
-        (_, one), (_, other) = (model.pipeline.states(i)[0] for model in models)
+        (_, one), (_, other) = (StateAccess(model.pipeline).states(i)[0] for model in models)
         assert all(one[name].tobytes() == other[name].tobytes() for name in one)
 
 

@@ -66,9 +66,9 @@ def test_staging_is_pinned_and_gradients_leave_the_device():
     engine = wrap(model, gradient_clipping=1.0)
     parameters = torch.cuda.memory_allocated()
     engine.backward(engine(torch.randn(8, 256, device="cuda", dtype=torch.bfloat16)).float().pow(2).mean())
-    engine.optimizer.pipeline._buckets.run(lambda: None)  # the copies have ended
+    engine.optimizer.pipeline.buckets.run(lambda: None)  # the copies have ended
     assert torch.cuda.memory_allocated() <= parameters + 2**20
-    [work] = engine.optimizer.pipeline._buckets.all
+    [work] = engine.optimizer.pipeline.buckets.all
     assert torch.from_numpy(work.home.view("uint8")).is_pinned()
     engine.step()
 

@@ -360,7 +360,7 @@ def test_kept_parameters_are_never_rewritten(device):
 
 def test_nothing_grows_and_programs_are_compiled_once(device):
     offloaded = on_accelerator(random_tree(10), gradient_clipping=1.0, reduce_bucket_size=100)
-    n_buckets, traced, kept = len(offloaded._pipeline._buckets.all), [], []
+    n_buckets, traced, kept = len(offloaded._pipeline.buckets.all), [], []
     with pytest.MonkeyPatch.context() as patch:
         for name in ("own_slice", "gather"):
             method = getattr(LoneDevice, name)

@@ -221,7 +221,7 @@ def parameters_that_were_emitted_and_discarded():
         engine = wrap(make(), **OPTIONS, update_in_backward=True, gradient_clipping=1e3)
         before = [p.detach().clone() for p in engine.parameters()]
         engine.backward(loss_of(engine, 0))
-        engine.optimizer.pipeline._buckets.run(lambda: None)
+        engine.optimizer.pipeline.buckets.run(lambda: None)
         engine.optimizer.zero_grad()
         for p, old in zip(engine.parameters(), before, strict=True):
             assert same_bits(p, old)

@@ -22,6 +22,7 @@ from offload_core.errors import CollectiveError, ParameterError, StateError
 from offload_core.layout.partition import ParamSpec
 from offload_core.rules.adam import AdamHyper
 from offload_core.step.bucket_states import GRADIENT, OWNER, PUBLICATION, Gradient, Publication, StateMachine
+from offload_core.step.state_access import StateAccess
 from offload_core.testing.fake_device import FakeDevice, FakeTensor
 from offload_core.testing.thread_ranks import run_ranks
 from tests.support import live_models
@@ -108,7 +109,7 @@ class Twin:
 
     def go_on(self):
         """The host has done all that it was asked for."""
-        self.pipeline._buckets.worker.submit(lambda: None).exception()
+        self.pipeline.buckets.worker.submit(lambda: None).exception()
 
     def flush(self):
         self.pipeline.flush(self.tensors)
@@ -123,16 +124,16 @@ class Twin:
             assert_same_bits(f"parameter {i}", got[0], self.naive.params()[i])
 
     def states_of_buckets(self):
-        return {work.gradient.state for work in self.pipeline._buckets.all}
+        return {work.gradient.state for work in self.pipeline.buckets.all}
 
     def sends_early(self):
-        return Publication.EARLY in {work.publication.state for work in self.pipeline._buckets.all}
+        return Publication.EARLY in {work.publication.state for work in self.pipeline.buckets.all}
 
     def check(self, *params):
         """The pipeline has finished what it was asked for, whether or not somebody waits."""
         for i in params or range(len(self.tensors)):
             assert_same_bits(f"parameter {i}", self.tensors[i].memory, self.naive.params()[i])
-            self.check_states(i, self.pipeline._buckets.local_states(i))
+            self.check_states(i, StateAccess(self.pipeline)._local_states(i))
             assert self.pipeline.steps[i] == self.naive.steps[i]
 
     def check_states(self, i, states):
@@ -141,7 +142,7 @@ class Twin:
 
     def check_at_rest(self):
         """No bucket is on its way, and all staging is back."""
-        buckets = self.pipeline._buckets
+        buckets = self.pipeline.buckets
         assert self.states_of_buckets() <= {Gradient.ABSENT}
         assert all(work.task is None and work.written is None for work in buckets.all)
         assert len(buckets.staging._free) == buckets.terms.staging_slots
@@ -205,22 +206,22 @@ def a_layer_reads_its_parameters(twin):
 
 @reads
 def states_are_read(twin):
-    [(start, states)] = twin.pipeline.states(1)
+    [(start, states)] = StateAccess(twin.pipeline).states(1)
     assert start == 0
     twin.check_states(1, states)
 
 
 @reads
 def local_states_are_read(twin):
-    twin.check_states(1, twin.pipeline.local_states(1))
+    twin.check_states(1, StateAccess(twin.pipeline).local_states(1))
 
 
 @reads
 def a_master_is_loaded(twin):
-    twin.pipeline.reload_master(0, FakeTensor(np.full(40, 7, BFLOAT16.numpy)))
+    StateAccess(twin.pipeline).reload_master(0, FakeTensor(np.full(40, 7, BFLOAT16.numpy)))
     twin.naive.states[0][0][:] = 7
     twin.pipeline.finish()
-    twin.check_states(0, twin.pipeline.local_states(0))
+    twin.check_states(0, StateAccess(twin.pipeline).local_states(0))
     twin.check(1)
 
 
@@ -228,20 +229,20 @@ def a_master_is_loaded(twin):
 def a_change_is_adopted(twin):
     changed = FakeTensor(twin.naive.params()[0])
     changed.memory[5] = 7
-    twin.pipeline.adopt(0, changed)
+    StateAccess(twin.pipeline).adopt(0, changed)
     twin.naive.states[0][0][5] = 7
     twin.pipeline.finish()
-    twin.check_states(0, twin.pipeline.local_states(0))
+    twin.check_states(0, StateAccess(twin.pipeline).local_states(0))
     twin.check(1)
 
 
 @reads
 def states_are_replaced(twin):
     new = {name: np.full(40, 7, np.float32) for name in STATES}
-    twin.pipeline.set_states(0, new)
+    StateAccess(twin.pipeline).set_states(0, new)
     twin.naive.states[0] = [array.copy() for array in new.values()]
     twin.pipeline.finish()
-    twin.check_states(0, twin.pipeline.local_states(0))
+    twin.check_states(0, StateAccess(twin.pipeline).local_states(0))
     twin.check(1)
 
 
@@ -249,20 +250,20 @@ def states_are_replaced(twin):
 def all_states_are_replaced(twin):
     with twin.pipeline.replacing_states():
         for param in range(2):
-            for run in twin.pipeline._buckets.runs(param, twin.tensors[param]):
+            for run in StateAccess(twin.pipeline)._runs(param, twin.tensors[param]):
                 for array in run.arrays.values():
                     array[:] = 7
             twin.naive.states[param] = [np.full_like(state, 7) for state in twin.naive.states[param]]
-    twin.pipeline.publish_later([0, 1])
+    StateAccess(twin.pipeline).publish_later([0, 1])
     twin.flush()
     for param in range(2):
-        twin.check_states(param, twin.pipeline.local_states(param))
+        twin.check_states(param, StateAccess(twin.pipeline).local_states(param))
         twin.check(param)
 
 
 @reads
 def runs_are_read(twin):
-    for run in twin.pipeline.runs(1, twin.tensors[1]):
+    for run in StateAccess(twin.pipeline).runs(1, twin.tensors[1]):
         for name, state in zip(STATES, twin.naive.states[1], strict=True):
             assert_same_bits(name, run.arrays[name], state[run.start : run.start + run.numel])
 
@@ -322,8 +323,8 @@ def delayed_updates():
 
 def delayed_states_are_read():
     for read in (
-        lambda twin: twin.pipeline.states(1)[0][1],
-        lambda twin: twin.pipeline.local_states(1),
+        lambda twin: StateAccess(twin.pipeline).states(1)[0][1],
+        lambda twin: StateAccess(twin.pipeline).local_states(1),
     ):
         twin = Twin(**DELAYED)
         twin.step(1, 0)
@@ -360,7 +361,7 @@ def a_parameter_that_is_flushed_and_does_not_arrive():
         twin.check_at_rest()
         twin.naive.seen = [state[0].copy() for state in twin.naive.states]
         for i in (0, 1):
-            twin.check_states(i, twin.pipeline.local_states(i))
+            twin.check_states(i, StateAccess(twin.pipeline).local_states(i))
         for _ in range(2):
             twin.add(1, 0)
             twin.update()
@@ -405,14 +406,14 @@ def what_was_emitted_is_taken_back():
     def adopt(twin):
         changed = FakeTensor(twin.naive.params()[0])
         changed.memory[5] = twin.naive.states[0][0][5] = 7
-        twin.pipeline.adopt(0, changed)
+        StateAccess(twin.pipeline).adopt(0, changed)
 
     def replace(twin):
-        twin.pipeline.set_states(0, {"exp_avg": np.full(40, 7, np.float32)})
+        StateAccess(twin.pipeline).set_states(0, {"exp_avg": np.full(40, 7, np.float32)})
         twin.naive.states[0][1][:] = 7
 
     def reload(twin):
-        twin.pipeline.reload_master(0, FakeTensor(np.full(40, 7, BFLOAT16.numpy)))
+        StateAccess(twin.pipeline).reload_master(0, FakeTensor(np.full(40, 7, BFLOAT16.numpy)))
         twin.naive.states[0][0][:] = 7
 
     def other_learning_rate(twin):
@@ -489,7 +490,7 @@ def what_was_emitted_is_joined():
 
 def a_parameter_that_is_emitted_and_does_not_arrive():
     """Is an error of the backward or of the step; nothing has changed."""
-    loads, buckets = count_of_loads(), len(Twin().pipeline._buckets.all)
+    loads, buckets = count_of_loads(), len(Twin().pipeline.buckets.all)
     for number in (0, 1, 2 * buckets - 1):
         twin = Twin(update_in_backward=True, gradient_clipping=1e3, fail_at=[loads + number])
         with pytest.raises(OSError, match="failed as asked"):
@@ -497,7 +498,7 @@ def a_parameter_that_is_emitted_and_does_not_arrive():
         twin.pipeline.drop_gradients()
         twin.pipeline.withdraw()
         twin.naive.sums = [None, None]
-        twin.naive.states = [[twin.pipeline.states(i)[0][1][n].copy() for n in STATES] for i in (0, 1)]
+        twin.naive.states = [[StateAccess(twin.pipeline).states(i)[0][1][n].copy() for n in STATES] for i in (0, 1)]
         twin.naive.steps = [int(n) for n in twin.pipeline.steps]
         twin.check()
         twin.check_at_rest()
@@ -524,7 +525,7 @@ def add_and_update(twin, meet):
 def a_gradient_that_is_lost_while_others_update():
     """Is an error in mid-update, wherever it is met; the next update goes on from there."""
     loads = count_of_loads()
-    buckets = len(Twin().pipeline._buckets.all)
+    buckets = len(Twin().pipeline.buckets.all)
     for number in (0, 1, buckets - 1):
         for meet, announced in (("step", 1), ("end", 1), ("add", 2)):
             fail_at = loads + number + (announced - 1) * buckets
@@ -537,7 +538,7 @@ def a_gradient_that_is_lost_while_others_update():
                 add_and_update(twin, meet)
             twin.check_at_rest()
             twin.pipeline.drop_gradients()
-            states = [twin.pipeline.local_states(i) for i in (0, 1)]
+            states = [StateAccess(twin.pipeline).local_states(i) for i in (0, 1)]
             for i in (0, 1):
                 updated = any(states[i]["exp_avg"])
                 assert twin.pipeline.steps[i] == updated
@@ -559,13 +560,13 @@ def a_gradient_that_is_lost_while_others_update():
 
 def an_error_that_is_there_before_anyone_looks():
     """Is an error all the same."""
-    loads, buckets = count_of_loads(), len(Twin().pipeline._buckets.all)
+    loads, buckets = count_of_loads(), len(Twin().pipeline.buckets.all)
     for number in (0, buckets + 1):
         twin = Twin(fail_at=[loads + number])
         twin.add(1, 0)
         if number >= buckets:
             twin.update()
-        twin.pipeline._buckets.worker.submit(lambda: None).exception()  # all that was asked for has ended
+        twin.pipeline.buckets.worker.submit(lambda: None).exception()  # all that was asked for has ended
         with pytest.raises(OSError, match="failed as asked"):
             twin.update()
         twin.pipeline.drop_gradients()
@@ -576,7 +577,7 @@ def steps_that_are_traced():
     """A copy that somebody watches is waited for likewise, and the file holds what was done inside and nothing else."""
     for options in ({}, DELAYED):
         twin = Twin(**options)
-        n_buckets = len(twin.pipeline._buckets.all)
+        n_buckets = len(twin.pipeline.buckets.all)
         twin.step(1, 0)
         twin.step(0, 1)
         with tempfile.TemporaryDirectory() as folder:
@@ -596,7 +597,7 @@ def steps_that_are_traced():
 def a_gradient_that_is_lost():
     """Is an error before anything changes, on whatever way it is met."""
     loads = count_of_loads()
-    last = len(Twin().pipeline._buckets.all) - 1
+    last = len(Twin().pipeline.buckets.all) - 1
     for number in (0, 1, last):
         for meet, options in (
             ("step", {}),
@@ -644,12 +645,12 @@ def a_parameter_that_does_not_arrive():
             [ParamSpec("new", 3, BFLOAT16)], [FakeTensor(np.ones(3, BFLOAT16.numpy))]
         ),
         "end a micro-step": lambda twin, last: twin.pipeline.end_micro_step(),
-        "read states": lambda twin, last: twin.pipeline.states(0),
+        "read states": lambda twin, last: StateAccess(twin.pipeline).states(0),
         "read a parameter": lambda twin, last: twin.pipeline.await_param(last),
         "drop": lambda twin, last: (twin.pipeline.drop_gradients(), twin.pipeline.finish()),
         "serial": None,
     }
-    loads, buckets = count_of_loads(), len(Twin().pipeline._buckets.all)
+    loads, buckets = count_of_loads(), len(Twin().pipeline.buckets.all)
     for name, call in calls.items():
         for number in (0, 1, buckets - 1) if name == "finish" else (1,):
             twin = Twin(fail_at=[loads + buckets + number], schedule="overlap" if call else "serial")
@@ -659,11 +660,11 @@ def a_parameter_that_does_not_arrive():
                 update_and_call(twin, call, order[-1].bucket.pieces[0].param)
             twin.check_at_rest()
             # What had left arrives, whatever is done with the staging that it went through.
-            for buffer in twin.pipeline._buckets.staging._free:
+            for buffer in twin.pipeline.buckets.staging._free:
                 buffer[:] = 0xFF
             twin.device.synchronize()
             twin.pipeline.finish()  # it is said once
-            twin.naive.states = [[twin.pipeline.states(i)[0][1][n].copy() for n in STATES] for i in (0, 1)]
+            twin.naive.states = [[StateAccess(twin.pipeline).states(i)[0][1][n].copy() for n in STATES] for i in (0, 1)]
             twin.naive.steps = [1, 1]
             twin.naive.sums = [None, None]
             for work in order[:number] + order[number + 1 :]:
@@ -708,7 +709,7 @@ def a_delayed_parameter_that_does_not_arrive():
             update_and_call(twin, lambda twin, _: twin.pipeline.finish(), None)
         twin.device.fail_after(None)
         twin.check_at_rest()
-        twin.naive.states = [[twin.pipeline.states(i)[0][1][n].copy() for n in STATES] for i in (0, 1)]
+        twin.naive.states = [[StateAccess(twin.pipeline).states(i)[0][1][n].copy() for n in STATES] for i in (0, 1)]
         twin.naive.steps = [int(n) for n in twin.pipeline.steps]
         twin.naive.sums = [None, None]
         twin.flush()
@@ -734,7 +735,7 @@ def an_interrupt():
         delattr(getattr(twin.pipeline, owner), name)
         twin.pipeline.drop_gradients()
         twin.check_at_rest()
-        twin.naive.states = [[twin.pipeline.states(i)[0][1][n].copy() for n in STATES] for i in (0, 1)]
+        twin.naive.states = [[StateAccess(twin.pipeline).states(i)[0][1][n].copy() for n in STATES] for i in (0, 1)]
         twin.naive.steps = [int(n) for n in twin.pipeline.steps]
         twin.naive.sums = [None, None]
         for i in (0, 1):
@@ -784,7 +785,7 @@ def ranks():
         twin.check_at_rest()
         for i in (0, 1):
             assert_same_bits(f"parameter {i}", twin.tensors[i].memory, twin.naive.params()[i])
-            for start, views in twin.pipeline.states(i):
+            for start, views in StateAccess(twin.pipeline).states(i):
                 for name, view in views.items():
                     expected = twin.naive.states[i][STATES.index(name)][start : start + view.size]
                     assert_same_bits(f"{name} of parameter {i}", view, expected)
@@ -840,7 +841,7 @@ def what_ranks_emit():
 
     def changed(twin, rank):
         if rank:
-            twin.pipeline.adopt(1, FakeTensor(twin.naive.params()[1]))
+            StateAccess(twin.pipeline).adopt(1, FakeTensor(twin.naive.params()[1]))
 
     def read(twin, rank):
         with pytest.raises(StateError, match="is read between"):
@@ -876,7 +877,7 @@ def ranks_start_from_rank_0():
         other = FakeTensor(np.full(40, rank.rank + 1, np.float32))
         tensor = FakeTensor(other.memory.astype(BFLOAT16.numpy))
         twin.pipeline.add_parameters([ParamSpec("new", 40, BFLOAT16)], [other])
-        for _, views in twin.pipeline.states(2):
+        for _, views in StateAccess(twin.pipeline).states(2):
             assert_same_bits("master", views["master"], np.ones_like(views["master"]))
         assert (other.memory == 1).all(), tensor
 
@@ -1008,7 +1009,7 @@ CORE_CHANGES = [
 
 def test_no_mutant_was_dropped():
     """A wait that is renamed, or a module that is moved, would take its mutants along without a word."""
-    assert len(CORE_WAITS) == 77
+    assert len(CORE_WAITS) == 75
     assert len(CORE_CHANGES) == 21
     assert len([wait for wait in CORE_WAITS if wait.module == "offload_core.stage3.live_params"]) == 3
     assert len(SCENARIOS) == 41

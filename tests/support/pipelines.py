@@ -14,6 +14,7 @@ from offload_core.layout.partition import ParamSpec
 from offload_core.native.grad_norm import clip_coefficient
 from offload_core.rules.adam import AdamHyper
 from offload_core.step.pipeline import Pipeline
+from offload_core.step.state_access import StateAccess
 from offload_core.testing.fake_device import FakeDevice, FakeTensor
 from tests.support import oracles
 from tests.support.kernel_calls import AdamState
@@ -97,7 +98,7 @@ class Subject:
         return [t.memory if isinstance(t, FakeTensor) else t for t in self.tensors]
 
     def states(self, i):
-        [(start, views)] = self.pipeline.states(i)
+        [(start, views)] = StateAccess(self.pipeline).states(i)
         assert start == 0
         return [views.get(name, self.params()[i]) for name in STATES]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 WAITS = {"wait", "order", "result", "claim", "finish", "_finish", "_wait", "recover", "synchronize", "_reclaim", "meet",
          "wait_for", "await_param", "_await_arrival", "_abort", "settle", "flush",
-         "finish_publications", "finish_states", "withdraw", "_recall"}  # fmt: skip
+         "finish_publications", "finish_states", "withdraw", "recall"}  # fmt: skip
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 import frontends.torch.deepspeed_weights as deepspeed_weights
 from frontends.torch import gathered_parameters, load_deepspeed, wrap
 from offload_core import CheckpointError
+from offload_core.step.state_access import StateAccess
 from tests.support.deepspeed_checkpoints import CASES, model
 from tests.support.processes import run as run_ranks
 
@@ -85,7 +86,7 @@ def test_who_saves_states_meanwhile_is_told_before_they_change(case, fields):
             assert i in seen or (masters[i] == 7).all()
             seen.add(i)
 
-    engine.optimizer.pipeline.before_change(before)
+    StateAccess(engine.optimizer.pipeline).watch(before)
     load_deepspeed(engine, folder)
     assert seen == masters.keys()
     assert not any((master == 7).any() for master in masters.values())

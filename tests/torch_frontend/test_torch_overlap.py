@@ -134,7 +134,7 @@ def test_a_layer_waits_for_its_own_parameters_only(device):
         device.gate.clear()
         engine.step()
         assert all(pending(engine))
-        written = [engine.optimizer.pipeline._buckets.of[i][0] for i in range(3)]
+        written = [engine.optimizer.pipeline.buckets.of[i][0] for i in range(3)]
         device.gate.set()
         model[0].weight.sum()
         assert pending(engine) == [False, True, True]
@@ -259,8 +259,8 @@ KEPT, USED, NOT_SENT = "sent early, gradient landed", "sent early, gradient used
 def emit(engine, seed=0):
     """A backward, and the time that the host needs to emit its buckets; their states."""
     engine.backward(loss_of(engine, seed))
-    engine.optimizer.pipeline._buckets.run(lambda: None)
-    works = engine.optimizer.pipeline._buckets.all
+    engine.optimizer.pipeline.buckets.run(lambda: None)
+    works = engine.optimizer.pipeline.buckets.all
     return {f"{work.publication.state.value}, gradient {work.gradient.state.value}" for work in works}
 
 
@@ -364,7 +364,7 @@ def test_a_change_from_outside_before_the_backward_is_part_of_what_is_emitted(de
                 engine.module[0].weight.copy_(torch.full((8, 3, 3, 3), 0.1 * seed))
             torch.manual_seed(seed)
             engine.backward(engine(torch.randn(2, 3, 5, 5)).float().pow(2).mean())
-            engine.optimizer.pipeline._buckets.run(lambda: None)
+            engine.optimizer.pipeline.buckets.run(lambda: None)
             assert engine.step().updated
     assert_equal(engines[0], engines[2])
     assert_equal(engines[1], engines[2])

@@ -32,6 +32,7 @@ from offload_core.layout.partition import ParamSpec
 from offload_core.layout.regions import Region
 from offload_core.rules.adam import AdamHyper
 from offload_core.step.pipeline import Pipeline
+from offload_core.step.state_access import StateAccess
 
 SIZES = (40, 1500, 3)
 KEEP = 2
@@ -78,7 +79,7 @@ class Run:
 
     def views(self):
         for i, numel in enumerate(SIZES):
-            for start, views in self.pipeline.states(i):
+            for start, views in StateAccess(self.pipeline).states(i):
                 for name, view in views.items():
                     yield (
                         view,

@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from frontends.torch import gathered_parameters, wrap
+from offload_core.step.state_access import StateAccess
 from tests.support.torch_rank import main
 
 FOLDER = Path(sys.argv[4]).parent / "checkpoints"
@@ -90,7 +91,7 @@ class Run:
         pipeline = self.engine.optimizer.pipeline
         for i, spec in enumerate(pipeline.params):
             whole = torch.zeros(3, spec.numel, dtype=torch.float64)
-            for start, views in pipeline.states(i):
+            for start, views in StateAccess(pipeline).states(i):
                 for row, name in enumerate(("master", "exp_avg", "exp_avg_sq")):
                     if name in views and not (row == 0 and spec.dtype.itemsize == 4):  # those may be the parameters
                         whole[row, start : start + views[name].size] = torch.from_numpy(views[name].astype("float64"))

@@ -10,6 +10,7 @@ from offload_core.config.options import OffloadConfig
 from offload_core.errors import ParameterError, StateError
 from offload_core.rules.adam import STATE_NAMES
 from offload_core.step.pipeline import Pipeline
+from offload_core.step.state_access import StateAccess
 
 from ..optax_bridge.state import adam_of, state_of
 from ..placement.placement import Placement
@@ -25,6 +26,7 @@ class TreeStates:
 
     def __init__(self, pipeline: Pipeline, placement: Placement, tree: WrappedTree) -> None:
         self._pipeline = pipeline
+        self._states = StateAccess(pipeline)
         self._placement = placement
         self._tree = tree
         self._number = {leaf.position: i for i, leaf in enumerate(tree.trained)}
@@ -84,7 +86,7 @@ class TreeStates:
 
     def _whole_states(self, i: int, names: Collection[str]) -> dict[str, np.ndarray]:
         """The states of a parameter, in its shape; what other processes hold comes from there."""
-        leaf, whole = self._tree.trained[i], self._pipeline.whole_states(i, names)
+        leaf, whole = self._tree.trained[i], self._states.whole_states(i, names)
         if leaf.layout is not None:
             return {name: leaf.layout.from_core(state) for name, state in whole.items()}
         return {name: state.reshape(leaf.shape) for name, state in whole.items()}
@@ -132,7 +134,7 @@ class TreeStates:
                 self._tree.leaves[position] = self._placed(position, self._as_numpy(position, values[position]))
         arrays = [self._tree.leaves[leaf.position] for leaf in self._tree.trained]
         for i, tensor in enumerate(self._placement.start(arrays)):
-            self._pipeline.adopt(i, tensor)
+            self._states.adopt(i, tensor)
 
     def _placed(self, position: int, value: Any) -> Any:
         """A value as NumPy has it, as the leaf that it is to replace."""
@@ -151,7 +153,7 @@ class TreeStates:
             flat = {name: np.reshape(values[leaf.position], -1) for name, values in states.items()}
             if leaf.layout is not None:
                 flat = {name: leaf.layout.to_core(values) for name, values in flat.items()}
-            self._pipeline.set_states(i, flat)
+            self._states.set_states(i, flat)
             self._pipeline.steps[i][...] = steps[leaf.position]
 
     def _leaves_of(

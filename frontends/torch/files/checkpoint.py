@@ -1,4 +1,4 @@
-"""What a model has besides its optimizer states, as checkpoints hold it (``offload_core.checkpoint``)."""
+"""The model's part of a checkpoint: frozen parameters, buffers, modules' states and random generators."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
@@ -142,14 +142,14 @@ class ModelCheckpoints:
             set_random_states(loaded.own["random"])
         return state["extras"]
 
-    # --- what there is -------------------------------------------------------------------------------
+    # --- the model's tensors -------------------------------------------------------------------------
 
     def _check_closed(self, what: str) -> None:
         if self._optimizer.partitioned is not None:
             self._optimizer.partitioned.check_closed(what)
 
     def _names(self) -> list[str]:
-        """Of the trained parameters: the model's names of them."""
+        """The model's names of the trained parameters."""
         of_model = {id(param): uncompiled(name) for name, param in self._model.named_parameters()}
         return [of_model.get(id(slot.param), slot.name) for slot in self._optimizer.slots]
 
@@ -160,11 +160,11 @@ class ModelCheckpoints:
 
 
 def load_weights(model: nn.Module, path: Any) -> None:
-    """Load a checkpoint's weights into a model that no engine has: parameters (rounded master weights), persistent
-    buffers and what ``set_extra_state`` takes. Each process that calls this loads all of them.
+    """Load a checkpoint's weights into a model without an engine: parameters (rounded master weights), persistent
+    buffers and the states for ``set_extra_state``. Each process that calls this loads all of them.
 
     Raises:
-        CheckpointError: it is damaged, or another model's.
+        CheckpointError: the checkpoint is damaged, or belongs to another model.
     """
     targets = [_target(name, tensor, record) for name, tensor, record in _tensors_of(model)]
     modules = load_values(path, targets, [TENSORS]).state.get("modules", {})
@@ -174,7 +174,7 @@ def load_weights(model: nn.Module, path: Any) -> None:
 
 
 def _stateful_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Modules with a ``get_extra_state``, by the names that ``state_dict()`` gives these states."""
+    """Modules that define ``get_extra_state``, by the names of these states in ``state_dict()``."""
     return [
         (uncompiled(f"{prefix}.{EXTRA_STATE}" if prefix else EXTRA_STATE), module)
         for prefix, module in model.named_modules()
@@ -185,7 +185,7 @@ def _stateful_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
 def _tensors_of(
     model: nn.Module, *, but: Collection[int] = (), parted: PartitionedModel | None = None
 ) -> Iterator[tuple[str, torch.Tensor, PartitionedParameter | None]]:
-    """Parameters ``but`` these (by ``id``) and buffers; of partitioned ones their shards, too."""
+    """The model's parameters except ``but`` (by ``id``), with the records of partitioned ones, and its buffers."""
     for name, param in model.named_parameters():
         if id(param) not in but:
             yield uncompiled(name), param, None if parted is None else parted.parameters.record_of(param)
@@ -274,7 +274,7 @@ def _elements_of(tensor: torch.Tensor) -> InMemory:
 
 
 def random_states() -> dict[str, Any]:
-    """The state of all global generators: Python's, NumPy's and torch's, the current CUDA device's among them."""
+    """The states of all global generators: Python's, NumPy's and torch's, on the CPU and the current CUDA device."""
     state = random_state() | {"torch": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
@@ -282,7 +282,7 @@ def random_states() -> dict[str, Any]:
 
 
 def set_random_states(state: Mapping[str, Any]) -> None:
-    """Take up what :func:`random_states` gave."""
+    """Restore the generators to the states of :func:`random_states`."""
     set_random_state(state)
     if "torch" in state:
         torch.set_rng_state(state["torch"])

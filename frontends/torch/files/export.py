@@ -1,4 +1,4 @@
-"""Weights for other programs, as Hugging Face writes them."""
+"""Exports weights for other programs, in Hugging Face's format."""
 
 import os
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from ..optimizer import OffloadedAdamW
 from ..stage3.gathering import gathered_parameters
 from ..tensors import ELEMENT_TYPES, NUMPY_DTYPES, memory
 
-_COMPILED = "_orig_mod."  # what torch.compile puts in the names of a module's parts
+_COMPILED = "_orig_mod."  # torch.compile adds this to the names of a module's parts
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in ELEMENT_TYPES}
 
 
@@ -45,10 +45,10 @@ def uncompiled(name: str) -> str:
 
 
 def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What ``state_dict()`` lists, the parameters themselves; none of them is read, for they may be in shards.
+    """The tensors that ``state_dict()`` lists, as the model's own objects; none is read, since it may be in shards.
 
     Raises:
-        ParameterError: something there is no tensor.
+        ParameterError: an entry is not a tensor.
     """
     found = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -63,7 +63,7 @@ def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _untied(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each tensor once: by the name that ``transformers`` ties others to, or the first."""
+    """Each tensor once: under the name that ``transformers`` ties others to, or the first one."""
     names: dict[int, list[str]] = {}
     found = named_tensors(model)
     for name, tensor in found.items():

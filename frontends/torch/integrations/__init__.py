@@ -1,1 +1,1 @@
-"""What other libraries' training loops need besides an optimizer; each module imports the library it is named for."""
+"""Connections to other libraries' training loops; each module imports the library that it is named for."""

@@ -1,4 +1,4 @@
-"""PyTorch Lightning: a strategy whose optimizer is an engine's, and whose checkpoints are in shards."""
+"""PyTorch Lightning: a strategy that uses an engine's optimizer, and saves checkpoints in shards."""
 
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -29,28 +29,28 @@ from ..stage3.gathering import gathered_parameters
 from .shards import FOLDER, Shards
 
 TRAINER = "trainer.ckpt"
-"""What Lightning itself saves: the file beside the shards, in a checkpoint's folder."""
+"""The file that Lightning itself saves, beside the shards in a checkpoint's folder."""
 
 
 class OffloadStrategy(DDPStrategy):
     """ZeRO stages 1 to 3 with optimizer states in host memory: ``Trainer(strategy=OffloadStrategy(stage=3, ...))``.
 
-    The module's ``configure_optimizers`` asks it for the optimizer, and may hang schedulers on it::
+    The module's ``configure_optimizers`` asks it for the optimizer, and may add schedulers to it::
 
         def configure_optimizers(self):
             return self.trainer.strategy.wrap(lr=3e-4, weight_decay=0.1).optimizer
 
-    What :meth:`wrap` gives is an ``Engine`` around the module, which averages the ranks' gradients; there is no
-    ``DistributedDataParallel``. ``accumulate_grad_batches``, ``gradient_clip_val`` (the norm's) and ``precision`` of
-    the Trainer are the engine's; ``p.grad`` holds nothing that could be looked at. In stage 3 what ``configure_model``
-    builds is built in shards, as under ``init()``.
+    :meth:`wrap` returns an ``Engine`` around the module, which averages the ranks' gradients; there is no
+    ``DistributedDataParallel``. The engine applies the Trainer's ``accumulate_grad_batches``, ``gradient_clip_val`` (by
+    norm) and ``precision``; ``p.grad`` holds no readable gradient. In stage 3 ``configure_model`` builds in shards, as
+    under ``init()``.
 
-    A checkpoint is a folder: ``offload/`` has what ``Engine.save_checkpoint`` saves, of all ranks, and ``trainer.ckpt``
-    the rest. Any number of ranks resumes from it, at any stage, bit for bit; checkpoints that Lightning wrote with
-    another strategy are read, too. ``save_weights_only=True`` gives one file, as elsewhere.
+    A checkpoint is a folder: ``offload/`` holds the checkpoint of ``Engine.save_checkpoint``, from all ranks, and
+    ``trainer.ckpt`` the rest. Any number of ranks resumes from it, at any stage, bit for bit. Checkpoints that
+    Lightning wrote with another strategy can be read, too. ``save_weights_only=True`` writes one file, as usual.
 
     Args:
-        config, overrides: as for ``wrap(model, config, **overrides)``: what does not depend on the module.
+        config, overrides: as for ``wrap(model, config, **overrides)``: settings that do not depend on the module.
         process_group_backend, timeout, start_method: as for ``DDPStrategy``.
     """
 
@@ -66,7 +66,7 @@ class OffloadStrategy(DDPStrategy):
         **overrides: Any,
     ) -> None:
         self.engine: Engine | None = None
-        """The one that :meth:`wrap` made last; it stays after ``fit``."""
+        """The engine that :meth:`wrap` made last; it stays after ``fit``."""
         self._config, self._overrides = config, overrides
         self._shards = Shards()
         self._from_shards = False
@@ -75,13 +75,13 @@ class OffloadStrategy(DDPStrategy):
         super().__init__(process_group_backend=process_group_backend, timeout=timeout, start_method=start_method)
 
     def wrap(self, params: Iterable[Any] | None = None, **overrides: Any) -> Engine:
-        """The engine of the module that is fitted, to be called by its ``configure_optimizers``.
+        """Make the engine of the fitted module; its ``configure_optimizers`` calls this.
 
         Args:
-            params, overrides: as for ``wrap(model, params=..., **overrides)``; they come before the strategy's own.
+            params, overrides: as for ``wrap(model, params=..., **overrides)``; they replace the strategy's own.
 
         Raises:
-            ConfigError: settings contradict each other or the Trainer's; and as ``wrap`` does.
+            ConfigError: settings contradict each other or the Trainer's; and the errors of ``wrap``.
         """
         module = self._module
         trainer = module.trainer
@@ -126,7 +126,7 @@ class OffloadStrategy(DDPStrategy):
 
     @property
     def precision_plugin(self) -> "OffloadPrecision":
-        """What ``Trainer(precision=...)`` asked for, as far as it is not the engine's."""
+        """The precision of ``Trainer(precision=...)``, without the part that the engine does."""
         if self._precision_plugin is None:
             self._precision_plugin = OffloadPrecision(Precision(), self)
         assert isinstance(self._precision_plugin, OffloadPrecision)
@@ -165,7 +165,7 @@ class OffloadStrategy(DDPStrategy):
         _to_device(self._module, self.root_device)
 
     def configure_ddp(self) -> None:
-        """Nothing: the engine averages gradients."""
+        """Do nothing: the engine averages gradients."""
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
@@ -178,7 +178,7 @@ class OffloadStrategy(DDPStrategy):
         self.model = self.engine
 
     def teardown(self) -> None:
-        """Parameters stay where the engine has them: it can save, export and evaluate after ``fit``."""
+        """Leave parameters with the engine, which can save, export and evaluate after ``fit``."""
         assert self.cluster_environment is not None
         assert self.accelerator is not None
         self.model = self.lightning_module
@@ -192,17 +192,17 @@ class OffloadStrategy(DDPStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._module.automatic_optimization:
             return super().training_step(*args, **kwargs)
-        with self.precision_plugin.train_step_context():  # updates inside a forward of the engine would come too early
+        with self.precision_plugin.train_step_context():  # not a forward of the engine: the step updates inside
             return self._module.training_step(*args, **kwargs)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if batch_idx:  # in mid-epoch the loader has begun anew
+        if batch_idx:  # resumed in mid-epoch, the loader has started again
             self._shards.resume_random()
         else:
             self._shards.forget_random()
 
     def on_train_end(self) -> None:
-        """Follow what callbacks wrote: ``WeightAveraging`` does through ``.data``, which torch does not count."""
+        """Follow changes by callbacks: ``WeightAveraging`` writes through ``.data``, which torch does not count."""
         super().on_train_end()
         assert self.engine is not None
         optimizer = self.engine.optimizer
@@ -229,16 +229,17 @@ class OffloadStrategy(DDPStrategy):
         return not self._from_shards
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """What callbacks and ``on_save_checkpoint`` see; nothing where parameters are partitioned.
+        """The weights for callbacks and ``on_save_checkpoint``; empty if parameters are partitioned.
 
-        A checkpoint has the weights in its shards, and of this what was put there in their place (an average).
+        A checkpoint has the weights in its shards. Of this dict it holds only values that a callback replaced (by an
+        average, for example).
         """
         partitioned = self.engine is not None and self.engine.optimizer.partitioned is not None
         self._weights = {} if partitioned else super().lightning_module_state_dict()
         return dict(self._weights)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Nothing: the states are in the shards."""
+        """Empty once there is an engine: the states are in the shards."""
         return super().optimizer_state(optimizer) if self.engine is None else {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
@@ -256,17 +257,17 @@ class OffloadStrategy(DDPStrategy):
         path = self._local(filepath)
         with together("save"):
             if self.is_global_zero and path.is_file():
-                path.unlink()  # of weights only
+                path.unlink()  # an earlier file of save_weights_only=True
         shards = self._shards.save(path, self._module, optimizer, step=checkpoint["global_step"], keep=None)
         own = {name: value for name, value in checkpoint["state_dict"].items() if value is not weights.get(name)}
         kept = {key: value for key, value in checkpoint.items() if key != "optimizer_states"}
         with together("save"):
             super().save_checkpoint({**kept, "state_dict": own, FOLDER: shards.name}, path / TRAINER, storage_options)
-            if self.is_global_zero:  # until then the file named those before
+            if self.is_global_zero:  # only now does the file name the new shards
                 rotate(path / FOLDER, shards.name, 1)
 
     def _whole_state_dict(self) -> dict[str, Any]:
-        """On rank 0, one parameter on the device at a time."""
+        """The whole model's state on rank 0; one parameter at a time is whole on the device."""
         found = self._module.state_dict(keep_vars=True)
         for name, value in found.items():
             if isinstance(value, torch.Tensor):
@@ -305,14 +306,16 @@ class OffloadStrategy(DDPStrategy):
 
 
 class OffloadPrecision(Precision):
-    """A precision of the Trainer's under :class:`OffloadStrategy`: its contexts and inputs hold, and what the engine
-    does instead is in ``fields``: casting parameters, from masters of their own values, and scaling losses.
+    """The Trainer's precision under :class:`OffloadStrategy`.
+
+    Lightning's own contexts and input casts apply. The engine casts parameters, after it has copied their values to
+    master weights, and scales losses, as ``fields`` say.
 
     Args:
-        asked: ``"32-true"``, ``"bf16-true"``, ``"16-true"``, ``"bf16-mixed"`` or ``"16-mixed"`` as Lightning has it.
+        asked: Lightning's ``"32-true"``, ``"bf16-true"``, ``"16-true"``, ``"bf16-mixed"`` or ``"16-mixed"``.
 
     Raises:
-        ConfigError: it is another.
+        ConfigError: it is another precision.
     """
 
     def __init__(self, asked: Precision, strategy: OffloadStrategy) -> None:
@@ -347,7 +350,7 @@ class OffloadPrecision(Precision):
         self, tensor: torch.Tensor, model: LightningModule, optimizer: Any, **kwargs: Any
     ) -> None:
         engine = self._engine
-        if engine.optimizer.intake.fresh:  # of a backward before, which no update followed
+        if engine.optimizer.intake.fresh:  # of an earlier backward that no update followed
             engine.step(boundary=False)
         engine.backward(tensor, average=False, **kwargs)  # Lightning has divided the loss
 
@@ -364,16 +367,16 @@ class OffloadPrecision(Precision):
     def clip_gradients(
         self, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = GradClipAlgorithmType.NORM
     ) -> None:
-        """Nothing: the engine clips when it updates.
+        """Do nothing: the engine clips when it updates.
 
         Raises:
-            ConfigError: to another bound than the engine does.
+            ConfigError: the bound is not the engine's.
         """
         _check_clipping(self._engine.config, clip_val, gradient_clip_algorithm)
 
 
 def _check_clipping(config: OffloadConfig, value: float | None, algorithm: Any) -> None:
-    """Raise :class:`ConfigError` unless an engine clips so."""
+    """Raise :class:`ConfigError` unless the engine clips to this bound."""
     if value and (algorithm == GradClipAlgorithmType.VALUE or value != config.gradient_clipping):
         by = "value" if algorithm == GradClipAlgorithmType.VALUE else "norm"
         raise ConfigError(
@@ -384,7 +387,7 @@ def _check_clipping(config: OffloadConfig, value: float | None, algorithm: Any) 
 
 
 def _to_device(module: nn.Module, device: torch.device) -> None:
-    """As ``module.to(device)``; parameters in shards are where they are to be."""
+    """As ``module.to(device)``, but leave parameters in shards where they are."""
     own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
     if not any(map(in_shards, module.parameters())):
         module.to(device)

@@ -1,4 +1,4 @@
-"""The states in shards, in a checkpoint folder that another library writes and resumes from."""
+"""An engine's checkpoint inside the checkpoint folder of another library."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,11 +10,11 @@ from ..files.checkpoint import ModelCheckpoints, random_states, set_random_state
 from ..optimizer import OffloadedAdamW
 
 FOLDER = "offload"
-"""The name of the shards' folder in the library's own."""
+"""The name of the engine's folder in the library's."""
 
 
 class Shards:
-    """Saves and loads what an engine's checkpoint holds. All ranks make the same calls."""
+    """Saves and loads an engine's checkpoint. All ranks make the same calls."""
 
     def __init__(self) -> None:
         self._random: Mapping[str, Any] | None = None
@@ -29,10 +29,10 @@ class Shards:
         stateful: Mapping[str, Any] | None = None,
         keep: int | None,
     ) -> Path:
-        """Save to ``folder/offload/step-…``, and return that.
+        """Save to ``folder/offload/step-…``, and return that path.
 
         Args:
-            step: the library's own count, which :meth:`load` gives back.
+            step: the library's own count, which :meth:`load` returns.
             stateful, keep: as for ``Engine.save_checkpoint``.
         """
         return ModelCheckpoints(model, optimizer).save(
@@ -54,12 +54,11 @@ class Shards:
         return extras["global_step"]
 
     def resume_random(self) -> None:
-        """Have the random generators go on from where they were saved, once: when the library's loop has drawn from
-        them, to begin a loader anew."""
+        """Restore the loaded random generators, once: the library's loop draws from them to restart a loader."""
         if self._random is not None:
             set_random_states(self._random)
             self._random = None
 
     def forget_random(self) -> None:
-        """Nothing has been drawn that the interrupted run had not drawn, too."""
+        """Do not restore the random generators: the loop has drawn the same numbers as the saved run."""
         self._random = None

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer: checkpoints in shards, and what its log says of the states on the host."""
+"""Hugging Face's Trainer: checkpoints in shards, and memory and norms in its log."""
 
 import json
 import os
@@ -21,11 +21,11 @@ from .shards import FOLDER, Shards
 class OffloadCallback(TrainerCallback):
     """Saves and resumes an ``OffloadedAdamW`` with Trainer's checkpoints, in shards, and adds to Trainer's log.
 
-    In each ``checkpoint-…`` folder that Trainer writes, ``offload/`` then holds what ``Engine.save_checkpoint`` saves:
-    master weights, moments, what is not trained, the states of the scheduler and of a GradScaler, and random
-    generators. All ranks write, each its own part. ``trainer.train(resume_from_checkpoint=...)`` goes on from it bit
-    for bit. Trainer's own ``optimizer.pt`` holds the states a second time; ``save_only_model=True`` leaves it out.
-    Among several ranks that is required, as Trainer would write those of rank 0 only.
+    In each ``checkpoint-…`` folder that Trainer writes, ``offload/`` then holds a checkpoint of an engine: master
+    weights, moments, tensors that are not trained, the states of the scheduler and of a GradScaler, and random
+    generators. Each rank writes its own part. ``trainer.train(resume_from_checkpoint=...)`` resumes from it bit for
+    bit. Trainer's own ``optimizer.pt`` holds the states a second time; ``save_only_model=True`` leaves it out. With
+    several ranks that is required, because Trainer would write the states of rank 0 only.
 
     To each log of the training loss it adds ``offload_host_bytes`` (states and buffers) and ``offload_device_bytes``
     (parameters and buffers of the model, frozen ones too); on CUDA ``offload_peak_device_bytes`` (the most that torch
@@ -35,12 +35,13 @@ class OffloadCallback(TrainerCallback):
 
     Args:
         resume_from: the checkpoint folder that Trainer resumes from; None: the one in ``args.resume_from_checkpoint``,
-            or that of the same step in ``args.output_dir``.
-        log: is given all that Trainer logs, with what is added.
+            or the folder of the same step in ``args.output_dir``.
+        log: records everything that Trainer logs, with these additions.
 
     Raises:
-        ConfigError: when training begins, with another optimizer or with settings as above.
-        CheckpointError: when it begins or saves; what ``resume_from`` names has no states, or those of another step.
+        ConfigError: when training begins, with another optimizer or without a required setting.
+        CheckpointError: when training begins, if ``resume_from`` has no states or those of another step; when saving
+            fails.
     """
 
     def __init__(self, resume_from: str | os.PathLike[str] | None = None, *, log: StepLog | None = None) -> None:
@@ -67,7 +68,7 @@ class OffloadCallback(TrainerCallback):
 
     def _resumed_folder(self, args: TrainingArguments, state: TrainerState) -> Path:
         given = self._resume_from or args.resume_from_checkpoint
-        if given is None or str(given).lower() in ("true", "false"):  # the command line's; the latest, then
+        if given is None or str(given).lower() in ("true", "false"):  # from the command line: the latest
             return _checkpoint_folder(args, state)
         return Path(given)
 
@@ -117,7 +118,7 @@ class OffloadCallback(TrainerCallback):
             self._log.write(state.global_step, kwargs["logs"])
 
     def _add(self, state: TrainerState, running: Mapping[str, Any]) -> None:
-        """What is known here, to a log of the training loss."""
+        """Add memory, norm and loss scale to a log of the training loss."""
         offloaded, scaler = _offloaded(running), _stateful(running).get("scaler")
         memory, report = offloaded.memory_report(running["model"]), offloaded.report
         added: dict[str, float] = {
@@ -132,7 +133,7 @@ class OffloadCallback(TrainerCallback):
         if scaler is not None:
             added["loss_scale"] = scaler.get_scale()
         running["logs"].update(added)
-        state.log_history[-1].update(added)  # Trainer has put a copy of logs there
+        state.log_history[-1].update(added)  # it is a copy of logs
 
 
 def _checkpoint_folder(args: TrainingArguments, state: TrainerState) -> Path:
@@ -152,6 +153,6 @@ def _offloaded(running: Mapping[str, Any]) -> OffloadedAdamW:
 
 
 def _stateful(running: Mapping[str, Any]) -> dict[str, Any]:
-    """What has a state besides model and optimizer."""
+    """The objects with a state besides model and optimizer, by name."""
     parts = {"lr_scheduler": running["lr_scheduler"], "scaler": getattr(running["optimizer"], "scaler", None)}
     return {name: part for name, part in parts.items() if part is not None}

@@ -18,7 +18,7 @@ from offload_core.support.launchers import warn_if_launched
 from ..tensors import TORCH_DTYPES
 
 _PATIENCE = 1.0
-"""Seconds to wait for the group's thread to let go of a buffer."""
+"""Seconds to wait for the group's thread to release a buffer."""
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.13
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -26,8 +26,8 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 class TorchRanks:
     """The ranks of a process group, exchanging host memory.
 
-    Data moves as bytes, so every element type does. They talk in a gloo group of their own, for they may do so while
-    the user's program talks in ``group``; making it is collective.
+    Data moves as bytes, so every element type works. The ranks use a gloo group of their own, because the user's
+    program may use ``group`` at the same time; making it is collective.
     """
 
     def __init__(self, group: Any) -> None:
@@ -44,7 +44,8 @@ class TorchRanks:
             backend="gloo",
             use_local_synchronization=True,
         )
-        # Held by the registry of groups alone: one held past destroy_process_group() can abort the process's end.
+        # Only torch's registry owns the group: a reference kept after destroy_process_group() can abort the process at
+        # its exit.
         self._group = weakref.ref(own)
         self.sent_bytes = 0
         """Bytes of gradients and parameters that this rank sent to others."""
@@ -66,7 +67,7 @@ class TorchRanks:
         self.sent_bytes += send.nbytes * (self.world_size - 1)
 
         def broadcasts(received: torch.Tensor, send: torch.Tensor, group: Any) -> None:
-            # gloo's all-gather takes 2.5 times as long: it passes all data through memory of its own.
+            # gloo's all-gather takes 2.5 times as long: it copies all data through a buffer of its own.
             parts = received.view(self.world_size, -1)
             parts[self.rank] = send
             sources = range(self.world_size)
@@ -90,8 +91,8 @@ class TorchRanks:
             collective(*tensors, group=self._group())
         except RuntimeError as error:
             raise CollectiveError.of(self.rank, what, error) from error
-        # The group's own thread lets go of the tensors after the wait. Were it the last to, it would need the
-        # interpreter to free NumPy's memory, and abort the process where that is ending by then.
+        # The group's thread releases the tensors after the wait. If it were the last owner, it would need the
+        # interpreter to free NumPy's memory, and would abort a process that is exiting by then.
         del tensors
         deadline = time.monotonic() + _PATIENCE
         while any(reader() is not None for reader in readers) and time.monotonic() < deadline:
@@ -99,7 +100,7 @@ class TorchRanks:
 
 
 def default_group(group: Any) -> Any:
-    """A group as it was given; None: all ranks where ``torch.distributed`` is initialised, else this process alone."""
+    """The given group; for None all ranks if ``torch.distributed`` is initialised, else None: this process alone."""
     if group is not None:
         return group
     if dist.is_available() and dist.is_initialized():
@@ -109,7 +110,7 @@ def default_group(group: Any) -> Any:
 
 
 def _timeout(group: Any) -> timedelta | None:
-    """The time that a group's ranks wait for each other; None where its backend does not tell."""
+    """The time that a group's ranks wait for each other; None if its backend does not tell."""
     group = group or dist.group.WORLD
     for device in ("cpu", "cuda"):
         try:

@@ -1,4 +1,4 @@
-"""Where torch tensors live, as the core's ``TensorMemory``: host memory, or a CUDA device behind copies."""
+"""The core's ``TensorMemory`` for torch tensors: in host memory, or on a CUDA device, with copies."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -22,14 +22,14 @@ def as_torch(host: np.ndarray) -> torch.Tensor:
 
 
 class Lane(Protocol):
-    """Where copies of one direction run, in the order in which they are asked for."""
+    """A queue of copies in one direction, which run in order."""
 
     def event(self, used: Any) -> Event:
-        """The end of what has been asked for so far; ``used`` is kept alive till it was waited for."""
+        """The end of the copies so far; ``used`` is kept alive until the event has been waited for."""
 
 
 class TorchDevice(ABC):
-    """What both devices have in common."""
+    """The common part of both devices."""
 
     device: torch.device
     addressable: bool
@@ -48,15 +48,15 @@ class TorchDevice(ABC):
     def host_array(self, tensor: torch.Tensor) -> HostArray:
         assert tensor.device.type == "cpu"
         assert tensor.is_contiguous()
-        return HostArray(tensor.data_ptr(), tensor.numel(), self.dtype(tensor), tensor)
+        return HostArray(tensor.data_ptr(), tensor.numel(), ELEMENT_TYPES[tensor.dtype], tensor)
 
     @abstractmethod
     def to_host_lane(self) -> AbstractContextManager[Lane]:
-        """What is asked for inside comes after all that this thread has asked of the device."""
+        """Copies inside run after everything that this thread has asked of the device."""
 
     @abstractmethod
     def to_device_lane(self, after: Event) -> AbstractContextManager[Lane]:
-        """What is asked for inside comes after a mark."""
+        """Copies inside run after a mark."""
 
     @abstractmethod
     def mark(self) -> Event:
@@ -81,7 +81,7 @@ class _AtOnce:
 
 
 class HostTorchDevice(TorchDevice):
-    """CPU tensors: kernels read and write them where they are."""
+    """CPU tensors: kernels read and write them in place."""
 
     device = torch.device("cpu")
     addressable = True
@@ -112,7 +112,7 @@ class HostTorchDevice(TorchDevice):
 
 
 def fill(flat: torch.Tensor, copies: Sequence[Copy]) -> None:
-    """Write the copies' tensors to a flat tensor of the same device, cast to its element type, and zeros between."""
+    """Write the copies' tensors to a flat tensor of the same device, cast to its element type; zeros fill the gaps."""
     end = 0
     for tensor, start, numel, offset in sorted(copies, key=lambda copy: copy.offset):
         flat[end:offset].zero_()
@@ -153,9 +153,9 @@ class _StreamLane:
 
 
 class CudaDevice(TorchDevice):
-    """A CUDA device. A bucket is packed there and crosses in one copy, non-blocking, from or to pinned memory.
+    """A CUDA device. A bucket is packed there and moves in one non-blocking copy from or to pinned memory.
 
-    There is one stream each way.
+    Each direction has one stream.
     """
 
     addressable = False

@@ -27,9 +27,9 @@ from .device import TorchDevice, as_torch, fill, memory_of, spread
 
 
 class DeviceRanks(HostRanks):
-    """One rank a process; only its own shards cross to the host and back.
+    """One rank per process; only its own shards are copied to the host and back.
 
-    The bucket's slices are exchanged and, in rank order and fp32, summed on the device.
+    The bucket's slices are exchanged, and summed in rank order and fp32, on the device.
 
     Args:
         group: a process group whose backend moves the device's memory.
@@ -38,7 +38,7 @@ class DeviceRanks(HostRanks):
     def __init__(self, memory: TorchDevice, collectives: TorchRanks, group: Any, *, native: bool = False) -> None:
         super().__init__(memory, collectives, native=native, sizes=OnDevice(collectives.world_size, native))
         self._memory = memory
-        # The default group is named by None, for the same reason as in TorchRanks.
+        # None stands for the default group, so that no reference to it is kept (see TorchRanks).
         self._group = None if group is dist.group.WORLD else group
         self._sent_bytes = 0
 
@@ -131,10 +131,10 @@ def device_for(device: torch.device, group: Any, config: OffloadConfig, *, apart
     """The core's ``Device`` for parameters on ``device`` and the ranks of a process group (None: one rank).
 
     Args:
-        apart: what goes over it must not wait for what goes over the group, nor keep to its order.
+        apart: True gives it a group of its own, whose transfers neither wait for nor follow the order of the others.
 
     Raises:
-        ConfigError, ParameterError: on all ranks, where they run different versions or have different settings.
+        ConfigError, ParameterError: on all ranks, if they run different versions or have different settings.
     """
     memory, native = memory_of(device), config.reduction == "native"
     if group is None:
@@ -149,7 +149,7 @@ def device_for(device: torch.device, group: Any, config: OffloadConfig, *, apart
 
 
 def _moves(group: Any, device: torch.device) -> bool:
-    """Whether the group has a backend for the device's memory."""
+    """Return whether the group has a backend for the device's memory."""
     try:
         return "nccl" in (group or dist.group.WORLD)._get_backend(device).name().lower()  # type: ignore[union-attr]
     except RuntimeError:

@@ -17,22 +17,22 @@ GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 def init_process_group(
     device_type: str | None = None, *, backend: str | None = None, timeout: timedelta | None = None
 ) -> torch.device:
-    """Join the other ranks, and return the device that is this one's. A process that is alone joins nobody.
+    """Join the other ranks, and return this rank's device. A process that was started alone only gets its device.
 
-    As ``torch.distributed.init_process_group()``, which it calls, but for what that leaves to its caller: under Slurm
-    and Open MPI torchrun's variables are set, for other libraries too; a GPU is made the current one; among several
-    machines gloo is given the network interface on the way to rank 0 (unless ``GLOO_SOCKET_IFNAME`` names one), where
-    it would take what the host's name resolves to.
+    This calls ``torch.distributed.init_process_group()``, and does what that leaves to its caller. Under Slurm and
+    Open MPI it sets torchrun's variables, which other libraries read, too. It makes the rank's GPU the current one.
+    Between several machines it gives gloo the network interface that leads to rank 0, unless ``GLOO_SOCKET_IFNAME``
+    names one; gloo alone would use the address that the host's name resolves to.
 
     Args:
-        device_type: ``"cuda"`` or ``"cpu"``; None: GPUs where torch sees any.
+        device_type: ``"cuda"`` or ``"cpu"``; None: GPUs if torch sees any.
         backend: None: nccl for GPUs, gloo for CPUs.
-        timeout: how long ranks wait for each other before they take one for lost; None: torch's, 10 minutes with nccl
-            and 30 with gloo.
+        timeout: the time that ranks wait for each other before they report one as lost; None: torch's, 10 minutes with
+            nccl and 30 with gloo.
 
     Raises:
-        ConfigError: the environment is set in part, or the ranks of this machine have no device each.
-        CollectiveError: the others did not come.
+        ConfigError: the launcher's variables are incomplete, or this machine has fewer devices than ranks.
+        CollectiveError: the ranks did not meet.
     """
     launched = Launched.read()
     device = device_of(launched, device_type)
@@ -55,7 +55,7 @@ def init_process_group(
 
 
 def device_of(launched: Launched, device_type: str | None = None) -> torch.device:
-    """A rank's own: the GPU of its place on the machine, or the CPU.
+    """The rank's device: the GPU of its local rank, or the CPU.
 
     Raises:
         ConfigError: there are no GPUs, or fewer than ranks on this machine.
@@ -67,7 +67,7 @@ def device_of(launched: Launched, device_type: str | None = None) -> torch.devic
         raise ConfigError("device_type: got 'cuda', and torch sees no CUDA device; expected one, or 'cpu'")
     if device_type == "cpu" or not gpus:
         return torch.device("cpu")
-    if launched.launcher == "Slurm" and gpus == 1:  # --gpus-per-task: each sees its own alone
+    if launched.launcher == "Slurm" and gpus == 1:  # --gpus-per-task: each rank sees only its own
         return torch.device("cuda", 0)
     if launched.local_world_size > gpus:
         raise ConfigError(
@@ -78,10 +78,10 @@ def device_of(launched: Launched, device_type: str | None = None) -> torch.devic
 
 
 def interface_towards(launched: Launched) -> str:
-    """The network interface of this machine by which rank 0's machine is reached, or reaches the others.
+    """The network interface of this machine that leads to rank 0's machine; on that machine, to the others.
 
     Raises:
-        ConfigError: rank 0's machine has no address, or none that others could reach.
+        ConfigError: rank 0's machine has no address, or none that others can reach.
     """
     host, port = launched.meeting_point()
     remedy = f"set {GLOO_INTERFACE} to the network interface that leads to the other machines (see `ip address`)"
@@ -94,7 +94,7 @@ def interface_towards(launched: Launched) -> str:
             f"MASTER_ADDR {host!r} is {mine} here, where no other machine finds it; {remedy}, or LOCAL_RANK and "
             "LOCAL_WORLD_SIZE where all ranks run on this machine"
         )
-    import psutil  # long to import
+    import psutil  # its import is slow
 
     for interface, addresses in psutil.net_if_addrs().items():
         if mine in (address.address.partition("%")[0] for address in addresses):
@@ -103,12 +103,12 @@ def interface_towards(launched: Launched) -> str:
 
 
 def _own_address(host: str, port: int) -> str:
-    """This machine's, as ``host`` sees it."""
+    """The address of this machine on the route to ``host``."""
     unreached = OSError("it has no address")
     for family, kind, _, _, place in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
         with socket.socket(family, kind) as towards:
             try:
-                towards.connect(place)  # a datagram's: nothing is sent
+                towards.connect(place)  # of a datagram socket: nothing is sent
             except OSError as error:
                 unreached = error
                 continue

@@ -1,11 +1,11 @@
-"""``init()``: a model is built in shards (stage 3), so that it may be larger than what one rank has room for.
+"""``init()`` builds a model in shards (stage 3), so that it may be larger than one rank's memory.
 
-[Note: what is whole while a model is built] A parameter is whole from its registration in a module, or from the first
-torch function that reads it in shards, until another one is to become whole. Then it is cut, of rank 0's values, and
-its memory given back, unless the function that is running has it as an argument, its module is still registering
-parameters, or something refers to its memory (``w = layer.weight.data``). So constructors that touch their children's
-weights, ``apply(fn)``, ``nn.init`` and ``load_state_dict`` do what they do to a whole model, in the memory of a few
-parameters. The ranks run the same code, and agree before each exchange that they do.
+[Note: what is whole while a model is built] A parameter becomes whole when a module registers it, or when a torch
+function reads it in shards. It stays whole until another one becomes whole. Then it is cut into shards of rank 0's
+values and its memory is freed, unless the running function has it as an argument, its module is still registering
+parameters, or another tensor refers to its memory (``w = layer.weight.data``). So constructors that change their
+children's weights, ``apply(fn)``, ``nn.init`` and ``load_state_dict`` work as on a whole model, in the memory of a few
+parameters. All ranks must run the same code; before each exchange they check that they do.
 """
 
 import threading
@@ -40,9 +40,9 @@ from ..tensors import ELEMENT_TYPES, TORCH_DTYPES, flat, is_offloadable, shaped_
 from .cut import Cut
 
 _LONE = 2
-"""References to a storage: its tensor's, and that of the one who counts."""
+"""References to a storage that nothing else uses: its tensor's, and the one that counting makes."""
 _KEPT = 16 * 2**20
-"""Bytes of freed parameters after which the allocator is asked to return them."""
+"""Bytes of freed parameters after which the allocator is asked to return memory to the system."""
 _RESETS = ("reset_parameters", "_reset_parameters")  # nn.MultiheadAttention has the second
 
 
@@ -58,26 +58,27 @@ def init(
 ) -> AbstractContextManager[Any]:
     """A context in which modules are built in shards: ``with init(): model = GPT()``, then ``wrap(model, stage=3)``.
 
-    Code inside may read and change parameters as ever; all ranks must run it, and rank 0's values count. What one rank
-    alone changes goes into ``gathered_parameters(..., modifier_rank=...)``. Parameters keep the element type that they
-    are built in (``param_dtype`` is for ``wrap``, whose master weights start from them); those of fewer than
-    ``param_persistence_threshold`` elements stay whole. On one rank only those that wait in host memory are cut.
+    Code inside may read and change parameters as usual. All ranks must run it, and rank 0's values are used. Changes on
+    one rank alone belong in ``gathered_parameters(..., modifier_rank=...)``. Parameters keep the element type in which
+    they are built (``param_dtype`` is for ``wrap``, whose master weights start from them). Parameters of fewer than
+    ``param_persistence_threshold`` elements stay whole. On one rank parameters are cut only with
+    ``offload_param="cpu"``.
 
     Args:
-        module: one that exists, to be cut now. What it has on the meta device is made, a module at a time, on torch's
-            default device first.
-        config: the one of ``wrap`` (``stage=3``); ``reduce_bucket_size`` must not differ there.
-        init_fn: gives what a module that was on the meta device has itself (parameters and buffers, without its
-            children's) its values; None: its ``reset_parameters()``.
+        module: an existing module, to be cut now. Its tensors on the meta device are first given memory on torch's
+            default device, one module at a time.
+        config: the configuration for ``wrap`` (``stage=3``); ``reduce_bucket_size`` must be the same there.
+        init_fn: a function of a module that was on the meta device, which sets the module's own parameters and buffers
+            but not its children's; None: the module's ``reset_parameters()``.
         process_group: as in ``wrap``.
-        remote_device: ``"cpu"``: shards wait in host memory, as with ``offload_param="cpu"``.
-        enabled: False: nothing is done.
+        remote_device: ``"cpu"`` keeps shards in host memory, as with ``offload_param="cpu"``.
+        enabled: False makes the context do nothing.
         overrides: fields of ``OffloadConfig``.
 
     Raises:
         ConfigError: the configuration is not one of stage 3.
-        ParameterError: a module of the meta device has no ``reset_parameters()``, and no ``init_fn`` is given.
-        StateError: inside an ``init()`` of another configuration; in the context, where ranks do not do the same.
+        ParameterError: a module on the meta device has no ``reset_parameters()``, and no ``init_fn`` is given.
+        StateError: inside an ``init()`` of another configuration; in the context, if ranks do not do the same.
     """
     if module is not None and not isinstance(module, nn.Module):
         raise ParameterError(f"init: got a {type(module).__name__}, expected a torch.nn.Module, or init(config=...)")
@@ -103,9 +104,9 @@ def init(
 
 
 class Shards(Cut):
-    """What this rank holds of a parameter, in the element type that it was built in.
+    """This rank's part of a parameter, in the element type in which it was built.
 
-    Making it cuts the parameter, of one rank's values, and leaves it whole.
+    The constructor copies this part of one rank's values and leaves the parameter whole.
     """
 
     def __init__(self, param: torch.Tensor, name: str, home: "_Construction", source: int = 0) -> None:
@@ -117,14 +118,14 @@ class Shards(Cut):
         self.values = home.allocate(self.shard_numel, param)
         self.cut(param, self.values)
         self.holds = 0
-        """The ``gathered_parameters`` in which the parameter is whole."""
+        """Number of ``gathered_parameters`` blocks in which the parameter is whole."""
 
     def release(self, param: torch.Tensor) -> None:
-        """Take the parameter's memory; what others refer to is left to them."""
+        """Free the parameter's memory; memory that other tensors refer to stays theirs."""
         if _refers_to_memory_of(param) or not param.untyped_storage().resizable():
             param.data = torch.empty_like(param.data)
         param.untyped_storage().resize_(0)
-        increment_version(param)  # a graph that has saved it must not go on
+        increment_version(param)  # a graph that has saved it must raise in backward
         make_pending(param, partial(_read, weakref.ref(param)))
         _SHARDS[param] = self
 
@@ -140,9 +141,9 @@ class Shards(Cut):
         param.data = shaped_like(whole[: self.spec.numel], param)
 
     def for_engine(self, cut: Cut) -> torch.Tensor:
-        """The shard, if an engine would cut the parameter alike.
+        """The shard, if an engine cuts the parameter the same way.
 
-        Raises :class:`ConfigError` where it would not, :class:`StateError` inside ``gathered_parameters``.
+        Raises :class:`ConfigError` if it does not, :class:`StateError` inside ``gathered_parameters``.
         """
         if self.holds:
             raise StateError(
@@ -159,11 +160,11 @@ class Shards(Cut):
 
 
 _SHARDS: Any = WeakTensorKeyDictionary()
-"""The shards of parameters that were built and have no engine yet."""
+"""Shards of parameters that were built under ``init()`` and have no engine yet."""
 
 
 def in_shards(param: torch.Tensor) -> bool:
-    """Whether the parameter was built under ``init()`` and no engine has it yet."""
+    """Return whether the parameter was built under ``init()`` and no engine has it yet."""
     return param in _SHARDS
 
 
@@ -172,12 +173,12 @@ def shards_of(param: torch.Tensor) -> Shards | None:
 
 
 def hand_over(param: torch.Tensor) -> None:
-    """An engine has the parameter's shards now."""
+    """Record that an engine has the parameter's shards now."""
     _SHARDS.pop(param, None)
 
 
 def check_takes_none(named: Iterable[tuple[str, torch.Tensor]], config: OffloadConfig) -> None:
-    """Raise :class:`StateError` where parameters are in shards, for an engine that partitions none."""
+    """Raise :class:`StateError` if parameters are in shards; for an engine that partitions none."""
     name = next((name for name, param in named if in_shards(param)), None)
     if name is not None:
         got = f"stage={config.stage}, offload_param={config.offload_param!r}"
@@ -195,7 +196,7 @@ def check_finished() -> None:
 
 @contextmanager
 def gathered_shards(params: Sequence[torch.Tensor], modifier_rank: int | None) -> Iterator[None]:
-    """As ``gathered_parameters``, of parameters that no engine has."""
+    """As ``gathered_parameters``, for parameters that no engine has."""
     active = _active()
     with _internal():
         if active is not None:
@@ -228,7 +229,7 @@ def gathered_shards(params: Sequence[torch.Tensor], modifier_rank: int | None) -
 
 
 def unexpected_change(name: str) -> StateError:
-    """What ``gathered_parameters`` raises where nobody was to change anything."""
+    """The error of ``gathered_parameters`` for a change without ``modifier_rank``."""
     return StateError(
         f"parameter {name!r} was changed inside gathered_parameters(), which says that no rank changes it; the change "
         "is lost; expected gathered_parameters(..., modifier_rank=0)"
@@ -236,7 +237,7 @@ def unexpected_change(name: str) -> StateError:
 
 
 def _read(reference: "weakref.ref[torch.Tensor]") -> None:
-    """Somebody reads a parameter in shards."""
+    """Make a parameter in shards whole before it is read, or raise :class:`StateError` outside ``init()``."""
     param, active = reference(), _active()
     assert param is not None
     shards = _SHARDS[param]
@@ -253,16 +254,16 @@ def _read(reference: "weakref.ref[torch.Tensor]") -> None:
 
 @dataclass(eq=False)
 class _Whole:
-    """A parameter that is yet to be cut."""
+    """A parameter that is still whole."""
 
     param: torch.Tensor
     name: str
     module: nn.Module | None = None
-    """The one that has registered it."""
+    """The module that has registered it."""
 
 
 class _Construction:
-    """Which parameters are whole while a model is built ([Note: what is whole while a model is built])."""
+    """Tracks the whole parameters while a model is built ([Note: what is whole while a model is built])."""
 
     def __init__(self, config: OffloadConfig, group: Any) -> None:
         self.config = config
@@ -270,20 +271,20 @@ class _Construction:
         self._group = group
         self._devices: dict[torch.device, HostRanks] = {}
         self._freed = 0
-        """Bytes of parameters that the allocator may be keeping."""
+        """Bytes of freed parameters that the allocator may still hold."""
         self._memory = HostMemory(config.threads)
         self._cuts = config.offload_param is not None or (group is not None and dist.get_world_size(group) > 1)
 
     def device(self, device: torch.device) -> HostRanks:
-        """The core's device for parameters there; making it is collective."""
+        """The core's device for parameters on this torch device; making it is collective."""
         if device not in self._devices:
             self._devices[device] = device_for(device, self._group, self.config)
         return self._devices[device]
 
     def allocate(self, numel: int, param: torch.Tensor) -> torch.Tensor:
-        """Zeros of a parameter's element type, where its shards wait.
+        """Zeros of a parameter's element type, in the memory of its shards.
 
-        On the host they are mappings of their own: among memory that comes and goes they would leave holes.
+        On the host they are mappings of their own, so that they do not fragment the heap.
         """
         if param.device.type == "cpu" or self.config.offload_param == "cpu":
             return as_torch(self._memory.allocate(PARAMETER_SHARDS, numel, ELEMENT_TYPES[param.dtype].numpy))
@@ -318,7 +319,7 @@ class _Construction:
             self.track(module, name, param)
 
     def track(self, module: nn.Module, name: str, param: torch.Tensor) -> None:
-        """A module has this parameter; it will be cut."""
+        """Note a parameter that a module has, to cut it later."""
         with _internal():
             if not self._takes(param) or in_shards(param) or any(entry.param is param for entry in self.whole):
                 return
@@ -331,7 +332,7 @@ class _Construction:
         return self._cuts and fits and param.numel() >= max(self.config.param_persistence_threshold, 1)
 
     def make_whole(self, params: Sequence[torch.Tensor]) -> None:
-        """Gather those of the parameters of a function that are in shards."""
+        """Gather a function's parameters that are in shards."""
         with _internal():
             self.cut([entry for entry in self.whole if all(entry.param is not param for param in params)])
             for param in params:
@@ -342,10 +343,10 @@ class _Construction:
                     self.whole.append(_Whole(param, shards.spec.name))
 
     def cut(self, entries: Sequence[_Whole], *, for_good: bool = False) -> None:
-        """Cut what is whole, except what something refers to the memory of, on any rank.
+        """Cut these parameters, except those to whose memory another tensor refers on any rank.
 
         Args:
-            for_good: cut that too.
+            for_good: True cuts those, too.
         """
         entries = [entry for entry in entries if self._takes(entry.param)]
         if not entries:
@@ -364,7 +365,7 @@ class _Construction:
             self._freed = 0
 
     def agree(self, act: str, device: HostRanks) -> None:
-        """Raise :class:`StateError` on all ranks unless all are about to do this."""
+        """Raise :class:`StateError` on all ranks unless all are about to do the same."""
         if device.world_size == 1:
             return
         if not combine(device.collectives, f"init() is to {act}", same=[fingerprint(act)]).alike.all():
@@ -386,7 +387,7 @@ class _Construction:
     # --- modules that exist --------------------------------------------------------------------------
 
     def take(self, module: nn.Module, init_fn: Callable[[nn.Module], Any] | None) -> None:
-        """Cut the parameters of a module, those on the meta device after they were made."""
+        """Cut the parameters of a module; those on the meta device are given memory and values first."""
         device = torch.get_default_device()
         for name, part in module.named_modules():
             if _on_meta(part) and device.type == "meta":
@@ -418,7 +419,7 @@ class _Construction:
 
 
 class _Reads(TorchFunctionMode):
-    """Gathers the parameters in shards that a torch function is called with."""
+    """Gathers parameters in shards before a torch function reads them."""
 
     def __init__(self, construction: _Construction) -> None:
         super().__init__()
@@ -433,7 +434,7 @@ class _Reads(TorchFunctionMode):
 
 
 def _on_meta(module: nn.Module) -> dict[str, torch.Tensor]:
-    """What a module has itself on the meta device."""
+    """A module's own parameters and buffers on the meta device, by name."""
     own = {**module._parameters, **module._buffers}
     return {name: tensor for name, tensor in own.items() if tensor is not None and tensor.is_meta}
 
@@ -443,7 +444,7 @@ def _reset_of(module: nn.Module) -> Callable[[], Any] | None:
 
 
 def _leave_meta(tensor: torch.Tensor, device: torch.device) -> None:
-    """Give a tensor memory on a device; it stays the same object, so that what is tied stays tied."""
+    """Give a tensor memory on a device; it stays the same object, so that tied weights stay tied."""
     with _internal():
         made = torch.empty_like(tensor, device=device)
         if isinstance(tensor, nn.Parameter):
@@ -453,7 +454,7 @@ def _leave_meta(tensor: torch.Tensor, device: torch.device) -> None:
 
 
 def _refers_to_memory_of(param: torch.Tensor) -> bool:
-    """Whether another tensor does."""
+    """Return whether another tensor refers to the parameter's memory."""
     return torch._C._storage_Use_Count(param.untyped_storage()._cdata) > _LONE
 
 
@@ -465,20 +466,20 @@ _THREAD = _Thread()
 
 
 def _active() -> _Construction | None:
-    """What is building in this thread."""
+    """The ``init()`` that runs in this thread."""
     return _THREAD.construction
 
 
 @contextmanager
 def _internal() -> Iterator[None]:
-    """What is done inside is none of the user's functions."""
+    """A context for this module's own torch functions, which gather nothing and record no graph."""
     with torch.no_grad(), torch._C.DisableTorchFunction():
         yield
 
 
 _COPIES = threading.Lock()
 _building = 0
-"""Constructions of all threads for which ``nn.Module.__setstate__`` is replaced."""
+"""Number of running ``init()``, in all threads; ``nn.Module.__setstate__`` is replaced while there is one."""
 _set_state = nn.Module.__setstate__
 
 
@@ -493,7 +494,7 @@ def _set_state_and_register(module: nn.Module, state: Any) -> None:
 
 @contextmanager
 def _copies_registered() -> Iterator[None]:
-    """``copy.deepcopy`` and ``pickle`` make modules without constructors, and end by ``__setstate__``."""
+    """Track the parameters of copied and unpickled modules: no constructor runs, but ``__setstate__`` does."""
     global _building
     with _COPIES:
         _building += 1

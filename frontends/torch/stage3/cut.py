@@ -1,4 +1,4 @@
-"""How one parameter is cut over the ranks (stage 3)."""
+"""The cut of one parameter over the ranks (stage 3)."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ class Cut:
     """A parameter's buckets, and this rank's part of them.
 
     Args:
-        ranks: those whose shards this process holds.
+        ranks: the ranks whose shards this process holds.
     """
 
     def __init__(self, spec: ParamSpec, ranks: Sequence[int], world_size: int, bucket_numel: int) -> None:
@@ -31,11 +31,11 @@ class Cut:
 
     @property
     def runs(self) -> list[tuple[int, int, int]]:
-        """What this rank holds: ``(start in the parameter, start in the shards, elements)``."""
+        """The runs of elements that this rank holds: ``(start in the parameter, start in the shards, elements)``."""
         return [(piece.start, bucket.in_tensor(piece), piece.numel) for bucket, piece in self._pieces]
 
     def cut(self, param: torch.Tensor, out: torch.Tensor) -> None:
-        """Copy this rank's part of the parameter, which is whole."""
+        """Copy this rank's part of the whole parameter to ``out``, one-dimensional."""
         source = flat(param)
         for start, at, numel in self.runs:
             out[at : at + numel].copy_(source[start : start + numel])

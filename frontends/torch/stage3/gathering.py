@@ -1,4 +1,4 @@
-"""Partitioned parameters (stage 3) that are made whole by hand: ``with gathered_parameters(...)``."""
+"""Partitioned parameters (stage 3) made whole by hand: ``with gathered_parameters(...)``."""
 
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,6 +12,7 @@ from torch.autograd.graph import increment_version, saved_tensors_hooks
 from offload_core.device.protocols import GatheringDevice
 from offload_core.errors import ParameterError, StateError
 from offload_core.step.pipeline import Pipeline
+from offload_core.step.state_access import StateAccess
 
 from ..tensors import flat, shaped_like, spec_of
 from .construction import gathered_shards, in_shards, unexpected_change
@@ -19,14 +20,14 @@ from .hooks import ModuleRuns, note_external
 from .parameters import PartitionedParameters
 
 _GATHERINGS: "weakref.WeakValueDictionary[int, Gathering]" = weakref.WeakValueDictionary()
-"""What makes a parameter of an engine's model whole, by ``id``; it keeps the parameters alive, so no id is reused."""
+"""The gathering of each parameter of an engine's model, by ``id``; it keeps them alive, so no id is reused."""
 
 
 class Gathering:
-    """Makes the parameters of one model whole by hand, and has ranks take what was written to them.
+    """Makes the parameters of one model whole by hand, and gives all ranks the values that one rank wrote.
 
     Args:
-        world: over it one rank gives the others its values.
+        world: the device and ranks over which these values are sent.
     """
 
     def __init__(
@@ -37,17 +38,17 @@ class Gathering:
         self._world = world
         self._pipeline = pipeline
         self._open = 0
-        """``gathered_parameters`` that have not ended."""
+        """Number of ``gathered_parameters`` blocks that have not ended."""
         for param in parameters.of_model:
             _GATHERINGS[id(param)] = self
 
     def close(self) -> None:
-        """The partitioned parameters are this one's no longer."""
+        """Release the partitioned parameters."""
         for number in self._parameters.records:
             _GATHERINGS.pop(number, None)
 
     def knows(self, param: torch.Tensor) -> bool:
-        """Whether the parameter is partitioned."""
+        """Return whether the parameter is partitioned."""
         return param in self._parameters
 
     def hook(self, module: nn.Module) -> None:
@@ -63,7 +64,7 @@ class Gathering:
 
     @contextmanager
     def gathered(self, params: Sequence[torch.Tensor], modifier_rank: int | None) -> Iterator[None]:
-        """As :func:`gathered_parameters`, of parameters of this model."""
+        """As :func:`gathered_parameters`, for parameters of this model."""
         if modifier_rank is not None and modifier_rank not in range(self._world.world_size):
             raise ParameterError(
                 f"gathered_parameters: modifier_rank={modifier_rank!r}, expected None or one of the ranks 0 to "
@@ -72,7 +73,7 @@ class Gathering:
         records = self._parameters.among(params)
         self._runs.hold(records)
         used = [self._runs.use(record) for record in records]
-        # Where nothing runs that would gather it again for backward, a graph keeps the memory, not the parameter.
+        # Outside a forward nothing gathers the parameter again for backward: a graph saves the memory itself instead.
         graphs = nullcontext() if all(used) else saved_tensors_hooks(torch.Tensor.detach, torch.Tensor.detach)
         self._open += 1
         versions = [record.param._version for record in records]
@@ -90,7 +91,7 @@ class Gathering:
             self._open -= 1
             for record in records:
                 record.lasts = True  # state_dict() and others may refer to it
-            self._runs.let_go(records, may_stay=False)  # with what was not to be changed
+            self._runs.let_go(records, may_stay=False)  # an unexpected change must not stay
 
     def _spread(self, params: Sequence[torch.Tensor], source: int) -> None:
         """Give all ranks one rank's values of these parameters."""
@@ -110,19 +111,19 @@ class Gathering:
                 increment_version(param)
                 record.spread = param._version
                 if record.index is not None:
-                    self._pipeline.adopt(record.index, record.shard)
+                    StateAccess(self._pipeline).adopt(record.index, record.shard)
 
 
 def gathered_parameters(params: torch.Tensor | Iterable[torch.Tensor], modifier_rank: int | None = None) -> Any:
     """A context in which partitioned parameters (stage 3) are whole: ``with gathered_parameters(layer.weight): ...``
 
-    All ranks must enter it together, with the same parameters in the same order. What was taken from a parameter inside
-    (``state_dict()``, views) stays valid after it.
+    All ranks must enter it together, with the same parameters in the same order. Tensors taken from a parameter inside
+    (``state_dict()``, views) stay valid after it.
 
     Args:
-        params: a parameter or several; those that are not partitioned are whole anyway.
+        params: a parameter or several; parameters that are not partitioned are left alone.
         modifier_rank: the rank that changes the parameters: at the end all ranks, and their master weights, take its
-            values. None: nobody changes them.
+            values. None: no rank changes them.
 
     Raises:
         StateError: a parameter was changed and no ``modifier_rank`` is given; the change is lost.
@@ -151,13 +152,13 @@ def _gathering_of(param: torch.Tensor) -> Gathering | None:
 
 
 def register_external_parameter(module: nn.Module, param: torch.Tensor) -> None:
-    """Say that a module's forward uses a parameter of another module, before ``wrap`` or after.
+    """Declare, before ``wrap`` or after, that a module's forward uses a parameter of another module.
 
-    In stage 3 it is then whole while the module runs. Most such uses are noticed by themselves, at the cost of
-    gathering the parameter once more at the first.
+    In stage 3 the parameter is then whole while the module runs. Most such uses are found automatically, but their
+    first run gathers the parameter separately.
 
     Raises:
-        ParameterError: ``module`` is no module or ``param`` no parameter.
+        ParameterError: ``module`` is not a module, or ``param`` not a parameter.
     """
     if not isinstance(module, nn.Module) or not isinstance(param, nn.Parameter):
         raise ParameterError(
@@ -171,7 +172,7 @@ def register_external_parameter(module: nn.Module, param: torch.Tensor) -> None:
 
 
 def check_unowned(model: nn.Module) -> None:
-    """Raise :class:`StateError` where another engine has taken one of the parameters apart."""
+    """Raise :class:`StateError` if another engine has partitioned one of the parameters."""
     for name, param in model.named_parameters():
         other = _gathering_of(param)
         if other is not None and other.knows(param):

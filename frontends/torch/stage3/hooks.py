@@ -1,10 +1,10 @@
-"""What makes partitioned parameters whole for the modules that use them (stage 3): hooks around their runs.
+"""Hooks that make partitioned parameters whole for the modules that use them (stage 3).
 
-[Note: who keeps a parameter whole] A module's run keeps its own parameters and those that were registered with it; its
-backward does, from the first of its outputs' nodes until one runs that is older than its forward: autograd runs the
-youngest node that it can, so none of the module's is left then. What is touched besides is kept by the innermost module
-that runs, and registered with it; in backward by the backward, till its end. Nothing else may touch a released
-parameter (``pending.py``).
+[Note: who keeps a parameter whole] A module's forward keeps its own parameters whole, and those registered with it.
+Its backward does so from the first node of its outputs until a node runs that is older than the forward: autograd runs
+the youngest node that is ready, so none of the module's nodes is left then. Any other parameter that a forward reads is
+kept by the innermost running module, and registered with it; one that a backward reads is kept until the backward ends.
+Reading a released parameter anywhere else is an error (``pending.py``).
 """
 
 import weakref
@@ -31,22 +31,23 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 @dataclass(eq=False)
 class _Call:
-    """One run of a module's forward, and of the backward of what it computed."""
+    """One run of a module's forward, and the backward of its outputs."""
 
     module: nn.Module | None
     params: list[PartitionedParameter]
     began: int = -1
-    """Nodes that its forward made have at least this number; -1: none is known to be older than all of them."""
+    """A lower bound on the sequence numbers of the nodes that its forward made; -1: none is known."""
     task: int | None = None
     """The backward in which it keeps its parameters."""
     differentiable: bool = False
-    """Whether what that computes will be differentiated itself (``create_graph=True``)."""
+    """True if that backward records a graph itself (``create_graph=True``)."""
 
 
 class ModuleRuns:
     """The hooks on a model's modules, and the runs of modules that keep parameters whole.
 
-    When it dies, or is closed, no hook is left; without :meth:`close` what needs no other rank becomes whole.
+    Closing or deleting it removes the hooks. If it is deleted without :meth:`close`, parameters become whole on one
+    rank, and stay in shards with several.
     """
 
     def __init__(self, model: nn.Module, parameters: PartitionedParameters, pipeline: Pipeline) -> None:
@@ -58,7 +59,7 @@ class ModuleRuns:
         self._backwards: dict[int, list[_Call]] = {}
         """Calls that keep their parameters, by backward."""
         self._kept: dict[PartitionedParameter, bool] = {}
-        """Parameters that are kept whole after their calls: until they change, or (False) until the next round."""
+        """Parameters that stay whole after their calls: until they change (True), or until the next forward (False)."""
         self._hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._handles: list[Any] = []
         weakref.finalize(self, _abandon, self._handles, parameters.records, parameters.live).atexit = False
@@ -68,7 +69,7 @@ class ModuleRuns:
         _remove(self._handles)
 
     def hook_all(self) -> None:
-        """Have all modules that use partitioned parameters keep them whole."""
+        """Hook all modules that use partitioned parameters."""
         model = self._model()
         if model is None:
             return
@@ -77,7 +78,7 @@ class ModuleRuns:
                 self.hook(module)
 
     def hook(self, module: nn.Module) -> None:
-        """Have the module's forward keep whole what it uses."""
+        """Have the module's runs keep the parameters whole that they use."""
         if module in self._hooked:
             return
         self._hooked.add(module)
@@ -93,19 +94,19 @@ class ModuleRuns:
         try:
             self._parameters.live.acquire([record.live for record in records])
         except BaseException:
-            self._pipeline.finish()  # what went wrong in an update is raised as such
+            self._pipeline.finish()  # an error in an update is the cause, and is raised instead
             raise
         for record in records:
             forget(record.param)
 
     def let_go(self, records: Sequence[PartitionedParameter], *, may_stay: bool = True) -> None:
-        """The opposite of :meth:`hold`; ``may_stay``: the parameters may be used soon again."""
+        """The opposite of :meth:`hold`; ``may_stay``: the parameters may stay whole for their next use."""
         self._parameters.live.release([record.live for record in records], may_stay=may_stay)
         for record in records:
             self.guard(record)
 
     def guard(self, record: PartitionedParameter) -> None:
-        """Be told when somebody reads the parameter, if it is not whole."""
+        """If the parameter is not whole, have reads of it call :meth:`touch`."""
         if not record.live.holds:
             make_pending(record.param, partial(_touched, weakref.ref(self), id(record.param), record.spec.name))
 
@@ -128,7 +129,7 @@ class ModuleRuns:
 
     def _after_forward(self, module: nn.Module, output: Any) -> None:
         if not self._calls or self._calls[-1].module is not module:
-            return  # its own hook did not get so far
+            return  # its pre-hook did not run to the end
         call = self._calls.pop()
         outer = self._calls[-1] if self._calls else None
         try:
@@ -144,7 +145,7 @@ class ModuleRuns:
                 self._parameters.live.release_idle()
 
     def _keep_escaped(self, call: _Call, tensors: Sequence[torch.Tensor], outer: _Call | None) -> None:
-        """Parameters that a module returns are used by the one that called it."""
+        """Have the calling module keep parameters that a module returns."""
         storages = {record.whole.untyped_storage()._cdata: record for record in call.params}
         found = {storages.get(_storage_of(tensor)) for tensor in tensors} if storages else set()
         escaped = [record for record in call.params if record in found]
@@ -155,14 +156,14 @@ class ModuleRuns:
                 self._join(outer, record)
 
     def _join(self, call: _Call, record: PartitionedParameter) -> None:
-        """A parameter is used by a module that it was not known to be used by."""
+        """Add a parameter that a running module turned out to use."""
         self.hold([record])
         call.params.append(record)
         if call.module is not None:
             note_external(call.module, record.param)
 
     def _keep(self, records: Sequence[PartitionedParameter], *, for_graph: bool) -> None:
-        """Keep parameters whole till the next round, or, where a graph may read them, until they change."""
+        """Keep parameters whole until the next forward; if a graph may read them, until they change."""
         self.hold([record for record in records if record not in self._kept])
         for record in records:
             self._kept[record] = for_graph or self._kept.get(record, False)
@@ -177,7 +178,7 @@ class ModuleRuns:
             self._keep(call.params, for_graph=True)
 
     def touch(self, param: int) -> None:
-        """Somebody reads a released parameter."""
+        """Make a released parameter whole before it is read; raise outside a forward or backward."""
         record = self._parameters.records[param]
         if not self.use(record):
             raise StateError(
@@ -187,7 +188,7 @@ class ModuleRuns:
             )
 
     def use(self, record: PartitionedParameter) -> bool:
-        """Have the forward or backward that runs keep a parameter; whether there is one."""
+        """Have the running forward or backward keep a parameter; return False if none runs."""
         task = _backward()
         if self._calls and record not in self._calls[-1].params:
             self._join(self._calls[-1], record)
@@ -199,7 +200,7 @@ class ModuleRuns:
     # --- backward ------------------------------------------------------------------------------------
 
     def _calls_of(self, task: int) -> list[_Call]:
-        """What keeps parameters in a backward, till its end."""
+        """The calls that keep parameters until the end of a backward."""
         if task not in self._backwards:
             self._backwards[task] = []
             torch.autograd.Variable._execution_engine.queue_callback(partial(self._backward_ended, task))
@@ -216,7 +217,7 @@ class ModuleRuns:
         calls.append(call)
 
     def _end_passed(self, task: int) -> None:
-        """Release what runs needed whose nodes have all been run."""
+        """End the calls whose nodes have all run in this backward."""
         node = torch._C._current_autograd_node()
         passed = [
             call for call in self._backwards.get(task, ()) if node is not None and call.began > node._sequence_nr()
@@ -238,7 +239,11 @@ class ModuleRuns:
             self._parameters.live.release_idle()
 
     def forget(self, *, graphs: bool = True) -> None:
-        """Release what an error, or a forward without backward, has left; and what is kept, for ``graphs`` too."""
+        """Release parameters that an error or a forward without backward left whole, and kept ones.
+
+        Args:
+            graphs: True also releases those that are kept because a graph may read them.
+        """
         calls = [*self._calls, *(call for calls in self._backwards.values() for call in calls)]
         self._calls, self._backwards = [], {}
         for call in calls:
@@ -268,7 +273,7 @@ class _Hook:
 
 
 def note_external(module: nn.Module, param: torch.Tensor) -> None:
-    """The module's forward uses a parameter of another one."""
+    """Register that the module's forward uses a parameter of another module."""
     if all(param is not known for known in _externals_of(module)):
         module.__dict__.setdefault(_EXTERNAL, []).append(param)
 
@@ -278,7 +283,7 @@ def _externals_of(module: nn.Module) -> list[torch.Tensor]:
 
 
 def _leaves(output: Any) -> Iterator[Any]:
-    """The tensors of a module's output, and what may hold others."""
+    """The tensors of a module's output, and objects in it that may hold others."""
     for leaf in tree_leaves(output):
         if isinstance(leaf, torch.Tensor):
             yield leaf
@@ -292,12 +297,12 @@ def _leaves(output: Any) -> Iterator[Any]:
 def _storage_of(tensor: torch.Tensor) -> int | None:
     try:
         return tensor.untyped_storage()._cdata
-    except NotImplementedError:  # sparse, and wrappers
+    except NotImplementedError:  # sparse tensors and wrapper subclasses
         return None
 
 
 def _backward() -> int | None:
-    """Which backward this is in, if any; a nested one is another."""
+    """The running backward's number; None outside a backward. A nested backward has its own."""
     task = torch._C._current_graph_task_id()
     return None if task == -1 else task
 
@@ -319,7 +324,7 @@ def _remove(handles: list[Any]) -> None:
 
 
 def _abandon(handles: list[Any], records: dict[int, PartitionedParameter], live: LiveParams) -> None:
-    """The engine is gone. What needs no other rank becomes whole."""
+    """Clean up after an engine that was deleted; on one rank, make its parameters whole."""
     _remove(handles)
     if live.device.world_size == 1:
         for record in records.values():

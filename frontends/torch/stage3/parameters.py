@@ -1,9 +1,8 @@
-"""The partitioned parameters of a model (stage 3): which they are, and this rank's shards of them.
+"""The partitioned parameters of a model (stage 3), and this rank's shards of them.
 
 [Note: storages of partitioned parameters] A partitioned parameter keeps its identity, shape and element type; while it
-is released its storage has no bytes. Gathering gives the storage its bytes back and fills it through another tensor, so
-what autograd saved of the parameter in forward, which shares the storage, has its values again in backward, and no
-version counter moves.
+is released its storage has no bytes. Gathering resizes the storage and fills it through another tensor. Tensors that
+autograd saved in forward share this storage, so they have their values again in backward, and no version counter moves.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -34,19 +33,19 @@ class PartitionedParameter(Cut):
         super().__init__(spec, live.device.ranks, live.device.world_size, bucket_numel)
         self.param = param
         self.module = module
-        """The module that it is a parameter of, in words."""
+        """Type and name of the module that has it, for errors."""
         self.shard = torch.empty(0)
         self.whole = torch.empty(0)
         self.index: int | None = None
         """Its number in the pipeline; None while it is not trained."""
         self.spread = -1
-        """The version that all ranks were given last inside ``gathered_parameters``."""
+        """Its version after ``gathered_parameters`` last gave all ranks one rank's values."""
         self.lasts = False
-        """Whether others may refer to the storage, which then is theirs."""
+        """True if other tensors may refer to the storage; then it is not freed but left to them."""
         self.live: PartitionedParam = live.add(spec, self.buckets, None, self)
 
     def empty(self) -> None:
-        """Give the parameter a storage without bytes; what it had is left to those who refer to it."""
+        """Give the parameter a new storage without bytes; tensors that refer to the old one keep it."""
         with torch.inference_mode(False), torch._C.DisableTorchFunctionSubclass():
             self.whole = torch.empty(self.padded_numel, dtype=TORCH_DTYPES[self.spec.dtype], device=self.param.device)
             self.param.data = shaped_like(self.whole[: self.spec.numel], self.param)
@@ -65,12 +64,12 @@ class PartitionedParameter(Cut):
 
 
 class PartitionedParameters:
-    """Those of a model, from when they are cut until they are made whole for good.
+    """The partitioned parameters of a model.
 
     Args:
-        device: where whole parameters are.
-        world: on its way shards are gathered.
-        pipeline: of those that are trained.
+        device: the device of whole parameters.
+        world: the device and ranks over which shards are gathered.
+        pipeline: of the trained ones.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, world: GatheringDevice, pipeline: Pipeline) -> None:
@@ -79,11 +78,11 @@ class PartitionedParameters:
         self._device = device
         self._world = world
         self.live = LiveParams(config, world)
-        """Which are whole."""
+        """Tracks which parameters are whole."""
         self.records: dict[int, PartitionedParameter] = {}
         """By the parameter's ``id``; a record keeps its parameter alive, so no id is reused."""
         self._owners: dict[int, tuple[torch.Tensor, str, str]] = {}
-        """A parameter of the model, its name, and the module that has it, in words."""
+        """Each parameter of the model, its name, and type and name of its module; by ``id``."""
         for name, module in model.named_modules():
             for own, param in module.named_parameters(recurse=False):
                 words = f"{type(module).__name__} {name!r}" if name else type(module).__name__
@@ -94,37 +93,37 @@ class PartitionedParameters:
 
     @property
     def of_model(self) -> list[torch.Tensor]:
-        """The model's parameters, those that are not partitioned, too."""
+        """All parameters of the model, partitioned or not."""
         return [param for param, _, _ in self._owners.values()]
 
     def name_of(self, param: torch.Tensor) -> str:
-        """The model's."""
+        """The parameter's name in the model."""
         return self._owners[id(param)][1]
 
     def among(self, params: Iterable[torch.Tensor | None]) -> list[PartitionedParameter]:
-        """The records of the partitioned ones among these, each once."""
+        """The records of the partitioned parameters among these, each once."""
         return list({id(p): self.records[id(p)] for p in params if id(p) in self.records}.values())
 
     def shard_of(self, param: torch.Tensor) -> torch.Tensor | None:
-        """What this rank holds of the parameter, one-dimensional; None: all of it."""
+        """This rank's shard, one-dimensional; None if the parameter is not partitioned."""
         record = self.records.get(id(param))
         return None if record is None else record.shard
 
     def record_of(self, param: torch.Tensor) -> PartitionedParameter | None:
-        """What there is of a parameter, if it is partitioned."""
+        """The parameter's record; None if it is not partitioned."""
         return self.records.get(id(param))
 
     # --- taking parameters apart ---------------------------------------------------------------------
 
     def takes(self, param: torch.Tensor) -> bool:
-        """Whether the parameter is to be partitioned, or is."""
+        """Return whether the parameter is partitioned, or will be."""
         if id(param) in self.records or (id(param) in self._owners and in_shards(param)):
             return True
         fits = id(param) in self._owners and type(param) is nn.Parameter and is_offloadable(param)
         return fits and param.numel() >= max(self._config.param_persistence_threshold, 1)
 
     def frozen(self, trained: Collection[torch.Tensor]) -> list[tuple[ParamSpec, torch.Tensor]]:
-        """The parameters that are to be partitioned and are not trained."""
+        """The parameters to partition that are not trained."""
         ids = {id(param) for param in trained}
         owned = [
             (name, param) for param, name, _ in self._owners.values() if id(param) not in ids and self.takes(param)
@@ -133,7 +132,7 @@ class PartitionedParameters:
         return [(spec_of(name, param, 0, target, partitioned=True), param) for name, param in owned]
 
     def plan_cut(self, entries: Sequence[tuple[ParamSpec, torch.Tensor]]) -> PlanRow:
-        """What :meth:`cut` of these takes till :meth:`keep_shard`, beside the whole parameters."""
+        """The bytes that :meth:`cut` of these takes until :meth:`keep_shard`, beside the whole parameters."""
         n_bytes = 0
         for spec, param in entries:
             if spec.partitioned and id(param) not in self.records and not in_shards(param):
@@ -143,9 +142,9 @@ class PartitionedParameters:
         return PlanRow("shards as they were given", where, n_bytes, "init()", passing=True)
 
     def cut(self, entries: Sequence[tuple[ParamSpec, torch.Tensor]]) -> dict[torch.Tensor, PartitionedParameter]:
-        """The partitioned ones among these, with this rank's shards of them.
+        """The partitioned parameters among these, with this rank's shards.
 
-        New ones stay whole (of rank 0's values) and of their element type till :meth:`keep_shard`.
+        New ones stay whole, with rank 0's values and their own element type, until :meth:`keep_shard`.
         """
         found = {param: self.records.get(id(param)) for spec, param in entries if spec.partitioned}
         new = [(spec, param) for spec, param in entries if spec.partitioned and found[param] is None]
@@ -169,7 +168,7 @@ class PartitionedParameters:
         return torch.device("cpu") if self._config.offload_param == "cpu" else self._device
 
     def keep_shard(self, record: PartitionedParameter) -> None:
-        """From now on this parameter is its shards, of the element type that it is to have."""
+        """Cast the record's shard to its final element type and place, and release the whole parameter."""
         dtype = record.spec.dtype
         if self._config.offload_param == "cpu":
             pinned = self._config.pin_memory and self._world.wants_pinned
@@ -186,7 +185,7 @@ class PartitionedParameters:
         self.records[id(record.param)] = record
 
     def train(self, param: torch.Tensor, index: int) -> None:
-        """The parameter is the pipeline's of that number."""
+        """Connect the parameter with its number in the pipeline."""
         record = self.records[id(param)]
         record.index = index
         record.live.updated = partial(self._pipeline.update_of, index)

@@ -1,4 +1,4 @@
-"""Stage 3: parameters that exist as shards, made whole for the modules that use them."""
+"""Stage 3: parameters in shards, made whole for the modules that use them."""
 
 from collections.abc import Collection, Iterable
 from typing import Any
@@ -15,12 +15,12 @@ from .parameters import PartitionedParameter, PartitionedParameters
 
 
 class PartitionedModel:
-    """The partitioned parameters of a model, the hooks that make them whole, and what makes them whole by hand.
+    """The partitioned parameters of a model, the hooks that make them whole, and ``gathered_parameters`` for them.
 
     Args:
-        device: where whole parameters are.
-        group: as in ``device_for``; gathers go their own way between its ranks. Making it is collective.
-        pipeline: of those that are trained.
+        device: the device of whole parameters.
+        group: as in ``device_for``; gathers use a group of their own. Making it is collective.
+        pipeline: of the trained parameters.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, group: Any, pipeline: Pipeline) -> None:
@@ -29,7 +29,7 @@ class PartitionedModel:
         self._world.trace = pipeline.device.trace
         self.parameters = PartitionedParameters(model, device, self._world, pipeline)
         self.live = self.parameters.live
-        """Which are whole."""
+        """Tracks which parameters are whole."""
         self.runs = ModuleRuns(model, self.parameters, pipeline)
         self._gathering = Gathering(self.parameters, self.runs, self._world, pipeline)
 
@@ -37,7 +37,7 @@ class PartitionedModel:
         return param in self.parameters
 
     def keep_shards(self, records: Iterable[PartitionedParameter]) -> None:
-        """From now on these parameters are their shards, of the element type that they are to have."""
+        """Keep only the shards of these parameters, in their final element type."""
         for record in records:
             if record.param not in self.parameters:
                 self.parameters.keep_shard(record)
@@ -45,7 +45,7 @@ class PartitionedModel:
         self.runs.hook_all()
 
     def keep_frozen(self, trained: Collection[torch.Tensor]) -> None:
-        """Partition what is not trained."""
+        """Partition the model's parameters that are not trained."""
         self.keep_shards(self.parameters.cut(self.parameters.frozen(trained)).values())
 
     @property
@@ -58,8 +58,8 @@ class PartitionedModel:
         self._gathering.check_closed(what)
 
     def before_change(self) -> int:
-        """Release everything, for parameters are about to change; a number that is the same on all ranks that
-        gathered alike.
+        """Release all parameters before they change. Return a number that is equal on ranks which gathered the same
+        parameters in the same order.
 
         Raises :class:`StateError` inside ``gathered_parameters``.
         """
@@ -68,12 +68,12 @@ class PartitionedModel:
         return self.live.release_all()
 
     def recover(self) -> None:
-        """After an error nothing is whole any more."""
+        """After an error, release all parameters."""
         self.runs.forget()
         self.live.release_idle()
 
     def close(self) -> None:
-        """Make all parameters whole for good, and remove the hooks. Collective."""
+        """Make all parameters whole permanently, and remove the hooks. Collective."""
         self.before_change()
         for record in self.parameters.records.values():
             self.runs.hold([record])

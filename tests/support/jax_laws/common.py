@@ -91,5 +91,5 @@ def addresses(tree):
 def published_bytes(offloaded):
     """What this process's ranks send to publish all buckets once."""
     device = offloaded._pipeline.device
-    shards = [w.bucket.shard_numel * w.bucket.dtype.itemsize for w in offloaded._pipeline._buckets.all]
+    shards = [w.bucket.shard_numel * w.bucket.dtype.itemsize for w in offloaded._pipeline.buckets.all]
     return len(device.ranks) * (device.world_size - 1) * sum(shards)

@@ -175,7 +175,7 @@ def nothing_is_compiled_again():
         sizes.add(tuple(program._cache_size() for program in programs))
     assert len(traces) == 1
     assert len(sizes) == 1
-    n_buckets = len(offloaded._pipeline._buckets.all)
+    n_buckets = len(offloaded._pipeline.buckets.all)
     assert all(0 < size <= n_buckets for size in sizes.pop())
 
 

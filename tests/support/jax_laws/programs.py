@@ -198,7 +198,7 @@ def uneven_dimensions_are_refused_by_shardings_and_padded_here():
         jax.device_put(np.ones(100, np.float32), NamedSharding(mesh, P("dp")))
     for numel in (1, 47, 48, 49, 100):
         ours = wrap({"w": np.ones(numel, np.float32)}, mesh=mesh)
-        assert all(work.bucket.padded_numel % 48 == 0 for work in ours._pipeline._buckets.all)
+        assert all(work.bucket.padded_numel % 48 == 0 for work in ours._pipeline.buckets.all)
         ours.update(RankGradients({"w": split(np.ones((3, numel), np.float32), mesh)}))
         theirs = wrap({"w": np.ones(numel, np.float32)})
         theirs.update({"w": np.ones(numel, np.float32)})
@@ -346,6 +346,6 @@ def nothing_is_compiled_again_at_stage_3():
         x = np.random.default_rng(seed).standard_normal((W, 64)).astype(np.float32)
         offloaded.update(value_and_grad(offloaded.params, x)[1])
         sizes.append((device._cut._cache_size(), device._write._cache_size()))
-    assert len(offloaded._pipeline._buckets.all) == 12
+    assert len(offloaded._pipeline.buckets.all) == 12
     assert sizes[0] == sizes[-1]
     assert max(sizes[-1]) <= 3  # not one a bucket

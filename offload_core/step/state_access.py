@@ -1,0 +1,201 @@
+"""Optimizer states as others read and write them: checkpoints, ``state_dict``, changes made to parameters from outside.
+
+It lies on top of the pipeline: every access first waits for the last step's updates, and raises their errors.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..layout.partition import Piece
+from ..layout.regions import Elements, InMemory
+from ..ranks.collectives import merge
+from ..rules.adam import STATE_NAMES
+from .local_bucket import LocalBucket
+from .pipeline import Pipeline
+
+
+class StateRun(NamedTuple):
+    """Elements ``[start, start + numel)`` of a parameter, in the core's order, and their states."""
+
+    start: int
+    numel: int
+    arrays: dict[str, np.ndarray]
+    """By name, those of ``rules.adam.STATE_NAMES``."""
+    in_place: bool
+    """``"master"`` is the parameter itself."""
+    read_parameter: Callable[[int, np.ndarray], None]
+    """``read_parameter(at, out)`` copies the device parameter's own elements, from the run's ``at`` on, to ``out``."""
+
+
+class StateAccess:
+    """The states of one process's shards.
+
+    Parameters are numbered as in the pipeline, and tensors are the device's, one-dimensional and contiguous. States
+    have the names of ``rules.adam.STATE_NAMES``; an fp32 parameter that is updated in place has no ``"master"``.
+    """
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._pipeline = pipeline
+        self._buckets = pipeline.buckets
+
+    # --- reading -------------------------------------------------------------------------------------
+
+    def elements(self, param: int) -> Elements:
+        """The place of each of a parameter's elements in its tensor."""
+        spec = self._pipeline.params[param]
+        return spec.elements or InMemory((spec.numel,))
+
+    def states(self, param: int) -> list[tuple[int, dict[str, np.ndarray]]]:
+        """This process's states of a parameter: ``(start, {name: fp32 view})`` a contiguous run, ascending.
+
+        Call :meth:`will_change` before you write to them.
+        """
+        self._pipeline.finish()
+        return self._states(param)
+
+    def local_states(self, param: int) -> dict[str, np.ndarray]:
+        """This process's part of a parameter's states, one-dimensional: the runs of :meth:`states`, end to end."""
+        self._pipeline.finish()
+        return self._local_states(param)
+
+    def runs(self, param: int, tensor: Any) -> list[StateRun]:
+        """This process's states of a parameter, bucket after bucket: the memory itself."""
+        self._pipeline.finish()
+        return self._runs(param, tensor)
+
+    def own_masters(self, param: int, tensor: Any) -> list[tuple[int, np.ndarray]]:
+        """All that this process holds of a parameter that is its own master weight: ``(start, memory)`` a run."""
+        if not any(work.without_master for work in self._buckets.of[param]):
+            return []
+        if self._pipeline.params[param].partitioned:
+            return [(run.start, run.arrays["master"]) for run in self._runs(param, tensor)]
+        return [(0, self._pipeline.device.host_array(tensor).view())]
+
+    def whole_states(
+        self, param: int, names: Collection[str] = STATE_NAMES, *, tensor: Any = None
+    ) -> dict[str, np.ndarray]:
+        """A copy of a parameter's states with the parts of all ranks, which all must ask: ``{name: fp32 array}``.
+
+        One-dimensional, in the order of :meth:`states`.
+
+        Args:
+            tensor: the device parameter; it is read where it is its own master weights.
+        """
+        self._pipeline.refuse_if_unusable()
+        return self._pipeline.run_in_order(lambda: self._whole_states(param, names, tensor))
+
+    # --- writing -------------------------------------------------------------------------------------
+
+    def will_change(self, params: Iterable[int]) -> None:
+        """Call this before you write to states of these parameters."""
+        self._pipeline.finish()
+        self._buckets.store.will_change(params)
+
+    def watch(self, before_change: Callable[[Iterable[int]], None] | None) -> None:
+        """Call this function, in any thread, before states of parameters change; None: none."""
+        self._buckets.store.watch(before_change)
+
+    def set_states(self, param: int, values: Mapping[str, np.ndarray]) -> None:
+        """Give states of a parameter these values: by name, fp32, all of the parameter's, in the order of
+        :meth:`states`.
+
+        The device parameter, which may be its own master weights, is the caller's to write, after this.
+        """
+        self._will_change_now(param)
+        for start, views in self._states(param):
+            for name in values.keys() & views.keys():
+                views[name][...] = values[name][start : start + views[name].size]
+
+    def reload_master(self, param: int, tensor: Any) -> None:
+        """Take a parameter's master weights from the device parameter."""
+        self._will_change_now(param)
+        for work, piece in self._pieces_of(param):
+            if not work.without_master:
+                self._buckets.load_master(work, piece, tensor)
+
+    def adopt(self, param: int, tensor: Any) -> None:
+        """Follow a change made to a device parameter from outside: where its bits are not those of the rounded
+        master weight, the master weight takes its value. The rest keep their low bits."""
+        self._will_change_now(param)
+        for work, piece in self._pieces_of(param):
+            if work.without_master:
+                continue
+            arena, start = self._locate(work, piece)
+            master = arena["master"][start : start + piece.numel]
+            source = self._buckets.read(work, piece, tensor)
+            theirs = source.view()
+            changed = master.astype(theirs.dtype).view(np.uint8).reshape(piece.numel, -1)
+            changed = (changed != theirs.view(np.uint8).reshape(piece.numel, -1)).any(axis=1)
+            master[changed] = theirs[changed].astype(np.float32)
+
+    def publish_later(self, params: Iterable[int]) -> None:
+        """Master weights have been replaced: the next ``flush`` writes them to the device parameters."""
+        for param in params:
+            for work in self._buckets.of[param]:
+                if not work.without_master:
+                    work.fall_behind([param])
+
+    def _will_change_now(self, param: int) -> None:
+        self.will_change([param])
+        self._pipeline.recall([param])
+
+    # --- where states lie ----------------------------------------------------------------------------
+
+    def _pieces_of(self, param: int) -> list[tuple[LocalBucket, Piece]]:
+        found = [(work, work.pieces[i]) for work in self._buckets.of[param] for i in work.positions.get(param, ())]
+        return sorted(found, key=lambda pair: pair[1].start)
+
+    def _locate(self, work: LocalBucket, piece: Piece) -> tuple[dict[str, np.ndarray], int]:
+        return self._buckets.store.locate(work.bucket.index, piece.offset)
+
+    def _states(self, param: int) -> list[tuple[int, dict[str, np.ndarray]]]:
+        runs: list[tuple[int, int, int, dict[str, np.ndarray]]] = []
+        for work, piece in self._pieces_of(param):
+            arena, at = self._locate(work, piece)
+            start, numel = piece.start, piece.numel
+            if runs and runs[-1][3] is arena and runs[-1][0] + runs[-1][1] == start and runs[-1][2] + runs[-1][1] == at:
+                before = runs.pop()
+                start, numel, at = before[0], before[1] + numel, before[2]
+            runs.append((start, numel, at, arena))
+        return [(start, {name: a[at : at + numel] for name, a in arena.items()}) for start, numel, at, arena in runs]
+
+    def _local_states(self, param: int) -> dict[str, np.ndarray]:
+        pieces = self._pieces_of(param)
+        if not pieces:
+            return {}
+        arena, at = self._locate(*pieces[0])
+        numel = sum(piece.numel for _, piece in pieces)
+        last, end = self._locate(*pieces[-1])
+        assert last is arena
+        assert end + pieces[-1][1].numel == at + numel
+        return {name: array[at : at + numel] for name, array in arena.items()}
+
+    def _runs(self, param: int, tensor: Any) -> list[StateRun]:
+        found = []
+        for work, piece in self._pieces_of(param):
+            arena, at = self._locate(work, piece)
+            arrays = {name: array[at : at + piece.numel] for name, array in arena.items()}
+            in_place = work.without_master
+            if in_place:
+                arrays["master"] = self._buckets.read(work, piece, tensor).view()
+            read = partial(self._read_parameter, work, piece, tensor)
+            found.append(StateRun(piece.start, piece.numel, arrays, in_place, read))
+        return found
+
+    def _read_parameter(self, work: LocalBucket, piece: Piece, tensor: Any, at: int, out: np.ndarray) -> None:
+        source = self._buckets.read(work, piece, tensor, at, out.size)
+        np.copyto(out, source.view())
+
+    def _whole_states(self, param: int, names: Collection[str], tensor: Any) -> dict[str, np.ndarray]:
+        spec = self._pipeline.params[param]
+        words = {name: np.zeros(-(-spec.numel // 2), np.int64) for name in names}
+        whole = {name: array.view(np.float32)[: spec.numel] for name, array in words.items()}
+        for run in self._runs(param, tensor):
+            for name, array in whole.items():
+                array[run.start : run.start + run.numel] = run.arrays[name]
+        for name, mine in words.items():
+            merge(self._pipeline.device.collectives.sum_integers, mine, f"{name} of {spec.name}")
+        return whole
