@@ -1,4 +1,4 @@
-/* What Python sees of the C library.
+/* The C library's interface to Python.
  *
  * This file is read by the C compiler (through offload_core.h) and, word for word, by cffi
  * (offload_core/native/_ffi_build.py), so it holds plain declarations only: no preprocessor lines.
@@ -8,10 +8,10 @@
 /* Element types; offload_core/dtypes.py has the same codes. OC_NO_PARAM: no device parameter output. */
 enum { OC_FLOAT32 = 0, OC_BFLOAT16 = 1, OC_FLOAT16 = 2, OC_NO_PARAM = 3 };
 
-/* Whose rounding an update reproduces (docs/numerics.md). */
+/* The library whose rounding an update reproduces (docs/numerics.md). */
 enum { OC_ORDER_TORCH = 0, OC_ORDER_OPTAX = 1 };
 
-/* Where weight decay enters: OC_ADAMW decouples it, OC_ADAM adds it to the gradient (L2). */
+/* Weight decay: OC_ADAMW decouples it, OC_ADAM adds it to the gradient (L2). */
 enum { OC_ADAMW = 0, OC_ADAM = 1 };
 
 /* Instruction sets, the scalar oracle first. */
@@ -20,13 +20,13 @@ enum { OC_SCALAR = 0, OC_AVX2 = 1, OC_AVX512 = 2, OC_NEON = 3, OC_ISA_COUNT = 4 
 enum { OC_EARGUMENT = 1, OC_EMEMORY = 2, OC_EUNSUPPORTED = 3 };
 
 /* A sum of squares is an exact integer multiple of 2^-298, kept as OC_NORM_DIGITS digits:
- * the sum of bins[i] * 2^(32 i - 298). bins[OC_NORM_NONFINITE] is positive where there was an inf or a NaN.
- * Adding two bin arrays element by element adds the sums: order and cut cannot matter. */
+ * the sum of bins[i] * 2^(32 i - 298). bins[OC_NORM_NONFINITE] is positive if there was an inf or a NaN.
+ * Adding two bin arrays element by element adds the sums, so the order and the partition of elements do not matter. */
 enum { OC_NORM_DIGITS = 19, OC_NORM_NONFINITE = 19, OC_NORM_BINS = 20 };
 
 /* The scalars of one update of one parameter, each computed in double and rounded once. */
 typedef struct {
-    float grad_scale; /* unscale and clip factor on the gradient; no multiplication where it is 1 */
+    float grad_scale; /* unscale and clip factor on the gradient; not multiplied if it is 1 */
     float weight_decay;
     float decay; /* torch adamw: 1 - lr * weight_decay */
     float beta1;
@@ -40,7 +40,7 @@ typedef struct {
     float step_size; /* optax: -lr; torch: -lr / (1 - beta1^t) */
 } oc_adam_scalars;
 
-/* A run of elements of one parameter. param may be NULL where the kind says OC_NO_PARAM. */
+/* A run of elements of one parameter. param may be NULL if the kind's param_dtype is OC_NO_PARAM. */
 typedef struct {
     const void *grad;
     float *master;
@@ -59,14 +59,14 @@ typedef struct {
     int32_t keep_states; /* read the states, write the device parameter only */
 } oc_adam_kind;
 
-/* A run of elements read from src and, where the operation has an output, written to dst. */
+/* A run of elements, read from src and, if the operation has an output, written to dst. */
 typedef struct {
     const void *src;
     void *dst;
     int64_t numel;
 } oc_span;
 
-/* A sum of sources: runs of numel elements, stride elements apart from src on. */
+/* A sum of n_sources runs of numel elements. The first is at src, and they begin stride elements apart. */
 typedef struct {
     const void *src;
     float *dst;
@@ -75,7 +75,7 @@ typedef struct {
     int64_t numel;
     float divisor;
     int32_t dtype; /* of src */
-    int32_t add;   /* to what stands in dst, instead of writing over it */
+    int32_t add;   /* to dst, instead of overwriting it */
 } oc_reduction;
 
 /* One AdamW or Adam step of every segment: unscale, clip factor, update, cast, in one pass. */
@@ -88,10 +88,10 @@ int oc_sum_squares(const oc_span *spans, int64_t n_spans, int dtype, int64_t *bi
 /* dst (fp32) += f32(src). */
 int oc_accumulate(const oc_span *spans, int64_t n_spans, int dtype, int threads);
 
-/* dst = (f32(source 0) + f32(source 1) + ... , in this order) / divisor, or dst += that where `add` is set. */
+/* dst = (f32(source 0) + f32(source 1) + ... , in this order) / divisor, or dst += that if `add` is set. */
 int oc_reduce(const oc_reduction *reduction, int threads);
 
-/* dst = src, to nearest even; a NaN stays a NaN. */
+/* dst = src, rounded to nearest even; a NaN stays a NaN. */
 int oc_cast(const oc_span *spans, int64_t n_spans, int src_dtype, int dst_dtype, int threads);
 
 /* Touch every page of fresh memory from the threads that will use it. */

@@ -1,4 +1,4 @@
-/* Which instruction set runs, and the library's entry points: check, cut into chunks, run. */
+/* The choice of the instruction set, and the library's entry points: check, cut into chunks, run. */
 #include <stdatomic.h>
 #include <stddef.h>
 #include <stdlib.h>
@@ -39,9 +39,9 @@ static const oc_kernels *kernels_of(int isa) {
     }
 }
 
-/* The kernels in use, NULL until they are first asked for. CPUID is slow, and in a virtual machine leaves it, so the
- * processor is asked once. One pointer to a constant table is all there is to share: threads need no lock, and a forked
- * child inherits it whole. */
+/* The kernels in use, NULL before the first call. CPUID is slow, since in a virtual machine it traps to the hypervisor,
+ * so it runs once. The threads share only this pointer to a constant table: they need no lock, and a forked child
+ * inherits it. */
 static _Atomic(const oc_kernels *) current_kernels = NULL;
 
 /* Not inline, so that every other call is one load and one branch. */
@@ -49,7 +49,7 @@ static __attribute__((noinline)) const oc_kernels *detect_kernels(void) {
     int isa = OC_ISA_COUNT - 1;
     while (!kernels_of(isa))
         isa--;
-    /* Another thread may have detected them too, or set others, meanwhile: that stays. */
+    /* If another thread has detected or set them meanwhile, its choice stays. */
     const oc_kernels *before = NULL, *widest = kernels_of(isa);
     return atomic_compare_exchange_strong(&current_kernels, &before, widest) ? widest : before;
 }
@@ -73,10 +73,10 @@ int oc_set_isa(int isa) {
 
 /* --- chunks -------------------------------------------------------------------------------------- */
 
-/* Work is cut into chunks of at most this many elements, none across two runs. */
+/* Work is cut into chunks of at most this many elements. A chunk lies in one run. */
 enum { CHUNK = 32768 };
 
-/* Outputs larger than this in all leave the caches anyway, so they are written past them. */
+/* If all outputs together are larger than this, they do not fit in the caches and are written with streaming stores. */
 enum { STREAM_FROM = 8 << 20 };
 
 /* Several runs seen as one row of chunks: first_chunk[i] is the number of chunks before run i. */

@@ -1,5 +1,5 @@
 /* AVX-512 F, BW, DQ and VL: 16 lanes. The bf16 conversion instruction of AVX512-BF16 flushes subnormals,
- * so it is of no use here. */
+ * so it cannot be used. */
 #if defined(__x86_64__)
 #include <immintrin.h>
 #include <string.h>

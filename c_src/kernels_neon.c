@@ -32,7 +32,7 @@ static inline void v_store_bf16(uint16_t *a, v32 x) {
 }
 static inline void v_store_f16(uint16_t *a, v32 x) { vst1_u16(a, vreinterpret_u16_f16(vcvt_f16_f32(x))); }
 
-/* No streaming stores: STNP is a hint with no measured gain at hand. */
+/* No streaming stores: STNP is only a hint, and no gain was measured. */
 static inline void v_stream(float *a, v32 x) { v_store(a, x); }
 static inline void v_stream_bf16(uint16_t *a, v32 x) { v_store_bf16(a, x); }
 static inline void v_stream_f16(uint16_t *a, v32 x) { v_store_f16(a, x); }

@@ -1,7 +1,7 @@
 /* The oracle: every kernel written once, plainly, one element at a time.
  *
- * Other files must equal this one bit for bit. Compiled with -ffp-contract=off: an FMA is where fmaf
- * stands and nowhere else.
+ * Other files must equal this one bit for bit. Compiled with -ffp-contract=off: only fmaf is an
+ * FMA.
  */
 #include <math.h>
 #include <string.h>

@@ -1,4 +1,4 @@
-/* The vector kernels, written once over a vocabulary that each instruction set's file defines first:
+/* The vector kernels, written once with the following names, which each instruction set's file defines first:
  *
  *   LANES, v32 (LANES floats), v64 (LANES / 2 doubles), vint (LANES / 2 int64)
  *   v_set, v_load, v_store, v_stream, v_add, v_sub, v_mul, v_div, v_sqrt, v_fma(a, b, c) = a * b + c
@@ -12,7 +12,7 @@
  *   v_fence                 after streaming stores
  *
  * A tail shorter than a vector, or in the norm than a block, is copied to a padded one and takes the same path, so an
- * element's bits do not depend on where it stands.
+ * element's bits do not depend on its position.
  */
 #include "offload_core.h"
 #include "sum_squares.h"
@@ -37,8 +37,8 @@ INLINE void store_from_f32(void *array, int dtype, int64_t i, v32 x, int stream)
     }
 }
 
-/* Ask for the cache line of an element that the loop comes to later. The processor's own prefetching stops at the end
- * of each page, and pages that were not allocated here are small. Past the array's end nothing is read. */
+/* Prefetch the cache line of an element that the loop will reach later. The processor's own prefetching stops at the
+ * end of each page, and memory that was not allocated here has small pages. Never reads past the array's end. */
 enum { FETCH_AHEAD = 1024 };
 
 INLINE void fetch(const void *array, int dtype, int64_t i) {
@@ -184,7 +184,7 @@ static void adam(const oc_segment *a, int64_t begin, int64_t end, const oc_adam_
         .decoupled = kind->adam_mode == OC_ADAMW && s->weight_decay != 0,
         .small_w1 = small_w1,
     };
-    if (kind->param_dtype != OC_NO_PARAM) { /* streaming stores want whole aligned vectors */
+    if (kind->param_dtype != OC_NO_PARAM) { /* streaming stores need whole aligned vectors */
         int64_t size = oc_itemsize(kind->param_dtype);
         stream = stream && ((uintptr_t)a->param + (uintptr_t)(begin * size)) % (uintptr_t)(LANES * size) == 0;
     }
@@ -197,7 +197,7 @@ static void adam(const oc_segment *a, int64_t begin, int64_t end, const oc_adam_
 
 /* --- sum of squares ------------------------------------------------------------------------------ */
 
-/* What an extractor's window took in over n terms, each of which carries the extractor's own bits. */
+/* Add to bins the sum in an extractor's window after n terms, each of which contains the extractor's own bits. */
 INLINE void add_window(int64_t *bins, int lowest_bit, vint sum, double extractor, int64_t n) {
     uint64_t bits;
     memcpy(&bits, &extractor, sizeof bits);
@@ -213,12 +213,12 @@ INLINE void in_windows(v64 x, v64 above, v64 below, vint *in_upper, vint *in_low
     *in_lower = w_bits_add(*in_lower, w_add(rest, below));
 }
 
-/* How a block's squares are added: not at all, in one window, in two, or element by element. */
+/* The way to add a block's squares: not at all, in one window, in two, or element by element. */
 enum { NO_WINDOW, ONE_WINDOW, TWO_WINDOWS, EACH };
 
-/* What is known of a block before its squares are added. */
+/* The result of scanning a block, before its squares are added. */
 typedef struct {
-    uint32_t max_bits, min_bits; /* absolute, as of an fp32: of the largest, and of the smallest but zero */
+    uint32_t max_bits, min_bits; /* absolute bits as fp32 of the largest element, and of the smallest except zero */
 } extremes;
 
 INLINE uint32_t top32(vbits a) {
@@ -237,9 +237,10 @@ INLINE uint32_t top16(vbits a) {
     return top;
 }
 
-/* Two things at once, so that one's arithmetic hides the other's memory: scan a block (find its extremes and, of
- * narrow types, write the floats that they are, in any order) and add the squares of another, x, that has been scanned.
- * Doubling drops the sign; the greatest of the negatives, modulo 2^32 or 2^16, belongs to the smallest but zero. */
+/* Scan a block (find its extremes and, for narrow types, widen it to floats, in any order), and add the squares of
+ * another block, x, that has been scanned. Done together, the arithmetic of one hides the memory reads of the other.
+ * Doubling drops the sign. The largest of the negated values, modulo 2^32 or 2^16, is that of the smallest element
+ * except zero. */
 INLINE extremes scan_and_add(const void *block, int dtype, float *wide, const float *x, int windows, int upper,
                              int64_t *bins) {
     const int lower = upper - OC_WINDOW_BITS;
@@ -287,8 +288,8 @@ INLINE extremes scan_and_add(const void *block, int dtype, float *wide, const fl
     return (extremes){top32(largest) >> 1, (0u - top32(smallest)) >> 1};
 }
 
-/* How to add the squares of elements that are multiples of their exponents' powers of two over 2^fraction_bits, and the
- * upper window's lowest bit. */
+/* The way to add the squares of elements with fraction_bits bits after the leading one, and the upper window's lowest
+ * bit. */
 static inline int windows_of(extremes found, int fraction_bits, int *upper) {
     *upper = oc_upper_window(found.max_bits);
     if (found.max_bits == 0 || found.max_bits >= 0x7f800000)
@@ -321,7 +322,7 @@ INLINE void sum_squares_of(const void *src, int dtype, int64_t n, int64_t *bins)
         x = dtype == OC_FLOAT32 ? block : wide;
         windows = windows_of(found, fraction_bits, &upper);
         bins[OC_NORM_NONFINITE] += found.max_bits >= 0x7f800000;
-        /* Whole vectors, since the floats of bf16s are not in order. */
+        /* Whole vectors, because floats widened from bf16 are not in order. */
         const int64_t whole = (count + 2 * LANES - 1) / (2 * LANES) * (2 * LANES);
         for (int64_t i = 0; windows == EACH && i < whole; i++)
             oc_add_square(bins, x[i]);

@@ -6,8 +6,8 @@
 
 #include "api.h"
 
-/* One instruction set's kernels. Each does the same IEEE operations in the same order on every element,
- * wherever it stands, so all entries give the same bits (docs/numerics.md). n may be any non-negative
+/* One instruction set's kernels. Each does the same IEEE operations in the same order on every element, at any
+ * position, so all entries give the same bits (docs/numerics.md). n may be any non-negative
  * number; pointers need no alignment beyond their element's own. */
 typedef void oc_adam_fn(const oc_segment *segment, int64_t begin, int64_t end, const oc_adam_scalars *scalars,
                         const oc_adam_kind *kind, int stream);
@@ -36,8 +36,8 @@ extern const oc_kernels oc_neon_kernels;
 /* The kernels in use (dispatch.c). */
 const oc_kernels *oc_current_kernels(void);
 
-/* Call task(context, i) once for each i in [0, n_items), on up to `threads` threads, the caller's among
- * them. Each runs with round-to-nearest and subnormals on, whatever the caller's control word says. */
+/* Call task(context, i) once for each i in [0, n_items), on up to `threads` threads, the caller's included.
+ * Tasks run with round-to-nearest and with subnormals, for any control word of the caller. */
 typedef void oc_task(void *context, int64_t item);
 void oc_parallel_for(oc_task *task, void *context, int64_t n_items, int threads);
 

@@ -1,9 +1,9 @@
-/* The thread pool: workers made when first needed, kept, and shared by every call of the process.
+/* The thread pool: workers are made when first needed, kept, and shared by all calls of the process.
  *
- * A job is a row of items cut into one contiguous range a thread; who finishes its own range takes from
- * the others'. The static cut keeps memory near the thread that touched it first, the taking evens out
- * noise. One job runs at a time; further callers wait their turn. A fork waits for the job in flight, and
- * the child starts with no workers and makes its own.
+ * A job is a row of items, cut into one contiguous range for each thread. A thread that has finished its own range
+ * takes items from others. The static cut keeps memory near the thread that touched it first; taking evens out
+ * differences in speed. One job runs at a time, and other callers wait. A fork waits for the running job; the child
+ * starts without workers and makes its own.
  */
 #define _GNU_SOURCE
 #include <pthread.h>
@@ -44,8 +44,8 @@ typedef struct {
 } range;
 
 static struct {
-    pthread_mutex_t submit; /* held for the length of a job */
-    pthread_mutex_t lock;   /* guards what follows */
+    pthread_mutex_t submit; /* held during a job */
+    pthread_mutex_t lock;   /* guards the fields below */
     pthread_cond_t wake, done;
     int workers;
     uint64_t generation;
@@ -115,12 +115,12 @@ static void after_fork_in_child(void) {
 static pthread_once_t fork_handlers = PTHREAD_ONCE_INIT;
 static void register_fork_handlers(void) { pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child); }
 
-/* With the lock held: have `wanted` workers if the system grants them; fewer only make a job slower. */
+/* Call with the lock held. Make up to `wanted` workers; if the system grants fewer, a job is only slower. */
 static void ensure_workers(int wanted) {
     sigset_t all, before;
     if (pool.workers >= wanted)
         return;
-    sigfillset(&all); /* signals are for the interpreter's own threads */
+    sigfillset(&all); /* the interpreter's threads handle signals */
     pthread_sigmask(SIG_SETMASK, &all, &before);
     while (pool.workers < wanted) {
         pthread_t thread;

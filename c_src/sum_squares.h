@@ -3,11 +3,11 @@
  * A float's square is an integer multiple of 2^-298 and is added as such. The vector kernels do it for a
  * block at a time: a square is exact in double, and adding 1.5 * 2^(52 + L) to it rounds it to a multiple of
  * 2^L, exactly, leaving that multiple as an integer in the low bits of the sum. One such window of 50 bits,
- * placed by the block's largest element, takes in the squares of bfloat16s down to 2^-17 of it whole, two those
- * down to 2^-42 (of fp32s down to 2^-26); a block with smaller ones is added element by element. The parts are
- * integers, so no order and no cut of the elements can change the result. After J. Demmel, P. Ahrens and H. D. Nguyen,
- * "Efficient Reproducible Floating Point Summation and BLAS" (UCB/EECS-2016-121), section 3; there the bins
- * below the highest few are dropped, here nothing is.
+ * placed by the block's largest element, holds the squares of bfloat16s down to 2^-17 of that element exactly; two hold
+ * those down to 2^-42 (of fp32s down to 2^-26). A block with smaller elements is added element by element. The parts
+ * are integers, so neither the order nor the partition of the elements changes the result. After J. Demmel, P. Ahrens
+ * and H. D. Nguyen, "Efficient Reproducible Floating Point Summation and BLAS" (UCB/EECS-2016-121), section 3; it
+ * drops the bins below the highest few, and this drops none.
  */
 #ifndef OC_SUM_SQUARES_H
 #define OC_SUM_SQUARES_H
@@ -43,10 +43,10 @@ static inline int oc_exponent(uint32_t bits) {
     return (biased ? biased : 1) - 127;
 }
 
-/* The lowest bit of the upper window for a block whose largest absolute bits these are. */
+/* The lowest bit of the upper window for a block; max_bits are those of its largest absolute value. */
 static inline int oc_upper_window(uint32_t max_bits) {
     int lowest = 2 * oc_exponent(max_bits) + 2 - OC_WINDOW_BITS;
-    int least = OC_LOWEST_BIT + OC_WINDOW_BITS; /* leaves room for the lower one */
+    int least = OC_LOWEST_BIT + OC_WINDOW_BITS; /* leaves room for the lower window */
     return lowest > least ? lowest : least;
 }
 

@@ -1,4 +1,4 @@
-/* Compile the rest of a file for an instruction set, without compiler flags, so that one build holds all. */
+/* Compile the rest of a file for an instruction set, without compiler flags, so that one build contains all sets. */
 #ifndef OC_TARGET_H
 #define OC_TARGET_H
 

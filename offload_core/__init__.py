@@ -1,4 +1,4 @@
-"""ZeRO-Offload's core: who owns which slice, how it moves, and its Adam update on the host. No framework."""
+"""ZeRO-Offload's core: partitioning, transfers between device and host, and the Adam update. It needs no framework."""
 
 from .config.options import OffloadConfig
 from .errors import (

@@ -11,7 +11,7 @@ from .commands import info, inspect, plan
 from .errors import OffloadError
 
 COMMANDS = {"plan": plan, "info": info, "inspect": inspect}
-"""Each a module with a ``HELP``, ``add_arguments(parser)`` and ``run(args)``, which returns the exit status."""
+"""Each is a module with ``HELP``, ``add_arguments(parser)`` and ``run(args)``, which returns the exit status."""
 WRONG_ARGUMENTS = 2
 READER_GONE = 128 + signal.SIGPIPE
 
@@ -30,10 +30,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     try:
         status = COMMANDS[args.command].run(args)
-        if sys.stdout is not None:  # closed
+        if sys.stdout is not None:  # None if it is closed
             sys.stdout.flush()
         return status
-    except BrokenPipeError:  # who reads has seen enough
+    except BrokenPipeError:  # the reader, such as head, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end
         return READER_GONE
     except (OffloadError, OSError) as error:

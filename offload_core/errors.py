@@ -38,7 +38,7 @@ class CollectiveError(OffloadError, RuntimeError):
 
     @classmethod
     def of(cls, rank: int, what: str, error: Exception) -> "CollectiveError":
-        """What a backend's error means to the one who trains."""
+        """The error for a user, from a backend's error."""
         return cls(
             f"rank {rank}: {what} failed ({error}); a rank was lost, did not come in the group's time, or "
             "made another number of backwards or steps: end this run and resume from the last checkpoint"

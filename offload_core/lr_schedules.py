@@ -1,7 +1,7 @@
 """Learning rates, and Adam's betas, as functions of the number of updates made so far: the schedules of DeepSpeed.
 
-Their arguments have DeepSpeed's names. DeepSpeed moves a schedule on after each update, so that ``Warmup…`` gives the
-second update (``updates == 1``) the rate of its step 0, which is the first update's, too.
+Their arguments have DeepSpeed's names. DeepSpeed advances a schedule after each update, so that the second update
+(``updates == 1``) of a ``Warmup…`` has the rate of its step 0, as the first update has.
 """
 
 import math
@@ -17,7 +17,7 @@ from .support import checks
 @dataclass(frozen=True)
 class WarmupLR:
     """From ``warmup_min_lr`` to ``warmup_max_lr`` in ``warmup_num_steps`` updates, along a line or a logarithm; then
-    constant. Raises :class:`ConfigError` where a value is out of range."""
+    constant. Raises :class:`ConfigError` if a value is out of range."""
 
     warmup_max_lr: float
     warmup_min_lr: float = 0.0
@@ -115,7 +115,7 @@ class OneCycle:
     ``cycle_second_step_size`` (None: as many); then ``cycle_min_lr`` / (1 + ``decay_lr_rate`` · updates since /
     ``decay_step_size``). A stair count cuts a half of the cycle into as many equal stairs. Smith, arXiv:1803.09820.
 
-    ``betas`` is the schedule of Adam's betas, where ``cycle_momentum``: the first one moves against the learning rate
+    ``betas`` is the schedule of Adam's betas, if ``cycle_momentum``: the first one moves against the learning rate
     between ``cycle_max_mom`` and ``cycle_min_mom`` (at which it starts), and after the cycle is ``cycle_max_mom`` ·
     (1 + ``decay_mom_rate`` · …); the second is 0.99.
     """
@@ -173,7 +173,7 @@ class OneCycle:
         return self.cycle_first_step_size + self._second
 
     def _height(self, n: int) -> float:
-        """How far up the cycle, from 0 to 1."""
+        """The height in the cycle, from 0 to 1."""
         n %= self._length
         if n <= self.cycle_first_step_size:
             done, size, stairs = n, self.cycle_first_step_size, self.cycle_first_stair_count
@@ -190,7 +190,7 @@ SCHEDULES = {cls.__name__: cls for cls in (WarmupLR, WarmupDecayLR, WarmupCosine
 
 
 def _length(warmup_num_steps: int) -> int:
-    return max(2, warmup_num_steps)  # the logarithm of one is no divisor
+    return max(2, warmup_num_steps)  # log(1) is 0, and cannot divide
 
 
 def _warmed(step: int, warmup_num_steps: int, warmup_type: str) -> float:

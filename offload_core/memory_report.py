@@ -1,4 +1,4 @@
-"""``MemoryReport`` and its rows, where users know them; they are made in ``offload_core.memory``."""
+"""The public place of ``MemoryReport`` and its rows; ``offload_core.memory`` defines them."""
 
 from .memory.report import MemoryReport, MemoryRow
 

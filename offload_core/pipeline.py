@@ -1,4 +1,4 @@
-"""``StepReport``, where users know it; the pipeline itself is in ``offload_core.step``."""
+"""The public place of ``StepReport``; ``offload_core.step`` defines it, and the pipeline."""
 
 from .step.pipeline import StepReport
 

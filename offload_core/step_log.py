@@ -1,4 +1,4 @@
-"""What each step did, as plain numbers, given to those who write it down: a file, TensorBoard, a progress bar.
+"""Records of each step as plain numbers, for a file, TensorBoard or a progress bar.
 
 ::
 
@@ -6,8 +6,8 @@
     ...
     log(engine.step(), loss=loss)
 
-A record is named by its update, and a run that goes on from a checkpoint makes some updates again: records of these
-that were written before do not count any more. Who writes sees that by a step that is not after the last one.
+A record has the number of its update. A run that continues from a checkpoint repeats some updates; their earlier
+records no longer count. A writer recognises this by a step number less than the last one.
 """
 
 import fcntl
@@ -33,41 +33,41 @@ from .support.launchers import Launched
 from .support.optional import library
 
 _SECONDS = 10
-"""After which what TensorBoard is to show has been written."""
+"""Seconds after which TensorBoard's files are flushed."""
 Value = float | str | None
-"""Of a record: a number (inf and NaN among them), a word, or None where there is none."""
+"""A value in a record: a number (also inf and NaN), a word, or None."""
 
 
 class Writer(ABC):
     """Writes records down. Subclass it for another place."""
 
     def open(self, rank: int | None) -> None:  # noqa: B027
-        """Begin, before the first record; what cannot be written is an error now.
+        """Begin, before the first record. Raises if the place cannot be written.
 
         Args:
-            rank: this process's, where each writes a file of its own; None: one process writes.
+            rank: this process's rank if each rank writes its own file; None: one process writes.
         """
 
     @abstractmethod
     def write(self, step: int, record: Mapping[str, Value]) -> None:
-        """A step's record. One of an earlier step than the last takes back all from there on."""
+        """Write a step's record. A step before the last one takes back all records from that step on."""
 
     def close(self) -> None:  # noqa: B027
-        """End; nothing is written any more."""
+        """End. No record follows."""
 
 
 class StepLog:
     """Gives each update's record to writers: ``log(engine.step(), loss=loss)``, ``log(offloaded.report, loss=loss)``.
 
-    A record has the report's numbers (:func:`numbers`), what the call names, and ``seconds``, the time from record to
-    record divided by the updates in between. What is named in the micro-steps of an update is averaged over them.
+    A record has the report's numbers (:func:`numbers`), the values of the call, and ``seconds``: the time since the
+    last record, divided by the updates in between. Values of the micro-steps of an update are averaged.
 
     Args:
         writers: each a :class:`Writer`, or the path of a file for :class:`JsonLines`.
-        every: a record of each so many updates; what was skipped for an overflow has one always. Between them nothing
-            is computed and the device not waited for.
-        rank: this process's; of several one alone writes, the first. None: as the launcher says, else 0.
-        every_rank: each rank writes, to a file or folder of its own, named by the rank.
+        every: write one record every so many updates, and one of each skipped update. Between records nothing is
+            computed, and the device is not waited for.
+        rank: this process's rank; only rank 0 writes. None: the launcher's, or 0 without one.
+        every_rank: every rank writes, to its own file or folder, with the rank in its name.
 
     Raises:
         OSError, StateError, ModuleNotFoundError: a writer cannot begin.
@@ -103,13 +103,13 @@ class StepLog:
         """Note a micro-step's values, and at the end of an update write its record.
 
         Args:
-            report: what ``step`` returned; None, where there has been none yet, is nothing.
-            values: numbers, or what ``float()`` takes (tensors and arrays of one element), and words.
+            report: the result of ``step``; None (no step yet) writes nothing.
+            values: words, numbers, and anything that ``float()`` takes (tensors and arrays of one element).
 
         Raises:
             ConfigError: a value is named ``step``.
-            TypeError, ValueError: a value is no number.
-            OSError: the record cannot be written; none of it was.
+            TypeError, ValueError: a value is not a number.
+            OSError: the record cannot be written; no part of it was.
         """
         if report is None or not self._writers:
             return
@@ -130,12 +130,12 @@ class StepLog:
         self.write(report.step, {"seconds": seconds, **numbers(report), **record})
 
     def write(self, step: int, record: Mapping[str, Value]) -> None:
-        """A record of one's own making, for loops without a :class:`StepReport`."""
+        """Write a record of your own, for loops without a :class:`StepReport`."""
         for writer in self._writers:
             writer.write(step, record)
 
     def close(self) -> None:
-        """End all writers; further records go nowhere."""
+        """End all writers. Later records are dropped."""
         while self._writers:
             self._writers.pop().close()
 
@@ -149,8 +149,8 @@ class StepLog:
 
 
 def numbers(report: StepReport) -> dict[str, Value]:
-    """A report's record: ``lr`` (the first parameter group's; ``lr_1`` and so on of those with another), ``grad_norm``,
-    ``clip_coefficient``, ``loss_scale`` and ``skipped``."""
+    """A report's record: ``lr`` (of the first parameter group; ``lr_1`` and so on for groups with another one),
+    ``grad_norm``, ``clip_coefficient``, ``loss_scale`` and ``skipped``."""
     lr = {f"lr_{i}" if i else "lr": rate for i, rate in enumerate(report.lr) if i == 0 or rate != report.lr[0]}
     return {
         **lr,
@@ -182,18 +182,20 @@ def _plain(value: Any) -> Value:
 
 
 _WRITING: "weakref.WeakValueDictionary[tuple[int, int], JsonLines]" = weakref.WeakValueDictionary()
-"""Of this process, which a lock does not keep apart: who writes to a file (device and number), the last to begin."""
+"""The last log that began to write to each file (device and inode). A file lock does not separate logs of one
+process."""
 
 
 class JsonLines(Writer):
     """A file of one JSON object a line, ``{"step": 17, "loss": 2.1, ...}``; inf and NaN, which JSON lacks, are null.
 
-    A line is in the system's hands, whole, when ``write`` returns: a killed process loses none. An existing file goes
-    on. Lines of steps that are made again after a checkpoint, and what is no line at its end, are moved to
+    When ``write`` returns, the system has the whole line: a killed process loses none. An existing file is continued.
+    Lines of steps that are repeated after a checkpoint, and an incomplete line at the end, are moved to
     ``NAME.superseded.jsonl`` beside it.
 
     Args:
-        path: its folder is made. With a file a rank, ``steps.jsonl`` becomes ``steps.rank0.jsonl`` and so on.
+        path: the file; its folder is made. With ``every_rank``, ``steps.jsonl`` becomes ``steps.rank0.jsonl`` and so
+            on.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -220,7 +222,7 @@ class JsonLines(Writer):
         found = os.fstat(file.fileno())
         self._id = found.st_dev, found.st_ino
         _WRITING[self._id] = self
-        weakref.finalize(self, file.close)  # a log that nobody ends has lost nothing
+        weakref.finalize(self, file.close)  # a log that is not closed has lost nothing
 
     def write(self, step: int, record: Mapping[str, Value]) -> None:
         assert self._file is not None
@@ -235,10 +237,10 @@ class JsonLines(Writer):
         _append(self._file, json.dumps({"step": step, **values}, allow_nan=False).encode() + b"\n")
 
     def _take_back(self, step: int) -> None:
-        """Move lines from this step on, and those that are none, out of the file."""
+        """Move the lines from this step on, and incomplete ones, out of the file."""
         assert self._file is not None
         self._file.seek(0)
-        reader, keep = BufferedReader(self._file), 0  # of the same file: closing another would give up the lock
+        reader, keep = BufferedReader(self._file), 0  # not a second descriptor: closing one releases the lock
         for line in reader:
             if not line.endswith(b"\n") or _step_of(line) >= step:
                 break
@@ -259,7 +261,7 @@ class JsonLines(Writer):
 
 
 def _append(file: FileIO, record: bytes) -> None:
-    """Write all of a record to an unbuffered file, or, where the system does not take it, nothing."""
+    """Write a whole record to an unbuffered file, or nothing of it if that fails."""
     before, written = os.fstat(file.fileno()).st_size, 0
     try:
         while written < len(record):
@@ -275,7 +277,7 @@ def _in_json(value: Value) -> Value:
 
 
 def _step_of(line: bytes) -> float:
-    """-inf, before all others, of a line that has none."""
+    """The step of a line; -inf, before all others, if it has none."""
     try:
         step = json.loads(line)["step"]
     except (ValueError, TypeError, LookupError):
@@ -287,10 +289,10 @@ class TensorBoard(Writer):
     """Event files that TensorBoard shows (``tensorboard --logdir FOLDER``), written by tensorboardX, in a thread of its
     own: a process that is killed loses the last seconds.
 
-    A file a run; one that goes on from a checkpoint says from which step on others do not count.
+    Each run writes a file. That of a continued run states the step from which on records of earlier files do not count.
 
     Args:
-        folder: a run's; it is made. With a file a rank, ``rank0`` and so on in it.
+        folder: the run's folder; it is made. With ``every_rank``, each rank writes to ``rank0`` and so on in it.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -306,7 +308,8 @@ class TensorBoard(Writer):
     def write(self, step: int, record: Mapping[str, Value]) -> None:
         if self._last is None or step < self._last:
             self.close()
-            own = f".{time.time_ns()}.{os.getpid()}"  # names have whole seconds, and are read in their order
+            # tensorboardX's names have whole seconds, and TensorBoard reads files in the order of their names.
+            own = f".{time.time_ns()}.{os.getpid()}"
             self._file = self._new_file(str(self.folder), purge_step=step, filename_suffix=own, flush_secs=_SECONDS)
         self._last = step
         for name, value in record.items():
@@ -319,11 +322,11 @@ class TensorBoard(Writer):
 
 
 class ProgressBar(Writer):
-    """A bar on the terminal, by tqdm; a line now and then where the output is a file.
+    """A bar on the terminal, by tqdm; if the output is a file, a line now and then.
 
     Args:
-        total: updates of the whole run; one that goes on from a checkpoint begins where that was.
-        show: what is shown of a record beside the bar, where it has it.
+        total: updates of the whole run; a continued run begins at its checkpoint's.
+        show: names of values to show beside the bar, if a record has them.
     """
 
     def __init__(self, total: int, show: tuple[str, ...] = ("loss", "lr", "grad_norm")) -> None:

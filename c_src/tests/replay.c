@@ -1,8 +1,8 @@
-/* Updates what stands on standard input and writes what it becomes: the same on every machine.
+/* Runs the updates on standard input and writes the results, which are the same on every machine.
  *
  * In:  kind (oc_adam_kind); steps, numel, bytes of the gradient, bytes of the device parameter (int64); scalars of each
  *      step (oc_adam_scalars); grad, master, exp_avg, exp_avg_sq. Out: master, exp_avg, exp_avg_sq, param.
- * Any number of these, one after the other.
+ * The input may hold any number of these, one after the other.
  */
 #include <stdio.h>
 #include <stdlib.h>

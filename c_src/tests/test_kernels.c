@@ -3,8 +3,8 @@
  *     test_kernels [--bench] [isa] [adam] [cast] [accumulate] [reduce] [norm] [entry] [stream] [fork] [pool]
  *
  * Without names, every section runs. One randomised body for each kernel is its check and, with --bench, its
- * benchmark (the habit of dav1d's checkasm), so what is timed is what was found to be right. Stops at the first
- * failing case and prints all of it. A NaN equals any NaN; all else is compared by bits.
+ * benchmark (as in dav1d's checkasm), so only code that was checked is timed. Stops at the first failing case and
+ * prints it. A NaN equals any NaN; all other values are compared by bits.
  */
 #define _GNU_SOURCE
 #include <math.h>
@@ -28,13 +28,13 @@ static const char *const dtype_names[] = {"float32", "bfloat16", "float16", "non
 static const char *const order_names[] = {"torch", "optax"};
 static const char *const mode_names[] = {"adamw", "adam"};
 
-/* --- the case in hand, and its failure ----------------------------------------------------------- */
+/* --- the present case, and its failure ----------------------------------------------------------- */
 
 enum { GRAD, MASTER, EXP_AVG, EXP_AVG_SQ, PARAM, ARRAYS };
 
 typedef struct {
     const char *kernel;
-    int isa, src_dtype, dst_dtype; /* of Adam: the gradient's and the device parameter's */
+    int isa, src_dtype, dst_dtype; /* for Adam: of the gradient and of the device parameter */
     int64_t begin, n;
     int offset[ARRAYS]; /* elements past a 64-byte boundary; spans use the first two */
     oc_adam_kind kind;
@@ -129,8 +129,8 @@ static void fill(void *array, int dtype, int64_t n, float value(void)) {
 
 /* --- guarded memory, and comparison -------------------------------------------------------------- */
 
-/* Arrays stand between guard bytes, so that a write outside is seen. AddressSanitizer's red zones also see
- * reads: there, no guard follows the last element. */
+/* Arrays lie between guard bytes, so that a write outside is found. AddressSanitizer's red zones also find reads: with
+ * it, no guard follows the last element. */
 #if defined(__SANITIZE_ADDRESS__)
 enum { BOUNDARY = 64, GUARD = 0xa5, AFTER = 0 };
 #else
@@ -198,7 +198,7 @@ static double seconds(void) {
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-/* Repeats `call` for a tenth of a second and prints the best of its times; bytes are those moved an element. */
+/* Repeats `call` for a tenth of a second and prints the best of its times; bytes are those moved for each element. */
 #define BENCH(bytes, call)                                                                                             \
     do {                                                                                                               \
         double best = 1e9, start = seconds(), before = start, after;                                                   \
@@ -219,7 +219,7 @@ static const oc_kernels *kernels_of(int isa) {
     return oc_current_kernels();
 }
 
-/* Calls body with `now.isa` at each supported instruction set; the oracle itself only where it is timed. */
+/* Calls body with `now.isa` at each supported instruction set; the oracle itself only when timing. */
 static void for_each_isa(void body(void)) {
     for (now.isa = 0; now.isa < OC_ISA_COUNT; now.isa++)
         if (oc_isa_supported(now.isa) && (now.isa != OC_SCALAR || benchmark))
@@ -265,7 +265,8 @@ static void *first_caller(void *context) {
     return NULL;
 }
 
-/* Whether threads whose first calls come at once, in a child that has made none, agree; and one's choice stays. */
+/* True if threads that make their first calls at the same time, in a child without earlier calls, agree, and if one
+ * thread's choice stays. */
 static int first_calls_agree(int set) {
     int status;
     fflush(stdout);
@@ -357,7 +358,7 @@ static void adam_arrays(buffer *expected, buffer *got, int64_t n) {
         expected[i] = new_buffer(dtypes[i], n, 0);
         if (i != PARAM)
             fill(expected[i].data, dtypes[i], n, benchmark ? ordinary_value : any_value);
-        if (i == EXP_AVG_SQ) /* a negative one, whose root is NaN, now and then only */
+        if (i == EXP_AVG_SQ) /* only sometimes a negative one, whose root is NaN */
             for (int64_t j = 0; j < n; j++)
                 if (benchmark || random_below(16))
                     ((float *)expected[i].data)[j] = fabsf(((float *)expected[i].data)[j]);
@@ -433,7 +434,7 @@ static void test_adam(void) {
 
 /* --- casts and accumulation ---------------------------------------------------------------------- */
 
-static const void *values; /* what the case in hand reads */
+static const void *values; /* the input of the present case */
 
 static void check_cast(void) {
     const oc_kernels *kernels = kernels_of(now.isa);
@@ -565,7 +566,7 @@ static void test_cast(void) {
 
 /* --- sum of squares ------------------------------------------------------------------------------ */
 
-/* The sum that bins hold in canonical digits, and whether it is none. */
+/* The sum in bins as canonical digits, and true if it is not finite. */
 typedef struct {
     int64_t digits[OC_NORM_DIGITS];
     int nonfinite;
@@ -727,7 +728,7 @@ static void entry_adam(void) {
     }
 }
 
-/* A call so large that it streams, made of one small run many times over: on one thread, that is as many steps. */
+/* A call large enough for streaming stores, made of one small run many times: on one thread, as many steps. */
 static void check_streaming(void) {
     enum { N = 32768 + 1, TIMES = (8 << 20) / N + 1 };
     static oc_segment segments[TIMES];
@@ -801,7 +802,7 @@ static void entry_spans(void) {
 }
 
 static void entry_reduce(void) {
-    enum { SOURCES = 3, APART = 5 }; /* elements between two sources, which are none of the sum's */
+    enum { SOURCES = 3, APART = 5 }; /* elements between two sources, which are not summed */
     now.kernel = "oc_reduce";
     for (int repeat = 0; repeat < 16; repeat++) {
         now.threads = thread_counts[repeat % COUNT(thread_counts)];
@@ -826,7 +827,7 @@ static void entry_reduce(void) {
     }
 }
 
-/* So many elements in two runs, on two threads, through every entry point that takes runs. */
+/* n elements in two runs, on two threads, through every entry point that takes runs. */
 static void call_on_two_runs(int64_t n_elements) {
     static float src[32769], sum[32769], exp_avg[32769], exp_avg_sq[32769], param[32769];
     int64_t bins[OC_NORM_BINS] = {0}, half = n_elements / 2, rest = n_elements - half;
@@ -917,7 +918,7 @@ static void entry_first_touch(void) {
     }
 }
 
-/* A call on few elements costs what surrounds the kernel; the caller asks for more threads than they are worth. */
+/* A call on few elements measures the overhead around the kernel; it asks for more threads than are useful. */
 static void bench_small_call(void) {
     enum { N = 16, CALLS = 1000 };
     float dst[N];
@@ -945,7 +946,7 @@ static void test_entry(void) {
         for_each_isa(bench_small_call);
         return;
     }
-    entry_small_calls(); /* first, since the pool keeps the workers that any call makes */
+    entry_small_calls(); /* first, because the pool keeps the workers of all calls */
     for (now.isa = 0; now.isa < OC_ISA_COUNT; now.isa++)
         if (oc_isa_supported(now.isa)) {
             entry_adam();
@@ -978,7 +979,7 @@ static void visit(void *context, int64_t item) {
         atomic_store(&v->wrong_control, 1);
 }
 
-/* Whether one job visits every item once under the right control word, and the caller's word survives. */
+/* True if one job visits every item once with the right control word, and keeps the caller's word. */
 static int job_is_whole(int64_t n_items, int threads) {
     visits v = {.wrong_control = 0};
     set_control(hostile_control);
@@ -997,7 +998,7 @@ static void *caller(void *whole) {
     return NULL;
 }
 
-/* Whether many callers' jobs are whole, and so is what happens `meanwhile`. */
+/* True if the jobs of many callers are complete, and `meanwhile` returns true. */
 static int callers_are_whole(int meanwhile(void)) {
     pthread_t callers[CALLERS];
     _Atomic int whole = 1;
@@ -1027,7 +1028,7 @@ static int child_is_whole(void) {
     int status;
     fflush(stdout);
     pid_t child = fork();
-    if (child == 0) { /* no workers came along; the child makes its own */
+    if (child == 0) { /* a fork copies no workers; the child makes its own */
         alarm(60);    /* a deadlock is a failure, not a wait */
         int holds = oc_pool_workers() == 0 && job_is_whole(MAX_ITEMS, 4) && oc_pool_workers() == 3;
         _exit(holds ? 0 : 1);
@@ -1051,8 +1052,8 @@ static void test_fork(void) {
 static void test_accumulate(void) { spans("accumulate", check_accumulate, 1); }
 static void test_reduce(void) { spans("reduce", check_reduce, 1); }
 
-/* The instruction set comes first: it is detected once in a process. The pool comes last: its 255 workers would slow
- * all after it. */
+/* The instruction set comes first, because it is detected once in a process. The pool comes last, because its 255
+ * workers slow everything after it. */
 static const struct {
     const char *name;
     void (*run)(void);

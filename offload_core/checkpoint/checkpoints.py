@@ -1,11 +1,11 @@
 """Checkpoints of a pipeline: saved by all processes in parallel, loaded by any other number of them.
 
-What is saved is what training goes on from, in logical elements: master weights and moments of what is trained, the
-values of what is not, and plain values. A device parameter is what its master weight rounds to, and is not saved; but
-for one that is behind (``schedule="delayed"``).
+A checkpoint holds the state that training continues from, in logical elements: master weights and moments of trained
+parameters, the values of other tensors, and plain values. A device parameter is its master weight rounded, and is not
+saved; except one that is *behind*, that is older than its master weight (``schedule="delayed"``).
 
-Each process writes a file and says in another, its *part*, what is in it. When all parts are there process 0 makes them
-a checkpoint (``checkpoint_files.py``). So nobody waits for anybody while training goes on.
+Each process writes a file of tensors, and a *part* that describes it. When all parts are there, process 0 joins them
+to a manifest (``saving.py``). So no process waits for another while training goes on.
 """
 
 import json
@@ -27,18 +27,18 @@ from ..ranks.collectives import Collectives
 from ..ranks.consistency import combine, fingerprint, processes
 from ..step.pipeline import Pipeline
 from ..step.state_access import StateAccess
-from . import reader as files
-from .reader import Checkpoint, Want
+from .folder import file_name
+from .reader import Checkpoint, Loaded, Want
 from .safetensors import NAME_OF
 from .saving import Place, Save, all_or_none, failed_elsewhere
 from .shard_writer import ShardWriter, Source
-from .values import ArrayType, decode, encode
+from .values import ArrayType, encode
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _KINDS = {str(dtype): {"V": "f", "u": "i"}.get(dtype.kind, dtype.kind) for dtype in NAME_OF}
-"""Element types whose numbers can be taken for each other's."""
+"""The kind of each element type. A tensor may be loaded from another type of the same kind."""
 _TARGET_BYTES = 64 * 2**20
-"""Of what is not trained, read at a time (or one tensor, where that is larger)."""
+"""Bytes of tensors that are not trained to read at a time; at least one tensor is."""
 
 Names = Mapping[str, str] | Callable[[str], str] | None
 """From a model's names to those in a checkpoint."""
@@ -46,24 +46,24 @@ Names = Mapping[str, str] | Callable[[str], str] | None
 
 @dataclass
 class Contents:
-    """What a front end saves besides what the pipeline holds."""
+    """The part of a checkpoint that comes from the front end."""
 
     names: Sequence[str]
-    """Of the pipeline's parameters."""
+    """The names of the pipeline's parameters."""
     sources: Sequence[Source] = ()
-    """What is not trained, of this process."""
+    """This process's runs of tensors that are not trained."""
     shapes: Mapping[str, tuple[tuple[int, ...], np.dtype]] = field(default_factory=dict)
-    """Of all that is not trained, in any process."""
+    """Shape and element type of every tensor that is not trained, in any process."""
     state: Any = None
-    """Plain values; process 0's are taken."""
+    """Plain values; those of process 0 are saved."""
     own: Any = None
-    """Plain values that each process has of its own."""
+    """Plain values of this process; saved for each process."""
     types: Sequence[ArrayType] = ()
-    """The arrays that may be among them."""
+    """The types of arrays that ``state`` and ``own`` may hold."""
     gradients_wait: bool = False
-    """Whether the front end holds gradients that it has yet to give to the pipeline."""
+    """True if the front end holds gradients that it has not given to the pipeline yet."""
     front_end: str | None = None
-    """Who saves, for those who look at the checkpoint."""
+    """The front end's name, for information."""
 
 
 @dataclass
@@ -73,11 +73,11 @@ class Target:
     name: str
     shape: tuple[int, ...]
     wants: Callable[[str], Iterable[Want]]
-    """What is to be read, of the kind that there is: ``"param"``, or ``"master"``."""
+    """Returns the regions to read, of the kind that the checkpoint holds: ``"param"`` or ``"master"``."""
     loaded: Callable[[], None] = lambda: None
-    """Called when it has been."""
+    """Called after the regions were read."""
     dtype: np.dtype | None = None
-    """One of another kind (integers, floats) is refused; None: it may be of any."""
+    """A saved tensor of another kind (integers, floats) is refused; None: any is taken."""
 
 
 class Checkpoints:
@@ -93,14 +93,15 @@ class Checkpoints:
         return InOrder(self._pipeline)
 
     def together(self, what: str) -> AbstractContextManager[None]:
-        """An error of one process inside is an error of all: :func:`all_or_none`, after all that is under way."""
+        """As :func:`all_or_none`, after all exchanges that the pipeline has started."""
         return all_or_none(self._collectives, what)
 
     def _check_alike(self, what: str, mine: Sequence[int], differs: Callable[[list[int]], str]) -> None:
-        """Raise :class:`CheckpointError` on all processes unless all have process 0's words.
+        """Raise :class:`CheckpointError` on all processes unless all give the same words.
 
         Args:
-            differs: the error of a process that has others, made of process 0's.
+            mine: this process's words.
+            differs: makes the message of a process whose words differ, from process 0's words.
         """
         collectives = self._collectives
         rows = combine(collectives, f"checkpoint: {what}", of_each=mine).of_each
@@ -122,17 +123,18 @@ class Checkpoints:
         keep: int | None,
         wait: bool,
     ) -> Path:
-        """Save what there is now, and return the checkpoint's folder.
+        """Save the present state, and return the checkpoint's folder.
 
         Args:
             tensors: the device parameters, as :meth:`Pipeline.step` takes them.
-            step: what the checkpoint is named after.
-            keep: how many are kept, this one among them; None: all.
-            wait: False to write optimizer states while training goes on: they are copied when an update would change
-                them before they are written, to at most ``BUFFERS`` blocks. The rest is written before this returns.
+            step: the number of updates made; it names the checkpoint.
+            keep: the number of checkpoints to keep, this one included; None: all.
+            wait: False to write optimizer states while training goes on. A block that an update would change before it
+                is written is copied first, to one of at most ``BUFFERS`` buffers. Everything else is copied before this
+                returns.
 
         Raises:
-            CheckpointError: on all processes, where one could not save; earlier checkpoints are as they were.
+            CheckpointError: on all processes, if one could not save; earlier checkpoints are unchanged.
         """
         self.wait()
         with self.together("save"):
@@ -164,7 +166,7 @@ class Checkpoints:
         self._states.watch(writer.capture)
         try:
             writer.capture([None])
-        except BaseException as error:  # the caller may change now what has not been copied
+        except BaseException as error:  # the caller may now change tensors that were not copied
             writer.cancel(error)
             raise
         if wait:
@@ -175,7 +177,7 @@ class Checkpoints:
         """Return when the last save is complete.
 
         Raises:
-            CheckpointError: on all processes, where it could not be completed.
+            CheckpointError: on all processes, if it could not be completed.
         """
         if self._save is not None:
             try:
@@ -183,11 +185,11 @@ class Checkpoints:
             except Exception:
                 self._end()
                 raise
-            self._end()  # after an interrupt it goes on, and is still told of changes
+            self._end()  # not after an interrupt: the save goes on, and needs to know of changes
 
     @property
     def saving(self) -> bool:
-        """Whether this process still writes."""
+        """True if this process is still writing."""
         return self._save is not None and self._save.running
 
     def _end(self) -> None:
@@ -197,7 +199,7 @@ class Checkpoints:
     def _prepare(
         self, path: Path, contents: Contents, tensors: Sequence[Any], step: int
     ) -> tuple[ShardWriter, dict[str, Any]]:
-        """This process's file, and its part of the manifest."""
+        """The writer of this process's file, and its part of the manifest."""
         pipeline, rank = self._pipeline, self._collectives.rank
         arrays: list[np.ndarray] = []
         behind = pipeline.behind
@@ -228,7 +230,7 @@ class Checkpoints:
         for i, name in enumerate(contents.names):
             sources += self._sources_of(i, name, tensors[i], i in behind)
         world = self._collectives.world_size
-        writer = ShardWriter(path / files.file_name(rank, world), sources, pipeline.memory)
+        writer = ShardWriter(path / file_name(rank, world), sources, pipeline.memory)
         return writer, part
 
     def _sources_of(self, i: int, name: str, tensor: Any, behind: bool) -> list[Source]:
@@ -254,19 +256,20 @@ class Checkpoints:
         publish: Callable[[], None],
         types: Sequence[ArrayType] = (),
         *,
-        accept: Callable[["Loaded"], None] = lambda loaded: None,
-    ) -> "Loaded":
-        """Load a checkpoint, file by file, into what there is already.
+        accept: Callable[[Loaded], None] = lambda loaded: None,
+    ) -> Loaded:
+        """Load a checkpoint into the existing parameters, states and targets.
 
         Args:
-            names: the names in it of the pipeline's parameters.
-            targets: what else is to be loaded.
-            publish: :meth:`Pipeline.flush`, of the tensors that it is to write.
+            names: the names of the pipeline's parameters in the checkpoint.
+            targets: other tensors to load.
+            publish: calls :meth:`Pipeline.flush` with the device parameters.
             accept: may raise :class:`CheckpointError` before anything changes.
 
         Raises:
-            CheckpointError: on all processes, where one found something wrong. Where it was found in reading, states
-                are partly of the checkpoint and everything raises until one has been loaded; else nothing has changed.
+            CheckpointError: on all processes, if one found an error. If it was found before reading, nothing has
+                changed. Else the states are partly loaded, and every use of them raises until a checkpoint has been
+                loaded.
         """
         self.wait()
         pipeline = self._pipeline
@@ -288,7 +291,7 @@ class Checkpoints:
                 for i, name in enumerate(names):
                     wants += self._wants_of(loaded.checkpoint, i, name, tensors[i], i in behind)
                 loaded.checkpoint.read(wants)
-                if self._collectives.rank == 0:  # what nobody reads is to be whole, too
+                if self._collectives.rank == 0:  # check the blocks that no process reads, too
                     loaded.checkpoint.verify(besides=("master", *_MOMENTS, "param"))
                 _read_targets(loaded, targets)
             self._states.publish_later(range(len(names)))
@@ -318,7 +321,7 @@ class Checkpoints:
                     part = run.arrays[kind][at : at + region.numel]
                     if checkpoint.has(name, kind):
                         wants.append(Want(name, kind, region, part))
-                    else:  # it was not trained
+                    else:  # the parameter was not trained
                         part[:] = 0
                 if not run.in_place:
                     wants.append(Want(name, master, region, run.arrays["master"][at : at + region.numel]))
@@ -328,46 +331,12 @@ class Checkpoints:
         return wants
 
 
-class Loaded:
-    """What a checkpoint says besides its tensors.
-
-    Args:
-        rank: this process's; None: of what each process had of its own nothing is read.
-
-    Raises:
-        CheckpointError: the manifest lacks something.
-    """
-
-    def __init__(self, checkpoint: Checkpoint, rank: int | None, types: Sequence[ArrayType] = ()) -> None:
-        self.checkpoint = checkpoint
-        self.content = content = checkpoint.content
-        self._types = types
-        try:
-            self.step: int = content["step"]
-            self.parameters: dict[str, dict[str, Any]] = content["parameters"]
-            """Of what was trained: shape, dtype, step, group, behind."""
-            self.others: dict[str, dict[str, Any]] = content["others"]
-            for entry in (*self.parameters.values(), *self.others.values()):
-                _check_types(entry, _OTHER)
-            for entry in self.parameters.values():
-                _check_types(entry, _PARAMETER)
-            _check_types(content, {"step": int, "own": list})
-            self.state = self._decode(0, content["state"])
-            own = content["own"]
-            self.own = self._decode(rank, own[rank]) if rank is not None and rank < len(own) else None
-            """What this process's predecessor had of its own; None where there was none."""
-        except files.NOT_A_MANIFEST as error:
-            raise CheckpointError(f"{checkpoint.path / files.MANIFEST}: incomplete ({error!r})") from None
-
-    def _decode(self, rank: int, value: Any) -> Any:
-        return decode(value, _Values(self.checkpoint, rank), self._types)
-
-
 def load_values(path: str | os.PathLike[str], targets: Sequence[Target], types: Sequence[ArrayType] = ()) -> Loaded:
-    """Load a checkpoint's values alone, of what is trained and of what is not, in this process.
+    """Load the values of parameters and other tensors, but no optimizer states, in this process alone.
 
     Raises:
-        CheckpointError: it is damaged, or another model's. Where a value that is read was damaged others are loaded.
+        CheckpointError: the checkpoint is damaged or of another model. If a value that is read is damaged, others may
+            have been loaded.
     """
     loaded = Loaded(Checkpoint(path), None, types)
     _check(loaded, {}, targets)
@@ -376,7 +345,7 @@ def load_values(path: str | os.PathLike[str], targets: Sequence[Target], types: 
 
 
 def _read_targets(loaded: Loaded, targets: Sequence[Target]) -> None:
-    """Some at a time: a front end may need memory for each until it is loaded."""
+    """Read targets in groups of ``_TARGET_BYTES``: a front end may need memory for each until it is loaded."""
     read: list[Target] = []
     wants: list[Want] = []
     n_bytes = 0
@@ -393,7 +362,7 @@ def _read_targets(loaded: Loaded, targets: Sequence[Target]) -> None:
 
 
 def _check(loaded: Loaded, trained: Mapping[str, tuple[int, ...]], targets: Sequence[Target]) -> None:
-    """Raise :class:`CheckpointError` where it is another model's."""
+    """Raise :class:`CheckpointError` if the checkpoint is of another model."""
     path, there = loaded.checkpoint.path, {**loaded.others, **loaded.parameters}
     expected = {**trained, **{target.name: target.shape for target in targets}}
     missing, unknown = [n for n in expected if n not in there], [n for n in there if n not in expected]
@@ -422,33 +391,8 @@ def _check(loaded: Loaded, trained: Mapping[str, tuple[int, ...]], targets: Sequ
             )
 
 
-_OTHER = {"shape": list, "dtype": str}
-_PARAMETER = {"step": int, "group": int, "behind": bool}
-
-
-def _check_types(entry: Any, types: Mapping[str, type]) -> None:
-    for key, expected in types.items():
-        if type(entry[key]) is not expected:
-            raise TypeError(f"{key} is {str(entry[key])[:80]!r}")
-    if any(type(n) is not int or n < 0 for n in entry.get("shape", ())):
-        raise ValueError(f"shape {entry['shape']}")
-
-
-class _Values(Sequence[np.ndarray]):
-    """The arrays of a process's plain values."""
-
-    def __init__(self, checkpoint: Checkpoint, rank: int) -> None:
-        self._checkpoint, self._rank = checkpoint, rank
-
-    def __getitem__(self, i: Any) -> Any:
-        return self._checkpoint.array(f"{self._rank}.{i}", "value")
-
-    def __len__(self) -> int:
-        raise NotImplementedError
-
-
 class InOrder:
-    """A pipeline's collectives, for what comes after all that it was asked for."""
+    """A pipeline's collectives, called in order after all exchanges that the pipeline has started."""
 
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
@@ -467,7 +411,7 @@ class InOrder:
 
 
 def _written(pipeline: Pipeline, front_end: str | None) -> dict[str, Any]:
-    """By whom, with what settings and when: nothing that loading depends on."""
+    """For information: versions, settings and date. Loading does not depend on it."""
     config = {
         field.name: value if value is None or isinstance(value, bool | int | float | str) else repr(value)
         for field in fields(pipeline.config)
@@ -503,7 +447,7 @@ def _check_names(names: Iterable[str]) -> None:
 
 
 def translation(names: Names) -> Callable[[str], str]:
-    """As a function; what is not in a mapping has its own name."""
+    """``names`` as a function. A name that is not in the mapping stays as it is."""
     if isinstance(names, Mapping):
         return lambda name: names.get(name, name)
     return names or (lambda name: name)

@@ -22,7 +22,7 @@ from .safetensors import plan_file
 MAX_SHARD_BYTES = 5 * 10**9
 _INDEX = "model.safetensors.index.json"
 _OURS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?(\.tmp)?")
-_METADATA = {"format": "pt"}  # without which transformers refuses a file
+_METADATA = {"format": "pt"}  # transformers refuses a file without it
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,8 @@ class Weight:
     dtype: np.dtype
     shape: tuple[int, ...]
     read: Callable[[bool], np.ndarray | None]
-    """Its bytes, in C order, as an array of any type. All ranks ask; those that give False do not want them."""
+    """``read(wanted)`` returns the bytes in C order, as an array of any type. All ranks call it; those that pass False
+    may get None."""
 
     @property
     def n_bytes(self) -> int:
@@ -50,16 +51,16 @@ def export_weights(
     """Write ``model.safetensors``, or ``model-00001-of-0000N.safetensors`` and so on with their index.
 
     Rank 0 writes, a tensor at a time, to names that end in ``.tmp``, and moves whole files into place, the index last;
-    then it removes what an earlier export has left. At any moment the folder has the old weights, or the new, or, where
-    files of both have the same names, for an instant none that can be loaded.
+    then it removes the files of earlier exports. At any moment the folder has the old weights or the new ones; if files
+    of both have the same names, there is an instant in which neither can be loaded.
 
     Args:
-        max_shard_bytes: of the tensors in a file; one that is larger has a file of its own.
-        collectives: after all that the pipeline was asked for (``checkpoints.InOrder``).
+        max_shard_bytes: the most bytes of tensors in a file; a larger tensor gets its own file.
+        collectives: those that come after the pipeline's own exchanges (``checkpoints.InOrder``).
 
     Raises:
-        ConfigError, ParameterError: an argument or a name that cannot be; nothing was written.
-        CheckpointError: on all ranks, where a file could not be written; no file is left of it.
+        ConfigError, ParameterError: an argument or a name is invalid; nothing was written.
+        CheckpointError: on all ranks, if a file could not be written; no partial file is left.
     """
     checks.integer("max_shard_bytes", max_shard_bytes)
     _check_names(weight.name for weight in weights)
@@ -70,7 +71,7 @@ def export_weights(
         return CheckpointError(f"{folder}: rank {others} could not write there; its own error says why")
 
     def on_rank_0(act: Callable[..., None], *args: Any) -> None:
-        """Rank 0 acts, and all learn whether it could."""
+        """Act on rank 0, and raise on all ranks if that failed."""
         with together(collectives, "export", failed):
             if writer is not None:
                 try:
@@ -133,7 +134,7 @@ def _index(shards: dict[str, list[Weight]]) -> bytes:
 
 
 class _Writer:
-    """The files of one export: written aside, moved into place together."""
+    """The files of one export: written under other names, and renamed together at the end."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -141,15 +142,15 @@ class _Writer:
         self._names: list[str] = []
         self._file: FileIO | None = None
         self.path = folder
-        """What is being written."""
+        """The file or folder that is being written, for errors."""
 
     def start(self) -> None:
         self._made = [folder for folder in (self._folder, *self._folder.parents) if not folder.exists()]
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._remove(lambda name: name.endswith(".tmp"))  # of an export that was killed
+        self._remove(lambda name: name.endswith(".tmp"))  # left by an export that was killed
 
     def begin(self, name: str, header: bytes) -> None:
-        """What is written from now on is this file, which begins with ``header``."""
+        """End the file before, and begin this one with ``header``."""
         self._end()
         self.path = self._folder / name
         self._names.append(name)
@@ -172,7 +173,7 @@ class _Writer:
     def commit(self) -> None:
         self._end()
         if any((self._folder / name).exists() for name in self._names if name != _INDEX) and _INDEX in self._names:
-            (self._folder / _INDEX).unlink(missing_ok=True)  # it must not list files of both
+            (self._folder / _INDEX).unlink(missing_ok=True)  # an index must not list old and new files
         for name in self._names:
             self.path = self._folder / name
             if name == _INDEX:

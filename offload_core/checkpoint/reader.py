@@ -1,250 +1,37 @@
-"""A checkpoint on disk: a folder with a manifest and the files it names, checked block by block as they are read.
+"""Reads a checkpoint. Each block that is read is checked against its checksum in the manifest."""
 
-``manifest.json`` is ``{"format", "version", "checksum", "content"}``; the checksum is that of the content's text. The
-content names each file, its size, the checksums of its blocks, and what its tensors hold of which parameter. Nothing in
-it is run, no name in it leads out of the folder, and no number in it is believed that the files do not bear out.
-
-A checkpoint is written in a folder whose name begins with a dot, and renamed when it is complete. ``latest`` names the
-last one.
-"""
-
-import json
-import math
 import os
-import re
-import shutil
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import xxhash
 
 from ..errors import CheckpointError
 from ..layout.regions import Region, common
-from ..support.disks import begin_reading, names_to_disk, to_disk
+from ..support.disks import begin_reading
 from ..support.processors import default_threads
-from .safetensors import NAME_OF, NUMPY_OF
-from .shard_writer import ShardWriter, checksum
+from .folder import CHECKPOINT_NAME, MANIFEST, find
+from .manifest import NOT_A_MANIFEST, Tensor, read_manifest, tensors_of
+from .values import ArrayType, decode
 
-FORMAT = "offload-core checkpoint"
-VERSION = 1
-MANIFEST = "manifest.json"
-LATEST = "latest"
-UNFINISHED = ".saving"
-_DISCARDED = ".discarded"
-_PREPARED = ".new"
-_CHECKPOINT = re.compile(r"step-([0-9]{8,})(\.[0-9]+)?")
-_FILE = re.compile(r"shard-[0-9]{5,}-of-[0-9]{5,}\.safetensors")
-_LARGEST = 2**62
 _READERS = 4
 _READ_AHEAD = 4
-"""Blocks that the disk is told of before they are read."""
+"""The number of blocks that the system is asked to read ahead."""
 _MOST_ROWS = 2**20
-"""Runs of elements that are looked up at a time; what was laid out otherwise comes in runs of few elements."""
+"""Runs of elements to look up at a time. A tensor saved in another layout has many short runs."""
 _MOST_IN_PLACE = 16
-"""Runs of a block that are read one by one to where they belong."""
-NOT_A_MANIFEST = (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError)
-"""What reading JSON of any content raises."""
-
-
-def file_name(rank: int, world_size: int) -> str:
-    """Of what a process writes."""
-    return f"shard-{rank:05d}-of-{world_size:05d}.safetensors"
-
-
-class Tensor(NamedTuple):
-    """What a file holds at some place."""
-
-    name: str
-    kind: str
-    region: Region
-    dtype: np.dtype
-    file: int
-    """Its index in the manifest."""
-    offset: int
-    """In bytes, from the file's start."""
-
-    def to_json(self) -> dict[str, Any]:
-        region = self.region
-        entry = {"name": self.name, "kind": self.kind, "dtype": NAME_OF[self.dtype], "offset": self.offset}
-        entry |= {"shape": region.shape, "start": region.start, "numel": region.numel}
-        return entry | {k: v for k, v in (("order", region.order), ("box", region.box)) if v is not None}
-
-    @classmethod
-    def of_json(cls, entry: dict[str, Any], file: int) -> "Tensor":
-        """Raises one of ``NOT_A_MANIFEST`` where it is no such thing."""
-        order, box = entry.get("order"), entry.get("box")
-        region = Region(
-            tuple(map(int, entry["shape"])),
-            int(entry["start"]),
-            int(entry["numel"]),
-            None if order is None else tuple(map(int, order)),
-            None if box is None else tuple((int(low), int(high)) for low, high in box),
-        )
-        region.check()
-        if math.prod(region.shape) >= _LARGEST:
-            raise ValueError(f"shape {region.shape}")
-        return cls(entry["name"], entry["kind"], region, NUMPY_OF[entry["dtype"]], file, int(entry["offset"]))
-
-
-def file_record(writer: ShardWriter) -> dict[str, Any]:
-    """A file that is being written, as the manifest will have it but for its checksums."""
-    tensors = [
-        Tensor(source.name, source.kind, source.region, source.dtype, 0, writer.offset(i)).to_json()
-        for i, source in enumerate(writer.sources)
-    ]
-    return {
-        "file": writer.path.name,
-        "bytes": writer.n_bytes,
-        "block_bytes": writer.block_bytes,
-        "tensors": tensors,
-    }
-
-
-# --- writing ---------------------------------------------------------------------------------------------
-
-
-def write_manifest(folder: Path, content: dict[str, Any]) -> None:
-    """Write the manifest and see to it that it is on the disk, and the folder's entries too."""
-    durable(folder / MANIFEST, _manifest(content))
-    names_to_disk(folder)
-
-
-def _manifest(content: Any) -> str:
-    text = json.dumps(content, separators=(",", ":"), allow_nan=False)  # in its order
-    head = {"format": FORMAT, "version": VERSION, "checksum": checksum(text.encode())}
-    return f'{json.dumps(head)[:-1]}, "content": {text}}}\n'
-
-
-def durable(path: Path, text: str) -> None:
-    """Write a small file whole: whoever sees it under its name sees all of it."""
-    _prepare(path, text).replace(path)
-
-
-def _prepare(path: Path, text: str) -> Path:
-    """The file on the disk, under a name of its own as yet."""
-    aside = path.with_name(f".{path.name}{_PREPARED}")
-    try:
-        with aside.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            to_disk(file.fileno())
-    except BaseException:
-        aside.unlink(missing_ok=True)
-        raise
-    return aside
-
-
-def make_folder(folder: Path) -> None:
-    """Make a folder and those above it that are missing, on the disk too."""
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in missing:
-        names_to_disk(path.parent)
-
-
-def commit(unfinished: Path, name: str) -> Path:
-    """Make a complete checkpoint known, under this name, and as the latest."""
-    folder = unfinished.parent
-    latest = _prepare(folder / LATEST, f"{name}\n")  # while a full disk is no harm
-    try:
-        unfinished.rename(folder / name)
-        names_to_disk(folder)
-        latest.replace(folder / LATEST)
-    except BaseException:
-        latest.unlink(missing_ok=True)
-        if not unfinished.exists():
-            (folder / name).rename(unfinished)
-        raise
-    names_to_disk(folder)
-    return folder / name
-
-
-def free_name(folder: Path, step: int) -> str:
-    """A name for a checkpoint of that step; another one may have been there before."""
-    name, n = f"step-{step:08d}", 0
-    while (folder / (chosen := f"{name}.{n}" if n else name)).exists():
-        n += 1
-    return chosen
-
-
-def rotate(folder: Path, last: str, keep: int) -> None:
-    """Delete all but ``keep`` checkpoints, the one of that name and those that were written last before it.
-
-    Raises:
-        OSError: one cannot be deleted.
-    """
-    others = [path for path in committed(folder) if path.name != last]
-    for path in others[: max(len(others) + 1 - keep, 0)]:
-        discard(path)
-
-
-def discard(path: Path) -> None:
-    """Delete a checkpoint; one that is deleted in part is not taken for one."""
-    if not path.name.startswith("."):
-        path = path.rename(path.with_name(f".{path.name}{_DISCARDED}"))
-    shutil.rmtree(path, ignore_errors=True)
-
-
-def clean(folder: Path) -> None:
-    """Delete what killed processes have left."""
-    for path in folder.iterdir():
-        if path.name.startswith(".") and path.name.endswith((UNFINISHED, _DISCARDED)):
-            discard(path)
-        elif path.name == f".{LATEST}{_PREPARED}":
-            path.unlink()
-
-
-def committed(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, as they were written one after the other; none where it cannot be read."""
-    found = []
-    try:
-        for path in folder.iterdir():
-            if _CHECKPOINT.fullmatch(path.name) and os.path.exists(path / MANIFEST):
-                found.append(((path / MANIFEST).stat().st_mtime_ns, path.name))
-    except OSError:
-        pass
-    return [folder / name for _, name in sorted(found)]
-
-
-# --- reading ---------------------------------------------------------------------------------------------
-
-
-def find(path: str | os.PathLike[str]) -> Path:
-    """The checkpoint that is meant: this folder, or the latest in it.
-
-    Raises:
-        CheckpointError: there is none.
-    """
-    folder = Path(path)
-    if os.path.exists(folder / MANIFEST):
-        return folder
-    try:
-        named = (folder / LATEST).read_text(encoding="utf-8").strip()
-    except (OSError, ValueError) as error:
-        there = _last_of(folder)
-        raise CheckpointError(
-            f"{folder}: no checkpoint: neither {MANIFEST} nor {LATEST} can be read there ({error})"
-            + (f"; expected one of its folders instead: {there}" if there else "")
-        ) from None
-    if not _CHECKPOINT.fullmatch(named) or not os.path.exists(folder / named / MANIFEST):
-        raise CheckpointError(
-            f"{folder / LATEST} names {named[:80]!r}, which is no whole checkpoint there; expected one of those that "
-            f"are: {_last_of(folder) or 'none'}"
-        )
-    return folder / named
-
-
-def _last_of(folder: Path) -> str:
-    return ", ".join(path.name for path in committed(folder)[-5:])
+"""A block with at most so many runs is read directly into the arrays."""
+_OTHER = {"shape": list, "dtype": str}
+_PARAMETER = {"step": int, "group": int, "behind": bool}
 
 
 @dataclass(frozen=True)
 class Want:
-    """A region of a parameter that is to be read into an array of as many elements, of any floating-point type."""
+    """A region of a parameter, and the array to read it into: as many elements, of any floating-point type."""
 
     name: str
     kind: str
@@ -253,35 +40,26 @@ class Want:
 
 
 class Checkpoint:
-    """A checkpoint whose manifest is in order, and whose files are there in their full length.
+    """A checkpoint with a valid manifest, and with all files present in full length.
 
     Raises:
-        CheckpointError: it is not, or of a version that is not known here; the file is named.
+        CheckpointError: the manifest or a file is damaged or missing, or the version is newer; it names the file.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = find(path)
         manifest = self.path / MANIFEST
-        self.content = _read_manifest(manifest)
+        self.content = read_manifest(manifest)
         self._paths: list[Path] = []
         self._tensors: dict[tuple[str, str], list[Tensor]] = {}
         try:
-            named = _CHECKPOINT.fullmatch(self.path.name)
+            named = CHECKPOINT_NAME.fullmatch(self.path.name)
             if named and int(named[1]) != self.content["step"]:
                 raise ValueError(f"it is of step {self.content['step']}")
             self.files: list[dict[str, Any]] = self.content["files"]
             for i, record in enumerate(self.files):
-                name, size, block_bytes = record["file"], record["bytes"], record["block_bytes"]
-                numbers = all(type(n) is int for n in (size, block_bytes)) and size >= 0 and block_bytes > 0
-                if not _FILE.fullmatch(name) or not numbers or len(record["blocks"]) != -(-size // block_bytes):
-                    raise ValueError(f"the record of {name!r}")
-                self._paths.append(self.path / name)
-                for entry in record["tensors"]:
-                    tensor = Tensor.of_json(entry, i)
-                    item = tensor.dtype.itemsize
-                    inside = 0 <= tensor.offset <= tensor.offset + tensor.region.numel * item <= size
-                    if not inside or tensor.offset % item or block_bytes % item:
-                        raise ValueError(f"where {tensor.name!r} is in {name!r}")
+                self._paths.append(self.path / record["file"])
+                for tensor in tensors_of(record, i):
                     self._tensors.setdefault((tensor.name, tensor.kind), []).append(tensor)
         except NOT_A_MANIFEST as error:
             raise CheckpointError(f"{manifest}: not the manifest of this checkpoint ({error!r})") from None
@@ -302,14 +80,14 @@ class Checkpoint:
         return sum(record["bytes"] for record in self.files)
 
     def has(self, name: str, kind: str) -> bool:
-        """Whether it holds something of a parameter."""
+        """True if it holds any part of this kind of a parameter."""
         return (name, kind) in self._tensors
 
     def array(self, name: str, kind: str) -> np.ndarray:
-        """A tensor whole, as it was saved.
+        """A tensor that was saved as one piece, with its shape and element type.
 
         Raises:
-            CheckpointError: there is none, or not as one piece.
+            CheckpointError: there is no such tensor.
         """
         tensors = self._tensors.get((name, kind), [])
         if len(tensors) != 1 or not tensors[0].region.is_whole:
@@ -320,10 +98,10 @@ class Checkpoint:
         return out.reshape(region.shape)
 
     def read(self, wants: Iterable[Want]) -> None:
-        """Read, checking every block that is touched.
+        """Read regions into their arrays, and check every block that is read.
 
         Raises:
-            CheckpointError: a block's bytes are not those that were written, or something was not saved.
+            CheckpointError: a block is damaged, or a region was not saved.
         """
         pieces: _Pieces = {}
         n_rows = 0
@@ -348,16 +126,16 @@ class Checkpoint:
         self._run(pieces)
 
     def verify(self, besides: Collection[str] = ()) -> None:
-        """Read all there is, and raise :class:`CheckpointError` where a block's bytes are not those written.
+        """Read all blocks, and raise :class:`CheckpointError` if one is damaged.
 
         Args:
-            besides: kinds of which others see to it: blocks that hold nothing else are not read.
+            besides: kinds that are checked elsewhere; blocks with a tensor of these kinds are not read.
         """
         for error in self.errors(besides):
             raise error
 
     def errors(self, besides: Collection[str] = ()) -> Iterator[CheckpointError]:
-        """What :meth:`verify` would raise, file by file."""
+        """The errors that :meth:`verify` would raise, one for each damaged file."""
         others = {(i, block) for i, record in enumerate(self.files) for block in range(len(record["blocks"]))}
         for tensor in (tensor for tensors in self._tensors.values() for tensor in tensors):
             if tensor.kind in besides and tensor.region.numel:
@@ -375,13 +153,13 @@ class Checkpoint:
                 yield error
 
     def _places(self, tensor: Tensor, rows: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-        """Distribute runs of a tensor over the blocks that they lie in; no element lies in two.
+        """Cut runs of a tensor at the bounds of blocks.
 
         Args:
-            rows: ``(place in the tensor, place in what is read into, elements)``.
+            rows: int64 ``(place in the tensor, place in the array, elements)``.
 
-        Returns:
-            For each block ``(place in it, place in what is read into, elements)``.
+        Yields:
+            For each block its number, and int64 rows ``(place in the block, place in the array, elements)``.
         """
         size = int(self.files[tensor.file]["block_bytes"]) // tensor.dtype.itemsize
         begins, to, ends = rows[:, 0] + tensor.offset // tensor.dtype.itemsize, rows[:, 1], rows[:, 2]
@@ -411,7 +189,7 @@ class Checkpoint:
 
         def each() -> None:
             buffer = np.empty(longest, np.uint8)
-            for n in left:  # all threads' together: the disk sees one sequence
+            for n in left:  # the threads share one iterator, so that the disk is read in sequence
                 announce(blocks[n + _READ_AHEAD : n + _READ_AHEAD + 1])
                 i, block = blocks[n]
                 self._read_block(i, block, descriptors[i], buffer, pieces[i, block])
@@ -435,7 +213,7 @@ class Checkpoint:
             raise CheckpointError(f"{path}: {error.strerror}; take another checkpoint") from None
 
     def _read_block(self, i: int, block: int, descriptor: int, buffer: np.ndarray, pieces: "list[_Piece]") -> None:
-        """Read a block, and what is wanted of it to where it belongs: at once there, if it is as it is in the file."""
+        """Read and check a block, and fill the arrays with its pieces: directly where types and layout allow it."""
         record, path = self.files[i], self._paths[i]
         size = int(record["block_bytes"])
         at, data = block * size, buffer[: min(size, int(record["bytes"]) - block * size)]
@@ -462,21 +240,21 @@ class Checkpoint:
 
 
 _Piece = tuple[np.dtype, np.ndarray, np.ndarray]
-"""Element type in the file; rows ``(place in the block, place in what is read into, elements)``, the places counted in
-elements; what is read into."""
+"""The element type in the file; rows ``(place in the block, place in the array, elements)``, with places in elements;
+the array."""
 _Pieces = dict[tuple[int, int], list[_Piece]]
-"""By file and block."""
+"""Pieces by ``(file, block)``."""
 
 
 def _covers(rows: np.ndarray, numel: int) -> bool:
-    """Whether these rows of :func:`common` fill the target, each element once."""
+    """True if these rows of :func:`common` fill the target's ``numel`` elements, each once."""
     rows = rows[np.argsort(rows[:, 2])]
     ends = np.cumsum(rows[:, 3])
     return bool((rows[:, 2] == ends - rows[:, 3]).all()) and (int(ends[-1]) if len(ends) else 0) == numel
 
 
 def _groups(sorted_values: np.ndarray) -> Iterator[tuple[int, int]]:
-    """Where runs of equal values begin and end."""
+    """The ``(begin, end)`` of each run of equal values."""
     if not len(sorted_values):
         return
     bounds = np.flatnonzero(np.diff(sorted_values)) + 1
@@ -484,9 +262,9 @@ def _groups(sorted_values: np.ndarray) -> Iterator[tuple[int, int]]:
 
 
 def _in_place(pieces: "list[_Piece]", data: np.ndarray) -> list[np.ndarray] | None:
-    """Memory that is to hold a block's bytes, run by run: what is wanted where it belongs, the rest in ``data``.
+    """Memory to read a block into, run by run: the arrays for the pieces, ``data`` for the bytes between.
 
-    None where that cannot be.
+    None if the pieces must be converted, overlap or are too many.
     """
     if sum(len(places) for _, places, _ in pieces) > _MOST_IN_PLACE:
         return None
@@ -514,30 +292,57 @@ def _scatter(data: np.ndarray, places: np.ndarray, out: np.ndarray) -> None:
     out[np.repeat(to, numel) + within] = data[np.repeat(at, numel) + within].astype(out.dtype)
 
 
-def _read_manifest(path: Path) -> dict[str, Any]:
-    try:
-        text = path.read_bytes()
-        head = json.loads(text)
-        if head["format"] != FORMAT:
-            raise ValueError(f"format {head['format']!r}")
-        version, content = head["version"], head["content"]
-        if type(version) is not int:
-            raise ValueError(f"version {version!r}")
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}; take another checkpoint") from None
-    except NOT_A_MANIFEST as error:
-        raise CheckpointError(
-            f"{path}: not the manifest of a checkpoint, or damaged ({error!r}); take another checkpoint"
-        ) from None
-    if version > VERSION:
-        raise CheckpointError(
-            f"{path}: version {version} of the format, and this offload-core reads up to {VERSION}; expected a newer "
-            "offload-core"
-        )
-    try:
-        whole = _manifest(content).encode() == text
-    except NOT_A_MANIFEST:
-        whole = False
-    if not whole:
-        raise CheckpointError(f"{path}: what it says is not what was written; take another checkpoint")
-    return content
+class Loaded:
+    """The content of a checkpoint besides its tensors.
+
+    Args:
+        rank: this process's rank; None: do not read the values of single processes.
+
+    Raises:
+        CheckpointError: the manifest is incomplete.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, rank: int | None, types: Sequence[ArrayType] = ()) -> None:
+        self.checkpoint = checkpoint
+        self.content = content = checkpoint.content
+        self._types = types
+        try:
+            self.step: int = content["step"]
+            self.parameters: dict[str, dict[str, Any]] = content["parameters"]
+            """Of each trained parameter: shape, dtype, step, group, behind (older than its master weight)."""
+            self.others: dict[str, dict[str, Any]] = content["others"]
+            for entry in (*self.parameters.values(), *self.others.values()):
+                _check_types(entry, _OTHER)
+            for entry in self.parameters.values():
+                _check_types(entry, _PARAMETER)
+            _check_types(content, {"step": int, "own": list})
+            self.state = self._decode(0, content["state"])
+            own = content["own"]
+            self.own = self._decode(rank, own[rank]) if rank is not None and rank < len(own) else None
+            """The values that the process of this rank saved for itself; None if there was no such process."""
+        except NOT_A_MANIFEST as error:
+            raise CheckpointError(f"{checkpoint.path / MANIFEST}: incomplete ({error!r})") from None
+
+    def _decode(self, rank: int, value: Any) -> Any:
+        return decode(value, _Values(self.checkpoint, rank), self._types)
+
+
+class _Values(Sequence[np.ndarray]):
+    """The arrays of a process's plain values."""
+
+    def __init__(self, checkpoint: Checkpoint, rank: int) -> None:
+        self._checkpoint, self._rank = checkpoint, rank
+
+    def __getitem__(self, i: Any) -> Any:
+        return self._checkpoint.array(f"{self._rank}.{i}", "value")
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+def _check_types(entry: Any, types: Mapping[str, type]) -> None:
+    for key, expected in types.items():
+        if type(entry[key]) is not expected:
+            raise TypeError(f"{key} is {str(entry[key])[:80]!r}")
+    if any(type(n) is not int or n < 0 for n in entry.get("shape", ())):
+        raise ValueError(f"shape {entry['shape']}")

@@ -1,8 +1,8 @@
 """The safetensors file format, written and read piece by piece.
 
 A file is the length of its header (8 bytes, little-endian), the header (JSON), and the tensors' bytes
-(https://huggingface.co/docs/safetensors). Its own library takes whole tensors only, and reads no element types that
-NumPy lacks.
+(https://huggingface.co/docs/safetensors). The format's own library only takes whole tensors, and reads no element types
+that NumPy lacks.
 """
 
 import json
@@ -42,7 +42,7 @@ NAME_OF = {dtype: name for name, dtype in NUMPY_OF.items()}
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a file: its element type and shape, and where its bytes begin, counted from the file's start."""
+    """A tensor in a file: its element type and shape, and the place of its bytes, counted from the file's start."""
 
     dtype: np.dtype
     shape: tuple[int, ...]
@@ -56,10 +56,10 @@ class Stored:
 def plan_file(
     tensors: Mapping[str, tuple[np.dtype, Sequence[int]]], metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, dict[str, Stored], int]:
-    """The header of a file of these tensors, where each is to be written, and the file's size in bytes.
+    """The header of a file of these tensors, the place of each, and the file's size in bytes.
 
-    Tensors follow each other in the order given, which should be that of falling element size: readers expect them
-    aligned, and nothing may lie between.
+    Tensors follow each other without gaps, in the order given. That should be the order of falling element size,
+    because readers expect aligned tensors.
     """
     entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     at, relative = 0, {}
@@ -80,7 +80,7 @@ def read_header(path: Path) -> dict[str, Stored]:
     """The tensors of a file.
 
     Raises:
-        CheckpointError: it is no whole safetensors file, or has an element type that is not known here.
+        CheckpointError: it is not a whole safetensors file, or has an unknown element type.
         OSError: it cannot be read.
     """
     size = path.stat().st_size

@@ -1,7 +1,7 @@
-"""A checkpoint on its way to the disk, as each process sees it.
+"""Writes a checkpoint to the disk, in a thread of each process.
 
-Process 0 makes the folder. Every process writes its file and then its *part*, which says what is in the file; when all
-parts are there a thread of process 0 makes them a checkpoint.
+Process 0 makes the folder. Every process writes its file, and then its *part*, which describes the file. When all parts
+are there, the thread of process 0 joins them to the manifest and renames the folder.
 """
 
 import fcntl
@@ -21,30 +21,31 @@ from ..errors import CheckpointError, CheckpointWarning
 from ..ranks.collectives import Collectives
 from ..ranks.consistency import combine, together
 from ..support.user_line import UserLine
-from . import reader as files
+from .folder import UNFINISHED, clean, commit, discard, durable, free_name, make_folder, rotate
+from .manifest import file_record, write_manifest
 from .shard_writer import ShardWriter
 
 _POLL_SECONDS = 0.05
 _LONGEST_PAUSE_SECONDS = 0.2
 _PATIENCE_SECONDS = 600.0
-"""How long process 0 waits while no file of the others grows."""
+"""Process 0 gives up if no file of the others has grown for so long."""
 
 
 def all_or_none(collectives: Collectives, what: str) -> AbstractContextManager[None]:
-    """An error of one process inside is an error of all: a :class:`CheckpointError` of those that had none."""
+    """If the body fails on one process it fails on all: the others raise :class:`CheckpointError`."""
     return together(collectives, f"checkpoint: {what}", partial(failed_elsewhere, what))
 
 
 def failed_elsewhere(what: str, others: str) -> CheckpointError:
-    """The error of a process where saving or loading failed in others."""
+    """The error for a process if saving or loading failed in others."""
     return CheckpointError(f"{what} of a checkpoint failed in process {others}, and so in all; it says there why")
 
 
 class Place:
-    """Where a checkpoint is written; process 0 makes it and says so.
+    """The folder in which a checkpoint is written. Process 0 makes it and broadcasts its name.
 
     Raises:
-        CheckpointError: on all processes, where it cannot be made, or not all see it.
+        CheckpointError: on all processes, if it cannot be made or a process does not see it.
     """
 
     def __init__(self, folder: Path, collectives: Collectives, step: int) -> None:
@@ -77,10 +78,10 @@ class Place:
 
     @property
     def unfinished(self) -> Path:
-        return self.folder / f".{self.name}.{self._token}{files.UNFINISHED}"
+        return self.folder / f".{self.name}.{self._token}{UNFINISHED}"
 
     def _make(self, step: int) -> bytes:
-        files.make_folder(self.folder)
+        make_folder(self.folder)
         self._lock = os.open(self.folder, os.O_RDONLY)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -90,35 +91,41 @@ class Place:
             ) from None
         except OSError:
             pass  # a file system without locks
-        files.clean(self.folder)
-        self.name, self._token = files.free_name(self.folder, step), os.urandom(4).hex()
+        clean(self.folder)
+        self.name, self._token = free_name(self.folder, step), os.urandom(4).hex()
         self.unfinished.mkdir()
         return f"{self.name}/{self._token}".encode()
 
     def release(self) -> None:
-        """Let others save here."""
+        """Release the lock, so that other runs can save here."""
         lock, self._lock = self._lock, None
         if lock is not None:
             with suppress(OSError):
-                fcntl.flock(lock, fcntl.LOCK_UN)  # a child forked meanwhile has the descriptor, too
+                fcntl.flock(lock, fcntl.LOCK_UN)  # a child process forked meanwhile holds the descriptor, too
             os.close(lock)
 
     def lost(self) -> CheckpointError:
-        """What is wrong where it is not there any more, or is not to be."""
+        """The error for a folder that has been removed or given up."""
         return CheckpointError(
             f"{self.unfinished}: saving failed in another process, which says there why, or somebody removed it; "
             "checkpoints before it are untouched"
         )
 
     def give_up(self) -> None:
-        """Remove what there is of it. Only where it cannot be complete: process 0 may be about to make it known."""
+        """Delete the folder. Call it only if the checkpoint cannot be complete: process 0 might be renaming it."""
         if self._token:
-            files.discard(self.unfinished)
+            discard(self.unfinished)
         self.release()
 
 
 class Save:
-    """A checkpoint on its way to the disk, as one process sees it."""
+    """One process's part in writing a checkpoint.
+
+    Args:
+        prepare: given the folder, makes the writer of this process's file and its part of the manifest.
+        keep: the number of checkpoints to keep; None: all.
+        quiet: do not warn of a failure, because the caller waits and gets the error.
+    """
 
     def __init__(
         self,
@@ -137,7 +144,7 @@ class Save:
         try:
             with all_or_none(place.collectives, "save"):
                 writer, self._part = prepare(place.unfinished)
-                self._record = files.file_record(writer)
+                self._record = file_record(writer)
             self.writer = writer
             self._thread = threading.Thread(target=self._run, name="offload-core checkpoint")
             self._thread.start()
@@ -148,9 +155,9 @@ class Save:
             raise
 
     def wait(self) -> None:
-        """Return when it is complete, in all processes; after an interrupt it goes on.
+        """Return when the checkpoint is complete in all processes. Writing goes on after an interrupt.
 
-        They ask each other again and again: a collective that waited for a slow disk might come too late.
+        The processes poll each other: one collective that waited for a slow disk might time out.
         """
         collectives, pause = self._place.collectives, 0.001
         ended = failed = 0
@@ -162,7 +169,7 @@ class Save:
                 pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
             if failed:
                 self._abandon()
-                combine(collectives, "checkpoint: save", sums=[1])  # nobody writes there any more
+                combine(collectives, "checkpoint: save", sums=[1])  # after this no process writes there
         except Exception:
             self._abandon()
             raise
@@ -182,7 +189,7 @@ class Save:
 
     @property
     def running(self) -> bool:
-        """Whether this process has anything left to do for it."""
+        """True if this process is still writing."""
         return self._thread.is_alive()
 
     def _run(self) -> None:
@@ -191,7 +198,7 @@ class Save:
             self.writer.write()
             self._record["blocks"] = self.writer.checksums
             part = json.dumps(self._part | {"files": self._record})
-            files.durable(self._part_of(place.collectives.rank), part)
+            durable(self._part_of(place.collectives.rank), part)
             if place.collectives.rank == 0:
                 self._complete()
         except Exception as error:
@@ -199,9 +206,7 @@ class Save:
             place.give_up()
             try:
                 if not self._quiet and not self._given_up.is_set():
-                    self._asked_at.warn(
-                        CheckpointWarning(f"{explained}; who waits for it or saves next gets this error")
-                    )
+                    self._asked_at.warn(CheckpointWarning(f"{explained}; the next wait or save raises this error"))
             finally:
                 self._error = explained
         finally:
@@ -228,18 +233,19 @@ class Save:
         content = parts[0] | {key: [part[key] for part in parts] for key in ("own", "files")}
         for path in paths:
             path.unlink()
-        files.write_manifest(self._place.unfinished, content)
-        files.commit(self._place.unfinished, self._place.name)
+        write_manifest(self._place.unfinished, content)
+        commit(self._place.unfinished, self._place.name)
         if self._keep is not None:
             try:
-                files.rotate(self._place.folder, self._place.name, self._keep)
+                rotate(self._place.folder, self._place.name, self._keep)
             except OSError as error:
-                path = error.filename or self._place.folder  # no word of the new one: the next save would say it again
+                # The warning does not name the new checkpoint: its text stays the same, and Python shows it once.
+                path = error.filename or self._place.folder
                 why = f"{path}: {error.strerror or error}; it was to be deleted, for keep={self._keep}"
                 self._asked_at.warn(CheckpointWarning(f"{why}. Checkpoints take more and more room: delete it by hand"))
 
     def _await(self, paths: Sequence[Path]) -> None:
-        """Wait until all of these are there; not for ever, where nothing happens any more."""
+        """Wait until all of these exist. Give up if nothing is written for ``_PATIENCE_SECONDS``."""
         seen: Any = None
         since = time.monotonic()
         while missing := [path for path in paths if not path.exists()]:

@@ -1,8 +1,8 @@
-"""Writes one file of a checkpoint while what it holds goes on changing.
+"""Writes one file of a checkpoint while training goes on and changes its sources.
 
-The file is cut into blocks. A block's bytes are copied to a staging buffer before it is written, by whichever comes
-first: the thread that writes, or (:meth:`ShardWriter.capture`) who is about to change them. So the file holds
-everything as it was at the beginning, and of the past no more is kept than there are buffers.
+The file is cut into blocks. Before a block is written it is copied to a staging buffer: by the writing thread, or, if
+that comes first, by the thread that is about to change its source (:meth:`ShardWriter.capture`). So the file holds
+everything as it was at the beginning, and copies take no more memory than the buffers.
 """
 
 import os
@@ -24,33 +24,34 @@ from ..support.disks import begin_writing, reserve, to_disk
 from .safetensors import plan_file
 
 BLOCK_BYTES = 8 * 2**20
-"""Checksums are of so many bytes each; a multiple of every element size."""
+"""The bytes of a block, each with its own checksum; a multiple of every element size."""
 _WRITE_BACK_BLOCKS = 4
-"""After so many the disk is told to begin with them, so that little is left for the end, and no page cache is kept."""
+"""After so many blocks the system starts to write them to the disk, so that little is left for the final sync, and
+little stays in the page cache."""
 BUFFERS = 8
-"""Blocks of the past that are held at a time."""
+"""Staging buffers, of one block each."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A one-dimensional array to be saved as it is now."""
+    """A one-dimensional array to be saved with its present values."""
 
     name: str
-    """The parameter's."""
+    """The parameter's name."""
     kind: str
     """``"master"``, ``"exp_avg"``, ``"exp_avg_sq"``, ``"param"`` (a tensor's own value) or ``"value"``."""
     region: Region
-    """What it holds of the parameter."""
+    """The part of the parameter that it holds."""
     dtype: np.dtype
     read: Callable[[int, np.ndarray], None]
     """``read(start, out)`` copies the elements from ``start`` on to ``out``; from any thread, if ``changes_with``."""
     changes_with: int | None = None
-    """The parameter (its number in the pipeline) whose updates write to it, and nothing else does. None: anybody may,
-    as soon as the save has returned."""
+    """The parameter (its number in the pipeline) whose updates alone write to it. None: it may change in any way after
+    the save has returned."""
 
     @classmethod
     def of(cls, name: str, kind: str, region: Region, array: np.ndarray, changes_with: int | None = None) -> "Source":
-        """A NumPy array."""
+        """The source for a NumPy array."""
         return cls(name, kind, region, array.dtype, partial(_read, array.reshape(-1)), changes_with)
 
     @property
@@ -72,12 +73,12 @@ def checksum(data: bytes | np.ndarray) -> str:
 
 
 class ShardWriter:
-    """A safetensors file on its way to the disk.
+    """Writes a safetensors file.
 
     Args:
         path: must not exist yet.
-        sources: what it is to hold.
-        memory: the account of the staging buffers; they are given back at the end.
+        sources: the arrays to write.
+        memory: allocates the staging buffers; they are freed at the end.
 
     Raises:
         CheckpointError: the file cannot be made, or the disk has no room for it.
@@ -101,7 +102,7 @@ class ShardWriter:
         self._offsets = [stored[key].offset for key in self.keys]
         n_blocks = -(-self.n_bytes // block_bytes)
         self.checksums = [""] * n_blocks
-        """Of each block, once it is written."""
+        """The checksum of each block that was written; ``""`` for the others."""
         self._blocks_of: dict[int | None, set[int]] = {}
         for source, offset in zip(self.sources, self._offsets, strict=True):
             if source.n_bytes:
@@ -133,16 +134,16 @@ class ShardWriter:
         )
 
     def offset(self, source: int) -> int:
-        """Where a source's bytes begin, counted from the file's start."""
+        """The place of a source's bytes, counted from the file's start."""
         return self._offsets[source]
 
-    # --- what the others do --------------------------------------------------------------------------
+    # --- called by other threads ---------------------------------------------------------------------
 
     def capture(self, params: Iterable[int | None]) -> None:
-        """Return when what changes with these parameters may change (None: what may change at any time).
+        """Return when the sources that change with these parameters may change (None: sources that may always change).
 
-        Where the file has been given up it returns at once: what uses this memory goes on. What goes wrong in copying
-        is why the file is given up, and an error of :meth:`write`.
+        An error in copying does not raise here, so that training goes on: it cancels the file, and :meth:`write` raises
+        it. If the file was cancelled, this returns at once.
         """
         if self._done:
             return
@@ -168,17 +169,17 @@ class ShardWriter:
             self._changed.wait_for(lambda: self._error or self._copying.isdisjoint(blocks))
 
     def cancel(self, error: BaseException) -> None:
-        """Give the file up, because of ``error``."""
+        """Give up the file because of ``error``."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Give up a file that nobody writes."""
+        """Give up a file before :meth:`write` was called."""
         self.cancel(CheckpointError(f"{self.path}: given up"))
         os.close(self._file)
 
-    # --- what the thread does that writes --------------------------------------------------------------
+    # --- called by the writing thread ------------------------------------------------------------------
 
     def write(self) -> None:
         """Write the file, and return when it is on the disk.
@@ -212,7 +213,7 @@ class ShardWriter:
                 self._done = True
 
     def _next_block(self) -> tuple[int, np.ndarray]:
-        """The next block to be written, and its bytes; those come first that somebody has copied already."""
+        """The next block to write, and its bytes. Blocks that other threads have copied come first."""
         with self._changed:
             self._changed.wait_for(lambda: self._error or self._full or (self._free and self._find_left() is not None))
             if self._error:

@@ -1,4 +1,4 @@
-"""What a checkpoint takes from objects and generators, and gives back to them."""
+"""States of a user's objects and of random generators, to and from a checkpoint."""
 
 import random
 from collections.abc import Mapping
@@ -10,10 +10,10 @@ from ..errors import CheckpointError
 
 
 def states_of(stateful: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The states of a user's objects: schedulers, data loaders, whatever has ``state_dict``.
+    """The states of a user's objects: schedulers, data loaders, or any other with ``state_dict``.
 
     Raises:
-        CheckpointError: one has not.
+        CheckpointError: an object has no ``state_dict`` or ``load_state_dict``.
     """
     _check_objects(stateful)
     return {name: item.state_dict() for name, item in (stateful or {}).items()}
@@ -49,6 +49,6 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Take up what :func:`random_state` gave."""
+    """Restore the states that :func:`random_state` returned."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])

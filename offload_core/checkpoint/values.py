@@ -1,7 +1,7 @@
-"""Plain values as JSON, and arrays beside it: what ``state_dict()`` of a scheduler holds, without pickle.
+"""Plain values as JSON with arrays beside it, without pickle: for the ``state_dict()`` of a scheduler, for example.
 
-None, booleans, integers, finite floats, strings, and lists and dictionaries with string keys of these are themselves in
-JSON. The rest is ``{"$": kind, …}``; a decoder that does not know the kind says so.
+None, booleans, integers, finite floats, strings, and lists and dictionaries with string keys of these stay as they are
+in JSON. Other values become ``{"$": kind, …}``.
 """
 
 import base64
@@ -20,7 +20,7 @@ _DEEPEST = 200
 
 
 class ArrayType(NamedTuple):
-    """A framework's arrays."""
+    """A framework's type of arrays: its name in JSON, a test for it, and conversions to and from NumPy."""
 
     kind: str
     of: Callable[[Any], bool]
@@ -35,7 +35,7 @@ def encode(value: Any, arrays: list[np.ndarray], types: Sequence[ArrayType] = ()
     """A value as JSON can hold it; arrays are appended to ``arrays``.
 
     Raises:
-        CheckpointError: it holds something else, which is named from ``where`` on.
+        CheckpointError: it holds a value of another type; the message gives its path, which begins with ``where``.
     """
     types = (*types, NUMPY)
 
@@ -55,7 +55,7 @@ def encode(value: Any, arrays: list[np.ndarray], types: Sequence[ArrayType] = ()
         if type(value) in (list, tuple, set, frozenset):
             items = [walk(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)]
             return items if type(value) is list else {_KIND: type(value).__name__, "value": items}
-        if type(value) in (dict, OrderedDict, defaultdict, Counter):  # a factory would be code
+        if type(value) in (dict, OrderedDict, defaultdict, Counter):  # defaultdict without its factory, which is code
             kind = "Counter" if type(value) is Counter else "dict"
             if kind == "dict" and all(type(key) is str and not key.startswith(_KIND) for key in value):
                 return {key: walk(item, f"{where}[{key!r}]", depth + 1) for key, item in value.items()}
@@ -84,10 +84,10 @@ def encode(value: Any, arrays: list[np.ndarray], types: Sequence[ArrayType] = ()
 
 
 def decode(value: Any, arrays: Sequence[np.ndarray], types: Sequence[ArrayType] = ()) -> Any:
-    """The inverse of :func:`encode`. Arrays of a framework that is not among ``types`` are NumPy's.
+    """The inverse of :func:`encode`. Arrays of a framework that is not in ``types`` become NumPy arrays.
 
     Raises:
-        ValueError, KeyError, TypeError, IndexError: it is not what :func:`encode` gave.
+        ValueError, KeyError, TypeError, IndexError: ``value`` is not an output of :func:`encode`.
     """
     from_numpy = {kind.kind: kind.from_numpy for kind in types}
 

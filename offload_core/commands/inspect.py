@@ -1,4 +1,4 @@
-"""``python -m offload_core inspect DIR``: what a checkpoint holds, and whether it is what was written."""
+"""``python -m offload_core inspect DIR``: the contents of a checkpoint, and a check of every block."""
 
 import argparse
 import json
@@ -7,8 +7,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.checkpoints import Loaded
-from ..checkpoint.reader import LATEST, MANIFEST, Checkpoint, committed, find
+from ..checkpoint.folder import LATEST, MANIFEST, committed, find
+from ..checkpoint.reader import Checkpoint, Loaded
 from ..errors import CheckpointError
 from ..memory.host_memory import format_bytes
 
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _describe(path: Path) -> dict[str, Any]:
-    """What is known of a checkpoint, however damaged; all its blocks are read."""
+    """Describe a checkpoint, as far as damage permits. Reads all its blocks."""
     about: dict[str, Any] = {"path": str(path), "errors": []}
     try:
         checkpoint = Checkpoint(path)

@@ -1,4 +1,4 @@
-"""What this machine is, and how fast its memory is."""
+"""A description of this machine, and measurements of its memory."""
 
 import platform
 import subprocess
@@ -19,23 +19,23 @@ from ..rules.adam import AdamHyper
 from ..support.processors import available_cpus, default_threads
 
 _MEASURED = 16 * 2**20
-"""Elements of each array that is streamed: more than caches hold."""
+"""Elements of each array that is streamed: more than the caches hold."""
 _RUNS = 5
 _PACKAGES = ("offload-core", "numpy", "torch", "jax")
 
 
 @dataclass(frozen=True)
 class Bandwidths:
-    """Of the host's memory, bytes a second read and written together; the best of several runs."""
+    """Bandwidths of the host's memory: bytes a second, read and written together; the best of several runs."""
 
     dram: float
-    """As the update streams it: four fp32 arrays are read and three written by the Adam kernel."""
+    """That of an update: the Adam kernel reads four fp32 arrays and writes three."""
     copy: float
-    """Of copying an array to another."""
+    """That of a copy of one array to another."""
 
 
 def measure_bandwidths(threads: int) -> Bandwidths:
-    """Take some 270 MB and a second."""
+    """Measure the bandwidths. It takes about 270 MB and a second."""
     memory = HostMemory(threads)
     arrays = [memory.allocate("measurement", _MEASURED, FLOAT32.numpy) for _ in range(4)]
     grad, master, exp_avg, exp_avg_sq = map(kernels.address, arrays)
@@ -96,7 +96,7 @@ def _cpu_name() -> str:
 
 
 def _sysctl(name: str) -> str | None:
-    """A property of the machine as macOS tells it."""
+    """A property of the machine from macOS's ``sysctl``; None: not macOS, or no such property."""
     if platform.system() != "Darwin":
         return None
     try:

@@ -1,5 +1,5 @@
-"""Shapes of models, by which memory can be planned before anything is built: GPTs by their configuration, any model by
-the header of its safetensors files, or, where only a count is known, a GPT of about that size.
+"""Shapes of models, for planning memory before a model is built. They come from the configuration of a GPT, from the
+header of safetensors files, or, if only a count is known, from a GPT of about that size.
 """
 
 import json
@@ -18,11 +18,11 @@ from ..layout.regions import InMemory
 GPT2_VOCABULARY = 50304  # 50257 padded to a multiple of 64; bytes use the first 256
 INDEX = "model.safetensors.index.json"
 LEAST = 1_000_000
-"""The fewest parameters that :func:`gpt_of` makes a GPT of."""
+"""The fewest parameters that :func:`gpt_of` takes."""
 MOST = 10**12
-"""The most of which a plan is made."""
+"""The most parameters that a plan takes."""
 _HEAD = 128
-"""Elements of an attention head, where only a count is known."""
+"""Elements of an attention head, for models of which only a count is known."""
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Parameters by name, in the order of a forward."""
@@ -37,11 +37,11 @@ class GPTConfig:
     heads: int
     vocabulary: int
     positions: int | None
-    """Rows of GPT-2's learned position table; None: rotary positions, which a short run learns to use sooner."""
+    """Rows of GPT-2's learned position table; None: rotary positions, which need less training."""
 
     @property
     def shapes(self) -> Shapes:
-        """Its parameters; the tied embedding is one."""
+        """The shapes of its parameters; the tied embedding is one parameter."""
         width = self.width
         table = {} if self.positions is None else {"position.weight": (self.positions, width)}
         shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (self.vocabulary, width), **table}
@@ -75,8 +75,8 @@ GPTS = {
 
 
 def gpt_of(numel: int) -> GPTConfig:
-    """A GPT of about so many parameters, at least :data:`LEAST`, its layers to its width as in the known one nearest to
-    it. From ten millions on it is within a tenth."""
+    """A GPT of about ``numel`` parameters (at least :data:`LEAST`), with layers and width in the ratio of the nearest
+    model of ``GPTS``. From ten million parameters on its size is within a tenth of ``numel``."""
     near = min(GPTS.values(), key=lambda gpt: abs(math.log(gpt.numel / numel)))
     wanted = near.width * (numel / near.numel) ** (1 / 3)
     width = max(_HEAD, _HEAD * round(wanted / _HEAD))
@@ -84,7 +84,7 @@ def gpt_of(numel: int) -> GPTConfig:
     def of(layers: int, vocabulary: int) -> GPTConfig:
         return GPTConfig(layers, width, width // _HEAD, vocabulary, near.positions)
 
-    vocabulary = min(near.vocabulary, max(1, numel // (4 * width)))  # of small models it must not be most
+    vocabulary = min(near.vocabulary, max(1, numel // (4 * width)))  # else it would be most of a small model
     ends, two = of(1, vocabulary).numel, of(2, vocabulary).numel
     return of(max(1, round(1 + (numel - ends) / (two - ends))), vocabulary)
 
@@ -94,7 +94,7 @@ def stored_shapes(path: Path) -> tuple[Shapes, dict[str, ElementType]]:
     and their element types.
 
     Raises:
-        CheckpointError: there is none, or it is not whole, or holds no parameters.
+        CheckpointError: there is no such file, or it is cut off or holds no parameters.
         OSError: a file cannot be read.
     """
     if path.is_dir():
@@ -123,7 +123,7 @@ def _files_of(index: Path) -> list[Path]:
 def specs_of(
     shapes: Shapes, dtypes: ElementType | Mapping[str, ElementType], config: OffloadConfig, world_size: int
 ) -> list[ParamSpec]:
-    """The parameters as torch's front end gives them to the core, ``param_dtype`` before their own types."""
+    """The parameters as torch's front end gives them to the core, of ``param_dtype`` if that is set."""
     least = max(config.param_persistence_threshold, 1)
     apart = config.takes_apart(world_size)
 

@@ -1,4 +1,4 @@
-"""``python -m offload_core plan``: what training a model takes in each stage, whether it fits, and a step's time."""
+"""``python -m offload_core plan``: the memory to train a model in each stage, and the time of a step."""
 
 import argparse
 import json
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class _Tier:
-    """What was asked for, in one stage."""
+    """The plan for one stage."""
 
     stage: int
     offload_param: str | None
@@ -191,7 +191,7 @@ def _overview(tiers: Sequence[_Tier]) -> str:
 
 
 def _alike(tiers: Sequence[_Tier]) -> list[list[_Tier]]:
-    """Those that take the same of everything together: on one rank stages differ by name alone."""
+    """Join tiers with equal needs: on one rank stages differ only by name."""
     found: dict[tuple, list[_Tier]] = {}
     for tier in tiers:
         found.setdefault(tuple((row.what, row.n_bytes) for row in tier.plan.rows), []).append(tier)

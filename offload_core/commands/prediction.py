@@ -1,4 +1,4 @@
-"""How long a step will take, from the bytes it moves and the speeds of a machine."""
+"""Predicts the time of a step from the bytes that it moves and the speeds of a machine."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,32 +12,32 @@ _FLOPS_A_TOKEN_CHECKPOINTED = 8
 
 @dataclass(frozen=True)
 class Speeds:
-    """A machine's, bytes and operations a second; None: not known."""
+    """Speeds of a machine, in bytes and operations a second; None: unknown."""
 
     dram: float
-    """Of the host's memory, which the processes of a machine share, as the update streams it."""
+    """The host memory's bandwidth in an update; the processes of a machine share it."""
     link: float | None = None
-    """Of a device's link to the host, each way."""
+    """The bandwidth of a device's link to the host, in each direction."""
     flops: float | None = None
-    """That a device reaches in forward and backward."""
+    """Operations a second that a device reaches in forward and backward."""
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step's parts; None: not known."""
+    """Seconds of the parts of a step; None: unknown."""
 
     compute: float | None
     update: float
     to_host: float | None
     to_device: float | None
     tail: float
-    """Of the last bucket: to the host, updated, and back."""
+    """Those of the last bucket: its way to the host, its update, and its way back."""
     overlaps: bool
-    """Whether the parts run beside each other."""
+    """True if the parts run at the same time."""
 
     @property
     def seconds(self) -> float:
-        """The whole step, of those parts that are known."""
+        """The whole step, from the parts that are known."""
         parts = [part for part in (self.compute, self.update, self.to_host, self.to_device) if part is not None]
         return max(parts) + self.tail if self.overlaps else sum(parts)
 
@@ -53,21 +53,21 @@ def predict(
 ) -> StepTime:
     """The time of a step, by a model of ideal overlap.
 
-    With everything behind everything else a step takes
+    If all parts overlap, a step takes
 
         max(compute, update, way to the host, way to the device) + the last bucket's tail
 
-    and their sum where nothing overlaps (``schedule="serial"``, one rank on the CPU). Update: the kernel's bytes
-    (:meth:`BucketTerms.traffic`: 28 a bf16 parameter) over the bandwidth of the host's memory, which bounds it. Ways: 2
-    bytes a bf16 parameter over the link's, which carries both at a time. Compute: 6 operations a parameter and token,
-    2 forward and 4 backward (Kaplan et al., "Scaling Laws for Neural Language Models", section 2.1), 8 where
-    activations are computed again. The ways are those of ZeRO-Offload (arXiv:2101.06840, sections 4 and 5). The
-    exchange between ranks, and what the norm reads where gradients are clipped, are not in it.
+    and the sum of the parts if nothing overlaps (``schedule="serial"``, one rank on the CPU). Update: the bytes of the
+    kernel (:meth:`BucketTerms.traffic`: 28 a bf16 parameter) divided by the bandwidth of the host's memory. Each way: 2
+    bytes a bf16 parameter divided by the link's bandwidth; both directions work at the same time. Compute: 6 operations
+    a parameter and token, 2 forward and 4 backward (Kaplan et al., "Scaling Laws for Neural Language Models", section
+    2.1), or 8 if activations are computed again. The ways are those of ZeRO-Offload (arXiv:2101.06840, sections 4 and
+    5). The model leaves out the exchange between ranks, and the memory that the norm reads.
 
     Args:
-        processes: those that share the host's memory.
-        tokens: of a rank's whole step.
-        checkpointing: activations are computed again in backward.
+        processes: the number of processes that share the host's memory.
+        tokens: the tokens of a rank's whole step.
+        checkpointing: True if activations are computed again in backward.
     """
     whole, last = terms.traffic(specs)
 

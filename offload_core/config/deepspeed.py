@@ -30,12 +30,12 @@ OWN_LR = 1e-3
 
 
 def is_deepspeed(given: Mapping[str, Any], own: Collection[str]) -> bool:
-    """Whether a dict is a DeepSpeed configuration, and not one of the fields ``own``.
+    """True if a dict is a DeepSpeed configuration, False if it is one of the fields ``own``.
 
-    What both have (``gradient_clipping``, ``gradient_accumulation_steps``) means the same in both.
+    Names that both have (``gradient_clipping``, ``gradient_accumulation_steps``) mean the same in both.
 
     Raises:
-        ConfigError: it has keys of both kinds.
+        ConfigError: the dict has keys of both kinds.
     """
     theirs = [name for name in given if name not in own and name in spellings(KEYS)]
     ours = [name for name in given if name in own and name not in spellings(KEYS)]
@@ -48,19 +48,19 @@ def is_deepspeed(given: Mapping[str, Any], own: Collection[str]) -> bool:
 
 
 def place_of(name: str) -> str | None:
-    """Where DeepSpeed's configurations have a key of this name."""
+    """The path of the key of this name in a DeepSpeed configuration; None: there is none."""
     if name in spellings(KEYS):
         return name
     return next((path for path, key in walk() if name in (path.rpartition(".")[2], *key.old)), None)
 
 
 def load(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """A configuration from a file, which DeepSpeed reads as Hjson: JSON with comments, in which commas may be missing.
+    """Read a configuration from a file as DeepSpeed does, as Hjson: JSON with comments and optional commas.
 
     Raises:
-        ConfigError: there is no such file, it cannot be read, it has no keys, or a key is there twice.
+        ConfigError: the file is missing, cannot be read or has no keys, or has a key twice.
     """
-    import hjson  # here: it takes as long as the rest of the package
+    import hjson  # imported here, because it takes as long as the rest of the package
 
     source = os.fspath(path)
     try:
@@ -92,17 +92,17 @@ def _without_duplicates(source: str, pairs: list[tuple[str, Any]]) -> dict[str, 
 def fields_of(
     config: Mapping[str, Any], overrides: Mapping[str, Any], *, world_size: int, source: str | None
 ) -> dict[str, Any]:
-    """The fields of ``OffloadConfig`` that a DeepSpeed configuration sets, and those that are given beside it.
+    """The fields of ``OffloadConfig`` that a DeepSpeed configuration sets, and ``overrides``.
 
     Args:
-        overrides: fields that replace its own; an ``"auto"`` takes its value there. A number for ``lr`` is what a
-            schedule goes up to.
+        overrides: fields that replace those of the configuration; they also give the values of its ``"auto"``. A
+            number for ``lr`` becomes the highest rate of a schedule.
         world_size: the ranks that share ``train_batch_size``.
-        source: the path that it was read from, for messages.
+        source: the path of the configuration's file, for messages; None: it was given as a dict.
 
     Raises:
-        ConfigError: a key is unknown or not supported, a value is of the wrong type, values contradict each other, or
-            an ``"auto"`` stands for what cannot be known.
+        ConfigError: a key is unknown or not supported, a value has the wrong type, values contradict each other, or an
+            ``"auto"`` has no known value.
     """
     where = source or "DeepSpeed configuration"
     try:
@@ -116,18 +116,18 @@ def fields_of(
 
 
 class _Translation:
-    """One configuration on its way to ``fields``."""
+    """Translates one configuration to ``fields``."""
 
     def __init__(self, config: Mapping[str, Any], overrides: Mapping[str, Any], world_size: int) -> None:
         self.overrides = overrides
         self.fields: dict[str, Any] = {}
         self.schedule: dict[str, Any] = {}
-        """``lr``, where it is a function."""
+        """``lr``, if it is a function."""
         self.ignored: dict[str, str] = {}
         self.missing: dict[str, str] = {}
-        """Paths of ``"auto"`` that nothing is known of, and the field that would replace each, if there is one."""
+        """Paths of each ``"auto"`` without a known value, and the field that would give it; ``""`` if no field does."""
         given = dict(config)
-        if isinstance(given.get("zero_optimization"), bool):  # as it was before there were stages
+        if isinstance(given.get("zero_optimization"), bool):  # from the time before stages
             given["zero_optimization"] = {"stage": int(given["zero_optimization"])}
         checked = self._checked(KEYS, given, "")
         self._batch(checked, world_size)
@@ -147,7 +147,7 @@ class _Translation:
             )
 
     def _checked(self, keys: Mapping[str, Key], given: Any, path: str) -> dict[str, Any]:
-        """What is set, by its present names and with the types it has here."""
+        """The values that are set, by the present names of their keys and with the types of this package."""
         if not isinstance(given, Mapping):
             raise ConfigError(f"{path.rstrip('.')}: got {given!r}, expected an object: {{...}}")
         out: dict[str, Any] = {}
@@ -176,7 +176,8 @@ class _Translation:
         return out
 
     def _known(self, section: Mapping[str, Any], name: str, path: str) -> Any:
-        """The value of a key; None of an "auto" that an override replaces. Another "auto" is noted as missing."""
+        """The value of a key; None if it is missing or "auto". An "auto" that no override replaces is added to
+        ``missing``."""
         value = section.get(name)
         if value != AUTO:
             return value
@@ -282,7 +283,7 @@ class _Translation:
             self.fields["schedule"] = "overlap" if given["overlap_comm"] else "serial"
 
     def _offload(self, given: Mapping[str, Any], name: str, old: str) -> str | None:
-        """The device of one of the two sections, or of its old spelling; None where there is neither."""
+        """The device in one of the two sections, or in its old spelling; None if both are missing."""
         if name in given and old in given:
             raise ConfigError(f"zero_optimization.{name} and zero_optimization.{old} are the same; expected the first")
         if old in given:
@@ -306,7 +307,7 @@ class _Translation:
             self.fields["pin_memory"] = value
 
     def _optimizer(self, given: Mapping[str, Any] | None) -> Any:
-        """What is not scheduled; returns the learning rate: a number, "auto", or None where none is given."""
+        """Translate the optimizer. Return its learning rate, which a schedule may use: a number, "auto" or None."""
         if given is None:
             return None
         if "type" not in given:
@@ -324,7 +325,7 @@ class _Translation:
         return params.get("lr")
 
     def _schedule(self, given: Mapping[str, Any], lr: Any) -> None:
-        """``lr``, and ``betas`` where they are scheduled too."""
+        """Translate the schedule: ``lr``, and for some schedules ``betas``."""
         if callable(self.overrides.get("lr")):
             return
         if "lr" in self.overrides:
@@ -347,7 +348,7 @@ class _Translation:
         return lr
 
     def _scheduled(self, name: str, given: Mapping[str, Any], lr: Any) -> Any:
-        """The schedule of this name; None where an "auto" is missing."""
+        """The schedule of this name; None if an "auto" has no known value."""
         if name not in SCHEDULES:
             raise ConfigError(
                 f"scheduler.type: got {name!r}; {checks.nearest(name, list(SCHEDULES))}; for others leave the section "

@@ -1,4 +1,4 @@
-"""Every key of a DeepSpeed configuration, and what it means here. docs/deepspeed.md is this as a table."""
+"""Every key of a DeepSpeed configuration and its meaning here. docs/deepspeed.md shows it as a table."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
@@ -11,7 +11,7 @@ from ..support import checks
 AUTO = "auto"
 
 Convert = Callable[[str, Any], Any]
-"""Checks the value of the key of this name; returns it as Python has it."""
+"""``convert(name, value)`` checks the value of the key ``name``, and returns it as a Python value."""
 
 
 @dataclass(frozen=True)
@@ -19,22 +19,22 @@ class Key:
     """A key of a DeepSpeed configuration."""
 
     meaning: str
-    """What it sets here; of a key that sets nothing, why."""
+    """The setting that the key gives here, or the reason why it gives none."""
     convert: Convert | None = None
-    """None: it sets nothing."""
+    """None: the key sets nothing."""
     keys: "Mapping[str, Key] | None" = None
-    """Of a section, those in it."""
+    """The keys of a section; None: this key is not a section."""
     old: tuple[str, ...] = ()
     """Other spellings."""
     auto: str = ""
-    """What ``"auto"`` is, if not what leaving the key out is."""
+    """The meaning of ``"auto"``; empty: the same as leaving the key out."""
     refused: bool = False
-    """Whether training without it would be another training: it may only be switched off."""
+    """True if training without the key would give other results: it may only be switched off."""
     agrees: tuple[Any, ...] = ()
-    """Values of a key that sets nothing which ask for what happens anyway."""
+    """For a key that sets nothing: the values that ask for what happens anyway."""
 
     def wants(self, value: Any) -> bool:
-        """Whether this value of a key that sets nothing asks for something."""
+        """For a key that sets nothing: True if this value asks for something."""
         if isinstance(value, Mapping):
             return bool(value) and value.get("enabled") not in (False, AUTO)
         alike = any(value == a and isinstance(value, bool) == isinstance(a, bool) for a in self.agrees)
@@ -52,7 +52,7 @@ def number(name: str, value: Any) -> float:
 
 
 def integer(least: int) -> Convert:
-    """Also floats without a fraction: JSON's 5e8 is one."""
+    """A converter that also takes floats without a fraction, such as JSON's 5e8."""
 
     def convert(name: str, value: Any) -> int:
         if isinstance(value, float) and value.is_integer():

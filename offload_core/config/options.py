@@ -21,9 +21,9 @@ _CHOICES: dict[str, tuple] = {
 }
 
 _MAY_DIFFER = {"may_differ": True}
-"""Metadata of a field that each rank may set as it likes. All others must be equal on all ranks."""
+"""Metadata of a field that may differ between ranks. All others must be equal on all ranks."""
 
-# What the design names and this version does not build yet.
+# Values that are planned and not built yet: them, and the value to use instead.
 _NOT_YET: dict[str, tuple[tuple, str]] = {
     "stage": ((), ""),
     "offload_optimizer": ((None, "nvme"), "offload_optimizer='cpu'"),
@@ -38,7 +38,7 @@ _BUILT: dict[str, tuple] = {
 
 @dataclass(frozen=True)
 class OffloadConfig:
-    """Settings of an offloaded optimizer. Raises :class:`ConfigError` where a value is out of range.
+    """Settings of an offloaded optimizer. Raises :class:`ConfigError` if a value is out of range.
 
     The Adam fields mean what they mean in ``torch.optim.AdamW`` and ``optax.adamw``; ``lr`` and ``betas`` may be
     schedules: functions of the number of updates made so far (an optax schedule, those of ``lr_schedules``).
@@ -57,7 +57,7 @@ class OffloadConfig:
     adam_mode: str = "adamw"
     """``"adamw"`` decouples weight decay from the gradient; ``"adam"`` adds it to the gradient (L2)."""
     op_order: str | None = None
-    """Whose rounding to reproduce, ``"torch"`` or ``"optax"``; None: the front end's own library."""
+    """The library whose rounding is reproduced, ``"torch"`` or ``"optax"``; None: the front end's own."""
     stage: int = 2
     """ZeRO stage: 1 partitions optimizer states, 2 gradients too, 3 parameters too. On one rank they are the same."""
     param_dtype: str | None = None
@@ -65,26 +65,26 @@ class OffloadConfig:
     gradient_clipping: float | None = None
     """Bound on the global L2 norm of the gradients, or None."""
     gradient_accumulation_steps: int = 1
-    """Micro-steps an update averages over, accumulated in fp32."""
+    """Micro-steps of an update; their gradients are accumulated in fp32 and averaged."""
     skip_nonfinite: bool | None = None
-    """Skip an update whose gradients hold an inf or a NaN. None: where the gradients are examined anyway, that is with
-    clipping, loss scaling or gradients that travel as float16; True examines them always, at the cost of one more
+    """Skip an update whose gradients hold an inf or a NaN. None: only if the gradients are examined anyway, that is
+    with clipping, loss scaling or gradients that travel as float16. True always examines them, at the cost of one more
     pass."""
     loss_scale: float | str | None = None
     """``"dynamic"``, a fixed factor, or None: dynamic for float16 parameters, else 1."""
     initial_loss_scale: float = 65536.0
-    """Where a dynamic loss scale begins."""
+    """The first value of a dynamic loss scale."""
     loss_scale_window: int = 2000
     """Updates without overflow after which a dynamic loss scale doubles."""
     min_loss_scale: float = 1.0
-    """A dynamic loss scale is not halved below this; what overflows there is skipped."""
+    """A dynamic loss scale is not halved below this; updates that overflow there are skipped."""
     loss_scale_hysteresis: int = 1
-    """The overflow, of those since the scale last doubled, from which on each halves it; those before it skip their
-    update only."""
+    """Overflows since the scale last doubled: the one of this number and each later one halve the scale. Those before
+    it only skip their update."""
     loss_scale_consecutive_hysteresis: bool = False
     """Count overflows for ``loss_scale_hysteresis`` since the last update without one."""
     reduce_bucket_size: int = 32 * 2**20
-    """Elements of a communication bucket; bounds staging memory."""
+    """Elements of a bucket, the unit of communication; bounds staging memory."""
     communication_dtype: str | None = None
     """Element type in which gradients travel between ranks; None: their own. A narrower one rounds them."""
     reduction: str = "ordered"
@@ -94,33 +94,35 @@ class OffloadConfig:
     """``"overlap"`` hides copies, reduction and the update behind what the device computes; ``"serial"`` does one thing
     after the other. The bits are the same. On one rank on the CPU there is nothing to hide. ``"delayed"`` is another
     algorithm: after ``delay_warmup_steps`` each step's gradients change the parameters one step later, so that the
-    update has a whole step to hide behind (one-step delayed parameter update, ZeRO-Offload, section 5.2 of
+    update has the time of a whole step (one-step delayed parameter update, ZeRO-Offload, section 5.2 of
     arXiv:2101.06840)."""
     delay_warmup_steps: int = 40
-    """``schedule="delayed"``: the first updates, which are not delayed."""
+    """``schedule="delayed"``: the number of updates before the first delayed one."""
     update_in_backward: bool = False
     """``schedule="overlap"``: send new parameters to the device as soon as a bucket's gradients are on the host, during
-    ``engine.backward()``. The bits are the same. Where nothing looks at all gradients first (clipping, loss scaling,
-    ``skip_nonfinite``) states are updated then, too: between ``engine.backward()`` and ``engine.step()``
-    hyperparameters may not change, gradients not be discarded or added to, parameters not be read; that is an error.
-    Else states keep till the step, and parameters are sent in the hope that it neither clips nor skips; where it does
-    they are sent again. That takes 16 bytes a parameter more of the host's bandwidth, and is not tried right after a
-    step that was clipped or skipped. In JAX, in stage 3, and on one rank on the CPU, it has no effect."""
+    ``engine.backward()``. The bits are the same. If a step does not need all gradients first (for clipping, loss
+    scaling or ``skip_nonfinite``), states are updated then, too. In that case it is an error to change
+    hyperparameters, to discard or add gradients or to read parameters between ``engine.backward()`` and
+    ``engine.step()``. Otherwise states change at the step, and parameters are sent on the assumption that it neither
+    clips nor skips; if it does, they are sent again. That takes 16 bytes a parameter more of the host's bandwidth, and
+    is not tried right after a step that was clipped or skipped. In JAX, in stage 3, and on one rank on the CPU, it has
+    no effect."""
     offload_optimizer: str | None = "cpu"
-    """Where master weights and moments are: in host memory. There is no other place in this version."""
+    """The place of master weights and moments: host memory. This version has no other."""
     offload_param: str | None = None
-    """``"cpu"`` (stage 3): parameters wait in host memory, also those of one rank, and come to the device for the
+    """``"cpu"`` (stage 3): parameters are kept in host memory, also on one rank, and copied to the device for the
     modules that use them."""
     param_persistence_threshold: int = 100_000
     """Stage 3: parameters of fewer elements stay whole on every rank."""
     max_live_parameters: int = 1_000_000_000
-    """Stage 3: elements of parameters that are whole at a time, at most; what the running modules need comes first."""
+    """Stage 3: the most elements of parameters that are whole at a time. Parameters of running modules are gathered
+    even beyond it."""
     prefetch_bucket_size: int = 50_000_000
-    """Stage 3: elements that are gathered before they are needed, at most."""
+    """Stage 3: the most elements that are gathered before they are needed."""
     max_reuse_distance: int = 1_000_000_000
-    """Stage 3: a parameter stays whole where it is used again within so many elements of others."""
+    """Stage 3: a parameter stays whole if at most so many elements of others are used before it is used again."""
     pin_memory: bool = field(default=True, metadata=_MAY_DIFFER)
-    """Pin the staging buffers where the device copies from host memory."""
+    """Pin the staging buffers if the device copies from host memory."""
     num_threads: int | None = field(default=None, metadata=_MAY_DIFFER)
     """Threads of the update; None: this process's share of the processors."""
 
@@ -212,7 +214,7 @@ class OffloadConfig:
         return cls(**_converted(given))
 
     def takes_apart(self, world_size: int) -> bool:
-        """Whether parameters of at least ``param_persistence_threshold`` elements are partitioned."""
+        """True if parameters of at least ``param_persistence_threshold`` elements are partitioned."""
         return self.stage == 3 and (world_size > 1 or self.offload_param is not None)
 
     @property
@@ -226,7 +228,8 @@ class OffloadConfig:
         return None if self.param_dtype is None else BY_NAME[self.param_dtype]
 
     def hyperparameters(self, updates: Any) -> tuple[float, tuple[float, float]]:
-        """``lr`` and ``betas`` of the update that follows ``updates`` others; not yet checked where they are functions.
+        """``lr`` and ``betas`` of the update that follows ``updates`` others. Values that functions return are not
+        checked.
 
         ``updates`` is an integer of the type that the functions take.
         """
@@ -235,7 +238,7 @@ class OffloadConfig:
 
 
 ConfigLike = OffloadConfig | Mapping[str, Any] | str | os.PathLike[str] | None
-"""What ``wrap`` takes as ``config``: see :meth:`OffloadConfig.resolve`."""
+"""The forms of ``config`` that ``wrap`` takes: see :meth:`OffloadConfig.resolve`."""
 
 FIELDS = tuple(field.name for field in fields(OffloadConfig))
 
@@ -253,7 +256,7 @@ def _check_names(given: Mapping[str, Any]) -> None:
 
 
 def _converted(given: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON has lists where a field has a pair."""
+    """The fields with ``betas`` as a tuple: JSON has only lists."""
     betas = given.get("betas")
     return {**given, "betas": tuple(betas)} if isinstance(betas, list) else dict(given)
 

@@ -1,1 +1,1 @@
-"""Where tensors live and how bytes cross to the host. Seam: device."""
+"""The memory of tensors, and copies between it and the host. Seam: device."""

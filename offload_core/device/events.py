@@ -1,4 +1,4 @@
-"""The ends of what was started: copies, exchanges, updates."""
+"""Events: the ends of copies, exchanges and updates that were started."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -8,20 +8,20 @@ from .trace import Span, Trace
 
 
 class Event(Protocol):
-    """The end of something that was started."""
+    """The end of an asynchronous operation."""
 
     def wait(self) -> None:
-        """Block until it is done; raise what went wrong."""
+        """Block until it is done. Raise its error if it failed."""
 
     def order(self) -> None:
-        """See to it that what this thread asks of the device from now on comes after; may block, need not."""
+        """Make the device do later work of this thread after it. It may block, but need not."""
 
     def done(self) -> bool:
-        """Whether it is known to be done; never blocks."""
+        """True if it is known to be done. Never blocks."""
 
 
 class Done:
-    """The event of what was done at once."""
+    """The event of an operation that is already done."""
 
     def wait(self) -> None:
         pass
@@ -34,7 +34,7 @@ class Done:
 
 
 class Waiting:
-    """The event of what is done by the one who waits for it."""
+    """The event of an operation that the waiting thread itself does."""
 
     def __init__(self, finish: Callable[[], None]) -> None:
         self._finish = finish
@@ -50,7 +50,7 @@ class Waiting:
 
 
 class AfterAll:
-    """The event of several."""
+    """The event of several operations together."""
 
     def __init__(self, events: Sequence[Event]) -> None:
         self._events = events
@@ -68,7 +68,7 @@ class AfterAll:
 
 
 class _Watched:
-    """An event that is noted in a trace when it has been waited for."""
+    """An event that a trace notes after it was waited for."""
 
     def __init__(self, event: Event, note: Callable[[], None]) -> None:
         self._event = event
@@ -86,7 +86,8 @@ class _Watched:
 
 
 def traced(trace: Trace, lane: str, bucket: int, n_bytes: int, start: Callable[[], Event]) -> Event:
-    """Start a copy, and have the trace note when it ran: as its event knows (``ran``, nanoseconds), or as seen."""
+    """Start a copy, and note its times in the trace: those of the event's ``ran`` (nanoseconds), else those seen
+    here."""
     if not trace.on:
         return start()
     asked = time.perf_counter_ns()

@@ -1,4 +1,4 @@
-"""What buckets take on their way between the ranks and to the host: met on the host, met on devices, or planned."""
+"""Sizes of buffers for the exchange of buckets: on the host, between devices, or for a plan without a device."""
 
 from dataclasses import dataclass
 
@@ -9,13 +9,13 @@ from .protocols import Arrival, ExchangeSizes
 
 @dataclass(frozen=True)
 class OnHost:
-    """A bucket is copied to the host whole, and its slices are exchanged there; the parameters' come back likewise."""
+    """Whole buckets are copied to the host, and their slices are exchanged there; parameters return the same way."""
 
     world_size: int
     native: bool
-    """Whether the collectives' own reduce-scatter sums."""
+    """True if the collectives' own reduce-scatter sums."""
     addressable: bool
-    """Whether tensors are host memory, so that no copy of a bucket is on a device."""
+    """True if tensors are host memory, so that no device holds a copy of a bucket."""
 
     @property
     def staging_slots(self) -> int:
@@ -41,7 +41,7 @@ class OnHost:
 
 @dataclass(frozen=True)
 class OnDevice:
-    """Slices are exchanged between the devices, and summed there; only a rank's own shard crosses to the host."""
+    """Slices are exchanged and summed on the devices; only a rank's own shard is copied to the host."""
 
     world_size: int
     native: bool
@@ -69,12 +69,12 @@ class OnDevice:
         sent = bucket.padded_numel * wire.itemsize
         if self.native:
             return sent + bucket.shard_numel * wire.itemsize
-        return 2 * sent + 2 * bucket.shard_numel * FLOAT32.itemsize  # what was received, the sum, and one part widened
+        return 2 * sent + 2 * bucket.shard_numel * FLOAT32.itemsize  # the received parts, the sum, and one part in fp32
 
 
 @dataclass(frozen=True)
 class PlannedDevice:
-    """The terms of a device that need not be there."""
+    """The terms of a device, for a plan on a machine without it."""
 
     world_size: int
     addressable: bool
@@ -85,7 +85,7 @@ class PlannedDevice:
 
 
 def planned_device(world_size: int, *, addressable: bool, native: bool = False) -> PlannedDevice:
-    """What torch's front end would use on the CPU (``addressable``), or on CUDA devices that meet over nccl."""
+    """The device of torch's front end on the CPU (``addressable``), or on CUDA with nccl."""
     meets_on_host = addressable or world_size == 1
     sizes = OnHost(world_size, native, addressable) if meets_on_host else OnDevice(world_size, native)
     return PlannedDevice(

@@ -1,4 +1,4 @@
-"""Ranks that meet in host memory: the ``Device`` made of any memory and any host collectives."""
+"""The ``Device`` made of any tensor memory and any host collectives: ranks exchange buckets in host memory."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -16,17 +16,17 @@ from .protocols import Copy, ExchangeSizes, HostArray, TensorMemory
 from .trace import GATHER, REDUCTION, TO_DEVICE, TO_HOST, Trace
 
 _BROADCAST_BYTES = 64 * 2**20
-"""The most that is copied at a time to start all ranks alike."""
+"""The most bytes that are copied at a time when all ranks get rank 0's parameters."""
 
 
 class HostRanks:
-    """One rank a process. A bucket is copied to the host whole and its slices are exchanged there.
+    """One rank a process. Whole buckets are copied to the host, and their slices are exchanged there.
 
     Args:
-        memory: where the tensors are.
+        memory: the memory of the tensors.
         collectives: between the ranks.
         native: let the collectives' own reduce-scatter sum, in the gradients' element type and its own order.
-        sizes: of what buckets take; None: of slices that are exchanged on the host.
+        sizes: of the buffers; None: those of :class:`OnHost`.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What the pipeline asks of the device that holds parameters and gradients, and of the way between ranks.
+"""The protocols of a device, which holds parameters and gradients, and carries their buckets between ranks.
 
 Tensors are the front end's: one-dimensional, contiguous, and opaque here. A process holds the shards of one rank
 (torch) or of several (JAX: one for each local device).
@@ -52,27 +52,27 @@ class Copy(NamedTuple):
 
 
 class Arrival(NamedTuple):
-    """What :meth:`Device.reduce` brings of a shard."""
+    """The form in which :meth:`Device.reduce` delivers a shard."""
 
     parts: int
-    """Slices of one shard's length, end to end, whose sum in this order is wanted."""
+    """The number of slices, each as long as the shard, end to end. The shard's gradient is their sum in this order."""
     dtype: ElementType
     divisor: float
-    """What their sum is yet to be divided by."""
+    """The divisor that is still to be applied to the sum."""
 
 
 class TensorMemory(Protocol):
     """Memory that holds tensors, and copies between it and the host's."""
 
     addressable: bool
-    """Tensors are host memory: kernels can read and write them where they are."""
+    """True if tensors are host memory, so that kernels can read and write them in place."""
     updates_in_place: bool
-    """An fp32 parameter is its own master weight (addressable, and the tensors are mutable)."""
+    """True if an fp32 parameter is its own master weight (``addressable``, and tensors are mutable)."""
     wants_pinned: bool
-    """Copies run asynchronously only from and to memory registered with the CUDA driver."""
+    """True if copies are asynchronous only from and to memory that is registered with the CUDA driver."""
 
     def free_bytes(self) -> int | None:
-        """Bytes that can still be allocated here; None: not known, or the host's."""
+        """Bytes that can still be allocated; None: unknown, or the memory is the host's."""
         ...
 
     def dtype(self, tensor: Any) -> ElementType: ...
@@ -84,16 +84,16 @@ class TensorMemory(Protocol):
         ...
 
     def to_host(self, copies: Sequence[Copy], host: np.ndarray) -> Event:
-        """Start filling ``host``, cast to its element type; elements that no copy names become zero.
+        """Start to fill ``host``, cast to its element type; elements that no copy names become zero.
 
-        Both sides must stay as they are until the event.
+        The caller changes neither side before the event.
         """
         ...
 
     def to_device(self, host: np.ndarray, copies: Sequence[Copy], after: Event) -> Event:
-        """Start writing runs of ``host`` to the tensors, after a mark.
+        """Start to write runs of ``host`` to the tensors, after the mark ``after``.
 
-        Both sides must stay as they are until the event.
+        The caller changes neither side before the event.
         """
         ...
 
@@ -102,37 +102,40 @@ class TensorMemory(Protocol):
         ...
 
     def synchronize(self) -> None:
-        """Block until no copy is on its way, whether or not it succeeds."""
+        """Block until all copies have ended, also those that fail."""
         ...
 
 
 class ExchangeSizes(Protocol):
-    """What the way of a bucket between the ranks and to the host takes."""
+    """Sizes of the buffers for the exchange of a bucket between ranks and its copies to and from the host.
+
+    ``wire`` is the element type in which gradients travel.
+    """
 
     @property
     def staging_slots(self) -> int:
-        """Staging buffers in use at a time, the pipeline's own included."""
+        """The most staging buffers of one bucket in use at a time, the pipeline's own included."""
         ...
 
     def arrival(self, wire: ElementType) -> Arrival:
-        """What :meth:`Device.reduce` brings where gradients travel as ``wire``."""
+        """The form in which :meth:`Device.reduce` delivers a shard."""
         ...
 
     def slot_bytes(self, bucket: Bucket, wire: ElementType) -> int:
-        """Bytes of a staging buffer that every use of one for this bucket fits in."""
+        """Bytes of a staging buffer that suffice for every use of one for this bucket."""
         ...
 
     def link_numel(self, bucket: Bucket) -> int:
-        """Elements of the bucket that cross between device and host, each way."""
+        """Elements of the bucket that are copied between device and host, in each direction."""
         ...
 
     def way_bytes(self, bucket: Bucket, wire: ElementType) -> int:
-        """Bytes of the device's own memory that the bucket takes on its way, besides gradients and parameters."""
+        """Bytes of the device's own memory for the bucket's exchange, besides gradients and parameters."""
         ...
 
 
 class DeviceTerms(Protocol):
-    """What of a :class:`Device` the sizes of buffers follow from."""
+    """The properties of a :class:`Device` that determine the sizes of buffers."""
 
     @property
     def addressable(self) -> bool: ...
@@ -156,20 +159,20 @@ class DeviceTerms(Protocol):
 
 
 class Device(DeviceTerms, Protocol):
-    """Where device parameters and gradients live, and the way of their buckets from and to this process's shards.
+    """Holds device parameters and gradients, and carries their buckets to and from this process's shards.
 
-    All processes make the same calls of :meth:`reduce` and :meth:`publish` in the same order; those that need another
-    rank raise :class:`CollectiveError` where it was lost.
+    All processes make the same calls of :meth:`reduce` and :meth:`publish` in the same order. A call that needs a lost
+    rank raises :class:`CollectiveError`.
     """
 
     @property
     def trace(self) -> Trace:
-        """Where it notes copies and what ranks do together, and its pipeline the rest."""
+        """The record of what ran when: the device notes copies and exchanges, its pipeline the rest."""
         ...
 
     @property
     def collectives(self) -> Collectives:
-        """The way of small host arrays between processes."""
+        """Exchanges small host arrays between processes."""
         ...
 
     @property
@@ -198,7 +201,7 @@ class Device(DeviceTerms, Protocol):
         ...
 
     def start_alike(self, specs: Sequence[ParamSpec], tensors: Sequence[Any]) -> None:
-        """Give every rank's parameters rank 0's values."""
+        """Set every rank's parameters to rank 0's values."""
         ...
 
     def free_bytes(self) -> int | None:
@@ -208,14 +211,14 @@ class Device(DeviceTerms, Protocol):
     def reduce(
         self, bucket: Bucket, wire: ElementType, gradients: Mapping[int, Any], out: np.ndarray, staging: Lease
     ) -> Event:
-        """Start bringing every rank's gradients of a bucket to its shards' owners.
+        """Start to bring every rank's gradients of a bucket to the owners of its shards.
 
         Args:
-            wire: the element type that gradients are cast to and travel as.
-            gradients: this process's, by parameter; one that is absent counts as zeros.
-            out: the host memory to fill, for each of ``ranks`` its shard as ``sizes.arrival`` says. The mean over
-                ranks has one definition: summed in rank order in fp32, divided once.
-            staging: buffers of ``sizes.slot_bytes`` to borrow; who waits for the event gives them back.
+            wire: the element type in which gradients travel; they are cast to it.
+            gradients: this process's gradients, by parameter number; one that is absent counts as zeros.
+            out: the host memory to fill with the shard of each of ``ranks``, in the form of ``sizes.arrival``. The mean
+                over ranks has one definition: summed in rank order in fp32, divided once.
+            staging: lends buffers of ``sizes.slot_bytes``. The caller releases it after the event.
 
         Returns:
             The event after which ``out`` is filled; neither it nor the gradients may be touched before.
@@ -231,13 +234,13 @@ class Device(DeviceTerms, Protocol):
         staging: Lease,
         after: Event,
     ) -> Event:
-        """Start bringing updated shards to every rank's parameters.
+        """Start to write updated shards to every rank's parameters.
 
         Args:
             shards: the shards of ``ranks``, of the bucket's element type, end to end.
-            tensors: all parameters, as they were given to ``Pipeline.step``.
+            tensors: all parameters, as given to ``Pipeline.step``.
             present: the parameters to write; others stay as they are.
-            after: a :meth:`mark` that writing comes after.
+            after: a :meth:`mark`; parameters are written after it.
 
         Returns:
             The event after which the parameters are written; ``shards`` may not be touched before.
@@ -253,14 +256,14 @@ class GatheringDevice(Device, Protocol):
         ...
 
     def gather(self, bucket: Bucket, shard: Any, whole: Any, after: Event, what: str) -> Event:
-        """Start bringing the shards of a partitioned bucket together.
+        """Start to gather the shards of a partitioned bucket.
 
         All processes make the same calls in the same order.
 
         Args:
-            shard: what this rank holds of the parameter, of its element type: a tensor, or a :class:`HostArray`.
-            whole: a tensor for all of it, the last bucket's padding included.
-            after: what the reading of ``shard`` and the writing of ``whole`` come after.
+            shard: this rank's shards of the parameter, of its element type: a tensor, or a :class:`HostArray`.
+            whole: a tensor for the whole parameter and the last bucket's padding.
+            after: the event after which ``shard`` may be read and ``whole`` written.
             what: names the data in errors.
 
         Returns:

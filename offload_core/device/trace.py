@@ -1,9 +1,9 @@
-"""What was done when, as JSON that https://ui.perfetto.dev and chrome://tracing show.
+"""A timeline of steps, as JSON that https://ui.perfetto.dev and chrome://tracing show.
 
-Times are the host's (``time.perf_counter_ns``, so files of ranks on one machine have one clock). A copy is in its lane
-from when it was asked for, or from the end of the one before it, until a thread that waited for it saw that it was
-there. Where the device computes behind the host's back (CUDA, JAX) the lane ``compute`` holds the calls that asked for
-it, and waiting that the device does by itself is not seen.
+Times are the host's (``time.perf_counter_ns``, so files of ranks on one machine have one clock). A copy's span begins
+when it is asked for, or when the copy before it ends, and ends when a waiting thread sees that it is done. If the
+device computes asynchronously (CUDA, JAX), the lane ``compute`` shows the calls that asked for work, and waits on the
+device itself are not visible.
 """
 
 import json
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from ..errors import StateError
 
 COMPUTE = "compute"
-"""What the caller does: forward, backward, step; in it, where it waits for the others."""
+"""The caller: forward, backward, step, and its waits for the other lanes."""
 TO_HOST = "device to host"
 REDUCTION = "reduction"
 """Exchange between ranks, sums and norms."""
@@ -30,7 +30,7 @@ _NOTHING = nullcontext()
 
 
 class Span(NamedTuple):
-    """Something that was done: from and until when, in nanoseconds."""
+    """One activity, with its times in nanoseconds."""
 
     lane: str
     what: str
@@ -41,11 +41,11 @@ class Span(NamedTuple):
 
 
 class Trace:
-    """What one process did of late, while somebody wants to know (``on``).
+    """The spans of one process, recorded while ``on``.
 
     Args:
-        rank: the first whose shards the process holds.
-        processes: how many there are; each writes a file of its own.
+        rank: the first rank whose shards the process holds.
+        processes: their number; each writes its own file.
     """
 
     def __init__(self, rank: int, processes: int) -> None:
@@ -58,7 +58,7 @@ class Trace:
     def span(
         self, lane: str, what: str = "", bucket: int | None = None, n_bytes: int | None = None
     ) -> AbstractContextManager[None]:
-        """Note what is done inside; while the trace is off, nothing."""
+        """Record the body as a span, if the trace is on."""
         return self._noted(lane, what, bucket, n_bytes) if self.on else _NOTHING
 
     @contextmanager
@@ -70,19 +70,19 @@ class Trace:
             self.note(Span(lane, what, bucket, n_bytes, start, time.perf_counter_ns()))
 
     def note(self, span: Span) -> None:
-        """Any thread may."""
+        """Record a span, from any thread."""
         self._spans.append(span)
         self._ends[span.lane] = span.end
 
     def end_of(self, lane: str) -> int:
-        """When the last that was noted in a lane ended."""
+        """The end of the last span of a lane, in nanoseconds; 0 without one."""
         return self._ends.get(lane, 0)
 
     @contextmanager
     def to_file(self, path: str | os.PathLike[str]) -> Iterator[None]:
-        """Record what is done inside, and write it at the end, also where an error ends it.
+        """Record the body, and write its spans to a file at the end, also after an error.
 
-        Among several processes each writes to ``path`` with its rank before the suffix: ``step.rank0.json``.
+        With several processes each writes its rank before the suffix of ``path``: ``step.rank0.json``.
 
         Raises:
             StateError: a trace is being recorded already.

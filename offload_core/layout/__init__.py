@@ -1,1 +1,1 @@
-"""Which element of which parameter lies where: pure integers."""
+"""The place of each parameter's elements in buckets, shards and files: pure integers."""

@@ -1,9 +1,9 @@
-"""Who owns which slice of which parameter: pure integers.
+"""Buckets, and the shard of each that a rank owns: pure integers.
 
 Parameters of one group and element type are laid end to end, last first (gradients arrive roughly in that
 order), and cut into buckets. A bucket is cut into one shard a rank, all of one length. A parameter may
-straddle buckets, and shards. One that is partitioned itself (stage 3) shares no bucket with others; what a rank
-holds of it are its shards of these buckets, end to end.
+straddle buckets, and shards. A parameter that is itself partitioned (stage 3) shares no bucket with others; a rank
+holds its own shards of that parameter's buckets, end to end.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from ..dtypes import ElementType
 from .regions import Elements
 
 ALIGNMENT = 16
-"""Shards are whole multiples of this many elements: 64 bytes in fp32, and what JAX's flat buckets need."""
+"""Shards are whole multiples of this many elements: 64 bytes in fp32. JAX's flat buckets need such a multiple."""
 
 
 @dataclass(frozen=True)
@@ -25,14 +25,15 @@ class ParamSpec:
     dtype: ElementType
     group: int = 0
     elements: Elements | None = None
-    """What its elements are, the same on every rank; None: those of a one-dimensional array."""
+    """The order of its elements, the same on every rank; None: that of a one-dimensional array."""
     partitioned: bool = False
     """A rank's tensor holds its own shards only."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements ``[start, start + numel)`` of parameter ``param``, at ``offset`` of what holds the piece."""
+    """Elements ``[start, start + numel)`` of parameter ``param``, at ``offset`` of the bucket, shard or buffer that
+    holds them."""
 
     param: int
     start: int
@@ -55,7 +56,7 @@ class Bucket:
     shard_numel: int
     world_size: int
     partitioned: bool = False
-    """It holds a run of one parameter, of which each rank keeps its own shard only."""
+    """True if it holds a run of one parameter, of which each rank keeps only its own shard."""
 
     @property
     def padded_numel(self) -> int:
@@ -63,29 +64,29 @@ class Bucket:
 
     @property
     def key(self) -> tuple[int, str, bool]:
-        """What all parameters of a bucket share."""
+        """Group, element type and ``partitioned``: the same for all parameters of a bucket."""
         return (self.group, self.dtype.name, self.partitioned)
 
     @property
     def start(self) -> int:
-        """Where a partitioned parameter's run begins in it."""
+        """Of a partitioned bucket: the first element of the parameter that it holds."""
         return self.pieces[0].start
 
     @property
     def shard_start(self) -> int:
-        """Where a rank's shard begins in what the rank holds of a partitioned parameter: after those of the buckets
-        before, which have no padding."""
+        """The place of a rank's shard in the tensor of a partitioned parameter: after the shards of earlier buckets,
+        which have no padding."""
         return self.start // self.world_size
 
     def in_tensor(self, piece: Piece, n_ranks: int = 1) -> int:
-        """Where a piece of ``n_ranks`` ranks' (:meth:`shards`) begins in what their process holds of its parameter:
-        all of it, or if it is partitioned these ranks' shards of bucket after bucket."""
+        """The place of a piece (of :meth:`shards`, for ``n_ranks`` ranks) in its parameter's tensor. The tensor holds
+        the whole parameter, or if that is partitioned these ranks' shards, bucket after bucket."""
         return n_ranks * self.shard_start + piece.offset if self.partitioned else piece.start
 
     def shards(self, ranks: Sequence[int]) -> tuple[Piece, ...]:
-        """The pieces that ``ranks`` own, their offsets counted in these ranks' shards laid end to end.
+        """The pieces that ``ranks`` own. Their offsets count from the first of these ranks' shards, laid end to end.
 
-        What a parameter has in shards of neighbouring ranks is one piece.
+        Elements of one parameter in the shards of neighbouring ranks form one piece.
         """
         owned: list[Piece] = []
         for i, rank in enumerate(ranks):

@@ -1,8 +1,8 @@
-"""Which elements of a parameter a run of memory holds, whatever order it holds them in: integers only.
+"""The elements of a parameter that a run of memory holds, in any order: integers only.
 
 A parameter's *logical* elements are numbered as in a C-contiguous array of its shape. Front ends lay them out in orders
-of their own (``channels_last``, slices along a dimension); files say which they hold, so that any layout can be loaded
-into any other.
+of their own (``channels_last``, slices along a dimension). Files record the elements that they hold, so that any layout
+can be loaded into any other.
 """
 
 import math
@@ -21,26 +21,26 @@ class Region:
     """
 
     shape: tuple[int, ...]
-    """The parameter's."""
+    """The parameter's shape."""
     start: int
     numel: int
     order: tuple[int, ...] | None = None
-    """A permutation of the dimensions; None: as they are."""
+    """A permutation of the dimensions; None: the identity."""
     box: tuple[tuple[int, int], ...] | None = None
-    """Where the box begins and ends in each (permuted) dimension; None: it is the whole parameter."""
+    """The box's ``(begin, end)`` in each (permuted) dimension; None: the whole parameter."""
 
     @property
     def view(self) -> tuple[tuple[int, ...] | None, tuple[tuple[int, int], ...] | None]:
-        """Regions of one view are ranges of the same sequence of elements."""
+        """``(order, box)``. Regions with equal views are ranges of the same sequence of elements."""
         return self.order, self.box
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is the parameter itself."""
+        """True if it is the whole parameter in logical order."""
         return self.view == (None, None) and self.numel == math.prod(self.shape)
 
     def __str__(self) -> str:
-        """As NumPy would write it, nothing for the whole parameter."""
+        """The region as a NumPy expression on the parameter; empty for the whole parameter."""
         if self.is_whole:
             return ""
         order = "" if self.order is None else f".transpose{self.order}"
@@ -48,7 +48,7 @@ class Region:
         return f"{order}{box}[{self.start}:{self.start + self.numel}]"
 
     def check(self) -> None:
-        """Raise :class:`ValueError` where the numbers do not fit each other."""
+        """Raise :class:`ValueError` if the numbers contradict each other."""
         dims = len(self.shape)
         if self.order is not None and sorted(self.order) != list(range(dims)):
             raise ValueError(f"order {self.order} of {dims} dimensions")
@@ -60,13 +60,13 @@ class Region:
             raise ValueError(f"elements {self.start} to {self.start + self.numel} of the box {box}")
 
     def runs(self) -> np.ndarray:
-        """Where it is in the parameter: rows ``(logical start, elements)``, int64, in its own order."""
+        """The region as runs of logical elements: rows ``(logical start, elements)``, int64, in the region's order."""
         if self.numel == 0:
             return np.zeros((0, 2), np.int64)
         dims = self.order or range(len(self.shape))
         box = self.box or tuple((0, self.shape[d]) for d in dims)
         strides = [math.prod(self.shape[d + 1 :]) for d in dims]
-        # From the innermost dimension on, as long as rows follow each other without a gap, they are one.
+        # Merge dimensions from the innermost outwards, as long as rows follow each other without a gap.
         outer, row = len(box), 1
         while outer and (strides[outer - 1] == row or box[outer - 1][1] - box[outer - 1][0] == 1):
             low, high = box[outer - 1]
@@ -87,17 +87,17 @@ class Region:
 
 
 class Elements(Protocol):
-    """How the core's elements of a parameter, numbered from 0, are the parameter's own; ``str`` tells them apart."""
+    """Maps the core's elements of a parameter, numbered from 0, to its logical elements; ``str`` names the order."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The parameter's."""
+        """The parameter's shape."""
         ...
 
     def regions(self, start: int, numel: int) -> list[tuple[int, Region]]:
-        """What the core's elements ``[start, start + numel)`` are: where in that run each region begins, and it.
+        """The regions that the core's elements ``[start, start + numel)`` hold, each after its place in that run.
 
-        What is in none is padding.
+        Elements in no region are padding.
         """
         ...
 
@@ -108,7 +108,7 @@ class InMemory:
 
     shape: tuple[int, ...]
     order: tuple[int, ...] | None = None
-    """The permutation of dimensions in which it is C-contiguous; None: it is so as it is."""
+    """The permutation of dimensions that makes it C-contiguous; None: the identity."""
 
     def regions(self, start: int, numel: int) -> list[tuple[int, Region]]:
         return [(0, Region(self.shape, start, numel, self.order))]
@@ -118,9 +118,12 @@ class InMemory:
 
 
 def common(sources: Sequence[Region], target: Region) -> np.ndarray:
-    """What sources and target share: rows ``(index of the source, place in it, place in the target, elements)``, int64.
+    """The elements that are in a source and in ``target``, as runs, in the order of the sources.
 
-    In the order of the sources; neighbours are one row. All are of one shape; sources do not overlap.
+    All regions have one shape, and sources do not overlap.
+
+    Returns:
+        int64 rows ``(index of the source, place in it, place in the target, elements)``; adjacent runs are one row.
     """
     numbers = [i for i, source in enumerate(sources) if source.numel]
     if not numbers or not target.numel:
@@ -142,7 +145,7 @@ def common(sources: Sequence[Region], target: Region) -> np.ndarray:
     own_places, own_order = np.cumsum(mine[:, 1]) - mine[:, 1], np.argsort(mine[:, 0])
     own_starts, own_lengths, own_places = mine[own_order, 0], mine[own_order, 1], own_places[own_order]
 
-    # Of either, the last run that begins at or before each point where a run of either begins.
+    # At each point where a run begins: the last run of the sources, and of the target, that begins there or before.
     begins = np.unique(np.concatenate([starts, own_starts]))
     of = np.searchsorted(starts, begins, "right") - 1
     own = np.searchsorted(own_starts, begins, "right") - 1

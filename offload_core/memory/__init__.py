@@ -1,1 +1,1 @@
-"""Host memory, the plan of what is needed, and the report of what is held."""
+"""Host memory, the plan of memory before a wrap, and the report of memory in use."""

@@ -20,7 +20,7 @@ _CU_MEMHOSTREGISTER_PORTABLE = 1
 
 
 class HostMemory:
-    """The account of one engine's host memory: what it allocated, under which label, and still holds.
+    """The account of one engine's host memory: the bytes that it holds, by label.
 
     Each array is its own anonymous mapping, so its size is exact to a page (framework caching allocators
     round pinned blocks up to powers of two), its start is page-aligned, and it goes back to the system when
@@ -35,7 +35,7 @@ class HostMemory:
         """A zeroed array of ``numel`` elements.
 
         Args:
-            label: what it holds, for :meth:`report`.
+            label: the kind of its contents, for :meth:`report`.
             pinned: register it with the CUDA driver, so that device copies run asynchronously.
 
         Raises:
@@ -75,7 +75,7 @@ class HostMemory:
 class StagingRing:
     """A bounded set of equal host buffers that device copies pass through, made once.
 
-    Whoever borrows has seen to it that there is a free one; threads may borrow and give back at the same time.
+    The caller makes sure that a buffer is free before it borrows. Threads may borrow and return at the same time.
     """
 
     def __init__(self, memory: HostMemory, *, slots: int, n_bytes: int, pinned: bool) -> None:
@@ -90,7 +90,7 @@ class StagingRing:
 
 
 class Lease:
-    """Buffers of a :class:`StagingRing` in one use; :meth:`release` when their last reader is done."""
+    """Borrowed buffers of a :class:`StagingRing`; :meth:`release` them when their last reader is done."""
 
     def __init__(self, free: deque[np.ndarray]) -> None:
         self._free = free
@@ -111,14 +111,14 @@ class Lease:
 
 
 def give_back_freed() -> None:
-    """Have the allocator return freed memory to the system: glibc keeps what lies below anything still in use."""
+    """Make the allocator return freed memory to the system: glibc keeps freed memory below a block that is in use."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(ctypes.c_size_t(0))
 
 
 def system_memory() -> Any:
-    """What psutil knows of it."""
+    """``psutil.virtual_memory()``."""
     import psutil  # takes longer to import than all of this package
 
     return psutil.virtual_memory()
@@ -136,13 +136,13 @@ def control_group_limit() -> int | None:
 
 
 def _cgroup_headrooms(root: Path = control_groups.ROOT, membership: Path = control_groups.MEMBERSHIP) -> list[int]:
-    """What each control group above this process still grants."""
+    """Bytes that each control group above this process still grants."""
     return [limit - used for limit, used in _cgroups(root, membership)]
 
 
 def _cgroups(root: Path = control_groups.ROOT, membership: Path = control_groups.MEMBERSHIP) -> list[tuple[int, int]]:
-    """What each control group above this process grants, and what of that is used; page cache that it can drop is
-    free."""
+    """``(limit, used)`` in bytes of each control group above this process. Page cache that can be dropped is not
+    counted."""
     groups = []
     for folder, version in control_groups.folders("memory", root, membership):
         names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
@@ -166,7 +166,7 @@ def format_bytes(n_bytes: float) -> str:
 
 
 def _driver() -> ctypes.CDLL:
-    """The CUDA driver, found at run time: no CUDA toolkit is needed to build, and JAX needs no torch to pin."""
+    """The CUDA driver, loaded at run time: building needs no CUDA toolkit, and pinning for JAX needs no torch."""
     try:
         return ctypes.CDLL(_CUDA_DRIVER)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What a wrap will need, in bytes, before anything is allocated."""
+"""The bytes that a wrap will need, computed before anything is allocated."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,37 +7,37 @@ from ..errors import DeviceMemoryError, HostMemoryError
 from .host_memory import format_bytes
 
 _NAMED = 3
-"""Consumers that an error names."""
+"""The number of consumers that an error names."""
 
 
 @dataclass(frozen=True)
 class PlanRow:
-    """One consumer: what it is, where it lives (``"host"`` or ``"device"``), its bytes, and what shrinks it."""
+    """One consumer of memory: its name, place (``"host"`` or ``"device"``), bytes, and the setting that shrinks it."""
 
     what: str
     where: str
     n_bytes: int
     remedy: str
     passing: bool = False
-    """It is there only while ``wrap`` runs, before gradients and gathered parameters are."""
+    """True if it exists only while ``wrap`` runs, before gradients and gathered parameters do."""
     brief: bool = False
-    """It comes and goes in each step."""
+    """True if it comes and goes in each step."""
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The consumers of one process, at the moment at which they take the most together.
+    """The consumers of one process, at the moment when together they take the most.
 
-    Activations, what autograd and XLA hold for a while, and the framework itself are not among them.
+    Activations, temporary memory of autograd and XLA, and the framework itself are not included.
     """
 
     rows: tuple[PlanRow, ...]
     numel: int
     """Trained parameters, in elements."""
     shared: bool = False
-    """The device's memory is the host's."""
+    """True if the device's memory is the host's."""
     held: int = 0
-    """Bytes of the device that the model has now, and that the plan's rows take the place of."""
+    """Bytes of the device that the model takes now; the plan's rows replace them."""
 
     @property
     def host_bytes(self) -> int:
@@ -63,10 +63,11 @@ class MemoryPlan:
         return {where: max(wrapping[where], training[where]) for where in ("host", "device")}
 
     def missing(self, host: int | None, device: int | None = None, *, processes: int = 1) -> dict[str, int]:
-        """The bytes that are needed, of the memories in which so many are not free; None: not known.
+        """The bytes that are needed in each memory that has fewer free.
 
         Args:
-            processes: those of this machine with such a plan each, which share its memory.
+            host: free bytes; None: unknown, and counted as enough. Likewise ``device``.
+            processes: processes of this machine with such a plan each; they share its memory.
         """
         free = {"host": host, "device": device}
         share = {"host": processes, "device": 1}
@@ -74,7 +75,8 @@ class MemoryPlan:
         return {where: n for where, n in needed.items() if n > (n if (has := free[where]) is None else has)}
 
     def check(self, host: int, device: int | None = None, *, processes: int = 1) -> None:
-        """Raise :class:`HostMemoryError` or :class:`DeviceMemoryError`, with the table, as :meth:`missing` says."""
+        """Raise :class:`HostMemoryError` or :class:`DeviceMemoryError`, with the table, if a memory is
+        :meth:`missing`."""
         for where, needed in self.missing(host, device, processes=processes).items():
             free = host if where == "host" else device
             of = f" on each of {processes} ranks of this machine" if processes > 1 and where == "host" else ""
@@ -89,7 +91,7 @@ class MemoryPlan:
             )
 
     def largest(self, where: str) -> str:
-        """The largest consumers of a memory in words, with what shrinks them."""
+        """The largest consumers of a memory as text, with the settings that shrink them."""
         rows = [row for row in self.rows if row.n_bytes and (row.where == where or (self.shared and where == "host"))]
         rows = sorted(rows, key=lambda row: -row.n_bytes)[:_NAMED]
         return ", ".join(f"{row.what} {format_bytes(row.n_bytes)} ({row.remedy})" for row in rows)

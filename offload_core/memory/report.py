@@ -1,4 +1,4 @@
-"""What is held, beside what was planned: a table, and a picture."""
+"""Memory in use beside the plan, as a table and as a picture."""
 
 import os
 from collections import Counter
@@ -20,31 +20,31 @@ class MemoryRow:
     where: str
     """``"host"`` or ``"device"``."""
     what: str
-    """The kind: ``"parameters"``, ``"master"``, …"""
+    """Its kind: ``"parameters"``, ``"master"``, …"""
     planned: int
-    """Bytes that were planned."""
+    """Planned bytes."""
     held: int
-    """Bytes that are there now."""
+    """Bytes in use now."""
     brief: bool = False
-    """It comes and goes in each step; what is planned is the most of it."""
+    """True if it comes and goes in each step; ``planned`` is then the most that it takes."""
 
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """What is held now, beside what was planned: a table as text, and a picture (:meth:`plot`).
+    """Memory in use now beside the plan: as text (``str``), and as a picture (:meth:`plot`).
 
-    On the device are counted parameters, whatever else belongs to the model, gathered parameters and gradients that
-    wait there; what only passes through, and activations, are not. On the CPU that "device" is host memory, too.
+    The device's rows count parameters, the rest of the model, gathered parameters, and gradients that wait there; they
+    do not count temporary buffers and activations. On the CPU that "device" is host memory, too.
     """
 
     numel: int
     """Trained parameters, in elements."""
     rows: tuple[MemoryRow, ...]
-    """One for each kind of what is held, or planned."""
+    """One for each kind of memory that is in use or planned."""
 
     @classmethod
     def of(cls, numel: int, planned: Iterable[PlanRow], held: Mapping[tuple[str, str], int]) -> "MemoryReport":
-        """What was planned (in any number of plans) beside what is held, by ``(where, what)``."""
+        """Planned memory (of any number of plans) beside ``held``, the bytes in use by ``(where, what)``."""
         lasting = [row for row in planned if not row.passing]
         brief = {(row.where, row.what) for row in lasting if row.brief}
         plans = Counter[tuple[str, str]]()
@@ -56,7 +56,7 @@ class MemoryReport:
 
     @property
     def host(self) -> dict[str, int]:
-        """Bytes held on the host, by what they hold."""
+        """Bytes held on the host, by kind."""
         return {row.what: row.held for row in self.rows if row.where == "host" and row.held}
 
     @property
@@ -104,7 +104,7 @@ class MemoryReport:
         )
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draw planned and held bytes to a file, whose name says in which format (``.svg``, ``.png``, ``.pdf``).
+        """Draw planned and held bytes to a file. Its suffix gives the format (``.svg``, ``.png``, ``.pdf``).
 
         Raises:
             ModuleNotFoundError: matplotlib is not installed.
@@ -114,9 +114,9 @@ class MemoryReport:
 
 
 def _draw(report: MemoryReport, path: str | os.PathLike[str]) -> None:
-    """A panel for the device and one for the host, in one scale; a bar for each kind: what was planned, and in it what
-    is held now."""
-    figures = library("matplotlib.figure", "plot", "memory_report().plot()")  # not pyplot, whose state is the user's
+    """Draw a panel for the device and one for the host, in one scale. Each kind has a wide bar of planned bytes, and in
+    it a narrow one of held bytes."""
+    figures = library("matplotlib.figure", "plot", "memory_report().plot()")  # pyplot's state is the user's
     panels = [(where, [row for row in report.rows if row.where == where]) for where in ("device", "host")]
     panels = [(where, rows) for where, rows in panels if rows]
     largest = max((max(row.planned, row.held) for row in report.rows), default=1)

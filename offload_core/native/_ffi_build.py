@@ -9,7 +9,7 @@ from pathlib import Path
 from cffi import FFI
 
 ROOT = Path(__file__).resolve().parents[2]
-# -ffp-contract=off: an FMA stands where the source says fma, and nowhere else (docs/numerics.md).
+# -ffp-contract=off: the compiler makes an FMA only where the source says fma (docs/numerics.md).
 COMPILE_ARGS = ["-std=c11", "-O3", "-ffp-contract=off", "-fvisibility=hidden", "-pthread"]
 LINK_ARGS = ["-pthread", "-lm"]
 
@@ -20,7 +20,7 @@ macOS: xcode-select --install), or name yours: CC=/path/to/cc pip install ..."""
 
 
 def require_compiler() -> None:
-    """Raise SystemExit with what to install where there is no C compiler."""
+    """Raise SystemExit, with the packages to install, if there is no C compiler."""
     compiler = os.environ.get("CC", "").split() or ["cc", "gcc", "clang"]
     candidates = compiler[:1] if os.environ.get("CC") else compiler
     if not any(shutil.which(name) for name in candidates):

@@ -1,4 +1,4 @@
-"""The global gradient norm, the same whatever the order and the cut of the elements, and clipping."""
+"""The global gradient norm, exact and so independent of the order and partition of the elements, and clipping."""
 
 import math
 from fractions import Fraction
@@ -26,11 +26,11 @@ class SumOfSquares:
 
     @property
     def finite(self) -> bool:
-        """Whether no element was an inf or a NaN."""
+        """True if no element was an inf or a NaN."""
         return self.bins[kernels.NORM_NONFINITE] == 0
 
     def exact(self) -> Fraction:
-        """The sum, exactly. Meaningful where ``finite``."""
+        """The sum, exactly. Only meaningful if ``finite``."""
         total = sum(int(digit) << (32 * i) for i, digit in enumerate(self.bins[: kernels.NORM_DIGITS]))
         return Fraction(total, 1 << -_LOWEST_BIT)
 

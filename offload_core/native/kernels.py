@@ -1,6 +1,6 @@
 """The C library: declare (``c_src/api.h``), call, check, raise. The only importer of the compiled module.
 
-Arrays of work are NumPy structured arrays with the layout of the C structs, so that a call costs the same
+Work is passed in NumPy structured arrays with the layout of the C structs, so that a call costs the same
 for one parameter and for a thousand.
 """
 
@@ -55,7 +55,7 @@ _REASONS = {
 
 @dataclass(frozen=True)
 class KernelInfo:
-    """What runs the updates: the instruction set in use, those this processor has, and the thread count."""
+    """The instruction set that the kernels use, those that this processor has, and the thread counts."""
 
     instruction_set: str
     supported: tuple[str, ...]
@@ -110,8 +110,8 @@ def adam(
 ) -> None:
     """Update every segment (dtype ``SEGMENT``) in place, with the ``scalars`` (dtype ``SCALARS``) it names.
 
-    ``param_dtype=None`` writes no device parameter; ``keep_states`` writes nothing else, in the same bits. The memory
-    behind the addresses must outlive the call.
+    ``param_dtype=None`` writes no device parameter; ``keep_states`` writes nothing but the device parameter,
+    with the same bits. The caller keeps the memory at the addresses alive during the call.
     """
     assert segments.dtype == SEGMENT
     assert scalars.dtype == SCALARS
@@ -152,7 +152,7 @@ def accumulate(spans: np.ndarray, dtype: ElementType, *, threads: int) -> None:
 def reduce(
     src: np.ndarray, n_sources: int, src_type: ElementType, dst: np.ndarray, *, divisor: float, add: bool, threads: int
 ) -> None:
-    """``dst`` (float32) = or += the sum of ``n_sources`` equal runs of ``src``, in order, over ``divisor``."""
+    """``dst`` (float32) = or += the sum of ``n_sources`` equal runs of ``src``, in order, divided by ``divisor``."""
     assert src.size == n_sources * dst.size
     assert dst.dtype == np.float32
     reduction = ffi.new("oc_reduction *")
@@ -167,7 +167,7 @@ def reduce(
 
 
 def view(address: int, numel: int, dtype: ElementType) -> np.ndarray:
-    """The memory at an address as a writable array; whoever asks keeps the memory alive."""
+    """The memory at an address as a writable array. The caller keeps the memory alive."""
     buffer = ffi.buffer(ffi.cast("char *", address), numel * dtype.itemsize)
     return np.frombuffer(buffer, dtype.numpy)
 

@@ -1,1 +1,1 @@
-"""What processes tell each other, and whether they agree. Seam: ranks."""
+"""Messages between processes, and the checks that they agree. Seam: ranks."""

@@ -1,4 +1,4 @@
-"""What ranks say to each other through host memory, and the group of one."""
+"""The protocols of collectives on host memory, and the group of one rank."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -6,7 +6,7 @@ from typing import Protocol
 import numpy as np
 
 _PIECE_WORDS = 2**20
-"""Words that :func:`merge` sums at a time: what a backend needs for it stays small."""
+"""Words that :func:`merge` sums at a time, so that the backend's buffers stay small."""
 
 
 class Collectives(Protocol):
@@ -24,22 +24,23 @@ class Collectives(Protocol):
         ...
 
     def broadcast(self, array: np.ndarray, what: str, source: int = 0) -> None:
-        """Replace the array by one process's."""
+        """Replace the array by that of process ``source``."""
         ...
 
 
 class HostCollectives(Collectives, Protocol):
-    """Buckets too, one rank a process."""
+    """Collectives that also carry buckets, with one rank a process."""
 
     sent_bytes: int
     """Bytes of gradients and parameters that this rank sent to others."""
 
     def exchange(self, send: np.ndarray, received: np.ndarray, what: str) -> None:
-        """All-to-all: of ``world_size`` equal parts, the i-th of ``send`` goes to rank i, the i-th received is its."""
+        """All-to-all of ``world_size`` equal parts: part i of ``send`` goes to rank i, part i of ``received`` comes
+        from it."""
         ...
 
     def reduce_scatter(self, send: np.ndarray, received: np.ndarray, what: str) -> None:
-        """The sum over ranks of this rank's part of ``send``, in the backend's own order and precision."""
+        """Sum this rank's part of all ranks' ``send`` into ``received``, in the backend's own order and precision."""
         ...
 
     def gather(self, send: np.ndarray, received: np.ndarray, what: str) -> None:
@@ -48,7 +49,7 @@ class HostCollectives(Collectives, Protocol):
 
 
 def merge(sum_integers: Callable[[np.ndarray, str], None], words: np.ndarray, what: str) -> None:
-    """Give every process the int64 words of which each has a part, and zeros elsewhere; piece by piece.
+    """Give every process all of the int64 ``words``. Each process has some of them, and zeros in place of the others.
 
     Args:
         sum_integers: as :meth:`Collectives.sum_integers`.
@@ -58,7 +59,7 @@ def merge(sum_integers: Callable[[np.ndarray, str], None], words: np.ndarray, wh
 
 
 class SingleRank:
-    """The only rank: what it would send it has."""
+    """The group of one rank: it receives its own data."""
 
     rank = 0
     world_size = 1

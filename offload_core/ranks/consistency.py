@@ -1,4 +1,4 @@
-"""How all processes agree: each puts words of its own into one sum of integers, and all learn the same from it.
+"""Agreement between processes: each adds its words to one sum of integers, from which all learn the same.
 
 :func:`combine` is that sum. :func:`together` makes an error of one process an error of all. :func:`agree` is the first
 thing that the processes of a group say to each other: their version, their settings, and the parameters that they are
@@ -33,9 +33,9 @@ from ..layout.partition import ParamSpec
 from .collectives import Collectives
 
 FORMAT = 1
-"""Of the messages between processes. Each change of what they say to each other adds one."""
+"""The version of the messages between processes. Every change of any of them increases it by one."""
 VERSION = "0.1.0.dev0"
-"""The package's, as pyproject.toml has it. The installed metadata may be another's where a checkout is on the path."""
+"""The package's version, as in pyproject.toml. Installed metadata may belong to another copy than the one imported."""
 
 _EXPECTED = "expected the same model and configuration on every rank"
 _ROW_WORDS, _VERSION_BYTES = 16, 64
@@ -45,16 +45,16 @@ _ROW_WORDS, _VERSION_BYTES = 16, 64
 
 
 class Combined(NamedTuple):
-    """What every process knows after :func:`combine`."""
+    """The result of :func:`combine`, the same on every process."""
 
     sums: np.ndarray
-    """The words that were to be added up, added up."""
+    """The sums of the words given as ``sums``."""
     alike: np.ndarray
-    """Of each word that was to be the same, whether it was."""
+    """For each word given as ``same``: True if it was the same on all processes."""
     of_first: np.ndarray
     """Process 0's words."""
     of_each: np.ndarray
-    """A row of words from each process."""
+    """int64[processes, words]: the words that each process gave as ``of_each``."""
 
 
 def combine(
@@ -66,15 +66,15 @@ def combine(
     of_first: Sequence[int] | np.ndarray = (),
     of_each: Sequence[int] | np.ndarray = (),
 ) -> Combined:
-    """Tell all processes something, in one sum. All give equally many words of each kind.
+    """Exchange words between all processes, in one sum. All processes give equally many words of each kind.
 
     Args:
         what: names the sum in the :class:`CollectiveError` that a lost process causes.
         sums: words to add up.
-        same: words that are compared: fingerprints, or 0 and 1. (Of other numbers a process's own may be the mean of
-            all, and it would take them for the same.) They take a word each, however many processes there are.
-        of_first: words of which all get process 0's.
-        of_each: words of which all get every process's.
+        same: words to compare: fingerprints, or 0 and 1. (With other numbers, a process's word may happen to be the
+            mean of all, which counts as the same.) Each takes one word, for any number of processes.
+        of_first: words; all processes get process 0's.
+        of_each: words; all processes get every process's.
     """
     n = collectives.world_size
     first, rows = np.array(of_first, np.int64), np.zeros((n, len(of_each)), np.int64)
@@ -91,10 +91,10 @@ def combine(
 
 @contextmanager
 def together(collectives: Collectives, what: str, failed: Callable[[str], Exception]) -> Iterator[None]:
-    """An error of one process inside is an error of all: that process raises its own.
+    """Raise on all processes if the body raises on one. A process whose own body raised raises that error.
 
     Args:
-        failed: makes the error of a process that had none itself. It is given the numbers of those that had.
+        failed: makes the error of the other processes, from the numbers of those that failed.
     """
     try:
         yield
@@ -107,12 +107,12 @@ def together(collectives: Collectives, what: str, failed: Callable[[str], Except
 
 
 def processes(numbers: np.ndarray) -> str:
-    """Process numbers as errors name them."""
+    """Process numbers as text for errors."""
     return ", ".join(map(str, numbers))
 
 
 def fingerprint(line: str) -> int:
-    """40 bits of a hash: as many ranks' as there are can be summed."""
+    """40 bits of a hash, so that the sum over 2^23 ranks fits in an int64."""
     return int.from_bytes(hashlib.sha256(line.encode()).digest()[:5])
 
 
@@ -120,7 +120,7 @@ def fingerprint(line: str) -> int:
 
 
 class _Row(NamedTuple):
-    """What a process says first ([Note: the first message])."""
+    """A process's row of [Note: the first message]."""
 
     format: int
     version: str
@@ -144,17 +144,17 @@ class _Row(NamedTuple):
 def agree(
     collectives: Collectives, config: OffloadConfig, specs: Sequence[ParamSpec] = (), given: Sequence[str] = ()
 ) -> None:
-    """Make sure that all processes run one version, have the same settings and are about to take on the same
-    parameters. A process that makes a group calls this before anything else is exchanged in it.
+    """Check that all processes have the same version, the same settings and the same new parameters. The first exchange
+    in a group.
 
-    One sum; where processes differ a second one tells them where.
+    It takes one sum; if processes differ, a second one finds the difference.
 
     Args:
-        given: the element type in which each parameter's start value is given.
+        given: the element type of each parameter's start value.
 
     Raises (on every process):
         ConfigError: processes run different versions.
-        ParameterError: settings or parameters differ; each process names where its own first differ from process 0's.
+        ParameterError: settings or parameters differ; each process names its first difference from process 0.
     """
     if collectives.world_size == 1:
         return
@@ -177,7 +177,7 @@ def agree(
 
 
 def _check_versions(rows: Sequence[_Row], rank: int) -> None:
-    """Raise :class:`ConfigError` where processes are of different versions; it names both on all of them."""
+    """Raise :class:`ConfigError` on all processes, naming two versions, if processes have different ones."""
     first = rows[0]
     others = [i for i, row in enumerate(rows) if row[:2] != first[:2]]
     if not others:
@@ -194,7 +194,7 @@ def _named(row: _Row) -> str:
 
 
 def _setting(name: str, config: OffloadConfig) -> str:
-    """Functions have no value to compare; what they return is compared at every step."""
+    """A setting as text to compare. Functions are all alike here: their results are compared at every step."""
     value = getattr(config, name)
     return f"{name}={'a function' if callable(value) else value!r}"
 

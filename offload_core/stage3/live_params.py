@@ -1,9 +1,8 @@
-"""Which partitioned parameters are whole: gathered before they are used, released after, and what is kept or gathered
-ahead in between.
+"""Gathers partitioned parameters before they are used and releases them after; keeps some, and gathers some ahead.
 
-Shards are gathered in one thread, apart from what else travels between ranks (:class:`GatheringDevice`), in the order
-in which it was asked for. Every decision follows from the order of uses and from sizes, so that ranks which run the
-same modules gather in the same order; ``digest`` tells where they did not.
+One thread gathers shards, in the order of the calls and apart from other exchanges between ranks
+(:class:`GatheringDevice`). Every decision depends only on the order of uses and on sizes, so that ranks that run the
+same modules gather in the same order. ``digest`` shows if they did not.
 """
 
 import threading
@@ -24,7 +23,7 @@ from .use_order import UseOrder
 
 
 class WholeMemory(Protocol):
-    """Device memory for one whole parameter, there only while it is needed."""
+    """Device memory for one whole parameter, allocated only while it is needed."""
 
     def allocate(self) -> Any:
         """A tensor for the parameter and its last bucket's padding."""
@@ -37,7 +36,7 @@ class WholeMemory(Protocol):
 class PartitionedParam:
     """A parameter of which each rank holds its shards.
 
-    Whole it is between ``gathering`` and its release; it is not released while it has ``holds``.
+    It is whole from its gathering to its release, which comes only when ``holds`` is 0.
     """
 
     number: int
@@ -47,10 +46,10 @@ class PartitionedParam:
     """This rank's shards end to end: a tensor, or a ``HostArray``."""
     memory: WholeMemory
     updated: Callable[[], Event] = Done
-    """The end of its last update, as far as it has been asked for."""
+    """Returns the event of its last update that was started."""
     holds: int = 0
     gathering: "Future[Event] | None" = field(default=None, repr=False)
-    """The start of what makes it whole."""
+    """The task that starts its gathering, and returns the event of its end; None: it is not whole."""
 
     @property
     def numel(self) -> int:
@@ -75,32 +74,33 @@ class LiveParams:
         self._params: list[PartitionedParam] = []
         self._whole: dict[PartitionedParam, None] = {}
         self._ahead: dict[PartitionedParam, None] = {}
-        """Whole parameters that nobody has used yet."""
+        """Prefetched parameters that have not been used yet."""
         self.numel = 0
         """Elements of whole parameters."""
         self.peak_numel = 0
         self.n_bytes = 0
         """Bytes that whole parameters take, their padding included."""
         self.digest = 0
-        """Of what has been gathered since :meth:`release_all`: the same on every rank."""
+        """A fingerprint of the gatherings since :meth:`release_all`; equal on all ranks that gathered in the same
+        order."""
 
     def add(self, spec: ParamSpec, buckets: Sequence[Bucket], shard: Any, memory: WholeMemory) -> PartitionedParam:
-        """Take on a parameter, which is not whole."""
+        """Add a parameter. It is not whole yet."""
         param = PartitionedParam(len(self._params), spec, buckets, shard, memory)
         self._params.append(param)
         self._order.sizes.append(spec.numel)
         return param
 
     def begin_round(self, kind: Hashable) -> None:
-        """A forward begins, in which parameters are likely to be used as in the last round of its kind."""
+        """Begin a forward. It is expected to use parameters as the last round of the same ``kind`` did."""
         with self._lock:
             self.release_idle()
             self._order.begin(kind)
 
     def acquire(self, params: Sequence[PartitionedParam]) -> None:
-        """Make parameters whole and keep them so until :meth:`release`.
+        """Make parameters whole, and keep them whole until :meth:`release`.
 
-        Raises what went wrong in their gathering, or in their updates; nothing is held then.
+        Raises the error of their gathering or of their updates; then it holds none of them.
         """
         with self._lock:
             for param in params:
@@ -123,7 +123,7 @@ class LiveParams:
                 raise
 
     def release(self, params: Sequence[PartitionedParam], *, may_stay: bool = True) -> None:
-        """Give up the holds of one :meth:`acquire`; what is used again soon stays whole, where it may."""
+        """End the holds of one :meth:`acquire`. With ``may_stay``, parameters that are used again soon stay whole."""
         with self._lock:
             for param in params:
                 param.holds -= 1
@@ -131,13 +131,13 @@ class LiveParams:
                     self._release(param)
 
     def release_idle(self) -> None:
-        """Release what nobody holds."""
+        """Release all parameters without holds."""
         with self._lock:
             for param in [param for param in self._whole if not param.holds]:
                 self._release(param)
 
     def release_all(self) -> int:
-        """Release everything, held or not, before parameters change; the ``digest`` that ends here."""
+        """Release all parameters, held or not, before they change. Return the ``digest``, and reset it."""
         with self._lock:
             for param in list(self._whole):
                 param.holds = 0
@@ -146,7 +146,7 @@ class LiveParams:
             return digest
 
     def forget_order(self) -> None:
-        """Expect nothing of the rounds to come: this rank's last ones may have been others than the others'."""
+        """Predict nothing from past rounds: those of this rank may differ from other ranks'."""
         with self._lock:
             self._order.forget()
 
@@ -158,10 +158,13 @@ class LiveParams:
         return within and self.numel <= self._config.max_live_parameters
 
     def _make_room(self, numel: int, needed_in: float = -1) -> bool:
-        """Release idle parameters, those used last first, until ``numel`` elements fit; whether they do.
+        """Release parameters without holds until ``numel`` elements fit, first those whose next use is farthest.
 
         Args:
-            needed_in: only parameters that are used after so many elements make room.
+            needed_in: release only parameters whose next use is more than so many elements away.
+
+        Returns:
+            True if the elements fit.
         """
         while self.numel + numel > self._config.max_live_parameters:
             idle = [(self._distance(param), param) for param in self._whole if not param.holds]
@@ -176,7 +179,8 @@ class LiveParams:
         return float("inf") if distance is None else distance
 
     def _prefetch(self) -> None:
-        """Gather what is used next, as far as it may be ahead; release what was to be and was not."""
+        """Gather the next parameters, up to ``prefetch_bucket_size``. Release prefetched ones that are no longer
+        expected."""
         upcoming = [self._params[number] for number in self._order.upcoming(self._config.prefetch_bucket_size)]
         for param in [param for param in self._ahead if param not in upcoming and not self._stays(param)]:
             self._release(param)
@@ -212,8 +216,8 @@ class LiveParams:
     def _release(self, param: PartitionedParam) -> None:
         gathering, param.gathering = param.gathering, None
         if gathering is not None:
-            with suppress(Exception):  # whoever needs it has been told
-                gathering.result().order()  # nothing writes to memory that others may have by then
+            with suppress(Exception):  # acquire() raises it if the parameter is needed
+                gathering.result().order()  # the gathering must not write to freed memory
         param.memory.free()
         del self._whole[param]
         self._ahead.pop(param, None)

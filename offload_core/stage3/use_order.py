@@ -1,7 +1,7 @@
 """The order in which partitioned parameters are used, learnt from the last round, and how far ahead a use is.
 
-A round is a forward and the backward that follows it. Nothing here looks at a clock or at what has ended: ranks that
-use the same parameters in the same order predict the same.
+A round is a forward and the backward that follows it. Predictions do not depend on time: ranks that use the same
+parameters in the same order predict the same.
 """
 
 from bisect import bisect_left
@@ -30,8 +30,8 @@ class _Recording:
 class UseOrder:
     """Follows the present round in the recording of the last one of its kind.
 
-    A round that goes another way is followed as far as it can be: uses that were not recorded are passed over, recorded
-    ones that do not come are jumped over. The next round has it right.
+    If a round differs from the recording, uses that were not recorded are ignored, and recorded ones that do not come
+    are skipped. The new round replaces the recording.
     """
 
     def __init__(self) -> None:
@@ -44,32 +44,32 @@ class UseOrder:
         self._position = 0
 
     def begin(self, kind: Hashable) -> None:
-        """A new round; ``kind`` is what rounds of one order have in common."""
+        """Begin a round. Rounds of the same ``kind`` are expected to use parameters in the same order."""
         if self._uses:
             self._recordings[self._kind] = _Recording(self._uses, self.sizes)
         self._kind, self._uses, self._position = kind, [], 0
         self._followed = self._recordings.get(kind) or _Recording([], [])
 
     def forget(self) -> None:
-        """Nothing is known."""
+        """Drop all recordings."""
         self._recordings = {}
         self._uses, self._position = [], 0
         self._followed = _Recording([], [])
 
     def use(self, param: int) -> None:
-        """A parameter is used."""
+        """Note the use of a parameter."""
         self._uses.append(param)
         at = self._followed.next(param, self._position)
         if at is not None:
             self._position = at + 1
 
     def distance(self, param: int) -> int | None:
-        """Elements of the uses before the parameter's next one; None where it is not expected in this round."""
+        """Elements of the uses before the parameter's next one; None if it is not expected in this round."""
         at = self._followed.next(param, self._position)
         return None if at is None else self._followed.before[at] - self._followed.before[self._position]
 
     def upcoming(self, numel: int) -> Iterator[int]:
-        """The next uses, of so many elements in all."""
+        """The parameters that are used next, up to ``numel`` elements in all."""
         end = self._followed.before[self._position] + numel
         for i in range(self._position, len(self._followed.uses)):
             if self._followed.before[i + 1] > end:

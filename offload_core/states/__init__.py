@@ -1,1 +1,1 @@
-"""Where the states of a process's shards live, and in which format. Seam: store."""
+"""Stores of a shard's states: their memory and their format. Seam: store."""

@@ -10,7 +10,7 @@ from ..memory.host_memory import HostMemory
 
 
 class StateBlock(NamedTuple):
-    """The states of a process's shards of one bucket, to be read and written."""
+    """The states of a process's shards of one bucket."""
 
     bucket: int
     arrays: dict[str, np.ndarray]
@@ -20,8 +20,8 @@ class StateBlock(NamedTuple):
 class StatesInMemory:
     """Master weights and moments, fp32, of the shards of ``n_ranks`` ranks.
 
-    The shards of one (group, element type) lie end to end in one array a state, in bucket order, so that what a
-    process has of a parameter is contiguous even where the parameter straddles buckets.
+    The shards of one (group, element type) lie end to end in one array a state, in bucket order, so that a
+    process's part of a parameter is contiguous even if the parameter straddles buckets.
 
     An update loads a bucket's block, writes to it, and commits it.
     """
@@ -36,7 +36,7 @@ class StatesInMemory:
         self._before_change: Callable[[Iterable[int]], None] | None = None
 
     def allocate(self, buckets: Sequence[Bucket], *, without_master: Callable[[Bucket], bool]) -> None:
-        """Make the states of new buckets, zeroed; no master weights where the parameters serve as such."""
+        """Make the states of new buckets, zeroed; no master weights for those of which ``without_master`` is true."""
         by_key: dict[tuple[int, str, bool], list[Bucket]] = {}
         for bucket in buckets:
             by_key.setdefault(bucket.key, []).append(bucket)
@@ -54,11 +54,11 @@ class StatesInMemory:
                 start = end
 
     def locate(self, bucket: int, offset: int) -> tuple[dict[str, np.ndarray], int]:
-        """The arrays that hold the bucket's shards, by state name, and where element ``offset`` of it lies in them."""
+        """The arrays that hold the bucket's shards, by state name, and the index in them of its element ``offset``."""
         return self._arena[bucket], self._offset[bucket] + offset
 
     def read(self, bucket: int) -> StateBlock:
-        """The states of a bucket, which stay as they are."""
+        """The states of a bucket, to be read only."""
         return self._blocks[bucket]
 
     def load(self, bucket: int, params: Iterable[int]) -> StateBlock:
@@ -67,14 +67,15 @@ class StatesInMemory:
         return self._blocks[bucket]
 
     def commit(self, block: StateBlock) -> None:
-        """The block has its new values: they are where they belong already."""
+        """The block has its new values. They were written in place, so nothing is left to do."""
         assert self._blocks[block.bucket] is block
 
     def will_change(self, params: Iterable[int]) -> None:
-        """States of these parameters are written to next."""
+        """Announce that the states of these parameters are about to change."""
         if self._before_change is not None:
             self._before_change(params)
 
     def watch(self, before_change: Callable[[Iterable[int]], None] | None) -> None:
-        """Have somebody told, in whichever thread it is, before states of parameters change; None: nobody."""
+        """Call ``before_change(params)`` before states of parameters change, in the thread that changes them; None: no
+        call."""
         self._before_change = before_change

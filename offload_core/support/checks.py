@@ -46,6 +46,7 @@ def choice(name: str, value: object, choices: Collection[object]) -> None:
 
 
 def nearest(name: object, known: Collection[str], also: Collection[str] = ()) -> str:
-    """What to say of an unknown name: the nearest known one, or all of them; those of ``also`` only if near."""
+    """The hint for an unknown name: the nearest known one, else all of ``known``. Names in ``also`` count only if
+    near."""
     near = difflib.get_close_matches(str(name), [*known, *also], n=1)
     return f"did you mean {near[0]!r}?" if near else f"known ones: {', '.join(known)}"

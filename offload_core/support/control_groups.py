@@ -6,9 +6,9 @@ ROOT, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def folders(controller: str, root: Path = ROOT, membership: Path = MEMBERSHIP) -> list[tuple[Path, int]]:
-    """Where the groups above this process have their limits of ``"cpu"`` or ``"memory"``, its own first.
+    """The folders with the limits of ``controller``, ``"cpu"`` or ``"memory"``, from this process's group upwards.
 
-    With each comes its version, 1 or 2. Not all of these folders need exist.
+    Each comes with its control group version, 1 or 2. Some of the folders may not exist.
     """
     try:
         lines = [line.split(":", 2) for line in membership.read_text().splitlines()]

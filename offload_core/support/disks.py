@@ -1,4 +1,4 @@
-"""What a disk is told, as far as the system has words for it. macOS has its own for some, and for others none."""
+"""System calls about what is on the disk and what is in the page cache. macOS lacks some; they then do nothing."""
 
 import errno
 import fcntl
@@ -11,8 +11,8 @@ _NO_PREALLOCATION = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 def to_disk(descriptor: int) -> None:
-    """Return when the file or folder would outlast a loss of power."""
-    if sys.platform == "darwin":  # whose fsync stops at the disk's own cache
+    """Return when the file or folder would survive a loss of power."""
+    if sys.platform == "darwin":  # its fsync stops at the disk's own cache
         with suppress(OSError):  # a file system without it
             fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
             return
@@ -20,7 +20,7 @@ def to_disk(descriptor: int) -> None:
 
 
 def names_to_disk(folder: Path) -> None:
-    """The same of a folder's entries, new and renamed."""
+    """Return when a folder's new and renamed entries would survive a loss of power."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         to_disk(descriptor)
@@ -29,7 +29,8 @@ def names_to_disk(folder: Path) -> None:
 
 
 def reserve(descriptor: int, n_bytes: int) -> None:
-    """Take the room for a file, so that a disk which is too small is known at once (OSError)."""
+    """Allocate disk space for a file, so that a disk that is too small raises OSError now and not while it is
+    written."""
     if sys.platform != "darwin":
         try:
             os.posix_fallocate(descriptor, 0, n_bytes)
@@ -39,12 +40,12 @@ def reserve(descriptor: int, n_bytes: int) -> None:
 
 
 def begin_writing(descriptor: int) -> None:
-    """Have what was written go to the disk now, and keep none of it in memory after that."""
+    """Start to write the file's dirty pages to the disk, and drop its clean pages from the page cache."""
     if sys.platform != "darwin":
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def begin_reading(descriptor: int, at: int, n_bytes: int) -> None:
-    """Have these bytes brought to memory."""
+    """Start to read these bytes into the page cache."""
     if sys.platform != "darwin":
         os.posix_fadvise(descriptor, at, n_bytes, os.POSIX_FADV_WILLNEED)

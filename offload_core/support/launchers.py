@@ -1,7 +1,7 @@
-"""What launchers tell a process of its place among the others: torchrun, Open MPI's mpirun, Slurm's srun.
+"""A process's rank, as its launcher put it into the environment: torchrun, Open MPI's mpirun or Slurm's srun.
 
-It is read from the environment; nobody is asked. Launchers nest: torchrun runs as a task of Slurm, mpirun has Slurm
-start its daemons. The inner one's word then holds, and the outer one's of where to meet if that is left out.
+Launchers nest: torchrun may run as a task of Slurm, and mpirun may have Slurm start its daemons. The ranks of the
+innermost launcher hold. The meeting point comes from an outer one if the innermost does not give it.
 """
 
 import os
@@ -17,10 +17,10 @@ RANK, WORLD_SIZE = "RANK", "WORLD_SIZE"
 LOCAL_RANK, LOCAL_WORLD_SIZE = "LOCAL_RANK", "LOCAL_WORLD_SIZE"
 MASTER_ADDR, MASTER_PORT = "MASTER_ADDR", "MASTER_PORT"
 _NAMES = (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT)
-"""What torchrun sets. Others' variables are translated to these."""
+"""The variables that torchrun sets. Those of other launchers are translated to these."""
 _PLACE = _NAMES[:4]
 _PORTS = range(61440, 65536)
-"""Above those that Linux gives to whoever connects."""
+"""They lie above the ports that Linux chooses for outgoing connections."""
 
 Environment = Mapping[str, str]
 
@@ -30,22 +30,22 @@ class Launched:
     """A process's place among those of its run. Without a launcher it is the only one."""
 
     launcher: str | None = None
-    """Who started the ranks: ``"torchrun"`` (or whoever sets its variables), ``"Open MPI"`` or ``"Slurm"``."""
+    """``"torchrun"`` (or anything that sets its variables), ``"Open MPI"`` or ``"Slurm"``; None: no launcher."""
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
-    """Its place among the ranks on this machine."""
+    """The rank's number among the ranks on this machine."""
     local_world_size: int = 1
     address: str | None = None
-    """The machine of rank 0, where all meet; None: the launcher does not tell."""
+    """The machine of rank 0, to which all ranks connect; None: the launcher does not give it."""
     port: int | None = None
 
     @classmethod
     def read(cls, environ: Environment = os.environ) -> Self:
-        """As the environment says.
+        """Read the environment.
 
         Raises:
-            ConfigError: a part of what belongs together is missing or makes no sense.
+            ConfigError: a variable is missing that others need, or a value makes no sense.
         """
         launcher, said = _said(environ)
         if launcher is None:
@@ -71,14 +71,14 @@ class Launched:
 
     @property
     def several_machines(self) -> bool:
-        """Whether some of the ranks run on another machine."""
+        """True if some of the ranks run on another machine."""
         return self.world_size > self.local_world_size
 
     def meeting_point(self) -> tuple[str, int]:
-        """Where rank 0 listens for the others: its machine and a port.
+        """The machine and the port on which rank 0 listens for the others.
 
         Raises:
-            ConfigError: the launcher does not tell.
+            ConfigError: the launcher does not give them.
         """
         if self.address is None or self.port is None:
             missing = MASTER_ADDR if self.address is None else MASTER_PORT
@@ -90,14 +90,14 @@ class Launched:
         return self.address, self.port
 
     def variables(self) -> dict[str, str]:
-        """What torchrun would have set, which most libraries read."""
+        """The variables that torchrun would have set; most libraries read them."""
         address, port = self.meeting_point()
         values = (self.rank, self.world_size, self.local_rank, self.local_world_size, address, port)
         return dict(zip(_NAMES, map(str, values), strict=True))
 
 
 def warn_if_launched(remedy: str, environ: Environment = os.environ) -> None:
-    """Of a process that trains alone: warn where a launcher started it as one of several."""
+    """Warn if this process trains alone although a launcher started it as one of several."""
     try:
         launched = Launched.read(environ)
     except ConfigError:  # a variable that is left over from something else
@@ -112,20 +112,21 @@ def warn_if_launched(remedy: str, environ: Environment = os.environ) -> None:
 
 
 def local_processes(environ: Environment = os.environ) -> int:
-    """Processes on this machine that a launcher started together; 1 where none says so."""
+    """Number of processes that a launcher started together on this machine; 1 without a launcher."""
     return _started_here(environ)[1]
 
 
 def granted_cpus(environ: Environment = os.environ) -> int | None:
-    """Processors that a Slurm task was given (``--cpus-per-task``), bound to them or not; None: it does not say."""
+    """Processors that Slurm gave this task (``--cpus-per-task``), whether or not it bound the task to them; None:
+    unknown."""
     return _slurm_cpus(environ, "SLURM_CPUS_PER_TASK")
 
 
 def share_of_cpus(cpus: int, environ: Environment = os.environ) -> int:
-    """A rank's share of the processors that its process may use: at least 1.
+    """A rank's share of the ``cpus`` processors that its process may use: at least 1.
 
-    Most launchers leave it to the ranks of a machine to share what all of them see. Slurm says what it gave them
-    together, and may have bound each to a part of that, which is then its own.
+    With most launchers all ranks of a machine see the same processors and have to share them. Slurm gives the number
+    for all ranks together, and may have bound each rank to its own part.
     """
     launcher, ranks = _started_here(environ)
     together = _slurm_cpus(environ, "SLURM_CPUS_ON_NODE") if launcher == "Slurm" else None
@@ -136,7 +137,7 @@ def first_host(hosts: str) -> str:
     """The first of a list of hosts as Slurm writes it: ``rack1n03`` of ``rack[1-2]n[03-05,9],login``.
 
     Raises:
-        ConfigError: it is no such list.
+        ConfigError: ``hosts`` is not such a list.
     """
     first = re.match(r"(?:[^][,\s]|\[[^][]+\])+(?=,|$)", hosts)
     if first is None:
@@ -145,7 +146,7 @@ def first_host(hosts: str) -> str:
 
 
 def _started_here(environ: Environment) -> tuple[str | None, int]:
-    """Who started the ranks, and how many on this machine; what makes no sense is left to those who join them."""
+    """The launcher, and its number of ranks on this machine. Bad values count as no launcher: joining reports them."""
     try:
         launcher, said = _said(environ)
         return launcher, _integer(said, LOCAL_WORLD_SIZE, least=1)
@@ -154,13 +155,13 @@ def _started_here(environ: Environment) -> tuple[str | None, int]:
 
 
 def _said(environ: Environment) -> tuple[str | None, dict[str, str]]:
-    """Who started the ranks, and what torchrun's variables are or would be."""
+    """The launcher, and the values of torchrun's variables, translated where another launcher started the ranks."""
     launchers = {"torchrun": _torchrun(environ), "Open MPI": _open_mpi(environ), "Slurm": _slurm(environ)}
     inner = next((said for said in launchers.values() if {RANK, WORLD_SIZE} & said.keys()), None)
     if inner is None:
         return None, launchers["torchrun"]
     place = {name: inner[name] for name in _PLACE if name in inner}
-    # Who joins under Slurm or Open MPI sets torchrun's variables as well: they repeat the launcher's own.
+    # Libraries that join ranks under Slurm or Open MPI set torchrun's variables too, to the launcher's own values.
     launcher = next(name for name, outer in reversed(launchers.items()) if place.items() <= outer.items())
     places = reversed(launchers.values())
     meeting_point = {name: value for said in places for name, value in said.items() if name not in _PLACE}
@@ -178,10 +179,11 @@ def _open_mpi(environ: Environment) -> dict[str, str]:
 
 
 def _slurm(environ: Environment) -> dict[str, str]:
-    """Of a step's task alone: the batch script has some of these variables too, and is none.
+    """Slurm's variables of a step's task. The batch script has some of them too, but is not a task.
 
-    Rank 0 is on the first machine of the step. (``SLURM_LAUNCH_NODE_IPADDR`` is where srun was called, which may be
-    another.) The port is the job's and the step's own, so that jobs that share a machine do not meet.
+    Rank 0 is on the first machine of the step. (``SLURM_LAUNCH_NODE_IPADDR`` is the machine on which srun was called,
+    which may be another.) The port follows from the job's and the step's number, so that jobs on one
+    machine use different ports.
     """
     if not _is_slurm_task(environ):
         return {}
@@ -205,13 +207,13 @@ def _slurm(environ: Environment) -> dict[str, str]:
 
 
 def _is_slurm_task(environ: Environment) -> bool:
-    """Whether srun started it, or what it is part of. Open MPI's daemons are tasks, too, but of a step of all machines
-    except that of mpirun: what is said of the step is not of its ranks."""
+    """True if srun started this process or an ancestor of it. Open MPI's daemons are tasks too, but of a step that has
+    every machine except mpirun's, so that the step's variables do not describe Open MPI's ranks."""
     return bool(environ.get("SLURM_STEP_ID")) and not environ.get("OMPI_COMM_WORLD_RANK")
 
 
 def _slurm_local_tasks(environ: Environment) -> str | None:
-    """Of lists like ``2(x3),1``, which has machines with 2, 2, 2 and 1 tasks."""
+    """Tasks on this machine, from a list like ``2(x3),1``: machines with 2, 2, 2 and 1 tasks."""
     counts = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE")
     if not counts or not environ.get("SLURM_NODEID"):
         return environ.get("SLURM_NTASKS_PER_NODE")

@@ -5,10 +5,10 @@ from typing import Any
 
 
 def library(module: str, extra: str, purpose: str) -> Any:
-    """The module, imported now.
+    """Import and return a module.
 
     Raises:
-        ModuleNotFoundError: it is not installed; the message says how to.
+        ModuleNotFoundError: it is not installed; the message names the extra of ``offload-core`` that installs it.
     """
     try:
         return importlib.import_module(module)

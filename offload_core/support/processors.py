@@ -1,4 +1,4 @@
-"""How many processors this process may use."""
+"""The number of processors that this process may use."""
 
 import math
 import os
@@ -33,8 +33,8 @@ def available_cpus() -> int:
 
 
 def default_threads() -> int:
-    """This process's share of the processors that are available to it, which the ranks on this machine divide.
+    """This process's share of the processors that it sees; the ranks on this machine divide them.
 
-    ``OMP_NUM_THREADS``, which launchers set to 1, is not looked at.
+    ``OMP_NUM_THREADS`` is ignored, because launchers set it to 1.
     """
     return launchers.share_of_cpus(available_cpus())

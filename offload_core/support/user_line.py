@@ -14,11 +14,11 @@ class UserLine(NamedTuple):
     number: int
     module: str
     registry: dict[Any, Any]
-    """What Python has said there already: the same warning is not said twice."""
+    """The module's ``__warningregistry__``, by which Python avoids to repeat a warning."""
 
     @classmethod
     def now(cls) -> Self:
-        """The one that led here, in this thread."""
+        """The innermost line of this thread's stack that is outside this package."""
         frame = sys._getframe(1)
         while frame.f_globals.get("__name__", "").partition(".")[0] in _OWN and frame.f_back is not None:
             frame = frame.f_back
@@ -27,5 +27,5 @@ class UserLine(NamedTuple):
         return cls(frame.f_code.co_filename, frame.f_lineno, names.get("__name__", "<unknown>"), registry)
 
     def warn(self, warning: Warning) -> None:
-        """Say it, in any thread and at any time, of this line."""
+        """Issue the warning for this line; from any thread, at any time."""
         warnings.warn_explicit(warning, None, self.filename, self.number, self.module, self.registry)

@@ -1,8 +1,8 @@
 """An asynchronous device made of threads, for tests and simulations.
 
-It has its own memory, a lane of its own work and two of copies, which finish late and out of step. A copy's
-destination is spoilt when the copy is asked for (when what it comes after has ended), and its source is read only when
-the copy runs. A reader or a writer that does not wait for the event sees wrong bits here, not on the first GPU.
+It has its own memory, one lane for computing and two for copies; these finish late, and not in one order. A copy's
+destination is overwritten with NaNs as soon as it may be written, and its source is read only when the copy runs. So
+code that does not wait for an event sees wrong bits here already, and not only on a GPU.
 """
 
 import random
@@ -27,7 +27,7 @@ class FakeTensor:
 
 
 class _LaneEvent:
-    """The end of what a lane does; ``order`` holds back the device's own work, not the caller."""
+    """The end of a lane's task. ``order`` delays the device's computing, not the caller."""
 
     def __init__(self, device: "FakeDevice", future: Future) -> None:
         self._device = device
@@ -36,7 +36,7 @@ class _LaneEvent:
 
     @property
     def ran(self) -> tuple[int, int] | None:
-        """From and until when, in nanoseconds; None before somebody has waited for it."""
+        """Its begin and end in nanoseconds; None before :meth:`wait`."""
         return self._ran
 
     def wait(self) -> None:
@@ -53,9 +53,9 @@ class FakeDevice:
     """A device that is not the host.
 
     Args:
-        seed: of the delays.
-        max_delay: seconds that a copy may lag behind, at most.
-        bandwidth: bytes a second of each lane; None: what copying takes.
+        seed: the seed of the delays.
+        max_delay: the longest delay of a copy, in seconds.
+        bandwidth: bytes a second of each lane; None: as fast as the host copies.
         fail_at: the numbers (counted from 0, both directions together) of the copies that fail.
     """
 
@@ -80,12 +80,12 @@ class FakeDevice:
         ways = ("to_host", "to_device", "compute")
         self._lanes = {way: ThreadPoolExecutor(1, thread_name_prefix=way) for way in ways}
         self._free = dict.fromkeys(self._lanes, 0.0)
-        """When each lane is through with what it was asked for: what it oversleeps does not add up."""
+        """The time at which each lane will have done its copies, so that inexact sleeps do not add up."""
         self._computing: Future | None = None
-        """The last of the device's own work."""
+        """The last task of the compute lane."""
 
     def fail_after(self, copies: int | None) -> None:
-        """The copy that comes after so many more fails; None: no other than those that have been asked for."""
+        """Let the copy after ``copies`` more ones fail; None: no later copy fails."""
         with self._lock:
             asked = {number for number in self._fail_at if number < self._copies}
             self._fail_at = frozenset(asked if copies is None else asked | {self._copies + copies})
@@ -140,7 +140,7 @@ class FakeDevice:
         return self._enqueue("to_device", host.nbytes, write)
 
     def compute(self, work: Callable[[], object]) -> Event:
-        """Have the device do work of its own, after all that it was given before."""
+        """Run ``work`` in the compute lane, after all earlier work of that lane."""
         self._computing = self._lanes["compute"].submit(work)
         return _LaneEvent(self, self._computing)
 

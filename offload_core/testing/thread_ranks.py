@@ -11,10 +11,10 @@ from ..errors import CollectiveError
 
 
 class _Group:
-    """What the ranks share: posted arrays, and a meeting point.
+    """Shared by the ranks: posted arrays, and a barrier.
 
-    A meeting that all have reached holds for all of them, even where a rank is lost before the others wake
-    (``threading.Barrier`` breaks it), so what each rank is told does not depend on timing.
+    If all ranks have reached the barrier, it lets all of them pass, even if a rank is lost before the others wake up
+    (``threading.Barrier`` would break). So results do not depend on timing.
     """
 
     def __init__(self, world_size: int, timeout: float) -> None:
@@ -40,7 +40,7 @@ class _Group:
                 raise CollectiveError(f"{what}: a rank was lost or did not come in time")
 
     def lose(self) -> None:
-        """Tell those who wait, now or later, that a rank will not come."""
+        """Make present and later waits fail: a rank will not come."""
         with self._condition:
             self._lose()
 
@@ -110,7 +110,10 @@ class ThreadRank:
 
 
 def run_ranks(world_size: int, body: Callable[[ThreadRank], Any], *, timeout: float = 30.0) -> list[Any]:
-    """Run ``body(rank)`` on that many threads; their results, or the first error, others being told of the loss."""
+    """Run ``body(rank)`` on ``world_size`` threads, and return their results.
+
+    If one raises, the others get :class:`CollectiveError` at their next meeting. The first other error is raised here.
+    """
     group = _Group(world_size, timeout)
 
     def guarded(rank: int) -> Any:

@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload_core.checkpoint.checkpoints import Target
-from offload_core.checkpoint.reader import Checkpoint, Want, file_name, file_record, write_manifest
+from offload_core.checkpoint.folder import file_name
+from offload_core.checkpoint.manifest import file_record, write_manifest
+from offload_core.checkpoint.reader import Checkpoint, Want
 from offload_core.checkpoint.shard_writer import ShardWriter, Source
 from offload_core.device.host import HostDevice
 from offload_core.dtypes import BFLOAT16, FLOAT16, FLOAT32

@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 
 from offload_core.checkpoint.checkpoints import Checkpoints, Contents, Target
-from offload_core.checkpoint.reader import LATEST, MANIFEST, Checkpoint, Want, write_manifest
+from offload_core.checkpoint.folder import LATEST, MANIFEST
+from offload_core.checkpoint.manifest import write_manifest
+from offload_core.checkpoint.reader import Checkpoint, Want
 from offload_core.checkpoint.shard_writer import Source
 from offload_core.config.options import OffloadConfig
 from offload_core.device.host import HostDevice

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from offload_core.checkpoint import reader
+from offload_core.checkpoint.folder import commit
 from offload_core.checkpoint.reader import Checkpoint
 from offload_core.config.options import OffloadConfig
 from offload_core.device.host import HostDevice
@@ -245,7 +245,7 @@ def test_old_ones_that_cannot_be_deleted_are_a_warning(tmp_path, monkeypatch):
     def refuse(path):
         raise PermissionError(13, "Permission denied", path.name)
 
-    monkeypatch.setattr(reader, "discard", refuse)
+    monkeypatch.setattr("offload_core.checkpoint.folder.discard", refuse)
     with pytest.warns(UserWarning, match="it was to be deleted, for keep=1. .*delete it by hand"):
         save(subject, tmp_path, step=2, keep=1)
     assert load(subject, tmp_path).step == 2
@@ -255,7 +255,6 @@ def test_old_ones_that_cannot_be_deleted_are_a_warning(tmp_path, monkeypatch):
 def test_a_checkpoint_that_cannot_be_made_known_is_not_left_there(tmp_path, monkeypatch, call):
     subject = make()
     save(subject, tmp_path, step=1)
-    commit = reader.commit
 
     def failing(unfinished, name):
         def fail(path, *args):
@@ -263,7 +262,7 @@ def test_a_checkpoint_that_cannot_be_made_known_is_not_left_there(tmp_path, monk
 
         with pytest.MonkeyPatch.context() as patch:
             if call == "names_to_disk":
-                patch.setattr(reader, call, fail)
+                patch.setattr(f"offload_core.checkpoint.folder.{call}", fail)
             else:
                 original = getattr(Path, call)
                 if call == "rename":  # but not back
@@ -272,7 +271,7 @@ def test_a_checkpoint_that_cannot_be_made_known_is_not_left_there(tmp_path, monk
                     patch.setattr(Path, call, fail)
             return commit(unfinished, name)
 
-    monkeypatch.setattr(reader, "commit", failing)
+    monkeypatch.setattr("offload_core.checkpoint.saving.commit", failing)
     with pytest.raises(CheckpointError, match="Input/output error"):
         save(subject, tmp_path, step=2)
     assert left_in(tmp_path) == ["latest", "step-00000001"]

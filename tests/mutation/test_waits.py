@@ -962,7 +962,14 @@ SCENARIOS = [
 ]
 
 
-ELSEWHERE = {"__main__", "checkpoint.checkpoints", "checkpoint.reader", "checkpoint.shard_writer", "step_log"}
+ELSEWHERE = {
+    "__main__",
+    "checkpoint.checkpoints",
+    "checkpoint.folder",
+    "checkpoint.reader",
+    "checkpoint.shard_writer",
+    "step_log",
+}
 """Tested by killed processes and full disks, and by writers that are stopped between any two blocks
 (``test_checkpoint_async.py``, ``test_checkpoint_crashes.py``, ``test_step_log.py``)."""
 CORE_WAITS = [

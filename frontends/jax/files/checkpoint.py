@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from offload_core.checkpoint.checkpoints import Checkpoints, Contents, Loaded, Names, Target, translation
-from offload_core.checkpoint.reader import Want
+from offload_core.checkpoint.checkpoints import Checkpoints, Contents, Names, Target, translation
+from offload_core.checkpoint.reader import Loaded, Want
 from offload_core.checkpoint.safetensors import NAME_OF
 from offload_core.checkpoint.shard_writer import Source
 from offload_core.checkpoint.stateful import check_states, load_states, random_state, set_random_state, states_of

@@ -11,8 +11,8 @@ from torch import nn
 from torch.autograd.graph import increment_version
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as EXTRA_STATE
 
-from offload_core.checkpoint.checkpoints import Contents, Loaded, Names, Target, load_values, translation
-from offload_core.checkpoint.reader import Want
+from offload_core.checkpoint.checkpoints import Contents, Names, Target, load_values, translation
+from offload_core.checkpoint.reader import Loaded, Want
 from offload_core.checkpoint.shard_writer import Source
 from offload_core.checkpoint.stateful import check_states, load_states, random_state, set_random_state, states_of
 from offload_core.checkpoint.values import ArrayType

@@ -18,7 +18,7 @@ from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
-from offload_core.checkpoint.reader import rotate
+from offload_core.checkpoint.folder import rotate
 from offload_core.config.options import ConfigLike, OffloadConfig
 from offload_core.errors import CheckpointError, ConfigError
 
