@@ -5,11 +5,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from offload_core.errors import GradientError
 from offload_core.ranks.collectives import Collectives
 from offload_core.ranks.consistency import combine
+from offload_core.step.loss_scale import LossScaler
+
+from .tree.trees import ARRAY
+from .tree.wrapped_tree import WrappedTree
 
 
 @jax.tree_util.register_pytree_node_class
@@ -48,6 +53,53 @@ class ScaledGradients:
     @classmethod
     def tree_unflatten(cls, scale: float, children: tuple[Any]) -> "ScaledGradients":
         return cls(children[0], scale)
+
+
+def given_gradients(
+    grads: Any, tree: WrappedTree, scaler: LossScaler | None, world_size: int
+) -> tuple[list[jax.Array | None], bool]:
+    """The gradient of each parameter as it was given, or None, and whether they are each rank's own.
+
+    Raises:
+        GradientError: they do not fit the tree's parameters, or were computed with another loss scale.
+    """
+    if isinstance(grads, ScaledGradients):
+        scale = scaler.scale if scaler else 1.0
+        if grads.scale != scale:
+            raise GradientError(
+                f"gradients scaled by {grads.scale:g}, expected {scale:g}: they are from "
+                "before the last update, or of other parameters; compute them anew"
+            )
+        grads = grads.tree
+    elif scaler is not None:
+        raise GradientError(
+            "plain gradients under loss scaling, expected those of offloaded.value_and_grad(loss_fn): float16 "
+            "gradients of an unscaled loss underflow (or set loss_scale=1)"
+        )
+    unreduced = isinstance(grads, RankGradients)
+    stack = [world_size] if unreduced else []
+    given, _ = tree.leaves_like(grads.tree if unreduced else grads, GradientError, "update: gradients")
+    gradients = []
+    for leaf in tree.trained:
+        path, gradient = leaf.path, given[leaf.position]
+        if isinstance(gradient, jax.core.Tracer):
+            raise GradientError(f"{path}: update() inside jit, grad or vmap; expected concrete arrays: call it outside")
+        if gradient is not None:
+            if not isinstance(gradient, ARRAY):
+                raise GradientError(f"{path}: gradient is a {type(gradient).__name__}, expected an array or None")
+            expected = list(leaf.shape) if leaf.layout is not None else [*stack, *leaf.shape]
+            if list(gradient.shape) != expected or gradient.dtype not in (leaf.dtype, jnp.float32):
+                either = "" if leaf.dtype == jnp.float32 else " (or float32)"
+                ranks = ", one a rank" if unreduced else ""
+                raise GradientError(
+                    f"{path}: gradient is {gradient.dtype}{list(gradient.shape)}, expected "
+                    f"{leaf.dtype}{expected}{either}{ranks}"
+                )
+            gradient = jnp.asarray(gradient)
+            if gradient.is_deleted():
+                raise GradientError(f"{path}: gradient was donated or deleted; expected one that is alive")
+        gradients.append(gradient)
+    return gradients, unreduced
 
 
 def check_alike(

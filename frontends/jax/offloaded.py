@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +33,16 @@ from offload_core.step.pipeline import Pipeline, StepReport
 from offload_core.support.launchers import local_processes, warn_if_launched
 
 from .device import in_host_memory
+from .differentiate import value_and_grad
 from .files.checkpoint import TreeCheckpoints, take_up
 from .files.export import export_safetensors
 from .files.states import TreeStates
-from .gradients import RankGradients, ScaledGradients, check_alike
+from .gradients import check_alike, given_gradients
 from .optax_bridge.updates import transformation
 from .placement.on_mesh import NOT_TRAINED
 from .placement.placement import placement_for
 from .placement.sharded import SHARDS
-from .tree.trees import Mask, Static, form, is_array, is_parameter, mask_leaves, refuse_jit
+from .tree.trees import Mask, form, is_parameter, mask_leaves, refuse_jit
 from .tree.wrapped_tree import Leaf, WrappedTree
 
 
@@ -103,8 +105,6 @@ class OffloadedParams:
         self.config = replace(self.config, op_order=self.config.op_order or "optax")
         self.report: StepReport | None = None
         """What the last :meth:`update` did."""
-        self.count = 0
-        """Updates made so far."""
         self._masked = mask is not None
         self._tree = tree = WrappedTree(params)
         leaves, paths = tree.leaves, tree.paths
@@ -158,6 +158,10 @@ class OffloadedParams:
         for i, array, spec, layout in zip(positions, arrays, specs, layouts, strict=True):
             leaves[i] = self._placement.cast(array, spec.dtype, layout)
             tree.trained.append(Leaf(i, paths[i], array.shape, leaves[i].dtype, layout))
+        self._targets: list[Any] = []
+        """What the pipeline writes, or is to write, the next parameters to."""
+        self._followed = self._pipeline.publications
+        """How many of the pipeline's publications the tree's leaves have followed."""
         self._states = TreeStates(self._pipeline, self._placement, tree)
         self._checkpoints = TreeCheckpoints(self._pipeline, self._placement, tree)
 
@@ -167,7 +171,17 @@ class OffloadedParams:
     @property
     def params(self) -> Any:
         """The parameters, with the structure that was wrapped."""
+        self._follow()
         return self._tree.now()
+
+    @property
+    def count(self) -> int:
+        """Updates made so far."""
+        return self._pipeline.updates
+
+    @count.setter
+    def count(self, updates: int) -> None:
+        self._pipeline.updates = updates
 
     # --- gradients ---------------------------------------------------------------------------------
 
@@ -195,46 +209,15 @@ class OffloadedParams:
         Raises (when called):
             ParameterError: the parameters have another structure; no argument is split over the mesh axis.
         """
-        positions = [leaf.position for leaf in self._tree.trained]
-        trained_set = frozenset(positions)
-
-        def compute(
-            trained: list[Any],
-            traced: list[Any],
-            static: Static,
-            scale: Any,
-            args: Any,
-            kwargs: Any,
-            *,
-            seen: Any = list,
-        ) -> Any:
-            def scaled(trained: list[Any]) -> Any:
-                leaves = static.merge(traced)
-                for i, leaf in zip(positions, seen(trained), strict=True):
-                    leaves[i] = leaf
-                out = fun(jax.tree_util.tree_unflatten(static.treedef, leaves), *args, **kwargs)
-                value = out[0] if has_aux else out
-                return value.astype(jnp.float32) * scale if scale is not None else value, out
-
-            (_, out), gradients = jax.value_and_grad(scaled, has_aux=True)(trained)
-            return out, gradients
-
-        compiled = self._placement.compile(compute, in_specs=in_specs, check_vma=check_vma)
-
-        def call(params: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-            leaves, treedef = self._tree.leaves_like(params, ParameterError, "value_and_grad: params")
-            trained = [leaves[i] for i in positions]
-            static, traced = Static.split(treedef, [None if i in trained_set else x for i, x in enumerate(leaves)])
-            scale = self._pipeline.scaler.scale if self._pipeline.scaler else None
-            with self._span("value_and_grad"):
-                out, gradients = compiled(trained, traced, static, scale, args, kwargs)
-            tree = [None] * len(leaves)
-            for i, gradient in zip(positions, gradients, strict=True):
-                tree[i] = gradient
-            grads = self._placement.as_gradients(jax.tree_util.tree_unflatten(treedef, tree))
-            return out, (grads if scale is None else ScaledGradients(grads, scale))
-
-        return call
+        return value_and_grad(
+            fun,
+            self._tree,
+            self._placement,
+            self._pipeline.scaler,
+            has_aux=has_aux,
+            in_specs=in_specs,
+            check_vma=check_vma,
+        )
 
     # --- update ------------------------------------------------------------------------------------
 
@@ -266,43 +249,54 @@ class OffloadedParams:
         return self._update(grads)
 
     def _update(self, grads: Any, learning_rate: Any = None) -> Any:
-        with self._span("update"):
-            return self._take(*self._check(grads, learning_rate))
+        with self._pipeline.device.trace.span(COMPUTE, "update"):
+            gradients, hypers = self._check(grads, learning_rate)
+            self._take(gradients, hypers)
+        return self.params
 
-    def _take(self, gradients: Sequence[Any], hypers: Sequence[AdamHyper]) -> Any:
-        """Update, if this is the boundary, with what was checked."""
-        steps = self.config.gradient_accumulation_steps
-        targets = self._targets() if self._pipeline.micro_steps + 1 == steps else []
+    def _take(self, gradients: Sequence[Any], hypers: Sequence[AdamHyper]) -> None:
+        """Update, if this is the boundary, with gradients and hyperparameters that were checked."""
+        steps, number = self.config.gradient_accumulation_steps, self.count + 1
         try:
+            if self._pipeline.micro_steps + 1 == steps:
+                self._targets = self._new_targets()
             for i, gradient in enumerate(gradients):
                 if gradient is not None:
                     self._pipeline.add_gradient(i, gradient)
-            loss_scale = self._pipeline.loss_scale
-            if not self._pipeline.end_micro_step():
-                self.report = StepReport(
-                    updated=False, skipped="accumulating", loss_scale=loss_scale, step=self.count + 1
-                )
-                return self.params
-            report = self._pipeline.step(hypers, targets, divisor=float(steps))
-            self.report = replace(report, step=self.count + 1)
-            self._pipeline.finish_publications()
+            if self._pipeline.end_micro_step():
+                report = self._pipeline.step(hypers, self._targets, divisor=float(steps))
+                self.report = replace(report, step=number)
+                self._pipeline.finish_publications()
+            else:
+                scale = self._pipeline.loss_scale
+                self.report = StepReport(updated=False, skipped="accumulating", loss_scale=scale, step=number)
         except BaseException:
             with suppress(StateError):  # a pipeline that lost a rank may refuse even that
                 self.discard_gradients()
             raise
-        self.count += self.report.updated
-        self._take_published(targets)
-        return self.params
+        self._follow()
 
-    def _targets(self) -> list[Any]:
-        """What new parameters are written to."""
+    def _new_targets(self) -> list[Any]:
+        """What the pipeline writes the next parameters to."""
         return self._placement.targets([self._tree.leaves[leaf.position] for leaf in self._tree.trained])
 
-    def _take_published(self, targets: Sequence[Any]) -> None:
-        leaves = self._tree.leaves
-        for i in self._pipeline.published:
-            position = self._tree.trained[i].position
-            leaves[position] = self._placement.written(targets[i], leaves[position])
+    def _follow(self) -> None:
+        """Make the tree's leaves of what the pipeline wrote last.
+
+        Everything that reads leaves begins with this, as an interrupt may have come between a step and its end; one that
+        comes here has it done again.
+        """
+        publications = self._pipeline.publications
+        if publications != self._followed:
+            if not self._pipeline.finished:
+                self._pipeline.finish_publications()
+            leaves = self._tree.leaves
+            for i, whole in self._pipeline.published.items():
+                if whole:
+                    position = self._tree.trained[i].position
+                    leaves[position] = self._placement.written(self._targets[i], leaves[position])
+            self._followed = publications
+        self._targets = []
 
     def flush(self) -> Any:
         """Bring ``params`` to the last update, also under ``schedule="delayed"``, and return them.
@@ -317,9 +311,10 @@ class OffloadedParams:
 
     def _publish(self) -> None:
         """Bring master weights that are ahead to the parameters."""
-        targets = self._targets()
-        self._pipeline.flush(targets)
-        self._take_published(targets)
+        self._follow()
+        self._targets = self._new_targets()
+        self._pipeline.flush(self._targets)
+        self._follow()
 
     def trace(self, path: str | os.PathLike[str]) -> AbstractContextManager[None]:
         """Record the steps inside to a file for https://ui.perfetto.dev: ``with offloaded.trace("step.json"): ...``
@@ -334,9 +329,6 @@ class OffloadedParams:
         """
         return self._pipeline.trace(path)
 
-    def _span(self, what: str) -> AbstractContextManager[None]:
-        return self._pipeline.device.trace.span(COMPUTE, what)
-
     def discard_gradients(self) -> None:
         """Forget the gradients accumulated since the last update."""
         self._pipeline.drop_gradients()
@@ -347,15 +339,16 @@ class OffloadedParams:
         What is wrong in one process is an error in all: alone, it would leave the others waiting.
         """
         self._pipeline.finish_publications()  # if it can go on at all: ranks meet next
-        collectives = self._pipeline.device.collectives
+        self._follow()
+        device = self._pipeline.device
         parameters = [(leaf.path, leaf.dtype) for leaf in self._tree.trained]
         try:
-            arrays, unreduced = self._arrays_of(grads)
+            arrays, unreduced = given_gradients(grads, self._tree, self._pipeline.scaler, device.world_size)
             hypers = self._hypers(learning_rate)
         except Exception:
-            check_alike(collectives, parameters, None, unreduced=False)
+            check_alike(device.collectives, parameters, None, unreduced=False)
             raise
-        check_alike(collectives, parameters, arrays, unreduced=unreduced)
+        check_alike(device.collectives, parameters, arrays, unreduced=unreduced)
         if all(array is None for array in arrays):
             raise GradientError("update: every gradient is None, expected at least one array")
         gradients = []
@@ -367,56 +360,17 @@ class OffloadedParams:
             gradients.append(gradient)
         return gradients, hypers
 
-    def _arrays_of(self, grads: Any) -> tuple[list[jax.Array | None], bool]:
-        """The gradient of each parameter as it was given, or None, and whether they are each rank's own."""
-        scaler = self._pipeline.scaler
-        if isinstance(grads, ScaledGradients):
-            if grads.scale != self._pipeline.loss_scale:
-                raise GradientError(
-                    f"gradients scaled by {grads.scale:g}, expected {self._pipeline.loss_scale:g}: they are from "
-                    "before the last update, or of other parameters; compute them anew"
-                )
-            grads = grads.tree
-        elif scaler is not None:
-            raise GradientError(
-                "plain gradients under loss scaling, expected those of offloaded.value_and_grad(loss_fn): float16 "
-                "gradients of an unscaled loss underflow (or set loss_scale=1)"
-            )
-        unreduced = isinstance(grads, RankGradients)
-        stack = [self._pipeline.device.world_size] if unreduced else []
-        given, _ = self._tree.leaves_like(grads.tree if unreduced else grads, GradientError, "update: gradients")
-        gradients = []
-        for leaf in self._tree.trained:
-            path, gradient = leaf.path, given[leaf.position]
-            if isinstance(gradient, jax.core.Tracer):
-                raise GradientError(
-                    f"{path}: update() inside jit, grad or vmap; expected concrete arrays: call it outside"
-                )
-            if gradient is not None:
-                if not is_array(gradient):
-                    raise GradientError(f"{path}: gradient is a {type(gradient).__name__}, expected an array or None")
-                expected = list(leaf.shape) if leaf.layout is not None else [*stack, *leaf.shape]
-                if list(gradient.shape) != expected or gradient.dtype not in (leaf.dtype, jnp.float32):
-                    either = "" if leaf.dtype == jnp.float32 else " (or float32)"
-                    ranks = ", one a rank" if unreduced else ""
-                    raise GradientError(
-                        f"{path}: gradient is {gradient.dtype}{list(gradient.shape)}, expected "
-                        f"{leaf.dtype}{expected}{either}{ranks}"
-                    )
-                gradient = jnp.asarray(gradient)
-                if gradient.is_deleted():
-                    raise GradientError(f"{path}: gradient was donated or deleted; expected one that is alive")
-            gradients.append(gradient)
-        return gradients, unreduced
-
     def _hypers(self, learning_rate: Any = None) -> list[AdamHyper]:
         """One for decayed parameters, one for those that ``mask`` excludes; with this rate, or that of the settings."""
         config = self.config
-        count = jnp.asarray(self.count, jnp.int32)
-        lr, betas = config.hyperparameters(count)
-        if learning_rate is not None:
-            lr = float(learning_rate(count) if callable(learning_rate) else learning_rate)
-        check_hyperparameters(f"update {self.count}", lr, betas, config.eps, config.weight_decay)
+        if learning_rate is not None or callable(config.lr) or callable(config.betas):
+            count = jnp.asarray(self.count, jnp.int32)
+            lr, betas = config.hyperparameters(count)
+            if learning_rate is not None:
+                lr = float(learning_rate(count) if callable(learning_rate) else learning_rate)
+            check_hyperparameters(f"update {self.count}", lr, betas, config.eps, config.weight_decay)
+        else:  # the configuration has checked them
+            lr, betas = float(config.lr), config.betas
         decayed = AdamHyper(lr, betas, config.eps, config.weight_decay, config.eps_root, _bias_correction)
         return [decayed, replace(decayed, weight_decay=0.0)]
 
@@ -461,6 +415,7 @@ class OffloadedParams:
             StateError: under jit; with ``schedule="delayed"`` before :meth:`flush`.
         """
         refuse_jit("load_params()")
+        self._follow()
         self._states.load_params(params)
         return self.params
 
@@ -547,6 +502,7 @@ class OffloadedParams:
             StateError: gradients wait for an update; an array of ``params`` was donated; under jit.
         """
         refuse_jit("save_checkpoint()")
+        self._follow()
         return self._checkpoints.save(
             folder, updates=self.count, stateful=stateful, extras=extras, keep=keep, wait=wait
         )
@@ -628,7 +584,11 @@ class OffloadedParams:
         def update_all(grads: Any) -> None:
             self._update(grads, learning_rate)
 
-        return transformation(self._tree, self._placement, lambda: self.count, update_all)
+        def count() -> int:
+            self._follow()
+            return self.count
+
+        return transformation(self._tree, self._placement, count, update_all)
 
 
 def _local_bytes(array: jax.Array) -> int:
@@ -641,6 +601,7 @@ def _bias_correction_jit(beta: Any, t: Any) -> Any:
     return 1 - beta**t
 
 
+@lru_cache(64)
 def _bias_correction(beta: float, t: int) -> float:
     """1 - beta^t in XLA's float32 arithmetic on the CPU, where optax computes it too."""
     with jax.default_device(jax.local_devices(backend="cpu")[0]):

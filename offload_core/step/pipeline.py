@@ -73,9 +73,12 @@ class Pipeline:
         """Updates that each parameter has had: zero-dimensional float32 arrays, so that a front end can share them."""
         self.updates = 0
         """Updates made so far."""
-        self.published: frozenset[int] = frozenset()
-        """Parameters that the last :meth:`step` or :meth:`flush` wrote: with ``schedule="delayed"`` those of the step
-        before."""
+        self.published: Mapping[int, bool] = {}
+        """Parameters that the last :meth:`step` or :meth:`flush` wrote (with ``schedule="delayed"`` those of the step
+        before); False where it broke off before all of the parameter was written."""
+        self.publications = 0
+        """Steps and flushes that have set ``published``: a caller that an interrupt cut off sees whether its own did.
+        """
         self.buckets = LocalBuckets(config, device, self.rule)
         self._reduction = Reduction(self.buckets)
         self._updates = Updates(self.buckets, self.rule)
@@ -362,7 +365,7 @@ class Pipeline:
         self._last = decision.verdict
         if self.scaler and decision.verdict.overflow is not None:
             self.scaler.update(overflow=decision.verdict.overflow)
-        self.published = decision.behind
+        self._begin_publication(decision.behind)
         if decision.verdict.skipped:
             self._reduction.drop_all(decision.order)
             self._early.end()
@@ -371,6 +374,10 @@ class Pipeline:
             self._update(decision, after)
         if not (self.buckets.worker.behind or self._updates.finished):
             self._updates.finish()
+
+    def _begin_publication(self, params: Iterable[int]) -> None:
+        self.published = dict.fromkeys(params, True)
+        self.publications += 1
 
     def _update(self, decision: Decision, after: Event) -> None:
         buckets, present, works = self.buckets, decision.present, decision.works
@@ -385,7 +392,8 @@ class Pipeline:
             work.forget_gradients(GradientEvent.DROP)
         self._reduction.begin(decision.order)
         # What is in no bucket has nothing to wait for.
-        self.published |= {param for param in present if not decision.delayed or not buckets.of[param]}
+        now = [param for param in present if not decision.delayed or not buckets.of[param]]
+        self.published = {**self.published, **dict.fromkeys(now, True)}
         if decision.delayed:
             self._updates.publish(reversed(decision.order), decision.tensors, after)
             self._updates.start_ahead(works[::-1], decision)
@@ -481,8 +489,13 @@ class Pipeline:
         """Wait for everything, and write to the parameters what ``schedule="delayed"`` still holds back."""
         self.refuse_if_unusable()
         self.recall()
-        after, self.published = self.device.mark(), self.behind
-        self._change(lambda: self._updates.publish(self.buckets.all, list(tensors), after))
+        after = self.device.mark()
+
+        def publish() -> None:
+            self._begin_publication(self.behind)
+            self._updates.publish(self.buckets.all, list(tensors), after)
+
+        self._change(publish)
         self.finish()
 
     @property
@@ -586,6 +599,8 @@ class Pipeline:
                 work.fall_behind(work.members, PublicationEvent.LOSE)
             elif work.publication.state is Publication.SENT:
                 work.publication.on(PublicationEvent.ARRIVE)
+        behind = self.behind
+        self.published = {param: param not in behind for param in self.published}
 
     @contextmanager
     def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:

@@ -18,7 +18,12 @@ class Interrupt(KeyboardInterrupt):
 
 def lines_of(act: Callable[[], object]) -> int:
     """How many lines of the project the main thread runs in an act."""
-    return _run(act, -1)
+    return len(_run(act, -1))
+
+
+def first_passes(act: Callable[[], object]) -> dict[str, int]:
+    """Each line of the project that the main thread runs in an act, and the number of its first pass."""
+    return {place: number for number, place in reversed([*enumerate(_run(act, -1))])}
 
 
 def interrupt_at(number: int, act: Callable[[], object]) -> None:
@@ -30,8 +35,9 @@ def interrupt_at(number: int, act: Callable[[], object]) -> None:
     raise AssertionError(f"the interrupt before line {number} was lost")
 
 
-def _run(act: Callable[[], object], number: int) -> int:
-    count, entered = 0, set()
+def _run(act: Callable[[], object], number: int) -> list[str]:
+    passed: list[str] = []
+    entered = set()
 
     def ends_a_with(frame):
         """Python comes back to the line of a ``with`` at its end, where it takes no signal before ``__exit__`` runs."""
@@ -43,12 +49,12 @@ def _run(act: Callable[[], object], number: int) -> int:
         return ends
 
     def line(frame, event, argument):
-        nonlocal count
         if event == "line" and not ends_a_with(frame):
-            if count == number:
+            place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+            if len(passed) == number:
                 sys.settrace(None)
-                raise Interrupt(f"{frame.f_code.co_filename}:{frame.f_lineno}")
-            count += 1
+                raise Interrupt(place)
+            passed.append(place)
         return line
 
     def call(frame, event, argument):
@@ -63,4 +69,4 @@ def _run(act: Callable[[], object], number: int) -> int:
     finally:
         sys.settrace(before)
         gc.enable()
-    return count
+    return passed

@@ -60,8 +60,8 @@ def measure(n, dtype, stage, tier):
         for where, n_bytes in live(before).items():
             most[where] = max(most[where], n_bytes)
 
-    take = offloaded._take_published  # new parameters are there, and old ones still
-    offloaded._take_published = lambda targets: (take(targets), sample())
+    follow = offloaded._follow  # at its end new parameters are there, and old ones still
+    offloaded._follow = lambda: (follow(), sample())
     grad_fn = offloaded.value_and_grad(loss_fn)
     for _ in range(3):
         before_update = offloaded.params

@@ -48,7 +48,7 @@ def transformation(
     """As ``OffloadedParams.as_optax``.
 
     Args:
-        count: updates made so far.
+        count: gives the number of updates made so far, and brings the tree up to them.
         update_all: takes gradients, and puts the new parameters in the tree.
     """
     import optax

@@ -18,11 +18,10 @@ from offload_core.memory.host_memory import HostMemory
 from offload_core.memory.plan import PlanRow
 from offload_core.step.bucket_terms import GRADIENTS, PARAMETERS
 
-from ..gradients import RankGradients
-from ..mesh.mesh import REPLICATED, JaxMeshDevice, MeshAxis, MeshGradient, ordered_mean
+from ..mesh.mesh import REPLICATED, JaxMeshDevice, MeshAxis, MeshGradient, MeshParameter, ordered_mean
 from ..tree.shard_layout import ShardLayout
 from ..tree.trees import from_numpy
-from .whole import Whole, arrays_of, mesh_parameters
+from .whole import Whole
 
 
 class Compute(Protocol):
@@ -58,6 +57,8 @@ Compiled = Callable[[list[Any], list[Any], Any, Any, tuple, dict[str, Any]], Any
 class OnMesh(Whole):
     """Replicated along a mesh axis, whose devices are the ranks."""
 
+    gradients_per_rank = True
+
     def __init__(self, axis: MeshAxis, config: OffloadConfig) -> None:
         self.device: Device = JaxMeshDevice(axis, native=config.reduction == "native", threads=config.threads)
         self.on_host = axis.on_cpu
@@ -65,10 +66,10 @@ class OnMesh(Whole):
         self._mean = axis.map(self._mean_over_ranks, axis.split, REPLICATED)
 
     def start(self, arrays: Sequence[jax.Array]) -> list[Any]:
-        return mesh_parameters(arrays)
+        return [MeshParameter(array) for array in arrays]
 
     def started(self, tensors: Sequence[Any]) -> list[jax.Array]:
-        return arrays_of(tensors)
+        return [tensor.array for tensor in tensors]
 
     def targets(self, arrays: Sequence[jax.Array]) -> list[Any]:
         return self.start(arrays)
@@ -99,9 +100,6 @@ class OnMesh(Whole):
         if like.size == 0:  # it lies in no bucket; the old one may be donated now
             return self._axis.replicate(np.empty(like.shape, like.dtype))
         return target.array
-
-    def as_gradients(self, tree: Any) -> Any:
-        return RankGradients(tree)
 
     # --- gradients -----------------------------------------------------------------------------------
 

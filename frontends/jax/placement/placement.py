@@ -18,12 +18,12 @@ from offload_core.memory.host_memory import HostMemory
 from offload_core.memory.plan import PlanRow
 
 from ..device import JaxDevice, ParameterBuffers, on_cpu
-from ..mesh.mesh import JaxMeshDevice, LoneDevice, MeshAxis, MeshGradient
+from ..mesh.mesh import JaxMeshDevice, LoneDevice, MeshAxis, MeshGradient, MeshParameter
 from ..tree.shard_layout import ShardLayout
 from ..tree.trees import from_numpy
 from .on_mesh import SMALLER, Compiled, Compute, OnMesh, replicated_rows
 from .sharded import ShardedOnMesh
-from .whole import Whole, arrays_of, mesh_parameters
+from .whole import Whole
 
 
 class Placement(Protocol):
@@ -97,9 +97,8 @@ class Placement(Protocol):
         """Compile for these devices."""
         ...
 
-    def as_gradients(self, tree: Any) -> Any:
-        """The gradients that a function of :meth:`compile` gave, as the user gets them."""
-        ...
+    gradients_per_rank: bool
+    """Whether a function of :meth:`compile` gives each rank's own gradients (:class:`RankGradients`)."""
 
 
 def placement_for(config: OffloadConfig, mesh: Mesh | None, axis: str | None, leaves: Sequence[Any]) -> Placement:
@@ -125,6 +124,8 @@ def placement_for(config: OffloadConfig, mesh: Mesh | None, axis: str | None, le
 class WithoutMesh(Whole):
     """Each parameter lies on one device."""
 
+    gradients_per_rank = False
+
     def place(self, path: str, leaf: Any) -> jax.Array:
         if isinstance(leaf, jax.Array) and len(leaf.devices()) > 1:
             raise ParameterError(
@@ -143,9 +144,6 @@ class WithoutMesh(Whole):
         if in_specs is not None:
             raise ConfigError("value_and_grad: in_specs without a mesh; expected wrap(params, mesh=mesh)")
         return jax.jit(compute, static_argnums=2)
-
-    def as_gradients(self, tree: Any) -> Any:
-        return tree
 
 
 class OneDevice(WithoutMesh):
@@ -209,13 +207,13 @@ class OneAccelerator(WithoutMesh):
         return [PlanRow("gradients on their way", "host", n_bytes, SMALLER, brief=True), *replicated_rows(specs, 1)]
 
     def start(self, arrays: Sequence[jax.Array]) -> list[Any]:
-        return mesh_parameters(arrays)
+        return [MeshParameter(array) for array in arrays]
 
     def started(self, tensors: Sequence[Any]) -> list[jax.Array]:
-        return arrays_of(tensors)
+        return [tensor.array for tensor in tensors]
 
     def targets(self, arrays: Sequence[jax.Array]) -> list[Any]:
-        return mesh_parameters(arrays)
+        return self.start(arrays)
 
     def as_gradient(
         self, path: str, gradient: jax.Array, like: jax.Array, layout: ShardLayout | None, *, unreduced: bool

@@ -1,6 +1,5 @@
 """What placements share whose parameters are whole on each device."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -8,7 +7,6 @@ import numpy as np
 
 from offload_core.dtypes import ElementType
 
-from ..mesh.mesh import MeshParameter
 from ..tree.shard_layout import ShardLayout
 from ..tree.trees import to_numpy
 
@@ -24,13 +22,3 @@ class Whole:
 
     def to_numpy(self, array: jax.Array, layout: ShardLayout | None) -> np.ndarray:
         return to_numpy(array)
-
-
-def mesh_parameters(arrays: Sequence[jax.Array]) -> list[Any]:
-    """What a :class:`JaxMeshDevice` reads parameters from, and writes their successors to."""
-    return [MeshParameter(array) for array in arrays]
-
-
-def arrays_of(tensors: Sequence[Any]) -> list[jax.Array]:
-    """The inverse of :func:`mesh_parameters`."""
-    return [tensor.array for tensor in tensors]

@@ -19,6 +19,9 @@ Mask = Any
 ROOT = "the whole tree"
 """The path of a tree that is one leaf."""
 
+ARRAY = jax.Array | np.ndarray | np.generic
+"""The types of leaves that are arrays."""
+
 _TRACED = object()
 
 
@@ -31,8 +34,8 @@ class Static:
 
     @classmethod
     def split(cls, treedef: Any, leaves: Sequence[Any]) -> tuple["Static", list[Any]]:
-        traced = [leaf for leaf in leaves if is_array(leaf)]
-        return cls(treedef, tuple(_TRACED if is_array(leaf) else leaf for leaf in leaves)), traced
+        marked = tuple(_TRACED if isinstance(leaf, ARRAY) else leaf for leaf in leaves)
+        return cls(treedef, marked), [leaf for leaf, mark in zip(leaves, marked, strict=True) if mark is _TRACED]
 
     def merge(self, traced: Sequence[Any]) -> list[Any]:
         arrays = iter(traced)
@@ -46,7 +49,7 @@ class Static:
 
 
 def is_array(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array | np.ndarray | np.generic)
+    return isinstance(leaf, ARRAY)
 
 
 def flatten(tree: Any) -> tuple[list[tuple[str, Any]], Any]:

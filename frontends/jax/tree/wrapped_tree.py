@@ -55,7 +55,7 @@ class WrappedTree:
 
     def leaves_like(self, tree: Any, error: type[OffloadError], what: str) -> tuple[list[Any], Any]:
         """The leaves of a tree of this structure, and its own, which may be of other node types; else raise."""
-        flat, treedef = flatten(tree)
+        leaves, treedef = jax.tree_util.tree_flatten(tree, is_leaf=lambda leaf: leaf is None)
         if treedef != self.treedef:
-            check_paths(self.paths, flat, error, what)
-        return [leaf for _, leaf in flat], treedef
+            check_paths(self.paths, flatten(tree)[0], error, what)
+        return leaves, treedef

@@ -1,0 +1,83 @@
+"""A wrapped tree's value and gradients: the user's function, compiled, with gradients of the trained leaves alone."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from offload_core.device.trace import COMPUTE
+from offload_core.errors import ParameterError
+from offload_core.step.loss_scale import LossScaler
+
+from .gradients import RankGradients, ScaledGradients
+from .placement.on_mesh import Compute
+from .placement.placement import Placement
+from .tree.trees import Static
+from .tree.wrapped_tree import WrappedTree
+
+
+def value_and_grad(
+    fun: Callable[..., Any],
+    tree: WrappedTree,
+    placement: Placement,
+    scaler: LossScaler | None,
+    *,
+    has_aux: bool,
+    in_specs: Any,
+    check_vma: bool,
+) -> Callable[..., tuple[Any, Any]]:
+    """As ``OffloadedParams.value_and_grad``.
+
+    Args:
+        scaler: multiplies the loss; None: nothing does.
+    """
+    positions = [leaf.position for leaf in tree.trained]
+    is_trained = frozenset(positions)
+    compiled = placement.compile(
+        _differentiated(fun, positions, has_aux=has_aux), in_specs=in_specs, check_vma=check_vma
+    )
+
+    def call(params: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        leaves, treedef = tree.leaves_like(params, ParameterError, "value_and_grad: params")
+        trained = [leaves[i] for i in positions]
+        static, traced = Static.split(treedef, [None if i in is_trained else leaf for i, leaf in enumerate(leaves)])
+        scale = scaler.scale if scaler else None
+        with placement.device.trace.span(COMPUTE, "value_and_grad"):
+            out, gradients = compiled(trained, traced, static, scale, args, kwargs)
+        found: list[Any] = [None] * len(leaves)
+        for i, gradient in zip(positions, gradients, strict=True):
+            found[i] = gradient
+        grads = jax.tree_util.tree_unflatten(treedef, found)
+        if placement.gradients_per_rank:
+            grads = RankGradients(grads)
+        return out, (grads if scale is None else ScaledGradients(grads, scale))
+
+    return call
+
+
+def _differentiated(fun: Callable[..., Any], positions: Sequence[int], *, has_aux: bool) -> Compute:
+    """The function's value, and the gradients of the leaves at these positions."""
+
+    def compute(
+        trained: list[Any],
+        traced: list[Any],
+        static: Static,
+        scale: Any,
+        args: tuple,
+        kwargs: dict[str, Any],
+        *,
+        seen: Callable[[list[Any]], list[Any]] = list,
+    ) -> Any:
+        def scaled(trained: list[Any]) -> Any:
+            leaves = static.merge(traced)
+            for i, leaf in zip(positions, seen(trained), strict=True):
+                leaves[i] = leaf
+            out = fun(jax.tree_util.tree_unflatten(static.treedef, leaves), *args, **kwargs)
+            value = out[0] if has_aux else out
+            return value.astype(jnp.float32) * scale if scale is not None else value, out
+
+        (_, out), gradients = jax.value_and_grad(scaled, has_aux=True)(trained)
+        return out, gradients
+
+    return compute
