@@ -1,7 +1,6 @@
 """``wrap(params) -> OffloadedParams``: a pytree of parameters whose optimizer states live in host memory."""
 
 import os
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
@@ -19,30 +18,25 @@ from offload_core.checkpoint.export import MAX_SHARD_BYTES
 from offload_core.config.options import ConfigLike, OffloadConfig, check_hyperparameters
 from offload_core.device.trace import COMPUTE
 from offload_core.dtypes import BY_NUMPY
-from offload_core.errors import ConfigError, GradientError, ParameterError, StateError
+from offload_core.errors import ConfigError, GradientError, StateError
 from offload_core.layout.partition import ParamSpec
 from offload_core.layout.regions import InMemory
-from offload_core.memory.host_memory import available_bytes
-from offload_core.memory.plan import MemoryPlan, PlanRow
 from offload_core.memory.report import MemoryReport
 from offload_core.ranks.consistency import agree
 from offload_core.rules.adam import AdamHyper
-from offload_core.step.bucket_terms import PARAMETERS
 from offload_core.step.loss_scale import scaler_for
 from offload_core.step.pipeline import Pipeline, StepReport
-from offload_core.support.launchers import local_processes, warn_if_launched
+from offload_core.support.launchers import warn_if_launched
 
-from .device import in_host_memory
 from .differentiate import value_and_grad
 from .files.checkpoint import TreeCheckpoints, take_up
 from .files.export import export_safetensors
 from .files.states import TreeStates
 from .gradients import check_alike, given_gradients
 from .optax_bridge.updates import transformation
-from .placement.on_mesh import NOT_TRAINED
+from .placement.memory import checked_plan, held_bytes
 from .placement.placement import placement_for
-from .placement.sharded import SHARDS
-from .tree.trees import Mask, form, is_parameter, mask_leaves, refuse_jit
+from .tree.trees import Mask, mask_leaves, parameter_positions, refuse_jit
 from .tree.wrapped_tree import Leaf, WrappedTree
 
 
@@ -110,14 +104,7 @@ class OffloadedParams:
         leaves, paths = tree.leaves, tree.paths
         trained = mask_leaves(trainable, params, "trainable")
         decayed = mask_leaves(mask, params, "mask")
-        positions = [i for i, leaf in enumerate(leaves) if trained[i] and is_parameter(paths[i], leaf)]
-        if not positions:
-            some = [f"{path}: {form(leaf)}" for path, leaf in zip(paths[:3], leaves, strict=False)]
-            raise ParameterError(
-                "params: no leaf is a trainable floating-point array; expected at least one; got "
-                f"{', '.join(some) or 'an empty tree'}{', …' if len(leaves) > 3 else ''}"
-                f"{', and trainable= excludes all' if trained and not any(trained) else ''}"
-            )
+        positions = parameter_positions(paths, leaves, trained)
         target = self.config.target_dtype
         self._placement = placement_for(self.config, mesh, axis, [leaves[i] for i in positions])
         agree(self._placement.device.collectives, self.config)
@@ -135,20 +122,7 @@ class OffloadedParams:
         # To the core gradients come all at once, and parameters in JAX's host memory are the device's as any.
         config = replace(self.config, update_in_backward=False, offload_param=None)
         self._pipeline = Pipeline(config, self._placement.device, scaler)
-        terms = self._pipeline.terms
-        self._planned = self._placement.plan(specs, layouts, self._pipeline.memory)
-        # All that leave together take no more than the next parameters, which come after; the last is held till then.
-        self._planned.append(terms.way_row(terms.cut(specs), 1))
-        others = [leaves[i] for i in set(range(len(leaves))) - set(positions) if isinstance(leaves[i], jax.Array)]
-        n_bytes = len(self._placement.device.ranks) * sum(array.nbytes for array in others)
-        self._planned.append(PlanRow(NOT_TRAINED, "device", n_bytes, "fewer of them in the tree"))
-        there = [] if self._placement.on_host else [leaves[i] for i in positions if isinstance(leaves[i], jax.Array)]
-        held = sum(_local_bytes(array) for array in (*there, *others) if not in_host_memory(array))
-        rows = (*terms.host_rows(specs), *self._planned)
-        plan = MemoryPlan(rows, sum(spec.numel for spec in specs), shared=self._placement.on_host, held=held)
-        device = self._placement.device
-        processes = min(local_processes(), device.collectives.world_size)
-        plan.check(available_bytes(), device.free_bytes(), processes=processes)
+        self._planned = checked_plan(self._pipeline, self._placement, leaves, positions, specs, layouts)
         arrays = [self._placement.place(paths[i], leaves[i]) for i in positions]
         tensors = self._placement.start(arrays)
         self._pipeline.add_parameters(specs, tensors)
@@ -257,9 +231,9 @@ class OffloadedParams:
     def _take(self, gradients: Sequence[Any], hypers: Sequence[AdamHyper]) -> None:
         """Update, if this is the boundary, with gradients and hyperparameters that were checked."""
         steps, number = self.config.gradient_accumulation_steps, self.count + 1
+        if self._pipeline.micro_steps + 1 == steps:
+            self._targets = self._new_targets()
         try:
-            if self._pipeline.micro_steps + 1 == steps:
-                self._targets = self._new_targets()
             for i, gradient in enumerate(gradients):
                 if gradient is not None:
                     self._pipeline.add_gradient(i, gradient)
@@ -274,7 +248,6 @@ class OffloadedParams:
             with suppress(StateError):  # a pipeline that lost a rank may refuse even that
                 self.discard_gradients()
             raise
-        self._follow()
 
     def _new_targets(self) -> list[Any]:
         """What the pipeline writes the next parameters to."""
@@ -283,8 +256,8 @@ class OffloadedParams:
     def _follow(self) -> None:
         """Make the tree's leaves of what the pipeline wrote last.
 
-        Everything that reads leaves begins with this, as an interrupt may have come between a step and its end; one that
-        comes here has it done again.
+        All that read leaves call this first: an interrupt may have come between the pipeline's writing and this. After
+        an interrupt in it the next call does it all again.
         """
         publications = self._pipeline.publications
         if publications != self._followed:
@@ -545,13 +518,7 @@ class OffloadedParams:
         On the CPU the parameters' buffers count as device memory. Arrays of the tree that are not trained are counted,
         gradients, which are the caller's, are not.
         """
-        layouts = {leaf.position: leaf.layout for leaf in self._tree.trained}
-        held = Counter[tuple[str, str]]()
-        for i, leaf in enumerate(self._tree.leaves):
-            if isinstance(leaf, jax.Array):
-                what = NOT_TRAINED if i not in layouts else PARAMETERS if layouts[i] is None else SHARDS
-                held["host" if in_host_memory(leaf) else "device", what] += _local_bytes(leaf)
-        return self._pipeline.memory_report(self._planned, held)
+        return self._pipeline.memory_report(self._planned, held_bytes(self._tree))
 
     @property
     def sent_bytes(self) -> int:
@@ -589,11 +556,6 @@ class OffloadedParams:
             return self.count
 
         return transformation(self._tree, self._placement, count, update_all)
-
-
-def _local_bytes(array: jax.Array) -> int:
-    """Of this process's devices."""
-    return sum(shard.data.nbytes for shard in array.addressable_shards)
 
 
 @jax.jit

@@ -105,6 +105,23 @@ def is_parameter(path: str, leaf: Any) -> bool:
     return True
 
 
+def parameter_positions(paths: Sequence[str], leaves: Sequence[Any], trained: Sequence[bool]) -> list[int]:
+    """The numbers of the leaves that are parameters and to be trained.
+
+    Raises:
+        ParameterError: there is none, or one cannot be trained.
+    """
+    positions = [i for i, leaf in enumerate(leaves) if trained[i] and is_parameter(paths[i], leaf)]
+    if not positions:
+        some = [f"{path}: {form(leaf)}" for path, leaf in zip(paths[:3], leaves, strict=False)]
+        raise ParameterError(
+            "params: no leaf is a trainable floating-point array; expected at least one; got "
+            f"{', '.join(some) or 'an empty tree'}{', …' if len(leaves) > 3 else ''}"
+            f"{', and trainable= excludes all' if trained and not any(trained) else ''}"
+        )
+    return positions
+
+
 def mask_leaves(mask: Mask | None, params: Any, name: str) -> list[bool]:
     if mask is None:
         mask = True

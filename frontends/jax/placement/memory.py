@@ -1,0 +1,71 @@
+"""Bytes of a wrapped tree: planned before anything is allocated, and held now."""
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import jax
+
+from offload_core.layout.partition import ParamSpec
+from offload_core.memory.host_memory import available_bytes
+from offload_core.memory.plan import MemoryPlan, PlanRow
+from offload_core.step.bucket_terms import PARAMETERS
+from offload_core.step.pipeline import Pipeline
+from offload_core.support.launchers import local_processes
+
+from ..device import in_host_memory
+from ..tree.shard_layout import ShardLayout
+from ..tree.wrapped_tree import WrappedTree
+from .on_mesh import NOT_TRAINED
+from .placement import Placement
+from .sharded import SHARDS
+
+
+def checked_plan(
+    pipeline: Pipeline,
+    placement: Placement,
+    leaves: Sequence[Any],
+    positions: Collection[int],
+    specs: Sequence[ParamSpec],
+    layouts: Sequence[ShardLayout | None],
+) -> list[PlanRow]:
+    """What training takes besides the pipeline's host memory.
+
+    Args:
+        leaves: of the tree, before they are placed.
+        positions: those that are trained; ``specs`` and ``layouts`` are theirs.
+
+    Raises:
+        HostMemoryError: it does not fit into the memory that is available.
+    """
+    terms, device = pipeline.terms, placement.device
+    planned = placement.plan(specs, layouts, pipeline.memory)
+    # All buckets that leave together take no more than the next parameters, which come after them. The last bucket
+    # is held until then.
+    planned.append(terms.way_row(terms.cut(specs), 1))
+    others = [leaf for i, leaf in enumerate(leaves) if i not in positions and isinstance(leaf, jax.Array)]
+    n_bytes = len(device.ranks) * sum(array.nbytes for array in others)
+    planned.append(PlanRow(NOT_TRAINED, "device", n_bytes, "fewer of them in the tree"))
+    there = [] if placement.on_host else [leaves[i] for i in positions if isinstance(leaves[i], jax.Array)]
+    held = sum(_local_bytes(array) for array in (*there, *others) if not in_host_memory(array))
+    numel = sum(spec.numel for spec in specs)
+    plan = MemoryPlan((*terms.host_rows(specs), *planned), numel, shared=placement.on_host, held=held)
+    processes = min(local_processes(), device.collectives.world_size)
+    plan.check(available_bytes(), device.free_bytes(), processes=processes)
+    return planned
+
+
+def held_bytes(tree: WrappedTree) -> Counter[tuple[str, str]]:
+    """Bytes of the tree's arrays in this process, by ``(where, what)``."""
+    layouts = {leaf.position: leaf.layout for leaf in tree.trained}
+    held = Counter[tuple[str, str]]()
+    for i, leaf in enumerate(tree.leaves):
+        if isinstance(leaf, jax.Array):
+            what = NOT_TRAINED if i not in layouts else PARAMETERS if layouts[i] is None else SHARDS
+            held["host" if in_host_memory(leaf) else "device", what] += _local_bytes(leaf)
+    return held
+
+
+def _local_bytes(array: jax.Array) -> int:
+    """Of this process's devices."""
+    return sum(shard.data.nbytes for shard in array.addressable_shards)
