@@ -1,9 +1,9 @@
 """JAX arrays as the core's ``TensorMemory``, and the host buffers that new parameters are made from.
 
 JAX arrays cannot be written, so every update writes its parameters to host buffers and puts those on the
-device. On the CPU the new arrays are the buffers themselves (``jax.device_put`` aliases 64-byte-aligned
-memory), elsewhere the runtime copies from them at a time of its own: either way a buffer may be written again
-only when the runtime has let go of it, which its weak reference tells.
+device. On the CPU the new arrays share the buffers' memory (``jax.device_put`` aliases 64-byte-aligned memory);
+elsewhere the runtime copies from the buffers some time later. Either way a buffer may be written again only when the
+runtime has let go of it. A weak reference to the buffer shows this.
 """
 
 import gc
@@ -29,11 +29,11 @@ _ALIGNMENT = 64
 HOST_MEMORY = "pinned_host"
 """JAX's memory kind of ``offload_param="cpu"``."""
 _PATIENCE = 50
-"""Milliseconds to wait for the runtime to let go of a buffer, before another is allocated."""
+"""Milliseconds to wait for the runtime to let go of a buffer, before another one is allocated."""
 
 
 class JaxDevice:
-    """Gradients are read where they are on the CPU, and through JAX's own host copy elsewhere."""
+    """Reads gradients in place on the CPU, and elsewhere through the host copy that JAX makes."""
 
     addressable = True
     updates_in_place = False
@@ -50,7 +50,7 @@ class JaxDevice:
 
     def host_array(self, tensor: Any) -> HostArray:
         if isinstance(tensor, jax.Array) and on_cpu(tensor) and _is_row_major(tensor):
-            # The address without a NumPy view: a live view makes donating the array silently fail.
+            # The address, without a NumPy view: while a view lives, JAX silently does not donate the array.
             address = tensor.block_until_ready().unsafe_buffer_pointer()
             return HostArray(address, tensor.size, self.dtype(tensor), tensor)
         return HostArray.of(np.ascontiguousarray(tensor))
@@ -72,12 +72,15 @@ class JaxDevice:
 
 
 def on_cpu(array: jax.Array) -> bool:
-    """Whether the array lies in host memory."""
+    """True if the array lies on a CPU device."""
     return next(iter(array.devices())).platform == "cpu"
 
 
 def free_bytes(devices: Sequence[jax.Device]) -> int | None:
-    """Bytes that can still be allocated on these together, as much on each; None: not known, or the host's."""
+    """Bytes that can still be allocated on these devices together, equally on each.
+
+    None: it is not known, or the devices' memory is the host's.
+    """
     stats = [device.memory_stats() or {} for device in devices]
     if not all({"bytes_limit", "bytes_in_use"} <= each.keys() for each in stats):
         return None
@@ -85,15 +88,15 @@ def free_bytes(devices: Sequence[jax.Device]) -> int | None:
 
 
 def in_host_memory(array: jax.Array) -> bool:
-    """Whether the array lies where ``offload_param="cpu"`` puts parameters, and not in its device's own memory."""
+    """True if the array lies in host memory, where ``offload_param="cpu"`` puts parameters, and not on its device."""
     return array.sharding.memory_kind == HOST_MEMORY
 
 
 def read(array: jax.Array, start: int, stop: int) -> np.ndarray:
-    """Elements of an array of one device, or alike on all of them, flattened."""
+    """Elements ``[start, stop)`` of an array, flattened. It lies on one device, or replicated on several."""
     if in_host_memory(array) or on_cpu(array):
         return np.asarray(array).reshape(-1)[start:stop]
-    # Cut on the device: an array keeps the host copy that NumPy made of it.
+    # Cut on the device, because an array keeps the host copy that NumPy made of it.
     return np.asarray(_cut(array, start, stop - start))
 
 
@@ -103,7 +106,7 @@ def _cut(array: jax.Array, start: int, numel: int) -> jax.Array:
 
 
 def _is_row_major(array: jax.Array) -> bool:
-    """jit may choose another order for its outputs (``jax.experimental.layout``)."""
+    """True if elements lie in row-major order; jit may choose another for outputs (``jax.experimental.layout``)."""
     return array.format.layout.major_to_minor == tuple(range(array.ndim))  # type: ignore[attr-defined]
 
 
@@ -115,15 +118,15 @@ class _Generation:
         self.lent: list[weakref.ref[np.ndarray] | None] = [None] * n_params
 
     def reads(self, i: int) -> bool:
-        """Whether anyone still reads parameter ``i`` here."""
+        """True if anyone still reads parameter ``i`` here."""
         reader = self.lent[i]
         return reader is not None and reader() is not None
 
 
 class ParameterBuffers:
-    """Host buffers for new parameters, in generations; one is used again when nobody reads it any more.
+    """Host buffers for new parameters, in generations: a buffer is used again when nobody reads it any more.
 
-    In a training loop that drops its old parameters two generations alternate.
+    Two generations alternate in a training loop that drops its old parameters.
     """
 
     def __init__(self, memory: HostMemory, specs: Sequence[ParamSpec]) -> None:
@@ -143,7 +146,7 @@ class ParameterBuffers:
         return self._n_bytes
 
     def take(self) -> list[np.ndarray]:
-        """A buffer for each parameter, one-dimensional. It is lent until the last array made from it dies.
+        """A one-dimensional buffer for each parameter. It is lent until the last array made from it dies.
 
         Raises:
             HostMemoryError: old parameters are still held, and there is no memory for more.
@@ -154,10 +157,10 @@ class ParameterBuffers:
         return buffers
 
     def _await_readers(self) -> None:
-        """Wait a little for old parameters that nobody holds.
+        """Wait a little for the buffers of old parameters that the caller holds no more.
 
-        The runtime lets go of them when the threads of the computations that read them have ended, and gives the
-        memory back at the next garbage collection.
+        The runtime lets go of them when the computations that read them have ended, and gives their memory back at the
+        next garbage collection.
         """
         if len(self._generations) < 2:
             return
@@ -169,7 +172,7 @@ class ParameterBuffers:
             if self._one_is_free():
                 self._patience = _PATIENCE
                 return
-        self._patience //= 2  # a user who keeps them is waited for less and less
+        self._patience //= 2  # they are in use, then: wait less each time
 
     def _one_is_free(self) -> bool:
         return all(any(not g.reads(i) for g in self._generations) for i in range(len(self._specs)))
@@ -187,7 +190,7 @@ class ParameterBuffers:
             generation = _Generation(memory, len(self._specs))
             self._generations.append(generation)
         spec, offset = self._specs[i], self._offsets[i]
-        # From a memoryview, so that arrays made from the buffer refer to it and not to the whole memory.
+        # Made from a memoryview, so that arrays made from the buffer refer to the buffer and not to the whole memory.
         window = generation.memory[offset : offset + spec.numel * spec.dtype.itemsize].data
         buffer = np.frombuffer(window, spec.dtype.numpy)
         generation.lent[i] = weakref.ref(buffer)

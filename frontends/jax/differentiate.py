@@ -1,4 +1,4 @@
-"""A wrapped tree's value and gradients: the user's function, compiled, with gradients of the trained leaves alone."""
+"""``value_and_grad``: the user's function of a wrapped tree, compiled with its gradients of the trained leaves."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Gradients as users have them, and whether all processes have them alike."""
+"""Gradients as users give them, and the checks that they fit the parameters and are alike in all processes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,8 +22,8 @@ from .tree.wrapped_tree import WrappedTree
 class RankGradients:
     """Each rank's own gradients on a mesh axis, not yet averaged.
 
-    ``tree`` has the parameters' structure; a leaf is ``[world_size, *shape]``, its first dimension split over the axis.
-    Of a parameter that is sharded itself (stage 3) it is the mean, in fp32, sharded as the parameter.
+    ``tree`` has the parameters' structure. A leaf is ``[world_size, *shape]``, with its first dimension split over the
+    axis. The gradient of a parameter that is sharded itself (stage 3) is the mean, in fp32, sharded as the parameter.
     """
 
     tree: Any
@@ -58,7 +58,7 @@ class ScaledGradients:
 def given_gradients(
     grads: Any, tree: WrappedTree, scaler: LossScaler | None, world_size: int
 ) -> tuple[list[jax.Array | None], bool]:
-    """The gradient of each parameter as it was given, or None, and whether they are each rank's own.
+    """The gradient of each parameter, or None, and True if these are each rank's own.
 
     Raises:
         GradientError: they do not fit the tree's parameters, or were computed with another loss scale.
@@ -109,13 +109,13 @@ def check_alike(
 
     Args:
         parameters: path and dtype of each.
-        arrays: this process's gradients of them, or None each; None: refused here.
-        unreduced: whether they came as :class:`RankGradients`.
+        arrays: this process's gradient of each, or None for it; None: this process has found an error in its own.
+        unreduced: True if they came as :class:`RankGradients`.
     """
     n = collectives.world_size
     if n == 1:
         return
-    flags = np.zeros(2 + 2 * len(parameters), np.int64)  # what all must answer alike: 1 for yes
+    flags = np.zeros(2 + 2 * len(parameters), np.int64)  # 1 for yes; all must answer alike
     flags[:2] = arrays is None, unreduced
     given, of_other_dtype = flags[2::2], flags[3::2]
     if arrays is not None:

@@ -1,4 +1,4 @@
-"""Joining the processes that torchrun, ``srun`` or ``mpirun`` started, and the end of waiting for one that is lost."""
+"""Join the processes that torchrun, ``srun`` or ``mpirun`` started, and stop waiting for a process that is lost."""
 
 import atexit
 import os
@@ -15,28 +15,29 @@ from offload_core.errors import CollectiveError
 from offload_core.support.launchers import Launched
 
 RUNTIME_ERRORS = (jax.errors.JaxRuntimeError, ValueError)
-"""What a lost peer surfaces as: gloo's errors come as ``ValueError`` from some of JAX's ways of waiting."""
+"""The errors that a lost process causes: some of JAX's ways of waiting raise gloo's errors as ``ValueError``."""
 
 _HEARTBEATS = 2
-"""Timeouts after which JAX's heartbeats end the process: later than what can say for what it waited."""
+"""JAX's heartbeats end the process after so many timeouts: later than :class:`Watch`, which says what it waited for.
+"""
 
 
 def initialize(local_device_ids: Sequence[int] | None = None, *, timeout_seconds: int | None = None) -> None:
-    """Join the other processes; one that is alone joins nobody. Call it before anything else of JAX.
+    """Join the other processes of a job; a single process has nothing to join. Call it before anything else of JAX.
 
-    As ``jax.distributed.initialize()``, which it calls, but it knows torchrun too, and any list of hosts of Slurm's; a
+    It calls ``jax.distributed.initialize()``, but it also knows torchrun and every form of Slurm's host lists. A
     process that an exception ends does not wait for the others at its exit.
 
     Args:
-        local_device_ids: the devices of this process among those that it sees. None: the one of its place on the
-            machine, or all where it is the only process there or sees just one.
-        timeout_seconds: how long ``wrap`` and its updates wait for other processes. Then one error says for what, and
-            the process ends: JAX cannot break off a collective. Where the program itself waits for others, JAX's
-            heartbeats end it, after twice the time at most. None: as JAX has it, heartbeats of 100 seconds alone.
+        local_device_ids: the devices of this process among those that it sees. None: the device with its number on the
+            machine; all devices if it is the only process there or sees just one.
+        timeout_seconds: how long ``wrap`` and its updates wait for other processes. Then an error says what the process
+            waited for, and it ends: JAX cannot break off a collective. Where the program itself waits for others, JAX's
+            heartbeats end it, after twice the time at most. None: JAX's own heartbeats of 100 seconds, and no more.
 
     Raises:
-        ConfigError: the environment is set in part.
-        CollectiveError: the others did not come.
+        ConfigError: the launcher's environment variables are incomplete.
+        CollectiveError: the other processes did not come.
     """
     launched = Launched.read()
     if launched.world_size == 1:
@@ -77,9 +78,9 @@ def initialize(local_device_ids: Sequence[int] | None = None, *, timeout_seconds
 
 @contextmanager
 def meeting(rank: int, what: str) -> Iterator[None]:
-    """Around what waits for other processes: that one is lost becomes a :class:`CollectiveError`.
+    """A context around a wait for other processes: if one is lost it raises :class:`CollectiveError`.
 
-    After the time that :func:`initialize` was given, the process says so and ends.
+    After the ``timeout_seconds`` of :func:`initialize` the process prints that error and ends.
     """
     with nullcontext() if _watch is None else _watch.over(rank, what):
         try:
@@ -89,7 +90,7 @@ def meeting(rank: int, what: str) -> Iterator[None]:
 
 
 class Watch:
-    """Tells ``end`` of a wait that takes longer than ``seconds``."""
+    """Calls ``end`` with a message when a wait takes longer than ``seconds``."""
 
     def __init__(self, seconds: float, end: Callable[[str], None]) -> None:
         self._seconds, self._end = seconds, end
@@ -99,7 +100,7 @@ class Watch:
 
     @contextmanager
     def over(self, rank: int, what: str) -> Iterator[None]:
-        """Around a wait."""
+        """A context around a wait; ``what`` is waited for."""
         wait = object()
         with self._begun:
             self._waits[wait] = (time.monotonic() + self._seconds, rank, what)
@@ -134,7 +135,7 @@ def _end(message: str) -> None:
 
 
 def _leave_at_once_after_an_error() -> None:
-    """At its exit JAX would wait for the others, which wait for this process."""
+    """At exit: JAX would wait for the other processes, and they wait for this one."""
     if getattr(sys, "last_value", None) is not None and jax.distributed.is_initialized():
         _leave()
 

@@ -56,17 +56,17 @@ def wrap(
         params: any pytree (dicts, flax.nnx state, equinox modules). Leaves that are not floating-point arrays
             pass through untouched.
         config: an ``OffloadConfig``, a dict of its fields, or a DeepSpeed configuration: a dict, or a file's path.
-        mask: which parameters weight decay applies to, as in ``optax.adamw``: booleans in the parameters' structure
+        mask: the parameters that weight decay applies to, as in ``optax.adamw``: booleans in the parameters' structure
             or a prefix of it, or a function from the parameters to them; None: all.
-        trainable: which parameters are trained, likewise; None: all. The others pass through.
-        mesh: partition the optimizer states over the devices of one of its axes, which may belong to several
-            processes. Parameters and other ``jax.Array`` leaves are replicated on it; the values of rank 0 are taken.
-            With ``stage=3`` trained parameters of at least ``param_persistence_threshold`` elements are sharded over
-            the axis: along the dimension that they are sharded along already (such global arrays are taken as they
-            lie), else the first after the very first that its devices divide; where none does they are replicated.
-            The model gathers them (:func:`gathered`, :func:`gather_params`). ``offload_param="cpu"`` has the shards
-            in ``pinned_host`` memory.
-        axis: its name; None: the mesh's only axis.
+        trainable: the parameters that are trained, given likewise; None: all. The others pass through.
+        mesh: partition the optimizer states over the devices of one of its axes; they may belong to several processes.
+            Parameters and other ``jax.Array`` leaves are replicated on it, with the values of rank 0. With ``stage=3``
+            trained parameters of at least ``param_persistence_threshold`` elements are sharded over the axis: along
+            the dimension that they are sharded along already (such global arrays are taken as they lie), else along
+            the first that the number of devices divides, leaving out the very first; if there is none they are
+            replicated. The model gathers them (:func:`gathered`, :func:`gather_params`). ``offload_param="cpu"`` keeps
+            the shards in ``pinned_host`` memory.
+        axis: the name of this axis; None: the mesh's only axis.
         overrides: fields of ``OffloadConfig``; ``lr`` may be an optax schedule, any function of the number of updates.
 
     Raises:
@@ -98,7 +98,7 @@ class OffloadedParams:
         self.config = OffloadConfig.resolve(config, world_size=ranks, **overrides)
         self.config = replace(self.config, op_order=self.config.op_order or "optax")
         self.report: StepReport | None = None
-        """What the last :meth:`update` did."""
+        """The report of the last :meth:`update`."""
         self._masked = mask is not None
         self._tree = tree = WrappedTree(params)
         leaves, paths = tree.leaves, tree.paths
@@ -119,7 +119,7 @@ class OffloadedParams:
             elements = InMemory(leaf.shape) if layout is None else layout
             specs.append(ParamSpec(paths[i], numel, dtype, group, elements, partitioned=layout is not None))
         scaler = scaler_for(self.config, [s.dtype for s in specs])
-        # To the core gradients come all at once, and parameters in JAX's host memory are the device's as any.
+        # Gradients come to the core all at once. Parameters in JAX's host memory are device parameters to it.
         config = replace(self.config, update_in_backward=False, offload_param=None)
         self._pipeline = Pipeline(config, self._placement.device, scaler)
         self._planned = checked_plan(self._pipeline, self._placement, leaves, positions, specs, layouts)
@@ -133,14 +133,14 @@ class OffloadedParams:
             leaves[i] = self._placement.cast(array, spec.dtype, layout)
             tree.trained.append(Leaf(i, paths[i], array.shape, leaves[i].dtype, layout))
         self._targets: list[Any] = []
-        """What the pipeline writes, or is to write, the next parameters to."""
+        """The tensors to which the pipeline writes the next parameters; empty when the leaves are made of them."""
         self._followed = self._pipeline.publications
-        """How many of the pipeline's publications the tree's leaves have followed."""
+        """The number of the pipeline's last publication of which leaves were made."""
         self._states = TreeStates(self._pipeline, self._placement, tree)
         self._checkpoints = TreeCheckpoints(self._pipeline, self._placement, tree)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._pipeline.__reduce_ex__(protocol)  # which says what to do instead
+        return self._pipeline.__reduce_ex__(protocol)  # it says what to do instead
 
     @property
     def params(self) -> Any:
@@ -164,21 +164,22 @@ class OffloadedParams:
     ) -> Callable[..., tuple[Any, Any]]:
         """A compiled function of ``(params, *args, **kwargs)`` that returns ``fun``'s value and its gradients.
 
-        As ``jax.jit(jax.value_and_grad(fun))`` for trees that also hold leaves that are not trained: their place in
-        the gradients is None. Under loss scaling the gradients come as :class:`ScaledGradients`; the value is
-        unscaled.
+        It is as ``jax.jit(jax.value_and_grad(fun))``, for trees that also hold leaves that are not trained: the
+        gradients have None in their place. Under loss scaling the gradients come as :class:`ScaledGradients`; the
+        value is unscaled.
 
         On a mesh each rank computes ``fun`` of its own part of the arguments inside ``shard_map``, and the gradients
         come as :class:`RankGradients`, not yet averaged. The value and floating-point leaves of aux are the mean over
         the ranks; other leaves of aux are rank 0's.
 
         Args:
-            in_specs: on a mesh, how arguments after the parameters are cut: a ``PartitionSpec`` for all of them, or a
-                tuple of one for each (or for each of its subtrees). None: as they lie on the mesh, and whole where
-                they do not. Keyword arguments are always as they lie. With several processes an array of one
-                process alone is taken as the whole, which all are to have.
-            check_vma: on a mesh, that of ``jax.shard_map``. With False ``fun`` need not tell what varies over the axis
-                (a ``lax.scan`` may start from zeros), but may contain no collectives: their gradients would be wrong.
+            in_specs: on a mesh, the cut of the arguments after the parameters: a ``PartitionSpec`` for all of them, or
+                a tuple of one for each (or for each of its subtrees). None: each is cut as it lies on the mesh, and
+                whole if it does not lie there. Keyword arguments are always taken as they lie. With several processes
+                an array of one process alone is taken as the whole; all processes must have the same.
+            check_vma: on a mesh, that of ``jax.shard_map``. With False ``fun`` need not declare which values vary over
+                the axis (a ``lax.scan`` may start from zeros), but may contain no collectives: their gradients would
+                be wrong.
 
         Raises (when called):
             ParameterError: the parameters have another structure; no argument is split over the mesh axis.
@@ -199,19 +200,21 @@ class OffloadedParams:
         """Take the gradients of a micro-step, update at the accumulation boundary, and return the parameters.
 
         Args:
-            grads: a pytree with the parameters' structure, from :meth:`value_and_grad` or ``jax.grad``; a leaf may
-                be None (no gradient: that parameter and its states stay), in all processes alike. Each leaf has its
-                parameter's dtype, or float32. On a mesh :class:`RankGradients` are averaged over the ranks, and a
-                plain pytree, as ``jax.grad`` under ``jax.jit`` gives, is the average already;
-                :class:`RankGradients` in float32 of narrower parameters need
-                ``communication_dtype="float32"``. With ``gradient_accumulation_steps=N`` the update averages over
-                N calls.
+            grads: a pytree with the parameters' structure, from :meth:`value_and_grad` or ``jax.grad``. A leaf may be
+                None, in all processes alike: that parameter and its states stay as they are. Each leaf has its
+                parameter's dtype, or float32. On a mesh :class:`RankGradients` are averaged over the ranks. A plain
+                pytree, as ``jax.grad`` under ``jax.jit`` gives, is the average already. :class:`RankGradients` in
+                float32 for narrower parameters need ``communication_dtype="float32"``. With
+                ``gradient_accumulation_steps=N`` the update averages over N calls.
 
-        With ``schedule="delayed"`` it returns, from the warm-up on, the parameters that the update before made; this
-        one's states are updated while the next gradients are computed.
+        With ``schedule="delayed"`` it returns, after the warm-up, the parameters of the update before; the states are
+        updated while the next gradients are computed.
+
+        An interrupt (``KeyboardInterrupt``) leaves the parameters and states before the update or those after it;
+        ``count`` says which.
 
         Raises (nothing has changed then):
-            GradientError: the gradients do not fit, or (in all processes) those of several processes not each other.
+            GradientError: the gradients do not fit the parameters, or (in all processes) those of other processes.
             ConfigError: the schedule's learning rate is out of range.
             StateError: under jit.
             HostMemoryError: old parameters are still held, and there is no memory for more.
@@ -245,19 +248,19 @@ class OffloadedParams:
                 scale = self._pipeline.loss_scale
                 self.report = StepReport(updated=False, skipped="accumulating", loss_scale=scale, step=number)
         except BaseException:
-            with suppress(StateError):  # a pipeline that lost a rank may refuse even that
+            with suppress(StateError):  # a pipeline that has lost a rank may refuse even that
                 self.discard_gradients()
             raise
 
     def _new_targets(self) -> list[Any]:
-        """What the pipeline writes the next parameters to."""
+        """Tensors for the next parameters."""
         return self._placement.targets([self._tree.leaves[leaf.position] for leaf in self._tree.trained])
 
     def _follow(self) -> None:
-        """Make the tree's leaves of what the pipeline wrote last.
+        """Make the tree's leaves of the parameters that the pipeline wrote last.
 
-        All that read leaves call this first: an interrupt may have come between the pipeline's writing and this. After
-        an interrupt in it the next call does it all again.
+        All that read leaves call this first, because an interrupt may have ended the call that had them written. It
+        may be interrupted itself: the next call begins anew.
         """
         publications = self._pipeline.publications
         if publications != self._followed:
@@ -274,8 +277,8 @@ class OffloadedParams:
     def flush(self) -> Any:
         """Bring ``params`` to the last update, also under ``schedule="delayed"``, and return them.
 
-        That holds back the parameters of the last update; afterwards the next gradients see them an update early.
-        With several processes all must call this.
+        That schedule holds back the parameters of the last update. After this the next gradients are computed with
+        them, an update earlier than without it. With several processes all must call this.
         """
         refuse_jit("flush()")
         if self.config.schedule == "delayed":
@@ -283,7 +286,7 @@ class OffloadedParams:
         return self.params
 
     def _publish(self) -> None:
-        """Bring master weights that are ahead to the parameters."""
+        """Bring the parameters to the values of their master weights."""
         self._follow()
         self._targets = self._new_targets()
         self._pipeline.flush(self._targets)
@@ -293,8 +296,8 @@ class OffloadedParams:
         """Record the steps inside to a file for https://ui.perfetto.dev: ``with offloaded.trace("step.json"): ...``
 
         There are lanes for compute (``value_and_grad`` while JAX launches it, and ``update``), copies to the host,
-        reduction, update, gather and copies to the device; on a mesh the collectives are in those of the copies. With
-        several processes each writes a file of its own, ``step.rank0.json`` and so on.
+        reduction, update, gather and copies to the device. On a mesh the lanes of the copies contain the collectives.
+        With several processes each writes a file of its own, ``step.rank0.json`` and so on.
 
         Raises:
             StateError: a trace is being recorded already.
@@ -307,12 +310,12 @@ class OffloadedParams:
         self._pipeline.drop_gradients()
 
     def _check(self, grads: Any, learning_rate: Any) -> tuple[list[Any], list[AdamHyper]]:
-        """The gradient of each parameter, or None, where the pipeline takes it; everything checked.
+        """Check everything; return each parameter's gradient as the pipeline takes it, or None, and hyperparameters.
 
-        What is wrong in one process is an error in all: alone, it would leave the others waiting.
+        An error in one process is an error in all: raised in one alone, it would leave the others waiting.
         """
-        self._pipeline.finish_publications()  # if it can go on at all: ranks meet next
         self._follow()
+        self._pipeline.refuse_if_unusable()  # before the processes meet
         device = self._pipeline.device
         parameters = [(leaf.path, leaf.dtype) for leaf in self._tree.trained]
         try:
@@ -334,7 +337,11 @@ class OffloadedParams:
         return gradients, hypers
 
     def _hypers(self, learning_rate: Any = None) -> list[AdamHyper]:
-        """One for decayed parameters, one for those that ``mask`` excludes; with this rate, or that of the settings."""
+        """The hyperparameters of decayed parameters and of those that ``mask`` excludes.
+
+        Args:
+            learning_rate: a rate or a schedule in place of the configuration's; None: the configuration's.
+        """
         config = self.config
         if learning_rate is not None or callable(config.lr) or callable(config.betas):
             count = jnp.asarray(self.count, jnp.int32)
@@ -350,12 +357,12 @@ class OffloadedParams:
     # --- states ------------------------------------------------------------------------------------
 
     def to_pytree(self) -> dict[str, Any]:
-        """A copy of everything that training goes on from, as a pytree of NumPy arrays.
+        """A copy of everything that training needs to go on, as a pytree of NumPy arrays.
 
         Keys: ``count``; ``params``; ``master``, ``exp_avg``, ``exp_avg_sq`` (fp32) and ``steps``, each with the
-        parameters' structure and None where a leaf is not trained. On a mesh they are whole: with several processes
-        each gets all of them from the others, so all must call this. With ``schedule="delayed"`` it begins with
-        :meth:`flush`.
+        parameters' structure and None for a leaf that is not trained. On a mesh the arrays are whole: with several
+        processes each gets all of them from the others, so all must call this. With ``schedule="delayed"`` it begins
+        with :meth:`flush`.
 
         Raises:
             StateError: an array of ``params`` was donated.
@@ -365,7 +372,7 @@ class OffloadedParams:
         return self._states.to_pytree(self.count)
 
     def load_pytree(self, tree: Mapping[str, Any]) -> Any:
-        """Load what :meth:`to_pytree` gave, and return the parameters. Any number of ranks may have written it.
+        """Load a pytree of :meth:`to_pytree`, and return the parameters. Any number of ranks may have written it.
 
         Raises:
             StateError: a key or a leaf is missing, or has another shape; nothing has changed.
@@ -374,17 +381,17 @@ class OffloadedParams:
         return self.params
 
     def load_params(self, params: Any) -> Any:
-        """Go on from other values of the parameters, such as were clamped, or read from elsewhere, and return them.
+        """Go on from other values of the parameters, clamped ones for example, and return them.
 
-        A parameter's element that is not what it was becomes its master weight; the others keep all bits of theirs, and
-        all their moments and counts. Arrays that are not trained are taken on, too. Gradients that wait for an update
-        are forgotten. With several processes all must call this, with the same values.
+        An element that has changed becomes its own master weight; the others keep all bits of their master weights.
+        Moments and counts stay. Arrays that are not trained are taken over, too. Gradients that wait for an update are
+        forgotten. With several processes all must call this, with the same values.
 
         Args:
-            params: a tree of the structure, shapes and dtypes of ``offloaded.params``.
+            params: a tree with the structure, shapes and dtypes of ``offloaded.params``.
 
         Raises:
-            ParameterError: it is of others; nothing has changed.
+            ParameterError: it has another structure, shape or dtype; nothing has changed.
             StateError: under jit; with ``schedule="delayed"`` before :meth:`flush`.
         """
         refuse_jit("load_params()")
@@ -396,45 +403,47 @@ class OffloadedParams:
         """The states as those of ``optax.adamw`` with these settings (``optax.adam`` after ``add_decayed_weights`` with
         ``adam_mode="adam"``), in NumPy arrays: on fp32 parameters eager optax goes on with the same bits.
 
-        Its parameters are those of ``to_pytree()["master"]``. A leaf that is not trained is None in ``mu`` and ``nu``,
-        as in the gradients of :meth:`value_and_grad`. With several processes all must call this. It begins with
+        The parameters that belong to it are ``to_pytree()["master"]``. A leaf that is not trained is None in ``mu`` and
+        ``nu``, as in the gradients of :meth:`value_and_grad`. With several processes all must call this. It begins with
         :meth:`flush`.
 
         Raises:
-            StateError: parameters have had different numbers of updates, of which optax has one.
+            StateError: parameters have had different numbers of updates; optax has one number for all.
         """
         self.flush()
         return self._states.to_optax(self.config, masked=self._masked, count=self.count)
 
     def load_optax_state(self, state: Any) -> None:
-        """Load the moments and the count of ``optax.adamw``'s state, or of any with one Adam in it, in fp32.
+        """Load the moments, in fp32, and the count of the state of ``optax.adamw``, or of any chain with one Adam.
 
-        The parameters stay: to go on from optax, wrap those that belong to the state. Gradients that wait for their
-        update are forgotten.
+        The parameters stay: to go on from optax, wrap the parameters that belong to the state. Gradients that wait for
+        an update are forgotten.
 
         Raises:
-            StateError: there is no Adam in it, or several, or its moments do not fit; nothing has changed.
+            StateError: it has no Adam, or several, or its moments do not fit; nothing has changed.
         """
         self.count = self._states.load_optax(state, self.flush)
 
     def export_safetensors(
         self, folder: str | os.PathLike[str], *, max_shard_bytes: int = MAX_SHARD_BYTES, dtype: str | None = None
     ) -> None:
-        """Write the tree's arrays as Hugging Face's libraries read weights, by their dotted paths.
+        """Write the tree's arrays under their dotted paths, in the format of Hugging Face's libraries.
 
         Files are ``model.safetensors``, or ``model-00001-of-0000N.safetensors`` and so on with
         ``model.safetensors.index.json``; names are ``jax.tree_util.keystr(path, simple=True, separator=".")``. Keys of
-        random generators are left out. With several processes all must call this; the first writes, one array in
-        memory at a time. Files appear whole, in place of an earlier export's. It begins with :meth:`flush`.
+        random generators are left out. With several processes all must call this; the first writes, with one array in
+        memory at a time. Files appear whole, in place of those of an earlier export. It begins with :meth:`flush`.
 
         Args:
-            max_shard_bytes: of the arrays in a file.
-            dtype: None: the parameters as the model runs with them. ``"float32"``: master weights, exactly;
-                ``"bfloat16"``, ``"float16"``: these rounded. Floating-point arrays that are not trained are cast.
+            max_shard_bytes: the most bytes of arrays in a file.
+            dtype: None: the parameters as the model runs with them. ``"float32"``: the master weights, exactly;
+                ``"bfloat16"``, ``"float16"``: the master weights, rounded. Floating-point arrays that are not trained
+                are cast.
 
         Raises:
-            ConfigError, ParameterError: an argument, or an array, cannot be written, or two have one name; nothing was.
-            CheckpointError: in all processes, where a file could not be written; nothing is left of it.
+            ConfigError, ParameterError: an argument is wrong, an array cannot be written, or two arrays have one name;
+                nothing was written.
+            CheckpointError: in all processes: a file could not be written; nothing is left of the export.
             StateError: an array of ``params`` was donated.
         """
         self.flush()
@@ -454,21 +463,22 @@ class OffloadedParams:
         keep: int | None = None,
         wait: bool = True,
     ) -> Path:
-        """Save what training goes on from, and return the checkpoint's folder, ``folder/step-…``.
+        """Save everything that training needs to go on, and return the checkpoint's folder, ``folder/step-…``.
 
-        All processes call it; they must share the folder. It holds master weights, moments, arrays that are not trained
-        (the first process's), step counts, the loss scale, the state of the random generators (Python's, NumPy's) of
-        each process, and what is given here. Any number of devices and processes, any stage and the torch front end
-        load it; arrays are known by their dotted paths: ``h.0.w``. It appears whole or not at all, and
-        ``folder/latest`` names it then. With ``schedule="delayed"`` the run goes on as if it had not been saved.
+        All processes call it; they must share the folder. The checkpoint holds master weights, moments, arrays that are
+        not trained (those of the first process), step counts, the loss scale, the state of the random generators
+        (Python's, NumPy's) of each process, ``stateful`` and ``extras``. Any number of devices and processes, any stage
+        and the torch front end can load it; it knows arrays by their dotted paths: ``h.0.w``. It appears whole or not
+        at all, and then ``folder/latest`` names it. With ``schedule="delayed"`` the run goes on as if it had not been
+        saved.
 
         Args:
             stateful: objects with ``state_dict()`` and ``load_state_dict()``, by name: data loaders, for example. The
-                first process's states are saved.
-            extras: plain values and arrays (no objects: nothing is pickled), given back by :meth:`load_checkpoint`.
+                states of the first process's objects are saved.
+            extras: plain values and arrays (no objects: nothing is pickled); :meth:`load_checkpoint` returns them.
             keep: delete all but so many of the checkpoints in the folder; None: keep all.
-            wait: False: return while optimizer states are still being written, as they are now; training may go on. The
-                next save or :meth:`wait_for_checkpoint` ends it.
+            wait: False: return while optimizer states are still being written, with their present values; training may
+                go on. The next save or :meth:`wait_for_checkpoint` waits for the end.
 
         Raises:
             CheckpointError: in all processes; earlier checkpoints are untouched.
@@ -481,7 +491,7 @@ class OffloadedParams:
         )
 
     def wait_for_checkpoint(self) -> None:
-        """Return when the last checkpoint is on the disk; raise what went wrong. All processes call it."""
+        """Return when the last checkpoint is on the disk; raise the error of its writing. All processes call it."""
         self._checkpoints.wait()
 
     def load_checkpoint(
@@ -492,16 +502,16 @@ class OffloadedParams:
         names: Names = None,
         random_state: bool = True,
     ) -> Any:
-        """Load a checkpoint, or the latest of a folder, and return its extras; ``params`` are then those it holds.
+        """Load a checkpoint, or the latest of a folder, and return its extras; ``params`` are then the checkpoint's.
 
         All processes call it. Gradients that wait for an update are forgotten.
 
         Args:
-            stateful: objects that take up the states saved under these names.
-            names: from the dotted paths of this tree to the names in the checkpoint, a function or a mapping of those
-                that differ.
-            random_state: whether the random generators go on where they were. A process that the saving run did not
-                have keeps its own.
+            stateful: objects that take over the states saved under these names.
+            names: from the dotted paths of this tree to the names in the checkpoint: a function, or a mapping of the
+                paths whose names differ.
+            random_state: True: the random generators go on as they were saved. A process that the saving run did not
+                have keeps the state of its own.
 
         Raises:
             CheckpointError: in all processes. Nothing has changed, unless the message says that loading broke off.
@@ -513,10 +523,10 @@ class OffloadedParams:
         return take_up(loaded, stateful, random_state=random_state)
 
     def memory_report(self) -> MemoryReport:
-        """Planned and measured bytes of this process; print it, or have it drawn (``.plot(path)``).
+        """Planned and measured bytes of this process; print the report, or draw it (``.plot(path)``).
 
-        On the CPU the parameters' buffers count as device memory. Arrays of the tree that are not trained are counted,
-        gradients, which are the caller's, are not.
+        On the CPU the parameters' buffers count as device memory. Arrays of the tree that are not trained are counted;
+        gradients are not, because they are the caller's.
         """
         return self._pipeline.memory_report(self._planned, held_bytes(self._tree))
 
@@ -532,15 +542,15 @@ class OffloadedParams:
 
         ``optax.apply_updates(params, updates)`` gives exactly ``self.params`` (in float16, but for the sign of a
         zero); the update of an array that is not trained is a zero. In an ``optax.chain`` it comes last. The states are
-        here, not in the optax state, which only counts: ``update`` raises :class:`StateError` for a state that is not
-        the last one, for parameters that are not the last update's, and under ``jax.jit``.
+        here; the optax state only counts. ``update`` raises :class:`StateError` for a state that is not the last one,
+        for parameters that are not the last update's, and under ``jax.jit``.
 
         Args:
-            learning_rate: of the updates made by this transformation, in place of ``lr``, or a schedule; with
+            learning_rate: a rate or a schedule for the updates of this transformation, in place of ``lr``. With
                 ``optax.inject_hyperparams(offloaded.as_optax)(learning_rate=...)`` it is in the optax state.
 
         Raises:
-            ConfigError: with ``offload_param``, whose parameters optax cannot compute with where they are.
+            ConfigError: with ``offload_param``: optax cannot compute with parameters in host memory.
         """
         if self.config.offload_param is not None:
             raise ConfigError(
@@ -565,6 +575,6 @@ def _bias_correction_jit(beta: Any, t: Any) -> Any:
 
 @lru_cache(64)
 def _bias_correction(beta: float, t: int) -> float:
-    """1 - beta^t in XLA's float32 arithmetic on the CPU, where optax computes it too."""
+    """1 - beta^t in XLA's float32 arithmetic on the CPU, as optax computes it."""
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         return float(_bias_correction_jit(beta, jnp.asarray(t, jnp.int32)))

@@ -1,4 +1,4 @@
-"""What a tree has besides its optimizer states, as checkpoints hold it (``offload_core/checkpoint/checkpoints.py``)."""
+"""Checkpoints of a tree: its arrays and settings beside the states that the core's ``checkpoints.py`` saves."""
 
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -58,10 +58,7 @@ ARRAYS = [
 
 
 class TreeCheckpoints:
-    """The checkpoints of a wrapped tree.
-
-    What is loaded is put in the tree.
-    """
+    """The checkpoints of a wrapped tree; loading puts new leaves in it."""
 
     def __init__(self, pipeline: Pipeline, placement: Placement, tree: WrappedTree) -> None:
         self._core = Checkpoints(pipeline)
@@ -82,7 +79,7 @@ class TreeCheckpoints:
         keep: int | None,
         wait: bool,
     ) -> Path:
-        """Save a tree that has had so many updates."""
+        """Save the tree after so many updates."""
         with self._core.together("save"):
             self._tree.check_alive("save_checkpoint")
             names = self._names(None)
@@ -100,7 +97,7 @@ class TreeCheckpoints:
         return self._core.save(folder, contents, self._tensors(), step=updates, keep=keep, wait=wait)
 
     def wait(self) -> None:
-        """Return when the last one is on the disk."""
+        """Return when the last checkpoint is on the disk."""
         self._core.wait()
 
     def load(
@@ -111,7 +108,11 @@ class TreeCheckpoints:
         stateful: Mapping[str, Any] | None,
         names: Names,
     ) -> Loaded:
-        """Load one that has states of these objects. ``publish`` brings master weights to the trained leaves."""
+        """Load a checkpoint that has states of these objects.
+
+        Args:
+            publish: brings master weights to the trained leaves.
+        """
         with self._core.together("load"):
             theirs = self._names(names)
             targets = [self._target(theirs[i], i) for i in self._untrained()]
@@ -125,10 +126,10 @@ class TreeCheckpoints:
             accept=partial(_accept, stateful),
         )
 
-    # --- what there is -------------------------------------------------------------------------------
+    # --- the tree's arrays ---------------------------------------------------------------------------
 
     def _names(self, names: Names) -> dict[int, str]:
-        """Of each array, in a checkpoint."""
+        """The name in a checkpoint of each array, by its number."""
         translated: dict[int, str] = {}
         seen: dict[str, str] = {}
         for i in sorted([*self._trained, *self._untrained()]):
@@ -165,7 +166,7 @@ class TreeCheckpoints:
 
 
 def take_up(loaded: Loaded, stateful: Mapping[str, Any] | None, *, random_state: bool) -> Any:
-    """What a checkpoint holds besides arrays: give it to these objects and the generators; its extras."""
+    """Give states from a checkpoint to these objects and to the random generators, and return its extras."""
     load_states(stateful, loaded.state["stateful"])
     if random_state and loaded.own is not None:
         set_random_state(loaded.own["random"])

@@ -20,7 +20,10 @@ from ..tree.trees import is_array, is_key
 
 class WholeLeaf(Protocol):
     def __call__(self, position: int, *, master: bool, wanted: bool) -> np.ndarray | None:
-        """A leaf by its number, or its master weights if it has any, where it is wanted; all processes ask."""
+        """The leaf of this number, or with ``master`` its master weights if it has any; None where it is not wanted.
+
+        All processes call this, also those that do not want the leaf.
+        """
 
 
 def export_safetensors(

@@ -19,9 +19,10 @@ from ..tree.wrapped_tree import WrappedTree
 
 
 class TreeStates:
-    """Master weights, moments and step counts: what is read of them and what is put in their place.
+    """Reads and replaces master weights, moments and step counts.
 
-    ``flush`` brings parameters level with their master weights; before it reads, the caller has done so.
+    The argument ``flush`` brings parameters to the values of their master weights. Before methods that only read, the
+    caller has done so.
     """
 
     def __init__(self, pipeline: Pipeline, placement: Placement, tree: WrappedTree) -> None:
@@ -62,7 +63,10 @@ class TreeStates:
         )
 
     def whole_leaf(self, position: int, *, master: bool, wanted: bool) -> np.ndarray | None:
-        """A leaf, or its master weights if it has any, where this process wants it; with several processes all ask."""
+        """A leaf, or with ``master`` its master weights if it has any; None where this process does not want it.
+
+        With several processes all must call this.
+        """
         i = self._number.get(position)
         if i is not None and master:
             return self._whole_states(i, ["master"])["master"]
@@ -70,7 +74,7 @@ class TreeStates:
         return self._as_numpy(position, self._tree.leaves[position]) if wanted or of_all else None
 
     def _as_numpy(self, position: int, value: Any) -> Any:
-        """The value of a leaf, or another that lies as it does."""
+        """The value of a leaf, or another value that lies as it does."""
         i = self._number.get(position)
         if i is None or not isinstance(value, jax.Array):
             return to_numpy(value)
@@ -85,7 +89,7 @@ class TreeStates:
         return {name: self._tree.of(leaves) for name, leaves in states.items()}
 
     def _whole_states(self, i: int, names: Collection[str]) -> dict[str, np.ndarray]:
-        """The states of a parameter, in its shape; what other processes hold comes from there."""
+        """The states of a parameter, in its shape; other processes send the parts that they hold."""
         leaf, whole = self._tree.trained[i], self._states.whole_states(i, names)
         if leaf.layout is not None:
             return {name: leaf.layout.from_core(state) for name, state in whole.items()}
@@ -94,7 +98,7 @@ class TreeStates:
     # --- replaced ------------------------------------------------------------------------------------
 
     def load_pytree(self, tree: Mapping[str, Any], flush: Callable[[], Any]) -> int:
-        """As ``OffloadedParams.load_pytree``; the number of updates that the tree has had."""
+        """As ``OffloadedParams.load_pytree``; returns the number of updates that the tree has had."""
         if "count" not in tree:
             raise _missing("count", tree)
         arrays = {i: numpy_shape(leaf) for i, leaf in enumerate(self._tree.leaves) if is_array(leaf)}
@@ -109,7 +113,7 @@ class TreeStates:
         return int(tree["count"])
 
     def load_optax(self, state: Any, flush: Callable[[], Any]) -> int:
-        """As ``OffloadedParams.load_optax_state``; the number of updates that the state counts."""
+        """As ``OffloadedParams.load_optax_state``; returns the number of updates that the state counts."""
         mu, nu, steps, count = adam_of(state)
         moments = {"exp_avg": mu, "exp_avg_sq": nu}
         states = {name: self._leaves_of(moments, name, self._shapes, "load_optax_state") for name in moments}
@@ -137,7 +141,7 @@ class TreeStates:
             self._states.adopt(i, tensor)
 
     def _placed(self, position: int, value: Any) -> Any:
-        """A value as NumPy has it, as the leaf that it is to replace."""
+        """A NumPy value in the type and place of the leaf that it replaces."""
         like, i = self._tree.leaves[position], self._number.get(position)
         if i is None:
             return self._placement.pass_through(from_numpy(value, like))
@@ -146,9 +150,9 @@ class TreeStates:
     def _restore(
         self, states: Mapping[str, Mapping[int, Any]], steps: Mapping[int, Any], flush: Callable[[], Any]
     ) -> None:
-        """Take on states and update counts, which have been checked, by position."""
+        """Take over states and update counts, given by position and checked before."""
         self._pipeline.drop_gradients()
-        flush()  # what is held back would follow
+        flush()  # else parameters that schedule="delayed" holds back would follow
         for i, leaf in enumerate(self._tree.trained):
             flat = {name: np.reshape(values[leaf.position], -1) for name, values in states.items()}
             if leaf.layout is not None:
@@ -159,7 +163,7 @@ class TreeStates:
     def _leaves_of(
         self, tree: Mapping[str, Any], name: str, shapes: Mapping[int, tuple[int, ...]], what: str = "load_pytree"
     ) -> dict[int, Any]:
-        """The leaves of ``tree[name]`` at the positions of ``shapes``; checked to be of these shapes."""
+        """The leaves of ``tree[name]`` at the positions of ``shapes``, after a check of their shapes."""
         if name not in tree:
             raise _missing(name, tree)
         leaves, _ = self._tree.leaves_like(tree[name], StateError, f"{what}: {name}")

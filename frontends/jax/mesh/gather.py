@@ -1,8 +1,8 @@
-"""Stage 3 inside ``value_and_grad``: parameters that are shards there, and their gathering where a layer needs them.
+"""Stage 3 inside ``value_and_grad``: parameters are shards there, and are gathered where a layer needs them.
 
-The transpose of gathering is the reduction: every rank sends each other rank its slice of the gradient, and the owner
-sums what it receives in rank order in fp32 and divides once, as the core's reduction does. So gradients leave
-``value_and_grad`` averaged, in fp32, as shards at their owners.
+The transpose of gathering is the reduction: every rank sends each other rank its slice of the gradient. The owner
+sums the slices that it receives in rank order in fp32 and divides once, as the core's reduction does. So gradients
+leave ``value_and_grad`` averaged, in fp32, as shards at their owners.
 """
 
 import functools
@@ -20,27 +20,27 @@ from .mesh import ordered_mean
 
 
 class Gathering(NamedTuple):
-    """How a shard becomes a parameter, and the parameter's gradient a shard."""
+    """The way from a shard to a parameter, and from the parameter's gradient to a shard."""
 
     axis: str
     """The mesh axis."""
     world_size: int
     dim: int
-    """The dimension that is cut, counted from the last (-1): a scan takes away the first."""
+    """The dimension that is cut, counted from the last (-1), because a scan takes away the first."""
     wire: Any
     """The dtype in which gradients travel."""
     native: bool
-    """Whether XLA's reduce-scatter sums them, in that dtype and its own order."""
+    """True if XLA's reduce-scatter sums gradients, in that dtype and in an order of its own."""
 
 
 @jax.tree_util.register_pytree_with_keys_class
 class Shard:
-    """This device's part of a parameter, where the parameter stands in the tree.
+    """This device's part of a parameter, in the parameter's place in the tree.
 
-    A pytree node, so that a ``lax.scan`` over stacked layers slices it like any array. It has no values of its own to
-    compute with: :func:`gathered` or :func:`gather_params` give the parameter. Its leaves may be cast or multiplied by
-    numbers (``jax.tree.map``); what else is computed of them, such as a norm over ``jax.tree.leaves``, is NaN or has
-    NaN gradients, as it would be that of one rank's part.
+    It is a pytree node, so that a ``lax.scan`` over stacked layers slices it like any array. Models do not compute with
+    it: :func:`gathered` or :func:`gather_params` give the parameter. Its leaves may be cast or multiplied by numbers
+    (``jax.tree.map``). Anything else that is computed of them, such as a norm over ``jax.tree.leaves``, would be that
+    of one rank's part; it is NaN or has NaN gradients instead.
     """
 
     def __init__(self, array: Any, tangent: Any, how: Gathering) -> None:
@@ -79,12 +79,12 @@ class Shard:
     def _computed_with(self, *others: Any) -> NoReturn:
         _refuse("computed with")
 
-    # With arrays __jax_array__ is asked; with Python's numbers, and where there is one operand, these are.
+    # JAX calls __jax_array__ where the other operand is an array. Python calls these for numbers and single operands.
     __add__ = __sub__ = __mul__ = __truediv__ = __matmul__ = __pow__ = __neg__ = __abs__ = _computed_with
     __radd__ = __rsub__ = __rmul__ = __rtruediv__ = __rpow__ = _computed_with
 
     def __getattr__(self, name: str) -> NoReturn:
-        # AttributeError, for those who only ask whether it has one.
+        # An AttributeError, so that hasattr works.
         raise AttributeError(f"{name!r} of a parameter that is sharded (stage 3); {_INSTEAD}")
 
 
@@ -98,10 +98,10 @@ def _refuse(what: str) -> NoReturn:
 def gather_params(params: Any) -> Any:
     """The tree with whole parameters in place of shards; arrays in host memory come to the device, others stay.
 
-    Inside the function that ``value_and_grad`` was given there are shards; in a plain ``jax.jit`` of
-    ``offloaded.params`` (evaluation) there are sharded arrays, and XLA gathers them. What is gathered here lives as
-    long as anything needs it, backward included, and its gradients are summed over its uses before they are reduced:
-    gather a parameter once for uses that are near each other (tied weights), and use :func:`gathered` for layers.
+    The function that ``value_and_grad`` differentiates gets shards. In a plain ``jax.jit`` of ``offloaded.params``
+    (evaluation) there are sharded arrays, and XLA gathers them. A parameter that is gathered here lives as long as
+    anything needs it, backward included, and its gradients are summed over its uses before they are reduced: gather it
+    once for uses that are near each other (tied weights), and use :func:`gathered` for layers.
     """
 
     def whole(leaf: Any) -> Any:
@@ -124,10 +124,10 @@ def gathered(
 ) -> Callable[..., Any]:
     """A layer function whose parameters are gathered for as long as it runs: ``gathered(layer_fn)(params, *args)``.
 
-    ``layer_fn`` gets ``params`` (any tree) whole; leaves that are no arrays stay as they are. For backward nothing is
-    kept but the shards and the arguments: parameters are gathered again and the layer is computed again
-    (``jax.checkpoint``). At other stages, or on no mesh, it is ``jax.checkpoint(layer_fn)``, so that a model need not
-    know its stage::
+    ``layer_fn`` gets ``params`` (any tree) whole; leaves that are no arrays stay as they are. Only the shards and the
+    arguments are kept for backward: it gathers the parameters again and computes the layer again
+    (``jax.checkpoint``). At other stages, or without a mesh, it is ``jax.checkpoint(layer_fn)``, so that a model need
+    not know its stage::
 
         def body(x, layer):
             return gathered(apply_layer)(layer, x), None
@@ -135,8 +135,9 @@ def gathered(
         x, _ = jax.lax.scan(body, x, params["layers"])
 
     Args:
-        policy: what backward may keep, as that of ``jax.checkpoint``. One that keeps everything keeps parameters, too.
-        static_argnums: as those of ``jax.checkpoint``, ``params`` being number 0.
+        policy: says which values are kept for backward, as that of ``jax.checkpoint``. A policy that keeps everything
+            keeps gathered parameters, too.
+        static_argnums: as those of ``jax.checkpoint``; ``params`` is number 0.
     """
 
     def of_shards(arrays: list[Any], static: Static, *args: Any, **kwargs: Any) -> Any:

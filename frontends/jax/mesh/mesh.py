@@ -2,7 +2,7 @@
 
 A process holds the shards of the mesh's devices that are its own. Ranks are positions along the axis, in the
 mesh's order; device ids are not ranks. Buckets are exchanged and gathered by explicit collectives inside
-``shard_map``, compiled once a layout. On CPU devices XLA flushes subnormal numbers to zero, those sums included.
+``shard_map``, compiled once for each layout. On CPU devices XLA flushes subnormal numbers to zero, also in these sums.
 """
 
 import math
@@ -34,21 +34,22 @@ REPLICATED = PartitionSpec()
 
 
 class Ranks(Protocol):
-    """Devices that are ranks, in the order of their numbers, and arrays that lie on them."""
+    """Devices that are ranks, and arrays that lie on them."""
 
     name: str
-    """That collectives know them by."""
+    """The name by which collectives know the ranks."""
     devices: list[jax.Device]
+    """The device of each rank."""
     world_size: int
     ranks: tuple[int, ...]
-    """Those that are this process's."""
+    """The numbers of this process's ranks."""
     process_of: list[int]
     """The process that holds each rank."""
     split: PartitionSpec
-    """The first dimension cut into one part a rank."""
+    """The spec of an array whose first dimension is cut into one part for each rank."""
 
     def map(self, function: Any, in_specs: Any, out_specs: Any) -> Any:
-        """The function, run by each rank on its parts."""
+        """A function that has each rank run ``function`` on its parts."""
         ...
 
     def compile(self, function: Any, **options: Any) -> Any:
@@ -56,15 +57,15 @@ class Ranks(Protocol):
         ...
 
     def stack(self, parts: Sequence[Any]) -> jax.Array:
-        """An array, one part a rank end to end, of the parts of this process's ranks."""
+        """An array of one part for each rank, end to end; this process gives the parts of its ranks."""
         ...
 
     def parts(self, stacked: jax.Array) -> list[jax.Array]:
-        """This process's parts of such an array, rank after rank."""
+        """This process's parts of an array of :meth:`stack`, rank after rank."""
         ...
 
     def own_slice(self, flat: jax.Array, numel: int) -> jax.Array:
-        """Inside :meth:`map`: this rank's of the slices of ``numel`` elements."""
+        """Inside :meth:`map`: this rank's slice, where ``flat`` is cut into slices of ``numel`` elements."""
         ...
 
     def gather(self, shard: jax.Array) -> jax.Array:
@@ -79,7 +80,7 @@ class MeshAxis:
         axis: its name; None: the mesh's only axis.
 
     Raises:
-        ConfigError: there is no such axis, another one has more than one device, or none of the devices is here.
+        ConfigError: there is no such axis, another one has more than one device, or this process has no device on it.
     """
 
     def __init__(self, mesh: Mesh, axis: str | None) -> None:
@@ -109,16 +110,16 @@ class MeshAxis:
         """The process that holds each rank."""
         self.on_cpu = self.devices[0].platform == "cpu"
         self.split = PartitionSpec(mesh.axis_names)
-        """The first dimension cut into one part a rank (other axes have one device)."""
+        """As :class:`Ranks` has it: the mesh's other axes have one device."""
 
     def map(self, function: Any, in_specs: Any, out_specs: Any) -> Any:
-        """``shard_map`` that takes the output's replication at its word."""
+        """``shard_map`` that does not check whether outputs are replicated as ``out_specs`` says."""
         return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
     def put(self, value: Any, spec: PartitionSpec, memory_kind: str | None = None) -> jax.Array:
-        """A global array, cut as ``spec`` says. What lies so already is not copied.
+        """A global array, cut as ``spec`` says. An array that lies so already is not copied.
 
-        A value that only this process has is taken as the whole, the same on all processes.
+        A value that only this process has is taken as the whole array; all processes must have the same.
         """
         sharding = NamedSharding(self.mesh, spec, memory_kind=memory_kind)
         if isinstance(value, jax.core.Tracer):
@@ -128,7 +129,7 @@ class MeshAxis:
         elif value.sharding == sharding:
             return value
         elif value.sharding.is_equivalent_to(sharding, value.ndim):
-            # The same memory, said in this mesh's names: to Explicit axes another mesh's are another type.
+            # The same memory, with this mesh's names: with Explicit axes, arrays of other meshes are of another type.
             shards = [shard.data for shard in value.addressable_shards]
             return jax.make_array_from_single_device_arrays(value.shape, sharding, shards)
         elif not value.is_fully_addressable:
@@ -139,9 +140,9 @@ class MeshAxis:
         return self.of_parts(value.shape, sharding, [value[places[self.devices[rank]]] for rank in self.ranks])
 
     def of_parts(self, shape: tuple[int, ...], sharding: jax.sharding.Sharding, parts: Sequence[Any]) -> jax.Array:
-        """A global array, of what lies on each of this process's ranks.
+        """A global array; this process gives the parts of its ranks.
 
-        On CPU devices, and in host memory, the array may be the parts' own memory.
+        On CPU devices, and in host memory, the array may share the parts' memory.
         """
         kind = sharding.memory_kind
         places = [SingleDeviceSharding(self.devices[rank], memory_kind=kind) for rank in self.ranks]
@@ -153,9 +154,9 @@ class MeshAxis:
         return self.put(value, REPLICATED)
 
     def stack(self, parts: Sequence[Any]) -> jax.Array:
-        """A global array, one part a rank end to end, of the parts of this process's ranks.
+        """A global array of one part for each rank, end to end; this process gives the parts of its ranks.
 
-        On CPU devices the array may be the parts' own memory.
+        On CPU devices the array may share the parts' memory.
         """
         shape = (self.world_size * parts[0].shape[0], *parts[0].shape[1:])
         return self.of_parts(shape, NamedSharding(self.mesh, self.split), parts)
@@ -166,7 +167,7 @@ class MeshAxis:
         return [on[self.devices[rank]] for rank in self.ranks]
 
     def vary(self, array: jax.Array) -> jax.Array:
-        """Inside ``shard_map`` that checks what varies: an array that is alike on all ranks, as one that may differ."""
+        """A replicated array as one that may differ between ranks, inside a ``shard_map`` that checks this."""
         return lax.pcast(array, self.mesh.axis_names, to="varying")
 
     def compile(self, function: Any, **options: Any) -> Any:
@@ -174,16 +175,16 @@ class MeshAxis:
         return jax.jit(function, **options)
 
     def own_slice(self, flat: jax.Array, numel: int) -> jax.Array:
-        """Inside :meth:`map`: this rank's of the slices of ``numel`` elements."""
+        """As :meth:`Ranks.own_slice`."""
         return lax.dynamic_slice_in_dim(flat, lax.axis_index(self.name) * numel, numel)
 
     def gather(self, shard: jax.Array) -> jax.Array:
-        """Inside :meth:`map`: all ranks' shards, end to end."""
+        """As :meth:`Ranks.gather`."""
         return lax.all_gather(shard, self.name, tiled=True)
 
 
 class LoneDevice:
-    """One device that is the only rank: nothing is exchanged, and what is computed there is not committed to it."""
+    """One device that is the only rank: nothing is exchanged, and its arrays are not committed to it."""
 
     def __init__(self, device: jax.Device) -> None:
         self.name = "lone"
@@ -233,7 +234,7 @@ def ordered_mean(parts: jax.Array) -> jax.Array:
 
 
 class JaxProcesses:
-    """The core's ``Collectives`` between the processes whose devices an axis has. The first rank's is number 0."""
+    """The core's ``Collectives`` between the processes that hold an axis's ranks. Number 0 holds the first rank."""
 
     def __init__(self, axis: Ranks) -> None:
         processes = list(dict.fromkeys(axis.process_of))
@@ -245,7 +246,8 @@ class JaxProcesses:
     def sum_integers(self, array: np.ndarray, what: str) -> None:
         if self.world_size == 1:
             return
-        # x64 is off: in limbs of 16 bits, whose sums over fewer than 32768 processes are int32.
+        # JAX has no 64-bit integers here, so numbers travel in limbs of 16 bits: their sums over fewer than 32768
+        # processes fit in int32.
         shifts = np.arange(0, 64, 16, dtype=np.uint64)
         limbs = ((array.view(np.uint64)[:, None] >> shifts) & np.uint64(0xFFFF)).astype(np.int32)
         parts = [limbs[None] if i == 0 else np.zeros_like(limbs)[None] for i in range(len(self._axis.ranks))]
@@ -265,14 +267,14 @@ class JaxProcesses:
 
 @dataclass
 class MeshParameter:
-    """A parameter on the mesh: the value it has, and what has come of the next one."""
+    """A parameter on the mesh: its present value, and the part of its next value that has arrived."""
 
     array: jax.Array
-    """Replicated over the mesh."""
+    """The present value, replicated over the mesh."""
     partial: jax.Array | None = None
-    """Zeros where nothing has come."""
+    """The next value, with zeros where nothing has arrived; None: nothing has."""
     received: int = 0
-    """Elements of ``partial`` that have come."""
+    """Elements of the next value that have arrived."""
 
 
 @dataclass(frozen=True)
@@ -280,15 +282,15 @@ class MeshGradient:
     """A gradient on the mesh."""
 
     array: jax.Array
-    """``[world_size, *shape]``, a slice a rank, if ``unreduced``; else ``shape``, replicated: the mean already."""
+    """If ``unreduced``, ``[world_size, *shape]``, a slice on each rank; else the mean, of ``shape``, replicated."""
     unreduced: bool
     numel: int
     travels_as: ElementType
-    """The array's element type; a mean, which does not travel, takes its parameter's."""
+    """The element type in which it travels: the array's. A mean does not travel and has its parameter's."""
 
 
 class _Run(NamedTuple):
-    """A piece of a bucket, to XLA: elements ``[start, start + numel)`` of an array, at ``offset`` of the bucket."""
+    """A piece of a bucket: elements ``[start, start + numel)`` of an array, at ``offset`` in the bucket."""
 
     start: int
     numel: int
@@ -296,22 +298,22 @@ class _Run(NamedTuple):
 
 
 class _Write(NamedTuple):
-    """What to do with a gathered piece."""
+    """The way of a gathered piece into its parameter."""
 
     run: _Run
     shape: tuple[int, ...]
-    """Of the parameter."""
+    """The parameter's shape."""
     is_whole: bool
-    """Whether the piece is all of it."""
+    """True if the piece is the whole parameter."""
 
 
 @dataclass(frozen=True)
 class MeshSizes:
-    """The core's ``ExchangeSizes`` of slices that are exchanged and summed on the devices."""
+    """The core's ``ExchangeSizes`` where slices are exchanged and summed on the devices."""
 
     n_ranks: int
-    """This process's."""
-    staging_slots = 1  # the pipeline's
+    """The number of ranks that this process holds."""
+    staging_slots = 1  # that of the pipeline
 
     def arrival(self, wire: ElementType) -> Arrival:
         return Arrival(1, FLOAT32, 1.0)
@@ -323,18 +325,19 @@ class MeshSizes:
         return self.n_ranks * bucket.shard_numel
 
     def way_bytes(self, bucket: Bucket, wire: ElementType) -> int:
-        return self.slot_bytes(bucket, wire)  # what was summed
+        return self.slot_bytes(bucket, wire)  # the sums
 
 
 class JaxMeshDevice:
     """The core's ``Device`` on a mesh axis.
 
-    Every rank sends each other rank its slice of a bucket (all-to-all) and sums what it receives, in rank order in
-    fp32. Parameters that straddle buckets are put together in place as their pieces come.
+    Every rank sends each other rank its slice of a bucket (all-to-all) and sums the slices that it receives, in rank
+    order in fp32. A parameter that lies in several buckets is put together in place as its pieces arrive.
 
     Args:
-        native: let XLA's reduce-scatter sum instead, in the element type that travels and its own order.
-        threads: to widen gradients with, which leave the device in their own type where nothing was summed.
+        native: XLA's reduce-scatter sums instead, in the element type of the exchange and in an order of its own.
+        threads: how many threads widen gradients to fp32. Gradients that were not summed leave the device in their own
+            type.
     """
 
     addressable = False
@@ -351,7 +354,7 @@ class JaxMeshDevice:
         self.sent_bytes = 0
         self._native = native
         self._threads = threads
-        # Made once: each compiles once for every layout of a bucket.
+        # Made here, once: each compiles once for every layout of a bucket.
         self._reduce_unreduced = axis.compile(self._reduction(self._exchange, axis.split), static_argnums=(1, 2, 3))
         self._reduce_mean = axis.compile(self._reduction(self._own_slice, REPLICATED), static_argnums=(1, 2, 3))
         self._gather = axis.compile(self._gather_and_write, static_argnums=2, donate_argnums=1)
@@ -372,7 +375,7 @@ class JaxMeshDevice:
 
     def to_host(self, copies: Sequence[Copy], host: np.ndarray) -> Event:
         local = [(c, c.tensor.array.addressable_data(0).reshape(-1)) for c in copies]
-        # Cut on the device: an array keeps the host copy that NumPy made of it.
+        # Cut on the device, because an array keeps the host copy that NumPy made of it.
         fill(host, [(c.offset, np.asarray(flat[c.start : c.start + c.numel])) for c, flat in local])
         return Done()
 
@@ -389,7 +392,7 @@ class JaxMeshDevice:
             tensor.array = self.of_rank_0(spec.name, tensor.array)
 
     def of_rank_0(self, name: str, array: jax.Array) -> jax.Array:
-        """What rank 0 has of a replicated array, on all."""
+        """Rank 0's value of a replicated array, on all ranks."""
         with meeting(self.ranks[0], f"parameter {name!r}: initial value"):
             return jax.block_until_ready(self._of_rank_0(array))
 
@@ -465,7 +468,7 @@ class JaxMeshDevice:
         return ordered_mean(lax.all_to_all(slices, self.axis.name, split_axis=0, concat_axis=0, tiled=True))
 
     def _own_slice(self, cuts: list[jax.Array], runs: tuple[_Run, ...], shard_numel: int, wire: np.dtype) -> jax.Array:
-        """Of a mean, which all ranks have: summing equal values and dividing might change them."""
+        """This rank's slice of a mean that all ranks have: to sum equal values and divide might change them."""
         flat = _pack([cut.astype(wire) for cut in cuts], runs, self.world_size * shard_numel)
         return self.axis.own_slice(flat, shard_numel)
 
@@ -495,19 +498,19 @@ class JaxMeshDevice:
             writes.append(_Write(run, tensor.array.shape, piece.numel == tensor.array.size))
         what = f"bucket {bucket.index}: gathering of parameters"
         with meeting(self.ranks[0], what):
-            # May be the staging memory itself, which nothing reads once the results are there.
+            # It may share the staging memory; nothing reads it any more when the results are there.
             stacked = self.axis.stack(list(shards.reshape(len(self.ranks), -1)))
             results = self._gather(stacked, [tensor.partial for tensor in written], tuple(writes))
         for piece, tensor, result in zip(pieces, written, results, strict=True):
             tensor.received += piece.numel
-            tensor.partial = result  # its own last value, if any, was donated
+            tensor.partial = result  # the partial value before was donated
             if tensor.received == result.size:
                 tensor.array, tensor.partial = result, None
         self._count_sent(bucket.shard_numel * bucket.dtype.itemsize)
 
         def finish() -> None:
             with meeting(self.ranks[0], what):
-                # What a later bucket went on writing to was donated; its present value comes after.
+                # A later bucket may have continued a partial value: that was donated, so wait for its successor.
                 jax.block_until_ready([t.array if t.partial is None else t.partial for t in written])
 
         return Waiting(finish)
@@ -529,7 +532,7 @@ class JaxMeshDevice:
         return self.axis.map(each, (self.axis.split, REPLICATED), REPLICATED)(shards, partials)
 
     def _count_sent(self, shard_bytes: int) -> None:
-        """Each of this process's ranks sent a shard of this size to every other rank."""
+        """Count that each of this process's ranks sent a shard of this size to every other rank."""
         self.sent_bytes += len(self.ranks) * (self.world_size - 1) * shard_bytes
 
 

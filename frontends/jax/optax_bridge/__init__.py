@@ -1,1 +1,1 @@
-"""From and to optax: its states, and an optimizer for its loops."""
+"""optax's states, from and to ours, and an optimizer for optax's loops."""

@@ -1,4 +1,4 @@
-"""The state of ``optax.adamw``, to and from the states that are offloaded."""
+"""The state of ``optax.adamw``, made from offloaded states and read for them."""
 
 from typing import Any
 
@@ -10,13 +10,13 @@ from offload_core.errors import StateError
 
 
 def state_of(config: OffloadConfig, *, masked: bool, steps: int, count: int, mu: Any, nu: Any) -> Any:
-    """What the transformation of these settings would have as its state.
+    """The state that optax's transformation with these settings would have.
 
     Args:
-        masked: whether a mask says what weight decay applies to.
+        masked: True if a mask says which parameters weight decay applies to.
         steps: updates that all parameters have had.
         count: updates that the schedule has seen.
-        mu, nu: the moments, None where a leaf is not trained.
+        mu, nu: trees of the moments, with None for a leaf that is not trained.
     """
     import optax
 
@@ -41,10 +41,10 @@ def state_of(config: OffloadConfig, *, masked: bool, steps: int, count: int, mu:
 
 
 def adam_of(state: Any) -> tuple[Any, Any, int, int]:
-    """``(mu, nu, steps, count)`` of whatever transformation has one Adam; in the moments None is where none are.
+    """``(mu, nu, steps, count)`` of the state of any transformation with one Adam; None stands for missing moments.
 
     Raises:
-        StateError: it has none, or several.
+        StateError: it has no Adam, or several.
     """
     import optax
 

@@ -1,4 +1,4 @@
-"""What :meth:`OffloadedParams.as_optax` gives: updates that, when added, give exactly the new parameters."""
+"""The transformation of :meth:`OffloadedParams.as_optax`: its updates, when added, give exactly the new parameters."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -48,7 +48,7 @@ def transformation(
     """As ``OffloadedParams.as_optax``.
 
     Args:
-        count: gives the number of updates made so far, and brings the tree up to them.
+        count: returns the number of updates made so far, and brings the tree up to them.
         update_all: takes gradients, and puts the new parameters in the tree.
     """
     import optax
@@ -88,7 +88,7 @@ def transformation(
         for i, (old, new) in enumerate(zip(before, tree.leaves, strict=True)):
             if i in trained:
                 updates[i] = exact_update(_beside(old, new), new)
-            elif is_array(old) and is_array(new) and old is not new:  # so that checkpoints have the loop's
+            elif is_array(old) and is_array(new) and old is not new:  # for checkpoints, which are to have the loop's
                 tree.leaves[i] = placement.pass_through(old)
         return jax.tree_util.tree_unflatten(treedef, updates), OffloadState(jnp.asarray(count(), jnp.int32))
 
@@ -96,22 +96,22 @@ def transformation(
 
 
 def _check_own(tree: WrappedTree, given: Sequence[Any]) -> None:
-    """Raise :class:`StateError` unless the parameters are those of the tree: an update is made for these alone."""
+    """Raise :class:`StateError` unless the parameters are those of the tree: an update is made only for these."""
     pairs = [(leaf.path, given[leaf.position], tree.leaves[leaf.position]) for leaf in tree.trained]
     others = [(path, _same(_beside(old, own), own)) for path, old, own in pairs if old is not own]
-    for path, same in others:  # all are on their way
+    for path, same in others:  # by now all comparisons have been started
         if not same:
             raise StateError(_OTHERS.format(path=path))
 
 
 def _beside(value: Any, like: jax.Array) -> Any:
-    """A value where it can be computed with together with an array."""
+    """A value on the devices of an array, so that both can be used in one computation."""
     return jax.device_put(value, like.sharding) if like.committed else value
 
 
 @jax.jit
 def _same(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Whether all elements are the same numbers, or NaN in both."""
+    """True if all elements are the same numbers, or NaN in both."""
     return jnp.all((a == b) | (jnp.isnan(a) & jnp.isnan(b)))
 
 
@@ -121,7 +121,7 @@ def exact_update(before: jax.Array, after: jax.Array) -> jax.Array:
     p, q = before.astype(jnp.float32), after.astype(jnp.float32)
 
     def sum_of(u: jax.Array) -> jax.Array:
-        # XLA takes rounding to a narrower type and back for nothing, unless something is between the two.
+        # XLA removes rounding to a narrower type and back, unless there is something between the two.
         return lax.optimization_barrier((p + u).astype(after.dtype)).astype(jnp.float32)
 
     u = jnp.where(q == p, jnp.copysign(jnp.float32(0), q), q - p)  # -0 + 0 would be 0
@@ -132,5 +132,5 @@ def exact_update(before: jax.Array, after: jax.Array) -> jax.Array:
 
 
 def no_update(leaf: Any) -> Any:
-    """What changes no bit of an array when it is added, of any shape; None for other leaves."""
+    """A scalar that changes no bit of an array when it is added to it; None for other leaves."""
     return jnp.asarray(-0.0).astype(leaf.dtype) if is_array(leaf) and not is_key(leaf) else None

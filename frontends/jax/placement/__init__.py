@@ -1,1 +1,1 @@
-"""How parameters lie on the devices, and how gradients are computed there."""
+"""Parameters on the devices, and the computation of gradients there."""

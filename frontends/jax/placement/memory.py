@@ -29,11 +29,11 @@ def checked_plan(
     specs: Sequence[ParamSpec],
     layouts: Sequence[ShardLayout | None],
 ) -> list[PlanRow]:
-    """What training takes besides the pipeline's host memory.
+    """The memory that training takes besides the pipeline's host memory, after a check that all of it is there.
 
     Args:
         leaves: of the tree, before they are placed.
-        positions: those that are trained; ``specs`` and ``layouts`` are theirs.
+        positions: the numbers of the trained leaves; ``specs`` and ``layouts`` are theirs.
 
     Raises:
         HostMemoryError: it does not fit into the memory that is available.
@@ -67,5 +67,5 @@ def held_bytes(tree: WrappedTree) -> Counter[tuple[str, str]]:
 
 
 def _local_bytes(array: jax.Array) -> int:
-    """Of this process's devices."""
+    """Bytes on this process's devices."""
     return sum(shard.data.nbytes for shard in array.addressable_shards)

@@ -1,4 +1,4 @@
-"""Parameters replicated along a mesh axis, whose devices are the ranks, and each rank's own gradients of them."""
+"""Parameters replicated along a mesh axis; its devices are the ranks, and each computes gradients of its own."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -36,26 +36,26 @@ class Compute(Protocol):
         *,
         seen: Callable[[list[Any]], list[Any]] = list,
     ) -> Any:
-        """``(out, gradients)``; ``static`` is hashable, the rest trees.
+        """Return ``(out, gradients)``. ``static`` is hashable, the other arguments are trees.
 
         Args:
-            trained: what the gradients are taken with respect to.
-            seen: what the user's function sees of these.
+            trained: the arrays with respect to which gradients are taken.
+            seen: makes of these arrays the leaves that the user's function sees.
         """
         ...
 
 
 NOT_TRAINED = "arrays that are not trained"
 NEXT = "next parameters"
-"""And before them, in as much memory, gradients that were laid in buckets."""
+"""Before them gradients that were packed in buckets take as much of the same memory."""
 SMALLER = "param_dtype='bfloat16'"
 
 Compiled = Callable[[list[Any], list[Any], Any, Any, tuple, dict[str, Any]], Any]
-"""As :class:`Compute`."""
+"""A compiled :class:`Compute`, without ``seen``."""
 
 
 class OnMesh(Whole):
-    """Replicated along a mesh axis, whose devices are the ranks."""
+    """Parameters are replicated along a mesh axis, whose devices are the ranks."""
 
     gradients_per_rank = True
 
@@ -97,16 +97,16 @@ class OnMesh(Whole):
         return MeshGradient(gradient, True, like.size, BY_NUMPY[np.dtype(gradient.dtype)])
 
     def written(self, target: Any, like: jax.Array) -> jax.Array:
-        if like.size == 0:  # it lies in no bucket; the old one may be donated now
+        if like.size == 0:  # it lies in no bucket, and the old array may be donated by now
             return self._axis.replicate(np.empty(like.shape, like.dtype))
         return target.array
 
     # --- gradients -----------------------------------------------------------------------------------
 
     def compile(self, compute: Compute, *, in_specs: Any, check_vma: bool) -> Compiled:
-        """Each rank differentiates the function of its own part of the arguments.
+        """Compile a program in which each rank differentiates the function of its own part of the arguments.
 
-        Parameters are made to differ between ranks first: the gradient of what all ranks share would be their sum.
+        Parameters count as different on each rank there. Were they shared, their gradient would be the sum over ranks.
         """
         axis = self._axis
 
@@ -139,23 +139,23 @@ class OnMesh(Whole):
         return call
 
     def _on_axis(self, trained: Sequence[Any]) -> list[jax.Array]:
-        """The parameters, as they lie on the mesh."""
+        """The parameters, placed on the mesh."""
         return [self._axis.replicate(array) for array in trained]
 
     def _specs(self, whole: PartitionSpec) -> Any:
-        """How parameters lie there, or their gradients: those that are not cut themselves as ``whole`` says."""
+        """The specs of the parameters, or of their gradients; ``whole`` is the spec of those that are not cut."""
         return whole
 
     def _differentiated(self, trained: Sequence[jax.Array], *, varying: bool) -> "Differentiated":
-        """What gradients are taken with respect to, for parameters that lie so."""
+        """The arrays with respect to which gradients are taken, given each rank's parameters."""
         return Differentiated([self._axis.vary(array) for array in trained] if varying else list(trained), list)
 
     def _as_outputs(self, gradients: Sequence[jax.Array]) -> list[jax.Array]:
-        """Each rank's part of the gradients, to be laid together as :meth:`_specs` says."""
+        """Each rank's part of the gradients; :meth:`_specs` says how they are put together."""
         return [gradient[None] for gradient in gradients]
 
     def _split(self, in_specs: Any, args: tuple, kwargs: dict[str, Any]) -> "tuple[_Split, list[Any]]":
-        """How the arguments are cut, and their leaves on the mesh."""
+        """The cut of the arguments, and their leaves on the mesh."""
         flat, treedef = jax.tree_util.tree_flatten_with_path((args, kwargs))
         specs = [self.spec_of(leaf) for _, leaf in flat]
         if in_specs is not None:
@@ -181,8 +181,8 @@ class OnMesh(Whole):
         return _Split(treedef, tuple(specs)), leaves
 
     def spec_of(self, leaf: Any) -> PartitionSpec:
-        """How an array lies on the mesh."""
-        of = jax.typeof(leaf) if isinstance(leaf, jax.core.Tracer) else leaf  # a type tells of Explicit axes alone
+        """The spec by which an array lies on the mesh."""
+        of = jax.typeof(leaf) if isinstance(leaf, jax.core.Tracer) else leaf  # a type has Explicit axes only
         sharding = getattr(of, "sharding", None) if isinstance(leaf, jax.Array) else None
         if not isinstance(sharding, NamedSharding) or sharding.mesh.axis_names != self._axis.mesh.axis_names:
             return REPLICATED
@@ -205,7 +205,7 @@ class OnMesh(Whole):
         return jax.tree.leaves(full, is_leaf=is_spec)
 
     def _mean_over_ranks(self, stacked: Any) -> Any:
-        """The mean of floating-point leaves; of others rank 0's."""
+        """The mean of floating-point leaves, and rank 0's value of others."""
 
         def one(result: jax.Array) -> jax.Array:
             parts = lax.all_gather(result, self._axis.name, tiled=True)
@@ -217,7 +217,7 @@ class OnMesh(Whole):
 
 
 def replicated_rows(specs: Sequence[ParamSpec], devices: int) -> list[PlanRow]:
-    """What parameters and gradients take that are whole on each of so many devices."""
+    """The memory of parameters and gradients that are whole on each of so many devices."""
     n_bytes = devices * sum(spec.numel * spec.dtype.itemsize for spec in specs)
     return [
         PlanRow(what, "device", n_bytes, SMALLER, brief=what != PARAMETERS) for what in (PARAMETERS, NEXT, GRADIENTS)
@@ -225,17 +225,18 @@ def replicated_rows(specs: Sequence[ParamSpec], devices: int) -> list[PlanRow]:
 
 
 class _Split(NamedTuple):
-    """The structure of ``(args, kwargs)``, and how each leaf lies on the mesh."""
+    """The structure of ``(args, kwargs)``, and the spec of each leaf."""
 
     treedef: Any
     specs: tuple[PartitionSpec, ...]
 
 
 class Differentiated(NamedTuple):
-    """What gradients are taken with respect to, and what the user's function sees of it."""
+    """The arrays with respect to which gradients are taken."""
 
     leaves: list[Any]
     seen: Callable[[list[Any]], list[Any]]
+    """Makes of them the leaves that the user's function sees."""
 
 
 def names(spec: Iterable[Any]) -> set[str]:

@@ -1,4 +1,4 @@
-"""Where parameters lie, on one device or along a mesh axis, and how they get and are given there."""
+"""The devices on which parameters lie, one or those along a mesh axis, and their ways to them and back."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -27,16 +27,16 @@ from .whole import Whole
 
 
 class Placement(Protocol):
-    """What differs between one device and a mesh."""
+    """The differences between one device and a mesh."""
 
     device: Device
 
     def place(self, path: str, leaf: Any) -> jax.Array:
-        """The leaf where parameters lie; ``ParameterError`` if it cannot be."""
+        """The leaf, where parameters lie; raises :class:`ParameterError` if it cannot lie there."""
         ...
 
     def layout(self, leaf: Any) -> ShardLayout | None:
-        """How a parameter is cut over ranks, before :meth:`place` or after; None: it is not."""
+        """The cut of a parameter over ranks, before :meth:`place` or after it; None: it is not cut."""
         ...
 
     def cast(self, array: jax.Array, dtype: ElementType, layout: ShardLayout | None) -> jax.Array:
@@ -44,65 +44,65 @@ class Placement(Protocol):
         ...
 
     def restored(self, value: np.ndarray, like: jax.Array, layout: ShardLayout | None) -> jax.Array:
-        """A value from :meth:`to_numpy`, where the parameter ``like`` lies."""
+        """A value of :meth:`to_numpy` as an array that lies as the parameter ``like``."""
         ...
 
     def to_numpy(self, array: jax.Array, layout: ShardLayout | None) -> np.ndarray:
-        """A parameter's value, whole; with several processes all must ask."""
+        """A parameter's whole value; with several processes all must call this."""
         ...
 
     def pass_through(self, leaf: Any) -> Any:
-        """A leaf that is not trained, where functions of :meth:`compile` take it without moving it."""
+        """A leaf that is not trained, put where functions of :meth:`compile` need not move it."""
         ...
 
     on_host: bool
-    """The devices' memory is the host's."""
+    """True if the devices' memory is the host's."""
 
     def plan(
         self, specs: Sequence[ParamSpec], layouts: Sequence[ShardLayout | None], memory: HostMemory
     ) -> list[PlanRow]:
-        """What training these parameters takes, besides the pipeline's host memory; the first call.
+        """The memory that training these parameters takes besides the pipeline's host memory.
 
-        Gradients come all at once, and new parameters are other arrays than the old ones, which live until all are
-        there.
+        It is called first of all. Gradients come all at once. New parameters are other arrays than the old ones, which
+        live until all new ones are there.
 
         Args:
-            memory: the host's account, for what is not device memory.
+            memory: the host memory to allocate in, if not all is device memory.
         """
         ...
 
     def start(self, arrays: Sequence[jax.Array]) -> list[Any]:
-        """The tensors that the pipeline reads start values from."""
+        """The tensors from which the pipeline reads start values."""
         ...
 
     def started(self, tensors: Sequence[Any]) -> list[jax.Array]:
-        """The arrays of :meth:`start`, alike on all ranks."""
+        """The arrays of the tensors of :meth:`start`, which the pipeline has made alike on all ranks."""
         ...
 
     def as_gradient(
         self, path: str, gradient: jax.Array, like: jax.Array, layout: ShardLayout | None, *, unreduced: bool
     ) -> Any:
-        """What the pipeline takes as a gradient of ``like``; ``GradientError`` if it lies where none can be read."""
+        """A gradient of ``like`` as the pipeline takes it; raises :class:`GradientError` if it cannot be read."""
         ...
 
     def targets(self, arrays: Sequence[jax.Array]) -> list[Any]:
-        """What the pipeline writes the successors of these parameters to."""
+        """The tensors to which the pipeline writes the next values of these parameters."""
         ...
 
     def written(self, target: Any, like: jax.Array) -> jax.Array:
-        """The new parameter, in the shape and place of ``like``."""
+        """The parameter that was written to ``target``, in the shape and place of ``like``."""
         ...
 
     def compile(self, compute: Compute, *, in_specs: Any, check_vma: bool) -> Compiled:
-        """Compile for these devices."""
+        """Compile a computation for these devices."""
         ...
 
     gradients_per_rank: bool
-    """Whether a function of :meth:`compile` gives each rank's own gradients (:class:`RankGradients`)."""
+    """True if a function of :meth:`compile` returns each rank's own gradients (:class:`RankGradients`)."""
 
 
 def placement_for(config: OffloadConfig, mesh: Mesh | None, axis: str | None, leaves: Sequence[Any]) -> Placement:
-    """On the axis of a mesh, or where there is no mesh on the device that the leaves lie on."""
+    """The placement on the axis of a mesh, or without a mesh on the device where the leaves lie."""
     if mesh is not None and config.stage == 3:
         return ShardedOnMesh(MeshAxis(mesh, axis), config)
     if mesh is not None:
@@ -114,7 +114,7 @@ def placement_for(config: OffloadConfig, mesh: Mesh | None, axis: str | None, le
         )
     if axis is not None:
         raise ConfigError(f"axis: got {axis!r} and no mesh; expected wrap(params, mesh=mesh, axis={axis!r})")
-    arrays = [leaf if isinstance(leaf, jax.Array) else jnp.zeros(()) for leaf in leaves]  # NumPy's: where JAX puts them
+    arrays = [leaf if isinstance(leaf, jax.Array) else jnp.zeros(()) for leaf in leaves]  # JAX places NumPy's
     devices = {device for array in arrays for device in array.devices()}
     if len(devices) > 1 or on_cpu(arrays[0]):
         return OneDevice(config.threads, on_host=on_cpu(arrays[0]))
@@ -147,9 +147,9 @@ class WithoutMesh(Whole):
 
 
 class OneDevice(WithoutMesh):
-    """Nothing is moved in buckets: gradients are read where they are, and new parameters are made from host buffers.
+    """Gradients are read where they lie, and new parameters are made from host buffers; no buckets travel.
 
-    For a device that is host memory, and for parameters that lie on a device each.
+    It is for a CPU device, and for parameters that lie on several devices, each on one.
     """
 
     def __init__(self, threads: int, *, on_host: bool) -> None:
@@ -160,7 +160,7 @@ class OneDevice(WithoutMesh):
     def plan(
         self, specs: Sequence[ParamSpec], layouts: Sequence[ShardLayout | None], memory: HostMemory
     ) -> list[PlanRow]:
-        # On the CPU the buffers are the device parameters themselves: the device's account, not the host's.
+        # On the CPU the buffers are the device parameters themselves, so that they count as device memory.
         self.buffer_memory = HostMemory(self._threads) if self.on_host else memory
         self.buffers = ParameterBuffers(self.buffer_memory, specs)
         n_bytes = 2 * self.buffers.generation_bytes
@@ -189,9 +189,9 @@ class OneDevice(WithoutMesh):
 
 
 class OneAccelerator(WithoutMesh):
-    """One device with memory of its own: to the user as any device, to the core as a mesh of it alone.
+    """One device with memory of its own. Users see any device; the core sees a mesh of this device alone.
 
-    Its buckets are packed there, copied while others are summed or updated, and unpacked there.
+    Buckets are packed on the device, copied while others are summed or updated, and unpacked on the device.
     """
 
     def __init__(self, device: jax.Device, threads: int) -> None:
@@ -202,7 +202,7 @@ class OneAccelerator(WithoutMesh):
     def plan(
         self, specs: Sequence[ParamSpec], layouts: Sequence[ShardLayout | None], memory: HostMemory
     ) -> list[PlanRow]:
-        # JAX's own, out of the host's account: all buckets may be on their way at once.
+        # JAX allocates this, so that the pipeline does not count it: all buckets may be on their way at once.
         n_bytes = sum(spec.numel * spec.dtype.itemsize for spec in specs)
         return [PlanRow("gradients on their way", "host", n_bytes, SMALLER, brief=True), *replicated_rows(specs, 1)]
 
@@ -219,17 +219,18 @@ class OneAccelerator(WithoutMesh):
         self, path: str, gradient: jax.Array, like: jax.Array, layout: ShardLayout | None, *, unreduced: bool
     ) -> Any:
         _check_plain(path, gradient, unreduced=unreduced)
-        # Where it is there already, the same memory: of no mesh, as those of other meshes cannot be packed together.
+        # An array of this device alone, since arrays of different meshes cannot be packed together. It is not copied if
+        # it lies on the device already.
         gradient = jax.device_put(gradient.addressable_data(0), self._lone.devices[0])
         return MeshGradient(gradient, False, like.size, BY_NUMPY[np.dtype(like.dtype)])
 
     def written(self, target: Any, like: jax.Array) -> jax.Array:
-        new = target.array if like.size else self._lone.stack([np.empty(like.shape, like.dtype)])  # it is in no bucket
+        new = target.array if like.size else self._lone.stack([np.empty(like.shape, like.dtype)])  # in no bucket
         return jax.device_put(new, like.sharding) if like.committed else new
 
 
 def _check_plain(path: str, gradient: jax.Array, *, unreduced: bool) -> None:
-    """Raise :class:`GradientError` unless the gradient is of one device."""
+    """Raise :class:`GradientError` unless the gradient is plain and lies on one device."""
     if unreduced:
         raise GradientError(
             f"{path}: RankGradients without a mesh; expected plain gradients, or parameters of wrap(params, mesh=mesh)"

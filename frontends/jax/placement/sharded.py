@@ -1,6 +1,6 @@
 """Stage 3 on a mesh axis: each rank's device, or its host memory, holds a slice of each large parameter.
 
-A rank owns the optimizer states of exactly that slice. Gradients come to it as the mean of all ranks' already
+A rank owns the optimizer states of exactly that slice. Its gradients are the mean over all ranks already
 (``gather.py``), and an update sends nothing to other ranks.
 """
 
@@ -36,15 +36,15 @@ from .on_mesh import SMALLER, Differentiated, OnMesh, names, replicated_rows
 
 @dataclass
 class ShardedParameter:
-    """A parameter of which each rank has a slice: the value it has, and what has come of the next one."""
+    """A parameter of which each rank has a slice: its present value, and what has arrived of its next value."""
 
     array: jax.Array
     layout: ShardLayout
     partial: Any = None
-    """The next value: an array as ``array``, or of parameters in host memory a list of NumPy arrays, one a local rank.
-    """
+    """The next value: an array like ``array``; for a parameter in host memory, a NumPy array for each of this process's
+    ranks."""
     received: int = 0
-    """Elements of each rank's padded slice that have come."""
+    """Elements of each rank's padded slice that have arrived."""
 
 
 class ShardedMeshDevice(JaxMeshDevice):
@@ -120,7 +120,7 @@ class ShardedMeshDevice(JaxMeshDevice):
 
         def finish() -> None:
             with meeting(self.ranks[0], what):
-                # What a later bucket went on writing to was donated; its present value comes after.
+                # A later bucket may have continued a partial value: that was donated, so wait for its successor.
                 jax.block_until_ready(tensor.array if tensor.partial is None else tensor.partial)
 
         return Waiting(finish)
@@ -165,7 +165,7 @@ SHARDS = "shards of parameters"
 
 
 class ShardedOnMesh(OnMesh):
-    """Cut along a dimension over a mesh axis where that goes and the parameter is large enough, else replicated."""
+    """Large parameters are cut along a dimension that the mesh axis divides; others are replicated."""
 
     def __init__(self, axis: MeshAxis, config: OffloadConfig) -> None:
         super().__init__(axis, config)
@@ -195,13 +195,14 @@ class ShardedOnMesh(OnMesh):
         return self._axis.put(leaf, self._cut_along(dim), self._memory_kind)
 
     def _cut_along(self, dim: int) -> PartitionSpec:
-        all_names = self._axis.mesh.axis_names  # of which the others have one device
+        all_names = self._axis.mesh.axis_names  # the other axes have one device
         return PartitionSpec(*[None] * dim, all_names if len(all_names) > 1 else self._axis.name)
 
     def _dim_of(self, leaf: Any) -> int | None:
-        """The dimension that a parameter is cut along: the one it is cut along already, or the first that divides.
+        """The dimension that a parameter is cut along; None: it is not cut.
 
-        Not the very first of several, which may be that of stacked layers.
+        It is the dimension that it is cut along already, or the first that the ranks divide. The very first of several
+        is left out, because it may be that of stacked layers.
         """
         n = self._axis.world_size
         if leaf.size == 0:
@@ -252,7 +253,7 @@ class ShardedOnMesh(OnMesh):
     def written(self, target: Any, like: jax.Array) -> jax.Array:
         if isinstance(target, MeshParameter):
             return super().written(target, like)
-        # On one device XLA calls what is cut replicated.
+        # On one device XLA calls a sharding replicated that is cut.
         return self._axis.put(target.array, self._cut_along(target.layout.dim), self._memory_kind)
 
     def restored(self, value: np.ndarray, like: jax.Array, layout: ShardLayout | None) -> jax.Array:
@@ -264,7 +265,7 @@ class ShardedOnMesh(OnMesh):
         collectives = self.device.collectives
         if layout is None or collectives.world_size == 1:
             return super().to_numpy(array, layout)
-        words = np.zeros(-(-array.nbytes // 8), np.int64)  # the bits of one process, and zeros of the others
+        words = np.zeros(-(-array.nbytes // 8), np.int64)  # each process adds the bits that it has to zeros
         whole = words.view(np.uint8)[: array.nbytes].view(array.dtype).reshape(array.shape)
         for shard in array.addressable_shards:
             whole[shard.index] = np.asarray(shard.data)
@@ -294,7 +295,8 @@ class ShardedOnMesh(OnMesh):
 
     def _differentiated(self, trained: Sequence[jax.Array], *, varying: bool) -> Differentiated:
         def leaf_of(array: jax.Array, layout: ShardLayout | None) -> jax.Array:
-            # Only its gradient is of use. NaN, as what is computed of it has not gathered the parameter.
+            # Only its gradient is used. The value is NaN, so that a model which computes with it, and has not gathered
+            # the parameter, gives NaN.
             leaf = array if layout is None else jnp.full(array.shape, jnp.nan, jnp.float32)
             return self._axis.vary(leaf) if varying else leaf
 

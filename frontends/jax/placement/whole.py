@@ -1,4 +1,4 @@
-"""What placements share whose parameters are whole on each device."""
+"""The common part of placements that have parameters whole on each device."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from ..tree.trees import to_numpy
 
 
 class Whole:
-    """Parameters are cut nowhere."""
+    """No parameter is cut."""
 
     def layout(self, leaf: Any) -> ShardLayout | None:
         return None

@@ -1,1 +1,1 @@
-"""Pytrees: their leaves, names, and how a leaf is cut."""
+"""Pytrees: their leaves, the leaves' names, and the cut of a leaf over ranks."""

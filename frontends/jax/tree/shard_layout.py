@@ -1,4 +1,4 @@
-"""Which slice of a parameter each rank has, and where its elements are in the core's order: pure integers and NumPy."""
+"""The slice of a parameter that each rank has, and its elements' places in the core's order, in integers and NumPy."""
 
 import math
 from dataclasses import dataclass
@@ -11,10 +11,10 @@ from offload_core.layout.regions import Region
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """A parameter cut along a dimension, and where its elements are in the core's order.
+    """A parameter cut along a dimension, and the places of its elements in the core's order.
 
-    To the core a partitioned parameter is a run of buckets, each of them one shard a rank. A rank's slice, flattened
-    and padded to whole units of :data:`ALIGNMENT`, is its shards of these buckets end to end.
+    To the core a partitioned parameter is a run of buckets, each with one shard for each rank. A rank's slice,
+    flattened and padded to whole units of :data:`ALIGNMENT`, consists of its shards of these buckets, end to end.
     """
 
     shape: tuple[int, ...]
@@ -22,34 +22,35 @@ class ShardLayout:
     """The dimension that is cut, counted from the first."""
     world_size: int
     bucket_numel: int
-    """Elements of a shard of a full bucket."""
+    """Elements of one rank's shard of a full bucket."""
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Of a rank's slice."""
+        """The shape of a rank's slice."""
         return tuple(n // self.world_size if i == self.dim else n for i, n in enumerate(self.shape))
 
     @property
     def local_numel(self) -> int:
+        """Elements of a rank's slice."""
         return math.prod(self.local_shape)
 
     @property
     def padded_numel(self) -> int:
-        """Of a rank's slice, padded."""
+        """Elements of a rank's slice, padded."""
         return round_up(self.local_numel, ALIGNMENT)
 
     @property
     def numel(self) -> int:
-        """To the core, all ranks' padding included."""
+        """Elements that the core counts: all ranks' slices, padded."""
         return self.world_size * self.padded_numel
 
     def _buckets(self) -> list[tuple[int, int]]:
-        """Where each bucket's shards begin and end in a rank's padded slice."""
+        """Begin and end of each bucket's shard in a rank's padded slice."""
         starts = range(0, self.padded_numel, self.bucket_numel)
         return [(start, min(start + self.bucket_numel, self.padded_numel)) for start in starts]
 
     def from_core(self, flat: np.ndarray) -> np.ndarray:
-        """The parameter, of its elements in the core's order."""
+        """The parameter, given its elements in the core's order."""
         slices = np.empty((self.world_size, self.padded_numel), flat.dtype)
         for start, stop in self._buckets():
             run = flat[self.world_size * start : self.world_size * stop]
@@ -65,13 +66,14 @@ class ShardLayout:
         return np.concatenate([slices[:, start:stop].reshape(-1) for start, stop in self._buckets()])
 
     def locate(self, start: int, numel: int, n_ranks: int) -> list[tuple[int, int, int]]:
-        """Where a run of what a process holds of the parameter lies (``Bucket.in_tensor``).
+        """The places of a run of elements among those that a process holds of the parameter (``Bucket.in_tensor``).
 
         Args:
-            n_ranks: the ranks of the process.
+            n_ranks: how many ranks the process has.
 
         Returns:
-            ``(rank, start, stop)`` in that rank's padded slice, in order; ranks are counted in the process.
+            ``(rank, start, stop)`` for each part of the run, in order: elements ``[start, stop)`` of that rank's padded
+            slice. Ranks are counted within the process.
         """
         found = []
         for first, last in self._buckets():

@@ -1,4 +1,4 @@
-"""Pytrees as users give them: which leaves are parameters, arrays or neither, and what becomes of them in NumPy."""
+"""Pytrees as users give them: leaves are parameters, other arrays or neither, and have a form in NumPy."""
 
 from collections.abc import Sequence
 from itertools import zip_longest
@@ -17,7 +17,7 @@ Mask = Any
 """A pytree of booleans with the parameters' structure or a prefix of it, or a function from the parameters to one."""
 
 ROOT = "the whole tree"
-"""The path of a tree that is one leaf."""
+"""The path of a tree that is a single leaf."""
 
 ARRAY = jax.Array | np.ndarray | np.generic
 """The types of leaves that are arrays."""
@@ -26,7 +26,7 @@ _TRACED = object()
 
 
 class Static:
-    """The leaves of a tree that jit must not trace, hashable; arrays are traced."""
+    """The leaves of a tree that jit must not trace, as a hashable argument; arrays are traced."""
 
     def __init__(self, treedef: Any, leaves: tuple[Any, ...]) -> None:
         self.treedef = treedef
@@ -53,21 +53,21 @@ def is_array(leaf: Any) -> bool:
 
 
 def flatten(tree: Any) -> tuple[list[tuple[str, Any]], Any]:
-    """Leaves with their paths, None being a leaf: gradients have it where a leaf is not trained."""
+    """Leaves with their paths. None counts as a leaf: gradients have it for a leaf that is not trained."""
     flat, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda leaf: leaf is None)
     return [(jax.tree_util.keystr(path) or ROOT, leaf) for path, leaf in flat], treedef
 
 
 def dotted_names(tree: Any) -> list[str]:
-    """Of the leaves that :func:`flatten` gives: ``h.0.w``, as torch would name them."""
+    """The names of the leaves that :func:`flatten` gives, as torch would name them: ``h.0.w``."""
     flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda leaf: leaf is None)
     return [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in flat]
 
 
 def check_paths(expected: Sequence[str], flat: Sequence[tuple[str, Any]], error: type[OffloadError], what: str) -> None:
-    """Trees of other node types are accepted if their leaves' paths agree; else name the first that differs.
+    """Raise ``error`` for the first leaf whose path differs. Trees of other node types pass if their paths agree.
 
-    In one of them a leaf may lie in a box of its own, as in a flax.nnx Variable: ``['w']`` is ``['w'].value``.
+    One of the trees may have a leaf in a box, as in a flax.nnx Variable: ``['w']`` is the same as ``['w'].value``.
     """
     for e, g in zip_longest(expected, [path for path, _ in flat], fillvalue="nothing"):
         if g not in (e, f"{e}.value") and e != f"{g}.value":
@@ -76,13 +76,13 @@ def check_paths(expected: Sequence[str], flat: Sequence[tuple[str, Any]], error:
 
 
 def refuse_jit(what: str, why: str = "the states are in host memory") -> None:
-    """Raise :class:`StateError` under jit, which would run it once only, while it traces."""
+    """Raise :class:`StateError` under jit: it would run the caller once only, while it traces."""
     if isinstance(jnp.zeros(()), jax.core.Tracer):
         raise StateError(f"{what} under jit; expected a call outside: {why}")
 
 
 def form(value: Any) -> str:
-    """What an error says of a leaf: dtype and shape, or its type."""
+    """The words for a leaf in an error: dtype and shape, or its type."""
     return f"{value.dtype}{list(value.shape)}" if hasattr(value, "dtype") else f"a {type(value).__name__}"
 
 
@@ -137,7 +137,7 @@ def mask_leaves(mask: Mask | None, params: Any, name: str) -> list[bool]:
 
 
 def is_key(leaf: Any) -> bool:
-    """Whether the leaf is an array of ``jax.random.key`` (flax.nnx state has them), which NumPy cannot hold."""
+    """True if the leaf is an array of ``jax.random.key`` (flax.nnx state has them). NumPy cannot hold it."""
     return is_array(leaf) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
@@ -145,7 +145,7 @@ def to_numpy(leaf: Any) -> Any:
     if is_key(leaf):
         leaf = jax.random.key_data(leaf)
     if isinstance(leaf, jax.Array) and not on_cpu(leaf) and not in_host_memory(leaf):
-        leaf = leaf.copy()  # an array keeps the host copy that NumPy makes of it
+        leaf = leaf.copy()  # for an array keeps the host copy that NumPy makes of it
     return np.array(leaf) if is_array(leaf) else leaf
 
 
@@ -161,7 +161,10 @@ def numpy_form(leaf: Any) -> tuple[tuple[int, ...], np.dtype]:
 
 
 def from_numpy(value: Any, like: Any) -> Any:
-    """A new array with what ``to_numpy`` gave, of the type and, if all of that is here, in the place of another."""
+    """A new array of a value of ``to_numpy``, with the type of ``like``.
+
+    It lies where ``like`` lies, if this process has all of that array.
+    """
     if isinstance(like, np.ndarray):
         return np.array(value, like.dtype)
     if isinstance(like, np.generic):

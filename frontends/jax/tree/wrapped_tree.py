@@ -1,4 +1,4 @@
-"""A pytree as it was wrapped: its structure, its leaves as they are now, and which of them are trained."""
+"""A pytree as it was wrapped: its structure, its present leaves, and the trained ones among them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,14 +14,14 @@ from .trees import check_paths, flatten
 
 @dataclass(frozen=True)
 class Leaf:
-    """A parameter: where it is among the tree's leaves, and what its array must be."""
+    """A parameter: its place among the tree's leaves, and the form of its array."""
 
     position: int
     path: str
     shape: tuple[int, ...]
     dtype: Any
     layout: ShardLayout | None
-    """How it is cut over ranks (stage 3)."""
+    """The cut over ranks (stage 3); None: it is not cut."""
 
 
 class WrappedTree:
@@ -38,13 +38,13 @@ class WrappedTree:
         return jax.tree_util.tree_unflatten(self.treedef, self.leaves)
 
     def of(self, leaves: Mapping[int, Any]) -> Any:
-        """A tree of this structure with these leaves, by position, and None for the others."""
+        """A tree of this structure with these leaves, given by position, and None for the others."""
         return jax.tree_util.tree_unflatten(self.treedef, [leaves.get(i) for i in range(len(self.leaves))])
 
     def check_alive(self, what: str) -> None:
-        """Raise :class:`StateError` if there is an array whose memory was given away.
+        """Raise :class:`StateError` if an array's memory was donated.
 
-        Those that are not trained are the optax loop's own, which may donate them to what makes their successors.
+        In an optax loop arrays that are not trained are the loop's own, and it may donate them.
         """
         for path, leaf in zip(self.paths, self.leaves, strict=True):
             if isinstance(leaf, jax.Array) and leaf.is_deleted():
@@ -54,7 +54,11 @@ class WrappedTree:
                 )
 
     def leaves_like(self, tree: Any, error: type[OffloadError], what: str) -> tuple[list[Any], Any]:
-        """The leaves of a tree of this structure, and its own, which may be of other node types; else raise."""
+        """The leaves and the structure of a tree whose leaves have these paths. Its node types may be others.
+
+        Raises:
+            OffloadError: of type ``error``: the paths differ.
+        """
         leaves, treedef = jax.tree_util.tree_flatten(tree, is_leaf=lambda leaf: leaf is None)
         if treedef != self.treedef:
             check_paths(self.paths, flatten(tree)[0], error, what)
