@@ -89,9 +89,11 @@ class StateAccess:
 
     # --- writing -------------------------------------------------------------------------------------
 
-    def will_change(self, params: Iterable[int]) -> None:
-        """Call this before you write to states of these parameters."""
+    def will_change(self, params: Collection[int]) -> None:
+        """Call this before you write to states of these parameters. Parameters that were sent early are recalled: they
+        came from the states as they were."""
         self._pipeline.finish()
+        self._pipeline.recall(params)
         self._buckets.store.will_change(params)
 
     def watch(self, before_change: Callable[[Iterable[int]], None] | None) -> None:
@@ -104,14 +106,14 @@ class StateAccess:
 
         The device parameter, which may be its own master weights, is the caller's to write, after this.
         """
-        self._will_change_now(param)
+        self.will_change([param])
         for start, views in self._states(param):
             for name in values.keys() & views.keys():
                 views[name][...] = values[name][start : start + views[name].size]
 
     def reload_master(self, param: int, tensor: Any) -> None:
         """Take a parameter's master weights from the device parameter."""
-        self._will_change_now(param)
+        self.will_change([param])
         for work, piece in self._pieces_of(param):
             if not work.without_master:
                 self._buckets.load_master(work, piece, tensor)
@@ -119,7 +121,7 @@ class StateAccess:
     def adopt(self, param: int, tensor: Any) -> None:
         """Follow a change made to a device parameter from outside: where its bits are not those of the rounded
         master weight, the master weight takes its value. The rest keep their low bits."""
-        self._will_change_now(param)
+        self.will_change([param])
         for work, piece in self._pieces_of(param):
             if work.without_master:
                 continue
@@ -137,10 +139,6 @@ class StateAccess:
             for work in self._buckets.of[param]:
                 if not work.without_master:
                     work.fall_behind([param])
-
-    def _will_change_now(self, param: int) -> None:
-        self.will_change([param])
-        self._pipeline.recall([param])
 
     # --- where states lie ----------------------------------------------------------------------------
 

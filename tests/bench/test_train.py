@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -23,6 +24,17 @@ from offload_core.errors import HostMemoryError
 
 ROOT = Path(__file__).parents[2]
 FEW = ["--steps=3", "--micro-batch=2", "--context=32", "--eval-batches=2", "--sample-bytes=8", "--device=cpu"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_xla(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Half the time of these tests was XLA's: it compiles equal programs once, and does not optimise them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
+        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path_factory.mktemp("xla")))
+        patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+        patch.setenv("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+        yield
 
 
 def command(*arguments: str, out: Path) -> list[str]:

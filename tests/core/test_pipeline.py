@@ -259,8 +259,8 @@ def early_step(subject, case, micro_steps, factor):
     return pipeline.step(case.hypers, subject.tensors, divisor=divisor)
 
 
-def emitted(subject, hypers, value=1.0):
-    """Announce a step, bring gradients, and give the host the time to emit all buckets; their states."""
+def sent_early(subject, hypers, value=1.0):
+    """Announce a step, bring gradients, and give the host the time to send all buckets early; their states."""
     subject.pipeline.expect_step(hypers, subject.tensors)
     for i in (1, 0):
         subject.add_gradient(i, np.full(subject.specs[i].numel, value, subject.specs[i].dtype.numpy))
@@ -275,14 +275,14 @@ KEPT = (Publication.EARLY, Gradient.LANDED)
 
 
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=str)
-def test_what_was_emitted_is_committed_sent_again_or_taken_back(dtype):
+def test_parameters_sent_early_are_committed_sent_again_or_taken_back(dtype):
     """Gradients of 140 ones have the norm sqrt(140)."""
     for clipping, value, state in ((20.0, 1.0, "committed"), (0.5, 1.0, "sent again"), (0.5, np.inf, "taken back")):
         subject = make(FakeDevice(), dtype, gradient_clipping=clipping, **EARLY)
         serial = make(FakeDevice(), dtype, gradient_clipping=clipping, schedule="serial")
         before, states = bits(subject), [a.tobytes() for i in range(2) for a in subject.states(i)]
         buckets, copies = len(subject.pipeline.buckets.all), subject.device._copies
-        assert emitted(subject, HYPER, value) == {KEPT}
+        assert sent_early(subject, HYPER, value) == {KEPT}
         assert subject.device._copies == copies + 2 * buckets
         assert [a.tobytes() for i in range(2) for a in subject.states(i)] == states, "states keep"
         subject.pipeline._updates.finish_publications()
@@ -294,7 +294,7 @@ def test_what_was_emitted_is_committed_sent_again_or_taken_back(dtype):
         assert (bits(subject) == before) == (state == "taken back")
         assert subject.device._copies == copies + (2 if state == "committed" else 3) * buckets
         # The next is likely to be clipped, too.
-        assert emitted(subject, HYPER) == {KEPT if state == "committed" else (Publication.CURRENT, Gradient.LANDED)}
+        assert sent_early(subject, HYPER) == {KEPT if state == "committed" else (Publication.CURRENT, Gradient.LANDED)}
         for each in (subject, serial):
             each.device.close()
 
@@ -322,8 +322,8 @@ def test_what_the_host_has_not_got_to_when_all_gradients_are_there_goes_in_the_o
         assert updated == (in_backward[::-1] if gradients_are_there else in_backward)
 
 
-def test_what_was_emitted_tentatively_can_be_changed_discarded_joined_and_read():
-    """As if nothing had been emitted."""
+def test_parameters_sent_early_can_be_changed_discarded_joined_and_read():
+    """As if nothing had been sent early."""
 
     def other_learning_rate(subject):
         return [AdamHyper(5e-3)]
@@ -352,15 +352,21 @@ def test_what_was_emitted_tentatively_can_be_changed_discarded_joined_and_read()
         changed.memory[3] = 7
         StateAccess(subject.pipeline).adopt(0, changed)
 
+    def write_states(subject):
+        access = StateAccess(subject.pipeline)
+        access.will_change([0])
+        [(_, views)] = access.states(0)
+        views["exp_avg"][:] = 7
+
     def check_parameters(subject):
         for tensor, old in zip(subject.tensors, make().tensors, strict=True):
             assert_same_bits("as it was", tensor.memory, old)
 
-    for act in (other_learning_rate, discard, discard_one, join, read, flush, adopt):
+    for act in (other_learning_rate, discard, discard_one, join, read, flush, adopt, write_states):
         for early in (True, False):
             options = {"schedule": "overlap", **EARLY} if early else {"schedule": "serial"}
             subject = make(FakeDevice(), gradient_clipping=20.0, **options)
-            assert (KEPT in emitted(subject, HYPER)) == early
+            assert (KEPT in sent_early(subject, HYPER)) == early
             hypers = act(subject) or HYPER
             subject.pipeline.step(hypers, subject.tensors)
             result = bits(subject)
