@@ -30,8 +30,11 @@ EARLY    were sent for a step that has not come
 
 ======  ===============================================================================
 CALLER  the thread that calls the pipeline
-WORKER  the pipeline's own, until the caller has waited for what it asked for
+WORKER  the pipeline's own, until the caller has waited for the task that it gave
 ======  ===============================================================================
+
+Updates that send parameters are given to the worker all together: the caller waits for the last of them before it takes
+the first gradient of the next step, and they do not change the owner one by one.
 """
 
 from collections.abc import Mapping

@@ -27,7 +27,7 @@ T = TypeVar("T")
 class LocalBuckets:
     """The buckets of one process, their states and staging, and the worker that is given tasks on them.
 
-    A bucket belongs to the worker from the moment a task on it is asked for until :meth:`claim`.
+    A bucket that was given to the worker belongs to it until :meth:`claim`.
     """
 
     def __init__(self, config: OffloadConfig, device: Device, rule: Adam) -> None:

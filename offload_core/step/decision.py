@@ -1,4 +1,4 @@
-"""The decision of a step: made once, from the gradients of all ranks; the update reads nothing else."""
+"""The decision of a step: one frozen record, made once from the gradients of all ranks."""
 
 import math
 from collections.abc import Sequence
@@ -12,16 +12,16 @@ from .local_bucket import LocalBucket
 
 @dataclass(frozen=True)
 class StepReport:
-    """What a call of ``step`` did."""
+    """The result of one call of ``step``."""
 
     updated: bool
-    """Whether parameters were updated."""
+    """True if parameters were updated."""
     skipped: str | None = None
     """Why nothing was updated: ``"accumulating"``, ``"overflow"`` (an inf or NaN gradient) or ``"no gradients"``."""
     grad_norm: float | None = None
     """Global L2 norm of the averaged, unscaled gradients before clipping; None where it was not computed."""
     clip_coefficient: float = 1.0
-    """What the gradients were multiplied by to clip them; 1: they were not clipped."""
+    """The factor that clipped the gradients; 1: they were not clipped."""
     loss_scale: float = 1.0
     """The loss scale that these gradients carried."""
     lr: tuple[float, ...] = ()
@@ -32,7 +32,7 @@ class StepReport:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the gradients of all ranks say: whether to update, and by which factor."""
+    """The verdict on the gradients of all ranks: update or not, and the factor that clips them."""
 
     norm: float | None
     """Of the averaged, unscaled gradients; None where they were not examined."""
@@ -41,11 +41,11 @@ class Verdict:
     skipped: str | None
     """The reason not to update."""
     overflow: bool | None
-    """Whether there was an inf or a NaN; None where the gradients were not examined."""
+    """True if there was an inf or a NaN; None where the gradients were not examined."""
 
     @property
     def interferes(self) -> bool:
-        """Whether the gradients are clipped, or not used: an update that counted on neither is wrong."""
+        """True if the gradients are clipped or not used: parameters that were sent early are then wrong."""
         return self.coefficient != 1.0 or bool(self.overflow)
 
 
@@ -54,7 +54,7 @@ def examine(squares: SumOfSquares | None, *, any_gradient: bool, unscale: float,
 
     Args:
         squares: of the gradients as they were summed; None: they are not examined.
-        any_gradient: whether there is one.
+        any_gradient: True if any rank has one.
         unscale: the divisor of the summed gradients.
         max_norm: the bound on their norm; None: they are not clipped.
     """
@@ -84,21 +84,21 @@ class Decision:
     tensors: Sequence[Any]
     """All device parameters."""
     delayed: bool
-    """Whether the parameters follow one step later."""
+    """The device gets this step's parameters one step later."""
     behind: frozenset[int]
-    """Parameters whose master weights were ahead of the device's before this step."""
+    """Parameters that were stale on the device before this step."""
     report: StepReport
 
 
 @dataclass(frozen=True)
 class Given:
-    """What :meth:`Pipeline.step` is called with."""
+    """The arguments of one :meth:`Pipeline.step`."""
 
     hypers: Sequence[Any]
     """One for each parameter group."""
     tensors: Sequence[Any]
     divisor: float
-    """Of the summed gradients, on top of the loss scale."""
+    """Of the summed gradients, besides the loss scale."""
     groups: Sequence[int]
     """The parameter group of each parameter."""
     loss_scale: float
@@ -108,6 +108,6 @@ class Given:
         return self.loss_scale * self.divisor
 
     def matches(self, other: "Given") -> bool:
-        """Whether the update would be the same but for the tensors, which are the same memory."""
+        """True if all but the tensors is equal; these are the same memory."""
         mine, theirs = ((g.hypers, g.divisor, g.groups, g.loss_scale) for g in (self, other))
         return mine == theirs

@@ -1,7 +1,8 @@
 """The composer: gradients in, updated parameters out.
 
 A gradient's way: :meth:`Pipeline.add_gradient` -> its bucket fills and is launched (``reduction.py``: the device
-reduces it over the ranks to its owner's host memory, where it is held, or summed with earlier micro-steps') ->
+reduces it over the ranks and brings it to its owner's host memory; there it waits, or is added to the gradients of
+earlier micro-steps) ->
 :meth:`Pipeline.step` makes one ``Decision`` (``decision.py``: norm, clipping, skipping) -> one C pass (``update.py``:
 unscale, clip, Adam, cast) -> the device publishes the shards to every rank's parameters.
 
@@ -11,12 +12,12 @@ which they were asked for (``worker.py``), while the caller goes on. The caller 
 (:meth:`Pipeline.await_param`).
 
 With ``update_in_backward`` a bucket's new parameters are published early (``early_publish.py``): during backward, as
-soon as its gradients are on the host. Where nothing examines gradients first its states are updated on the way. Else
-they are left as they are, and the step, which knows whether the gradients are clipped, updates them, or has the
-parameters sent again (:meth:`Pipeline.recall`).
+soon as its gradients are on the host. If no check of all gradients comes first, this updates its states, too. Otherwise
+the states stay as they are: the step updates them, or, after clipping or an overflow, sends the parameters again
+(:meth:`Pipeline.recall`).
 
 One rank whose tensors are host memory moves nothing (``BucketTerms.direct``): gradients are read and parameters written
-where they are.
+where they are. Only gradients that accumulate are copied, to fp32.
 
 An interrupt (``KeyboardInterrupt``) leaves the state before the step or the state after it: a step changes states in
 one section that no signal cuts in two (:meth:`Pipeline._carry_out`).
@@ -59,8 +60,8 @@ class Pipeline:
     """Optimizer states and the schedule of one process's updates.
 
     Parameters are numbered in the order in which they were added. The tensors that cross this interface are
-    the device's: one-dimensional and contiguous. Whatever reads or writes states first waits for the last step's
-    updates, and raises what went wrong in them.
+    the device's: one-dimensional and contiguous. An error in the last step's updates is raised by the next method that
+    waits for them.
     """
 
     def __init__(self, config: OffloadConfig, device: Device, scaler: LossScaler | None) -> None:
@@ -77,14 +78,13 @@ class Pipeline:
         """Parameters that the last :meth:`step` or :meth:`flush` wrote (with ``schedule="delayed"`` those of the step
         before); False where it broke off before all of the parameter was written."""
         self.publications = 0
-        """Steps and flushes that have set ``published``: a caller that an interrupt cut off sees whether its own did.
-        """
+        """Steps and flushes that have set ``published``. After an interrupt the caller sees here if its own was one."""
         self.buckets = LocalBuckets(config, device, self.rule)
         self._reduction = Reduction(self.buckets)
         self._updates = Updates(self.buckets, self.rule)
         self._early = EarlyPublish(self.buckets, self._updates)
         self._last: Verdict | None = None
-        """Of the last step."""
+        """The last step's."""
         self._unusable: str | None = None
         """The reason why states are to be used no more: an update or a load broke off."""
         self._lost_a_rank = False
@@ -101,7 +101,7 @@ class Pipeline:
 
     @property
     def terms(self) -> BucketTerms:
-        """The rules by which :meth:`add_parameters` allocates: they plan."""
+        """The rules by which :meth:`add_parameters` allocates; the plan is made with them."""
         return self.buckets.terms
 
     def add_parameters(
@@ -112,19 +112,19 @@ class Pipeline:
         The tensors may be of another element type than the specs (the model's own, before it is cast).
 
         Args:
-            frozen: others that are not trained, whose shards the front end allocates in ``memory`` besides.
+            frozen: parameters that are not trained; the front end allocates their shards in ``memory``.
         """
         self.finish()
         self._reduction.take_on(self.buckets.add(specs, tensors, frozen))
         self.steps += [np.zeros((), np.float32) for _ in specs]
 
     def run_in_order(self, task: Callable[[], T]) -> T:
-        """The result of a task that comes after all that was asked for: ranks meet for one thing at a time."""
+        """Do a task after all earlier ones, and return its result: ranks exchange one thing at a time, in one order."""
         return self.buckets.run(task)
 
     @contextmanager
     def replacing_states(self) -> Iterator[None]:
-        """Inside, all states are replaced. After an error there everything raises until that has been done."""
+        """Replace all states inside. After an error there every call raises until they have been replaced."""
         if not self._lost_a_rank:
             self._unusable = None
         self.drop_gradients()
@@ -155,7 +155,7 @@ class Pipeline:
         if self._early.asked:
             if self.device.world_size == 1:
                 self.recall([param])
-            elif self._reduction.begins_round(param):  # in which ranks meet for all buckets again
+            elif self._reduction.begins_round(param):  # ranks exchange every bucket again
                 self.recall()
         try:
             if self._reduction.has_left(param):
@@ -163,21 +163,21 @@ class Pipeline:
             self._reduction.fill(param, gradient)
             self._launch()
         except BaseException as error:
-            self._break_off_early(error)
+            self._break_off_announced(error)
             raise
 
     def has_gradient(self, param: int) -> bool:
-        """Whether the parameter had a gradient on this rank since the last update."""
+        """True if the parameter had a gradient on this rank since the last update."""
         return param in self._reduction.arrivals.present
 
     def _begin_gradients(self) -> None:
-        """Before the first of a step: parameters have been written, so that ranks meet for one thing at a time."""
+        """Before a step's first gradient, wait until parameters are written: ranks exchange one thing at a time."""
         self.refuse_if_unusable()
         if self._updates.publishes and not self.holds_gradients:
             self.finish_publications()
 
     def _launch(self, *, ending: bool = False) -> None:
-        """Launch the buckets whose turn it is, and have those sent early that are."""
+        """Launch the buckets whose turn it is; at the boundary, have their parameters sent early."""
         for work in self._reduction.ready(ending=ending):
             at_boundary = self._reduction.at_boundary
             full = self._reduction.launch(work, examine=self._examines and at_boundary)
@@ -191,8 +191,8 @@ class Pipeline:
     def drop_gradients(self, params: Sequence[int] | None = None) -> None:
         """Forget the gradients of these parameters, or of all.
 
-        Raises, where others are kept, what went wrong on their way; nothing is forgotten then. Parameters that were
-        sent early follow with :meth:`withdraw`.
+        If gradients of other parameters are kept and one was lost on its way, its error is raised and nothing is
+        forgotten. :meth:`withdraw` brings back parameters that were sent early.
         """
         if not self.holds_gradients:
             return
@@ -201,7 +201,7 @@ class Pipeline:
             self.recall(params if params is None else [param for param in params if param in present])
         except StateError:
             raise
-        except Exception:  # all that was asked for is dropped
+        except Exception:  # all gradients go, so it does not matter that some were lost
             if params is not None:
                 raise
         if params is not None:
@@ -211,13 +211,13 @@ class Pipeline:
             self._early.end()
 
     def end_micro_step(self, *, reduce: bool = True, boundary: bool | None = None) -> bool:
-        """End a micro-step; whether it is the boundary, at which an update is due.
+        """End a micro-step. Return True at the boundary, where an update is due.
 
-        Where gradients accumulate, none of the device's is referred to any more.
+        The pipeline then holds no device gradients of a micro-step before the boundary.
 
         Args:
             reduce: False where no gradient was added, on any rank alike: the ranks need not meet.
-            boundary: what it is, where the caller counts; None: as ``gradient_accumulation_steps`` says.
+            boundary: True or False from a caller that counts itself; None: as ``gradient_accumulation_steps`` says.
         """
         if reduce:
             self._begin_gradients()
@@ -226,19 +226,19 @@ class Pipeline:
             try:
                 self._end_round()
             except BaseException as error:
-                self._break_off_early(error)
+                self._break_off_announced(error)
                 raise
         boundary = self.at_boundary if boundary is None else boundary
         self._reduction.count_micro_step(boundary=boundary)
         return boundary
 
     def sent_early(self) -> set[int]:
-        """Parameters that were published early since the last call, or are about to be: their readers are to wait."""
+        """Parameters that were sent early since the last call, or are about to be. Their readers must wait."""
         return self._early.told()
 
     @property
     def holds_gradients(self) -> bool:
-        """Whether gradients have arrived that wait for an update."""
+        """True if gradients have arrived that wait for an update."""
         return bool(self._early.asked) or self._reduction.holds_gradients
 
     @property
@@ -264,31 +264,31 @@ class Pipeline:
     ) -> StepReport:
         """Update every parameter that has a gradient, or none.
 
-        With ``schedule="overlap"`` it returns while updates go on; what goes wrong in them is raised by whatever waits
-        for them. An error in mid-update (a device copy that fails, an interrupt) leaves the buckets before it updated
-        and the others not, the step counted for all; the gradients are gone, and the next step goes on from there.
-        Where another rank was lost there is no going on: everything then raises :class:`StateError`.
+        With ``schedule="overlap"`` it returns while updates go on; the next call that waits for them raises their
+        error. An error in mid-update (a device copy that fails) leaves the buckets before it updated and the others
+        not. The step counts for all parameters, the gradients are gone, and the next step goes on from there. After
+        the loss of another rank every call raises :class:`StateError`.
 
         Args:
             hypers: one for each parameter group.
             tensors: the device parameters to write, one for each parameter.
-            divisor: what the summed gradients are divided by, on top of the loss scale.
+            divisor: of the summed gradients, besides the loss scale.
             groups: the parameter group of each parameter; None: as they were added.
-            gathered: of partitioned parameters, what was gathered in which order (``LiveParams.release_all``).
+            gathered: stage 3: a fingerprint of the gathers and their order (``LiveParams.release_all``).
         """
         given = self._given(hypers, tensors, divisor, groups)
         self._refuse_other(given)
         self.refuse_if_unusable()
         after = self.device.mark()
         if self._early.announced is not None:
-            # While gradients are on their way the host has time; after that the next forward's needs come first.
+            # Early sends stop when the last gradient has arrived; the rest go in the order of the next forward.
             self._early.announced.close(self._reduction.last)
         if not self._updates.finished:
             self._or_abort(self._updates.finish_states if self.holds_gradients else self._updates.finish)
         try:
             self._collect(given)
         except BaseException as error:
-            self._break_off_early(error)
+            self._break_off_announced(error)
             raise
         decision = self._decide(given, gathered)
         self._change(partial(self._carry_out, decision, after))
@@ -305,8 +305,8 @@ class Pipeline:
             self.recall()
 
     def _decide(self, given: Given, gathered: int) -> Decision:
-        """Agree with all ranks on the update; nothing changes but that parameters which were sent early may be
-        recalled."""
+        """Agree with all ranks on the update. This may recall parameters that were sent early, and changes nothing
+        else."""
         agreed = agree(
             self.buckets,
             self._reduction,
@@ -328,7 +328,7 @@ class Pipeline:
             verdict.skipped is None, verdict.skipped, verdict.norm, verdict.coefficient, given.loss_scale, rates
         )
         delays = self.config.schedule == "delayed" and max(map(float, self.steps)) >= self.config.delay_warmup_steps
-        published = self.behind
+        behind = self.behind  # before a recall, which adds to it
         if verdict.interferes or agreed.recalled:
             self.recall()
         return Decision(
@@ -339,7 +339,7 @@ class Pipeline:
             scalars=self._scalars(given, agreed.present, verdict.coefficient / unscale),
             tensors=given.tensors,
             delayed=delays,
-            behind=published,
+            behind=behind,
             report=report,
         )
 
@@ -349,7 +349,7 @@ class Pipeline:
         return f"{scalars} {[given.groups, given.divisor, given.loss_scale, gathered]}"
 
     def _change(self, act: Callable[[], None]) -> None:
-        """Act whole, whatever signals come; after an error the step broke off."""
+        """Do this in one section that no signal cuts in two; after an error the step has broken off."""
 
         def section() -> None:
             try:
@@ -391,7 +391,7 @@ class Pipeline:
         for work in set(buckets.all).difference(works, ahead):
             work.forget_gradients(GradientEvent.DROP)
         self._reduction.begin(decision.order)
-        # What is in no bucket has nothing to wait for.
+        # A parameter that lies in no bucket (of no elements) is written at once.
         now = [param for param in present if not decision.delayed or not buckets.of[param]]
         self.published = {**self.published, **dict.fromkeys(now, True)}
         if decision.delayed:
@@ -404,7 +404,7 @@ class Pipeline:
             work.stale -= present
         self._updates.publish(reversed(decision.order), decision.tensors, after)
         self._updates.start([work for work in rest if work.publication.state is not Publication.EARLY], decision, after)
-        # In the order of backward, whose gradients come to where those of this step are still to be read.
+        # In the order of backward: the next gradients overwrite those that these updates still read.
         self._updates.start_ahead(early[::-1], decision)
 
     # --- parameters that are published early ---------------------------------------------------------
@@ -424,7 +424,7 @@ class Pipeline:
         says.
         """
         begun = self.holds_gradients and self.config.gradient_accumulation_steps == 1
-        interfered = self._last is not None and self._last.interferes  # the next is likely to be so, too
+        interfered = self._last is not None and self._last.interferes  # a clipped step often follows another
         if not self.buckets.terms.sends_early or begun or not self.at_boundary or interfered:
             return
         self.recall()
@@ -452,9 +452,9 @@ class Pipeline:
             )
 
     def recall(self, params: Collection[int] | None = None) -> None:
-        """Parameters that were sent early do not count, where any of these is among them: the step sends them again.
+        """If any of these parameters was sent early, all early sends are void: the step sends the parameters again.
 
-        Raises :class:`StateError` where states have been updated, too.
+        Raises :class:`StateError` if states have been updated, too.
         """
         touched = self._early.of(params)
         if not touched:
@@ -471,7 +471,7 @@ class Pipeline:
         self._early.recall()
 
     def withdraw(self) -> None:
-        """Bring back the parameters of the last step where others were sent early, and wait for them.
+        """Undo early sends: write the parameters of the last step again, and wait for them.
 
         All processes call it alike.
         """
@@ -504,7 +504,7 @@ class Pipeline:
         return frozenset().union(*(work.stale for work in self.buckets.all))
 
     def _or_abort(self, act: Callable[[], None]) -> None:
-        """Act; an error ends the step. An interrupt of a wait does not: it can be waited for again."""
+        """Do this; an error ends the step. An interrupt does not: what it cut off can be waited for again."""
         try:
             act()
         except BaseException as error:
@@ -512,14 +512,14 @@ class Pipeline:
                 uninterrupted(partial(self._abort, error))
             raise
 
-    def _break_off_early(self, error: BaseException) -> None:
-        """Where parameters are sent as gradients arrive, a gradient that is lost is an error in mid-update."""
+    def _break_off_announced(self, error: BaseException) -> None:
+        """End the step if it was announced: a gradient that is lost is then an error in mid-update."""
         if self._early.announced is not None:
             uninterrupted(partial(self._abort, error))
 
     @property
     def finished(self) -> bool:
-        """Whether nothing of the last :meth:`step` may still be on its way."""
+        """True if nothing of the last :meth:`step` may still be on its way."""
         return self._updates.finished
 
     def finish(self) -> None:
@@ -539,9 +539,9 @@ class Pipeline:
         self._or_abort(self._updates.finish_publications)
 
     def await_param(self, param: int) -> None:
-        """See to it that what this thread asks of the device from now on reads the parameter as updated.
+        """Order the device's work that this thread asks for from now on after the parameter's update.
 
-        Raises what went wrong in the updates, and among ranks :class:`StateError` where it was sent early, for a
+        Raises the error of the updates, and among ranks :class:`StateError` where it was sent early, for a
         step that is still to come.
         """
         if self._early.holds(param):
@@ -559,12 +559,12 @@ class Pipeline:
             raise
 
     def update_of(self, param: int) -> Event:
-        """The end of the parameter's update, as far as it has been asked for; another thread may wait for it."""
+        """The end of the parameter's updates that were asked for so far; another thread may wait for it."""
         return self._updates.update_of(param)
 
     @property
     def host_shards(self) -> bool:
-        """Whether what this process holds of partitioned parameters is host memory."""
+        """True if this process's shards of partitioned parameters lie in host memory."""
         return self.buckets.terms.host_shards
 
     def refuse_if_unusable(self) -> None:
@@ -581,7 +581,7 @@ class Pipeline:
             )
         self.buckets.recover()
         announced, used = self._early.announced, self._early.end()
-        if announced is not None:  # these have had this update
+        if announced is not None:  # their states have had the update: count it
             for param in frozenset().union(*(work.members for work in used)):
                 self.steps[param] += 1
         lost = self._updates.forget()
@@ -612,19 +612,18 @@ class Pipeline:
 
     @property
     def loss_scale(self) -> float:
-        """What the loss is multiplied by before the next backward."""
+        """The factor on the loss in the next backward."""
         return self.scaler.scale if self.scaler else 1.0
 
     def memory_report(self, planned: Iterable[PlanRow], held: Mapping[tuple[str, str], int]) -> MemoryReport:
-        """Host memory planned and held now, and what the front end has planned and holds besides, by
-        ``(where, what)``."""
+        """Host memory planned and held now, and the front end's own, by ``(where, what)``."""
         numel = sum(spec.numel for spec in self.params)
         own = {("host", what): n_bytes for what, n_bytes in self.memory.report().items()}
         return MemoryReport.of(numel, [*self.buckets.planned, *planned], {**own, **held})
 
 
 def _examines(config: OffloadConfig, device: Device, scaler: LossScaler | None) -> bool:
-    """Whether every update looks at all gradients first."""
+    """True if a step looks at all gradients before it updates anything."""
     skip = config.skip_nonfinite
     narrow = config.communication_dtype == FLOAT16.name and device.world_size > 1  # may overflow
     wanted = (skip is None and narrow) or bool(skip)

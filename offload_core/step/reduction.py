@@ -47,8 +47,7 @@ class Arrivals:
 class Reduction:
     """The gradients of one process since the last update.
 
-    Among ranks buckets are launched in one order, whatever the order in which gradients arrive: that of rank 0's
-    arrivals in the step before.
+    All ranks launch buckets in one order: that in which they filled on rank 0 in the step before.
     """
 
     def __init__(self, buckets: LocalBuckets) -> None:
@@ -68,7 +67,7 @@ class Reduction:
         self.order = [*self.order, *works]
 
     def order_of_arrival(self) -> list[LocalBucket]:
-        """The order in which the buckets of the last round filled, and then the others."""
+        """The buckets of the last round as they filled, then all others."""
         filled = set(self._filled_before)
         return [*self._filled_before, *(work for work in self.order if work not in filled)]
 
@@ -76,12 +75,12 @@ class Reduction:
 
     @property
     def holds_gradients(self) -> bool:
-        """Whether there are gradients that no update has used."""
+        """True if there are gradients that no update has used."""
         return any(work.gradient.state in UNUSED for work in self.order)
 
     @property
     def at_boundary(self) -> bool:
-        """Whether an update is due at the end of this micro-step."""
+        """True if an update is due at the end of this micro-step."""
         return self.arrivals.micro_steps + 1 >= self._buckets.config.gradient_accumulation_steps
 
     def check(self, param: int, gradient: Any) -> None:
@@ -101,11 +100,11 @@ class Reduction:
             )
 
     def begins_round(self, param: int) -> bool:
-        """Whether the parameter's next gradient is the first of another round."""
+        """True if the parameter's next gradient is the first of another round."""
         return self.arrivals.round is None or self.has_left(param)
 
     def has_left(self, param: int) -> bool:
-        """Whether the parameter has had its gradient of this round, or has missed the launch of it."""
+        """True if the parameter had its gradient of this round, or its bucket was launched without it."""
         round = self.arrivals.round
         launched = set() if round is None else round.launched
         return any(param in work.waiting or work in launched for work in self._buckets.of[param])
@@ -124,10 +123,10 @@ class Reduction:
         self.arrivals.present.add(param)
 
     def ready(self, *, ending: bool = False) -> Iterable[LocalBucket]:
-        """The buckets to launch now, in their order: launch each before the next is asked for.
+        """The buckets to launch now, in their order. Launch each before you take the next.
 
         Args:
-            ending: the micro-step ends: also those of which some parameters took no part, even where no gradient came.
+            ending: the micro-step ends: all that were not launched, full or not, even where no gradient came.
         """
         round = self.arrivals.round
         if round is None:
@@ -140,7 +139,7 @@ class Reduction:
         return [work for work in self.order if work not in round.launched] if ending else full
 
     def _order_of_ranks(self, round: _Round, ending: bool) -> Iterator[LocalBucket]:
-        """The next one waits until it is full, and those after it wait for it: the other ranks do likewise."""
+        """Each waits until it is full and those before it were launched, as on the other ranks."""
         while round.next < len(self.order) and (ending or self._is_full(self.order[round.next])):
             round.next += 1
             if self.order[round.next - 1] not in round.launched:
@@ -156,7 +155,7 @@ class Reduction:
             examine: sum their squares when they have arrived, for the update looks at them.
 
         Returns:
-            Whether every parameter of it had a gradient here; None where nothing left for another memory.
+            True if every parameter of it had a gradient here; None if nothing had to travel.
         """
         round = self.arrivals.round
         assert round is not None
@@ -205,7 +204,7 @@ class Reduction:
     # --- forgetting ----------------------------------------------------------------------------------
 
     def drop_all(self, order: Sequence[LocalBucket] | None = None) -> None:
-        """Forget all gradients that no update has used, and their errors. The next step begins."""
+        """Forget all gradients that no update has used, also those that were lost. The next step begins."""
         unused = [work for work in self._buckets.all if work.gradient.state is not Gradient.USED]
         for work in unused:
             try:
@@ -218,7 +217,7 @@ class Reduction:
 
     def drop(self, params: Sequence[int]) -> None:
         """Forget the gradients of these parameters; raise the errors of those that share a bucket with them."""
-        # A gradient that only other ranks have is theirs.
+        # A gradient that only other ranks had stays with them.
         params = [param for param in params if param in self.arrivals.present]
         touched = [work for param in params for work in self._buckets.of[param]]
         for work in touched:
@@ -229,7 +228,7 @@ class Reduction:
                 work.waiting.pop(param, None)
                 for i in work.positions.get(param, ()):
                     if work.gradients[i] is not None and work.home is not None:
-                        work.at_home(i).view()[:] = 0  # others of the bucket stay, and later micro-steps are added
+                        work.at_home(i).view()[:] = 0  # others stay, and later micro-steps are added to this
                     work.gradients[i] = None
                 work.squares = None
         for work in touched:
@@ -272,7 +271,7 @@ class Reduction:
             buckets.in_staging.append((work, settled))
 
     def _sum(self, work: LocalBucket, arrival: Arrival, received: np.ndarray) -> None:
-        """Each shard's parts, summed in their order in fp32 and divided once, to where gradients wait."""
+        """Sum each shard's parts in their order in fp32, divide once, and add to the gradients that wait."""
         add = work.has_landed
         home = self._buckets.promote(work)
         n_ranks, threads = len(self._buckets.device.ranks), self._buckets.threads
@@ -282,7 +281,7 @@ class Reduction:
             )
 
     def _keep(self, work: LocalBucket, arrived: Sequence[tuple[int, HostArray]]) -> None:
-        """Hold first gradients where they are, unless gradients are to be summed; sum further ones in fp32."""
+        """Keep first gradients where they are, unless more are to be added; sum further ones in fp32."""
         copies: dict[ElementType, list[tuple[int, int, int]]] = {}
         sums: dict[ElementType, list[tuple[int, int, int]]] = {}
         kept: dict[int, HostArray] = {}  # held gradients stay alive until they have been read

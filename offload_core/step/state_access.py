@@ -1,6 +1,7 @@
-"""Optimizer states as others read and write them: checkpoints, ``state_dict``, changes made to parameters from outside.
+"""Optimizer states for readers and writers outside the step: checkpoints, ``state_dict``, parameters that were changed.
 
-It lies on top of the pipeline: every access first waits for the last step's updates, and raises their errors.
+It lies on top of the pipeline. Methods that return or replace states wait for the last step's updates, and raise their
+errors.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -25,7 +26,7 @@ class StateRun(NamedTuple):
     arrays: dict[str, np.ndarray]
     """By name, those of ``rules.adam.STATE_NAMES``."""
     in_place: bool
-    """``"master"`` is the parameter itself."""
+    """True if the parameter is its own master weight: ``"master"`` is its memory."""
     read_parameter: Callable[[int, np.ndarray], None]
     """``read_parameter(at, out)`` copies the device parameter's own elements, from the run's ``at`` on, to ``out``."""
 
@@ -67,7 +68,7 @@ class StateAccess:
         return self._runs(param, tensor)
 
     def own_masters(self, param: int, tensor: Any) -> list[tuple[int, np.ndarray]]:
-        """All that this process holds of a parameter that is its own master weight: ``(start, memory)`` a run."""
+        """The memory of a parameter that is its own master weight, ``(start, memory)`` a run; else nothing."""
         if not any(work.without_master for work in self._buckets.of[param]):
             return []
         if self._pipeline.params[param].partitioned:
@@ -77,9 +78,9 @@ class StateAccess:
     def whole_states(
         self, param: int, names: Collection[str] = STATE_NAMES, *, tensor: Any = None
     ) -> dict[str, np.ndarray]:
-        """A copy of a parameter's states with the parts of all ranks, which all must ask: ``{name: fp32 array}``.
+        """A copy of a parameter's whole states, with the parts of all ranks: ``{name: fp32 array}``.
 
-        One-dimensional, in the order of :meth:`states`.
+        One-dimensional, in the order of :meth:`states`. All processes call it alike.
 
         Args:
             tensor: the device parameter; it is read where it is its own master weights.
@@ -97,14 +98,13 @@ class StateAccess:
         self._buckets.store.will_change(params)
 
     def watch(self, before_change: Callable[[Iterable[int]], None] | None) -> None:
-        """Call this function, in any thread, before states of parameters change; None: none."""
+        """Have this function called, in any thread, before states of parameters change; None removes it."""
         self._buckets.store.watch(before_change)
 
     def set_states(self, param: int, values: Mapping[str, np.ndarray]) -> None:
-        """Give states of a parameter these values: by name, fp32, all of the parameter's, in the order of
-        :meth:`states`.
+        """Overwrite states of a parameter with whole fp32 arrays, by name, in the order of :meth:`states`.
 
-        The device parameter, which may be its own master weights, is the caller's to write, after this.
+        The caller then writes the device parameter, which may be its own master weights.
         """
         self.will_change([param])
         for start, views in self._states(param):
@@ -119,8 +119,8 @@ class StateAccess:
                 self._buckets.load_master(work, piece, tensor)
 
     def adopt(self, param: int, tensor: Any) -> None:
-        """Follow a change made to a device parameter from outside: where its bits are not those of the rounded
-        master weight, the master weight takes its value. The rest keep their low bits."""
+        """Follow a change made to a device parameter from outside: an element that differs from its rounded master
+        weight replaces it. The other master weights keep their low bits."""
         self.will_change([param])
         for work, piece in self._pieces_of(param):
             if work.without_master:
@@ -134,7 +134,7 @@ class StateAccess:
             master[changed] = theirs[changed].astype(np.float32)
 
     def publish_later(self, params: Iterable[int]) -> None:
-        """Master weights have been replaced: the next ``flush`` writes them to the device parameters."""
+        """Have the next ``flush`` write these master weights, which were replaced, to the device parameters."""
         for param in params:
             for work in self._buckets.of[param]:
                 if not work.without_master:
@@ -189,6 +189,7 @@ class StateAccess:
 
     def _whole_states(self, param: int, names: Collection[str], tensor: Any) -> dict[str, np.ndarray]:
         spec = self._pipeline.params[param]
+        # int64 words: ranks add bits, and all but one add zeros.
         words = {name: np.zeros(-(-spec.numel // 2), np.int64) for name in names}
         whole = {name: array.view(np.float32)[: spec.numel] for name, array in words.items()}
         for run in self._runs(param, tensor):

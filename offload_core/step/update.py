@@ -22,21 +22,20 @@ from .local_bucket import LocalBucket
 
 
 class Updates:
-    """The updates of one step, from their start until :meth:`finish`.
+    """Does the updates of each step, from their start until :meth:`finish`.
 
-    Parameters may be sent before the step, as gradients arrive (:meth:`send_early`): its end then finds them where they
-    are read, or on their way.
+    Parameters may be sent before the step, as gradients arrive (:meth:`send_early`); the step then confirms them.
     """
 
     def __init__(self, buckets: LocalBuckets, rule: Adam) -> None:
         self._buckets = buckets
         self._rule = rule
         self._travelling: deque[LocalBucket] = deque()
-        """Buckets that were sent and whose arrival no task waits for yet, oldest first."""
+        """Buckets that were sent; no task waits for their arrival yet. Oldest first."""
         self._publishing: deque[tuple[LocalBucket, Future[Event], Future[None]]] = deque()
-        """Buckets whose arrival a task waits for, the start of their way, and that task."""
+        """(Bucket, the task that sends it, the task that waits for its arrival)."""
         self._advancing: deque[tuple[LocalBucket, Future[None]]] = deque()
-        """Buckets whose states are updated, with nothing to send, and the task that does it."""
+        """(Bucket with nothing to send, the task that updates its states)."""
 
     # --- what a step asks for ------------------------------------------------------------------------
 
@@ -44,7 +43,7 @@ class Updates:
         """Update buckets and send their parameters, bucket after bucket.
 
         Args:
-            after: the mark of the device's work that the parameters are written after.
+            after: parameters are written after this mark of the device's work.
         """
 
         def update(work: LocalBucket) -> Event:
@@ -67,7 +66,7 @@ class Updates:
         self.land()
 
     def start_ahead(self, works: Sequence[LocalBucket], decision: Decision) -> None:
-        """Update states; the parameters were sent early, or follow with :meth:`publish`."""
+        """Update states only. The parameters were sent early, or :meth:`publish` sends them later."""
 
         def update(work: LocalBucket) -> None:
             self._run(work, decision.scalars, decision.present, None, None)
@@ -83,7 +82,7 @@ class Updates:
             self._advancing.append((work, task))
 
     def publish(self, works: Iterable[LocalBucket], tensors: Sequence[Any], after: Event) -> None:
-        """Bring master weights that are ahead to the parameters."""
+        """Send the master weights of stale parameters."""
         for work in works:
             if work.stale:
                 stale = frozenset(work.stale)
@@ -100,12 +99,12 @@ class Updates:
         *,
         keep_states: bool,
     ) -> None:
-        """Send a bucket's new parameters as soon as its gradients are on the host, where ``is_open`` says so then.
+        """Send a bucket's new parameters as soon as its gradients are on the host, if ``is_open()`` then.
 
-        Among ranks all call it alike, and nothing is sent unless all would.
+        All ranks call it alike, and nothing is sent unless all agree.
 
         Args:
-            scalars: None where this rank would not.
+            scalars: None: this rank does not agree.
             keep_states: leave the states as they are.
         """
 
@@ -118,7 +117,7 @@ class Updates:
                 work.gradient.on(GradientEvent.USE)
             work.publication.on(PublicationEvent.SEND_EARLY)
             self._run(work, scalars, work.members, None, out, keep_states=keep_states)
-            after = Done()  # the gradients came after all that had been launched before them
+            after = Done()  # the gradients arrived after all earlier reads of these parameters
             return self._buckets.device.publish(work.bucket, out, tensors, set(work.members), self._lease(work), after)
 
         work.give(self._send(work, start))
@@ -144,8 +143,8 @@ class Updates:
     ) -> None:
         """Update the pieces that have a gradient.
 
-        Parameters are written to ``out``, or where it is None to ``tensors``, or where that is None too nowhere; those
-        that are their own master weights are written as such in any case.
+        Parameters are written to ``out`` if given, else to ``tensors`` if given, else nowhere. A parameter that is its
+        own master weight is always written.
         """
         store = self._buckets.store
         states = store.read(work.bucket.index) if keep_states else store.load(work.bucket.index, work.members)
@@ -195,7 +194,7 @@ class Updates:
         return self._buckets.device.publish(work.bucket, out, tensors, set(stale), self._lease(work), after)
 
     def _send(self, work: LocalBucket, start: Callable[[], Event]) -> "Future[Event]":
-        """Have a bucket's parameters sent when there is staging for them: while one travels, the next is updated."""
+        """Ask for a bucket's update and its way to the device. At most ``depth`` travel, so that staging suffices."""
         if len(self._travelling) == self._buckets.worker.depth:
             self._await_arrival(self._travelling.popleft())
         work.written = self._buckets.worker.submit(start)
@@ -203,7 +202,7 @@ class Updates:
         return work.written
 
     def land(self) -> None:
-        """Have the arrival of every bucket waited for."""
+        """Ask for a task that waits for each bucket's arrival."""
         while self._travelling:
             self._await_arrival(self._travelling.popleft())
 
@@ -231,7 +230,7 @@ class Updates:
     # --- its end ---------------------------------------------------------------------------------------
 
     def await_param(self, param: int) -> None:
-        """See to it that what this thread asks of the device from now on reads the parameter as updated.
+        """Order the device's work that this thread asks for from now on after the parameter's update.
 
         Raises the errors of the updates.
         """
@@ -242,7 +241,7 @@ class Updates:
                     written.result().order()
 
     def update_of(self, param: int) -> Event:
-        """The end of the parameter's update, as far as it has been asked for."""
+        """The end of the parameter's updates that were asked for so far."""
         written = [work.written for work in self._buckets.of[param] if work.written is not None]
 
         def order() -> None:
@@ -258,7 +257,7 @@ class Updates:
 
     @property
     def finished(self) -> bool:
-        """Whether nothing may still be on its way."""
+        """True if nothing may still be on its way."""
         return not self._travelling and not self._publishing and not self._advancing
 
     def finish_publications(self) -> None:
@@ -287,7 +286,7 @@ class Updates:
 
     @property
     def broke_off(self) -> bool:
-        """Whether something that was waited for has failed; else it may be waited for again."""
+        """True if a task has failed; otherwise it may be waited for again."""
         asked = [*(arrived for _, _, arrived in self._publishing), *(task for _, task in self._advancing)]
         return any(task.done() and task.exception() is not None for task in asked)
 

@@ -16,7 +16,7 @@ import pytest
 from tests.support.jax_laws import ONE_PROCESS, TWO_PROCESSES
 from tests.support.processes import ROOT
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 WORKER = ROOT / "tests" / "workers" / "jax_mesh_worker.py"
 
