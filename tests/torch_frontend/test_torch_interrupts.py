@@ -5,7 +5,7 @@ import torch
 
 from frontends.torch import wrap
 from frontends.torch.ranks import device_ranks
-from tests.support.interrupts import Interrupt, interrupt_at, lines_of
+from tests.support.interrupts import Interrupt, first_passes, interrupt_at, lines_of
 from tests.support.slow_torch_device import SlowTorchDevice
 
 CASES = {
@@ -43,8 +43,11 @@ def end(engine):
     return bits, steps, updates
 
 
+@pytest.mark.parametrize(
+    "each", ["line", pytest.param("pass of a line", marks=[pytest.mark.slow, pytest.mark.timeout(1800)])]
+)
 @pytest.mark.parametrize("case", CASES)
-def test_an_interrupt_at_any_line_leaves_the_state_before_the_step_or_after_it(case, monkeypatch):
+def test_an_interrupt_at_any_line_leaves_the_state_before_the_step_or_after_it(case, each, monkeypatch):
     delay, options = CASES[case]
     if delay is not None:
         slow = SlowTorchDevice(delay)
@@ -54,10 +57,14 @@ def test_an_interrupt_at_any_line_leaves_the_state_before_the_step_or_after_it(c
     allowed = [end(begun(options)), end(whole)]
     assert [outcome[1:] for outcome in allowed] == [([4.0] * 3, 4), ([5.0] * 3, 5)]
     counted = begun(options)
-    n_lines = lines_of(lambda: step(counted, 2))
+    if each == "line":
+        numbers = sorted(first_passes(lambda: step(counted, 2)).values())
+    else:
+        numbers = range(lines_of(lambda: step(counted, 2)))
     counted.close()
+    n_lines = numbers[-1] + 1
     seen = set()
-    for number in range(n_lines):
+    for number in numbers:
         engine = begun(options)
         try:
             interrupt_at(number, lambda engine=engine: step(engine, 2))

@@ -1,0 +1,23 @@
+"""Settings of the whole suite."""
+
+from pathlib import Path
+
+import pytest
+
+LONGEST = (
+    "bench/test_train.py",
+    "jax_frontend/test_jax_mesh.py",
+    "mutation/test_mutations.py",
+    "torch_frontend/test_torch_interrupts.py",
+    "jax_frontend/test_jax_accelerator.py",
+    "torch_frontend/test_partitioned.py",
+    "packaging/test_docs.py",
+    "mutation/test_waits.py",
+    "torch_frontend/test_torch_overlap.py",
+)
+"""Files that take the longest. They begin first, so that no process is left alone with one of them at the end."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    place = {str(Path(__file__).parent / file): i for i, file in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(str(item.path), len(LONGEST)))
