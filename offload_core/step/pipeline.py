@@ -599,8 +599,11 @@ class Pipeline:
                 work.fall_behind(work.members, PublicationEvent.LOSE)
             elif work.publication.state is Publication.SENT:
                 work.publication.on(PublicationEvent.ARRIVE)
-        behind = self.behind
-        self.published = {param: param not in behind for param in self.published}
+        if self._lost_a_rank:
+            self.published = {}  # parameters stay those of the step before, where nothing was written in place
+        else:
+            behind = self.behind
+            self.published = {param: param not in behind for param in self.published}
 
     @contextmanager
     def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:
