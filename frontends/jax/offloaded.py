@@ -4,7 +4,6 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -573,7 +572,6 @@ def _bias_correction_jit(beta: Any, t: Any) -> Any:
     return 1 - beta**t
 
 
-@lru_cache(64)
 def _bias_correction(beta: float, t: int) -> float:
     """1 - beta^t in XLA's float32 arithmetic on the CPU, as optax computes it."""
     with jax.default_device(jax.local_devices(backend="cpu")[0]):

@@ -106,8 +106,6 @@ class Intake:
 
     def _take(self, slot: Slot, gradient: torch.Tensor) -> None:
         self._pipeline.add_gradient(slot.index, flat_like(gradient, slot.param))
-        if self._pipeline.config.update_in_backward:
-            self._registration.follow_early()
         slot.param.grad = slot.taken
         slot.deferred = None
         self.fresh = self._reduces = True

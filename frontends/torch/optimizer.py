@@ -424,7 +424,13 @@ class OffloadedAdamW(torch.optim.Optimizer):
         if registration.readers_can_wait:
             tensors, group_of = registration.current_tensors(), self._group_of()
             groups = [group_of.get(param, 0) for param in registration.slots]
-            pipeline.expect_step(self._hypers(), tensors, divisor=self._divisor(average), groups=groups)
+            pipeline.expect_step(
+                self._hypers(),
+                tensors,
+                divisor=self._divisor(average),
+                groups=groups,
+                before_send=registration.before_send,
+            )
 
     def _divisor(self, averages: bool) -> float:
         """The divisor of summed gradients."""

@@ -260,13 +260,10 @@ class Registration:
         """True if readers of every parameter can be made to wait for it."""
         return all(can_wait(slot.param) for slot in self.slots.values())
 
-    def follow_early(self) -> None:
-        """Tell autograd of parameters that the pipeline writes during backward, and have their readers wait."""
-        sent = self._pipeline.sent_early()
-        if not sent:
-            return
+    def before_send(self, params: Collection[int]) -> None:
+        """The pipeline is about to write parameters during backward: tell autograd, and have their readers wait."""
         slots = list(self.slots.values())
-        for slot in (slots[param] for param in sent):
+        for slot in (slots[param] for param in params):
             increment_version(slot.param)
             slot.note()
             _make_readers_wait(slot, self._lock, self._pipeline)

@@ -5,7 +5,7 @@ sent as it is launched (:meth:`EarlyPublish.follow`). The step comes as announce
 parameters are recalled: the device then holds those of no step until they are sent again.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from ..device.events import Event
@@ -18,11 +18,16 @@ from .update import Updates
 
 
 class Announcement:
-    """The step that ends this micro-step, and whether buckets are still sent early for it."""
+    """The step that ends this micro-step, and whether buckets are still sent early for it.
 
-    def __init__(self, given: Given, scalars: Scalars) -> None:
+    Args:
+        before_send: called in the caller's thread with the parameters of a bucket before they are sent early.
+    """
+
+    def __init__(self, given: Given, scalars: Scalars, before_send: Callable[[Collection[int]], None]) -> None:
         self.given = given
         self.scalars = scalars
+        self.before_send = before_send
         self._stopped = False
         self._until: Event | None = None
 
@@ -49,8 +54,6 @@ class EarlyPublish:
         self.announced: Announcement | None = None
         self.asked: dict[LocalBucket, None] = {}
         """Buckets that were to be sent for the next step, in the order in which they were launched."""
-        self._untold: set[int] = set()
-        """Parameters of these of which the caller has not been told."""
         self.tensors: Sequence[Any] = ()
         """All parameters, as they were announced last."""
 
@@ -70,7 +73,7 @@ class EarlyPublish:
             announced = None
         if announced is not None:
             self.asked[work] = None
-            self._untold |= work.members
+            announced.before_send(work.members)
         if announced is not None or self._buckets.device.world_size > 1:
             scalars = None if announced is None else announced.scalars
 
@@ -78,11 +81,6 @@ class EarlyPublish:
                 return announced is not None and announced.open
 
             self._updates.send_early(work, scalars, self.tensors, is_open, keep_states=keep_states)
-
-    def told(self) -> set[int]:
-        """The parameters that were sent early, or will be, since the last call."""
-        untold, self._untold = self._untold, set()
-        return untold
 
     def differs(self, given: Given) -> bool:
         """Whether a step was announced with other arguments."""

@@ -232,10 +232,6 @@ class Pipeline:
         self._reduction.count_micro_step(boundary=boundary)
         return boundary
 
-    def sent_early(self) -> set[int]:
-        """Parameters that were sent early since the last call, or are about to be. Their readers must wait."""
-        return self._early.told()
-
     @property
     def holds_gradients(self) -> bool:
         """True if gradients have arrived that wait for an update."""
@@ -416,12 +412,16 @@ class Pipeline:
         *,
         divisor: float = 1.0,
         groups: Sequence[int] | None = None,
+        before_send: Callable[[Collection[int]], None] = lambda params: None,
     ) -> None:
         """Announce the arguments of the :meth:`step` that ends this micro-step, before its first gradient.
 
         With ``update_in_backward`` parameters may then be written as soon as their gradients have arrived, all of
-        their bucket; :meth:`sent_early` says which. An error after this is an error in mid-update, as :meth:`step`
-        says.
+        their bucket. An error after this is an error in mid-update, as :meth:`step` says.
+
+        Args:
+            before_send: called in this thread with parameters before they are sent: their readers must wait from then
+                on. Every call that may launch a bucket may call it.
         """
         begun = self.holds_gradients and self.config.gradient_accumulation_steps == 1
         interfered = self._last is not None and self._last.interferes  # a clipped step often follows another
@@ -430,7 +430,7 @@ class Pipeline:
         self.recall()
         given = self._given(hypers, tensors, divisor, groups)
         scalars = self._scalars(given, range(len(self.params)), 1.0 / given.unscale)
-        self._early.announce(Announcement(given, scalars))
+        self._early.announce(Announcement(given, scalars, before_send))
 
     def _given(
         self, hypers: Sequence[AdamHyper], tensors: Sequence[Any], divisor: float, groups: Sequence[int] | None

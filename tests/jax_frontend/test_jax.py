@@ -862,3 +862,12 @@ def test_numpy_scalars_are_parameters():
     offloaded = wrap({"a": np.float32(2.0), "b": np.ones(3, np.float32)}, **HYPER)
     offloaded.update({"a": np.float32(1.0), "b": np.ones(3, np.float32)})
     assert offloaded.params["a"] != 2.0
+
+
+def test_betas_of_a_schedule_may_be_arrays():
+    constant, scheduled = (
+        wrap({"w": jnp.ones(3)}, lr=1e-2, betas=betas)
+        for betas in ((0.5, 0.75), lambda count: (jnp.float32(0.5), np.array(0.75)))
+    )
+    for _ in range(2):
+        assert_same_tree(scheduled.update({"w": jnp.ones(3)}), constant.update({"w": jnp.ones(3)}))

@@ -68,6 +68,12 @@ def test_one_rank_alone_may_ask_for_its_state_dict(tmp_path):
     assert first["asked"] == first["not asked"] == second["asked"] == second["not asked"]
 
 
+def test_buckets_that_are_launched_after_backward_are_sent_early_too(tmp_path):
+    for result in run("sent_early_beside_unused", 2, tmp_path):
+        for late, early in result.values():
+            assert late == early
+
+
 def test_a_nan_on_one_rank_makes_all_skip(tmp_path):
     assert run("nan", 3, tmp_path) == [{"skipped": "overflow", "unchanged": True}] * 3
 

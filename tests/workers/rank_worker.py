@@ -202,6 +202,34 @@ def state_dict_of_one_rank(rank, world_size):
     return {"asked": bits(engines[0].module), "not asked": bits(engines[1].module)}
 
 
+class WithUnused(nn.Module):
+    """Autograd saves the norm's weight; the last module takes no part."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(32, 16), nn.LayerNorm(16), nn.Linear(16, 8)
+        self.unused = nn.Linear(16, 8)
+
+    def forward(self, x):
+        return self.last(self.norm(self.first(x)))
+
+
+def sent_early_beside_unused(rank, world_size):
+    """Buckets that are full wait for one that never is, and are launched when backward has ended."""
+    result = {}
+    for clipping in (None, 0.05, 1e3):
+        for early in (False, True):
+            torch.manual_seed(0)
+            engine = wrap(WithUnused(), lr=1e-2, update_in_backward=early, gradient_clipping=clipping,
+                          param_dtype="bfloat16", reduce_bucket_size=64)  # fmt: skip
+            for seed in range(4):
+                engine.backward(loss_of(engine, seed, rank))
+                engine.step()
+            engine.flush()
+            result.setdefault(str(clipping), []).append(bits(engine.module))
+    return result
+
+
 def nan(rank, world_size):
     engine = wrap(make(), gradient_clipping=1.0)
     before = bits(engine.module)
