@@ -39,6 +39,8 @@ class Arrivals:
 
     present: set[int] = field(default_factory=set)
     """Parameters that had one on this rank."""
+    begun: bool = False
+    """A gradient came, or a bucket was launched; gradients may have been dropped since."""
     micro_steps: int = 0
     round: _Round | None = field(default_factory=_Round)
     """The present round; None where it has ended and no gradient came since."""
@@ -75,8 +77,8 @@ class Reduction:
 
     @property
     def holds_gradients(self) -> bool:
-        """True if there are gradients that no update has used."""
-        return any(work.gradient.state in UNUSED for work in self.order)
+        """True if gradients came since the last update, here or (in a bucket that was launched) on another rank."""
+        return self.arrivals.begun or any(work.gradient.state in UNUSED for work in self.order)
 
     @property
     def at_boundary(self) -> bool:
@@ -117,6 +119,7 @@ class Reduction:
             if work.task is not None:
                 self._buckets.claim(work)
             work.gradient.on(GradientEvent.ADD)
+            self.arrivals.begun = True
             work.waiting[param] = gradient
             if len(work.waiting) == len(work.members):
                 self.arrivals.round.filled.append(work)
@@ -165,6 +168,7 @@ class Reduction:
         if work.gradient.state is not Gradient.FILLING and self._buckets.device.world_size == 1:
             return None
         work.gradient.on(GradientEvent.LAUNCH)
+        self.arrivals.begun = True
         work.squares = None
         gradients, work.waiting = work.waiting, {}
         if self._buckets.terms.direct:

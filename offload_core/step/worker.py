@@ -5,6 +5,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -63,8 +64,8 @@ def uninterrupted(section: Callable[[], None]) -> None:
     """Run a section of code whole, or not at all, whatever signals the main thread gets; raise its error.
 
     Python raises ``KeyboardInterrupt`` and the like in the main thread only, between any two of its instructions. So
-    the section runs in another thread, while the caller waits; an interrupt of this wait is raised when the section
-    has ended.
+    the section runs in another thread, while the caller waits; the first interrupt of this wait is raised when the
+    section has ended. Where no thread can be started, as at the interpreter's end, the caller runs the section.
     """
     if threading.current_thread() is not threading.main_thread():
         section()
@@ -83,9 +84,16 @@ def uninterrupted(section: Callable[[], None]) -> None:
 
     try:
         threading.Thread(target=run, name="offload-step", daemon=True).start()
+        wait([done])
+    except BaseException as error:
+        if done.cancel():  # it has not begun
+            if not isinstance(error, RuntimeError):
+                raise
+            section()
+            return
+        while not done.done():
+            with suppress(BaseException):  # further interrupts; the first one is raised
+                wait([done])
         done.result()
-    except BaseException:
-        if not done.cancel():  # it has begun
-            wait([done])
-            done.result()
         raise
+    done.result()

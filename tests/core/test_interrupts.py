@@ -1,5 +1,6 @@
 """Ctrl-C at any line of a step: the step has not been, or it has been whole."""
 
+import _thread
 import threading
 import time
 
@@ -130,6 +131,30 @@ def test_a_section_that_was_interrupted_has_ended_before_its_caller_goes_on():
         begun.clear()
         interrupt_at(number, interrupted)
         assert bool(ended) == begun.is_set()
+
+
+def test_a_second_interrupt_does_not_end_the_wait_either():
+    ended = []
+
+    def section():
+        for _ in range(3):
+            _thread.interrupt_main()
+            time.sleep(0.05)
+        ended.append(True)
+
+    with pytest.raises(KeyboardInterrupt):
+        uninterrupted(section)
+    assert ended
+
+
+def test_where_no_thread_can_be_started_the_caller_runs_the_section(monkeypatch):
+    def refuses(thread):
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refuses)
+    ran_in = []
+    uninterrupted(lambda: ran_in.append(threading.current_thread()))
+    assert ran_in == [threading.main_thread()]
 
 
 def test_an_error_in_an_interrupted_section_is_raised_all_the_same():

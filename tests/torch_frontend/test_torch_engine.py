@@ -842,3 +842,14 @@ def test_gradients_that_wait_on_the_device_are_reported():
     optimizer.step()
     optimizer.zero_grad()
     assert optimizer.memory_report().device_bytes == before.planned_device_bytes
+
+
+def test_a_boundary_after_gradients_were_removed_is_a_step_without_an_update():
+    model = torch.nn.Linear(8, 8)
+    engine = wrap(model, num_threads=1, gradient_accumulation_steps=4)
+    engine.backward(engine(torch.ones(2, 8)).pow(2).mean())
+    assert engine.step().skipped == "accumulating"
+    for param in model.parameters():
+        param.grad = None
+    assert engine.step(boundary=True).skipped == "no gradients"
+    assert engine.optimizer.pipeline.micro_steps == 0
