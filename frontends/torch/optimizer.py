@@ -387,7 +387,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
         parts = self.parts
         with suppress(Exception):  # the one that is being raised
             parts.pipeline.finish()
-        parts.pipeline.drop_gradients()
+        with suppress(StateError):  # states that were updated in backward keep the gradients that they used
+            parts.pipeline.drop_gradients()
         if self.partitioned is not None:
             self.partitioned.live.forget_order()
         parts.intake.forget()

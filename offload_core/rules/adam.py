@@ -24,6 +24,11 @@ class AdamHyper:
     bias_correction: Callable[[float, int], float] | None = None
     """``op_order="optax"``: 1 - beta^t as the framework's own float32 arithmetic gives it; None: in double."""
 
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """All of them but the function: ranks that have equal numbers update alike."""
+        return tuple(map(float, (self.lr, *self.betas, self.eps, self.weight_decay, self.eps_root)))
+
     def scalars(self, t: int, *, op_order: str, grad_scale: float) -> tuple[float, ...]:
         """The kernel's scalars (``oc_adam_scalars``) for update number ``t``, counted from 1.
 

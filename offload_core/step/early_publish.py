@@ -55,11 +55,21 @@ class EarlyPublish:
         self.asked: dict[LocalBucket, None] = {}
         """Buckets that were to be sent for the next step, in the order in which they were launched."""
         self.tensors: Sequence[Any] = ()
-        """All parameters, as they were announced last."""
+        """All parameters, as the last announcement or step gave them."""
 
     def announce(self, announced: Announcement) -> None:
         """Send buckets early from now on."""
         self.announced, self.tensors = announced, announced.given.tensors
+
+    def begin_step(self, tensors: Sequence[Any], last: Event) -> None:
+        """The step has come: early sends stop at the end of ``last``, and the rest go in the order of the next forward.
+
+        Args:
+            last: the arrival of the last gradient.
+        """
+        self.tensors = tensors
+        if self.announced is not None:
+            self.announced.close(last)
 
     def follow(self, work: LocalBucket, full: bool, *, keep_states: bool) -> None:
         """A bucket was launched: have it sent if a step was announced and all its gradients are there (``full``).

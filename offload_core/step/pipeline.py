@@ -149,8 +149,7 @@ class Pipeline:
 
         Where the device is addressable the gradient is not copied: it must stay as it is until the update.
         """
-        if not self._reduction.arrivals.present:
-            self._begin_gradients()
+        self._begin_gradients()
         self._reduction.check(param, gradient)
         if self._early.asked:
             if self.device.world_size == 1:
@@ -172,6 +171,8 @@ class Pipeline:
 
     def _begin_gradients(self) -> None:
         """Before a step's first gradient, wait until parameters are written: ranks exchange one thing at a time."""
+        if self._reduction.arrivals.present:
+            return
         self.refuse_if_unusable()
         if self._updates.publishes and not self.holds_gradients:
             self.finish_publications()
@@ -276,9 +277,7 @@ class Pipeline:
         self._refuse_other(given)
         self.refuse_if_unusable()
         after = self.device.mark()
-        if self._early.announced is not None:
-            # Early sends stop when the last gradient has arrived; the rest go in the order of the next forward.
-            self._early.announced.close(self._reduction.last)
+        self._early.begin_step(given.tensors, self._reduction.last)
         if not self._updates.finished:
             self._or_abort(self._updates.finish_states if self.holds_gradients else self._updates.finish)
         try:
@@ -341,8 +340,7 @@ class Pipeline:
 
     def _terms_of(self, given: Given, gathered: int) -> str:
         """All that must be the same in every rank's call of :meth:`step`."""
-        scalars = [hyper.scalars(1, op_order=self.rule.op_order, grad_scale=1.0) for hyper in given.hypers]
-        return f"{scalars} {[given.groups, given.divisor, given.loss_scale, gathered]}"
+        return f"{[hyper.numbers for hyper in given.hypers]} {[given.groups, given.divisor, given.loss_scale, gathered]}"
 
     def _change(self, act: Callable[[], None]) -> None:
         """Do this in one section that no signal cuts in two; after an error the step has broken off."""

@@ -398,6 +398,26 @@ def test_what_update_in_backward_has_used_cannot_be_taken_back():
     assert bits(subject) == bits(reference)
 
 
+def test_after_a_failed_step_that_was_not_announced_parameters_can_be_withdrawn():
+    """As ``zero_grad()`` does. The step alone has said where the parameters are."""
+    device = FakeDevice()
+    subject = make(device, gradient_clipping=20.0, **EARLY)
+    for i in (1, 0):
+        subject.add_gradient(i, np.ones(subject.specs[i].numel, BFLOAT16.numpy))
+    subject.pipeline.end_micro_step()
+    subject.pipeline.buckets.run(lambda: None)
+    device.fail_after(1)
+    with pytest.raises(OSError, match="failed as asked"):
+        subject.pipeline.step(HYPER, subject.tensors)
+        subject.pipeline.finish()
+    device.fail_after(None)
+    subject.pipeline.withdraw()
+    for i, tensor in enumerate(subject.tensors):
+        master, *_ = subject.states(i)
+        assert_same_bits(f"parameter {i}", tensor.memory, oracles.cast(master, BFLOAT16))
+    device.close()
+
+
 def test_an_update_that_failed_is_an_error_of_the_end_of_a_micro_step_too():
     device = FakeDevice(fail_at=frozenset({7}))
     subject = make(device, schedule="overlap", reduce_bucket_size=64)

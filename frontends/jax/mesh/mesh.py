@@ -443,9 +443,10 @@ class JaxMeshDevice:
 
         def finish() -> None:
             with meeting(self.ranks[0], what):
-                for shard, part in zip(shards, out.reshape(len(shards), -1), strict=True):
-                    host = np.asarray(shard)
-                    kernels.cast_array(host, BY_NUMPY[host.dtype], part, FLOAT32, self._threads)
+                hosts = [np.asarray(shard) for shard in shards]
+            parts = out.reshape(len(hosts), -1)
+            rows = [(kernels.address(a), kernels.address(b), a.size) for a, b in zip(hosts, parts, strict=True)]
+            kernels.cast(kernels.spans_of(rows), BY_NUMPY[hosts[0].dtype], FLOAT32, threads=self._threads)
 
         return Waiting(finish)
 
