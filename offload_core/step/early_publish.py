@@ -67,7 +67,8 @@ class EarlyPublish:
         Args:
             last: the arrival of the last gradient.
         """
-        self.tensors = tensors
+        if self._buckets.terms.sends_early:  # else nothing needs them, and JAX's would be kept alive
+            self.tensors = tensors
         if self.announced is not None:
             self.announced.close(last)
 
