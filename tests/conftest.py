@@ -1,8 +1,13 @@
 """Settings of the whole suite."""
 
+import os
 from pathlib import Path
 
 import pytest
+
+# Two files of tests at a time share the processors, where threads that spin while they wait cost the other half its
+# time: interrupts of torch steps took 40 s and take 22. OpenMP reads it when torch is imported, here and in children.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 LONGEST = (
     "bench/test_train.py",

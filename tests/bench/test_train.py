@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -21,20 +22,28 @@ from bench.train.presets import PRESETS, learning_rate
 from bench.train.ranks import Ranks
 from bench.train.trainer import check_room
 from offload_core.errors import HostMemoryError
+from tests.support.processes import ROOT, ForkServer
 
-ROOT = Path(__file__).parents[2]
 FEW = ["--steps=3", "--micro-batch=2", "--context=32", "--eval-batches=2", "--sample-bytes=8", "--device=cpu"]
 
 
+_server: ForkServer
+
+
 @pytest.fixture(scope="module", autouse=True)
-def quick_xla(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Half the time of these tests was XLA's: it compiles equal programs once, and does not optimise them."""
+def quick_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Most of a short run is imports, and XLA's: it compiles equal programs once, and does not optimise them."""
+    global _server
+    modules = {"torch": ["torch._dynamo", "torch.distributed.run"], "jax": ["jax", "optax"]}
+    found = [name for framework in modules if importlib.util.find_spec(framework) for name in modules[framework]]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
         patch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path_factory.mktemp("xla")))
         patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
         patch.setenv("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+        _server = ForkServer(*found, "offload_core", "bench.train.program")
         yield
+        _server.close()
 
 
 def command(*arguments: str, out: Path) -> list[str]:
@@ -43,7 +52,7 @@ def command(*arguments: str, out: Path) -> list[str]:
 
 def run(*arguments: str, out: Path, log: Path | None = None) -> tuple[str, list[dict], dict]:
     """What a run printed, its metrics and its summary."""
-    done = subprocess.run(command(*arguments, out=out), cwd=ROOT, capture_output=True, text=True, timeout=120)
+    [done] = _server.run(command(*arguments, out=out)[1:])
     assert done.returncode == 0, f"{arguments} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
     return done.stdout, records_of(log or out / "metrics.jsonl"), json.loads((out / "summary.json").read_text())
 
@@ -62,8 +71,19 @@ def through_jax(*arguments: str, out: Path) -> tuple[str, list[dict], dict]:
 def torchrun(*program: str) -> subprocess.CompletedProcess[str]:
     """Two ranks of a program."""
     needs("torch")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    return subprocess.run([*launcher, *program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    [done] = _server.run(["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *program])
+    return done
+
+
+def two_ranks(*program: str) -> list[subprocess.CompletedProcess[str]]:
+    """As :func:`torchrun`, but without a launcher."""
+    needs("torch")
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(probe.getsockname()[1])}
+    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", **meeting}
+    places = [{"RANK": rank, "LOCAL_RANK": rank, **world} for rank in "01"]
+    return _server.run(program, program, environments=places)
 
 
 def needs(framework: str) -> None:
@@ -178,8 +198,8 @@ def test_two_ranks_have_the_losses_of_torch_adamw_on_their_averaged_gradients_bi
 )
 def test_another_stage_does_what_stage_2_does(stage: list[str], of_two_ranks, tmp_path: Path) -> None:
     out = tmp_path / "other"
-    done = torchrun("-m", "bench.train", *FEW, "--clip=0", *stage, f"--out={out}")
-    assert done.returncode == 0, done.stderr
+    for done in two_ranks("-m", "bench.train", *FEW, "--clip=0", *stage, f"--out={out}"):
+        assert done.returncode == 0, done.stderr
     held_out = [json.loads((folder / "summary.json").read_text())["held_out_loss"] for folder in (out, of_two_ranks[1])]
     assert held_out[0] == held_out[1]
 

@@ -407,8 +407,8 @@ def test_after_a_failed_step_that_was_not_announced_parameters_can_be_withdrawn(
     subject.pipeline.end_micro_step()
     subject.pipeline.buckets.run(lambda: None)
     device.fail_after(1)
+    subject.pipeline.step(HYPER, subject.tensors)
     with pytest.raises(OSError, match="failed as asked"):
-        subject.pipeline.step(HYPER, subject.tensors)
         subject.pipeline.finish()
     device.fail_after(None)
     subject.pipeline.withdraw()

@@ -9,11 +9,8 @@ Three kinds of blocks are tried, each page in a temporary folder:
 """
 
 import ast
-import json
 import re
 import shlex
-import subprocess
-import sys
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,7 +18,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.processes import ROOT, TORCH, ForkServer
+
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^( *)```(\w+)\n(.*?)^ *```$", flags=re.DOTALL | re.MULTILINE)
@@ -80,18 +78,20 @@ JOBS = [job for page in PAGES for job in jobs(page)]
 def outcomes(request, tmp_path_factory) -> dict[Job, tuple[int, str]]:
     """Exit status and output of all jobs of the pages that are asked for."""
     asked = {item.callspec.params["job"].page for item in request.session.items if "job" in _params(item)}
-    lines, todo = [], [job for job in JOBS if job.page in asked]
+    todo, done = [job for job in JOBS if job.page in asked], {}
     shared = {page: tmp_path_factory.mktemp("page") for page in asked}
     for page, folder in shared.items():
         for name, code in files(page).items():
             (folder / name).write_text(code)
-    for job in todo:
-        folder = tmp_path_factory.mktemp("block") if job.output is None else shared[job.page]
-        lines.append(json.dumps({"folder": str(folder), "arguments": job.arguments}))
-    runner = [sys.executable, "-W", "error", str(ROOT / "tests" / "support" / "doc_runner.py")]
-    run = subprocess.run(runner, input="\n".join(lines), capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    return dict(zip(todo, (tuple(json.loads(line)) for line in run.stdout.splitlines()), strict=True))
+    server = ForkServer("jax", "frontends.jax", *TORCH, options=["-W", "error"])
+    try:
+        for job in todo:
+            folder = tmp_path_factory.mktemp("block") if job.output is None else shared[job.page]
+            [ran] = server.run(job.arguments, folder=folder, merge=True)
+            done[job] = ran.returncode, ran.stdout
+    finally:
+        server.close()
+    return done
 
 
 def _params(item: pytest.Item) -> dict:

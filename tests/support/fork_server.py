@@ -1,10 +1,13 @@
-"""Runs the workers of torch ranks: imports torch once, then each rank in a fork of its own.
+"""Runs Python commands in forks of one process that has imported their modules already.
 
-In, on standard input: a line of JSON for each run, ``{"seconds": ..., "environment": {...}, "ranks": [{"command":
-[FILE, ...], "log": FILE}, ...]}``. Out: a line each, the exit statuses of its ranks; those that have not ended in time
-are killed.
+Its arguments are those modules. In, on standard input: a line of JSON a job, ``{"seconds": ..., "folder": ...,
+"environment": {...}, "processes": [{"arguments": [...], "output": FILE, "errors": FILE}, ...]}``, the arguments as
+Python's command line takes them (``-c CODE``, ``-m MODULE ...``, ``FILE ...``); all processes of a job run at once.
+Out: a line each, their exit statuses; those that have not ended in time are killed.
 """
 
+import atexit
+import importlib
 import json
 import os
 import runpy
@@ -13,33 +16,46 @@ import sys
 import threading
 import time
 import traceback
-from typing import NoReturn
-
-import safetensors.torch  # noqa: F401
-import torch._dynamo  # what the first torch.optim.Optimizer imports
-import torch.distributed  # noqa: F401
-
-import frontends.torch  # noqa: F401
+import warnings
+from typing import Any, NoReturn
 
 
-def child(command: list[str], environment: dict[str, str], log: str) -> NoReturn:
-    """As ``python COMMAND``, but for its end: to take torch down takes longer than most scenarios."""
-    with open(log, "wb") as output, open(os.devnull) as nothing:
-        os.dup2(nothing.fileno(), 0)
-        os.dup2(output.fileno(), 1)
-        os.dup2(output.fileno(), 2)
+def child(folder: str, arguments: list[str], environment: dict[str, str], output: str, errors: str) -> NoReturn:
+    """As ``python ARGUMENTS`` in the folder, but for its end: to take the frameworks down outlasts most jobs."""
+    for fd, path in enumerate((os.devnull, output, errors)):
+        flags = os.O_RDONLY if fd == 0 else os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        os.dup2(os.open(path, flags, 0o666), fd)
+    atexit._clear()
     os.environ.clear()
     os.environ.update(environment)
-    sys.argv = command
-    sys.path[0] = os.path.dirname(command[0])
-    status = 1
+    os.chdir(folder)
+    status = 0
     try:
-        runpy.run_path(command[0], run_name="__main__")
-        status = 0
+        execute(folder, arguments)
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
     except BaseException:
         traceback.print_exc()
+        status = 1
+    atexit._run_exitfuncs()
     sys.stdout.flush()
+    sys.stderr.flush()
     os._exit(status)
+
+
+def execute(folder: str, arguments: list[str]) -> None:
+    option, rest = arguments[0], arguments[1:]
+    if option == "-c":
+        sys.argv, sys.path[0] = ["-c", *rest[1:]], folder
+        exec(compile(rest[0], "<block>", "exec"), {"__name__": "__main__"})
+    elif option == "-m":
+        sys.argv, sys.path[0] = rest, folder
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv, sys.path[0] = arguments, os.path.dirname(os.path.join(folder, option))
+        runpy.run_path(option, run_name="__main__")
 
 
 def ended(children: list[int], seconds: float) -> list[int]:
@@ -55,17 +71,23 @@ def ended(children: list[int], seconds: float) -> list[int]:
     return [found[process] for process in children]
 
 
+def started(job: dict[str, Any], process: dict[str, Any]) -> int:
+    number = os.fork()
+    if number == 0:
+        child(job["folder"], process["arguments"], job["environment"] | process.get("environment", {}),
+              process["output"], process["errors"])  # fmt: skip
+    return number
+
+
 def main() -> None:
-    assert threading.active_count() == 1  # and torch has computed nothing: a fork is safe
+    warnings.filterwarnings("ignore", module=r"lightning\.")  # under -W error, but for what it says to itself
+    for module in sys.argv[1:]:
+        importlib.import_module(module)
+    assert threading.active_count() == 1  # and nothing was computed, no backend started: a fork is safe
     for line in sys.stdin:
-        run = json.loads(line)
-        children = []
-        for rank in run["ranks"]:
-            process = os.fork()
-            if process == 0:
-                child(rank["command"], run["environment"], rank["log"])
-            children.append(process)
-        print(json.dumps(ended(children, run["seconds"])), flush=True)
+        job = json.loads(line)
+        children = [started(job, process) for process in job["processes"]]
+        print(json.dumps(ended(children, job["seconds"])), flush=True)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,13 +32,10 @@ def run(
     """
     command = [str(ROOT / "tests" / "workers" / worker), scenario]
     commands = [[*command, str(rank), str(world_size), str(folder)] for rank in range(world_size)]
-    with tempfile.TemporaryDirectory() as logs:
-        files = [Path(logs) / str(rank) for rank in range(world_size)]
-        if alone or root != ROOT:
-            _started(commands, files, root)
-        else:
-            _forked(commands, files)
-        said = [file.read_text(errors="replace") if file.exists() else "" for file in files]
+    if alone or root != ROOT:
+        said = _started(commands, root)
+    else:
+        said = [done.stderr for done in torch_server().run(*commands)]
     results = []
     for rank, log in enumerate(said):
         file = folder / f"{rank}.json"
@@ -46,50 +45,114 @@ def run(
     return results
 
 
-def _environment(root: Path) -> dict[str, str]:
+def environment_of(root: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
 
 
-def _started(commands: list[list[str]], logs: list[Path], root: Path) -> None:
-    processes = []
-    for command, log in zip(commands, logs, strict=True):
-        with log.open("wb") as file:
-            processes.append(subprocess.Popen([sys.executable, *command], env=_environment(root), stderr=file))
-    try:
-        for process in processes:
-            process.wait(timeout=SECONDS)
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+def _started(commands: list[list[str]], root: Path) -> list[str]:
+    """What each has said on standard error."""
+    with ExitStack() as files:
+        logs = [files.enter_context(tempfile.TemporaryFile("w+", errors="replace")) for _ in commands]
+        processes = [
+            subprocess.Popen([sys.executable, *command], env=environment_of(root), stderr=log)
+            for command, log in zip(commands, logs, strict=True)
+        ]
+        try:
+            for process in processes:
+                process.wait(timeout=SECONDS)
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        return [log.seek(0) or log.read() for log in logs]
 
 
-_servers: list[subprocess.Popen] = []
-"""None or one; it starts with the first run and ends with this process."""
+class ForkServer:
+    """Runs Python commands in forks of one process that has imported these modules already, and ends with this one.
 
+    Args:
+        options: of the interpreter.
+        environment: of that process, and of all commands.
+    """
 
-def _forked(commands: list[list[str]], logs: list[Path]) -> None:
-    if not _servers:
-        server = [sys.executable, str(ROOT / "tests" / "support" / "fork_server.py")]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        _servers.append(subprocess.Popen(server, env=_environment(ROOT), start_new_session=True, **pipes))
-    [server] = _servers
-    ranks = [{"command": command, "log": str(log)} for command, log in zip(commands, logs, strict=True)]
-    try:
-        print(
-            json.dumps({"seconds": SECONDS, "environment": _environment(ROOT), "ranks": ranks}),
-            file=server.stdin,
-            flush=True,
+    def __init__(
+        self, *modules: str, options: Sequence[str] = (), environment: Mapping[str, str] | None = None
+    ) -> None:
+        self._environment = environment or {}
+        command = [sys.executable, *options, str(ROOT / "tests" / "support" / "fork_server.py"), *modules]
+        self._process = subprocess.Popen(
+            command,
+            env=environment_of(ROOT) | self._environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
         )
-        assert server.stdout.readline(), "the process that forks ranks has ended"
-    except BaseException:  # of a run that was broken off, the ranks too
-        _end()
-        raise
+        atexit.register(self.close)
+
+    def run(
+        self,
+        *commands: Sequence[str],
+        folder: Path = ROOT,
+        environments: Sequence[Mapping[str, str]] = (),
+        seconds: float = SECONDS,
+        merge: bool = False,
+    ) -> list[subprocess.CompletedProcess[str]]:
+        """Run these commands at once, each as Python's command line has it, and wait for all.
+
+        Args:
+            environments: each command's own, besides that of all.
+            seconds: after which they are killed.
+            merge: True has standard error come with the standard output.
+        """
+        with tempfile.TemporaryDirectory() as logs:
+            outputs = [Path(logs, f"{i}.out") for i in range(len(commands))]
+            errors = outputs if merge else [Path(logs, f"{i}.err") for i in range(len(commands))]
+            processes = [
+                {"arguments": [*map(str, command)], "output": str(output), "errors": str(error)}
+                for command, output, error in zip(commands, outputs, errors, strict=True)
+            ]
+            for process, environment in zip(processes, environments, strict=False):
+                process["environment"] = dict(environment)
+            everyones = environment_of(ROOT) | self._environment
+            job = {"seconds": seconds, "folder": str(folder), "environment": everyones, "processes": processes}
+            try:
+                print(json.dumps(job), file=self._process.stdin, flush=True)
+                answer = self._process.stdout.readline()
+                assert answer, "the process that forks others has ended"
+            except BaseException:  # of a run that was broken off, its processes too
+                self.close()
+                raise
+            said = [
+                (output.read_text(errors="replace"), error.read_text(errors="replace"))
+                for output, error in zip(outputs, errors, strict=True)
+            ]
+        return [
+            subprocess.CompletedProcess(command, status, *texts)
+            for command, status, texts in zip(commands, json.loads(answer), said, strict=True)
+        ]
+
+    def close(self) -> None:
+        if self._process.returncode is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.communicate()
+        atexit.unregister(self.close)
+
+    @property
+    def closed(self) -> bool:
+        return self._process.returncode is not None
 
 
-@atexit.register
-def _end() -> None:
-    while _servers:
-        server = _servers.pop()
-        os.killpg(server.pid, signal.SIGKILL)
-        server.communicate()
+_torch_server: ForkServer | None = None
+"""It starts with the first run."""
+
+# The last is what the first torch.optim.Optimizer imports.
+TORCH = ("torch.distributed", "safetensors.torch", "frontends.torch", "torch._dynamo")
+
+
+def torch_server() -> ForkServer:
+    """Forks of a process that has imported torch and its front end."""
+    global _torch_server
+    if _torch_server is None or _torch_server.closed:
+        _torch_server = ForkServer(*TORCH)
+    return _torch_server
