@@ -223,8 +223,8 @@ def test_the_sound_kernels_pass(sound_objects, use_library):
 
 
 def cases() -> Iterator[Any]:
-    """Each mutant with each of its instruction sets. Those of the vector code that all sets share are slow: the compiler
-    takes seconds for each."""
+    """Each mutant with each of its instruction sets. Those of the vector code that all sets share are slow: each takes
+    the compiler seconds."""
     for mutant in MUTANTS:
         if not mutant.instruction_sets:
             skipped = pytest.mark.skip("this processor lacks the instruction set")
