@@ -23,6 +23,15 @@ LONGEST = (
 """Files that take the longest. They begin first, so that no process is left alone with one of them at the end."""
 
 
+@pytest.fixture(scope="session")
+def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """XLA compiles equal programs of different tests once: compiling is most of these tests' time."""
+    jax = pytest.importorskip("jax")
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("xla")))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     place = {str(Path(__file__).parent / file): i for i, file in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(str(item.path), len(LONGEST)))

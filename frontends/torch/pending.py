@@ -1,22 +1,29 @@
 """Parameters whose values are missing for now: an update still writes them, or they are in shards (stage 3).
 
-Meanwhile a parameter's class is :class:`PendingParameter`. A torch function that could see its values first waits for
-this one parameter, or gathers it, and restores its class; functions that only see shape, gradient and the like do not
-wait. So the first layer of the next forward starts while the last one is being updated, and state_dict(), evaluation
-or a read by hand see finished values.
+A module that is called first waits for its own pending parameters, because its code may be one that torch does not see:
+TorchScript, or an extension in C++. It does not wait for those of modules inside it, so the first layer of the next
+forward starts while the last one is being updated.
+
+Outside of modules a pending parameter's class tells: it is :class:`PendingParameter`. A torch function that could see
+its values first waits for this one parameter, or gathers it, and restores its class; functions that only see shape,
+gradient and the like do not wait. So state_dict(), evaluation or a read by hand see finished values, too.
 """
 
 import copy
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves
 
 _WAITS: dict[int, Callable[[], None]] = {}
 """The function to call before a pending parameter is read, by the parameter's ``id``."""
+_BEFORE_MODULES: set[int] = set()
+"""The pending parameters, by ``id``, for which a module that is called waits."""
 
 _PROPERTIES = ("grad", "shape", "dtype", "device", "requires_grad", "layout", "ndim", "is_leaf", "grad_fn", "is_cuda",
                "is_cpu", "is_sparse", "is_meta", "is_quantized", "nbytes", "itemsize", "names", "_version",
@@ -57,18 +64,47 @@ class PendingParameter(nn.Parameter):
         return func(*args, **(kwargs or {}))
 
 
+_READ_WHAT_IS_INSIDE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
+"""Modules that in evaluation give the weights of modules inside them to one C++ function, if they are plain parameters.
+"""
+
+
+def _before_forward(module: nn.Module, args: Any) -> None:
+    """Wait for the parameters that a module's forward reads in ways that torch does not show."""
+    if torch.compiler.is_compiling() or not _BEFORE_MODULES:  # a compiled model's step has waited
+        return
+    inside = isinstance(module, torch.jit.ScriptModule) or (
+        isinstance(module, _READ_WHAT_IS_INSIDE) and not module.training
+    )
+    for param in module.parameters() if inside else module._parameters.values():
+        if id(param) in _BEFORE_MODULES:
+            settle(param)
+
+
+@functools.cache
+def _watch_modules() -> None:
+    """Have every module that is called wait for its parameters; once parameters can be pending."""
+    register_module_forward_pre_hook(_before_forward)
+
+
 def can_wait(param: torch.Tensor) -> bool:
     """Return whether readers of the parameter can be made to wait."""
     return type(param) in (nn.Parameter, PendingParameter)
 
 
-def make_pending(param: torch.Tensor, wait: Callable[[], None]) -> None:
+def make_pending(param: torch.Tensor, wait: Callable[[], None], *, before_modules: bool = False) -> None:
     """Call ``wait`` before the parameter's next read; for a parameter of a class of its own, call it now.
 
     If ``wait`` raises, the parameter stays pending.
+
+    Args:
+        before_modules: call it, too, before the forward of a module that has the parameter.
     """
     if can_wait(param):
         _WAITS[id(param)] = wait
+        if before_modules:
+            _watch_modules()
+            _BEFORE_MODULES.add(id(param))
         param.__class__ = PendingParameter
     else:
         wait()
@@ -87,6 +123,7 @@ def forget(param: torch.Tensor) -> None:
     if isinstance(param, PendingParameter):
         param.__class__ = nn.Parameter  # type: ignore[assignment]
     _WAITS.pop(id(param), None)
+    _BEFORE_MODULES.discard(id(param))
 
 
 def forget_at_end(param: torch.Tensor) -> None:

@@ -388,7 +388,7 @@ def _tensors_of(model: nn.Module | None) -> list[torch.Tensor]:
 
 
 def _make_readers_wait(slot: Slot, lock: threading.RLock, pipeline: Pipeline) -> None:
-    make_pending(slot.param, partial(_await, lock, pipeline, slot.index))
+    make_pending(slot.param, partial(_await, lock, pipeline, slot.index), before_modules=True)
 
 
 def _await(lock: threading.RLock, pipeline: Pipeline, param: int) -> None:

@@ -287,6 +287,7 @@ def of_two_jax_processes(tmp_path_factory: pytest.TempPathFactory) -> tuple[subp
     return torchrun("-m", "bench.train", *FEW, "--frontend=jax", *IN_BF16, f"--out={out}"), out
 
 
+@pytest.mark.slow
 def test_two_jax_processes_report_once_what_each_sent_and_needed(of_two_jax_processes) -> None:
     done, out = of_two_jax_processes
     assert done.returncode == 0, done.stderr
@@ -300,6 +301,7 @@ def test_two_jax_processes_report_once_what_each_sent_and_needed(of_two_jax_proc
     assert [row["sent_bytes_a_step"] for row in summary["ranks"]] == pytest.approx([theory] * 2, rel=0.01)
 
 
+@pytest.mark.slow
 def test_two_jax_processes_have_the_losses_of_one_with_two_devices_bit_for_bit(
     of_two_jax_processes, tmp_path: Path
 ) -> None:
@@ -313,6 +315,7 @@ def test_two_jax_processes_have_the_losses_of_one_with_two_devices_bit_for_bit(
         assert record["loss"] == pytest.approx(record["plain_loss"], abs=5e-3)
 
 
+@pytest.mark.slow
 def test_stage_3_in_jax_has_the_losses_of_stage_2_bit_for_bit(of_two_jax_processes, tmp_path: Path) -> None:
     """With parameters in host memory; evaluated where XLA does the gathering."""
     _, records, summary = through_jax(*IN_BF16, "--devices=2", "--stage=3", "--offload-param=cpu", out=tmp_path)

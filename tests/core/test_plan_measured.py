@@ -52,6 +52,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
     }
 
 
+@pytest.mark.slow
 def test_host_and_device_bytes_are_as_planned(measured: dict[str, dict]) -> None:
     lines, wrong = [], []
     for case, result in measured.items():

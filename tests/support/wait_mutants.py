@@ -150,8 +150,17 @@ def who_notices(scenarios: Sequence[Callable[[], None]]) -> str | None:
     return None
 
 
+_noticed: list[str] = []
+"""The scenarios that have noticed a mutant, the last first: those of one module are often noticed by one scenario."""
+
+
 def assert_noticed(mutant: Wait | Change, scenarios: Sequence[Callable[[], None]]) -> None:
+    places = {name: place for place, name in enumerate(_noticed)}
     with made(mutant):
-        noticed = who_notices(scenarios)
+        noticed = who_notices(sorted(scenarios, key=lambda s: places.get(s.__name__, len(places))))
+    name = (noticed or "").partition(":")[0]
+    if name in places:
+        _noticed.remove(name)
+    _noticed.insert(0, name)
     print(f"{mutant}  =>  {noticed}")
     assert noticed, "nothing notices it"

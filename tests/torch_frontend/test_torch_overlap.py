@@ -2,7 +2,11 @@
 
 import copy
 import gc
+import importlib.util
 import io
+import shutil
+import subprocess
+import sysconfig
 import weakref
 
 import pytest
@@ -144,6 +148,152 @@ def test_a_layer_waits_for_its_own_parameters_only(device):
     # what the forward needs first is updated first
     order = [work.bucket.pieces[0].param for work in reversed(engine.optimizer.pipeline._reduction.order)]
     assert order == [0, 1, 2]
+
+
+class Extension(nn.Module):
+    """Its forward gives the weight to code that torch shows to nobody, as to an extension in C++."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Linear(16, 16).weight
+
+    def forward(self, x):
+        return _Product.apply(x, self.weight)
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        with torch._C.DisableTorchFunctionSubclass():
+            return x @ weight.detach().T
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        return gradient @ weight, gradient.T @ x
+
+
+UNSEEN = {
+    "a script": lambda: torch.jit.script(nn.Linear(16, 16)),
+    "a script inside": lambda: nn.Sequential(torch.jit.script(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)))),
+    "a trace": lambda: torch.jit.trace(nn.Linear(16, 16), torch.ones(1, 16)),
+    "an extension": Extension,
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("layer", UNSEEN.values(), ids=UNSEEN)
+def test_a_module_waits_for_parameters_that_its_code_reads_unseen(device, monkeypatch, layer):
+    def train():
+        torch.manual_seed(0)
+        engine = wrap(nn.Sequential(*(layer() for _ in range(3))), **{**OPTIONS, "param_dtype": None})
+        for seed in range(4):
+            loss = engine(batch(seed)[:, :16]).pow(2).mean()
+            engine.backward(loss)
+            engine.step()
+            yield loss.item()
+        engine.flush()
+
+    late = [*train()]
+    monkeypatch.undo()
+    assert late == [*train()]
+
+
+def layer_of_attention():
+    return nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True)
+
+
+ATTENTION = {
+    "attention": (
+        lambda: nn.MultiheadAttention(16, 2, batch_first=True),
+        lambda m, x: m(x, x, x, need_weights=False)[0],
+    ),
+    "a layer": (layer_of_attention, lambda m, x: m(x)),
+    "layers": (lambda: nn.TransformerEncoder(layer_of_attention(), 2), lambda m, x: m(x)),
+}
+
+
+@pytest.mark.parametrize(("make_model", "call"), ATTENTION.values(), ids=ATTENTION)
+def test_attention_in_evaluation_is_the_same_function_while_an_update_runs(device, monkeypatch, make_model, call):
+    """torch computes it in one function, with bits of its own, if the weights are plain parameters."""
+    x = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(1))
+
+    def evaluated():
+        torch.manual_seed(0)
+        engine = wrap(make_model(), **{**OPTIONS, "param_dtype": None})
+        for _ in range(2):
+            engine.train()
+            engine.backward(call(engine, x).pow(2).mean())
+            engine.step()
+            engine.eval()
+            with torch.no_grad():
+                yield call(engine, x)
+
+    late = [*evaluated()]
+    monkeypatch.undo()
+    assert all(map(same_bits, late, evaluated()))
+
+
+READER = """
+#include <torch/extension.h>
+
+at::Tensor doubled(const at::Tensor &weight) { return weight.detach() * 2; }
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) { m.def("doubled", &doubled); }
+"""
+
+
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory):
+    """A function in C++ that reads a tensor."""
+    from torch.utils import cpp_extension
+
+    folder = tmp_path_factory.mktemp("reader")
+    (folder / "reader.cpp").write_text(READER)
+    include = [f"-I{path}" for path in [*cpp_extension.include_paths(), sysconfig.get_path("include")]]
+    libraries = [f"-L{path}" for path in cpp_extension.library_paths()]
+    linked = ["-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python"]
+    flags = ["-O0", "-std=c++20", "-shared", "-fPIC", "-DTORCH_EXTENSION_NAME=reader"]
+    command = [
+        "g++",
+        *flags,
+        *include,
+        str(folder / "reader.cpp"),
+        "-o",
+        str(folder / "reader.so"),
+        *libraries,
+        *linked,
+    ]
+    subprocess.run(command, check=True)
+    spec = importlib.util.spec_from_file_location("reader", folder / "reader.so")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.doubled
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
+def test_an_extension_in_cpp_reads_finished_values_inside_a_module_and_after_a_flush(device, reader):
+    class Layer(nn.Linear):
+        def forward(self, x):
+            self.seen = reader(self.weight)
+            return super().forward(x)
+
+    engine = wrap(nn.Sequential(Layer(16, 16), Layer(16, 16)), **{**OPTIONS, "param_dtype": None})
+    for seed in range(4):
+        engine.backward(engine(batch(seed)[:, :16]).pow(2).mean())
+        engine.step()
+        assert all(pending(engine))
+        engine(batch(seed)[:, :16])
+        for layer in engine.module:
+            assert same_bits(layer.seen, layer.weight * 2)
+    engine.backward(engine(batch(9)[:, :16]).pow(2).mean())
+    engine.step()
+    engine.flush()
+    for layer in engine.module:
+        outside = reader(layer.weight)
+        assert same_bits(outside, layer.weight * 2)
 
 
 def test_states_are_finished_when_they_are_read(device):

@@ -30,6 +30,11 @@ def test_buckets_that_stay_on_the_device_give_the_same_bits(tmp_path):
     assert results[0]["host native"][0] != results[0]["host ordered"][0]  # summed in bfloat16
 
 
+def test_scripted_layers_read_finished_weights(tmp_path):
+    for result in run("scripted", 2, tmp_path):
+        assert result["overlap"] == result["serial"] == result["plain"]
+
+
 def test_a_narrow_communication_dtype_rounds_what_travels(tmp_path):
     for result in run("narrow", 2, tmp_path):
         assert result["travelling"][0] == result["rounded"][0]

@@ -66,6 +66,25 @@ def on_devices(rank, world_size):
     return result
 
 
+def scripted(rank, world_size):
+    """Layers whose code torch does not show, on every schedule; and plain ones."""
+
+    def losses(layer, **options):
+        torch.manual_seed(0)
+        engine = wrap(nn.Sequential(*(layer(nn.Linear(256, 256)) for _ in range(4))), lr=1e-2, **options)
+        found = []
+        for seed in range(4):
+            generator = torch.Generator().manual_seed(10 * seed + rank)
+            loss = engine(torch.randn(4, 256, generator=generator)).pow(2).mean()
+            engine.backward(loss)
+            engine.step()
+            found.append(loss.item())
+        return found
+
+    schedules = {schedule: losses(torch.jit.script, schedule=schedule) for schedule in ("overlap", "serial")}
+    return {**schedules, "plain": losses(lambda layer: layer, schedule="serial")}
+
+
 def narrow(rank, world_size):
     """Gradients that travel in another element type: sent bytes, and equal to rounding them by hand."""
     result = {}
