@@ -368,7 +368,9 @@ def test_autograd_grad_leaves_gradients_alone(early_copy):
 
 
 def test_what_only_an_engine_does_is_refused_alone():
-    for fields in ({"loss_scale": "dynamic"}, {"gradient_accumulation_steps": 4}, {"initial_loss_scale": 2.0}):
+    of_engines = {"loss_scale": "dynamic", "gradient_accumulation_steps": 4, "initial_loss_scale": 2.0}
+    of_engines |= {"buffer_dtype": "bfloat16", "cast_inputs": False}
+    for fields in ({name: value} for name, value in of_engines.items()):
         with pytest.raises(ConfigError, match=r"is what an Engine does; expected it in wrap\(model"):
             OffloadedAdamW(make().parameters(), **fields)
     with pytest.raises(ConfigError, match="eps_root=0.1 has no place in op_order='torch'"):
