@@ -55,7 +55,9 @@ class PendingParameter(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in METADATA:
+        if torch.compiler.is_compiling():
+            settle_for_compiled_code()
+        if func in METADATA or torch.compiler.is_compiling():
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         for leaf in tree_leaves((args, kwargs)):
@@ -77,7 +79,7 @@ def _before_forward(module: nn.Module, args: Any) -> None:
         isinstance(module, _READ_WHAT_IS_INSIDE) and not module.training
     )
     for param in module.parameters() if inside else module._parameters.values():
-        if id(param) in _BEFORE_MODULES:
+        if param is not None and id(param) in _BEFORE_MODULES:
             settle(param)
 
 
@@ -85,6 +87,25 @@ def _before_forward(module: nn.Module, args: Any) -> None:
 def _watch_modules() -> None:
     """Have every module that is called wait for its parameters; once parameters can be pending."""
     register_module_forward_pre_hook(_before_forward)
+
+
+def settle_for_compiled_code() -> bool:
+    """Wait for all updates, once, while code is compiled that reads a pending parameter.
+
+    Compiled code calls nobody before it reads: :data:`compiled_code_reads` tells later steps to wait for their updates.
+    """
+    global compiled_code_reads
+    compiled_code_reads = True
+    for param in [*_BEFORE_MODULES]:
+        _WAITS[param]()
+    return True
+
+
+settle_for_compiled_code._dynamo_marked_constant = True  # type: ignore[attr-defined]
+# As torch.compiler.assume_constant_result does, which imports the compiler: it is called while code is compiled.
+
+compiled_code_reads = False
+"""True if code was compiled that reads a parameter of a model that is not compiled itself."""
 
 
 def can_wait(param: torch.Tensor) -> bool:
