@@ -11,6 +11,7 @@ gradient and the like do not wait. So state_dict(), evaluation or a read by hand
 
 import copy
 import functools
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -83,10 +84,29 @@ def _before_forward(module: nn.Module, args: Any) -> None:
             settle(param)
 
 
+_hook: Any = None
+
+
 @functools.cache
+def _expect_no_warning() -> None:
+    """Silence torch's warning of hooks that compiled modules call twice: the second call finds nothing to wait for."""
+    warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global hooks", UserWarning)
+
+
 def _watch_modules() -> None:
-    """Have every module that is called wait for its parameters; once parameters can be pending."""
-    register_module_forward_pre_hook(_before_forward)
+    """Have every module that is called wait for its parameters, while there are any to wait for.
+
+    Another thread may do the same; at worst the hook stays, and finds nothing to wait for.
+    """
+    global _hook
+    if _BEFORE_MODULES and _hook is None:
+        _expect_no_warning()
+        _hook = register_module_forward_pre_hook(_before_forward)
+    elif not _BEFORE_MODULES and _hook is not None:
+        hook, _hook = _hook, None
+        hook.remove()
+        if _BEFORE_MODULES:
+            _watch_modules()
 
 
 def settle_for_compiled_code() -> bool:
@@ -124,8 +144,8 @@ def make_pending(param: torch.Tensor, wait: Callable[[], None], *, before_module
     if can_wait(param):
         _WAITS[id(param)] = wait
         if before_modules:
-            _watch_modules()
             _BEFORE_MODULES.add(id(param))
+            _watch_modules()
         param.__class__ = PendingParameter
     else:
         wait()
@@ -144,7 +164,9 @@ def forget(param: torch.Tensor) -> None:
     if isinstance(param, PendingParameter):
         param.__class__ = nn.Parameter  # type: ignore[assignment]
     _WAITS.pop(id(param), None)
-    _BEFORE_MODULES.discard(id(param))
+    if id(param) in _BEFORE_MODULES:
+        _BEFORE_MODULES.discard(id(param))
+        _watch_modules()
 
 
 def forget_at_end(param: torch.Tensor) -> None:
