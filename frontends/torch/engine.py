@@ -20,6 +20,7 @@ from offload_core.errors import GradientError, ParameterError, StateError
 from offload_core.memory.report import MemoryReport
 from offload_core.step.pipeline import StepReport
 
+from . import pending
 from .files.checkpoint import ModelCheckpoints
 from .files.export import export_safetensors
 from .optimizer import OffloadedAdamW
@@ -183,7 +184,7 @@ class Engine(nn.Module):
     @property
     def _reads_wait(self) -> bool:
         """True if readers of a parameter can be made to wait; compiled code reads it in ways that nothing can catch."""
-        if self._traced:
+        if self._traced or pending.compiled_code_reads:
             return False
         dynamo = sys.modules.get("torch._dynamo.eval_frame")  # None until something is compiled; its import is slow
         compiled = () if dynamo is None else dynamo.OptimizedModule

@@ -11,6 +11,7 @@ gradient and the like do not wait. So state_dict(), evaluation or a read by hand
 
 import copy
 import functools
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -55,7 +56,9 @@ class PendingParameter(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in METADATA:
+        if torch.compiler.is_compiling():
+            settle_for_compiled_code()
+        if func in METADATA or torch.compiler.is_compiling():
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         for leaf in tree_leaves((args, kwargs)):
@@ -77,14 +80,52 @@ def _before_forward(module: nn.Module, args: Any) -> None:
         isinstance(module, _READ_WHAT_IS_INSIDE) and not module.training
     )
     for param in module.parameters() if inside else module._parameters.values():
-        if id(param) in _BEFORE_MODULES:
+        if param is not None and id(param) in _BEFORE_MODULES:
             settle(param)
 
 
+_hook: Any = None
+
+
 @functools.cache
+def _expect_no_warning() -> None:
+    """Silence torch's warning of hooks that compiled modules call twice: the second call finds nothing to wait for."""
+    warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global hooks", UserWarning)
+
+
 def _watch_modules() -> None:
-    """Have every module that is called wait for its parameters; once parameters can be pending."""
-    register_module_forward_pre_hook(_before_forward)
+    """Have every module that is called wait for its parameters, while there are any to wait for.
+
+    Another thread may do the same; at worst the hook stays, and finds nothing to wait for.
+    """
+    global _hook
+    if _BEFORE_MODULES and _hook is None:
+        _expect_no_warning()
+        _hook = register_module_forward_pre_hook(_before_forward)
+    elif not _BEFORE_MODULES and _hook is not None:
+        hook, _hook = _hook, None
+        hook.remove()
+        if _BEFORE_MODULES:
+            _watch_modules()
+
+
+def settle_for_compiled_code() -> bool:
+    """Wait for all updates, once, while code is compiled that reads a pending parameter.
+
+    Compiled code calls nobody before it reads: :data:`compiled_code_reads` tells later steps to wait for their updates.
+    """
+    global compiled_code_reads
+    compiled_code_reads = True
+    for param in [*_BEFORE_MODULES]:
+        _WAITS[param]()
+    return True
+
+
+settle_for_compiled_code._dynamo_marked_constant = True  # type: ignore[attr-defined]
+# As torch.compiler.assume_constant_result does, which imports the compiler: it is called while code is compiled.
+
+compiled_code_reads = False
+"""True if code was compiled that reads a parameter of a model that is not compiled itself."""
 
 
 def can_wait(param: torch.Tensor) -> bool:
@@ -103,8 +144,8 @@ def make_pending(param: torch.Tensor, wait: Callable[[], None], *, before_module
     if can_wait(param):
         _WAITS[id(param)] = wait
         if before_modules:
-            _watch_modules()
             _BEFORE_MODULES.add(id(param))
+            _watch_modules()
         param.__class__ = PendingParameter
     else:
         wait()
@@ -123,7 +164,9 @@ def forget(param: torch.Tensor) -> None:
     if isinstance(param, PendingParameter):
         param.__class__ = nn.Parameter  # type: ignore[assignment]
     _WAITS.pop(id(param), None)
-    _BEFORE_MODULES.discard(id(param))
+    if id(param) in _BEFORE_MODULES:
+        _BEFORE_MODULES.discard(id(param))
+        _watch_modules()
 
 
 def forget_at_end(param: torch.Tensor) -> None:

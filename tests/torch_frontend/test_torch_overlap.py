@@ -383,6 +383,19 @@ def test_compiled_models_do_not_compile_again_and_see_finished_values(device, mo
         assert same_bits(a, b)
 
 
+def test_compiled_code_outside_of_modules_reads_finished_values(device, monkeypatch):
+    """It is compiled once while a parameter is pending, and once for good: from then on steps wait."""
+    monkeypatch.setattr("frontends.torch.pending.compiled_code_reads", False)
+    counter = torch._dynamo.testing.CompileCounter()
+    read = torch.compile(lambda weight: weight * 1, fullgraph=True, backend=counter)
+    engine = wrap(make(), **{**OPTIONS, "param_dtype": None})
+    for seed in range(6):
+        one_step(engine, seed)
+        got = read(engine.module[0].weight)
+        assert same_bits(got, engine.module[0].weight)
+    assert counter.frame_count == 2
+
+
 def test_an_engine_can_be_dropped_or_closed_while_an_update_runs(device):
     engine = wrap(make(), **OPTIONS)
     model = engine.module

@@ -35,6 +35,12 @@ def test_scripted_layers_read_finished_weights(tmp_path):
         assert result["overlap"] == result["serial"] == result["plain"]
 
 
+def test_an_exchange_keeps_nothing_beside_the_compiler(tmp_path):
+    first, second = run("beside_the_compiler", 2, tmp_path)
+    assert first == second
+    assert first["refused"] == 3
+
+
 def test_a_narrow_communication_dtype_rounds_what_travels(tmp_path):
     for result in run("narrow", 2, tmp_path):
         assert result["travelling"][0] == result["rounded"][0]

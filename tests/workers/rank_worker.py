@@ -10,6 +10,7 @@ from torch import nn
 
 import frontends.torch.optimizer as optimizer_module
 from frontends.torch import init, wrap
+from frontends.torch.ranks import collectives
 from frontends.torch.ranks.collectives import TorchRanks
 from frontends.torch.ranks.device import memory_of
 from frontends.torch.ranks.device_ranks import DeviceRanks, device_for
@@ -83,6 +84,26 @@ def scripted(rank, world_size):
 
     schedules = {schedule: losses(torch.jit.script, schedule=schedule) for schedule in ("overlap", "serial")}
     return {**schedules, "plain": losses(lambda layer: layer, schedule="serial")}
+
+
+def beside_the_compiler(rank, world_size):
+    """A frame that could not be compiled leaves the compiler's own evaluation of frames in place."""
+    collectives._PATIENCE = float("inf")  # a rank that keeps what an exchange was given would wait for ever
+
+    def uncompilable(weight):
+        torch._dynamo.graph_break()
+        return weight.sum()
+
+    engine, refused = wrap(make(), lr=1e-2, reduce_bucket_size=1000), 0
+    for seed in range(3):
+        engine.backward(loss_of(engine, seed, rank))
+        engine.step()
+        try:
+            torch.compile(uncompilable, fullgraph=True, backend="eager")(engine.module[0].weight)
+        except torch._dynamo.exc.Unsupported:
+            refused += 1
+    engine.flush()
+    return {"refused": refused, "bits": bits(engine.module)}
 
 
 def narrow(rank, world_size):

@@ -52,7 +52,7 @@ class TorchRanks:
 
     def exchange(self, send: np.ndarray, received: np.ndarray, what: str) -> None:
         self.sent_bytes += send.nbytes * (self.world_size - 1) // self.world_size
-        self._run(what, dist.all_to_all_single, _bytes(received), _bytes(send))
+        self._run(what, dist.all_to_all_single, received, send)
 
     def reduce_scatter(self, send: np.ndarray, received: np.ndarray, what: str) -> None:
         self.sent_bytes += send.nbytes * (self.world_size - 1) // self.world_size
@@ -61,7 +61,7 @@ class TorchRanks:
         def typed(received: torch.Tensor, send: torch.Tensor, group: Any) -> None:
             reduce_scatter(received.view(dtype), send.view(dtype), group=group)
 
-        self._run(what, typed, _bytes(received), _bytes(send))
+        self._run(what, typed, received, send)
 
     def gather(self, send: np.ndarray, received: np.ndarray, what: str) -> None:
         self.sent_bytes += send.nbytes * (self.world_size - 1)
@@ -75,18 +75,26 @@ class TorchRanks:
             for work in pending:
                 work.wait()
 
-        self._run(what, broadcasts, _bytes(received), _bytes(send))
+        self._run(what, broadcasts, received, send)
 
     def sum_integers(self, array: np.ndarray, what: str) -> None:
-        self._run(what, dist.all_reduce, array.view())
+        def sums(numbers: torch.Tensor, group: Any) -> None:
+            dist.all_reduce(numbers.view(torch.int64), group=group)
+
+        self._run(what, sums, array)
 
     def broadcast(self, array: np.ndarray, what: str, source: int = 0) -> None:
-        self._run(what, functools.partial(dist.broadcast, group_src=source), _bytes(array))
+        self._run(what, functools.partial(dist.broadcast, group_src=source), array)
 
-    def _run(self, what: str, collective: Callable[..., Any], *views: np.ndarray) -> None:
-        readers = [weakref.ref(view) for view in views]
-        tensors = [torch.from_numpy(view) for view in views]
-        del views
+    def _run(self, what: str, collective: Callable[..., Any], *arrays: np.ndarray) -> None:
+        """Call the collective with the bytes of these arrays, as tensors."""
+        readers, tensors = [], []
+        for array in arrays:
+            # Made here: where the compiler evaluates frames, a caller keeps its arguments until the call returns.
+            view = array.reshape(-1).view(np.uint8)
+            readers.append(weakref.ref(view))
+            tensors.append(torch.from_numpy(view))
+            del view
         try:
             collective(*tensors, group=self._group())
         except RuntimeError as error:
@@ -118,8 +126,3 @@ def _timeout(group: Any) -> timedelta | None:
         except (AttributeError, RuntimeError):
             continue
     return None
-
-
-def _bytes(array: np.ndarray) -> np.ndarray:
-    """A new view of the array's memory."""
-    return array.reshape(-1).view(np.uint8)
