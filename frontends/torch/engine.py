@@ -274,6 +274,7 @@ class Engine(nn.Module):
         extras: Any = None,
         keep: int | None = None,
         wait: bool = True,
+        frozen: bool = True,
     ) -> Path:
         """Save everything that training needs to resume, and return the checkpoint's folder, ``folder/step-…``.
 
@@ -290,12 +291,15 @@ class Engine(nn.Module):
             keep: the number of checkpoints to keep in the folder; older ones are deleted. None: keep all.
             wait: False returns while optimizer states are still being written. Training may go on: the checkpoint
                 holds the states of the call. The next save, :meth:`wait_for_checkpoint` or :meth:`close` waits for it.
+            frozen: False leaves out parameters that require no gradient and have no states (the base under LoRA). A
+                model that loads the checkpoint keeps its own values of them: give it the same base first. Names and
+                shapes are compared, values are not.
 
         Raises:
             CheckpointError: on all ranks; earlier checkpoints are untouched.
             StateError: gradients wait for an update.
         """
-        return self._checkpoints.save(folder, stateful=stateful, extras=extras, keep=keep, wait=wait)
+        return self._checkpoints.save(folder, stateful=stateful, extras=extras, keep=keep, wait=wait, frozen=frozen)
 
     def wait_for_checkpoint(self) -> None:
         """Wait until the last checkpoint is on the disk, and raise the error if saving failed. All ranks call it."""
