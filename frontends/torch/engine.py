@@ -79,6 +79,7 @@ class Engine(nn.Module):
             raise StateError("wrap() of an Engine; expected a plain module: this model is wrapped already")
         if not isinstance(model, nn.Module):
             raise ParameterError(f"model: got {type(model).__name__}, expected a torch.nn.Module")
+        _check_averages_once(model)
         if params is None:
             # Frozen ones are included: they get states when they are unfrozen.
             params = [(name, p) for name, p in model.named_parameters() if p.is_floating_point() or p.requires_grad]
@@ -370,3 +371,18 @@ class Engine(nn.Module):
     def close(self) -> None:
         """Remove the hooks from the model and free the host memory; the parameters keep their values."""
         self.optimizer.close()
+
+
+_AVERAGERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
+"""Classes of torch, by name: their import takes long, and some builds of torch lack it."""
+
+
+def _check_averages_once(model: nn.Module) -> None:
+    """Raise :class:`ParameterError` if a part of the model that trains averages its gradients itself."""
+    for name, module in model.named_modules():
+        kinds = {kind.__name__ for kind in type(module).__mro__ if kind.__module__.startswith("torch.")} & _AVERAGERS
+        if kinds and any(param.requires_grad for param in module.parameters()):
+            raise ParameterError(
+                f"{f'module {name!r}' if name else 'the model'} is of type {min(kinds)}, which averages gradients, as "
+                "the engine does; expected wrap(model) of the module without it"
+            )

@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from frontends.torch import OffloadedAdamW
 from frontends.torch.integrations.accelerate import save_in_shards
 from offload_core.errors import StateError
-from tests.support.torch_rank import bits, loss_of, main, make
+from tests.support.torch_rank import bits, main, make
 
 FOLDER = Path(sys.argv[4]) / "state"
 
@@ -47,7 +47,8 @@ def shards(rank, world_size):
     resumed = Run(1)
     resumed.accelerator.load_state(str(FOLDER))
     resumed.train(range(3, 5))
-    return {"straight": bits(straight.model), "resumed": bits(resumed.model), "step": resumed.optimizer.optimizer.updates}
+    step = resumed.optimizer.optimizer.updates
+    return {"straight": bits(straight.model), "resumed": bits(resumed.model), "step": step}
 
 
 def plain(rank, world_size):

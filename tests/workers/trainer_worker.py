@@ -10,7 +10,6 @@ from offload_core.errors import ConfigError
 from tests.support.hugging_face import ARGUMENTS, LR, TORCHS, trained, trainer_of
 from tests.support.torch_rank import bits, main
 
-
 RANKS = {"per_device_train_batch_size": 1, "ddp_backend": "gloo"}
 
 

@@ -92,7 +92,7 @@ class OffloadStrategy(DDPStrategy):
             raise ConfigError("OffloadStrategy.wrap() outside fit; expected one call, by configure_optimizers")
         if self.engine is not None:
             raise ConfigError(
-                f"{type(module).__name__}: a second OffloadStrategy.wrap() in one fit, and the strategy trains with one "
+                f"{type(module).__name__}: a second OffloadStrategy.wrap() in one fit, and the strategy has one "
                 "optimizer; expected one call (params= takes groups), or for several optimizers (a GAN's) an "
                 "OffloadedAdamW each, and Trainer(strategy='auto') or 'ddp'"
             )

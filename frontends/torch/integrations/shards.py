@@ -28,7 +28,7 @@ class Shards:
         step: int,
         stateful: Mapping[str, Any] | None = None,
         keep: int | None,
-        frozen: bool,
+        frozen: bool = True,
     ) -> Path:
         """Save to ``folder/offload/step-…``, and return that path.
 

@@ -22,10 +22,10 @@ from .shards import FOLDER, Shards
 
 
 def offloaded_adamw(args: TrainingArguments, **overrides: Any) -> tuple[type[OffloadedAdamW], dict[str, Any]]:
-    """For ``Trainer(optimizer_cls_and_kwargs=offloaded_adamw(args))``: an ``OffloadedAdamW`` with the arguments' values.
+    """``OffloadedAdamW`` with the values of the arguments: ``Trainer(optimizer_cls_and_kwargs=offloaded_adamw(args))``.
 
-    It takes ``learning_rate``, ``adam_beta1``, ``adam_beta2`` and ``adam_epsilon``, which Trainer passes on to its own
-    optimizers only; ``weight_decay`` Trainer sets itself. With several processes the states are partitioned over all.
+    These are ``learning_rate``, ``adam_beta1``, ``adam_beta2`` and ``adam_epsilon``, which Trainer passes on to its own
+    optimizers only; it sets ``weight_decay`` itself. With several processes the states are partitioned over all.
 
     Args:
         overrides: further arguments of ``OffloadedAdamW``, or other values of these.
@@ -178,9 +178,9 @@ def _check_rate(args: TrainingArguments, optimizer: OffloadedAdamW) -> None:
     forgotten = OffloadConfig.lr in rates or args.learning_rate != TrainingArguments.learning_rate
     if args.learning_rate not in rates and forgotten:
         warnings.warn(
-            f"the optimizer's learning rate is {', '.join(map(str, sorted(rates)))}, and TrainingArguments(learning_rate="
-            f"{args.learning_rate}) has no effect: Trainer does not pass it on; expected "
-            "Trainer(optimizer_cls_and_kwargs=offloaded_adamw(args)), or the same value in both",
+            f"the optimizer's learning rate is {', '.join(map(str, sorted(rates)))}, and "
+            f"TrainingArguments(learning_rate={args.learning_rate}) has no effect: Trainer does not pass it on; "
+            "expected Trainer(optimizer_cls_and_kwargs=offloaded_adamw(args)), or the same value in both",
             ConfigWarning,
             stacklevel=2,
         )
