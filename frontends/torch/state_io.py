@@ -274,9 +274,9 @@ class StatePart(HostState):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Raise: other libraries pickle the states of rank 0 alone, for all ranks, and no rank can go on from that."""
         raise StateError(
-            "torch.save of optimizer states of which each rank holds a part: a file for all ranks would lack the "
-            "others' parts; expected engine.save_checkpoint(folder), OffloadCallback (Trainer), save_in_shards "
-            "(Accelerate), OffloadStrategy (Lightning), or a file for each rank with a copy: "
+            "pickling (torch.save) of optimizer states of which each rank holds a part: a file for all ranks would "
+            "lack the others' parts; expected engine.save_checkpoint(folder), OffloadCallback (Trainer), "
+            "save_in_shards (Accelerate), OffloadStrategy (Lightning), or, where every rank's part is kept, copies: "
             "copy.deepcopy(optimizer.state_dict())"
         )
 
