@@ -269,7 +269,16 @@ class HostState(torch.Tensor):
 
 
 class StatePart(HostState):
-    """A rank's part of a state."""
+    """A rank's part of a state; copies are plain tensors."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Raise: other libraries pickle the states of rank 0 alone, for all ranks, and no rank can go on from that."""
+        raise StateError(
+            "pickling (torch.save) of optimizer states of which each rank holds a part: a file for all ranks would "
+            "lack the others' parts; expected engine.save_checkpoint(folder), OffloadCallback (Trainer), "
+            "save_in_shards (Accelerate), OffloadStrategy (Lightning), or, where every rank's part is kept, copies: "
+            "copy.deepcopy(optimizer.state_dict())"
+        )
 
     def __create_write_items__(self, name: str, value: object) -> list[Any]:
         """Raise: ``torch.distributed.checkpoint`` calls this to save, and can only save a box of a tensor as a part."""

@@ -64,6 +64,8 @@ class Contents:
     """True if the front end holds gradients that it has not given to the pipeline yet."""
     front_end: str | None = None
     """The front end's name, for information."""
+    left_out: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Shapes of tensors that are not trained and not saved: a model that loads the checkpoint keeps its own values."""
 
 
 @dataclass
@@ -144,14 +146,14 @@ class Checkpoints:
                 raise CheckpointError(
                     f"keep: got {keep!r}, expected a number of checkpoints of at least 1, or None for all"
                 )
-            _check_names([*contents.names, *contents.shapes])
+            _check_names([*contents.names, *contents.shapes, *contents.left_out])
             if contents.gradients_wait or self._pipeline.holds_gradients:
                 raise StateError(
                     "a checkpoint is asked for between backward() and step(), or between micro-steps: gradients that "
                     "wait for an update are not saved; expected the call after an update"
                 )
             self._pipeline.finish()
-        asked = {"step": step, "keep": keep or 0, "wait": int(wait)}
+        asked = {"step": step, "keep": keep or 0, "wait": int(wait), "left out": len(contents.left_out)}
         self._check_alike(
             "save",
             [*asked.values()],
@@ -223,6 +225,8 @@ class Checkpoints:
             part["others"] = {
                 name: {"shape": list(shape), "dtype": str(dtype)} for name, (shape, dtype) in contents.shapes.items()
             }
+            if contents.left_out:
+                part["left_out"] = {name: {"shape": list(shape)} for name, shape in contents.left_out.items()}
         sources = [*contents.sources]
         for i, array in enumerate(arrays):
             array = np.array(array, order="C")
@@ -345,7 +349,11 @@ def load_values(path: str | os.PathLike[str], targets: Sequence[Target], types: 
 
 
 def _read_targets(loaded: Loaded, targets: Sequence[Target]) -> None:
-    """Read targets in groups of ``_TARGET_BYTES``: a front end may need memory for each until it is loaded."""
+    """Read targets in groups of ``_TARGET_BYTES``: a front end may need memory for each until it is loaded.
+
+    Those that the checkpoint leaves out keep their values.
+    """
+    targets = [target for target in targets if target.name not in loaded.left_out]
     read: list[Target] = []
     wants: list[Want] = []
     n_bytes = 0
@@ -363,7 +371,7 @@ def _read_targets(loaded: Loaded, targets: Sequence[Target]) -> None:
 
 def _check(loaded: Loaded, trained: Mapping[str, tuple[int, ...]], targets: Sequence[Target]) -> None:
     """Raise :class:`CheckpointError` if the checkpoint is of another model."""
-    path, there = loaded.checkpoint.path, {**loaded.others, **loaded.parameters}
+    path, there = loaded.checkpoint.path, {**loaded.left_out, **loaded.others, **loaded.parameters}
     expected = {**trained, **{target.name: target.shape for target in targets}}
     missing, unknown = [n for n in expected if n not in there], [n for n in there if n not in expected]
     if missing or unknown:
@@ -382,6 +390,12 @@ def _check(loaded: Loaded, trained: Mapping[str, tuple[int, ...]], targets: Sequ
                 f"{path}: {name!r} has shape {there[name]['shape']} in it, expected {list(shape)}: is it the "
                 "checkpoint of another model?"
             )
+    without = [name for name in trained if name in loaded.left_out]
+    if without:
+        raise CheckpointError(
+            f"{path}: was saved without {without[0]!r}, which was frozen and is trained now; expected it frozen here, "
+            "too, while loading, or a checkpoint that was saved with frozen=True"
+        )
     for target in targets:
         theirs = loaded.others.get(target.name, {}).get("dtype", "float32")
         if target.dtype is not None and _KINDS.get(theirs) != _KINDS[str(target.dtype)]:

@@ -311,8 +311,12 @@ class Loaded:
             self.parameters: dict[str, dict[str, Any]] = content["parameters"]
             """Of each trained parameter: shape, dtype, step, group, behind (older than its master weight)."""
             self.others: dict[str, dict[str, Any]] = content["others"]
+            self.left_out: dict[str, dict[str, Any]] = content.get("left_out", {})
+            """Of each tensor that was frozen and not saved: shape."""
             for entry in (*self.parameters.values(), *self.others.values()):
                 _check_types(entry, _OTHER)
+            for entry in self.left_out.values():
+                _check_types(entry, {"shape": list})
             for entry in self.parameters.values():
                 _check_types(entry, _PARAMETER)
             _check_types(content, {"step": int, "own": list})

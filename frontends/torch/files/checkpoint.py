@@ -57,19 +57,24 @@ class ModelCheckpoints:
         extras: Any,
         keep: int | None,
         wait: bool,
+        frozen: bool = True,
     ) -> Path:
         optimizer = self._optimizer
         with optimizer.checkpoints.together("save"):
             self._check_closed("save_checkpoint()")
             tensors = optimizer.registration.current_tensors()
-            contents = self._contents(stateful, extras)
+            contents = self._contents(stateful, extras, frozen)
         return optimizer.checkpoints.save(folder, contents, tensors, step=optimizer.updates, keep=keep, wait=wait)
 
-    def _contents(self, stateful: Mapping[str, Any] | None, extras: Any) -> Contents:
+    def _contents(self, stateful: Mapping[str, Any] | None, extras: Any, frozen: bool) -> Contents:
         optimizer = self._optimizer
-        sources, shapes = [], {}
+        sources, shapes, left_out = [], {}, {}
         alone = optimizer.pipeline.device.collectives.rank == 0
+        kept = set() if frozen else {id(param) for param in self._model.parameters() if not param.requires_grad}
         for name, tensor, record in self._untrained():
+            if id(tensor) in kept:
+                left_out[name] = tuple(tensor.shape)
+                continue
             shapes[name] = (tuple(tensor.shape), _numpy_dtype(name, tensor))
             if record is not None:
                 sources += _shard_sources(name, record)
@@ -92,6 +97,7 @@ class ModelCheckpoints:
             types=[TENSORS],
             gradients_wait=optimizer.intake.has_deferred,
             front_end="torch",
+            left_out=left_out,
         )
 
     def load(self, path: Any, *, stateful: Mapping[str, Any] | None, names: Names, random_state: bool) -> Any:

@@ -28,15 +28,16 @@ class Shards:
         step: int,
         stateful: Mapping[str, Any] | None = None,
         keep: int | None,
+        frozen: bool = True,
     ) -> Path:
         """Save to ``folder/offload/step-…``, and return that path.
 
         Args:
             step: the library's own count, which :meth:`load` returns.
-            stateful, keep: as for ``Engine.save_checkpoint``.
+            stateful, keep, frozen: as for ``Engine.save_checkpoint``.
         """
         return ModelCheckpoints(model, optimizer).save(
-            folder / FOLDER, stateful=stateful, extras={"global_step": step}, keep=keep, wait=True
+            folder / FOLDER, stateful=stateful, extras={"global_step": step}, keep=keep, wait=True, frozen=frozen
         )
 
     def load(
