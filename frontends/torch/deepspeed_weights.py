@@ -18,6 +18,8 @@ import torch
 from torch import nn
 
 from offload_core.errors import CheckpointError
+from offload_core.support.checks import shown
+from offload_core.support.files import open_regular, read_regular
 
 from .engine import Engine
 from .files.export import named_tensors
@@ -25,6 +27,7 @@ from .stage3.gathering import gathered_parameters
 
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
+_LONGEST_TAG = 4096
 _REMEDY = (
     "expected a whole checkpoint of ZeRO stage 1, 2 or 3 alone: DeepSpeed's zero_to_fp32.py makes safetensors files of "
     "others, for load_state_dict()"
@@ -80,7 +83,11 @@ def _matched(module: nn.Module, folder: Path, tag: str | None) -> list[tuple[tor
     """Each parameter and buffer with its value."""
     try:
         values = _read(folder, tag)
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or folder}: {error.strerror or error}; {_REMEDY}") from error
+    except Exception as error:  # anything may be where ZeRO writes something else
         raise CheckpointError(f"{folder}: not laid out as ZeRO lays out its files ({error!r}); {_REMEDY}") from error
     tensors = named_tensors(module)
     names: dict[int, list[str]] = {}
@@ -113,9 +120,16 @@ def _some(names: Any) -> str:
 def _read(folder: Path, tag: str | None) -> dict[str, _Value]:
     """The checkpoint's tensors by name; tied weights are listed under each name."""
     latest = folder / "latest"
-    if tag is None and not latest.is_file():
-        raise CheckpointError(f"{latest}: no such file; expected the folder of a DeepSpeed checkpoint, or tag=")
-    folder = folder / (latest.read_text().strip() if tag is None else tag)
+    if tag is None:
+        try:
+            tag = read_regular(latest, most_bytes=_LONGEST_TAG).decode().strip()
+        except FileNotFoundError:
+            raise CheckpointError(
+                f"{latest}: no such file; expected the folder of a DeepSpeed checkpoint, or tag="
+            ) from None
+        if tag in ("", ".", "..") or Path(tag).name != tag or "\0" in tag:
+            raise CheckpointError(f"{latest} names {shown(tag)}, expected the name of a folder beside it; or give tag=")
+    folder = folder / tag
     models, optimizers = _files(folder)
     states = [_load(path) for path in optimizers]
     first = _entry(states[0], optimizers[0], "optimizer_state_dict", dict)
@@ -171,6 +185,7 @@ class _Inert(int):
 
 
 def _load(path: Path) -> dict[str, Any]:
+    os.close(open_regular(path))  # torch opens it again, by its name
     try:
         named = torch.serialization.get_unsafe_globals_in_checkpoint(path)
         foreign = [name for name in named if not name.startswith("deepspeed.")]

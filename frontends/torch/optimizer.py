@@ -241,7 +241,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
             model: the trained model; its tensors that the optimizer does not have (frozen parameters, buffers) are
                 counted, too.
         """
-        return self.registration.memory_report(self._group_of(), model)
+        return self.registration.memory_report(self.group_of(), model)
 
     # --- parameters and groups -----------------------------------------------------------------------
 
@@ -282,7 +282,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
             parts.registration.check_new(new)
             _take_on(parts, new)
 
-    def _group_of(self) -> dict[torch.Tensor, int]:
+    def group_of(self) -> dict[torch.Tensor, int]:
         """The number of each parameter's group, as ``param_groups`` has them now."""
         return {param: g for g, group in enumerate(self.param_groups) for param in group["params"]}
 
@@ -402,7 +402,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
         Raises as ``step`` does; nothing has changed then.
         """
-        hypers, group_of = self._hypers(), self._group_of()
+        hypers, group_of = self._hypers(), self.group_of()
         slots = parts.registration.slots
         if boundary:
             if self.partitioned is not None:
@@ -423,7 +423,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         """
         pipeline, registration = self.parts.pipeline, self.parts.registration
         if registration.readers_can_wait:
-            tensors, group_of = registration.current_tensors(), self._group_of()
+            tensors, group_of = registration.current_tensors(), self.group_of()
             groups = [group_of.get(param, 0) for param in registration.slots]
             pipeline.expect_step(
                 self._hypers(),

@@ -65,7 +65,11 @@ def encode(value: Any, arrays: list[np.ndarray], types: Sequence[ArrayType] = ()
             return {_KIND: kind, "value": items}
         for arrays_of in types:
             if arrays_of.of(value):
-                return {_KIND: arrays_of.kind, "value": array(arrays_of.to_numpy(value), where)}
+                try:
+                    as_numpy = arrays_of.to_numpy(value)
+                except Exception as error:  # sparse, donated, of several processes: each framework has its own
+                    raise CheckpointError(f"{where}: {error}") from error
+                return {_KIND: arrays_of.kind, "value": array(as_numpy, where)}
         raise CheckpointError(
             f"{where} is a {type(value).__module__}.{type(value).__qualname__}; expected plain values (None, numbers, "
             "strings, bytes, lists, tuples, dictionaries) and arrays: a checkpoint holds nothing that would have to be "

@@ -4,6 +4,8 @@ import argparse
 import math
 import re
 
+from .checks import LARGEST, shown
+
 _BYTES = {"": 1, "B": 1}
 for _power, _letter in enumerate("KMGT", 1):
     _BYTES |= {_letter: 1000**_power, f"{_letter}B": 1000**_power, f"{_letter}IB": 1024**_power}
@@ -33,6 +35,6 @@ def count(text: str) -> int:
 def _scaled(text: str, units: dict[str, int], expected: str) -> float:
     match = _NUMBER.fullmatch(text)
     value = float(match[1]) * units[match[2].upper()] if match and match[2].upper() in units else math.nan
-    if not 1 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected {expected}")
+    if not 1 <= value <= LARGEST:
+        raise argparse.ArgumentTypeError(f"got {shown(text)}, expected {expected}")
     return value

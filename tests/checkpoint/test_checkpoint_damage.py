@@ -362,7 +362,7 @@ def with_record(written, **changes):
 def test_no_file_outside_is_opened(written, monkeypatch, name):
     with_record(written, file=name)
     opened = []
-    monkeypatch.setattr("offload_core.checkpoint.reader.os.open", lambda *args: opened.append(args))
+    monkeypatch.setattr("offload_core.checkpoint.reader.open_regular", opened.append)
     with pytest.raises(CheckpointError, match=MANIFEST):
         written.load(written.new)
     assert not opened
