@@ -50,18 +50,33 @@ def load_deepspeed(model: nn.Module, folder: str | os.PathLike[str], *, tag: str
         CheckpointError: a file is missing, does not fit, or holds objects other than weights; nothing was changed.
     """
     if not isinstance(model, Engine):
-        for tensor, value in _matched(model, Path(folder), tag):
-            _load_device(tensor, value)
+        _load_each(_matched(model, Path(folder), tag), _load_device)
         return
     optimizer = model.optimizer
     model.flush()
     with optimizer.checkpoints.together("load"):
         matched = _matched(model.module, Path(folder), tag)
-    for tensor, value in matched:
+
+    def load_one(tensor: torch.Tensor, value: _Value) -> None:
         if optimizer.has_states(tensor):
             optimizer.load_master(tensor, value.read())
         else:
             _load_device(tensor, value)
+
+    _load_each(matched, load_one)
+
+
+def _load_each(
+    matched: Sequence[tuple[torch.Tensor, "_Value"]], load_one: Callable[[torch.Tensor, "_Value"], None]
+) -> None:
+    for i, (tensor, value) in enumerate(matched):
+        try:
+            load_one(tensor, value)
+        except Exception as error:
+            raise CheckpointError(
+                f"{value.file}: loading broke off ({error}): {i} of {len(matched)} tensors are the checkpoint's, the "
+                "others are as they were; load again, or make the model anew"
+            ) from error
 
 
 def _load_device(tensor: torch.Tensor, value: "_Value") -> None:

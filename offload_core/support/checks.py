@@ -9,7 +9,7 @@ from ..errors import ConfigError
 
 LARGEST = 2**62
 """No count that is asked for is larger: sums of a few of them still fit in 64 bits."""
-_SHOWN = 200
+_SHOWN = 500
 
 
 def shown(value: object) -> str:

@@ -37,14 +37,15 @@ def read_regular(path: str | os.PathLike[str], *, most_bytes: int) -> bytes:
     Raises:
         OSError: as :func:`open_regular`, or it has more bytes than ``most_bytes``.
     """
+    too_long = OSError(errno.EFBIG, f"more than {most_bytes:,} bytes, too many for such a file", os.fspath(path))
     content = bytearray()
     with open(open_regular(path), "rb") as file:
+        if os.fstat(file.fileno()).st_size > most_bytes:
+            raise too_long
         while len(content) <= most_bytes and (part := file.read(_PART_BYTES)):  # it may say that it has another size
             content += part
     if len(content) > most_bytes:
-        raise OSError(
-            errno.EFBIG, f"more than {most_bytes:,} bytes, which is more than such a file has", os.fspath(path)
-        )
+        raise too_long
     return bytes(content)
 
 
