@@ -127,7 +127,8 @@ def random_state() -> dict[str, Any]:
 def check_random_state(state: Mapping[str, Any]) -> None:
     """Raise an error if :func:`set_random_state` would: it is tried on generators of the same kinds."""
     random.Random().setstate(state["python"])
-    np.random.RandomState(type(np.random.get_bit_generator())()).set_state(state["numpy"])
+    kind = np.random.get_state(legacy=False)["bit_generator"]
+    np.random.RandomState(getattr(np.random, kind)()).set_state(state["numpy"])
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:

@@ -115,6 +115,10 @@ def decode(value: Any, arrays: Sequence[np.ndarray], types: Sequence[ArrayType] 
             return {"dict": dict, "Counter": Counter}[kind]({walk(key): walk(item) for key, item in held})
         if kind == "scalar":
             return arrays[held][()]
-        return from_numpy.get(kind, np.asarray)(arrays[held])
+        array = arrays[held]
+        try:
+            return from_numpy.get(kind, np.asarray)(array)
+        except Exception as error:  # a framework's own, for keys of a wrong shape, say
+            raise ValueError(f"{kind}: {error}") from error
 
     return walk(value)
