@@ -114,7 +114,7 @@ def committed(folder: Path) -> list[Path]:
         for path in folder.iterdir():
             if CHECKPOINT_NAME.fullmatch(path.name) and os.path.exists(path / MANIFEST):
                 found.append(((path / MANIFEST).stat().st_mtime_ns, path.name))
-    except OSError:
+    except (OSError, ValueError):  # a null byte
         pass
     return [folder / name for _, name in sorted(found)]
 

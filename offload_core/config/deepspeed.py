@@ -27,6 +27,7 @@ _PASSED_ON = {
 }
 """Keys of ``zero_optimization`` whose values are those of fields."""
 _LONGEST_FILE = 2**20
+_NAMED = 5
 OWN_LR = 1e-3
 """The learning rate of an optimizer that is given none, in DeepSpeed as here."""
 
@@ -87,9 +88,8 @@ def _without_duplicates(source: str, pairs: list[tuple[str, Any]]) -> dict[str, 
     config = dict(pairs)
     if len(config) != len(pairs):
         twice = sorted(name for name, n in Counter(name for name, _ in pairs).items() if n > 1)
-        raise ConfigError(
-            f"{source}: {', '.join(map(checks.shown, twice))} given more than once; expected each key once"
-        )
+        some = ", ".join(map(checks.shown, twice[:_NAMED])) + ", …" * (len(twice) > _NAMED)
+        raise ConfigError(f"{source}: {some} given more than once; expected each key once")
     return config
 
 
