@@ -121,6 +121,7 @@ FORGERIES = {
     "a rate in words": lambda c: c["state"]["groups"][0].update(lr="fast"),
     "amsgrad": lambda c: c["state"]["groups"][0].update(amsgrad=True),
     "other parameters": lambda c: c["state"]["groups"][0].update(params=[]),
+    "groups that are True": lambda c: c["state"].update(groups=True),
     "groups that are none": lambda c: c["state"].update(groups=[3]),
     "a group that is not there": lambda c: [entry.update(group=7) for entry in c["parameters"].values()],
     "no random state": lambda c: c["own"][0].pop("random"),

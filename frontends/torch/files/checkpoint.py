@@ -28,6 +28,7 @@ from offload_core.checkpoint.stateful import (
 from offload_core.checkpoint.values import ArrayType
 from offload_core.errors import CheckpointError, ParameterError
 from offload_core.layout.regions import InMemory
+from offload_core.support.checks import shown
 
 from ..groups import checked_values, paired, set_values
 from ..optimizer import OffloadedAdamW
@@ -159,6 +160,8 @@ class ModelCheckpoints:
         own, groups = optimizer.param_groups, loaded.state.get("groups")
         if groups is None:  # the other front end has none
             return []
+        if not isinstance(groups, list):
+            raise CheckpointError(f"{path}: the parameter groups in it are {shown(groups)}, expected a list")
         if len(groups) != len(own):
             raise CheckpointError(
                 f"{path}: {len(groups)} parameter groups in it, expected {len(own)}, as this optimizer has"
