@@ -61,8 +61,6 @@ class Tensor(NamedTuple):
         )
         region.check()
         name, kind, dtype = entry["name"], entry["kind"], entry["dtype"]
-        if type(name) is not str or type(kind) is not str:
-            raise TypeError(f"{shown(kind)} of {shown(name)}")
         if kind in STATE_NAMES and NUMPY_OF[dtype] not in BY_NUMPY:
             raise ValueError(f"{kind} of {shown(name)} is of {dtype}, expected F32")
         return cls(name, kind, region, NUMPY_OF[dtype], file, checked_integer(entry["offset"]))
