@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from frontends.torch import OffloadedAdamW, wrap
 from frontends.torch.files.checkpoint import ModelCheckpoints, load_weights
+from frontends.torch.integrations.shards import Shards
 from offload_core.checkpoint.folder import MANIFEST
 from offload_core.checkpoint.manifest import read_manifest, write_manifest
 from offload_core.errors import CheckpointError, ConfigError, StateError
@@ -112,7 +113,7 @@ FORGERIES = {
     "updates of 10**400": lambda c: c["state"].update(updates=10**400),
     "updates in words": lambda c: c["state"].update(updates="3"),
     "a negative step": lambda c: c["parameters"]["1.bias"].update(step=-3),
-    "modules as a list": lambda c: c["state"].update(modules=[]),
+    "modules in words": lambda c: c["state"].update(modules="0._extra_state"),
     "an object's state missing": lambda c: c["state"]["stateful"].pop("loader"),
     "a module's state missing": lambda c: c["state"]["modules"].clear(),
     "a rate that is NaN": lambda c: c["state"]["groups"][0].update(lr={"$": "float", "value": "nan"}),
@@ -216,6 +217,23 @@ def test_weights_alone_of_a_damaged_file_say_that_they_are_mixed(saved):
     shard.write_bytes(data)
     with pytest.raises(CheckpointError, match=r"loading broke off \(.*are not those that were written"):
         load_weights(nn.Sequential(Remembers(), nn.Linear(4, 2)).bfloat16(), saved)
+
+
+@pytest.mark.parametrize("extras", [None, 3, {}, {"global_step": "3"}, {"global_step": 4}])
+def test_the_checkpoint_of_another_step_is_refused_before_anything_changes(tmp_path, extras):
+    """Those that callbacks load for other libraries, whose own count of steps is in the extras."""
+
+    def accept(step):
+        if step != 3:
+            raise CheckpointError(f"extras: of step {step}")
+
+    saver, _ = new(1)
+    path = saver.save_checkpoint(tmp_path, extras=extras)
+    engine, stateful = new(2)
+    before = everything(engine, stateful)
+    with pytest.raises(CheckpointError, match="extras"):
+        Shards().load(path, engine.module, engine.optimizer, accept=accept)
+    assert_unchanged(before, everything(engine, stateful))
 
 
 # --- groups ----------------------------------------------------------------------------------------

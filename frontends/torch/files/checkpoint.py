@@ -110,7 +110,15 @@ class ModelCheckpoints:
             groups=[group_of.get(slot.param, 0) for slot in optimizer.slots],
         )
 
-    def load(self, path: Any, *, stateful: Mapping[str, Any] | None, names: Names, random_state: bool) -> Any:
+    def load(
+        self,
+        path: Any,
+        *,
+        stateful: Mapping[str, Any] | None,
+        names: Names,
+        random_state: bool,
+        accept_extras: Callable[[Any], None] = lambda extras: None,
+    ) -> Any:
         optimizer, translated = self._optimizer, translation(names)
         modules = {translated(name): module for name, module in _stateful_modules(self._model)}
         with optimizer.checkpoints.together("load"):
@@ -128,6 +136,7 @@ class ModelCheckpoints:
                     f"{loaded.checkpoint.path}: has no {missing[0]!r}, which this model's get_extra_state() gives; is "
                     "it the checkpoint of another model?"
                 )
+            accept_extras(state["extras"])
             values = self._group_values(loaded, translated)
             last = [
                 LastPart("the count of updates", partial(setattr, optimizer, "updates", updates)),
