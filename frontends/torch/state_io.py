@@ -13,12 +13,14 @@ import torch
 from offload_core.device.protocols import Device
 from offload_core.errors import StateError
 from offload_core.rules.adam import STATE_NAMES
+from offload_core.step.loss_scale import LossScaler, checked_state
 from offload_core.step.pipeline import Pipeline
-from offload_core.step.state_access import StateAccess
+from offload_core.step.state_access import StateAccess, checked_count
+from offload_core.support.checks import shown
 
 from .registration import Registration, Slot
 from .stage3.gathering import gathered_parameters
-from .tensors import flat_like, shaped_like
+from .tensors import ELEMENT_TYPES, flat_like, shaped_like
 
 
 class _Kept(dict):
@@ -333,6 +335,20 @@ def check_partition(device: Device, groups: Iterable[Mapping[str, Any]], state_d
             )
 
 
+def check_counts(state_dict: Mapping[str, Any], scaler: LossScaler | None) -> None:
+    """Raise :class:`StateError` unless the number of updates and the loss scale, where they are given, can be taken."""
+    try:
+        if "updates" in state_dict:
+            checked_count(state_dict["updates"])
+        if scaler is not None and "loss_scale" in state_dict:
+            checked_state(state_dict["loss_scale"])
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise StateError(
+            f"load_state_dict: its number of updates or its loss scale cannot be taken ({error!r}); expected those of "
+            "state_dict()"
+        ) from None
+
+
 def own_part(pipeline: Pipeline, index: int, param: torch.Tensor, entry: Mapping[str, Any]) -> Mapping[str, Any]:
     """This rank's part of whole states; parts are returned as they are."""
     if pipeline.device.world_size == 1:
@@ -357,8 +373,19 @@ def check_entry(name: str, expected: torch.Tensor, entry: Mapping[str, Any]) -> 
                 f"load_state_dict: parameter {name!r}: {key} is {got}, expected a tensor of shape "
                 f"{tuple(expected.shape)}; is this the state of another model, or of another optimizer?"
             )
+        if value.dtype not in ELEMENT_TYPES:
+            raise StateError(
+                f"load_state_dict: parameter {name!r}: {key} is of {value.dtype}, and would be rounded; expected "
+                "torch.float32: convert it, if that is what you want"
+            )
     if "step" not in entry:
         raise StateError(f"load_state_dict: parameter {name!r}: no 'step', expected the number of updates made")
+    try:
+        checked_count(entry["step"])
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        raise StateError(
+            f"load_state_dict: parameter {name!r}: step is {shown(entry['step'])}, expected the number of updates made"
+        ) from None
 
 
 def hide_state(state_dict: dict[str, Any]) -> dict[str, Any]:

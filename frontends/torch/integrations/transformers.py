@@ -122,12 +122,16 @@ class OffloadCallback(TrainerCallback):
                 f"{folder}: the checkpoint of another run than the one that Trainer resumes; expected the same: name "
                 "it with OffloadCallback(resume_from=...)"
             )
-        found = self._shards.load(folder / FOLDER, running["model"], _offloaded(running), stateful=_stateful(running))
-        if found != step:
-            raise CheckpointError(
-                f"{folder / FOLDER}: the states of step {found}, and Trainer resumes at step {step}; expected the same "
-                "checkpoint: name it with OffloadCallback(resume_from=...)"
-            )
+
+        def accept(found: int) -> None:
+            if found != step:
+                raise CheckpointError(
+                    f"{folder / FOLDER}: the states of step {found}, and Trainer resumes at step {step}; expected the "
+                    "same checkpoint: name it with OffloadCallback(resume_from=...)"
+                )
+
+        model, optimizer = running["model"], _offloaded(running)
+        self._shards.load(folder / FOLDER, model, optimizer, stateful=_stateful(running), accept=accept)
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
