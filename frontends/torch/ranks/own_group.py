@@ -54,6 +54,8 @@ class OwnGroup:
         self._failure: str | None = None
         timeout, store = _timeout(group), group.get_group_store()
         self._failures = dist.PrefixStore("offload-core/failures/", store)
+        with suppress(RuntimeError):
+            self._failures.delete_key(str(self.rank))  # of an engine before
         number = next(_NUMBERS.setdefault(group, count()))
         self._gloo: list[Any] = [self._connect(dist.PrefixStore(f"offload-core/{number}/", store), timeout)]
         # At exit, too: the group's threads need the interpreter to free tensors.
@@ -130,7 +132,7 @@ class OwnGroup:
         Args:
             what: names the data, alike on all ranks.
             start: given the group (torch's ``Backend``) and the bytes of each array as a tensor, starts the exchange.
-            arrays: C-contiguous, of equal sizes on all ranks.
+            arrays: C-contiguous; the first, which receives, is as large as all ranks' data.
 
         Raises:
             CollectiveError: ranks are about to exchange different things, or a rank was lost; on all ranks.
@@ -138,7 +140,7 @@ class OwnGroup:
         readers: list[weakref.ref[np.ndarray]] = []
 
         def transfer() -> None:
-            self._agree(Header(what, sum(array.nbytes for array in arrays)))
+            self._agree(Header(what, arrays[0].nbytes))
             views = [array.reshape(-1).view(np.uint8) for array in arrays]
             readers.extend(map(weakref.ref, views))
             for work in start(self._gloo[0], *map(torch.from_numpy, views)):
