@@ -52,6 +52,14 @@ def test_ranks_that_run_other_modules_of_equal_size_get_one_error_instead_of_mix
         ]
 
 
+def test_ranks_generate_to_other_lengths_with_synced_gpus_and_get_one_error_without(tmp_path):
+    first, second = worker("generates", tmp_path)
+    assert first["lengths"] == [7, 7]
+    assert second["lengths"] == [12]
+    assert first["said"] == second["said"]
+    assert first["said"].startswith("ranks went different ways: rank 0 at parameter ")
+
+
 def test_a_rank_that_is_lost_in_forward_is_an_error_that_names_what_was_gathered(tmp_path):
     survivor, lost = worker("killed", tmp_path)
     assert lost is None

@@ -14,6 +14,7 @@ from frontends.torch.ranks.device import memory_of
 from frontends.torch.ranks.device_ranks import DeviceRanks
 from frontends.torch.stage3 import partitioned as partitioned_module
 from offload_core import CollectiveError
+from tests.support.hugging_face import llama
 from tests.support.partitioned_models import MODELS, External, external_loss, gpt, gpt_loss
 from tests.support.torch_rank import bits, main, whole_bits
 
@@ -130,6 +131,22 @@ def other_order(rank):
         except CollectiveError as error:
             said.append(str(error))
     return said
+
+
+def generates(rank, world_size):
+    """Each rank generates to another length, and trains on; then without waiting for the other."""
+    engine = wrap(llama(), **STAGE_3)
+    tokens = torch.tensor([[3 + rank, 5, 7]])
+    lengths, said = [], None
+    try:
+        for synced in (True, False):
+            made = engine.module.generate(tokens, max_new_tokens=4 + 5 * rank, do_sample=False, synced_gpus=synced)
+            lengths.append(made.shape[1])
+            engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+            engine.step()
+    except CollectiveError as error:
+        said = str(error)
+    return {"lengths": lengths, "said": said}
 
 
 def killed(rank, world_size):

@@ -82,4 +82,3 @@ def default_group(group: Any) -> Any:
         return dist.group.WORLD
     warn_if_launched("frontends.torch.init_process_group() before wrap()")
     return None
-

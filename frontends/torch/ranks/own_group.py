@@ -184,7 +184,8 @@ class OwnGroup:
         """Say what has failed here, and return what has failed on other ranks, which may wait in another group."""
         said, deadline = [], time.monotonic() + _PATIENCE
         with suppress(Exception):
-            self._failures.set(str(self.rank), what)
+            if not self._failures.check([str(self.rank)]):  # the first failure is the cause of others
+                self._failures.set(str(self.rank), what)
             for rank in range(self.world_size):
                 left = timedelta(seconds=max(deadline - time.monotonic(), 0.01))
                 with suppress(Exception):
