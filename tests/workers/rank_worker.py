@@ -10,7 +10,7 @@ from torch import nn
 
 import frontends.torch.optimizer as optimizer_module
 from frontends.torch import init, wrap
-from frontends.torch.ranks import collectives
+from frontends.torch.ranks import own_group
 from frontends.torch.ranks.collectives import TorchRanks
 from frontends.torch.ranks.device import memory_of
 from frontends.torch.ranks.device_ranks import DeviceRanks, device_for
@@ -88,7 +88,7 @@ def scripted(rank, world_size):
 
 def beside_the_compiler(rank, world_size):
     """A frame that could not be compiled leaves the compiler's own evaluation of frames in place."""
-    collectives._PATIENCE = float("inf")  # a rank that keeps what an exchange was given would wait for ever
+    own_group._PATIENCE = float("inf")  # a rank that keeps what an exchange was given would wait for ever
 
     def uncompilable(weight):
         torch._dynamo.graph_break()

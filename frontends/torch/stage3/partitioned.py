@@ -81,3 +81,4 @@ class PartitionedModel:
         self._gathering.close()
         self.parameters.records.clear()
         self.runs.close()
+        self._world.close()
