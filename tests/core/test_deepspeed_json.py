@@ -207,7 +207,15 @@ for _ in range(100_000):
 
 @pytest.mark.parametrize(
     "value",
-    [lambda: 10**5000, lambda: DEEP, lambda: NESTED, lambda: np.ones(3), lambda: torch.ones(3), lambda: {3: DEEP}],
+    [
+        lambda: 10**5000,
+        lambda: DEEP,
+        lambda: NESTED,
+        lambda: np.ones(3),
+        lambda: torch.ones(3),
+        lambda: {3: DEEP},
+        lambda: "x" * 10**6,
+    ],
 )
 @pytest.mark.parametrize("make_config", [
     lambda value: {"train_batch_size": value}, lambda value: {"gradient_clipping": value}, lambda value: {"lr": value},
