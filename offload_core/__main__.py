@@ -1,6 +1,7 @@
 """``python -m offload_core``: plan a run, look at this machine, or at a checkpoint."""
 
 import argparse
+import io
 import os
 import signal
 import sys
@@ -28,6 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         about = command.HELP
         command.add_arguments(commands.add_parser(name, help=about, description=about, allow_abbrev=False))
     args = parser.parse_args(arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a path or a text in a file may hold what no encoding can write
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         status = COMMANDS[args.command].run(args)
         if sys.stdout is not None:  # None if it is closed

@@ -37,11 +37,16 @@ class CollectiveError(OffloadError, RuntimeError):
     """A collective operation failed: a rank was lost, timed out, or differs from the others."""
 
     @classmethod
-    def of(cls, rank: int, what: str, error: Exception) -> "CollectiveError":
-        """The error for a user, from a backend's error."""
+    def of(cls, rank: int, what: str, error: BaseException, others: str = "") -> "CollectiveError":
+        """The error for a user, from a backend's error.
+
+        Args:
+            others: what other ranks are known to have failed in.
+        """
         return cls(
-            f"rank {rank}: {what} failed ({error}); a rank was lost, did not come in the group's time, or "
-            "made another number of backwards or steps: end this run and resume from the last checkpoint"
+            f"rank {rank}: {what} failed ({error}){others and f'; {others}'}; a rank was lost, did not come in the "
+            "group's time, or made another number of backwards or steps: end this run and resume from the last "
+            "checkpoint"
         )
 
 

@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from offload_core.step.pipeline import Pipeline, StepReport
 from offload_core.support.launchers import warn_if_launched
 
 from .differentiate import value_and_grad
-from .files.checkpoint import TreeCheckpoints, take_up
+from .files.checkpoint import TreeCheckpoints
 from .files.export import export_safetensors
 from .files.states import TreeStates
 from .gradients import check_alike, given_gradients
@@ -518,9 +519,14 @@ class OffloadedParams:
             StateError: under jit.
         """
         refuse_jit("load_checkpoint()")
-        loaded = self._checkpoints.load(path, self._publish, stateful=stateful, names=names)
-        self.count = int(loaded.state["updates"])
-        return take_up(loaded, stateful, random_state=random_state)
+        return self._checkpoints.load(
+            path,
+            self._publish,
+            stateful=stateful,
+            names=names,
+            random_state=random_state,
+            count=partial(setattr, self, "count"),
+        )
 
     def memory_report(self) -> MemoryReport:
         """Planned and measured bytes of this process; print the report, or draw it (``.plot(path)``).

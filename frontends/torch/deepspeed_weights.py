@@ -18,6 +18,8 @@ import torch
 from torch import nn
 
 from offload_core.errors import CheckpointError
+from offload_core.support.checks import shown
+from offload_core.support.files import open_regular, read_regular
 
 from .engine import Engine
 from .files.export import named_tensors
@@ -25,6 +27,7 @@ from .stage3.gathering import gathered_parameters
 
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
+_LONGEST_TAG = 4096
 _REMEDY = (
     "expected a whole checkpoint of ZeRO stage 1, 2 or 3 alone: DeepSpeed's zero_to_fp32.py makes safetensors files of "
     "others, for load_state_dict()"
@@ -47,18 +50,33 @@ def load_deepspeed(model: nn.Module, folder: str | os.PathLike[str], *, tag: str
         CheckpointError: a file is missing, does not fit, or holds objects other than weights; nothing was changed.
     """
     if not isinstance(model, Engine):
-        for tensor, value in _matched(model, Path(folder), tag):
-            _load_device(tensor, value)
+        _load_each(_matched(model, Path(folder), tag), _load_device)
         return
     optimizer = model.optimizer
     model.flush()
     with optimizer.checkpoints.together("load"):
         matched = _matched(model.module, Path(folder), tag)
-    for tensor, value in matched:
+
+    def load_one(tensor: torch.Tensor, value: _Value) -> None:
         if optimizer.has_states(tensor):
             optimizer.load_master(tensor, value.read())
         else:
             _load_device(tensor, value)
+
+    _load_each(matched, load_one)
+
+
+def _load_each(
+    matched: Sequence[tuple[torch.Tensor, "_Value"]], load_one: Callable[[torch.Tensor, "_Value"], None]
+) -> None:
+    for i, (tensor, value) in enumerate(matched):
+        try:
+            load_one(tensor, value)
+        except Exception as error:
+            raise CheckpointError(
+                f"{value.file}: loading broke off ({error}): {i} of {len(matched)} tensors are the checkpoint's, the "
+                "others are as they were; load again, or make the model anew"
+            ) from error
 
 
 def _load_device(tensor: torch.Tensor, value: "_Value") -> None:
@@ -80,7 +98,11 @@ def _matched(module: nn.Module, folder: Path, tag: str | None) -> list[tuple[tor
     """Each parameter and buffer with its value."""
     try:
         values = _read(folder, tag)
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or folder}: {error.strerror or error}; {_REMEDY}") from error
+    except Exception as error:  # anything may be where ZeRO writes something else
         raise CheckpointError(f"{folder}: not laid out as ZeRO lays out its files ({error!r}); {_REMEDY}") from error
     tensors = named_tensors(module)
     names: dict[int, list[str]] = {}
@@ -113,9 +135,16 @@ def _some(names: Any) -> str:
 def _read(folder: Path, tag: str | None) -> dict[str, _Value]:
     """The checkpoint's tensors by name; tied weights are listed under each name."""
     latest = folder / "latest"
-    if tag is None and not latest.is_file():
-        raise CheckpointError(f"{latest}: no such file; expected the folder of a DeepSpeed checkpoint, or tag=")
-    folder = folder / (latest.read_text().strip() if tag is None else tag)
+    if tag is None:
+        try:
+            tag = read_regular(latest, most_bytes=_LONGEST_TAG).decode().strip()
+        except FileNotFoundError:
+            raise CheckpointError(
+                f"{latest}: no such file; expected the folder of a DeepSpeed checkpoint, or tag="
+            ) from None
+        if tag in ("", ".", "..") or Path(tag).name != tag or "\0" in tag:
+            raise CheckpointError(f"{latest} names {shown(tag)}, expected the name of a folder beside it; or give tag=")
+    folder = folder / tag
     models, optimizers = _files(folder)
     states = [_load(path) for path in optimizers]
     first = _entry(states[0], optimizers[0], "optimizer_state_dict", dict)
@@ -171,6 +200,7 @@ class _Inert(int):
 
 
 def _load(path: Path) -> dict[str, Any]:
+    os.close(open_regular(path))  # torch opens it again, by its name
     try:
         named = torch.serialization.get_unsafe_globals_in_checkpoint(path)
         foreign = [name for name in named if not name.startswith("deepspeed.")]

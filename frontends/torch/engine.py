@@ -80,6 +80,7 @@ class Engine(nn.Module):
             raise StateError("wrap() of an Engine; expected a plain module: this model is wrapped already")
         if not isinstance(model, nn.Module):
             raise ParameterError(f"model: got {type(model).__name__}, expected a torch.nn.Module")
+        _check_averages_once(model)
         if params is None:
             # Frozen ones are included: they get states when they are unfrozen.
             params = [(name, p) for name, p in model.named_parameters() if p.is_floating_point() or p.requires_grad]
@@ -268,6 +269,7 @@ class Engine(nn.Module):
         extras: Any = None,
         keep: int | None = None,
         wait: bool = True,
+        frozen: bool = True,
     ) -> Path:
         """Save everything that training needs to resume, and return the checkpoint's folder, ``folder/step-…``.
 
@@ -284,12 +286,15 @@ class Engine(nn.Module):
             keep: the number of checkpoints to keep in the folder; older ones are deleted. None: keep all.
             wait: False returns while optimizer states are still being written. Training may go on: the checkpoint
                 holds the states of the call. The next save, :meth:`wait_for_checkpoint` or :meth:`close` waits for it.
+            frozen: False leaves out parameters that require no gradient and have no states (the base under LoRA). A
+                model that loads the checkpoint keeps its own values of them: give it the same base first. Names and
+                shapes are compared, values are not.
 
         Raises:
             CheckpointError: on all ranks; earlier checkpoints are untouched.
             StateError: gradients wait for an update.
         """
-        return self._checkpoints.save(folder, stateful=stateful, extras=extras, keep=keep, wait=wait)
+        return self._checkpoints.save(folder, stateful=stateful, extras=extras, keep=keep, wait=wait, frozen=frozen)
 
     def wait_for_checkpoint(self) -> None:
         """Wait until the last checkpoint is on the disk, and raise the error if saving failed. All ranks call it."""
@@ -360,3 +365,18 @@ class Engine(nn.Module):
     def close(self) -> None:
         """Remove the hooks from the model and free the host memory; the parameters keep their values."""
         self.optimizer.close()
+
+
+_AVERAGERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
+"""Classes of torch, by name: their import takes long, and some builds of torch lack it."""
+
+
+def _check_averages_once(model: nn.Module) -> None:
+    """Raise :class:`ParameterError` if a part of the model that trains averages its gradients itself."""
+    for name, module in model.named_modules():
+        kinds = {kind.__name__ for kind in type(module).__mro__ if kind.__module__.startswith("torch.")} & _AVERAGERS
+        if kinds and any(param.requires_grad for param in module.parameters()):
+            raise ParameterError(
+                f"{f'module {name!r}' if name else 'the model'} is of type {min(kinds)}, which averages gradients, as "
+                "the engine does; expected wrap(model) of the module without it"
+            )

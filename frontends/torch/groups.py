@@ -1,6 +1,6 @@
 """Torch's parameter groups: their hyper-parameters and other options."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -9,6 +9,7 @@ import torch
 from offload_core.config.options import check_hyperparameters
 from offload_core.errors import ConfigError
 from offload_core.rules.adam import AdamHyper
+from offload_core.support.checks import shown
 
 _REFUSED = {
     "amsgrad": "there is no third moment",
@@ -80,6 +81,58 @@ def _refuse(where: str, options: Mapping[str, Any]) -> None:
     for name, why in _REFUSED.items():
         if options.get(name):
             raise ConfigError(f"{where}{name}={options[name]!r} is not supported; expected False ({why})")
+
+
+def paired(theirs: Mapping[str, int], mine: Mapping[str, int], n_groups: int) -> list[int]:
+    """The number in a checkpoint of each of this optimizer's groups: the one with the same parameters.
+
+    Groups without a parameter in the checkpoint keep their order.
+
+    Args:
+        theirs, mine: the number of each parameter's group, by the parameter's name in the checkpoint.
+
+    Raises:
+        ConfigError: parameters that are in one group there are in two here, or the other way round.
+    """
+    shared = sorted(mine.keys() & theirs.keys())
+    there = {mine[name]: theirs[name] for name in shared}
+    here = {theirs[name]: mine[name] for name in shared}
+    for name in shared:
+        if there[mine[name]] != theirs[name] or here[theirs[name]] != mine[name]:
+            other = next(o for o in shared if (mine[o] == mine[name]) != (theirs[o] == theirs[name]))
+            together = "one group here and in two" if mine[other] == mine[name] else "two groups here and in one"
+            raise ConfigError(
+                f"{name!r} and {other!r} are in {together} there; expected the same parameters in each group, in any "
+                "order of groups"
+            )
+    left = iter(g for g in range(n_groups) if g not in here)
+    return [there[g] if g in there else next(left) for g in range(n_groups)]
+
+
+def checked_values(g: int, group: Mapping[str, Any], saved: Any) -> dict[str, Any]:
+    """The values of a saved group, as group ``g`` can take them.
+
+    Raises:
+        ConfigError: a value is out of range, or asks for something that this optimizer does not do.
+        TypeError, ValueError: it is no group of values.
+    """
+    if not isinstance(saved, dict) or not saved.keys().isdisjoint(("params", "param_names")):
+        raise TypeError(f"parameter group {g}: got {shown(saved)}, expected values by name")
+    hyper_of(g, {**group, **saved})
+    return {
+        key: float(number(key, value)) if isinstance(group.get(key), torch.Tensor) else value
+        for key, value in saved.items()
+    }
+
+
+def set_values(groups: Sequence[dict[str, Any]], values: Sequence[Mapping[str, Any]]) -> None:
+    """Give each group its values. A number that is a tensor stays that tensor: schedulers may hold it."""
+    for group, saved in zip(groups, values, strict=False):
+        for key, value in saved.items():
+            if isinstance(group.get(key), torch.Tensor):
+                group[key].fill_(value)
+            else:
+                group[key] = value
 
 
 def loaded(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:

@@ -26,7 +26,16 @@ from .ranks.device_ranks import device_for
 from .registration import NamedParam, Registration, Slot, check_new, named_params
 from .stage3.construction import check_finished, check_takes_none
 from .stage3.partitioned import PartitionedModel
-from .state_io import Hidden, TorchStates, check_partition, hide_state, partition, plain_entries, torch_state_dict
+from .state_io import (
+    Hidden,
+    TorchStates,
+    check_counts,
+    check_partition,
+    hide_state,
+    partition,
+    plain_entries,
+    torch_state_dict,
+)
 from .tensors import ELEMENT_TYPES
 
 
@@ -251,7 +260,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
             model: the trained model; its tensors that the optimizer does not have (frozen parameters, buffers) are
                 counted, too.
         """
-        return self.registration.memory_report(self._group_of(), model)
+        return self.registration.memory_report(self.group_of(), model)
 
     # --- parameters and groups -----------------------------------------------------------------------
 
@@ -292,7 +301,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
             parts.registration.check_new(new)
             _take_on(parts, new)
 
-    def _group_of(self) -> dict[torch.Tensor, int]:
+    def group_of(self) -> dict[torch.Tensor, int]:
         """The number of each parameter's group, as ``param_groups`` has them now."""
         return {param: g for g, group in enumerate(self.param_groups) for param in group["params"]}
 
@@ -322,6 +331,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         if self._parts is not None:
             self._parts.intake.close()
             self._parts.registration.close()
+            self._parts.pipeline.device.close()
         self.partitioned = self._parts = None
         self.state = defaultdict(dict)
 
@@ -412,7 +422,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
         Raises as ``step`` does; nothing has changed then.
         """
-        hypers, group_of = self._hypers(), self._group_of()
+        hypers, group_of = self._hypers(), self.group_of()
         slots = parts.registration.slots
         if boundary:
             if self.partitioned is not None:
@@ -434,7 +444,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         """
         pipeline, registration = self.parts.pipeline, self.parts.registration
         if registration.readers_can_wait:
-            tensors, group_of = registration.current_tensors(), self._group_of()
+            tensors, group_of = registration.current_tensors(), self.group_of()
             groups = [group_of.get(param, 0) for param in registration.slots]
             pipeline.expect_step(
                 self._hypers(),
@@ -492,23 +502,33 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
         The model's parameters are not changed, and may be loaded before or after this. The next step uses a master
         weight if it rounds to the parameter; otherwise, and for torch's own states, which have none, the parameter.
+
+        Raises:
+            StateError, ConfigError: the states are of another model or rank, of float64 or of no floating-point type,
+                or a count or a hyperparameter is out of range; nothing has changed.
         """
         self.flush()
         final: dict[str, Any] = {}
 
         def check_and_hide(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
             check_partition(self.pipeline.device, self.param_groups, state_dict)
+            check_counts(state_dict, self.pipeline.scaler)
             final.update(state_dict)
             return hide_state(state_dict)
 
-        hide = self.register_load_state_dict_pre_hook(check_and_hide)  # the last of the hooks to run
+        def take_counts(_: torch.optim.Optimizer) -> None:
+            self.updates = int(final.get("updates", max(float(step) for step in self.pipeline.steps)))
+            if self.pipeline.scaler is not None and "loss_scale" in final:
+                self.pipeline.scaler.load_state_dict(final["loss_scale"])
+
+        # Hooks of others may fail: theirs run before the check, or when all is loaded.
+        before = self.register_load_state_dict_pre_hook(check_and_hide)
+        after = self.register_load_state_dict_post_hook(take_counts, prepend=True)
         try:
             super().load_state_dict(state_dict)
         finally:
-            hide.remove()
-        self.updates = int(final.get("updates", max(float(step) for step in self.pipeline.steps)))
-        if self.pipeline.scaler is not None and "loss_scale" in final:
-            self.pipeline.scaler.load_state_dict(final["loss_scale"])
+            before.remove()
+            after.remove()
 
     def torch_state_dict(self, *, rank0_only: bool = True) -> dict[str, Any] | None:
         """A ``state_dict`` for ``torch.optim.AdamW`` (``Adam`` with ``adam_mode="adam"``), whole in any stage.
@@ -560,18 +580,23 @@ class OffloadedAdamW(torch.optim.Optimizer):
             super().__setstate__(rest)
             self.report = None
             self._build(None, scaler=scaler, casts=casts)
+            self._take_on_all(entries, self.param_groups)
         else:
             groups = [loaded(group, self.defaults) for group in state["param_groups"]]
             for g, group in enumerate(groups):
                 hyper_of(g, group)
             entries = self._parts.states.checked(entries)
+            self._take_on_all(entries, groups)  # needs memory, and changes no states that are there
             super().__setstate__({**rest, "param_groups": groups})
         self.state.update(others)
-        for param in entries:
-            if not self.has_states(param):
-                named = [named_params(g, group) for g, group in enumerate(self.param_groups)]
-                _take_on(self.parts, [entry for of_group in named for entry in of_group if entry[1] is param])
         self.parts.states.load(entries)
+
+    def _take_on_all(self, params: Iterable[torch.Tensor], groups: Sequence[Mapping[str, Any]]) -> None:
+        """Make states for those of these parameters that have none."""
+        new = {param for param in params if not self.has_states(param)}
+        if new:
+            named = [entry for g, group in enumerate(groups) for entry in named_params(g, group)]
+            _take_on(self.parts, [entry for entry in named if entry[1] in new])
 
 
 def _take_on(parts: Parts, named: Sequence[NamedParam], model: nn.Module | None = None) -> None:

@@ -380,11 +380,6 @@ def check_new(
     """
     for name, param, _ in named:
         if not param.requires_grad:
-            if not (param.is_floating_point() or param.is_complex()):
-                raise ParameterError(
-                    f"parameter {name!r} has dtype {param.dtype} and cannot train; expected a float32, bfloat16 or "
-                    "float16 one: leave it out"
-                )
             continue  # checked when it is unfrozen
         check_param(name, param)
         if param.device != device:
@@ -396,7 +391,8 @@ def check_new(
         if id(param) in OWNED and param not in known:
             raise StateError(
                 f"parameter {name!r} already belongs to another OffloadedAdamW (was the model wrapped twice?); "
-                "expected one owner: use the first one, or end it with .close()"
+                "expected one owner: use the first one, or end it with .close() (a Trainer's: "
+                "trainer.optimizer.optimizer.close())"
             )
 
 

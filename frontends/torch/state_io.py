@@ -13,12 +13,14 @@ import torch
 from offload_core.device.protocols import Device
 from offload_core.errors import StateError
 from offload_core.rules.adam import STATE_NAMES
+from offload_core.step.loss_scale import LossScaler, checked_state
 from offload_core.step.pipeline import Pipeline
-from offload_core.step.state_access import StateAccess
+from offload_core.step.state_access import StateAccess, checked_count
+from offload_core.support.checks import shown
 
 from .registration import Registration, Slot
 from .stage3.gathering import gathered_parameters
-from .tensors import flat_like, shaped_like
+from .tensors import ELEMENT_TYPES, flat_like, shaped_like
 
 
 class _Kept(dict):
@@ -269,7 +271,16 @@ class HostState(torch.Tensor):
 
 
 class StatePart(HostState):
-    """A rank's part of a state."""
+    """A rank's part of a state; copies are plain tensors."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Raise: other libraries pickle the states of rank 0 alone, for all ranks, and no rank can go on from that."""
+        raise StateError(
+            "pickling (torch.save) of optimizer states of which each rank holds a part: a file for all ranks would "
+            "lack the others' parts; expected engine.save_checkpoint(folder), OffloadCallback (Trainer), "
+            "save_in_shards (Accelerate), OffloadStrategy (Lightning), or, where every rank's part is kept, copies: "
+            "copy.deepcopy(optimizer.state_dict())"
+        )
 
     def __create_write_items__(self, name: str, value: object) -> list[Any]:
         """Raise: ``torch.distributed.checkpoint`` calls this to save, and can only save a box of a tensor as a part."""
@@ -324,6 +335,20 @@ def check_partition(device: Device, groups: Iterable[Mapping[str, Any]], state_d
             )
 
 
+def check_counts(state_dict: Mapping[str, Any], scaler: LossScaler | None) -> None:
+    """Raise :class:`StateError` unless the number of updates and the loss scale, where they are given, can be taken."""
+    try:
+        if "updates" in state_dict:
+            checked_count(state_dict["updates"])
+        if scaler is not None and "loss_scale" in state_dict:
+            checked_state(state_dict["loss_scale"])
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise StateError(
+            f"load_state_dict: its number of updates or its loss scale cannot be taken ({error!r}); expected those of "
+            "state_dict()"
+        ) from None
+
+
 def own_part(pipeline: Pipeline, index: int, param: torch.Tensor, entry: Mapping[str, Any]) -> Mapping[str, Any]:
     """This rank's part of whole states; parts are returned as they are."""
     if pipeline.device.world_size == 1:
@@ -348,8 +373,19 @@ def check_entry(name: str, expected: torch.Tensor, entry: Mapping[str, Any]) -> 
                 f"load_state_dict: parameter {name!r}: {key} is {got}, expected a tensor of shape "
                 f"{tuple(expected.shape)}; is this the state of another model, or of another optimizer?"
             )
+        if value.dtype not in ELEMENT_TYPES:
+            raise StateError(
+                f"load_state_dict: parameter {name!r}: {key} is of {value.dtype}, and would be rounded; expected "
+                "torch.float32: convert it, if that is what you want"
+            )
     if "step" not in entry:
         raise StateError(f"load_state_dict: parameter {name!r}: no 'step', expected the number of updates made")
+    try:
+        checked_count(entry["step"])
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        raise StateError(
+            f"load_state_dict: parameter {name!r}: step is {shown(entry['step'])}, expected the number of updates made"
+        ) from None
 
 
 def hide_state(state_dict: dict[str, Any]) -> dict[str, Any]:

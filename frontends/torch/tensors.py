@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from offload_core.checkpoint.safetensors import NAME_OF
 from offload_core.dtypes import BFLOAT16, FLOAT16, FLOAT32, ElementType
@@ -90,6 +91,11 @@ def check_param(name: str, param: torch.Tensor) -> None:
     if isinstance(param, torch.nn.UninitializedParameter):
         raise ParameterError(
             f"parameter {name!r} has no shape yet; {expected}: run one forward of the lazy module first"
+        )
+    if is_traceable_wrapper_subclass(param):
+        raise ParameterError(
+            f"parameter {name!r} is a {type(param).__name__}, whose values are in other tensors; {expected}: do "
+            "without fully_shard and tensor parallelism, wrap(model, stage=3) shards parameters itself"
         )
     if param.is_inference():
         raise ParameterError(f"parameter {name!r} was made in inference mode and cannot train; {expected}")
@@ -208,6 +214,13 @@ class TakenGradient(torch.Tensor):
             taken._added(args[1])
             return taken
         name = taken._name if taken is not None else "?"
+        if torch._C._current_graph_task_id() != -1:
+            raise GradientError(
+                f"parameter {name!r}: {func} in backward, on a gradient that has already left for the host. Is there a "
+                "DistributedDataParallel or FSDP around the engine or its model? The engine averages gradients itself; "
+                "expected wrap(model) of the module without it, and nothing around the engine. A hook of your own "
+                "sees the gradient if it is registered with p.register_hook()"
+            )
         raise GradientError(
             f"parameter {name!r}: {func} on a gradient that has already left for the host; it would be lost. Clip with "
             "wrap(..., gradient_clipping=...), discard with zero_grad(set_to_none=True), move or cast the model before "

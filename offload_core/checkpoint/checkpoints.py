@@ -25,13 +25,16 @@ from ..errors import CheckpointError, StateError
 from ..layout.regions import Region
 from ..ranks.collectives import Collectives
 from ..ranks.consistency import combine, fingerprint, processes
+from ..step.loss_scale import checked_state
 from ..step.pipeline import Pipeline
 from ..step.state_access import StateAccess
-from .folder import file_name
+from ..support.checks import LARGEST, shown
+from .folder import MANIFEST, file_name
 from .reader import Checkpoint, Loaded, Want
-from .safetensors import NAME_OF
+from .safetensors import NAME_OF, NOT_AS_WRITTEN
 from .saving import Place, Save, all_or_none, failed_elsewhere
 from .shard_writer import ShardWriter, Source
+from .stateful import LastPart, run_last
 from .values import ArrayType, encode
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -64,6 +67,10 @@ class Contents:
     """True if the front end holds gradients that it has not given to the pipeline yet."""
     front_end: str | None = None
     """The front end's name, for information."""
+    left_out: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Shapes of tensors that are not trained and not saved: a model that loads the checkpoint keeps its own values."""
+    groups: Sequence[int] | None = None
+    """The number of each parameter's group in ``state``; None: as they were when the pipeline took them on."""
 
 
 @dataclass
@@ -138,20 +145,20 @@ class Checkpoints:
         """
         self.wait()
         with self.together("save"):
-            if type(step) is not int or step < 0:
-                raise CheckpointError(f"step: got {step!r}, expected the number of updates made, an integer")
-            if keep is not None and (type(keep) is not int or keep < 1):
+            if type(step) is not int or not 0 <= step <= LARGEST:
+                raise CheckpointError(f"step: got {shown(step)}, expected the number of updates made, an integer")
+            if keep is not None and (type(keep) is not int or not 1 <= keep <= LARGEST):
                 raise CheckpointError(
-                    f"keep: got {keep!r}, expected a number of checkpoints of at least 1, or None for all"
+                    f"keep: got {shown(keep)}, expected a number of checkpoints of at least 1, or None for all"
                 )
-            _check_names([*contents.names, *contents.shapes])
+            _check_names([*contents.names, *contents.shapes, *contents.left_out])
             if contents.gradients_wait or self._pipeline.holds_gradients:
                 raise StateError(
                     "a checkpoint is asked for between backward() and step(), or between micro-steps: gradients that "
                     "wait for an update are not saved; expected the call after an update"
                 )
             self._pipeline.finish()
-        asked = {"step": step, "keep": keep or 0, "wait": int(wait)}
+        asked = {"step": step, "keep": keep or 0, "wait": int(wait), "left out": len(contents.left_out)}
         self._check_alike(
             "save",
             [*asked.values()],
@@ -215,7 +222,7 @@ class Checkpoints:
                     "shape": list(self._states.elements(i).shape),
                     "dtype": spec.dtype.name,
                     "step": int(pipeline.steps[i]),
-                    "group": spec.group,
+                    "group": spec.group if contents.groups is None else contents.groups[i],
                     "behind": i in behind,
                 }
                 for i, (name, spec) in enumerate(zip(contents.names, pipeline.params, strict=True))
@@ -223,6 +230,8 @@ class Checkpoints:
             part["others"] = {
                 name: {"shape": list(shape), "dtype": str(dtype)} for name, (shape, dtype) in contents.shapes.items()
             }
+            if contents.left_out:
+                part["left_out"] = {name: {"shape": list(shape)} for name, shape in contents.left_out.items()}
         sources = [*contents.sources]
         for i, array in enumerate(arrays):
             array = np.array(array, order="C")
@@ -256,7 +265,7 @@ class Checkpoints:
         publish: Callable[[], None],
         types: Sequence[ArrayType] = (),
         *,
-        accept: Callable[[Loaded], None] = lambda loaded: None,
+        accept: Callable[[Loaded], Sequence[LastPart]] = lambda loaded: (),
     ) -> Loaded:
         """Load a checkpoint into the existing parameters, states and targets.
 
@@ -264,12 +273,13 @@ class Checkpoints:
             names: the names of the pipeline's parameters in the checkpoint.
             targets: other tensors to load.
             publish: calls :meth:`Pipeline.flush` with the device parameters.
-            accept: may raise :class:`CheckpointError` before anything changes.
+            accept: checks what the front end needs before anything changes, and may raise :class:`CheckpointError`. It
+                returns what is run in the end, when everything else is loaded: code of a user's objects.
 
         Raises:
-            CheckpointError: on all processes, if one found an error. If it was found before reading, nothing has
-                changed. Else the states are partly loaded, and every use of them raises until a checkpoint has been
-                loaded.
+            CheckpointError: on all processes, if one found an error. Unless the message says that loading broke off,
+                nothing has changed. Else the states are partly loaded, and every use of them raises until a checkpoint
+                has been loaded.
         """
         self.wait()
         pipeline = self._pipeline
@@ -277,7 +287,8 @@ class Checkpoints:
         with self.together("load"):
             loaded = Loaded(Checkpoint(path), self._collectives.rank, types)
             _check(loaded, {name: self._states.elements(i).shape for i, name in enumerate(names)}, targets)
-            accept(loaded)
+            last = accept(loaded)
+            scale = self._loss_scale(loaded)
         assert loaded is not None
         content = fingerprint(json.dumps(loaded.content, sort_keys=True))
         differs = f"{loaded.checkpoint.path}: not the checkpoint that process 0 loads; expected the same"
@@ -307,9 +318,21 @@ class Checkpoints:
             self._states.publish_later(behind)
             for i, entry in enumerate(entries):
                 pipeline.steps[i][...] = entry["step"] if entry else 0
-            if pipeline.scaler is not None and loaded.content["loss_scale"] is not None:
-                pipeline.scaler.load_state_dict(loaded.content["loss_scale"])
+            if pipeline.scaler is not None and scale is not None:
+                pipeline.scaler.load_state_dict(scale)
+            with self.together("load"):
+                run_last(loaded.checkpoint.path, last)
         return loaded
+
+    def _loss_scale(self, loaded: Loaded) -> Mapping[str, Any] | None:
+        """The state of the loss scaler, checked if there is one here."""
+        try:
+            scale = loaded.content["loss_scale"]
+            if self._pipeline.scaler is not None and scale is not None:
+                checked_state(scale)
+            return scale
+        except NOT_AS_WRITTEN as error:
+            raise CheckpointError(f"{loaded.checkpoint.path / MANIFEST}: the loss scale ({error!r})") from None
 
     def _wants_of(self, checkpoint: Checkpoint, i: int, name: str, tensor: Any, behind: bool) -> list[Want]:
         elements = self._states.elements(i)
@@ -336,16 +359,26 @@ def load_values(path: str | os.PathLike[str], targets: Sequence[Target], types: 
 
     Raises:
         CheckpointError: the checkpoint is damaged or of another model. If a value that is read is damaged, others may
-            have been loaded.
+            have been loaded; the message then says that loading broke off.
     """
     loaded = Loaded(Checkpoint(path), None, types)
     _check(loaded, {}, targets)
-    _read_targets(loaded, targets)
+    try:
+        _read_targets(loaded, targets)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"loading broke off ({error}): the model's tensors are partly the checkpoint's; load another one before "
+            "they are used"
+        ) from None
     return loaded
 
 
 def _read_targets(loaded: Loaded, targets: Sequence[Target]) -> None:
-    """Read targets in groups of ``_TARGET_BYTES``: a front end may need memory for each until it is loaded."""
+    """Read targets in groups of ``_TARGET_BYTES``: a front end may need memory for each until it is loaded.
+
+    Those that the checkpoint leaves out keep their values.
+    """
+    targets = [target for target in targets if target.name not in loaded.left_out]
     read: list[Target] = []
     wants: list[Want] = []
     n_bytes = 0
@@ -363,7 +396,7 @@ def _read_targets(loaded: Loaded, targets: Sequence[Target]) -> None:
 
 def _check(loaded: Loaded, trained: Mapping[str, tuple[int, ...]], targets: Sequence[Target]) -> None:
     """Raise :class:`CheckpointError` if the checkpoint is of another model."""
-    path, there = loaded.checkpoint.path, {**loaded.others, **loaded.parameters}
+    path, there = loaded.checkpoint.path, {**loaded.left_out, **loaded.others, **loaded.parameters}
     expected = {**trained, **{target.name: target.shape for target in targets}}
     missing, unknown = [n for n in expected if n not in there], [n for n in there if n not in expected]
     if missing or unknown:
@@ -382,6 +415,12 @@ def _check(loaded: Loaded, trained: Mapping[str, tuple[int, ...]], targets: Sequ
                 f"{path}: {name!r} has shape {there[name]['shape']} in it, expected {list(shape)}: is it the "
                 "checkpoint of another model?"
             )
+    without = [name for name in trained if name in loaded.left_out]
+    if without:
+        raise CheckpointError(
+            f"{path}: was saved without {without[0]!r}, which was frozen and is trained now; expected it frozen here, "
+            "too, while loading, or a checkpoint that was saved with frozen=True"
+        )
     for target in targets:
         theirs = loaded.others.get(target.name, {}).get("dtype", "float32")
         if target.dtype is not None and _KINDS.get(theirs) != _KINDS[str(target.dtype)]:

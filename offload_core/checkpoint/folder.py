@@ -11,12 +11,14 @@ from pathlib import Path
 
 from ..errors import CheckpointError
 from ..support.disks import names_to_disk, to_disk
+from ..support.files import read_regular
 
 MANIFEST = "manifest.json"
 LATEST = "latest"
 UNFINISHED = ".saving"
 _DISCARDED = ".discarded"
 _PREPARED = ".new"
+_LONGEST_NAME = 4096
 CHECKPOINT_NAME = re.compile(r"step-([0-9]{8,})(\.[0-9]+)?")
 FILE_NAME = re.compile(r"shard-[0-9]{5,}-of-[0-9]{5,}\.safetensors")
 
@@ -112,7 +114,7 @@ def committed(folder: Path) -> list[Path]:
         for path in folder.iterdir():
             if CHECKPOINT_NAME.fullmatch(path.name) and os.path.exists(path / MANIFEST):
                 found.append(((path / MANIFEST).stat().st_mtime_ns, path.name))
-    except OSError:
+    except (OSError, ValueError):  # a null byte
         pass
     return [folder / name for _, name in sorted(found)]
 
@@ -127,7 +129,7 @@ def find(path: str | os.PathLike[str]) -> Path:
     if os.path.exists(folder / MANIFEST):
         return folder
     try:
-        named = (folder / LATEST).read_text(encoding="utf-8").strip()
+        named = read_regular(folder / LATEST, most_bytes=_LONGEST_NAME).decode("utf-8").strip()
     except (OSError, ValueError) as error:
         there = _last_of(folder)
         raise CheckpointError(

@@ -6,24 +6,28 @@ in it is executed, no name in it leads out of the folder, and every number in it
 """
 
 import json
-import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..dtypes import BY_NUMPY
 from ..errors import CheckpointError
 from ..layout.regions import Region
+from ..rules.adam import STATE_NAMES
+from ..support.checks import shown
 from ..support.disks import names_to_disk
+from ..support.files import read_regular
 from .folder import FILE_NAME, MANIFEST, durable
-from .safetensors import NAME_OF, NUMPY_OF
+from .safetensors import NAME_OF, NOT_AS_WRITTEN, NUMPY_OF, checked_integer, checked_shape
 from .shard_writer import ShardWriter, checksum
 
 FORMAT = "offload-core checkpoint"
 VERSION = 1
-_LARGEST = 2**62
-NOT_A_MANIFEST = (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError)
-"""The errors that reading JSON with unexpected content can raise."""
+_LONGEST = 2**30
+"""Bytes of a manifest: that of a thousand processes and a thousand parameters has a few hundred million."""
+_LARGEST_BLOCK = 2**28
+"""Bytes of a block that a reader makes room for; blocks of 2^23 are written."""
 
 
 class Tensor(NamedTuple):
@@ -46,19 +50,20 @@ class Tensor(NamedTuple):
 
     @classmethod
     def of_json(cls, entry: dict[str, Any], file: int) -> "Tensor":
-        """The inverse of :meth:`to_json`. Raises one of ``NOT_A_MANIFEST`` if the entry is wrong."""
+        """The inverse of :meth:`to_json`. Raises one of ``NOT_AS_WRITTEN`` if the entry is wrong."""
         order, box = entry.get("order"), entry.get("box")
         region = Region(
-            tuple(map(int, entry["shape"])),
-            int(entry["start"]),
-            int(entry["numel"]),
-            None if order is None else tuple(map(int, order)),
-            None if box is None else tuple((int(low), int(high)) for low, high in box),
+            checked_shape(entry["shape"]),
+            checked_integer(entry["start"]),
+            checked_integer(entry["numel"]),
+            None if order is None else tuple(map(checked_integer, order)),
+            None if box is None else tuple((checked_integer(low), checked_integer(high)) for low, high in box),
         )
         region.check()
-        if math.prod(region.shape) >= _LARGEST:
-            raise ValueError(f"shape {region.shape}")
-        return cls(entry["name"], entry["kind"], region, NUMPY_OF[entry["dtype"]], file, int(entry["offset"]))
+        name, kind, dtype = entry["name"], entry["kind"], entry["dtype"]
+        if kind in STATE_NAMES and NUMPY_OF[dtype] not in BY_NUMPY:
+            raise ValueError(f"{kind} of {shown(name)} is of {dtype}, expected F32")
+        return cls(name, kind, region, NUMPY_OF[dtype], file, checked_integer(entry["offset"]))
 
 
 def file_record(writer: ShardWriter) -> dict[str, Any]:
@@ -82,17 +87,18 @@ def tensors_of(record: dict[str, Any], file: int) -> list[Tensor]:
         file: the record's index in the manifest.
 
     Raises:
-        one of ``NOT_A_MANIFEST``: the record is wrong.
+        one of ``NOT_AS_WRITTEN``: the record is wrong.
     """
-    name, size, block_bytes = record["file"], record["bytes"], record["block_bytes"]
-    numbers = all(type(n) is int for n in (size, block_bytes)) and size >= 0 and block_bytes > 0
-    if not FILE_NAME.fullmatch(name) or not numbers or len(record["blocks"]) != -(-size // block_bytes):
+    name, blocks = record["file"], record["blocks"]
+    size, block_bytes = checked_integer(record["bytes"]), checked_integer(record["block_bytes"])
+    if not FILE_NAME.fullmatch(name) or not 0 < block_bytes <= _LARGEST_BLOCK:
         raise ValueError(f"the record of {name!r}")
+    if type(blocks) is not list or len(blocks) != -(-size // block_bytes):
+        raise ValueError(f"the blocks of {name!r}")
     tensors = [Tensor.of_json(entry, file) for entry in record["tensors"]]
     for tensor in tensors:
         item = tensor.dtype.itemsize
-        inside = 0 <= tensor.offset <= tensor.offset + tensor.region.numel * item <= size
-        if not inside or tensor.offset % item or block_bytes % item:
+        if tensor.offset + tensor.region.numel * item > size or tensor.offset % item or block_bytes % item:
             raise ValueError(f"where {tensor.name!r} is in {name!r}")
     return tensors
 
@@ -116,7 +122,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
         CheckpointError: it cannot be read, is damaged, or has a newer version.
     """
     try:
-        text = path.read_bytes()
+        text = read_regular(path, most_bytes=_LONGEST)
         head = json.loads(text)
         if head["format"] != FORMAT:
             raise ValueError(f"format {head['format']!r}")
@@ -125,7 +131,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
             raise ValueError(f"version {version!r}")
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}; take another checkpoint") from None
-    except NOT_A_MANIFEST as error:
+    except NOT_AS_WRITTEN as error:
         raise CheckpointError(
             f"{path}: not the manifest of a checkpoint, or damaged ({error!r}); take another checkpoint"
         ) from None
@@ -136,7 +142,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
         )
     try:
         whole = _manifest(content).encode() == text
-    except NOT_A_MANIFEST:
+    except NOT_AS_WRITTEN:
         whole = False
     if not whole:
         raise CheckpointError(f"{path}: what it says is not what was written; take another checkpoint")

@@ -12,10 +12,13 @@ import xxhash
 
 from ..errors import CheckpointError
 from ..layout.regions import Region, common
+from ..support.checks import shown
 from ..support.disks import begin_reading
+from ..support.files import open_regular
 from ..support.processors import default_threads
 from .folder import CHECKPOINT_NAME, MANIFEST, find
-from .manifest import NOT_A_MANIFEST, Tensor, read_manifest, tensors_of
+from .manifest import Tensor, read_manifest, tensors_of
+from .safetensors import NOT_AS_WRITTEN, checked_integer, checked_shape
 from .values import ArrayType, decode
 
 _READERS = 4
@@ -61,7 +64,7 @@ class Checkpoint:
                 self._paths.append(self.path / record["file"])
                 for tensor in tensors_of(record, i):
                     self._tensors.setdefault((tensor.name, tensor.kind), []).append(tensor)
-        except NOT_A_MANIFEST as error:
+        except NOT_AS_WRITTEN as error:
             raise CheckpointError(f"{manifest}: not the manifest of this checkpoint ({error!r})") from None
         for path, record in zip(self._paths, self.files, strict=True):
             try:
@@ -93,7 +96,12 @@ class Checkpoint:
         if len(tensors) != 1 or not tensors[0].region.is_whole:
             raise CheckpointError(f"{self.path / MANIFEST}: {kind} {name!r} is not in it as a whole")
         region = tensors[0].region
-        out = np.empty(region.numel, tensors[0].dtype)
+        try:
+            out = np.empty(region.numel, tensors[0].dtype)
+        except MemoryError:  # a file with holes may be larger than any memory
+            raise CheckpointError(
+                f"{self.path / MANIFEST}: {kind} {name!r} has {region.numel:,} elements, more than memory holds"
+            ) from None
         self.read([Want(name, kind, region, out)])
         return out.reshape(region.shape)
 
@@ -208,7 +216,7 @@ class Checkpoint:
 
     def _open(self, path: Path) -> int:
         try:
-            return os.open(path, os.O_RDONLY)
+            return open_regular(path)
         except OSError as error:
             raise CheckpointError(f"{path}: {error.strerror}; take another checkpoint") from None
 
@@ -311,8 +319,12 @@ class Loaded:
             self.parameters: dict[str, dict[str, Any]] = content["parameters"]
             """Of each trained parameter: shape, dtype, step, group, behind (older than its master weight)."""
             self.others: dict[str, dict[str, Any]] = content["others"]
+            self.left_out: dict[str, dict[str, Any]] = content.get("left_out", {})
+            """Of each tensor that was frozen and not saved: shape."""
             for entry in (*self.parameters.values(), *self.others.values()):
                 _check_types(entry, _OTHER)
+            for entry in self.left_out.values():
+                _check_types(entry, {"shape": list})
             for entry in self.parameters.values():
                 _check_types(entry, _PARAMETER)
             _check_types(content, {"step": int, "own": list})
@@ -320,7 +332,7 @@ class Loaded:
             own = content["own"]
             self.own = self._decode(rank, own[rank]) if rank is not None and rank < len(own) else None
             """The values that the process of this rank saved for itself; None if there was no such process."""
-        except NOT_A_MANIFEST as error:
+        except NOT_AS_WRITTEN as error:
             raise CheckpointError(f"{checkpoint.path / MANIFEST}: incomplete ({error!r})") from None
 
     def _decode(self, rank: int, value: Any) -> Any:
@@ -341,8 +353,11 @@ class _Values(Sequence[np.ndarray]):
 
 
 def _check_types(entry: Any, types: Mapping[str, type]) -> None:
+    """Raise one of ``NOT_AS_WRITTEN`` unless values have these types, and integers are counts."""
     for key, expected in types.items():
         if type(entry[key]) is not expected:
-            raise TypeError(f"{key} is {str(entry[key])[:80]!r}")
-    if any(type(n) is not int or n < 0 for n in entry.get("shape", ())):
-        raise ValueError(f"shape {entry['shape']}")
+            raise TypeError(f"{key} is {shown(entry[key])}")
+        if expected is int:
+            checked_integer(entry[key])
+    if "shape" in types:
+        checked_shape(entry["shape"])

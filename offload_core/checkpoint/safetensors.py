@@ -6,17 +6,24 @@ that NumPy lacks.
 """
 
 import json
+import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from ..errors import CheckpointError
+from ..support.checks import LARGEST, shown
+from ..support.files import open_regular
 
 _LENGTH_BYTES = 8
 _ALIGNMENT = 64
+_MOST_DIMENSIONS = 32
+"""The most that NumPy has had in all its versions."""
 _LONGEST_HEADER = 100_000_000  # what the format's own library reads
 NUMPY_OF = {
     "BOOL": np.dtype(np.bool_),
@@ -37,6 +44,8 @@ NUMPY_OF = {
     "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
 }
 """Element types by their names in the format."""
+NOT_AS_WRITTEN = (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError)
+"""The errors that reading JSON with unexpected content can raise."""
 NAME_OF = {dtype: name for name, dtype in NUMPY_OF.items()}
 
 
@@ -50,7 +59,28 @@ class Stored:
 
     @property
     def n_bytes(self) -> int:
-        return self.dtype.itemsize * int(np.prod(self.shape, dtype=np.int64))
+        return self.dtype.itemsize * math.prod(self.shape)
+
+
+def checked_shape(shape: Any) -> tuple[int, ...]:
+    """A shape from a file. Nothing may be allocated by it before the bytes that it stands for are known to be there.
+
+    Raises:
+        ValueError, TypeError: it has a dimension that is no integer or is negative, or more dimensions or elements than
+            any array.
+    """
+    if len(shape) > _MOST_DIMENSIONS or any(type(n) is not int or n < 0 for n in shape):
+        raise ValueError(f"shape {shown(shape)}")
+    if math.prod(n for n in shape if n) > LARGEST:  # of an array without elements, too: its strides are products
+        raise ValueError(f"shape {shown(shape)}")
+    return tuple(shape)
+
+
+def checked_integer(value: Any) -> int:
+    """A count or place from a file. Raises :class:`ValueError` if it is none."""
+    if type(value) is not int or not 0 <= value <= LARGEST:
+        raise ValueError(f"got {shown(value)}, expected a count")
+    return value
 
 
 def plan_file(
@@ -65,7 +95,7 @@ def plan_file(
     at, relative = 0, {}
     for name, (dtype, shape) in tensors.items():
         relative[name] = at
-        end = at + dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+        end = at + dtype.itemsize * math.prod(shape)
         entries[name] = {"dtype": NAME_OF[dtype], "shape": list(shape), "data_offsets": [at, end]}
         at = end
     text = json.dumps(entries, separators=(",", ":")).encode()
@@ -83,8 +113,8 @@ def read_header(path: Path) -> dict[str, Stored]:
         CheckpointError: it is not a whole safetensors file, or has an unknown element type.
         OSError: it cannot be read.
     """
-    size = path.stat().st_size
-    with path.open("rb") as file:
+    with open(open_regular(path), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
         start = _LENGTH_BYTES + length
         if length > _LONGEST_HEADER or start > size:
@@ -94,11 +124,11 @@ def read_header(path: Path) -> dict[str, Stored]:
     try:
         for name, entry in json.loads(text).items():
             if name != "__metadata__":
-                begin, end = entry["data_offsets"]
-                found[name] = Stored(NUMPY_OF[entry["dtype"]], tuple(map(int, entry["shape"])), start + int(begin))
-                if int(end) - int(begin) != found[name].n_bytes or not 0 <= int(begin) <= int(end) <= size - start:
+                begin, end = map(checked_integer, entry["data_offsets"])
+                found[name] = Stored(NUMPY_OF[entry["dtype"]], checked_shape(entry["shape"]), start + begin)
+                if end - begin != found[name].n_bytes or end > size - start:
                     raise ValueError(f"{name} has bytes {begin} to {end}")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except NOT_AS_WRITTEN as error:
         raise CheckpointError(
             f"{path}: no safetensors file, or cut off, or of element types that are not known here ({error!r})"
         ) from None

@@ -1,12 +1,50 @@
-"""States of a user's objects and of random generators, to and from a checkpoint."""
+"""States of a user's objects and of random generators, to and from a checkpoint.
+
+Loading them runs code that is not this package's and may fail anywhere. So all else is read, checked and loaded before,
+and they come last, one :class:`LastPart` after the other.
+"""
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ..errors import CheckpointError
+from ..support.checks import shown
+from .folder import MANIFEST
+from .reader import Loaded
+from .safetensors import checked_integer
+
+
+@dataclass(frozen=True)
+class LastPart:
+    """A part of loading that follows when weights and optimizer states are the checkpoint's."""
+
+    what: str
+    """Names it in errors: ``"load_state_dict() of stateful['schedule']"``."""
+    run: Callable[[], Any]
+
+
+def run_last(path: Path, parts: Sequence[LastPart]) -> None:
+    """Run the parts in order.
+
+    Raises:
+        CheckpointError: one failed, which the message names, with what had been loaded before it and what was not.
+    """
+    for i, part in enumerate(parts):
+        try:
+            part.run()
+        except Exception as error:
+            done = ", ".join(["weights", "optimizer states", *(other.what for other in parts[:i])])
+            left = ", ".join(other.what for other in parts[i:])
+            raise CheckpointError(
+                f"{path}: loading broke off in {part.what} ({shown(error)}): loaded are {done}, and not {left}; mend "
+                "what failed, or leave it out, and load again"
+            ) from error
 
 
 def states_of(stateful: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -19,19 +57,57 @@ def states_of(stateful: Mapping[str, Any] | None) -> dict[str, Any]:
     return {name: item.state_dict() for name, item in (stateful or {}).items()}
 
 
-def check_states(stateful: Mapping[str, Any] | None, saved: Mapping[str, Any]) -> None:
-    """Raise :class:`CheckpointError` unless there is a state for each of these objects."""
+def check_run(loaded: Loaded) -> int:
+    """Check the plain values that every front end saves, and return the number of updates.
+
+    Raises:
+        CheckpointError: one is missing or of another type.
+    """
+    try:
+        state = loaded.state
+        if not isinstance(state, dict) or not isinstance(state["stateful"], dict) or "extras" not in state:
+            raise KeyError("stateful, extras")
+        return checked_integer(state["updates"])
+    except (KeyError, ValueError) as error:
+        raise CheckpointError(f"{loaded.checkpoint.path / MANIFEST}: incomplete ({error!r})") from None
+
+
+def parts_of_states(stateful: Mapping[str, Any] | None, saved: Mapping[str, Any]) -> list[LastPart]:
+    """The parts that give these objects their states.
+
+    Raises:
+        CheckpointError: there is no state for one of them, or it cannot take one.
+    """
     _check_objects(stateful)
     for name in stateful or {}:
         if name not in saved:
             there = ", ".join(map(repr, saved)) or "none"
             raise CheckpointError(f"stateful[{name!r}]: the checkpoint has no state of that name; it has {there}")
+    return [
+        LastPart(f"load_state_dict() of stateful[{name!r}]", partial(item.load_state_dict, saved[name]))
+        for name, item in (stateful or {}).items()
+    ]
 
 
-def load_states(stateful: Mapping[str, Any] | None, saved: Mapping[str, Any]) -> None:
-    """Give the objects their states."""
-    for name, item in (stateful or {}).items():
-        item.load_state_dict(saved[name])
+def parts_of_random_state(
+    loaded: Loaded, check: Callable[[Any], None], restore: Callable[[Any], None]
+) -> list[LastPart]:
+    """The part that restores this process's random generators; none if the saving run had no such process.
+
+    Args:
+        check: raises an error if ``restore`` would.
+    """
+    if loaded.own is None:
+        return []
+    try:
+        state = loaded.own["random"]
+        check(state)
+    except Exception as error:  # generators check what they are given as they like
+        raise CheckpointError(
+            f"{loaded.checkpoint.path}: its state of the random generators is none that these take ({error!r}); "
+            "expected load_checkpoint(..., random_state=False), which leaves them as they are"
+        ) from None
+    return [LastPart("the random generators", partial(restore, state))]
 
 
 def _check_objects(stateful: Mapping[str, Any] | None) -> None:
@@ -46,6 +122,13 @@ def _check_objects(stateful: Mapping[str, Any] | None) -> None:
 def random_state() -> dict[str, Any]:
     """The state of Python's and NumPy's global generators."""
     return {"python": random.getstate(), "numpy": np.random.get_state(legacy=True)}
+
+
+def check_random_state(state: Mapping[str, Any]) -> None:
+    """Raise an error if :func:`set_random_state` would: it is tried on generators of the same kinds."""
+    random.Random().setstate(state["python"])
+    kind = np.random.get_state(legacy=False)["bit_generator"]
+    np.random.RandomState(getattr(np.random, kind)()).set_state(state["numpy"])
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:

@@ -65,7 +65,11 @@ def encode(value: Any, arrays: list[np.ndarray], types: Sequence[ArrayType] = ()
             return {_KIND: kind, "value": items}
         for arrays_of in types:
             if arrays_of.of(value):
-                return {_KIND: arrays_of.kind, "value": array(arrays_of.to_numpy(value), where)}
+                try:
+                    as_numpy = arrays_of.to_numpy(value)
+                except Exception as error:  # sparse, donated, of several processes: each framework has its own
+                    raise CheckpointError(f"{where}: {error}") from error
+                return {_KIND: arrays_of.kind, "value": array(as_numpy, where)}
         raise CheckpointError(
             f"{where} is a {type(value).__module__}.{type(value).__qualname__}; expected plain values (None, numbers, "
             "strings, bytes, lists, tuples, dictionaries) and arrays: a checkpoint holds nothing that would have to be "
@@ -111,6 +115,10 @@ def decode(value: Any, arrays: Sequence[np.ndarray], types: Sequence[ArrayType] 
             return {"dict": dict, "Counter": Counter}[kind]({walk(key): walk(item) for key, item in held})
         if kind == "scalar":
             return arrays[held][()]
-        return from_numpy.get(kind, np.asarray)(arrays[held])
+        array = arrays[held]
+        try:
+            return from_numpy.get(kind, np.asarray)(array)
+        except Exception as error:  # a framework's own, for keys of a wrong shape, say
+            raise ValueError(f"{kind}: {error}") from error
 
     return walk(value)

@@ -68,6 +68,7 @@ def _describe(path: Path) -> dict[str, Any]:
             for record in checkpoint.files
         ],
         "parameters": parameters,
+        "left_out": [*loaded.left_out],
     }
 
 
@@ -99,6 +100,8 @@ def _text(about: dict[str, Any]) -> str:
             numel[entry["trained"], entry["dtype"]] += math.prod(entry["shape"])
         for (trained, dtype), n in sorted(numel.items(), reverse=True):
             lines.append(f"  {n:,} {'trained' if trained else 'other'} elements of {dtype}")
+        if about["left_out"]:
+            lines.append(f"  {len(about['left_out'])} frozen tensors are left out (save_checkpoint(frozen=False))")
         for record in about["files"]:
             lines.append(f"  {record['file']}  {format_bytes(record['bytes'])}, {record['tensors']} tensors")
         width = max(map(len, about["parameters"]), default=0)

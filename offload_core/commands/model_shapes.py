@@ -8,12 +8,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..checkpoint.safetensors import read_header
+from ..checkpoint.safetensors import NOT_AS_WRITTEN, read_header
 from ..config.options import OffloadConfig
 from ..dtypes import BY_NUMPY, ElementType
 from ..errors import CheckpointError
 from ..layout.partition import ParamSpec
 from ..layout.regions import InMemory
+from ..support.checks import shown
+from ..support.files import read_regular
 
 GPT2_VOCABULARY = 50304  # 50257 padded to a multiple of 64; bytes use the first 256
 INDEX = "model.safetensors.index.json"
@@ -21,6 +23,7 @@ LEAST = 1_000_000
 """The fewest parameters that :func:`gpt_of` takes."""
 MOST = 10**12
 """The most parameters that a plan takes."""
+_LONGEST_INDEX = 2**28
 _HEAD = 128
 """Elements of an attention head, for models of which only a count is known."""
 
@@ -114,9 +117,12 @@ def stored_shapes(path: Path) -> tuple[Shapes, dict[str, ElementType]]:
 
 def _files_of(index: Path) -> list[Path]:
     try:
-        names = set(json.loads(index.read_text())["weight_map"].values())
-        return [index.parent / name for name in sorted(names)]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        names = sorted(set(json.loads(read_regular(index, most_bytes=_LONGEST_INDEX))["weight_map"].values()))
+        elsewhere = [name for name in names if Path(name).name != name]
+        if elsewhere:
+            raise ValueError(f"{shown(elsewhere[0])} is not in its folder")
+        return [index.parent / name for name in names]
+    except NOT_AS_WRITTEN as error:
         raise CheckpointError(f"{index}: no index of safetensors files ({error!r})") from None
 
 

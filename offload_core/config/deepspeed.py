@@ -3,8 +3,10 @@
 A configuration is first checked against ``deepspeed_keys``, key by key, and then translated section by section.
 """
 
+import io
 import math
 import os
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import MISSING, fields
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 from ..errors import ConfigError, ConfigWarning
 from ..lr_schedules import SCHEDULES, OneCycle, WarmupCosineLR, WarmupLR
 from ..support import checks
+from ..support.files import read_regular
 from ..support.user_line import UserLine
 from .deepspeed_keys import AUTO, KEYS, SCHEDULE_KEYS, Key, spellings, walk
 
@@ -23,6 +26,8 @@ _PASSED_ON = {
     "stage3_max_reuse_distance": "max_reuse_distance",
 }
 """Keys of ``zero_optimization`` whose values are those of fields."""
+_LONGEST_FILE = 2**20
+_NAMED = 5
 OWN_LR = 1e-3
 """The learning rate of an optimizer that is given none, in DeepSpeed as here."""
 
@@ -64,9 +69,11 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
 
     source = os.fspath(path)
     try:
-        with open(path, encoding="utf-8-sig") as file:
-            config = hjson.load(file, object_pairs_hook=lambda pairs: _without_duplicates(source, pairs))
-    except (OSError, UnicodeDecodeError, OverflowError, hjson.HjsonDecodeError) as error:  # 1e999 overflows in hjson
+        file = io.TextIOWrapper(io.BytesIO(read_regular(path, most_bytes=_LONGEST_FILE)), encoding="utf-8-sig")
+        config = hjson.load(file, object_pairs_hook=lambda pairs: _without_duplicates(source, pairs))
+    except ConfigError:
+        raise
+    except Exception as error:  # hjson also raises IndexError, OverflowError (1e999) and RecursionError
         raise ConfigError(
             f"config: {source!r} cannot be read ({error}); expected the path of a DeepSpeed configuration"
         ) from error
@@ -80,9 +87,9 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
 def _without_duplicates(source: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     config = dict(pairs)
     if len(config) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        raise ConfigError(f"{source}: {', '.join(map(repr, twice))} given more than once; expected each key once")
+        twice = sorted(name for name, n in Counter(name for name, _ in pairs).items() if n > 1)
+        some = ", ".join(map(checks.shown, twice[:_NAMED])) + ", …" * (len(twice) > _NAMED)
+        raise ConfigError(f"{source}: {some} given more than once; expected each key once")
     return config
 
 
@@ -149,7 +156,7 @@ class _Translation:
     def _checked(self, keys: Mapping[str, Key], given: Any, path: str) -> dict[str, Any]:
         """The values that are set, by the present names of their keys and with the types of this package."""
         if not isinstance(given, Mapping):
-            raise ConfigError(f"{path.rstrip('.')}: got {given!r}, expected an object: {{...}}")
+            raise ConfigError(f"{path.rstrip('.')}: got {checks.shown(given)}, expected an object: {{...}}")
         out: dict[str, Any] = {}
         spelt: dict[str, str] = {}
         known = spellings(keys)
@@ -157,21 +164,21 @@ class _Translation:
             if spelling not in known:
                 elsewhere = place_of(spelling)
                 hint = f"DeepSpeed has it as {elsewhere!r}" if elsewhere else checks.nearest(spelling, known)
-                raise ConfigError(f"{path}{spelling}: unknown key; {hint}")
+                raise ConfigError(f"{path}{checks.named(spelling)}: unknown key; {hint}")
             name = known[spelling]
             if name in spelt:
                 raise ConfigError(f"{path}{spelling} and {path}{spelt[name]} are the same; expected one of them")
             spelt[name], key = spelling, keys[name]
-            if value is None or (value == AUTO and not key.auto):
+            if value is None or (checks.is_in(value, (AUTO,)) and not key.auto):
                 continue
             if key.keys is not None:
                 out[name] = self._checked(key.keys, value, f"{path}{spelling}.")
             elif key.convert is not None:
-                out[name] = AUTO if value == AUTO else key.convert(f"{path}{spelling}", value)
+                out[name] = AUTO if checks.is_in(value, (AUTO,)) else key.convert(f"{path}{spelling}", value)
             elif key.wants(value):
                 why = key.meaning.replace("`", "")
                 if key.refused:
-                    raise ConfigError(f"{path}{spelling}: got {value!r}, which is not supported: {why}")
+                    raise ConfigError(f"{path}{spelling}: got {checks.shown(value)}, which is not supported: {why}")
                 self.ignored[path + spelling] = why
         return out
 
@@ -354,8 +361,8 @@ class _Translation:
         """The schedule of this name; None if an "auto" has no known value."""
         if name not in SCHEDULES:
             raise ConfigError(
-                f"scheduler.type: got {name!r}; {checks.nearest(name, list(SCHEDULES))}; for others leave the section "
-                "out, and use torch.optim.lr_scheduler or lr=a function of the number of updates"
+                f"scheduler.type: got {checks.shown(name)}; {checks.nearest(name, list(SCHEDULES))}; for others leave "
+                "the section out, and use torch.optim.lr_scheduler or lr=a function of the number of updates"
             )
         schedule, known, path = SCHEDULES[name], SCHEDULE_KEYS[name], "scheduler.params."
         for key in given:

@@ -36,9 +36,9 @@ class Key:
     def wants(self, value: Any) -> bool:
         """For a key that sets nothing: True if this value asks for something."""
         if isinstance(value, Mapping):
-            return bool(value) and value.get("enabled") not in (False, AUTO)
-        alike = any(value == a and isinstance(value, bool) == isinstance(a, bool) for a in self.agrees)
-        return value not in (None, AUTO) and not alike
+            return bool(value) and not checks.is_in(value.get("enabled"), (False, AUTO))
+        alike = any(checks.is_in(value, (a,)) and isinstance(value, bool) == isinstance(a, bool) for a in self.agrees)
+        return not checks.is_in(value, (None, AUTO)) and not alike
 
 
 def boolean(name: str, value: Any) -> bool:
@@ -68,7 +68,7 @@ def one_of(*choices: Any) -> Convert:
 
     def convert(name: str, value: Any) -> Any:
         lower = value.lower() if isinstance(value, str) else value
-        if lower not in choices:
+        if not checks.is_in(lower, choices):
             checks.choice(name, value, choices)
         return lower
 
@@ -77,7 +77,7 @@ def one_of(*choices: Any) -> Convert:
 
 def pair(name: str, value: Any) -> tuple[float, float]:
     if not isinstance(value, list | tuple) or len(value) != 2:
-        raise ConfigError(f"{name}: got {value!r}, expected a pair of numbers in [0, 1)")
+        raise ConfigError(f"{name}: got {checks.shown(value)}, expected a pair of numbers in [0, 1)")
     for beta in value:
         checks.number(name, beta, least=0.0, below=1.0)
     return tuple(value)
@@ -85,7 +85,7 @@ def pair(name: str, value: Any) -> tuple[float, float]:
 
 def text(name: str, value: Any) -> str:
     if not isinstance(value, str):
-        raise ConfigError(f"{name}: got {value!r}, expected a string")
+        raise ConfigError(f"{name}: got {checks.shown(value)}, expected a string")
     return value
 
 

@@ -21,6 +21,8 @@ _CHOICES: dict[str, tuple] = {
     "schedule": ("overlap", "serial", "delayed"),
 }
 
+_MOST_THREADS = 2**31 - 1  # a C int
+
 _MAY_DIFFER = {"may_differ": True}
 """Metadata of a field that may differ between ranks. All others must be equal on all ranks."""
 
@@ -143,8 +145,8 @@ class OffloadConfig:
                 checks.choice(name, value, choices)
         for name, (later, instead) in _NOT_YET.items():
             value = getattr(self, name)
-            if value in later:
-                raise ConfigError(f"{name}={value!r} is not built yet in this version; it has {instead}")
+            if checks.is_in(value, later):
+                raise ConfigError(f"{name}={checks.shown(value)} is not built yet in this version; it has {instead}")
             checks.choice(name, value, (*_BUILT[name], *later))
         if not callable(self.lr):
             checks.number("lr", self.lr, least=0.0)
@@ -176,10 +178,12 @@ class OffloadConfig:
                 "expected stage=3"
             )
         if self.num_threads is not None:
-            checks.integer("num_threads", self.num_threads)
-        if self.loss_scale not in (None, "dynamic"):
+            checks.integer("num_threads", self.num_threads, most=_MOST_THREADS)
+        if not checks.is_in(self.loss_scale, (None, "dynamic")):
             if isinstance(self.loss_scale, str):
-                raise ConfigError(f"loss_scale: got {self.loss_scale!r}, expected 'dynamic', a number or None")
+                raise ConfigError(
+                    f"loss_scale: got {checks.shown(self.loss_scale)}, expected 'dynamic', a number or None"
+                )
             checks.number("loss_scale", self.loss_scale, above=0.0)
         for name in ("initial_loss_scale", "min_loss_scale"):
             checks.number(name, getattr(self, name), above=0.0)
@@ -268,7 +272,7 @@ def _check_names(given: Mapping[str, Any]) -> None:
             place = deepspeed.place_of(name)
             hint = f"DeepSpeed has it as {place!r}: give such a configuration as config" if place else None
             hint = hint or checks.nearest(name, FIELDS, also=deepspeed.KEYS)
-            raise ConfigError(f"unknown configuration field {name!r}; {hint}")
+            raise ConfigError(f"unknown configuration field {checks.shown(name)}; {hint}")
 
 
 def _converted(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -280,7 +284,7 @@ def _converted(given: Mapping[str, Any]) -> dict[str, Any]:
 def check_betas(betas: object) -> None:
     """Raise :class:`ConfigError` unless ``betas`` is a pair of numbers in [0, 1)."""
     if not isinstance(betas, tuple | list) or len(betas) != 2:
-        raise ConfigError(f"betas: got {betas!r}, expected a pair of numbers in [0, 1)")
+        raise ConfigError(f"betas: got {checks.shown(betas)}, expected a pair of numbers in [0, 1)")
     for i, beta in enumerate(betas):
         checks.number(f"betas[{i}]", beta, least=0.0, below=1.0)
 

@@ -55,6 +55,9 @@ class HostRanks:
         self.sizes: ExchangeSizes = sizes or OnHost(self.world_size, native, memory.addressable)
         self.trace = Trace(self.collectives.rank, self.world_size)
 
+    def close(self) -> None:
+        self.collectives.close()
+
     @property
     def sent_bytes(self) -> int:
         """As :attr:`Device.sent_bytes`."""

@@ -200,6 +200,10 @@ class Device(DeviceTerms, Protocol):
         """As :meth:`TensorMemory.synchronize`."""
         ...
 
+    def close(self) -> None:
+        """Free what exchanges between ranks take; none follows."""
+        ...
+
     def start_alike(self, specs: Sequence[ParamSpec], tensors: Sequence[Any]) -> None:
         """Set every rank's parameters to rank 0's values."""
         ...

@@ -10,8 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..dtypes import ElementType
+from ..errors import ConfigError
 from .regions import Elements
 
+_MOST_BUCKETS = 2**15
+"""As many as 10^12 parameters fill at the default size. Each costs memory and time of its own, in every step."""
 ALIGNMENT = 16
 """Shards are whole multiples of this many elements: 64 bytes in fp32. JAX's flat buckets need such a multiple."""
 
@@ -122,9 +125,18 @@ def build_buckets(
         The buckets in the order in which they fill when gradients arrive last parameter first. Every element
         of every parameter lies in exactly one piece; only the last bucket of a (group, dtype), and of a partitioned
         parameter, has padding.
+
+    Raises:
+        ConfigError: buckets so small would be too many.
     """
     unit = ALIGNMENT * world_size
     capacity = round_up(bucket_numel, unit)
+    numel = sum(spec.numel for spec in params)
+    if numel // capacity > _MOST_BUCKETS:
+        raise ConfigError(
+            f"reduce_bucket_size={bucket_numel:,} cuts {numel:,} parameters into {numel // capacity:,} buckets; "
+            f"expected at most {_MOST_BUCKETS:,}: give at least {-(-numel // _MOST_BUCKETS):,}"
+        )
     buckets: list[Bucket] = []
     filling: dict[tuple[int, str, bool], list[Piece]] = {}
 

@@ -47,6 +47,10 @@ class HostCollectives(Collectives, Protocol):
         """All-gather: ``send`` of rank i becomes the i-th of ``world_size`` equal parts of ``received``."""
         ...
 
+    def close(self) -> None:
+        """Free the connections; nothing is exchanged any more."""
+        ...
+
 
 def merge(sum_integers: Callable[[np.ndarray, str], None], words: np.ndarray, what: str) -> None:
     """Give every process all of the int64 ``words``. Each process has some of them, and zeros in place of the others.
@@ -78,4 +82,7 @@ class SingleRank:
         pass
 
     def broadcast(self, array: np.ndarray, what: str, source: int = 0) -> None:
+        pass
+
+    def close(self) -> None:
         pass

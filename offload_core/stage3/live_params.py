@@ -145,6 +145,11 @@ class LiveParams:
             digest, self.digest = self.digest, 0
             return digest
 
+    def in_order(self, task: Callable[[], None]) -> None:
+        """Do a task after all gathers that have begun: ranks exchange one thing at a time, in one order."""
+        with self._lock:
+            self._tasks.submit(task).result()
+
     def forget_order(self) -> None:
         """Predict nothing from past rounds: those of this rank may differ from other ranks'."""
         with self._lock:

@@ -4,10 +4,13 @@ Micikevicius et al., "Mixed Precision Training" (ICLR 2018), section 3.2; the dy
 footnote as PyTorch and DeepSpeed apply it: halve on overflow, double after a window without one.
 """
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from ..config.options import OffloadConfig
 from ..dtypes import FLOAT16, ElementType
+from ..support.checks import LARGEST, shown
 
 
 class LossScaler:
@@ -59,10 +62,21 @@ class LossScaler:
     def state_dict(self) -> dict[str, float | int]:
         return {"scale": self.scale, "good_steps": self.good_steps, "tolerated": self.tolerated}
 
-    def load_state_dict(self, state: dict[str, float | int]) -> None:
-        self.scale = float(state["scale"])
-        self.good_steps = int(state["good_steps"])
-        self.tolerated = int(state["tolerated"])
+    def load_state_dict(self, state: Mapping[str, float | int]) -> None:
+        """Raises as :func:`checked_state`; nothing has changed then."""
+        self.scale, self.good_steps, self.tolerated = checked_state(state)
+
+
+def checked_state(state: Mapping[str, Any]) -> tuple[float, int, int]:
+    """The numbers of a ``state_dict``: scale, good steps, tolerated overflows.
+
+    Raises:
+        ValueError, KeyError, TypeError, OverflowError: it is none.
+    """
+    scale, counts = float(state["scale"]), [int(state[name]) for name in ("good_steps", "tolerated")]
+    if not 0 < scale < math.inf or any(not 0 <= n <= LARGEST for n in counts):
+        raise ValueError(f"expected a positive scale and two counts, got {shown(state)}")
+    return scale, counts[0], counts[1]
 
 
 def scaler_for(config: OffloadConfig, dtypes: Iterable[ElementType]) -> LossScaler | None:

@@ -16,12 +16,25 @@ from ..layout.regions import Elements, InMemory
 from ..native import kernels
 from ..ranks.collectives import merge
 from ..rules.adam import STATE_NAMES
+from ..support.checks import LARGEST, shown
 from .bucket_states import Publication
 from .local_bucket import LocalBucket
 from .pipeline import Pipeline
 
 _AT_ONCE = 1 << 20
 """Elements that are compared at a time."""
+
+
+def checked_count(value: Any) -> int:
+    """A number of updates: an integer of at least 0, or a float or a one-element array of such a value.
+
+    Raises:
+        ValueError, TypeError, OverflowError: it is none.
+    """
+    number = float(value)
+    if not 0 <= number <= LARGEST or number != int(number):
+        raise ValueError(f"got {shown(value)}, expected a number of updates")
+    return int(number)
 
 
 class StateRun(NamedTuple):

@@ -7,6 +7,25 @@ from collections.abc import Collection
 
 from ..errors import ConfigError
 
+LARGEST = 2**62
+"""No count that is asked for is larger: sums of a few of them still fit in 64 bits."""
+_SHOWN = 500
+
+
+def shown(value: object) -> str:
+    """A value as an error shows it: its ``repr``, cut short. It may be a number of thousands of digits, which Python
+    refuses to write, or nested so deep that its ``repr`` fails."""
+    try:
+        text = repr(value)
+    except Exception:
+        text = f"a {type(value).__name__} that is too large to be shown"
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+
+
+def named(key: object) -> str:
+    """A key as an error names it: a string as it is, a longer one cut short."""
+    return shown(key) if not isinstance(key, str) or len(key) > _SHOWN else key
+
 
 def number(
     name: str, value: object, *, least: float = -math.inf, above: float = -math.inf, below: float = math.inf
@@ -16,37 +35,53 @@ def number(
         if isinstance(value, str | bool):
             raise TypeError
         converted = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError, OverflowError):  # 10**400 overflows
-        raise ConfigError(f"{name}: got {value!r}, expected a number") from None
+    except Exception:  # 10**400 overflows, an array of several elements raises what its library likes
+        raise ConfigError(f"{name}: got {shown(value)}, expected a number") from None
     if not (math.isfinite(converted) and converted >= least and converted > above and converted < below):
         bounds = [
             f">= {least:g}" * (least > -math.inf),
             f"> {above:g}" * (above > -math.inf),
             f"< {below:g}" * (below < math.inf),
         ]
-        raise ConfigError(f"{name}: got {value!r}, expected a finite number {' and '.join(b for b in bounds if b)}")
+        raise ConfigError(
+            f"{name}: got {shown(value)}, expected a finite number {' and '.join(b for b in bounds if b)}"
+        )
 
 
-def integer(name: str, value: object, *, least: int = 1) -> None:
-    """Raise :class:`ConfigError` unless ``value`` is an integer of at least ``least``."""
-    if not hasattr(value, "__index__") or isinstance(value, bool) or operator.index(value) < least:
-        raise ConfigError(f"{name}: got {value!r}, expected an integer of at least {least}")
+def integer(name: str, value: object, *, least: int = 1, most: int = LARGEST) -> None:
+    """Raise :class:`ConfigError` unless ``value`` is an integer from ``least`` to ``most``."""
+    try:
+        converted = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except Exception:
+        converted = None
+    if converted is None or converted < least:
+        raise ConfigError(f"{name}: got {shown(value)}, expected an integer of at least {least}")
+    if converted > most:
+        raise ConfigError(f"{name}: got {shown(value)}, expected an integer of at most {most}")
 
 
 def boolean(name: str, value: object) -> None:
     """Raise :class:`ConfigError` unless ``value`` is True or False."""
     if not isinstance(value, bool):
-        raise ConfigError(f"{name}: got {value!r}, expected True or False")
+        raise ConfigError(f"{name}: got {shown(value)}, expected True or False")
 
 
 def choice(name: str, value: object, choices: Collection[object]) -> None:
     """Raise :class:`ConfigError` unless ``value`` is one of ``choices``."""
-    if value not in choices:
-        raise ConfigError(f"{name}: got {value!r}, expected one of {', '.join(map(repr, choices))}")
+    if not is_in(value, choices):
+        raise ConfigError(f"{name}: got {shown(value)}, expected one of {', '.join(map(repr, choices))}")
+
+
+def is_in(value: object, choices: Collection[object]) -> bool:
+    """True if a value of any type is one of ``choices``."""
+    try:
+        return bool(value in choices)
+    except Exception:  # an array is compared element by element; a list is not hashable
+        return False
 
 
 def nearest(name: object, known: Collection[str], also: Collection[str] = ()) -> str:
     """The hint for an unknown name: the nearest known one, else all of ``known``. Names in ``also`` count only if
     near."""
-    near = difflib.get_close_matches(str(name), [*known, *also], n=1)
+    near = difflib.get_close_matches(name if isinstance(name, str) else shown(name), [*known, *also], n=1)
     return f"did you mean {near[0]!r}?" if near else f"known ones: {', '.join(known)}"

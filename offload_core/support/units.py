@@ -4,10 +4,14 @@ import argparse
 import math
 import re
 
+from .checks import shown
+
 _BYTES = {"": 1, "B": 1}
 for _power, _letter in enumerate("KMGT", 1):
     _BYTES |= {_letter: 1000**_power, f"{_letter}B": 1000**_power, f"{_letter}IB": 1024**_power}
 _COUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
+_MOST = 1e36
+"""Products of some of them are finite floats."""
 _NUMBER = re.compile(r"\s*(\d+(?:\.\d*)?(?:[eE][+-]?\d+)?)\s*([A-Za-z]*)\s*")
 
 
@@ -33,6 +37,6 @@ def count(text: str) -> int:
 def _scaled(text: str, units: dict[str, int], expected: str) -> float:
     match = _NUMBER.fullmatch(text)
     value = float(match[1]) * units[match[2].upper()] if match and match[2].upper() in units else math.nan
-    if not 1 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected {expected}")
+    if not 1 <= value <= _MOST:
+        raise argparse.ArgumentTypeError(f"got {shown(text)}, expected {expected}")
     return value

@@ -108,6 +108,9 @@ class ThreadRank:
         self._share(what, array, lambda arrays: np.copyto(given, arrays[source]))
         np.copyto(array, given)
 
+    def close(self) -> None:
+        pass
+
 
 def run_ranks(world_size: int, body: Callable[[ThreadRank], Any], *, timeout: float = 30.0) -> list[Any]:
     """Run ``body(rank)`` on ``world_size`` threads, and return their results.

@@ -14,6 +14,7 @@ from offload_core.checkpoint.folder import file_name
 from offload_core.checkpoint.manifest import file_record, write_manifest
 from offload_core.checkpoint.reader import Checkpoint, Want
 from offload_core.checkpoint.shard_writer import ShardWriter, Source
+from offload_core.checkpoint.stateful import LastPart
 from offload_core.device.host import HostDevice
 from offload_core.dtypes import BFLOAT16, FLOAT16, FLOAT32
 from offload_core.errors import CheckpointError, StateError
@@ -280,5 +281,28 @@ def test_an_argument_that_one_rank_refuses_is_refused_by_all(tmp_path):
         with pytest.raises(CheckpointError, match="keep: got 0|failed in process 0"):
             save(subject, tmp_path, keep=rank.rank)
         save(subject, tmp_path)
+
+    run_ranks(2, act)
+
+
+def test_what_fails_last_on_one_rank_fails_on_all(tmp_path):
+    """Code of a user's objects: it ran on the other rank, and neither trains on with a mixture."""
+
+    def act(rank):
+        subject = Subject(
+            HostDevice(), [np.ones(100, np.float32)], [BFLOAT16], [0], make().pipeline.config, collectives=rank
+        )
+        one_step(subject)
+        save(subject, tmp_path)
+        ran = []
+        parts = [LastPart("first", lambda: ran.append(1)), LastPart("second", lambda: ran.append(1 // rank.rank))]
+        words = "broke off in second.*loaded are weights, optimizer states, first, and not second"
+        with pytest.raises(CheckpointError, match="failed in process 0" if rank.rank else words):
+            load(subject, tmp_path, accept=lambda loaded: parts)
+        assert len(ran) == 1 + rank.rank
+        with pytest.raises(StateError, match="broke off"):
+            one_step(subject)
+        load(subject, tmp_path)
+        one_step(subject)
 
     run_ranks(2, act)

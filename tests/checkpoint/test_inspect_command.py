@@ -118,3 +118,13 @@ def test_as_a_program(folder):
     done = subprocess.run(command, cwd=root, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert len(done.stdout.splitlines()) == 2
+
+
+def test_a_name_that_no_encoding_can_write_is_shown(tmp_path):
+    """A path may hold any bytes, and a manifest half of a character."""
+    folder = tmp_path / "caf\udce9"
+    folder.mkdir()
+    command = [sys.executable, "-m", "offload_core", "inspect", str(folder)]
+    done = subprocess.run(command, capture_output=True, cwd=Path(__file__).parents[2])
+    assert done.returncode == 1
+    assert b"caf\\udce9: no checkpoint" in done.stdout

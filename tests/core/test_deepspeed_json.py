@@ -8,6 +8,7 @@ from fractions import Fraction
 from pathlib import Path
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -174,11 +175,15 @@ def test_files_have_comments_and_lack_commas(tmp_path):
         ('{"bf16": {"enabled": true, "enabled": false}}', "ds_config.json: 'enabled' given more than once"),
         ('{"bf16": ', "'.*ds_config.json' cannot be read .*line 1"),
         ('{"gradient_clipping": 1e999}', "'.*ds_config.json' cannot be read .*infinity"),
+        ('{"train_batch_size": ' + "9" * 5000, "'.*ds_config.json' cannot be read .*4300 digits"),
+        ("{a: '''", "'.*ds_config.json' cannot be read .*index out of range"),
+        ('{"a": ' * 10_000, "'.*ds_config.json' cannot be read .*recursion"),
+        ('{"a": 1, "a": 1, ' * 100 + "}", "'.*ds_config.json' cannot be read|given more than once"),
         ("[1]", "ds_config.json: got list, expected an object"),
         ("", "ds_config.json: it has no keys"),
         ('{"lr": 1e-3}', "ds_config.json: lr: unknown key; DeepSpeed has it as 'optimizer.params.lr'"),
     ],
-    ids=["twice", "cut off", "infinite", "list", "empty", "fields"],
+    ids=["twice", "cut off", "infinite", "digits", "quotes", "deep", "pairs", "list", "empty", "fields"],
 )
 def test_a_file_that_is_no_configuration_is_refused(text, match, tmp_path):
     with pytest.raises(ConfigError, match=match):
@@ -191,6 +196,55 @@ def test_a_path_that_leads_nowhere_is_named(tmp_path):
     (tmp_path / "binary.json").write_bytes(b"\xff\xfe{")
     with pytest.raises(ConfigError, match=r"binary.json' cannot be read"):
         wrap(make(), tmp_path / "binary.json")
+
+
+NESTED: list = []
+NESTED.append([[NESTED]])
+DEEP: list = []
+for _ in range(100_000):
+    DEEP = [DEEP]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        lambda: 10**5000,
+        lambda: DEEP,
+        lambda: NESTED,
+        lambda: np.ones(3),
+        lambda: torch.ones(3),
+        lambda: {3: DEEP},
+        lambda: "x" * 10**6,
+    ],
+)
+@pytest.mark.parametrize("make_config", [
+    lambda value: {"train_batch_size": value}, lambda value: {"gradient_clipping": value}, lambda value: {"lr": value},
+    lambda value: {"optimizer": value}, lambda value: {"optimizer": {"type": value}}, lambda value: {"amp": value},
+    lambda value: {"optimizer": {"type": "Adam", "params": {"betas": [value, value], "lr": "auto"}}},
+    lambda value: {"zero_optimization": {"offload_optimizer": {"device": value}}}, lambda value: {"loss_scale": value},
+    lambda value: {"fp16": {"enabled": True, "hysteresis": value}}, lambda value: {"stage": value},
+    lambda value: {"schedule": value}, lambda value: {"betas": (value, 0.9)},
+    lambda value: {"reduce_bucket_size": value}, lambda value: {"scheduler": {"type": value}},
+])  # fmt: skip
+def test_a_value_of_any_size_and_depth_is_refused_by_name(make_config, value):
+    """Python refuses to write a number of 5,000 digits, and the repr of a deep list fails."""
+    with pytest.raises(ConfigError) as caught:
+        read(make_config(value()))
+    assert len(str(caught.value)) < 2000
+
+
+@pytest.mark.parametrize("key", [10**5000, "x" * 10**6, (1, 2), b"x", None], ids=lambda key: type(key).__name__)
+def test_a_key_of_any_kind_is_refused_by_name(key):
+    for config in ({key: 1}, {"zero_optimization": {key: 1}}, {"bf16": {"enabled": True}, key: 1}):
+        with pytest.raises(ConfigError, match="unknown"):
+            OffloadConfig.resolve(config)
+
+
+def test_a_file_with_many_keys_twice_names_some(tmp_path):
+    pairs = ", ".join(f'"{i}": 1' for i in range(1000))
+    with pytest.raises(ConfigError, match="'0', '1', '10', '100', '101', … given more than once") as caught:
+        OffloadConfig.resolve(written(tmp_path, f"{{{pairs}, {pairs}}}"))
+    assert len(str(caught.value)) < 1000
 
 
 # --- two kinds of dict -----------------------------------------------------------------------------

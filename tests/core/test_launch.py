@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload_core.errors import CollectiveError, ConfigError, ConfigWarning
+from offload_core.errors import CollectiveError, ConfigError, ConfigWarning, StateError
 from offload_core.support import launchers, processors
 from offload_core.support.launchers import Launched, first_host, local_processes, share_of_cpus
 from tests.support.launched import BATCH, OPEN_MPI, SLURM, TORCHRUN
@@ -366,12 +366,17 @@ def test_ranks_of_one_machine_that_do_not_say_so_are_told_what_to_set(launched):
         module.init_process_group("cpu")
 
 
-def test_a_process_that_is_alone_joins_nobody(launched, monkeypatch):
+def test_a_process_that_is_alone_is_a_group_of_one_and_joins_once(launched):
     module = torch_launch()
-    monkeypatch.setattr(module.dist, "init_process_group", lambda *arguments, **options: pytest.fail("joined"))
     for environment in ({}, {**TORCHRUN, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}):
         launched(**environment)
         assert str(module.init_process_group("cpu")) == "cpu"
+        try:
+            assert (module.dist.get_rank(), module.dist.get_world_size(), module.dist.get_backend()) == (0, 1, "gloo")
+            with pytest.raises(StateError, match="in a process group already; expected one call"):
+                module.init_process_group("cpu")
+        finally:
+            module.dist.destroy_process_group()
 
 
 def test_a_rank_that_meets_nobody_says_whom_it_expected_and_where(launched):

@@ -1,10 +1,12 @@
 """Laws of the partition: pure integers."""
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from offload_core.dtypes import BFLOAT16, FLOAT32
+from offload_core.errors import ConfigError
 from offload_core.layout.partition import ALIGNMENT, ParamSpec, build_buckets
 from tests.support.strategies import law
 
@@ -98,3 +100,13 @@ def test_later_parameters_come_first():
 def test_numbering_goes_on_from_the_parameters_and_buckets_before():
     [bucket] = build_buckets([ParamSpec("p", 5, FLOAT32)], world_size=2, bucket_numel=64, first_param=7, first_bucket=3)
     assert (bucket.index, bucket.pieces[0].param, bucket.shard_numel) == (3, 7, 16)
+
+
+def test_buckets_that_would_be_too_many_are_refused():
+    """Millions of them would take minutes to plan, and time of their own in every step."""
+    most = ALIGNMENT * 2**15
+    assert len(build_buckets([ParamSpec("p", most, FLOAT32)], world_size=1, bucket_numel=1)) == 2**15
+    specs = [ParamSpec(str(i), most // 2 + ALIGNMENT, FLOAT32) for i in range(2)]
+    with pytest.raises(ConfigError, match=r"reduce_bucket_size=1 cuts .* into 32,770 buckets; .*give at least 17$"):
+        build_buckets(specs, world_size=1, bucket_numel=1)
+    assert len(build_buckets(specs, world_size=1, bucket_numel=17)) < 2**15

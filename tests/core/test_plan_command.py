@@ -226,6 +226,8 @@ def test_activations_are_counted_where_they_are_given(capsys: pytest.CaptureFixt
         (["plan", "--preset=tiny", "--local-world-size=2"], "expected at most"),
         (["plan", "--preset=tiny", "--device=cpu", "--device-memory=1GB"], "its memory is the host's"),
         (["plan", "--preset=tiny", "--stage=2", "--offload-param=cpu"], "of stage 3"),
+        (["plan", "--preset=tiny", "--world-size=1e300"], "expected a count"),
+        (["plan", "--preset=gpt2-124m", "--reduce-bucket-size=3700"], "expected at most 32,768: give at least 3,799"),
         (["info", "--fast"], "--fast"),
     ],
 )  # fmt: skip

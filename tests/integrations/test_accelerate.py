@@ -2,6 +2,7 @@
 
 import copy
 import io
+import shutil
 
 import pytest
 import torch
@@ -13,7 +14,11 @@ from torch.utils.data import DataLoader
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from frontends.torch import OffloadedAdamW
+from frontends.torch.integrations.accelerate import save_in_shards
+from frontends.torch.integrations.shards import FOLDER
+from offload_core.errors import CheckpointError, ConfigError
 from tests.support.hugging_face import alone
+from tests.support.processes import run as run_ranks
 from tests.support.torch_models import assert_same, same_bits
 
 __all__ = ["alone"]  # a fixture
@@ -144,6 +149,46 @@ def test_save_state_and_load_state_resume_bit_for_bit(tmp_path, dtype):
         assert ("master" in resumed.optimizer.state[p]) == (dtype != torch.float32)
         for mine, yours in zip(resumed.optimizer.state[p].values(), straight.optimizer.state[q].values(), strict=True):
             assert same_bits(mine, yours)
+
+
+def test_shards_are_loaded_whole_or_not_at_all(tmp_path):
+    """On one process, too; and a folder that was saved before without shards is loaded as ever."""
+    straight = Run(ours, model=gpt2(torch.bfloat16)).train()
+    straight.accelerator.save_state(str(tmp_path / "without"))
+    save_in_shards(straight.accelerator, straight.model, straight.optimizer)
+    straight.accelerator.save_state(str(tmp_path / "shards"))
+    files = {path.name: path.stat().st_size for path in (tmp_path / "shards").glob("optimizer.bin")}
+    assert files["optimizer.bin"] < 2000
+    expected = [value.clone() for state in straight.optimizer.state.values() for value in state.values()]
+    for name in ("without", "shards"):
+        resumed = Run(ours, model=gpt2(torch.bfloat16))
+        save_in_shards(resumed.accelerator, resumed.model, resumed.optimizer)
+        resumed.accelerator.load_state(str(tmp_path / name))
+        found = [value for state in resumed.optimizer.state.values() for value in state.values()]
+        assert all(same_bits(one, other) for one, other in zip(found, expected, strict=True))
+    shutil.rmtree(tmp_path / "shards" / FOLDER)
+    with pytest.raises(CheckpointError, match=r"the states are in offload/, which is not there; expected the folder"):
+        resumed.accelerator.load_state(str(tmp_path / "shards"))
+
+
+def test_only_a_prepared_optimizer_of_ours_is_saved_in_shards():
+    run, other = Run(torchs), ours(gpt2().parameters())
+    with pytest.raises(ConfigError, match=r"optimizer is AcceleratedOptimizer of AdamW, expected an Offload"):
+        save_in_shards(run.accelerator, run.model, run.optimizer)
+    with pytest.raises(ConfigError, match=r"the optimizer is OffloadedAdamW, expected an OffloadedAdamW as acceler"):
+        save_in_shards(run.accelerator, run.model, other)
+
+
+def test_ranks_save_and_load_their_shards(tmp_path):
+    for result in run_ranks("shards", 2, tmp_path, "accelerate_worker.py"):
+        assert result["resumed"] == result["straight"]
+        assert result["step"] == 5
+
+
+def test_accelerates_own_file_of_one_ranks_part_is_refused(tmp_path):
+    first, _ = run_ranks("plain", 2, tmp_path, "accelerate_worker.py")
+    assert "a file for all ranks would lack the others' parts; expected" in first["said"]
+    assert first["copied"]
 
 
 def test_a_step_that_grad_scaler_skips_is_none():

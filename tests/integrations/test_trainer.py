@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,10 @@ from transformers import TrainerCallback, get_scheduler
 
 from frontends.torch import OffloadedAdamW
 from frontends.torch.integrations.transformers import FOLDER, OffloadCallback
-from offload_core.errors import CheckpointError, ConfigError
+from offload_core.checkpoint.reader import Checkpoint, Loaded
+from offload_core.errors import CheckpointError, ConfigError, ConfigWarning
 from offload_core.step_log import StepLog
-from tests.support.hugging_face import CLIP, EPOCH, LR, STEPS, TORCHS, alone, llama, trained
+from tests.support.hugging_face import ARGUMENTS, CLIP, EPOCH, LR, STEPS, TORCHS, alone, llama, trained
 from tests.support.processes import run
 from tests.support.torch_models import same_bits
 
@@ -99,6 +101,41 @@ def test_bf16_autocast_and_gradient_checkpointing_change_nothing_in_the_optimize
     assert_same_run(trained(tmp_path, **settings), trained(tmp_path, TORCHS, **settings))
 
 
+def test_the_learning_rate_betas_and_eps_of_the_arguments_hold(tmp_path):
+    """As for Trainer's own optimizers."""
+    settings = {"learning_rate": 3e-3, "adam_beta1": 0.8, "adam_beta2": 0.9, "adam_epsilon": 1e-3, "max_steps": 3}
+    settings |= {"save_strategy": "no", "lr_scheduler_type": "constant"}
+    ours = trained(tmp_path, ARGUMENTS, callbacks=[OffloadCallback()], **settings)
+    assert_same_run(ours, trained(tmp_path, {}, optim="adamw_torch_fused", **settings))
+    assert logged(ours, "learning_rate")[-1] == [3e-3]
+
+
+def with_rate(**lr):
+    return {"optimizer_cls_and_kwargs": (OffloadedAdamW, lr)}
+
+
+def given(**lr):
+    model = llama()
+    return {"model": model, "optimizer": {"optimizers": (OffloadedAdamW(model.parameters(), **lr), None)}}
+
+
+@pytest.mark.parametrize(
+    ("made", "arguments", "said"),
+    [
+        ({"optimizer": with_rate()}, {}, r"rate is 0.001, and TrainingArguments\(learning_rate=5e-05\) has no effect"),
+        (given(), {}, r"rate is 0.001, and TrainingArguments\(learning_rate=5e-05\) has no effect"),
+        (given(lr=1e-2), {"learning_rate": 2e-4}, r"rate is 0.01, and TrainingArguments\(learning_rate=0.0002\)"),
+        (given(lr=1e-2), {}, None),
+        ({"optimizer": with_rate(lr=1e-3)}, {"learning_rate": 1e-3}, None),
+        ({"optimizer": ARGUMENTS}, {}, None),
+    ],
+)
+def test_a_learning_rate_that_is_not_that_of_the_arguments_is_warned_of(tmp_path, made, arguments, said):
+    settings = {"max_steps": 1, "save_strategy": "no", "warmup_steps": 0, **arguments}
+    with pytest.warns(ConfigWarning, match=said) if said else nullcontext():
+        trained(tmp_path, callbacks=[OffloadCallback()], **made, **settings)
+
+
 class Norms(TrainerCallback):
     """Of the gradients that the optimizer finds."""
 
@@ -118,6 +155,31 @@ def test_gradients_are_clipped_to_the_asked_norm_and_the_log_has_both(tmp_path):
         assert before > CLIP
         assert after == pytest.approx(found, rel=1e-7)
         assert after == pytest.approx(CLIP, rel=1e-5)
+
+
+def test_frozen_parameters_are_in_trainers_file_alone(tmp_path):
+    """As Trainer's own checkpoints of an adapter leave the base out."""
+
+    def half_frozen(fill=None):
+        model = llama()
+        model.model.requires_grad_(False)
+        if fill is not None:
+            model.model.norm.weight.fill_(fill)
+        return model
+
+    settings = {"save_steps": 2, "max_steps": 4}
+    straight = trained(tmp_path, model=half_frozen(2.0), callbacks=[OffloadCallback()], **settings)
+    folder = tmp_path / "checkpoint-2"
+    loaded = Loaded(Checkpoint(folder / FOLDER), None)
+    assert [*loaded.parameters] == ["lm_head.weight"]
+    assert {"model.norm.weight", "model.embed_tokens.weight"} < loaded.left_out.keys()
+    assert not loaded.others
+    (folder / "optimizer.pt").unlink()
+    settings |= {"save_strategy": "no", "callbacks": [OffloadCallback()]}
+    resumed = trained(tmp_path, model=half_frozen(), resume=str(folder), **settings)
+    assert logged(resumed, "step", "loss") == logged(straight, "step", "loss")
+    for (name, p), q in zip(resumed.model.named_parameters(), straight.model.parameters(), strict=True):
+        assert same_bits(p, q), name
 
 
 class Later(TrainerCallback):
@@ -173,3 +235,5 @@ def test_two_ranks_train_as_ddp_does_and_resume_their_shards(tmp_path):
         assert result["ours"] == result["theirs"] == result["resumed"]
         assert result["share"] == pytest.approx(0.5, abs=0.01)
         assert "save_only_model=False on 2 ranks" in result["refused"]
+        assert "checkpoints of 2 processes, and the optimizer's states are partitioned over 1" in result["whole"]
+        assert result["steps"] == 0

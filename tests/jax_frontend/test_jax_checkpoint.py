@@ -10,6 +10,8 @@ import pytest
 
 from frontends.jax import wrap
 from frontends.jax.tree.trees import is_array, to_numpy
+from offload_core.checkpoint.folder import MANIFEST
+from offload_core.checkpoint.manifest import read_manifest, write_manifest
 from offload_core.checkpoint.reader import Checkpoint
 from offload_core.errors import CheckpointError, StateError
 from tests.support.checkpoints import Slow
@@ -286,3 +288,106 @@ def test_under_jit_nothing_is_saved_or_loaded(tmp_path):
     for act in (offloaded.save_checkpoint, offloaded.load_checkpoint):
         with pytest.raises(StateError, match="under jit"):
             jax.jit(lambda x: act(tmp_path) and x)(jnp.ones(()))  # noqa: B023
+
+
+# --- loading that fails ------------------------------------------------------------------------------
+
+
+class Loader:
+    def __init__(self, at):
+        self.at, self.refuses = at, False
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        if self.refuses:
+            raise KeyError("load_state_dict")
+        self.at = state["at"]
+
+
+FORGERIES = {
+    "no extras": lambda c: c["state"].pop("extras"),
+    "no updates": lambda c: c["state"].pop("updates"),
+    "negative updates": lambda c: c["state"].update(updates=-1),
+    "an object's state missing": lambda c: c["state"]["stateful"].pop("loader"),
+    "no random state": lambda c: c["own"][0].pop("random"),
+    "the random state of no generator": lambda c: c["own"][0]["random"].update(python=3),
+    "a key of a wrong shape": lambda c: c["state"]["extras"]["key"].update({"$": "jax key rbg"}),
+}
+
+
+@pytest.mark.parametrize("forgery", FORGERIES)
+def test_what_cannot_be_taken_is_refused_before_anything_changes(tmp_path, forgery):
+    offloaded, twin, loader = new(1), new(1), Loader(7)
+    path = new().save_checkpoint(tmp_path, stateful={"loader": loader}, extras={"key": jax.random.key(3)})
+    content = read_manifest(path / MANIFEST)
+    FORGERIES[forgery](content)
+    write_manifest(path, content)
+    step(offloaded, 0)
+    step(twin, 0)
+    with pytest.raises(CheckpointError) as caught:
+        offloaded.load_checkpoint(path, stateful={"loader": loader})
+    assert "broke off" not in str(caught.value)
+    assert_same(offloaded, twin)
+    assert_same_tree(step(offloaded, 1), step(twin, 1))
+
+
+def test_code_of_others_runs_last_and_its_failure_says_what_is_loaded(tmp_path):
+    offloaded, twin, loader = new(1), new(), Loader(7)
+    step(twin, 0)
+    twin.save_checkpoint(tmp_path, stateful={"loader": loader})
+    loader.refuses = True
+    with pytest.raises(
+        CheckpointError,
+        match=r"broke off in load_state_dict\(\) of stateful\['loader'\].*loaded are weights, optimizer states, the "
+        "count of updates, and not .*the random generators",
+    ):
+        offloaded.load_checkpoint(tmp_path, stateful={"loader": loader})
+    with pytest.raises(StateError, match="loading a checkpoint broke off"):
+        step(offloaded, 1)
+    offloaded.load_checkpoint(tmp_path)
+    assert_same(offloaded, twin)
+
+
+def replaced(tree, path, value):
+    """A tree with another leaf at a path."""
+    return jax.tree_util.tree_map_with_path(
+        lambda at, leaf: value(leaf) if jax.tree_util.keystr(at) == path else leaf, tree
+    )
+
+
+BAD_TREES = {
+    "a negative step": ("['steps']['model']['embed']", lambda leaf: np.float32(-1)),
+    "a step that is NaN": ("['steps']['model']['embed']", lambda leaf: np.float32(np.nan)),
+    "a negative count": ("['count']", lambda leaf: -3),
+    "half a count": ("['count']", lambda leaf: 0.5),
+    "float64 moments": ("['exp_avg']['model']['embed']", lambda leaf: np.asarray(leaf, np.float64)),
+    "whole numbers": ("['master']['model']['embed']", lambda leaf: np.zeros(leaf.shape, np.int32)),
+    "a scale that is NaN": ("['loss_scale']['scale']", lambda leaf: np.nan),
+    "a negative count of steps": ("['loss_scale']['good_steps']", lambda leaf: -1),
+}
+
+
+@pytest.mark.parametrize("bad", BAD_TREES)
+def test_a_tree_of_states_that_cannot_be_taken_changes_nothing(bad):
+    fields = {"param_dtype": "float16"} if "loss_scale" in BAD_TREES[bad][0] else {}
+    offloaded, twin = new(**fields), new(**fields)
+    tree = replaced(new(1, **fields).to_pytree(), *BAD_TREES[bad])
+    with pytest.raises(StateError, match="load_pytree"):
+        offloaded.load_pytree(tree)
+    assert_same(offloaded, twin)
+
+
+@pytest.mark.parametrize("bad", ["count", "mu"])
+def test_a_state_of_optax_that_cannot_be_taken_changes_nothing(bad):
+    offloaded, twin = new(), new()
+    state = new(1).to_optax_state()
+    adam = state[0]
+    if bad == "count":
+        adam = adam._replace(count=np.int32(-1))
+    else:
+        adam = adam._replace(mu=jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), adam.mu))
+    with pytest.raises(StateError, match="load_optax_state"):
+        offloaded.load_optax_state((adam, *state[1:]))
+    assert_same(offloaded, twin)

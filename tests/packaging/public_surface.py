@@ -25,6 +25,7 @@ MODULES = {
     "offload_core.memory_report": ["MemoryReport", "MemoryRow"],
     "frontends.torch": None,
     "frontends.jax": None,
+    "frontends.torch.integrations.accelerate": None,
     "frontends.torch.integrations.lightning": None,
     "frontends.torch.integrations.shards": None,
     "frontends.torch.integrations.transformers": None,

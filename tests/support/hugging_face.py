@@ -5,9 +5,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from frontends.torch import OffloadedAdamW
+from frontends.torch.integrations.transformers import offloaded_adamw
 
 STEPS, EPOCH, CLIP, LR = 8, 4, 0.5, 1e-2
 OFFLOADED = {"optimizer_cls_and_kwargs": (OffloadedAdamW, {"lr": LR})}
+ARGUMENTS = lambda args: {"optimizer_cls_and_kwargs": offloaded_adamw(args)}  # noqa: E731
 TORCHS = {"optimizer_cls_and_kwargs": (torch.optim.AdamW, {"lr": LR, "fused": True})}
 TOKENS = torch.randint(64, (4 * EPOCH, 12), generator=torch.Generator().manual_seed(1))
 DATA = [{"input_ids": row, "labels": row} for row in TOKENS]
@@ -32,7 +34,10 @@ def llama(dtype=torch.float32):
 
 
 def trainer_of(folder, optimizer=OFFLOADED, *, model=None, callbacks=(), **settings):
-    """A Trainer that accumulates, clips, decays, warms up, and saves in the middle and at the end of an epoch."""
+    """A Trainer that accumulates, clips, decays, warms up, and saves in the middle and at the end of an epoch.
+
+    ``optimizer``: Trainer's arguments for it, or a function of the TrainingArguments that returns these.
+    """
     settings = {
         "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": STEPS, "max_grad_norm": CLIP,
         "weight_decay": 0.1, "lr_scheduler_type": "cosine", "warmup_steps": 2, "logging_steps": 1, "save_steps": 2,
@@ -40,6 +45,7 @@ def trainer_of(folder, optimizer=OFFLOADED, *, model=None, callbacks=(), **setti
     } | settings  # fmt: skip
     arguments = TrainingArguments(output_dir=str(folder), **settings)
     model = llama() if model is None else model
+    optimizer = optimizer(arguments) if callable(optimizer) else optimizer
     return Trainer(model, arguments, train_dataset=DATA, callbacks=list(callbacks), **optimizer)
 
 

@@ -494,6 +494,26 @@ def test_hooks_of_the_user_see_whole_parameters():
     assert released(parted)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("compiled", [torch.jit.script, partial(torch.jit.trace, example_inputs=torch.ones(1, 64))])
+def test_modules_that_run_no_hooks_are_refused_unless_their_parameters_stay_whole(compiled):
+    def model():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 64), compiled(nn.Sequential(nn.Linear(64, 1))))
+
+    said = r"module '1' is compiled by TorchScript, .* gather its '0.weight' in stage 3; expected the Python module"
+    with pytest.raises(ParameterError, match=said):
+        wrap(model(), **STAGE_3)
+    engine, plain = wrap(model(), **{**STAGE_3, "param_persistence_threshold": 65}), wrap(model(), stage=2)
+    for each in (plain, engine):
+        each.backward(each(torch.ones(2, 4)).square().mean())
+        each.step()
+    assert engine.module[0].weight in engine.optimizer.partitioned
+    engine.close()
+    for p, q in zip(engine.module.parameters(), plain.module.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
 class TorchsOwn(nn.Module):
     """Modules that use a child's weight by themselves, keep weights in lists, or compute them."""
 

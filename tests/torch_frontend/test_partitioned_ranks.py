@@ -42,13 +42,22 @@ def test_one_rank_changes_parameters_for_all_and_masters_follow(changes):
     assert first["stage 2"] == first["stage 3"] == second["stage 3"]
 
 
-def test_ranks_that_run_other_modules_are_told_before_anything_is_updated(changes):
+def test_ranks_that_run_other_modules_of_equal_size_get_one_error_instead_of_mixed_layers(changes):
     for result in changes:
-        found = result["other order"]
-        assert "the same modules run in the same order" in found["said"]
-        assert found["unchanged"]
-        assert found["updated"]
-    assert changes[0]["other order"]["bits"] == changes[1]["other order"]["bits"]
+        assert result["other order"] == 2 * [
+            "ranks went different ways: rank 0 at parameter 'parts.0.weight': gathering of its shards (1,024 bytes); "
+            "rank 1 at parameter 'parts.1.weight': gathering of its shards (1,024 bytes); expected the same on every "
+            "rank: equally many backwards and steps, in stage 3 the same modules in the same order: end this run and "
+            "resume from the last checkpoint"
+        ]
+
+
+def test_ranks_generate_to_other_lengths_with_synced_gpus_and_get_one_error_without(tmp_path):
+    first, second = worker("generates", tmp_path)
+    assert first["lengths"] == [7, 7]
+    assert second["lengths"] == [12]
+    assert first["said"] == second["said"]
+    assert first["said"].startswith("ranks went different ways: rank 0 at parameter ")
 
 
 def test_a_rank_that_is_lost_in_forward_is_an_error_that_names_what_was_gathered(tmp_path):

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, MultiStepLR
 
 from frontends.torch import gathered_parameters, wrap
+from frontends.torch.files.checkpoint import load_weights
 from offload_core.checkpoint.reader import Checkpoint
 from offload_core.errors import CheckpointError, StateError
 from tests.support.torch_models import batch, loss_of, make, same_bits
@@ -168,6 +169,67 @@ def test_a_parameter_that_was_unfrozen_on_the_way_keeps_its_states(tmp_path):
     for param, same in zip(model.parameters(), engine.module.parameters(), strict=True):
         for name, state in engine.optimizer.state.get(same, {}).items():
             assert same_bits(torch.as_tensor(other.optimizer.state[param][name]), torch.as_tensor(state)), name
+
+
+class Adapted(nn.Module):
+    """A frozen base, and adapters."""
+
+    def __init__(self, seed):
+        super().__init__()
+        torch.manual_seed(0)
+        self.base = nn.Linear(256, 256).requires_grad_(False)
+        torch.manual_seed(seed)
+        self.down, self.up = nn.Linear(256, 2), nn.Linear(2, 256)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+def adapt(engine, seeds):
+    for seed in seeds:
+        x = torch.randn(4, 256, generator=torch.Generator().manual_seed(seed))
+        engine.backward(engine(x).pow(2).mean())
+        engine.step()
+
+
+@pytest.mark.parametrize("way", ["plain", "stage 3"])
+def test_a_checkpoint_without_the_frozen_base_resumes_on_the_same_base(tmp_path, way):
+    engine = wrap(Adapted(1), lr=1e-2, **WAYS[way])
+    adapt(engine, range(3))
+    path = engine.save_checkpoint(tmp_path, frozen=False)
+    n_trained = sum(p.numel() for p in engine.module.parameters() if p.requires_grad)
+    assert sum(file.stat().st_size for file in path.iterdir()) < 12 * n_trained + 2**15  # of 2**18
+    adapt(engine, range(3, 6))
+    other = wrap(Adapted(2), lr=1e-2, **WAYS["plain"])
+    other.load_checkpoint(tmp_path)
+    adapt(other, range(3, 6))
+    engine.close()
+    for (name, p), q in zip(other.module.named_parameters(), engine.module.parameters(), strict=True):
+        assert same_bits(p, q), name
+    weights = Adapted(3)
+    load_weights(weights, path)
+    assert same_bits(weights.base.weight, other.module.base.weight)
+    assert not same_bits(weights.up.weight, Adapted(3).up.weight)
+
+
+def test_a_checkpoint_without_the_frozen_base_fits_no_other_model(tmp_path):
+    engine = wrap(Adapted(1), lr=1e-2)
+    adapt(engine, range(2))
+    engine.save_checkpoint(tmp_path, frozen=False)
+    unfrozen, smaller = Adapted(2), Adapted(2)
+    unfrozen.base.weight.requires_grad_(True)
+    smaller.base = nn.Linear(256, 128).requires_grad_(False)
+    for model, said in (
+        (unfrozen, r"saved without 'base.weight', which was frozen and is trained now; expected it frozen"),
+        (smaller, r"'base.weight' has shape \[256, 256\] in it, expected \[128, 256\]"),
+        (Adapted(2).down, "this model lacks"),
+    ):
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        other = wrap(model, lr=1e-2)
+        with pytest.raises(CheckpointError, match=said):
+            other.load_checkpoint(tmp_path)
+        assert all(same_bits(tensor, before[name]) for name, tensor in model.state_dict().items())
+        other.optimizer.pipeline.finish()  # the states are not broken
 
 
 class Counting(nn.Linear):

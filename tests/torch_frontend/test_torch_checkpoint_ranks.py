@@ -35,5 +35,7 @@ def test_what_one_rank_cannot_save_none_does_and_gradients_that_were_not_sent_co
     assert first[0] == "CheckpointError: save of a checkpoint failed in process 1, a"
     assert second[0] == "ValueError: not here"
     waiting = "StateError: a checkpoint is asked for between backward() and"
-    assert first[1:] == second[1:] == [waiting, waiting]
+    assert first[1:3] == second[1:3] == [waiting, waiting]
+    assert first[3] == first[0]
+    assert second[3] == "CheckpointError: save: process 1 was given {'step': 0, 'keep"
     assert [path.name for path in (tmp_path / "checkpoints").iterdir() if path.is_dir()] == ["step-00000000"]

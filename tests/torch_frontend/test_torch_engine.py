@@ -6,12 +6,15 @@ import gc
 import itertools
 import math
 import weakref
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from frontends.torch import OffloadConfig, OffloadedAdamW, registration, wrap
 from offload_core import (
@@ -24,7 +27,7 @@ from offload_core import (
     StateError,
 )
 from offload_core.native.grad_norm import clip_coefficient
-from tests.support.torch_models import assert_same, batch, loss_of, make, same_bits
+from tests.support.torch_models import assert_same, batch, loss_of, make, same_bits, train
 
 
 def states(engine):
@@ -570,13 +573,60 @@ def test_a_launched_process_that_has_not_joined_the_others_is_warned(monkeypatch
         dist.destroy_process_group()
 
 
-def test_integer_parameters_are_refused_where_they_are_asked_to_train():
+def test_frozen_integers_take_no_part_as_in_torch():
+    """Quantized weights, in the optimizer's groups or not."""
+    runs = []
+    for new in (OffloadedAdamW, partial(torch.optim.AdamW, fused=True)):
+        model = make()
+        model[0].register_parameter("quantized", nn.Parameter(torch.ones(4, dtype=torch.int8), requires_grad=False))
+        optimizer = new(model.parameters(), lr=1e-2)
+        train(model, optimizer, range(2))
+        optimizer.load_state_dict(optimizer.state_dict())
+        train(model, optimizer, range(2, 4))
+        runs.append(model)
+    for p, q in zip(runs[0].parameters(), runs[1].parameters(), strict=True):
+        assert same_bits(p, q)
+    model[0].register_parameter("quantized", nn.Parameter(torch.ones(4, dtype=torch.int8), requires_grad=False))
+    assert step(wrap(model, params=model.parameters()), 0).updated
+    with pytest.raises(ParameterError, match="no parameter requires a gradient"):
+        OffloadedAdamW([model[0].quantized])
+
+
+@pytest.fixture
+def group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("where", ["inside", "deep inside", "around the engine", "around the model", "in buckets"])
+def test_gradients_are_averaged_by_the_engine_alone(where):
+    """DistributedDataParallel reads p.grad in backward, where the engine has taken it."""
     model = make()
-    integers = nn.Parameter(torch.ones(4, dtype=torch.int64), requires_grad=False)
-    with pytest.raises(ParameterError, match=r"dtype torch.int64, expected a dense float32|has dtype torch.int64"):
-        OffloadedAdamW([*model.parameters(), integers])
-    model[0].register_parameter("frozen_integers", integers)
-    assert step(wrap(model), 0).updated
+    if "inside" in where:
+        averaging = DistributedDataParallel(model)
+        model = nn.Sequential(nn.Linear(32, 32), averaging) if where == "deep inside" else averaging
+        named = "module '1'" if where == "deep inside" else "the model"
+        match = f"{named} is of type DistributedDataParallel, which averages .*expected wrap.model. of the module"
+        expect_refusal(ParameterError, match, model)
+        model.requires_grad_(False)  # as a teacher it averages nothing
+        wrap(nn.Sequential(model, nn.Linear(16, 1)))
+        return
+    engine = wrap(model)
+    averaging = DistributedDataParallel(engine if "engine" in where else model, gradient_as_bucket_view="in" in where)
+    loss = averaging(batch(0)).pow(2).mean()
+    with pytest.raises(GradientError, match=r"in backward, .*Is there a DistributedDataParallel .*around the engine"):
+        engine.backward(loss)
+
+
+@pytest.mark.usefixtures("group")
+def test_parameters_in_shards_of_others_are_refused():
+    """DTensors: their values are in other tensors, of which the kernels would know nothing."""
+    sharded = fully_shard(make())
+    expect_refusal(ParameterError, "the model is of type FSDPModule, which averages", sharded, unchanged=False)
+    with pytest.raises(ParameterError, match=r"is a DTensor, whose values are in other tensors; .*fully_shard"):
+        OffloadedAdamW(sharded.parameters())
 
 
 @pytest.mark.parametrize(

@@ -152,7 +152,8 @@ class OnRankZeroAlone:
 def refused(rank, world_size):
     """What stops one rank stops all, at once, and they go on together."""
     said = []
-    engine = wrap(nn.Linear(3, 3), stage=1, gradient_accumulation_steps=2)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3).requires_grad_(False))
+    engine = wrap(model, stage=1, gradient_accumulation_steps=2)
 
     def save(**options):
         try:
@@ -167,6 +168,7 @@ def refused(rank, world_size):
         engine.step()
     save()
     engine.optimizer.zero_grad()
+    save(frozen=rank == 0)
     engine.save_checkpoint(FOLDER)
     return said
 

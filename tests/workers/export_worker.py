@@ -76,7 +76,7 @@ def masters(rank, world_size):
     result = {}
     for name, param in engine.module.named_parameters():
         parts = [None] * world_size
-        dist.all_gather_object(parts, engine.optimizer.state[param].get("master", torch.empty(0)))
+        dist.all_gather_object(parts, engine.optimizer.state[param].get("master", torch.empty(0)).clone())
         result[name] = torch.equal(torch.cat(parts).view(param.shape), found[name])
     parted = wrap(gpt(), lr=1e-2, param_dtype="bfloat16", **STAGE_3, offload_param="cpu")
     train(parted, None, rank, 2)

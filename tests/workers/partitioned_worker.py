@@ -13,7 +13,8 @@ from frontends.torch.ranks.collectives import TorchRanks
 from frontends.torch.ranks.device import memory_of
 from frontends.torch.ranks.device_ranks import DeviceRanks
 from frontends.torch.stage3 import partitioned as partitioned_module
-from offload_core import CollectiveError, StateError
+from offload_core import CollectiveError
+from tests.support.hugging_face import llama
 from tests.support.partitioned_models import MODELS, External, external_loss, gpt, gpt_loss
 from tests.support.torch_rank import bits, main, whole_bits
 
@@ -104,7 +105,7 @@ def changes(rank, world_size):
 
 
 def other_order(rank):
-    """Ranks that run equal modules in another order."""
+    """Ranks that run equal modules in another order: what the first evaluation and later calls say."""
 
     class Both(nn.Module):
         def __init__(self):
@@ -118,16 +119,34 @@ def other_order(rank):
 
     torch.manual_seed(0)
     engine = wrap(Both(), lr=1e-2, **STAGE_3)
-    before = whole_bits(engine)
-    engine.backward(engine(torch.ones(2, 16), [0, 1] if rank == 0 else [1, 0]))
+    train = lambda: engine.backward(engine(torch.ones(2, 16), [0, 1]))  # noqa: E731
+    train()
+    engine.step()
+    said = []
+    for act in (lambda: engine(torch.ones(2, 16), [0, 1] if rank == 0 else [1, 0]), train):
+        try:
+            with torch.no_grad():
+                act()
+            said.append(None)
+        except CollectiveError as error:
+            said.append(str(error))
+    return said
+
+
+def generates(rank, world_size):
+    """Each rank generates to another length, and trains on; then without waiting for the other."""
+    engine = wrap(llama(), **STAGE_3)
+    tokens = torch.tensor([[3 + rank, 5, 7]])
+    lengths, said = [], None
     try:
-        engine.step()
-        said = None
-    except StateError as error:
+        for synced in (True, False):
+            made = engine.module.generate(tokens, max_new_tokens=4 + 5 * rank, do_sample=False, synced_gpus=synced)
+            lengths.append(made.shape[1])
+            engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+            engine.step()
+    except CollectiveError as error:
         said = str(error)
-    unchanged = whole_bits(engine) == before
-    engine.backward(engine(torch.ones(2, 16), [0, 1]))
-    return {"said": said, "unchanged": unchanged, "updated": engine.step().updated, "bits": whole_bits(engine)}
+    return {"lengths": lengths, "said": said}
 
 
 def killed(rank, world_size):

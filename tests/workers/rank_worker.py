@@ -10,7 +10,7 @@ from torch import nn
 
 import frontends.torch.optimizer as optimizer_module
 from frontends.torch import init, wrap
-from frontends.torch.ranks import collectives
+from frontends.torch.ranks import own_group
 from frontends.torch.ranks.collectives import TorchRanks
 from frontends.torch.ranks.device import memory_of
 from frontends.torch.ranks.device_ranks import DeviceRanks, device_for
@@ -87,7 +87,7 @@ def scripted(rank, world_size):
 
 
 def data_writes(rank, world_size):
-    """Weights that all ranks clip after each step, through ``p.data`` and counted; one rank alone looks at them, too."""
+    """Weights that all ranks clip after each step, through ``p.data`` and counted; one rank alone looks at them."""
 
     def counted(param):
         with torch.no_grad():
@@ -114,7 +114,7 @@ def data_writes(rank, world_size):
 
 def beside_the_compiler(rank, world_size):
     """A frame that could not be compiled leaves the compiler's own evaluation of frames in place."""
-    collectives._PATIENCE = float("inf")  # a rank that keeps what an exchange was given would wait for ever
+    own_group._PATIENCE = float("inf")  # a rank that keeps what an exchange was given would wait for ever
 
     def uncompilable(weight):
         torch._dynamo.graph_break()

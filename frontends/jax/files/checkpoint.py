@@ -14,7 +14,16 @@ from offload_core.checkpoint.checkpoints import Checkpoints, Contents, Names, Ta
 from offload_core.checkpoint.reader import Loaded, Want
 from offload_core.checkpoint.safetensors import NAME_OF
 from offload_core.checkpoint.shard_writer import Source
-from offload_core.checkpoint.stateful import check_states, load_states, random_state, set_random_state, states_of
+from offload_core.checkpoint.stateful import (
+    LastPart,
+    check_random_state,
+    check_run,
+    parts_of_random_state,
+    parts_of_states,
+    random_state,
+    set_random_state,
+    states_of,
+)
 from offload_core.checkpoint.values import ArrayType
 from offload_core.errors import CheckpointError
 from offload_core.layout.regions import Region
@@ -107,24 +116,26 @@ class TreeCheckpoints:
         *,
         stateful: Mapping[str, Any] | None,
         names: Names,
-    ) -> Loaded:
-        """Load a checkpoint that has states of these objects.
+        random_state: bool,
+        count: Callable[[int], None],
+    ) -> Any:
+        """Load a checkpoint that has states of these objects, and return its extras.
 
         Args:
             publish: brings master weights to the trained leaves.
+            count: takes the number of updates.
         """
+
+        def accept(loaded: Loaded) -> list[LastPart]:
+            last = [LastPart("the count of updates", partial(count, check_run(loaded)))]
+            last += parts_of_states(stateful, loaded.state["stateful"])
+            return last + (parts_of_random_state(loaded, check_random_state, set_random_state) if random_state else [])
+
         with self._core.together("load"):
             theirs = self._names(names)
             targets = [self._target(theirs[i], i) for i in self._untrained()]
-        return self._core.load(
-            path,
-            [theirs[i] for i in self._trained],
-            targets,
-            self._tensors(),
-            publish,
-            ARRAYS,
-            accept=partial(_accept, stateful),
-        )
+        trained = [theirs[i] for i in self._trained]
+        return self._core.load(path, trained, targets, self._tensors(), publish, ARRAYS, accept=accept).state["extras"]
 
     # --- the tree's arrays ---------------------------------------------------------------------------
 
@@ -163,18 +174,6 @@ class TreeCheckpoints:
             self._leaves[i] = self._placement.pass_through(from_numpy(staged.pop(), self._leaves[i]))
 
         return Target(name, shape, wants, loaded, dtype)
-
-
-def take_up(loaded: Loaded, stateful: Mapping[str, Any] | None, *, random_state: bool) -> Any:
-    """Give states from a checkpoint to these objects and to the random generators, and return its extras."""
-    load_states(stateful, loaded.state["stateful"])
-    if random_state and loaded.own is not None:
-        set_random_state(loaded.own["random"])
-    return loaded.state["extras"]
-
-
-def _accept(stateful: Mapping[str, Any] | None, loaded: Loaded) -> None:
-    check_states(stateful, loaded.state["stateful"])
 
 
 def _form(name: str, leaf: Any) -> tuple[tuple[int, ...], np.dtype]:

@@ -1,16 +1,18 @@
 """The states of a wrapped tree's parameters, as trees of its structure."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
 from offload_core.config.options import OffloadConfig
+from offload_core.dtypes import BY_NUMPY
 from offload_core.errors import ParameterError, StateError
 from offload_core.rules.adam import STATE_NAMES
+from offload_core.step.loss_scale import checked_state
 from offload_core.step.pipeline import Pipeline
-from offload_core.step.state_access import StateAccess
+from offload_core.step.state_access import StateAccess, checked_count
 
 from ..optax_bridge.state import adam_of, state_of
 from ..placement.placement import Placement
@@ -105,18 +107,26 @@ class TreeStates:
         params = self._leaves_of(tree, "params", arrays)
         states = {name: self._leaves_of(tree, name, self._shapes) for name in STATE_NAMES}
         steps = self._leaves_of(tree, "steps", dict.fromkeys(self._shapes, ()))
+        count = self._checked("load_pytree", states, [tree["count"], *steps.values()])[0]
+        scale = tree.get("loss_scale")
+        try:
+            if self._pipeline.scaler is not None and scale is not None:
+                checked_state(scale)
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise StateError(f"load_pytree: loss_scale ({error!r}); expected what to_pytree() gave") from None
         self._restore(states, steps, flush)
         for position, value in params.items():
             self._tree.leaves[position] = self._placed(position, value)
-        if self._pipeline.scaler is not None and "loss_scale" in tree:
-            self._pipeline.scaler.load_state_dict(tree["loss_scale"])
-        return int(tree["count"])
+        if self._pipeline.scaler is not None and scale is not None:
+            self._pipeline.scaler.load_state_dict(scale)
+        return count
 
     def load_optax(self, state: Any, flush: Callable[[], Any]) -> int:
         """As ``OffloadedParams.load_optax_state``; returns the number of updates that the state counts."""
         mu, nu, steps, count = adam_of(state)
         moments = {"exp_avg": mu, "exp_avg_sq": nu}
         states = {name: self._leaves_of(moments, name, self._shapes, "load_optax_state") for name in moments}
+        self._checked("load_optax_state", states, [steps, count])
         self._restore(states, dict.fromkeys(self._shapes, steps), flush)
         return count
 
@@ -159,6 +169,21 @@ class TreeStates:
                 flat = {name: leaf.layout.to_core(values) for name, values in flat.items()}
             self._states.set_states(i, flat)
             self._pipeline.steps[i][...] = steps[leaf.position]
+
+    def _checked(self, what: str, states: Mapping[str, Mapping[int, Any]], counts: Iterable[Any]) -> list[int]:
+        """Check states and numbers of updates before anything changes, and return the numbers."""
+        for name, leaves in states.items():
+            for position, value in leaves.items():
+                dtype = np.dtype(getattr(value, "dtype", np.float32))
+                if dtype not in BY_NUMPY:
+                    raise StateError(
+                        f"{what}: {name}{self._tree.paths[position]} is of {dtype}, and would be rounded; expected "
+                        "float32: convert it, if that is what you want"
+                    )
+        try:
+            return [checked_count(value) for value in counts]
+        except (TypeError, ValueError, OverflowError) as error:
+            raise StateError(f"{what}: count or steps: {error}") from None
 
     def _leaves_of(
         self, tree: Mapping[str, Any], name: str, shapes: Mapping[int, tuple[int, ...]], what: str = "load_pytree"

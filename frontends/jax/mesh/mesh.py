@@ -385,6 +385,9 @@ class JaxMeshDevice:
     def synchronize(self) -> None:
         pass
 
+    def close(self) -> None:
+        pass
+
     def start_alike(self, specs: Sequence[ParamSpec], tensors: Sequence[MeshParameter]) -> None:
         if self.collectives.world_size == 1:
             return

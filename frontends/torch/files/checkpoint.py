@@ -1,6 +1,6 @@
 """The model's part of a checkpoint: frozen parameters, buffers, modules' states and random generators."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,23 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as EXTRA_STATE
 from offload_core.checkpoint.checkpoints import Contents, Names, Target, load_values, translation
 from offload_core.checkpoint.reader import Loaded, Want
 from offload_core.checkpoint.shard_writer import Source
-from offload_core.checkpoint.stateful import check_states, load_states, random_state, set_random_state, states_of
+from offload_core.checkpoint.stateful import (
+    LastPart,
+    check_random_state,
+    check_run,
+    parts_of_random_state,
+    parts_of_states,
+    random_state,
+    run_last,
+    set_random_state,
+    states_of,
+)
 from offload_core.checkpoint.values import ArrayType
 from offload_core.errors import CheckpointError, ParameterError
 from offload_core.layout.regions import InMemory
+from offload_core.support.checks import shown
 
+from ..groups import checked_values, paired, set_values
 from ..optimizer import OffloadedAdamW
 from ..stage3.parameters import PartitionedParameter
 from ..stage3.partitioned import PartitionedModel
@@ -27,9 +39,12 @@ from .export import uncompiled
 
 
 def _to_numpy(tensor: torch.Tensor) -> np.ndarray:
+    if not _is_plain(tensor):
+        raise CheckpointError(
+            f"a {_kind_of(tensor)}; expected a dense one of {', '.join(map(str, NUMPY_DTYPES))}: save what it is made "
+            "of"
+        )
     host = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    if host.dtype not in NUMPY_DTYPES:
-        raise CheckpointError(f"a tensor of {host.dtype}; expected one of {', '.join(map(str, NUMPY_DTYPES))}")
     return memory(host.view(-1)).reshape(tuple(host.shape))
 
 
@@ -57,19 +72,24 @@ class ModelCheckpoints:
         extras: Any,
         keep: int | None,
         wait: bool,
+        frozen: bool = True,
     ) -> Path:
         optimizer = self._optimizer
         with optimizer.checkpoints.together("save"):
             self._check_closed("save_checkpoint()")
             tensors = optimizer.registration.current_tensors()
-            contents = self._contents(stateful, extras)
+            contents = self._contents(stateful, extras, frozen)
         return optimizer.checkpoints.save(folder, contents, tensors, step=optimizer.updates, keep=keep, wait=wait)
 
-    def _contents(self, stateful: Mapping[str, Any] | None, extras: Any) -> Contents:
+    def _contents(self, stateful: Mapping[str, Any] | None, extras: Any, frozen: bool) -> Contents:
         optimizer = self._optimizer
-        sources, shapes = [], {}
+        sources, shapes, left_out, group_of = [], {}, {}, optimizer.group_of()
         alone = optimizer.pipeline.device.collectives.rank == 0
+        kept = set() if frozen else {id(param) for param in self._model.parameters() if not param.requires_grad}
         for name, tensor, record in self._untrained():
+            if id(tensor) in kept:
+                left_out[name] = tuple(tensor.shape)
+                continue
             shapes[name] = (tuple(tensor.shape), _numpy_dtype(name, tensor))
             if record is not None:
                 sources += _shard_sources(name, record)
@@ -92,9 +112,19 @@ class ModelCheckpoints:
             types=[TENSORS],
             gradients_wait=optimizer.intake.has_deferred,
             front_end="torch",
+            left_out=left_out,
+            groups=[group_of.get(slot.param, 0) for slot in optimizer.slots],
         )
 
-    def load(self, path: Any, *, stateful: Mapping[str, Any] | None, names: Names, random_state: bool) -> Any:
+    def load(
+        self,
+        path: Any,
+        *,
+        stateful: Mapping[str, Any] | None,
+        names: Names,
+        random_state: bool,
+        accept_extras: Callable[[Any], None] = lambda extras: None,
+    ) -> Any:
         optimizer, translated = self._optimizer, translation(names)
         modules = {translated(name): module for name, module in _stateful_modules(self._model)}
         with optimizer.checkpoints.together("load"):
@@ -102,20 +132,27 @@ class ModelCheckpoints:
             optimizer.take_on_unfrozen()
             tensors = optimizer.registration.current_tensors()
 
-        def accept(loaded: Loaded) -> None:
+        def accept(loaded: Loaded) -> list[LastPart]:
+            updates, state = check_run(loaded), loaded.state
+            if not isinstance(state.get("modules", {}), dict):
+                raise CheckpointError(f"{loaded.checkpoint.path}: the states of modules are not by name")
             missing = [name for name in modules if name not in loaded.state.get("modules", modules)]
             if missing:
                 raise CheckpointError(
                     f"{loaded.checkpoint.path}: has no {missing[0]!r}, which this model's get_extra_state() gives; is "
                     "it the checkpoint of another model?"
                 )
-            check_states(stateful, loaded.state["stateful"])
-            groups = loaded.state["groups"]
-            if groups is not None and len(groups) != len(optimizer.param_groups):
-                raise CheckpointError(
-                    f"{loaded.checkpoint.path}: {len(groups)} parameter groups in it, expected "
-                    f"{len(optimizer.param_groups)}, as this optimizer has"
-                )
+            accept_extras(state["extras"])
+            values = self._group_values(loaded, translated)
+            last = [
+                LastPart("the count of updates", partial(setattr, optimizer, "updates", updates)),
+                LastPart("the parameter groups", partial(set_values, optimizer.param_groups, values)),
+            ]
+            last += _module_parts(modules, state.get("modules", {}))  # the other front end knows no modules
+            last += parts_of_states(stateful, state["stateful"])
+            return last + (
+                parts_of_random_state(loaded, check_random_states, set_random_states) if random_state else []
+            )
 
         def publish() -> None:
             if optimizer.partitioned is not None:
@@ -126,21 +163,33 @@ class ModelCheckpoints:
         loaded = optimizer.checkpoints.load(
             path, [translated(name) for name in self._names()], targets, tensors, publish, [TENSORS], accept=accept
         )
-        state = loaded.state
-        optimizer.updates = int(state["updates"])
-        for group, saved in zip(optimizer.param_groups, state["groups"] or [], strict=False):
-            for key, value in saved.items():
-                if isinstance(group.get(key), torch.Tensor):
-                    group[key].fill_(float(value))  # schedulers may hold it
-                else:
-                    group[key] = value
-        for name, module in modules.items():
-            if name in state.get("modules", ()):  # the other front end knows no modules
-                module.set_extra_state(state["modules"][name])
-        load_states(stateful, state["stateful"])
-        if random_state and loaded.own is not None:
-            set_random_states(loaded.own["random"])
-        return state["extras"]
+        return loaded.state["extras"]
+
+    def _group_values(self, loaded: Loaded, translated: Callable[[str], str]) -> list[dict[str, Any]]:
+        """The values of the checkpoint's groups for each of this optimizer's, in its order.
+
+        Raises:
+            CheckpointError: they are not of the same parameters, or a value is out of range.
+        """
+        optimizer, path = self._optimizer, loaded.checkpoint.path
+        own, groups = optimizer.param_groups, loaded.state.get("groups")
+        if groups is None:  # the other front end has none
+            return []
+        if not isinstance(groups, list):
+            raise CheckpointError(f"{path}: the parameter groups in it are {shown(groups)}, expected a list")
+        if len(groups) != len(own):
+            raise CheckpointError(
+                f"{path}: {len(groups)} parameter groups in it, expected {len(own)}, as this optimizer has"
+            )
+        named = {translated(name): param for name, param in self._named_params()}
+        group_of = optimizer.group_of()
+        mine = {name: group_of[param] for name, param in named.items() if param in group_of}
+        theirs = {name: entry["group"] for name, entry in loaded.parameters.items()}
+        try:
+            values = [groups[g] for g in paired(theirs, mine, len(own))]
+            return [checked_values(g, group, saved) for g, (group, saved) in enumerate(zip(own, values, strict=True))]
+        except Exception as error:
+            raise CheckpointError(f"{path}: its parameter groups are not those of this optimizer: {error}") from error
 
     # --- the model's tensors -------------------------------------------------------------------------
 
@@ -150,8 +199,18 @@ class ModelCheckpoints:
 
     def _names(self) -> list[str]:
         """The model's names of the trained parameters."""
-        of_model = {id(param): uncompiled(name) for name, param in self._model.named_parameters()}
+        of_model = {id(param): name for name, param in self._named_params()}
         return [of_model.get(id(slot.param), slot.name) for slot in self._optimizer.slots]
+
+    def _named_params(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The model's parameters, and those that the optimizer alone has, each with its name in a checkpoint."""
+        of_model = set()
+        for name, param in self._model.named_parameters():
+            of_model.add(id(param))
+            yield uncompiled(name), param
+        for slot in self._optimizer.slots:
+            if id(slot.param) not in of_model:
+                yield slot.name, slot.param
 
     def _untrained(self) -> Iterator[tuple[str, torch.Tensor, PartitionedParameter | None]]:
         """Frozen parameters and buffers."""
@@ -167,10 +226,9 @@ def load_weights(model: nn.Module, path: Any) -> None:
         CheckpointError: the checkpoint is damaged, or belongs to another model.
     """
     targets = [_target(name, tensor, record) for name, tensor, record in _tensors_of(model)]
-    modules = load_values(path, targets, [TENSORS]).state.get("modules", {})
-    for name, module in _stateful_modules(model):
-        if name in modules:
-            module.set_extra_state(modules[name])
+    loaded = load_values(path, targets, [TENSORS])
+    modules = loaded.state.get("modules", {})
+    run_last(loaded.checkpoint.path, _module_parts(dict(_stateful_modules(model)), modules))
 
 
 def _stateful_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -179,6 +237,15 @@ def _stateful_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
         (uncompiled(f"{prefix}.{EXTRA_STATE}" if prefix else EXTRA_STATE), module)
         for prefix, module in model.named_modules()
         if type(module).get_extra_state is not nn.Module.get_extra_state
+    ]
+
+
+def _module_parts(modules: Mapping[str, nn.Module], saved: Mapping[str, Any]) -> list[LastPart]:
+    """The parts that give these modules the states that were saved for them."""
+    return [
+        LastPart(f"set_extra_state() of {name!r}", partial(module.set_extra_state, saved[name]))
+        for name, module in modules.items()
+        if name in saved
     ]
 
 
@@ -253,12 +320,26 @@ def _read(run: torch.Tensor, start: int, out: np.ndarray) -> None:
 
 
 def _numpy_dtype(name: str, tensor: torch.Tensor) -> np.dtype:
-    if tensor.dtype not in NUMPY_DTYPES or tensor.layout is not torch.strided:
+    if not _is_plain(tensor):
         raise CheckpointError(
-            f"{name!r} is a {tensor.layout} tensor of {tensor.dtype}; expected a dense one of "
-            f"{', '.join(map(str, NUMPY_DTYPES))}: a checkpoint cannot hold it"
+            f"{name!r} is a {_kind_of(tensor)}; expected a dense one of {', '.join(map(str, NUMPY_DTYPES))}: a "
+            "checkpoint cannot hold it"
         )
     return NUMPY_DTYPES[tensor.dtype]
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """True if it has dense values of a type that files can hold."""
+    with torch._C.DisableTorchFunctionSubclass():  # no values are read
+        odd = tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_meta
+        return not odd and tensor.dtype in NUMPY_DTYPES
+
+
+def _kind_of(tensor: torch.Tensor) -> str:
+    """Layout, place and element type, for errors."""
+    with torch._C.DisableTorchFunctionSubclass():
+        special = "nested " * tensor.is_nested + "meta " * tensor.is_meta
+        return f"{special}{tensor.layout} tensor of {tensor.dtype}"
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
@@ -279,6 +360,15 @@ def random_states() -> dict[str, Any]:
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
     return state
+
+
+def check_random_states(state: Mapping[str, Any]) -> None:
+    """Raise an error if :func:`set_random_states` would."""
+    check_random_state(state)
+    if "torch" in state:
+        torch.Generator().set_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.Generator("cuda").set_state(state["cuda"])
 
 
 def set_random_states(state: Mapping[str, Any]) -> None:

@@ -52,6 +52,7 @@ class OffloadStrategy(DDPStrategy):
     Args:
         config, overrides: as for ``wrap(model, config, **overrides)``: settings that do not depend on the module.
         process_group_backend, timeout, start_method: as for ``DDPStrategy``.
+        frozen: as for ``Engine.save_checkpoint``: False leaves frozen parameters out of checkpoints.
     """
 
     strategy_name = "offload"
@@ -63,11 +64,13 @@ class OffloadStrategy(DDPStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
         start_method: Any = "popen",
+        frozen: bool = True,
         **overrides: Any,
     ) -> None:
         self.engine: Engine | None = None
         """The engine that :meth:`wrap` made last; it stays after ``fit``."""
         self._config, self._overrides = config, overrides
+        self._frozen = frozen
         self._shards = Shards()
         self._from_shards = False
         self._weights: dict[str, Any] = {}
@@ -85,8 +88,14 @@ class OffloadStrategy(DDPStrategy):
         """
         module = self._module
         trainer = module.trainer
-        if trainer.state.fn != TrainerFn.FITTING or self.engine is not None:
-            raise ConfigError("OffloadStrategy.wrap(): expected one call for each fit, by configure_optimizers")
+        if trainer.state.fn != TrainerFn.FITTING:
+            raise ConfigError("OffloadStrategy.wrap() outside fit; expected one call, by configure_optimizers")
+        if self.engine is not None:
+            raise ConfigError(
+                f"{type(module).__name__}: a second OffloadStrategy.wrap() in one fit, and the strategy has one "
+                "optimizer; expected one call (params= takes groups), or for several optimizers (a GAN's) an "
+                "OffloadedAdamW each, and Trainer(strategy='auto') or 'ddp'"
+            )
         if is_overridden("backward", module):
             raise ConfigError(
                 f"{type(module).__name__}.backward is overridden, and engine.backward() takes its place; expected it "
@@ -258,7 +267,9 @@ class OffloadStrategy(DDPStrategy):
         with together("save"):
             if self.is_global_zero and path.is_file():
                 path.unlink()  # an earlier file of save_weights_only=True
-        shards = self._shards.save(path, self._module, optimizer, step=checkpoint["global_step"], keep=None)
+        shards = self._shards.save(
+            path, self._module, optimizer, step=checkpoint["global_step"], keep=None, frozen=self._frozen
+        )
         own = {name: value for name, value in checkpoint["state_dict"].items() if value is not weights.get(name)}
         kept = {key: value for key, value in checkpoint.items() if key != "optimizer_states"}
         with together("save"):

@@ -1,10 +1,13 @@
 """An engine's checkpoint inside the checkpoint folder of another library."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import nn
+
+from offload_core.errors import CheckpointError
+from offload_core.support.checks import shown
 
 from ..files.checkpoint import ModelCheckpoints, random_states, set_random_states
 from ..optimizer import OffloadedAdamW
@@ -28,15 +31,16 @@ class Shards:
         step: int,
         stateful: Mapping[str, Any] | None = None,
         keep: int | None,
+        frozen: bool = True,
     ) -> Path:
         """Save to ``folder/offload/step-…``, and return that path.
 
         Args:
-            step: the library's own count, which :meth:`load` returns.
-            stateful, keep: as for ``Engine.save_checkpoint``.
+            step: the library's own count, which :meth:`load` shows.
+            stateful, keep, frozen: as for ``Engine.save_checkpoint``.
         """
         return ModelCheckpoints(model, optimizer).save(
-            folder / FOLDER, stateful=stateful, extras={"global_step": step}, keep=keep, wait=True
+            folder / FOLDER, stateful=stateful, extras={"global_step": step}, keep=keep, wait=True, frozen=frozen
         )
 
     def load(
@@ -46,12 +50,26 @@ class Shards:
         optimizer: OffloadedAdamW,
         *,
         stateful: Mapping[str, Any] | None = None,
-    ) -> int:
-        """Load ``folder/offload``, or the one checkpoint in it, and return the library's step."""
+        accept: Callable[[int], None] = lambda step: None,
+    ) -> None:
+        """Load ``folder/offload``, or the one checkpoint in it.
+
+        Args:
+            accept: is given the library's step, and may raise :class:`CheckpointError` before anything changes.
+        """
+
+        def accept_extras(extras: Any) -> None:
+            step = extras.get("global_step") if isinstance(extras, dict) else None
+            if type(step) is not int:
+                raise CheckpointError(
+                    f"{path}: its extras are {shown(extras)}, expected the number of steps that is saved with a "
+                    "library's checkpoint; is it an engine's own?"
+                )
+            accept(step)
+
         checkpoints = ModelCheckpoints(model, optimizer)
-        extras = checkpoints.load(path, stateful=stateful, names=None, random_state=True)
+        checkpoints.load(path, stateful=stateful, names=None, random_state=True, accept_extras=accept_extras)
         self._random = random_states()
-        return extras["global_step"]
 
     def resume_random(self) -> None:
         """Restore the loaded random generators, once: the library's loop draws from them to restart a loader."""

@@ -2,30 +2,53 @@
 
 import json
 import os
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from offload_core.errors import CheckpointError, ConfigError
+from offload_core.config.options import OffloadConfig
+from offload_core.errors import CheckpointError, ConfigError, ConfigWarning
 from offload_core.step_log import StepLog
 
 from ..optimizer import OffloadedAdamW
 from .shards import FOLDER, Shards
 
 
+def offloaded_adamw(args: TrainingArguments, **overrides: Any) -> tuple[type[OffloadedAdamW], dict[str, Any]]:
+    """``OffloadedAdamW`` with the values of the arguments: ``Trainer(optimizer_cls_and_kwargs=offloaded_adamw(args))``.
+
+    These are ``learning_rate``, ``adam_beta1``, ``adam_beta2`` and ``adam_epsilon``, which Trainer passes on to its own
+    optimizers only; it sets ``weight_decay`` itself. With several processes the states are partitioned over all.
+
+    Args:
+        overrides: further arguments of ``OffloadedAdamW``, or other values of these.
+    """
+    settings = {
+        "lr": args.learning_rate,
+        "betas": (args.adam_beta1, args.adam_beta2),
+        "eps": args.adam_epsilon,
+        "process_group": dist.group.WORLD if args.world_size > 1 else None,
+    }
+    return OffloadedAdamW, {**settings, **overrides}
+
+
 class OffloadCallback(TrainerCallback):
     """Saves and resumes an ``OffloadedAdamW`` with Trainer's checkpoints, in shards, and adds to Trainer's log.
 
     In each ``checkpoint-…`` folder that Trainer writes, ``offload/`` then holds a checkpoint of an engine: master
-    weights, moments, tensors that are not trained, the states of the scheduler and of a GradScaler, and random
-    generators. Each rank writes its own part. ``trainer.train(resume_from_checkpoint=...)`` resumes from it bit for
+    weights, moments, buffers, the states of the scheduler and of a GradScaler, and random generators. Frozen parameters
+    are not in it: Trainer's own file has them, unless it is that of a PEFT adapter, whose base is loaded from where it
+    came from. Each rank writes its own part. ``trainer.train(resume_from_checkpoint=...)`` resumes from it bit for
     bit. Trainer's own ``optimizer.pt`` holds the states a second time; ``save_only_model=True`` leaves it out. With
-    several ranks that is required, because Trainer would write the states of rank 0 only.
+    several ranks that is required, because Trainer would write the states of rank 0 only; and the optimizer is to have
+    partitioned its states over all of them, as :func:`offloaded_adamw` asks.
 
     To each log of the training loss it adds ``offload_host_bytes`` (states and buffers) and ``offload_device_bytes``
     (parameters and buffers of the model, frozen ones too); on CUDA ``offload_peak_device_bytes`` (the most that torch
@@ -40,6 +63,8 @@ class OffloadCallback(TrainerCallback):
 
     Raises:
         ConfigError: when training begins, with another optimizer or without a required setting.
+        ConfigWarning: when training begins, if the optimizer's learning rate is not that of the arguments, and seems
+            not to be meant: it is the default, or the arguments' is not.
         CheckpointError: when training begins, if ``resume_from`` has no states or those of another step; when saving
             fails.
     """
@@ -53,6 +78,14 @@ class OffloadCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         world_size = _offloaded(kwargs).pipeline.device.world_size
+        if world_size != args.world_size and (args.save_strategy != "no" or state.global_step):
+            raise ConfigError(
+                f"checkpoints of {args.world_size} processes, and the optimizer's states are partitioned over "
+                f"{world_size}; expected over all, so that each saves its own part: "
+                "Trainer(optimizer_cls_and_kwargs=offloaded_adamw(args)), or OffloadedAdamW(..., "
+                "process_group=torch.distributed.group.WORLD)"
+            )
+        _check_rate(args, _offloaded(kwargs))
         if world_size > 1 and args.save_strategy != "no" and not args.save_only_model:
             raise ConfigError(
                 f"save_only_model=False on {world_size} ranks: Trainer would write the states of rank 0 only; expected "
@@ -89,12 +122,16 @@ class OffloadCallback(TrainerCallback):
                 f"{folder}: the checkpoint of another run than the one that Trainer resumes; expected the same: name "
                 "it with OffloadCallback(resume_from=...)"
             )
-        found = self._shards.load(folder / FOLDER, running["model"], _offloaded(running), stateful=_stateful(running))
-        if found != step:
-            raise CheckpointError(
-                f"{folder / FOLDER}: the states of step {found}, and Trainer resumes at step {step}; expected the same "
-                "checkpoint: name it with OffloadCallback(resume_from=...)"
-            )
+
+        def accept(found: int) -> None:
+            if found != step:
+                raise CheckpointError(
+                    f"{folder / FOLDER}: the states of step {found}, and Trainer resumes at step {step}; expected the "
+                    "same checkpoint: name it with OffloadCallback(resume_from=...)"
+                )
+
+        model, optimizer = running["model"], _offloaded(running)
+        self._shards.load(folder / FOLDER, model, optimizer, stateful=_stateful(running), accept=accept)
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -109,7 +146,10 @@ class OffloadCallback(TrainerCallback):
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         folder, step = _checkpoint_folder(args, state), state.global_step
-        self._shards.save(folder, kwargs["model"], _offloaded(kwargs), step=step, stateful=_stateful(kwargs), keep=1)
+        stateful = _stateful(kwargs)
+        self._shards.save(
+            folder, kwargs["model"], _offloaded(kwargs), step=step, stateful=stateful, keep=1, frozen=False
+        )
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if "loss" in kwargs["logs"]:
@@ -136,6 +176,20 @@ class OffloadCallback(TrainerCallback):
         state.log_history[-1].update(added)  # it is a copy of logs
 
 
+def _check_rate(args: TrainingArguments, optimizer: OffloadedAdamW) -> None:
+    """Warn if the learning rate is not that of the arguments, and one of them seems to have been forgotten."""
+    rates = {float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups}
+    forgotten = OffloadConfig.lr in rates or args.learning_rate != TrainingArguments.learning_rate
+    if args.learning_rate not in rates and forgotten:
+        warnings.warn(
+            f"the optimizer's learning rate is {', '.join(map(str, sorted(rates)))}, and "
+            f"TrainingArguments(learning_rate={args.learning_rate}) has no effect: Trainer does not pass it on; "
+            "expected Trainer(optimizer_cls_and_kwargs=offloaded_adamw(args)), or the same value in both",
+            ConfigWarning,
+            stacklevel=2,
+        )
+
+
 def _checkpoint_folder(args: TrainingArguments, state: TrainerState) -> Path:
     assert args.output_dir is not None
     return Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
@@ -147,7 +201,7 @@ def _offloaded(running: Mapping[str, Any]) -> OffloadedAdamW:
     if not isinstance(found, OffloadedAdamW):
         raise ConfigError(
             f"OffloadCallback: the optimizer is {type(found).__name__}, expected OffloadedAdamW: "
-            'Trainer(optimizer_cls_and_kwargs=(OffloadedAdamW, {"lr": ...}))'
+            "Trainer(optimizer_cls_and_kwargs=offloaded_adamw(args))"
         )
     return found
 

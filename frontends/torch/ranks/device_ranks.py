@@ -1,5 +1,6 @@
 """Ranks that exchange buckets between their devices (nccl), as the core's ``Device``."""
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -26,6 +27,27 @@ from .collectives import TorchRanks, all_gather, reduce_scatter
 from .device import TorchDevice, as_torch, fill, memory_of, spread
 
 
+class _Agreed:
+    """The end of an exchange, at which all ranks agree on what it was: not at its start, which is in another thread
+    than the host's exchanges."""
+
+    def __init__(self, event: Event, agree: Callable[[], None]) -> None:
+        self._event = event
+        self._agree: Callable[[], None] | None = agree
+
+    def wait(self) -> None:
+        if self._agree is not None:
+            self._agree()
+            self._agree = None
+        self._event.wait()
+
+    def order(self) -> None:
+        self._event.order()
+
+    def done(self) -> bool:
+        return self._event.done()
+
+
 class DeviceRanks(HostRanks):
     """One rank per process; only its own shards are copied to the host and back.
 
@@ -38,8 +60,9 @@ class DeviceRanks(HostRanks):
     def __init__(self, memory: TorchDevice, collectives: TorchRanks, group: Any, *, native: bool = False) -> None:
         super().__init__(memory, collectives, native=native, sizes=OnDevice(collectives.world_size, native))
         self._memory = memory
-        # None stands for the default group, so that no reference to it is kept (see TorchRanks).
-        self._group = None if group is dist.group.WORLD else group
+        self._ranks = collectives
+        # Only torch's registry owns the group: a reference kept after destroy_process_group() can abort the exit.
+        self._group = weakref.ref(group or dist.group.WORLD)
         self._sent_bytes = 0
 
     @property
@@ -51,11 +74,12 @@ class DeviceRanks(HostRanks):
         self, bucket: Bucket, wire: ElementType, gradients: Mapping[int, Any], out: np.ndarray, staging: Lease
     ) -> Event:
         copies = [Copy(gradients[p.param], p.start, p.numel, p.offset) for p in bucket.pieces if p.param in gradients]
-        start = partial(self._reduce, bucket, wire, copies, out)
-        return traced(self.trace, TO_HOST, bucket.index, out.nbytes, start)
-
-    def _reduce(self, bucket: Bucket, wire: ElementType, copies: Sequence[Copy], out: np.ndarray) -> Event:
         what = f"bucket {bucket.index}: exchange of gradients"
+        start = partial(self._reduce, bucket, wire, copies, out, what)
+        arrived = traced(self.trace, TO_HOST, bucket.index, out.nbytes, start)
+        return _Agreed(arrived, partial(self._ranks.agree, what, bucket.padded_numel * wire.itemsize))
+
+    def _reduce(self, bucket: Bucket, wire: ElementType, copies: Sequence[Copy], out: np.ndarray, what: str) -> Event:
         with self._memory.to_host_lane() as lane:
             send = self._empty(bucket.padded_numel, wire)
             fill(send, copies)
@@ -97,7 +121,9 @@ class DeviceRanks(HostRanks):
             mine = self._empty(bucket.shard_numel, bucket.dtype)
             mine.copy_(as_torch(shards), non_blocking=True)
             gathered = self._empty(bucket.padded_numel, bucket.dtype)
-            self._run(f"bucket {bucket.index}: gathering of parameters", all_gather, gathered, mine)
+            what = f"bucket {bucket.index}: gathering of parameters"
+            self._ranks.agree(what, gathered.nbytes)
+            self._run(what, all_gather, gathered, mine)
             spread(gathered, copies)
             self._sent_bytes += mine.nbytes * (self.world_size - 1)
             return lane.event((mine, gathered, copies))
@@ -113,6 +139,7 @@ class DeviceRanks(HostRanks):
     def _gather(self, mine: torch.Tensor, whole: torch.Tensor, after: Event, what: str) -> Event:
         with self._memory.to_device_lane(after) as lane:
             mine = mine.to(self._memory.device, non_blocking=True)
+            self._ranks.agree(what, whole.nbytes)
             self._run(what, all_gather, whole, mine)
             self._sent_bytes += mine.nbytes * (self.world_size - 1)
             return lane.event((mine, whole))
@@ -121,9 +148,10 @@ class DeviceRanks(HostRanks):
         return torch.empty(numel, dtype=TORCH_DTYPES[dtype], device=self._memory.device)
 
     def _run(self, what: str, collective: Callable[..., Any], *tensors: torch.Tensor) -> None:
+        self._ranks.refuse_if_gone(what)
         try:
-            collective(*tensors, group=self._group)
-        except RuntimeError as error:
+            collective(*tensors, group=self._group())
+        except Exception as error:
             raise CollectiveError.of(self.ranks[0], what, error) from error
 
 
@@ -137,7 +165,7 @@ def device_for(device: torch.device, group: Any, config: OffloadConfig, *, apart
         ConfigError, ParameterError: on all ranks, if they run different versions or have different settings.
     """
     memory, native = memory_of(device), config.reduction == "native"
-    if group is None:
+    if group is None or dist.get_world_size(group) == 1:
         return HostRanks(memory)
     collectives = TorchRanks(group)
     agree(collectives, replace(config, op_order=config.op_order or "torch"))

@@ -8,7 +8,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from offload_core.errors import CollectiveError, ConfigError
+from offload_core.errors import CollectiveError, ConfigError, StateError
 from offload_core.support.launchers import Launched
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -17,7 +17,7 @@ GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 def init_process_group(
     device_type: str | None = None, *, backend: str | None = None, timeout: timedelta | None = None
 ) -> torch.device:
-    """Join the other ranks, and return this rank's device. A process that was started alone only gets its device.
+    """Join the other ranks, and return this rank's device. A process that was started alone is a group of one rank.
 
     This calls ``torch.distributed.init_process_group()``, and does what that leaves to its caller. Under Slurm and
     Open MPI it sets torchrun's variables, which other libraries read, too. It makes the rank's GPU the current one.
@@ -33,18 +33,26 @@ def init_process_group(
     Raises:
         ConfigError: the launcher's variables are incomplete, or this machine has fewer devices than ranks.
         CollectiveError: the ranks did not meet.
+        StateError: this process is in a process group already.
     """
+    if dist.is_initialized():
+        raise StateError(
+            "init_process_group: this process is in a process group already; expected one call: end the earlier group "
+            "with torch.distributed.destroy_process_group()"
+        )
     launched = Launched.read()
     device = device_of(launched, device_type)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    backend = backend or ("nccl" if device.type == "cuda" else "gloo")
     if launched.world_size == 1:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return device
     os.environ.update(launched.variables())
     if launched.several_machines and GLOO_INTERFACE not in os.environ:
         os.environ[GLOO_INTERFACE] = interface_towards(launched)
     try:
-        dist.init_process_group(backend or ("nccl" if device.type == "cuda" else "gloo"), timeout=timeout)
+        dist.init_process_group(backend, timeout=timeout)
     except (ValueError, RuntimeError) as error:
         host, port = launched.meeting_point()
         raise CollectiveError(

@@ -11,6 +11,7 @@ from torch.autograd.graph import increment_version, saved_tensors_hooks
 
 from offload_core.device.protocols import GatheringDevice
 from offload_core.errors import ParameterError, StateError
+from offload_core.layout.partition import ParamSpec
 from offload_core.step.pipeline import Pipeline
 from offload_core.step.state_access import StateAccess
 
@@ -102,18 +103,21 @@ class Gathering:
             name = self._parameters.name_of(param)
             with torch.no_grad():
                 if record is None:
-                    self._world.start_alike([spec_of(name, param, 0)], [flat(param)], source)
+                    self._send(spec_of(name, param, 0), flat(param), source)
                     continue
                 target = shaped_like(record.whole[: record.spec.numel], param)
                 if param.data_ptr() != target.data_ptr():  # p.data = ...
                     target.copy_(param)
                     param.data = target
-                self._world.start_alike([record.spec], [record.whole[: record.spec.numel]], source)
+                self._send(record.spec, record.whole[: record.spec.numel], source)
                 record.cut(param, record.shard)
                 increment_version(param)
                 record.spread = param._version
                 if record.index is not None:
                     StateAccess(self._pipeline).adopt(record.index, record.shard)
+
+    def _send(self, spec: ParamSpec, values: torch.Tensor, source: int) -> None:
+        self._parameters.live.in_order(lambda: self._world.start_alike([spec], [values], source))
 
 
 def gathered_parameters(params: torch.Tensor | Iterable[torch.Tensor], modifier_rank: int | None = None) -> Any:

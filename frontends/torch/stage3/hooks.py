@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from offload_core.errors import StateError
+from offload_core.errors import ParameterError, StateError
 from offload_core.stage3.live_params import LiveParams
 from offload_core.step.pipeline import Pipeline
 
@@ -253,6 +253,21 @@ class ModuleRuns:
         for record in kept:
             del self._kept[record]
         self.let_go(kept)
+
+
+def check_hooks_run(model: nn.Module, threshold: int) -> None:
+    """Raise :class:`ParameterError` if TorchScript runs a module with parameters of ``threshold`` elements or more."""
+    for name, module in model.named_modules():
+        if not isinstance(module, torch.jit.ScriptModule):
+            continue
+        for own, param in module.named_parameters():
+            if param.numel() >= threshold:
+                where = f"module {name!r}" if name else "the model"
+                raise ParameterError(
+                    f"{where} is compiled by TorchScript, which does not run the hooks that gather its {own!r} in "
+                    "stage 3; expected the Python module, stage=2, or a param_persistence_threshold above its "
+                    f"{param.numel():,} elements"
+                )
 
 
 class _Hook:

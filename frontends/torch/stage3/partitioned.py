@@ -11,7 +11,7 @@ from offload_core.step.pipeline import Pipeline
 from ..casting import Casts
 from ..ranks.device_ranks import device_for
 from .gathering import Gathering, check_unowned
-from .hooks import ModuleRuns
+from .hooks import ModuleRuns, check_hooks_run
 from .parameters import PartitionedParameter, PartitionedParameters
 
 
@@ -27,6 +27,7 @@ class PartitionedModel:
 
     def __init__(self, model: nn.Module, device: torch.device, group: Any, pipeline: Pipeline, casts: Casts) -> None:
         check_unowned(model)
+        check_hooks_run(model, pipeline.config.param_persistence_threshold)
         self._world = device_for(device, group, pipeline.config, apart=True)
         self._world.trace = pipeline.device.trace
         self.parameters = PartitionedParameters(model, device, self._world, pipeline, casts)
@@ -82,3 +83,4 @@ class PartitionedModel:
         self._gathering.close()
         self.parameters.records.clear()
         self.runs.close()
+        self._world.close()
