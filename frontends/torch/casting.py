@@ -1,6 +1,6 @@
 """The element types of a model's tensors: ``param_dtype``, ``buffer_dtype``, and where the two must agree."""
 
-from collections.abc import Container
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -43,16 +43,10 @@ class Casts:
         """Bytes of a parameter or buffer after casting."""
         return bytes_as(tensor, self.of_param(tensor) if isinstance(tensor, nn.Parameter) else self._of_buffers)
 
-    def cast_untrained(self, model: nn.Module, but: Container[torch.Tensor] | None) -> None:
-        """Cast the model's frozen parameters, which meet the trained ones in the same operations, and its buffers.
-
-        Args:
-            but: parameters to leave as they are (partitioned ones).
-        """
-        for param in model.parameters():
-            dtype = self.of_param(param)
-            if dtype is not None and param.is_floating_point() and (but is None or param not in but):
-                cast_param(param, TORCH_DTYPES[dtype])
-        for buffer in model.buffers() if self._of_buffers is not None else ():
-            if buffer.is_floating_point():
-                buffer.data = buffer.data.to(TORCH_DTYPES[self._of_buffers])
+    def cast(self, params: Iterable[torch.Tensor], buffers: Iterable[torch.Tensor]) -> None:
+        """Cast a model's parameters and buffers in place. Frozen parameters meet the trained ones in the same
+        operations, and are cast like them."""
+        of_buffers = self._of_buffers
+        for tensor, target in [*((p, self.of_param(p)) for p in params), *((b, of_buffers) for b in buffers)]:
+            if target is not None and tensor.is_floating_point():
+                cast_param(tensor, TORCH_DTYPES[target])

@@ -54,7 +54,7 @@ def _owners(tensor: torch.Tensor) -> int:
 @functools.cache
 def _watch_parameters() -> None:
     """Have parameters note the use of their ``data``; once there is one to watch."""
-    nn.Parameter.data = property(_read, _assign)  # type: ignore[assignment, method-assign]
+    nn.Parameter.data = property(_read, _assign)  # type: ignore[assignment]
 
 
 def _read(param: torch.Tensor) -> torch.Tensor:

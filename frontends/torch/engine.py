@@ -96,7 +96,9 @@ class Engine(nn.Module):
         """The model's optimizer, for learning-rate schedulers and the like."""
         self.config = self.optimizer.config
         self._start_alike(model)
-        self.optimizer.casts.cast_untrained(model, but=self.optimizer.partitioned)
+        parted = self.optimizer.partitioned
+        whole = [param for param in model.parameters() if parted is None or param not in parted]
+        self.optimizer.casts.cast(whole, model.buffers())
         self.module = model
         """The wrapped module."""
         self._traced = False
