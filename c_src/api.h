@@ -24,20 +24,21 @@ enum { OC_EARGUMENT = 1, OC_EMEMORY = 2, OC_EUNSUPPORTED = 3 };
  * Adding two bin arrays element by element adds the sums, so the order and the partition of elements do not matter. */
 enum { OC_NORM_DIGITS = 19, OC_NORM_NONFINITE = 19, OC_NORM_BINS = 20 };
 
-/* The scalars of one update of one parameter, each computed in double and rounded once. */
+/* The scalars of one update of one parameter. oc_adam rounds each once to float32; a caller that flushes subnormals to
+ * zero could not. */
 typedef struct {
-    float grad_scale; /* unscale and clip factor on the gradient; not multiplied if it is 1 */
-    float weight_decay;
-    float decay; /* torch adamw: 1 - lr * weight_decay */
-    float beta1;
-    float beta2;
-    float one_minus_beta1;
-    float one_minus_beta2;
-    float correction1; /* optax: 1 - beta1^t; torch: unused */
-    float correction2; /* optax: 1 - beta2^t; torch: sqrt(1 - beta2^t) */
-    float eps;
-    float eps_root;  /* optax only */
-    float step_size; /* optax: -lr; torch: -lr / (1 - beta1^t) */
+    double grad_scale; /* unscale and clip factor on the gradient; not multiplied if it is 1 */
+    double weight_decay;
+    double decay; /* torch adamw: 1 - lr * weight_decay */
+    double beta1;
+    double beta2;
+    double one_minus_beta1;
+    double one_minus_beta2;
+    double correction1; /* optax: 1 - beta1^t; torch: unused */
+    double correction2; /* optax: 1 - beta2^t; torch: sqrt(1 - beta2^t) */
+    double eps;
+    double eps_root;  /* optax only */
+    double step_size; /* optax: -lr; torch: -lr / (1 - beta1^t) */
 } oc_adam_scalars;
 
 /* A run of elements of one parameter. param may be NULL if the kind's param_dtype is OC_NO_PARAM. */

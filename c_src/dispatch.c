@@ -145,12 +145,30 @@ typedef struct {
     int stream;
 } adam_job;
 
+/* Call inside a task, where subnormals are kept. */
+static oc_rounded_scalars rounded(const oc_adam_scalars *s) {
+    return (oc_rounded_scalars){
+        .grad_scale = (float)s->grad_scale,
+        .weight_decay = (float)s->weight_decay,
+        .decay = (float)s->decay,
+        .beta1 = (float)s->beta1,
+        .beta2 = (float)s->beta2,
+        .one_minus_beta1 = (float)s->one_minus_beta1,
+        .one_minus_beta2 = (float)s->one_minus_beta2,
+        .correction1 = (float)s->correction1,
+        .correction2 = (float)s->correction2,
+        .eps = (float)s->eps,
+        .eps_root = (float)s->eps_root,
+        .step_size = (float)s->step_size,
+    };
+}
+
 static void adam_chunk(void *context, int64_t chunk) {
     const adam_job *job = context;
     int64_t begin, run = find_run(&job->chunks, chunk, &begin);
     const oc_segment *segment = job->segments + run;
-    job->kernels->adam(segment, begin, begin + chunk_length(segment->numel, begin), job->scalars + segment->scalars,
-                       &job->kind, job->stream);
+    const oc_rounded_scalars scalars = rounded(job->scalars + segment->scalars);
+    job->kernels->adam(segment, begin, begin + chunk_length(segment->numel, begin), &scalars, &job->kind, job->stream);
 }
 
 int oc_adam(const oc_segment *segments, int64_t n_segments, const oc_adam_scalars *scalars, int64_t n_scalars,

@@ -67,7 +67,7 @@ static void store(void *array, int dtype, int64_t i, float x) {
         ((uint16_t *)array)[i] = dtype == OC_BFLOAT16 ? to_bfloat16(x) : to_float16(x);
 }
 
-static void adam(const oc_segment *segment, int64_t begin, int64_t end, const oc_adam_scalars *s,
+static void adam(const oc_segment *segment, int64_t begin, int64_t end, const oc_rounded_scalars *s,
                  const oc_adam_kind *kind, int stream) {
     (void)stream;
     int l2 = kind->adam_mode == OC_ADAM && s->weight_decay != 0;

@@ -163,7 +163,7 @@ INLINE void adam_range(const oc_segment *a, int64_t begin, int64_t end, const ad
     default: ADAM_PARAM(OC_FLOAT32, ORDER); break;                                                                     \
     }
 
-static void adam(const oc_segment *a, int64_t begin, int64_t end, const oc_adam_scalars *s, const oc_adam_kind *kind,
+static void adam(const oc_segment *a, int64_t begin, int64_t end, const oc_rounded_scalars *s, const oc_adam_kind *kind,
                  int stream) {
     int small_w1 = s->one_minus_beta1 < 0.5f || kind->op_order == OC_ORDER_OPTAX;
     adam_constants c = {

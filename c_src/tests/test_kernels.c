@@ -317,19 +317,30 @@ static oc_adam_scalars adam_scalars(double beta1, double weight_decay, double gr
     double unbias1 = 1 - pow(beta1, t), unbias2 = 1 - pow(beta2, t);
     int torch = op_order == OC_ORDER_TORCH;
     return (oc_adam_scalars){
-        .grad_scale = (float)grad_scale,
-        .weight_decay = (float)weight_decay,
-        .decay = (float)(1 - lr * weight_decay),
-        .beta1 = (float)beta1,
-        .beta2 = (float)beta2,
-        .one_minus_beta1 = (float)(1 - beta1),
-        .one_minus_beta2 = (float)(1 - beta2),
-        .correction1 = (float)unbias1,
-        .correction2 = (float)(torch ? sqrt(unbias2) : unbias2),
-        .eps = 1e-8f,
-        .eps_root = random_below(2) ? 1e-12f : 0,
-        .step_size = (float)(torch ? -lr / unbias1 : -lr),
+        .grad_scale = grad_scale,
+        .weight_decay = weight_decay,
+        .decay = 1 - lr * weight_decay,
+        .beta1 = beta1,
+        .beta2 = beta2,
+        .one_minus_beta1 = 1 - beta1,
+        .one_minus_beta2 = 1 - beta2,
+        .correction1 = unbias1,
+        .correction2 = torch ? sqrt(unbias2) : unbias2,
+        .eps = random_below(2) ? 1e-8 : 1e-40, /* the second is subnormal as a float */
+        .eps_root = random_below(2) ? 1e-12 : 0,
+        .step_size = torch ? -lr / unbias1 : -lr,
     };
+}
+
+static oc_rounded_scalars rounded(const oc_adam_scalars *scalars) {
+    double each[sizeof *scalars / sizeof(double)];
+    float nearest[COUNT(each)];
+    oc_rounded_scalars result;
+    memcpy(each, scalars, sizeof each);
+    for (int i = 0; i < COUNT(each); i++)
+        nearest[i] = (float)each[i];
+    memcpy(&result, nearest, sizeof result);
+    return result;
 }
 
 static const char *const adam_names[] = {"grad", "master", "exp_avg", "exp_avg_sq", "param"};
@@ -382,14 +393,15 @@ static void check_adam(void) {
     const oc_kernels *kernels = kernels_of(now.isa);
     adam_arrays(expected, got, end);
     oc_segment oracle = segment_of(expected, end), segment = segment_of(got, end);
-    oc_scalar_kernels.adam(&oracle, now.begin, end, &now.scalars, &now.kind, 0);
-    kernels->adam(&segment, now.begin, end, &now.scalars, &now.kind, now.stream);
+    oc_rounded_scalars scalars = rounded(&now.scalars);
+    oc_scalar_kernels.adam(&oracle, now.begin, end, &scalars, &now.kind, 0);
+    kernels->adam(&segment, now.begin, end, &scalars, &now.kind, now.stream);
     check_adam_arrays(expected, got, end);
     if (benchmark) {
         adam_arrays(expected, got, end);
         segment = segment_of(got, end);
         BENCH(24 + oc_itemsize(now.src_dtype) + oc_itemsize(now.dst_dtype),
-              kernels->adam(&segment, now.begin, end, &now.scalars, &now.kind, now.stream));
+              kernels->adam(&segment, now.begin, end, &scalars, &now.kind, now.stream));
         for (int i = 0; i < ARRAYS; i++) {
             release(expected + i, adam_names[i]);
             release(got + i, adam_names[i]);
@@ -714,10 +726,11 @@ static void entry_adam(void) {
         for (int i = 0; i < RUNS; i++) {
             random_offsets();
             now.n = run_lengths[random_below(COUNT(run_lengths))];
-            scalars[i] = adam_scalars(0.8 + 0.05 * i, 0.1, 0.5, now.kind.op_order);
+            scalars[i] = adam_scalars(0.8 + 0.05 * i, 0.1, i % 2 ? 0.5 : 1e-40, now.kind.op_order);
+            oc_rounded_scalars floats = rounded(scalars + i);
             adam_arrays(expected[i], got[i], now.n);
             segments[i] = segment_of(expected[i], now.n);
-            oc_scalar_kernels.adam(segments + i, 0, now.n, scalars + i, &now.kind, 0);
+            oc_scalar_kernels.adam(segments + i, 0, now.n, &floats, &now.kind, 0);
             segments[i] = segment_of(got[i], now.n);
             segments[i].scalars = i;
         }
@@ -741,8 +754,9 @@ static void check_streaming(void) {
         memset(now.offset, 0, sizeof now.offset);
         adam_arrays(expected, got, N);
         oc_segment oracle = segment_of(expected, N);
+        oc_rounded_scalars scalars = rounded(&now.scalars);
         for (int i = 0; i < TIMES; i++) {
-            oc_scalar_kernels.adam(&oracle, 0, N, &now.scalars, &now.kind, 0);
+            oc_scalar_kernels.adam(&oracle, 0, N, &scalars, &now.kind, 0);
             segments[i] = segment_of(got, N);
         }
         kernels_of(now.isa);

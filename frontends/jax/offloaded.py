@@ -36,7 +36,7 @@ from .gradients import check_alike, given_gradients
 from .optax_bridge.updates import transformation
 from .placement.memory import checked_plan, held_bytes
 from .placement.placement import placement_for
-from .tree.trees import Mask, mask_leaves, parameter_positions, refuse_jit
+from .tree.trees import Mask, check_nnx, mask_leaves, parameter_positions, refuse_jit
 from .tree.wrapped_tree import Leaf, WrappedTree
 
 
@@ -53,8 +53,8 @@ def wrap(
     """Put the optimizer states of a pytree of parameters in host memory.
 
     Args:
-        params: any pytree (dicts, flax.nnx state, equinox modules). Leaves that are not floating-point arrays
-            pass through untouched.
+        params: any pytree (dicts, ``nnx.state(model, nnx.Param)``, equinox modules). Leaves that are not floating-point
+            arrays pass through untouched.
         config: an ``OffloadConfig``, a dict of its fields, or a DeepSpeed configuration: a dict, or a file's path.
         mask: the parameters that weight decay applies to, as in ``optax.adamw``: booleans in the parameters' structure
             or a prefix of it, or a function from the parameters to them; None: all.
@@ -94,6 +94,7 @@ class OffloadedParams:
         **overrides: Any,
     ) -> None:
         refuse_jit("wrap()")
+        check_nnx(params, chosen=trainable is not None)
         ranks = mesh.size if isinstance(mesh, Mesh) else 1
         self.config = OffloadConfig.resolve(config, world_size=ranks, **overrides)
         self.config = replace(self.config, op_order=self.config.op_order or "optax")

@@ -25,7 +25,7 @@ from .files.checkpoint import ModelCheckpoints
 from .files.export import export_safetensors
 from .optimizer import OffloadedAdamW
 from .ranks.collectives import default_group
-from .tensors import TORCH_DTYPES, cast_param
+from .tensors import TORCH_DTYPES
 
 
 def wrap(
@@ -39,8 +39,8 @@ def wrap(
     """Put a model's optimizer states in host memory.
 
     Args:
-        model: any module. Its trainable parameters stay the same objects and are cast to ``param_dtype``; parameters
-            that ``init()`` built in shards are taken over as they are (``stage=3``).
+        model: any module. Its parameters stay the same objects and are cast to ``param_dtype``, and its buffers to
+            ``buffer_dtype``; parameters that ``init()`` built in shards are taken over as they are (``stage=3``).
         config: an ``OffloadConfig``, a dict of its fields, or a DeepSpeed configuration: a dict, or a file's path.
         params: the parameters to train, as torch optimizers take them (tensors, named tensors or parameter groups);
             None trains every parameter that requires a gradient.
@@ -95,16 +95,8 @@ class Engine(nn.Module):
         )
         """The model's optimizer, for learning-rate schedulers and the like."""
         self.config = self.optimizer.config
-        parted = self.optimizer.partitioned
         self._start_alike(model)
-        if self.config.target_dtype is not None:
-            dtype = TORCH_DTYPES[self.config.target_dtype]
-            for param in model.parameters():  # frozen ones and buffers meet the trained ones in the same operations
-                if param.is_floating_point() and (parted is None or param not in parted):
-                    cast_param(param, dtype)
-            for buffer in model.buffers():
-                if buffer.is_floating_point():
-                    buffer.data = buffer.data.to(dtype)
+        self.optimizer.casts.cast_untrained(model, but=self.optimizer.partitioned)
         self.module = model
         """The wrapped module."""
         self._traced = False
@@ -123,13 +115,14 @@ class Engine(nn.Module):
                     tensor.copy_(host)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's forward; with ``param_dtype``, floating-point tensor arguments are cast to it.
+        """Run the module's forward. With ``param_dtype``, floating-point tensors among the arguments, also those in
+        lists, tuples and dicts, are cast to it first (``cast_inputs=False``: they are not).
 
         Each layer waits only for the update of its own parameters.
         """
         if torch.compiler.is_compiling():
             self._traced = True
-        if self.config.target_dtype is not None:
+        if self.config.target_dtype is not None and self.config.cast_inputs:
             dtype = TORCH_DTYPES[self.config.target_dtype]
             args, kwargs = tree_map_only(
                 torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, (args, kwargs)

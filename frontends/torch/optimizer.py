@@ -19,6 +19,7 @@ from offload_core.rules.adam import STATE_NAMES, AdamHyper
 from offload_core.step.loss_scale import LossScaler, scaler_for
 from offload_core.step.pipeline import Pipeline, StepReport
 
+from .casting import Casts
 from .groups import hyper_of, loaded, number, numbers, torchs_options, without_torchs_options
 from .intake import Intake
 from .ranks.device_ranks import device_for
@@ -139,11 +140,18 @@ class OffloadedAdamW(torch.optim.Optimizer):
         super().__init__(params, defaults)
         self._build(process_group, model)
 
-    def _build(self, process_group: Any, model: nn.Module | None = None, scaler: LossScaler | None = None) -> None:
+    def _build(
+        self,
+        process_group: Any,
+        model: nn.Module | None = None,
+        scaler: LossScaler | None = None,
+        casts: Casts | None = None,
+    ) -> None:
         """Make the pipeline and the other parts, and take on the trainable parameters of all groups.
 
         Args:
             scaler: the loss scaler of a copied or unpickled optimizer; an Engine's follows from the configuration.
+            casts: likewise, the element types that its parameters got.
         """
         named = [entry for g, group in enumerate(self.param_groups) for entry in named_params(g, group)]
         trained = [entry for entry in named if entry[1].requires_grad]
@@ -157,20 +165,22 @@ class OffloadedAdamW(torch.optim.Optimizer):
         check_finished()
         check_new(named, device)
         config = replace(self.config, op_order=self.config.op_order or "torch")
+        self.casts = casts = casts or Casts(config, model)
+        """The element types of the model's tensors."""
         if model is not None:
-            scaler = scaler_for(config, [config.target_dtype or ELEMENT_TYPES[param.dtype] for param in params])
+            scaler = scaler_for(config, [casts.of_param(param) or ELEMENT_TYPES[param.dtype] for param in params])
         pipeline = Pipeline(config, device_for(device, process_group, config), scaler)
         self.partitioned: PartitionedModel | None = None
         """The model's partitioned parameters (stage 3); None: none are."""
         if model is not None and config.takes_apart(pipeline.device.world_size):
-            self.partitioned = PartitionedModel(model, device, process_group, pipeline)
+            self.partitioned = PartitionedModel(model, device, process_group, pipeline, casts)
         else:
             check_takes_none(
                 [*(entry[:2] for entry in named), *(model.named_parameters() if model is not None else ())], config
             )
         lock = threading.RLock()
         registration = Registration(
-            config, pipeline, device, self.partitioned, gradients_leave=self.early_copy, lock=lock
+            pipeline, device, self.partitioned, casts, gradients_leave=self.early_copy, lock=lock
         )
         intake = Intake(pipeline, registration, early=self.early_copy, lock=lock)
         parts = Parts(pipeline, registration, intake, TorchStates(pipeline, registration))
@@ -552,7 +562,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
                 "copying or pickling an optimizer of several ranks or of partitioned parameters; expected its "
                 "state_dict() to be copied"
             )
-        own = {name: getattr(self, name) for name in ("config", "early_copy", "reads_wait", "updates")}
+        own = {name: getattr(self, name) for name in ("config", "early_copy", "reads_wait", "updates", "casts")}
         state = {"state": defaultdict(dict, plain_entries(self.state))}
         return {**super().__getstate__(), **state, **own, "scaler": self.pipeline.scaler}
 
@@ -564,11 +574,11 @@ class OffloadedAdamW(torch.optim.Optimizer):
         others = {key: entry for key, entry in saved.items() if not isinstance(key, torch.Tensor)}
         rest = {name: value for name, value in state.items() if name != "state"}
         if self._parts is None:
-            scaler = rest.pop("scaler")
+            scaler, casts = rest.pop("scaler"), rest.pop("casts")
             self._updates = rest.pop("updates")
             super().__setstate__(rest)
             self.report = None
-            self._build(None, scaler=scaler)
+            self._build(None, scaler=scaler, casts=casts)
             self._take_on_all(entries, self.param_groups)
         else:
             groups = [loaded(group, self.defaults) for group in state["param_groups"]]
@@ -599,7 +609,8 @@ def _refuse_engine_fields(config: OffloadConfig) -> None:
     """Raise :class:`ConfigError` for fields that only an Engine follows."""
     default = OffloadConfig()
     engines = [name for name in FIELDS if "loss_scale" in name]
-    engines += ["gradient_accumulation_steps", "offload_param", *(["stage"] if config.stage == 3 else [])]
+    engines += ["gradient_accumulation_steps", "offload_param", "buffer_dtype", "cast_inputs"]
+    engines += ["stage"] if config.stage == 3 else []
     for name in engines:
         if getattr(config, name) != getattr(default, name):
             raise ConfigError(

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
-from offload_core.config.options import OffloadConfig
 from offload_core.errors import ParameterError, StateError
 from offload_core.layout.partition import ParamSpec
 from offload_core.memory.host_memory import available_bytes
@@ -24,13 +23,13 @@ from offload_core.step.pipeline import Pipeline
 from offload_core.step.state_access import StateAccess
 from offload_core.support.launchers import local_processes
 
+from .casting import Casts
 from .pending import can_wait, forget, make_pending, settle
 from .stage3.construction import shards_of
 from .stage3.partitioned import PartitionedModel
 from .tensors import (
     TORCH_DTYPES,
     TakenGradient,
-    bytes_as,
     cast_param,
     check_param,
     flat,
@@ -102,25 +101,26 @@ class Registration:
     Args:
         device: the device of all parameters.
         partitioned: the model's partitioned parameters; None: none are.
+        casts: the element types that parameters get.
         gradients_leave: True if gradients are taken during backward, so that the plan has no room for them.
         lock: guards the calls of the pipeline outside the optimizer's own methods.
     """
 
     def __init__(
         self,
-        config: OffloadConfig,
         pipeline: Pipeline,
         device: torch.device,
         partitioned: PartitionedModel | None,
+        casts: Casts,
         *,
         gradients_leave: bool,
         lock: threading.RLock,
     ) -> None:
         self.slots: dict[torch.Tensor, Slot] = {}
-        self._config = config
         self._pipeline = pipeline
         self._device = device
         self._partitioned = partitioned
+        self._casts = casts
         self._gradients_leave = gradients_leave
         self._lock = lock
         weakref.finalize(self, let_go, self.slots).atexit = False
@@ -145,15 +145,19 @@ class Registration:
         return [entry for g, group in enumerate(groups) for entry in named_params(g, group) if entry[1] in new]
 
     def take_on(self, named: Sequence[NamedParam], model: nn.Module | None = None) -> list[Slot]:
-        """Allocate states for these parameters; cast them to ``param_dtype``.
+        """Allocate states for these parameters; cast them as ``casts`` says.
 
         Args:
             model: the plan includes the memory of its other tensors, too.
         """
         for name, param, _ in named:
             check_param(name, param)
-        pipeline, parted, target = self._pipeline, self._partitioned, self._config.target_dtype
-        specs = [spec_of(name, p, g, target, parted is not None and parted.parameters.takes(p)) for name, p, g in named]
+        pipeline, parted = self._pipeline, self._partitioned
+        targets = [self._casts.of_param(param) for _, param, _ in named]
+        specs = [
+            spec_of(name, p, g, target, parted is not None and parted.parameters.takes(p))
+            for (name, p, g), target in zip(named, targets, strict=True)
+        ]
         frozen = parted.parameters.frozen([p for _, p, _ in named]) if parted is not None and model is not None else []
         trained = [(spec, p) for spec, (_, p, _) in zip(specs, named, strict=True)]
         plan = self._plan(trained, frozen, self._others(trained, frozen, _tensors_of(model)))
@@ -171,7 +175,7 @@ class Registration:
             if specs[i].partitioned:
                 assert parted is not None
                 parted.parameters.train(param, first + i)
-            elif target is not None:
+            elif (target := targets[i]) is not None:
                 cast_param(param, TORCH_DTYPES[target])
             slot = Slot(
                 name,
@@ -232,7 +236,7 @@ class Registration:
 
     def flush(self) -> None:
         """As ``OffloadedAdamW.flush``."""
-        if self._partitioned is not None and self._config.schedule == "delayed":
+        if self._partitioned is not None and self._pipeline.config.schedule == "delayed":
             self._partitioned.before_change()
         self._pipeline.flush(self.tensors())
 
@@ -315,7 +319,7 @@ class Registration:
         plan = self._pipeline.terms.plan(
             [spec for spec, _ in trained],
             frozen=[spec for spec, _ in frozen],
-            besides=sum(bytes_as(tensor, self._config.target_dtype) for tensor in others),
+            besides=sum(map(self._casts.n_bytes, others)),
             gradients_stay=not self._gradients_leave,
         )
         rows = [] if self._partitioned is None else [self._partitioned.parameters.plan_cut(trained)]

@@ -225,8 +225,11 @@ class _Translation:
             raise ConfigError("fp16.enabled and bf16.enabled are both true; expected one of them")
         names = {"fp16.enabled": (fp16, "float16"), "bf16.enabled": (bf16, "bfloat16")}
         wanted = {path: name for path, (section, name) in names.items() if section.get("enabled") is True}
-        if "param_dtype" in given.get("data_types", {}):
-            wanted["data_types.param_dtype"] = given["data_types"]["param_dtype"]
+        types = given.get("data_types", {})
+        if "param_dtype" in types:
+            wanted["data_types.param_dtype"] = types["param_dtype"]
+        if "buffer_dtype" in types:
+            self.fields["buffer_dtype"] = types["buffer_dtype"]
         if len(set(wanted.values())) > 1:
             raise ConfigError(f"{' and '.join(f'{p} ({n})' for p, n in wanted.items())} differ; expected one type")
         for name in wanted.values():

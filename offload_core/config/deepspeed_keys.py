@@ -316,8 +316,8 @@ KEYS: dict[str, Key] = {
         {
             "param_dtype": _sets(dtype, "`param_dtype`; `fp16` and `bf16` must agree"),
             "grad_accum_dtype": _ignored("gradients are always accumulated in fp32", "fp32"),
-            "buffer_dtype": _ignored("buffers become what parameters become"),
-            "keep_in_fp32_modules": _ignored("`param_dtype` is that of all parameters and buffers", []),
+            "buffer_dtype": _sets(dtype, "`buffer_dtype`"),
+            "keep_in_fp32_modules": _ignored("`param_dtype` is that of all parameters but BatchNorm's", []),
         },
     ),
     "managed_gradient_accumulation": _refused("`engine.step()` counts micro-steps", True),

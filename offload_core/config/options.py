@@ -15,6 +15,7 @@ _CHOICES: dict[str, tuple] = {
     "adam_mode": ("adamw", "adam"),
     "op_order": ("torch", "optax"),
     "param_dtype": (None, *BY_NAME),
+    "buffer_dtype": (None, *BY_NAME),
     "communication_dtype": (None, *BY_NAME),
     "reduction": ("ordered", "native"),
     "schedule": ("overlap", "serial", "delayed"),
@@ -63,7 +64,16 @@ class OffloadConfig:
     stage: int = 2
     """ZeRO stage: 1 partitions optimizer states, 2 gradients too, 3 parameters too. On one rank they are the same."""
     param_dtype: str | None = None
-    """Element type of the device parameters; None keeps the model's."""
+    """Element type of the device parameters; None keeps the model's. In torch, layers with running statistics in
+    float32 (BatchNorm) keep their parameters in float32, too: torch computes with both, whatever the input's type."""
+    buffer_dtype: str | None = None
+    """In torch: element type of the model's floating-point buffers; None keeps each one's own, also with
+    ``param_dtype``, for RoPE's frequencies and BatchNorm's statistics are too coarse in 16 bits. A buffer that is added
+    to or multiplied with activations makes them as wide as itself: set this where the next layer then refuses them."""
+    cast_inputs: bool = True
+    """In torch, with ``param_dtype``: cast the floating-point tensors among the arguments of the engine's forward to
+    it. False passes them as they are, for labels, times and positions that 16 bits would round (in bfloat16, 1001 is
+    1000)."""
     gradient_clipping: float | None = None
     """Bound on the global L2 norm of the gradients, or None."""
     gradient_accumulation_steps: int = 1
@@ -178,7 +188,13 @@ class OffloadConfig:
         for name in ("initial_loss_scale", "min_loss_scale"):
             checks.number(name, getattr(self, name), above=0.0)
         checks.integer("delay_warmup_steps", self.delay_warmup_steps, least=0)
-        for name in ("pin_memory", "skip_nonfinite", "update_in_backward", "loss_scale_consecutive_hysteresis"):
+        for name in (
+            "cast_inputs",
+            "pin_memory",
+            "skip_nonfinite",
+            "update_in_backward",
+            "loss_scale_consecutive_hysteresis",
+        ):
             if not (name == "skip_nonfinite" and self.skip_nonfinite is None):
                 checks.boolean(name, getattr(self, name))
 

@@ -28,7 +28,7 @@ SEGMENT = np.dtype(
     ]
 )
 SPAN = np.dtype([("src", np.uintp), ("dst", np.uintp), ("numel", np.int64)])
-SCALARS = np.dtype([(name, np.float32) for name, _ in ffi.typeof("oc_adam_scalars").fields])
+SCALARS = np.dtype([(name, np.float64) for name, _ in ffi.typeof("oc_adam_scalars").fields])
 for _name, _dtype in (("oc_segment", SEGMENT), ("oc_span", SPAN), ("oc_adam_scalars", SCALARS)):
     assert ffi.sizeof(_name) == _dtype.itemsize, f"{_name} differs between C and Python"
 
@@ -110,6 +110,7 @@ def adam(
 ) -> None:
     """Update every segment (dtype ``SEGMENT``) in place, with the ``scalars`` (dtype ``SCALARS``) it names.
 
+    The kernel rounds the scalars to float32: NumPy would flush subnormal ones to zero in a thread that does.
     ``param_dtype=None`` writes no device parameter; ``keep_states`` writes nothing but the device parameter,
     with the same bits. The caller keeps the memory at the addresses alive during the call.
     """

@@ -32,7 +32,8 @@ class AdamHyper:
     def scalars(self, t: int, *, op_order: str, grad_scale: float) -> tuple[float, ...]:
         """The kernel's scalars (``oc_adam_scalars``) for update number ``t``, counted from 1.
 
-        Computed in double from ``t``, never from a running product, so that a resumed run gives the same bits.
+        In double, from ``t`` and never from a running product, so that a resumed run gives the same bits. The kernel
+        rounds them.
         """
         beta1, beta2 = self.betas
         if op_order == "torch":

@@ -358,6 +358,10 @@ def half(**keys):
             {"param_dtype": "bfloat16", "skip_nonfinite": True},
         ),
         ({"data_types": {"param_dtype": "fp32"}}, {"param_dtype": "float32"}),
+        (
+            {"bf16": {"enabled": True}, "data_types": {"buffer_dtype": "bf16"}},
+            {"param_dtype": "bfloat16"} | {"buffer_dtype": "bfloat16"},
+        ),
         ({"communication_data_type": "fp16"}, {"communication_dtype": "float16"}),
         ({"fp32_allreduce": True}, {"communication_dtype": "float32"}),
     ],

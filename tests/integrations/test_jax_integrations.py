@@ -415,7 +415,7 @@ def test_nnx_variables_agree_by_their_paths_whatever_else_they_say():
     offloaded.update(others)
     assert offloaded.count == 1
     norm = nnx.BatchNorm(4, rngs=nnx.Rngs(0))
-    tx = offloaded_of(nnx.state(norm)).as_optax()
+    tx = wrap(nnx.state(norm), trainable=True).as_optax()
     with pytest.raises(ParameterError, match=r"has \['scale'\].value where \['mean'\].value was expected"):
         nnx.Optimizer(norm, tx, wrt=nnx.Param)
 

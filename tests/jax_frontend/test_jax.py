@@ -765,18 +765,25 @@ def test_a_stale_optax_state_is_refused():
 
 
 def test_a_flax_nnx_model_trains():
-    """The state holds dropout's random keys and counters, which pass through."""
+    """Dropout's random keys and counters are the loop's: they go in as an argument, and come back as aux."""
     x, y = regression_data()
-    graphdef, state = nnx.split(Net(nnx.Rngs(0)))
+    graphdef, state, others = nnx.split(Net(nnx.Rngs(0)), nnx.Param, ...)
     offloaded = wrap(state, lr=3e-2)
-    value_and_grad = offloaded.value_and_grad(lambda state, x, y: regression(nnx.merge(graphdef, state), x, y))
+
+    def loss_of(params, others, x, y):
+        model = nnx.merge(graphdef, params, others, copy=True)
+        loss = regression(model, x, y)
+        return loss, nnx.state(model, nnx.Not(nnx.Param))
+
+    value_and_grad = offloaded.value_and_grad(loss_of, has_aux=True)
     losses = []
-    for _ in range(30):
-        loss, grads = value_and_grad(offloaded.params, x, y)
+    for step in range(30):
+        (loss, others), grads = value_and_grad(offloaded.params, others, x, y)
+        assert int(others["dropout"]["rngs"]["count"].get_value()) == step + 1
         assert isinstance(offloaded.update(grads), nnx.State)
         losses.append(float(loss))
     assert losses[-1] < 0.3 * losses[0]
-    trained = nnx.merge(graphdef, offloaded.params)
+    trained = nnx.merge(graphdef, offloaded.params, others)
     trained.eval()
     assert regression(trained, x, y) < losses[0]
     resumed = wrap(state)

@@ -58,7 +58,7 @@ class Hyper:
     step: int = 1
 
     def scalars(self, op_order: str) -> np.ndarray:
-        """The kernel's scalars (one record of ``SCALARS``), each rounded once."""
+        """The kernel's scalars (one record of ``SCALARS``), which it rounds."""
         unbias1, unbias2 = 1 - self.beta1**self.step, 1 - self.beta2**self.step
         torch = op_order == "torch"
         record = np.zeros(1, SCALARS)
@@ -90,7 +90,8 @@ def adam(
     keep_states: bool = False,
 ) -> call.AdamState:
     """The state after one step, by the definition in DESIGN.md, section 5."""
-    s = hyper.scalars(op_order)[0]
+    [exact] = hyper.scalars(op_order)
+    s = {name: np.float32(exact[name]) for name in SCALARS.names}
     one = np.float32(1)
     with np.errstate(all="ignore"):
         g, p, m, v = (x.astype(np.float32) for x in (state.grad, state.master, state.exp_avg, state.exp_avg_sq))

@@ -23,7 +23,7 @@ def same_bits(a, b):
     return (
         a.dtype == b.dtype
         and a.shape == b.shape
-        and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+        and torch.equal(a.reshape(-1).contiguous().view(torch.uint8), b.reshape(-1).contiguous().view(torch.uint8))
     )
 
 

@@ -396,17 +396,6 @@ def test_gradients_set_by_hand_count():
     assert float(engine.optimizer.state[engine.module[0].weight]["exp_avg"][0, 0]) == pytest.approx(0.1)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_models_with_float_buffers_are_cast_whole(dtype):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8 * 36, 4))
-    engine = wrap(model, param_dtype=dtype)
-    engine.backward(engine(torch.randn(2, 3, 8, 8)).float().pow(2).mean())
-    engine.step()
-    assert model[1].running_mean.dtype is getattr(torch, dtype)
-    assert model[1].num_batches_tracked.dtype is torch.int64
-
-
 def test_the_loss_scale_is_part_of_the_state():
     engine = wrap(make(), param_dtype="float16", initial_loss_scale=2.0**24)
     while not step(engine, 0).updated:
@@ -655,6 +644,8 @@ def test_parameters_in_shards_of_others_are_refused():
         ),
         ("unknown configuration field 'gradient_cliping'; did you mean 'gradient_clipping'", {"gradient_cliping": 1.0}),
         ("param_dtype: got 'int8', expected one of", {"param_dtype": "int8"}),
+        ("buffer_dtype: got 'int8', expected one of", {"buffer_dtype": "int8"}),
+        ("cast_inputs: got 'no', expected True or False", {"cast_inputs": "no"}),
         ("offload_param='cpu' with stage=2.*expected stage=3", {"offload_param": "cpu"}),
         ("max_live_parameters: got -1, expected an integer of at least 0", {"max_live_parameters": -1}),
         ("stage: got 4, expected one of 1, 2, 3", {"stage": 4}),

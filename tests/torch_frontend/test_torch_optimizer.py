@@ -368,7 +368,9 @@ def test_autograd_grad_leaves_gradients_alone(early_copy):
 
 
 def test_what_only_an_engine_does_is_refused_alone():
-    for fields in ({"loss_scale": "dynamic"}, {"gradient_accumulation_steps": 4}, {"initial_loss_scale": 2.0}):
+    of_engines = {"loss_scale": "dynamic", "gradient_accumulation_steps": 4, "initial_loss_scale": 2.0}
+    of_engines |= {"buffer_dtype": "bfloat16", "cast_inputs": False}
+    for fields in ({name: value} for name, value in of_engines.items()):
         with pytest.raises(ConfigError, match=r"is what an Engine does; expected it in wrap\(model"):
             OffloadedAdamW(make().parameters(), **fields)
     with pytest.raises(ConfigError, match="eps_root=0.1 has no place in op_order='torch'"):
@@ -513,6 +515,32 @@ def test_loading_a_model_after_wrapping_is_followed():
         loss_of(model, 0).backward()
         opt.step()
     assert_same(ours, theirs, optimizer, reference)
+
+
+@pytest.mark.parametrize(
+    ("fields", "gradient"),
+    [
+        ({"lr": 1e-39, "weight_decay": 0.0}, 1.0),
+        ({"eps": 1e-40}, 0.0),  # 0 / eps is 0, and NaN where eps is flushed to zero
+        ({"weight_decay": 1e-39, "adam_mode": "adam"}, 0.0),
+        ({"gradient_clipping": 1e-36}, 1e3),
+    ],
+    ids=["rate", "eps", "weight decay", "clip factor"],
+)
+def test_a_caller_that_flushes_subnormals_to_zero_gets_the_bits_of_one_that_does_not(fields, gradient):
+    def states(*, flush):
+        param = nn.Parameter(torch.tensor([0.0, 1.0]))
+        optimizer = OffloadedAdamW([param], **fields)
+        param.grad = torch.full_like(param, gradient)
+        if flush and not torch.set_flush_denormal(True):
+            pytest.skip("this processor cannot flush subnormals to zero")
+        try:
+            optimizer.step()
+        finally:
+            torch.set_flush_denormal(False)
+        return [param, *(optimizer.state[param][name] for name in ("exp_avg", "exp_avg_sq"))]
+
+    assert all(same_bits(a, b) for a, b in zip(states(flush=True), states(flush=False), strict=True))
 
 
 # --- state ------------------------------------------------------------------------------------------

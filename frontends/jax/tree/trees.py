@@ -1,5 +1,6 @@
 """Pytrees as users give them: leaves are parameters, other arrays or neither, and have a form in NumPy."""
 
+import sys
 from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any
@@ -122,6 +123,35 @@ def parameter_positions(paths: Sequence[str], leaves: Sequence[Any], trained: Se
     return positions
 
 
+def check_nnx(params: Any, *, chosen: bool) -> None:
+    """Raise :class:`ParameterError` if a tree holds what a flax.nnx model changes in its forward.
+
+    The tree that comes back from an update has those values as they were wrapped: dropout would draw the same mask in
+    each step, and statistics would be trained and decayed like weights.
+
+    Args:
+        chosen: True if the user says which leaves are trained; only whole modules are refused then.
+    """
+    nnx = sys.modules.get("flax.nnx")  # else the tree has nothing of it
+    if nnx is None:
+        return
+    flat = jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda node: isinstance(node, nnx.Module | nnx.Variable))
+    for path, node in flat:
+        where = "params" + jax.tree_util.keystr(path)
+        if isinstance(node, nnx.Module):
+            raise ParameterError(
+                f"{where} is an nnx.Module ({type(node).__name__}), which holds more than parameters and may hold one "
+                "twice; expected its parameters: nnx.state(model, nnx.Param), or the second part of "
+                "nnx.split(model, nnx.Param, ...)"
+            )
+        if not chosen and isinstance(node, nnx.Variable) and not isinstance(node, nnx.Param):
+            raise ParameterError(
+                f"{where} is an nnx.{type(node).__name__}, which the model's forward changes and wrap() would hold; "
+                "expected nnx.Param alone: wrap nnx.state(model, nnx.Param) and keep the rest, or say which leaves to "
+                "train with trainable="
+            )
+
+
 def mask_leaves(mask: Mask | None, params: Any, name: str) -> list[bool]:
     if mask is None:
         mask = True
@@ -133,7 +163,16 @@ def mask_leaves(mask: Mask | None, params: Any, name: str) -> list[bool]:
         raise ParameterError(
             f"{name}: its structure differs from the parameters'; expected a boolean for every leaf\n{error}"
         ) from None
-    return [bool(leaf) for _, leaf in flatten(full)[0]]
+    flags = [leaf for _, leaf in flatten(full)[0]]
+    for (path, leaf), flag in zip(flatten(params)[0], flags, strict=True):
+        if not (_is_boolean(flag) or leaf is None):
+            hint = "; compare labels first: jax.tree.map(lambda label: label == ..., labels)" * isinstance(flag, str)
+            raise ParameterError(f"{name}: params{path} has {flag!r}, expected True or False{hint}")
+    return [bool(flag) for flag in flags]
+
+
+def _is_boolean(flag: Any) -> bool:
+    return isinstance(flag, bool) or (is_array(flag) and flag.dtype == bool and flag.size == 1)
 
 
 def is_key(leaf: Any) -> bool:

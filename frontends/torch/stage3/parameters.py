@@ -19,6 +19,7 @@ from offload_core.stage3.live_params import LiveParams, PartitionedParam
 from offload_core.step.bucket_terms import PARAMETER_SHARDS
 from offload_core.step.pipeline import Pipeline
 
+from ..casting import Casts
 from ..ranks.device import as_torch
 from ..tensors import TORCH_DTYPES, flat, is_offloadable, shaped_like, spec_of
 from .construction import hand_over, in_shards, shards_of
@@ -70,11 +71,15 @@ class PartitionedParameters:
         device: the device of whole parameters.
         world: the device and ranks over which shards are gathered.
         pipeline: of the trained ones.
+        casts: the element types that they get.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device, world: GatheringDevice, pipeline: Pipeline) -> None:
+    def __init__(
+        self, model: nn.Module, device: torch.device, world: GatheringDevice, pipeline: Pipeline, casts: Casts
+    ) -> None:
         self._config = config = pipeline.config
         self._pipeline = pipeline
+        self._casts = casts
         self._device = device
         self._world = world
         self.live = LiveParams(config, world)
@@ -128,8 +133,9 @@ class PartitionedParameters:
         owned = [
             (name, param) for param, name, _ in self._owners.values() if id(param) not in ids and self.takes(param)
         ]
-        target = self._config.target_dtype
-        return [(spec_of(name, param, 0, target, partitioned=True), param) for name, param in owned]
+        return [
+            (spec_of(name, param, 0, self._casts.of_param(param), partitioned=True), param) for name, param in owned
+        ]
 
     def plan_cut(self, entries: Sequence[tuple[ParamSpec, torch.Tensor]]) -> PlanRow:
         """The bytes that :meth:`cut` of these takes until :meth:`keep_shard`, beside the whole parameters."""

@@ -8,6 +8,7 @@ from torch import nn
 
 from offload_core.step.pipeline import Pipeline
 
+from ..casting import Casts
 from ..ranks.device_ranks import device_for
 from .gathering import Gathering, check_unowned
 from .hooks import ModuleRuns, check_hooks_run
@@ -21,14 +22,15 @@ class PartitionedModel:
         device: the device of whole parameters.
         group: as in ``device_for``; gathers use a group of their own. Making it is collective.
         pipeline: of the trained parameters.
+        casts: the element types that the model's tensors get.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device, group: Any, pipeline: Pipeline) -> None:
+    def __init__(self, model: nn.Module, device: torch.device, group: Any, pipeline: Pipeline, casts: Casts) -> None:
         check_unowned(model)
         check_hooks_run(model, pipeline.config.param_persistence_threshold)
         self._world = device_for(device, group, pipeline.config, apart=True)
         self._world.trace = pipeline.device.trace
-        self.parameters = PartitionedParameters(model, device, self._world, pipeline)
+        self.parameters = PartitionedParameters(model, device, self._world, pipeline, casts)
         self.live = self.parameters.live
         """Tracks which parameters are whole."""
         self.runs = ModuleRuns(model, self.parameters, pipeline)
