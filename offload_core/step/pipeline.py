@@ -340,7 +340,9 @@ class Pipeline:
 
     def _terms_of(self, given: Given, gathered: int) -> str:
         """All that must be the same in every rank's call of :meth:`step`."""
-        return f"{[hyper.numbers for hyper in given.hypers]} {[given.groups, given.divisor, given.loss_scale, gathered]}"
+        return (
+            f"{[hyper.numbers for hyper in given.hypers]} {[given.groups, given.divisor, given.loss_scale, gathered]}"
+        )
 
     def _change(self, act: Callable[[], None]) -> None:
         """Do this in one section that no signal cuts in two; after an error the step has broken off."""
