@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from ..errors import CheckpointError
 from ..layout.regions import Region, common
 from ..support.disks import begin_reading
 from ..support.processors import default_threads
+from ..support.threads import do_in_threads
 from .folder import CHECKPOINT_NAME, MANIFEST, find
 from .manifest import NOT_A_MANIFEST, Tensor, read_manifest, tensors_of
 from .values import ArrayType, decode
@@ -199,9 +199,7 @@ class Checkpoint:
                 descriptors[i] = self._open(self._paths[i])
             announce(blocks[:_READ_AHEAD])
             n = max(min(_READERS, default_threads(), len(blocks)), 1)
-            with ThreadPoolExecutor(n) as pool:
-                for done in [pool.submit(each) for _ in range(n)]:
-                    done.result()
+            do_in_threads([each] * n)
         finally:
             for descriptor in descriptors.values():
                 os.close(descriptor)

@@ -18,6 +18,7 @@ from offload_core.checkpoint.stateful import check_states, load_states, random_s
 from offload_core.checkpoint.values import ArrayType
 from offload_core.errors import CheckpointError, ParameterError
 from offload_core.layout.regions import InMemory
+from offload_core.step.state_lock import whole
 
 from ..optimizer import OffloadedAdamW
 from ..stage3.parameters import PartitionedParameter
@@ -48,7 +49,9 @@ class ModelCheckpoints:
     def __init__(self, model: nn.Module, optimizer: OffloadedAdamW) -> None:
         self._model = model
         self._optimizer = optimizer
+        self.state_lock = optimizer.state_lock
 
+    @whole("save_checkpoint()")
     def save(
         self,
         folder: Any,
@@ -94,6 +97,7 @@ class ModelCheckpoints:
             front_end="torch",
         )
 
+    @whole("load_checkpoint()")
     def load(self, path: Any, *, stateful: Mapping[str, Any] | None, names: Names, random_state: bool) -> Any:
         optimizer, translated = self._optimizer, translation(names)
         modules = {translated(name): module for name, module in _stateful_modules(self._model)}
