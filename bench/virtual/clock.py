@@ -50,7 +50,7 @@ class Clock:
         """Inside, the pipelines, fake devices and traces that are made, and these modules, live in this time."""
         with ExitStack() as stack:
             for module in (*_MODULES, *modules):
-                for name, stand_in in (("time", self), ("ThreadPoolExecutor", self.thread)):
+                for name, stand_in in (("time", self), ("TaskThread", self.thread)):
                     if hasattr(module, name):
                         stack.enter_context(mock.patch.object(module, name, stand_in))
             yield
@@ -79,10 +79,9 @@ class Clock:
         """To be waited for in this time."""
         return _Future(self)
 
-    def thread(self, max_workers: int = 1, thread_name_prefix: str = "") -> "_Thread":
-        """Stands in for an executor of one thread."""
-        assert max_workers == 1
-        return _Thread(self, thread_name_prefix)
+    def thread(self, name: str) -> "_Thread":
+        """Stands in for ``TaskThread``."""
+        return _Thread(self, name)
 
     def start(self, work: Callable[[], None], name: str) -> None:
         """Have a thread begin now, when this one waits."""
@@ -141,7 +140,7 @@ class _Thread:
                 future.set_exception(error)
         self._busy = False
 
-    def shutdown(self, wait: bool = True) -> None:
+    def close(self) -> None:
         """Work that was submitted ends by itself."""
 
 

@@ -1,7 +1,8 @@
 """``wrap(params) -> OffloadedParams``: a pytree of parameters whose optimizer states live in host memory."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+import signal
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from functools import partial
@@ -15,6 +16,7 @@ from jax.sharding import Mesh
 
 from offload_core.checkpoint.checkpoints import Names
 from offload_core.checkpoint.export import MAX_SHARD_BYTES
+from offload_core.checkpoint.on_signal import SaveOnSignal
 from offload_core.config.options import ConfigLike, OffloadConfig, check_hyperparameters
 from offload_core.device.trace import COMPUTE
 from offload_core.dtypes import BY_NUMPY
@@ -26,6 +28,7 @@ from offload_core.ranks.consistency import agree
 from offload_core.rules.adam import AdamHyper
 from offload_core.step.loss_scale import scaler_for
 from offload_core.step.pipeline import Pipeline, StepReport
+from offload_core.step.state_lock import changes, whole
 from offload_core.support.launchers import warn_if_launched
 
 from .differentiate import value_and_grad
@@ -123,6 +126,8 @@ class OffloadedParams:
         # Gradients come to the core all at once. Parameters in JAX's host memory are device parameters to it.
         config = replace(self.config, update_in_backward=False, offload_param=None)
         self._pipeline = Pipeline(config, self._placement.device, scaler)
+        self.state_lock = self._pipeline.state_lock
+        """Held while states are read or changed; see ``offload_core/step/state_lock.py``."""
         self._planned = checked_plan(self._pipeline, self._placement, leaves, positions, specs, layouts)
         arrays = [self._placement.place(paths[i], leaves[i]) for i in positions]
         tensors = self._placement.start(arrays)
@@ -146,6 +151,9 @@ class OffloadedParams:
     @property
     def params(self) -> Any:
         """The parameters, with the structure that was wrapped."""
+        return self.state_lock.whole("params", self._now)
+
+    def _now(self) -> Any:
         self._follow()
         return self._tree.now()
 
@@ -226,11 +234,13 @@ class OffloadedParams:
         refuse_jit("update()")
         return self._update(grads)
 
+    @whole("update()")
+    @changes("update()")
     def _update(self, grads: Any, learning_rate: Any = None) -> Any:
         with self._pipeline.device.trace.span(COMPUTE, "update"):
             gradients, hypers = self._check(grads, learning_rate)
             self._take(gradients, hypers)
-        return self.params
+        return self._now()
 
     def _take(self, gradients: Sequence[Any], hypers: Sequence[AdamHyper]) -> None:
         """Update, if this is the boundary, with gradients and hyperparameters that were checked."""
@@ -257,6 +267,7 @@ class OffloadedParams:
         """Tensors for the next parameters."""
         return self._placement.targets([self._tree.leaves[leaf.position] for leaf in self._tree.trained])
 
+    @changes("a read of params")
     def _follow(self) -> None:
         """Make the tree's leaves of the parameters that the pipeline wrote last.
 
@@ -275,6 +286,7 @@ class OffloadedParams:
             self._followed = publications
         self._targets = []
 
+    @whole("flush()")
     def flush(self) -> Any:
         """Bring ``params`` to the last update, also under ``schedule="delayed"``, and return them.
 
@@ -286,6 +298,7 @@ class OffloadedParams:
             self._publish()
         return self.params
 
+    @changes("flush()")
     def _publish(self) -> None:
         """Bring the parameters to the values of their master weights."""
         self._follow()
@@ -357,6 +370,7 @@ class OffloadedParams:
 
     # --- states ------------------------------------------------------------------------------------
 
+    @whole("to_pytree()")
     def to_pytree(self) -> dict[str, Any]:
         """A copy of everything that training needs to go on, as a pytree of NumPy arrays.
 
@@ -372,6 +386,7 @@ class OffloadedParams:
         self._tree.check_alive("to_pytree")
         return self._states.to_pytree(self.count)
 
+    @whole("load_pytree()")
     def load_pytree(self, tree: Mapping[str, Any]) -> Any:
         """Load a pytree of :meth:`to_pytree`, and return the parameters. Any number of ranks may have written it.
 
@@ -381,6 +396,7 @@ class OffloadedParams:
         self.count = self._states.load_pytree(tree, self.flush)
         return self.params
 
+    @whole("load_params()")
     def load_params(self, params: Any) -> Any:
         """Go on from other values of the parameters, clamped ones for example, and return them.
 
@@ -400,6 +416,7 @@ class OffloadedParams:
         self._states.load_params(params)
         return self.params
 
+    @whole("to_optax_state()")
     def to_optax_state(self) -> Any:
         """The states as those of ``optax.adamw`` with these settings (``optax.adam`` after ``add_decayed_weights`` with
         ``adam_mode="adam"``), in NumPy arrays: on fp32 parameters eager optax goes on with the same bits.
@@ -414,6 +431,7 @@ class OffloadedParams:
         self.flush()
         return self._states.to_optax(self.config, masked=self._masked, count=self.count)
 
+    @whole("load_optax_state()")
     def load_optax_state(self, state: Any) -> None:
         """Load the moments, in fp32, and the count of the state of ``optax.adamw``, or of any chain with one Adam.
 
@@ -425,6 +443,7 @@ class OffloadedParams:
         """
         self.count = self._states.load_optax(state, self.flush)
 
+    @whole("export_safetensors()")
     def export_safetensors(
         self, folder: str | os.PathLike[str], *, max_shard_bytes: int = MAX_SHARD_BYTES, dtype: str | None = None
     ) -> None:
@@ -455,6 +474,7 @@ class OffloadedParams:
 
     # --- checkpoints -------------------------------------------------------------------------------
 
+    @whole("save_checkpoint()")
     def save_checkpoint(
         self,
         folder: str | os.PathLike[str],
@@ -483,7 +503,8 @@ class OffloadedParams:
 
         Raises:
             CheckpointError: in all processes; earlier checkpoints are untouched.
-            StateError: gradients wait for an update; an array of ``params`` was donated; under jit.
+            StateError: gradients wait for an update; an array of ``params`` was donated; under jit; a signal handler
+                calls this in the middle of an update.
         """
         refuse_jit("save_checkpoint()")
         self._follow()
@@ -491,10 +512,41 @@ class OffloadedParams:
             folder, updates=self.count, stateful=stateful, extras=extras, keep=keep, wait=wait
         )
 
+    def save_on_signal(
+        self,
+        folder: str | os.PathLike[str],
+        signals: Iterable[int] = (signal.SIGTERM,),
+        *,
+        stateful: Mapping[str, Any] | None = None,
+        keep: int | None = None,
+    ) -> SaveOnSignal:
+        """Note these signals from now on, and save between two updates: ``if saver.save(): break`` ends the loop's
+        turn.
+
+        The signal itself only leaves a note. The next :meth:`update` tells all processes of it, and
+        ``saver.save(extras)`` then saves in all of them, and returns the checkpoint's folder; until then it returns
+        None. It is enough if one process gets the signal.
+
+        ``with offloaded.save_on_signal(...) as saver:`` or ``saver.close()`` gives the signals back to what received
+        them before.
+
+        Args:
+            folder, stateful, keep: as in :meth:`save_checkpoint`.
+
+        Raises:
+            StateError: not in the main thread.
+        """
+
+        def save(extras: Any) -> Path:
+            return self.save_checkpoint(folder, stateful=stateful, extras=extras, keep=keep)
+
+        return SaveOnSignal(self._pipeline, save, signals)
+
     def wait_for_checkpoint(self) -> None:
         """Return when the last checkpoint is on the disk; raise the error of its writing. All processes call it."""
         self._checkpoints.wait()
 
+    @whole("load_checkpoint()")
     def load_checkpoint(
         self,
         path: str | os.PathLike[str],

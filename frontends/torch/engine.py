@@ -2,9 +2,11 @@
 
 import itertools
 import os
+import signal
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from offload_core.checkpoint.checkpoints import Names
 from offload_core.checkpoint.export import MAX_SHARD_BYTES
+from offload_core.checkpoint.on_signal import SaveOnSignal
 from offload_core.config.options import ConfigLike
 from offload_core.device.trace import COMPUTE
 from offload_core.errors import GradientError, ParameterError, StateError
@@ -261,6 +264,14 @@ class Engine(nn.Module):
         """Wait until parameters and states hold the result of the last step; see ``OffloadedAdamW.flush``."""
         self.optimizer.flush()
 
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``torch.nn.Module.state_dict``; the parameters are all of one step.
+
+        Raises:
+            StateError: called in the middle of a step, by a signal handler.
+        """
+        return self.optimizer.state_lock.whole("state_dict()", partial(super().state_dict, *args, **kwargs))
+
     # --- checkpoints ---------------------------------------------------------------------------------
 
     def save_checkpoint(
@@ -294,9 +305,38 @@ class Engine(nn.Module):
 
         Raises:
             CheckpointError: on all ranks; earlier checkpoints are untouched.
-            StateError: gradients wait for an update.
+            StateError: gradients wait for an update; or a signal handler calls this in the middle of a step.
         """
         return self._checkpoints.save(folder, stateful=stateful, extras=extras, keep=keep, wait=wait, frozen=frozen)
+
+    def save_on_signal(
+        self,
+        folder: str | os.PathLike[str],
+        signals: Iterable[int] = (signal.SIGTERM,),
+        *,
+        stateful: Mapping[str, Any] | None = None,
+        keep: int | None = None,
+    ) -> SaveOnSignal:
+        """Note these signals from now on, and save between two steps: ``if saver.save(): break`` ends the loop's turn.
+
+        The signal itself only leaves a note. The next :meth:`step` tells all ranks of it, and ``saver.save(extras)``
+        then saves on all of them, and returns the checkpoint's folder; until then it returns None. Call it where the
+        turn has ended, after the scheduler's step. It is enough if one rank gets the signal.
+
+        ``with engine.save_on_signal(...) as saver:`` or ``saver.close()`` gives the signals back to what received them
+        before.
+
+        Args:
+            folder, stateful, keep: as in :meth:`save_checkpoint`.
+
+        Raises:
+            StateError: not in the main thread.
+        """
+
+        def save(extras: Any) -> Path:
+            return self.save_checkpoint(folder, stateful=stateful, extras=extras, keep=keep)
+
+        return SaveOnSignal(self.optimizer.pipeline, save, signals)
 
     def wait_for_checkpoint(self) -> None:
         """Wait until the last checkpoint is on the disk, and raise the error if saving failed. All ranks call it."""
@@ -353,7 +393,10 @@ class Engine(nn.Module):
             ConfigError, ParameterError: an argument is wrong, or a tensor cannot be written; nothing was written.
             CheckpointError: on all ranks, if a file cannot be written; no part of it is left.
         """
-        export_safetensors(self.module, self.optimizer, folder, max_shard_bytes=max_shard_bytes, dtype=dtype)
+        export = partial(export_safetensors, self.module, self.optimizer, folder)
+        self.optimizer.state_lock.whole(
+            "export_safetensors()", partial(export, max_shard_bytes=max_shard_bytes, dtype=dtype)
+        )
 
     # --- memory --------------------------------------------------------------------------------------
 

@@ -1,6 +1,5 @@
 """Takes gradients: during backward as they appear, or from ``p.grad`` at the step."""
 
-import threading
 import weakref
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,6 +9,7 @@ import torch
 
 from offload_core.errors import GradientError, StateError
 from offload_core.step.pipeline import Pipeline
+from offload_core.step.state_lock import changes
 
 from .registration import Registration, Slot
 from .tensors import TakenGradient, check_gradient, flat_like
@@ -23,15 +23,15 @@ class Intake:
     Args:
         registration: holds the parameters.
         early: True takes each gradient during backward, as it appears; ``p.grad`` then holds a stand-in.
-        lock: guards the calls of the pipeline from hooks, outside the optimizer's own methods.
     """
 
-    def __init__(self, pipeline: Pipeline, registration: Registration, *, early: bool, lock: threading.RLock) -> None:
+    def __init__(self, pipeline: Pipeline, registration: Registration, *, early: bool) -> None:
         self._pipeline = pipeline
+        self.state_lock = pipeline.state_lock
+        """Hooks may run in a thread of autograd."""
         self._registration = registration
         self._slots = registration.slots
         self._early = early
-        self._lock = lock
         self.fresh = False
         """True if a gradient has arrived in this micro-step."""
         self._reduces = False
@@ -84,25 +84,25 @@ class Intake:
             slot.param.requires_grad_(False)
 
     @torch._disable_dynamo
+    @changes("backward()")
     def _arrived(self, slot: Slot, gradient: torch.Tensor | None, *, first: bool) -> None:
         assert gradient is not None
         check_gradient(slot.name, slot.param, gradient)
         if (slot.param.dtype, slot.param.device) != (slot.taken.dtype, slot.taken.device):
             self._registration.check_unchanged()
-        with self._lock:
-            if self._pipeline.scaler is not None and not self._scaling:
-                raise GradientError(
-                    f"parameter {slot.name!r}: gradient of a plain loss.backward() under loss scaling, which would be "
-                    "unscaled without having been scaled; expected engine.backward(loss)"
-                )
-            if first and (slot.arrived or self._pipeline.has_gradient(slot.index)) and not slot.continues(gradient):
-                self._drop([slot])  # earlier ones were discarded or replaced by hand
-            if self._deferring:
-                slot.deferred, self.fresh = gradient, True
-            else:
-                self._take(slot, gradient)
-            slot.arrived += 1
-            slot.averaged += self._averaging
+        if self._pipeline.scaler is not None and not self._scaling:
+            raise GradientError(
+                f"parameter {slot.name!r}: gradient of a plain loss.backward() under loss scaling, which would be "
+                "unscaled without having been scaled; expected engine.backward(loss)"
+            )
+        if first and (slot.arrived or self._pipeline.has_gradient(slot.index)) and not slot.continues(gradient):
+            self._drop([slot])  # earlier ones were discarded or replaced by hand
+        if self._deferring:
+            slot.deferred, self.fresh = gradient, True
+        else:
+            self._take(slot, gradient)
+        slot.arrived += 1
+        slot.averaged += self._averaging
 
     def _take(self, slot: Slot, gradient: torch.Tensor) -> None:
         self._pipeline.add_gradient(slot.index, flat_like(gradient, slot.param))

@@ -1,6 +1,5 @@
 """``OffloadedAdamW``: a ``torch.optim.Optimizer`` whose states live in host memory."""
 
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -18,6 +17,7 @@ from offload_core.memory.report import MemoryReport
 from offload_core.rules.adam import STATE_NAMES, AdamHyper
 from offload_core.step.loss_scale import LossScaler, scaler_for
 from offload_core.step.pipeline import Pipeline, StepReport
+from offload_core.step.state_lock import changes, whole
 
 from .casting import Casts
 from .groups import hyper_of, loaded, number, numbers, torchs_options, without_torchs_options
@@ -178,17 +178,16 @@ class OffloadedAdamW(torch.optim.Optimizer):
             check_takes_none(
                 [*(entry[:2] for entry in named), *(model.named_parameters() if model is not None else ())], config
             )
-        lock = threading.RLock()
-        registration = Registration(
-            pipeline, device, self.partitioned, casts, gradients_leave=self.early_copy, lock=lock
-        )
-        intake = Intake(pipeline, registration, early=self.early_copy, lock=lock)
+        registration = Registration(pipeline, device, self.partitioned, casts, gradients_leave=self.early_copy)
+        intake = Intake(pipeline, registration, early=self.early_copy)
         parts = Parts(pipeline, registration, intake, TorchStates(pipeline, registration))
         _take_on(parts, trained, model)
         if self.partitioned is not None:
             self.partitioned.keep_frozen(params)
         pipeline.updates = self._updates
         self._parts, self._boundary = parts, None
+        self.state_lock = pipeline.state_lock
+        """Held while states are read or changed; see ``offload_core/step/state_lock.py``."""
         self.checkpoints = Checkpoints(pipeline)
 
     @property
@@ -224,6 +223,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         """The part that holds the parameters that have states."""
         return self.parts.registration
 
+    @whole("flush()")
     def flush(self) -> None:
         """Wait until parameters and states hold the result of the last ``step``, also under ``schedule="delayed"``.
 
@@ -321,6 +321,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         lr, betas = self.config.hyperparameters(self.updates)
         return {name: {"lr": lr, "betas": betas}[name] for name in names}
 
+    @whole("close()")
     def close(self) -> None:
         """Remove the hooks from the parameters, discard gradients on the host, and free the states."""
         if self._parts is not None:
@@ -367,11 +368,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         Raises as ``step`` and ``Engine.step`` do; nothing has changed then.
         """
         if not boundary:
-            parts = self.parts
-            self._prepare(parts, boundary=False)
-            parts.intake.end_micro_step(boundary=False, may_be_empty=may_be_empty)
-            scale, step = parts.pipeline.loss_scale, parts.pipeline.updates + 1
-            return StepReport(updated=False, skipped="accumulating", loss_scale=scale, step=step)
+            return self._accumulate(may_be_empty)
         self.reads_wait, self._boundary = reads_wait, _Boundary(may_be_empty)
         try:
             self.step()  # hooks and learning-rate schedulers watch this method
@@ -380,7 +377,17 @@ class OffloadedAdamW(torch.optim.Optimizer):
         assert self.report is not None
         return self.report
 
+    @changes("step()")
+    def _accumulate(self, may_be_empty: bool) -> StepReport:
+        parts = self.parts
+        self._prepare(parts, boundary=False)
+        parts.intake.end_micro_step(boundary=False, may_be_empty=may_be_empty)
+        scale, step = parts.pipeline.loss_scale, parts.pipeline.updates + 1
+        return StepReport(updated=False, skipped="accumulating", loss_scale=scale, step=step)
+
     @torch._disable_dynamo
+    @whole("step()")
+    @changes("step()")
     def _update(self) -> StepReport:
         boundary, self._boundary = self._boundary, None
         parts = self.parts
@@ -476,6 +483,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         else:
             self._parts.states.assign(states)
 
+    @whole("state_dict()")
     def state_dict(self) -> dict[str, Any]:
         """As ``torch.optim.Optimizer.state_dict``; the tensors are the live states in host memory.
 
@@ -494,6 +502,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
             state["updates"] = self.updates
         return state if scaler is None else state | {"loss_scale": scaler.state_dict()}
 
+    @whole("load_state_dict()")
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load states of this class or of ``torch.optim.AdamW``; they are kept in fp32 on the host.
 
@@ -530,6 +539,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
             before.remove()
             after.remove()
 
+    @whole("torch_state_dict()")
     def torch_state_dict(self, *, rank0_only: bool = True) -> dict[str, Any] | None:
         """A ``state_dict`` for ``torch.optim.AdamW`` (``Adam`` with ``adam_mode="adam"``), whole in any stage.
 
@@ -543,6 +553,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         """
         return torch_state_dict(self, rank0_only=rank0_only)
 
+    @whole("whole_states()")
     def whole_states(self, param: torch.Tensor, names: Collection[str] = STATE_NAMES) -> dict[str, torch.Tensor]:
         """A copy of a parameter's states (``"master"``, ``"exp_avg"``, ``"exp_avg_sq"``), gathered from all ranks.
 
@@ -550,6 +561,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         """
         return self.parts.states.whole(param, names)
 
+    @whole("load_master()")
     def load_master(self, param: torch.Tensor, values: torch.Tensor) -> None:
         """Set a parameter's master weights to these values, and the parameter to the rounded values.
 

@@ -1,7 +1,6 @@
 """The parameters that have optimizer states: checks, casting, and their tensors in the pipeline."""
 
 import gc
-import threading
 import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -110,7 +109,6 @@ class Registration:
         partitioned: the model's partitioned parameters; None: none are.
         casts: the element types that parameters get.
         gradients_leave: True if gradients are taken during backward, so that the plan has no room for them.
-        lock: guards the calls of the pipeline outside the optimizer's own methods.
     """
 
     def __init__(
@@ -121,7 +119,6 @@ class Registration:
         casts: Casts,
         *,
         gradients_leave: bool,
-        lock: threading.RLock,
     ) -> None:
         self.slots: dict[torch.Tensor, Slot] = {}
         self._pipeline = pipeline
@@ -129,7 +126,6 @@ class Registration:
         self._partitioned = partitioned
         self._casts = casts
         self._gradients_leave = gradients_leave
-        self._lock = lock
         weakref.finalize(self, let_go, self.slots).atexit = False
 
     def close(self) -> None:
@@ -277,7 +273,7 @@ class Registration:
         if not self._pipeline.finished:
             for slot in written:
                 if not slot.partitioned:
-                    _make_readers_wait(slot, self._lock, self._pipeline)
+                    _make_readers_wait(slot, self._pipeline)
 
     def follow_replaced(self, tensors: Sequence[torch.Tensor]) -> None:
         """After master weights were replaced: write them to the parameters."""
@@ -297,7 +293,7 @@ class Registration:
         for slot in (slots[param] for param in params):
             increment_version(slot.param)
             slot.note()
-            _make_readers_wait(slot, self._lock, self._pipeline)
+            _make_readers_wait(slot, self._pipeline)
 
     # --- memory --------------------------------------------------------------------------------------
 
@@ -414,10 +410,6 @@ def _tensors_of(model: nn.Module | None) -> list[torch.Tensor]:
     return [] if model is None else [*model.parameters(), *model.buffers()]
 
 
-def _make_readers_wait(slot: Slot, lock: threading.RLock, pipeline: Pipeline) -> None:
-    make_pending(slot.param, partial(_await, lock, pipeline, slot.index), before_modules=True)
-
-
-def _await(lock: threading.RLock, pipeline: Pipeline, param: int) -> None:
-    with lock:  # gradients may be arriving in another thread
-        pipeline.await_param(param)
+def _make_readers_wait(slot: Slot, pipeline: Pipeline) -> None:
+    wait = partial(pipeline.state_lock.run, partial(pipeline.await_param, slot.index))
+    make_pending(slot.param, wait, before_modules=True)

@@ -28,7 +28,9 @@ from ..ranks.consistency import combine, fingerprint, processes
 from ..step.loss_scale import checked_state
 from ..step.pipeline import Pipeline
 from ..step.state_access import StateAccess
+from ..step.state_lock import changes, whole
 from ..support.checks import LARGEST, shown
+from ..support.threads import uninterrupted
 from .folder import MANIFEST, file_name
 from .reader import Checkpoint, Loaded, Want
 from .safetensors import NAME_OF, NOT_AS_WRITTEN
@@ -92,6 +94,7 @@ class Checkpoints:
 
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
+        self.state_lock = pipeline.state_lock
         self._states = StateAccess(pipeline)
         self._save: Save | None = None
 
@@ -120,6 +123,8 @@ class Checkpoints:
 
     # --- saving --------------------------------------------------------------------------------------
 
+    @whole("save_checkpoint()")
+    @changes("save_checkpoint()")
     def save(
         self,
         folder: str | os.PathLike[str],
@@ -167,19 +172,29 @@ class Checkpoints:
                 f"{dict(zip(asked, first, strict=True))}; expected the same of all"
             ),
         )
-        place = Place(Path(folder), self._collectives, step)
-        self._save = Save(place, lambda path: self._prepare(path, contents, tensors, step), keep, quiet=wait)
-        writer = self._save.writer
-        self._states.watch(writer.capture)
+        place = Place(Path(folder), self._collectives)
+        save = Save(place, keep, quiet=wait)
         try:
-            writer.capture([None])
-        except BaseException as error:  # the caller may now change tensors that were not copied
-            writer.cancel(error)
+            save.prepare(step, lambda path: self._prepare(path, contents, tensors, step))
+            uninterrupted(partial(self._begin, save))
+            save.writer.capture([None])
+        except BaseException as error:
+            if self._save is save:
+                save.writer.cancel(error)  # the caller may now change tensors that were not copied
+            else:
+                save.give_up()
             raise
         if wait:
             self.wait()
         return place.folder / place.name
 
+    def _begin(self, save: Save) -> None:
+        """Begin to write, and have changes of states wait until what they change is copied."""
+        save.start()
+        self._save = save
+        self._states.watch(save.writer.capture)
+
+    @changes("wait_for_checkpoint()")
     def wait(self) -> None:
         """Return when the last save is complete.
 
@@ -256,6 +271,8 @@ class Checkpoints:
 
     # --- loading -------------------------------------------------------------------------------------
 
+    @whole("load_checkpoint()")
+    @changes("load_checkpoint()")
     def load(
         self,
         path: str | os.PathLike[str],

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from ..support.checks import shown
 from ..support.disks import begin_reading
 from ..support.files import open_regular
 from ..support.processors import default_threads
+from ..support.threads import do_in_threads
 from .folder import CHECKPOINT_NAME, MANIFEST, find
 from .manifest import Tensor, read_manifest, tensors_of
 from .safetensors import NOT_AS_WRITTEN, checked_integer, checked_shape
@@ -207,9 +207,7 @@ class Checkpoint:
                 descriptors[i] = self._open(self._paths[i])
             announce(blocks[:_READ_AHEAD])
             n = max(min(_READERS, default_threads(), len(blocks)), 1)
-            with ThreadPoolExecutor(n) as pool:
-                for done in [pool.submit(each) for _ in range(n)]:
-                    done.result()
+            do_in_threads([each] * n)
         finally:
             for descriptor in descriptors.values():
                 os.close(descriptor)

@@ -9,6 +9,7 @@ import json
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial
@@ -42,39 +43,39 @@ def failed_elsewhere(what: str, others: str) -> CheckpointError:
 
 
 class Place:
-    """The folder in which a checkpoint is written. Process 0 makes it and broadcasts its name.
+    """The folder in which a checkpoint is written."""
 
-    Raises:
-        CheckpointError: on all processes, if it cannot be made or a process does not see it.
-    """
-
-    def __init__(self, folder: Path, collectives: Collectives, step: int) -> None:
+    def __init__(self, folder: Path, collectives: Collectives) -> None:
         self.folder = folder
         self.collectives = collectives
         self._lock: int | None = None
         self.name = self._token = ""
+
+    def make(self, step: int) -> None:
+        """Make the folder, in process 0, and tell its name to the others.
+
+        Raises:
+            CheckpointError: on all processes, if it cannot be made or a process does not see it.
+        """
+        collectives, folder = self.collectives, self.folder
         said = np.zeros(128, np.uint8)
-        try:
-            with all_or_none(collectives, "save"):
-                if collectives.rank == 0:
-                    try:
-                        text = self._make(step)
-                    except OSError as error:
-                        raise CheckpointError(
-                            f"{folder}: {error.strerror}; expected a folder that can be written"
-                        ) from error
-                    said[: len(text)] = np.frombuffer(text, np.uint8)
-            collectives.broadcast(said, "checkpoint: save")
-            self.name, self._token = said.tobytes().rstrip(b"\0").decode().split("/")
-            with all_or_none(collectives, "save"):
-                if not self.unfinished.is_dir():
+        with all_or_none(collectives, "save"):
+            if collectives.rank == 0:
+                try:
+                    text = self._make(step)
+                except OSError as error:
                     raise CheckpointError(
-                        f"{self.unfinished}: made by process 0 and not seen by process {collectives.rank}; expected a "
-                        "file system that all processes share"
-                    )
-        except BaseException:
-            self.give_up()
-            raise
+                        f"{folder}: {error.strerror}; expected a folder that can be written"
+                    ) from error
+                said[: len(text)] = np.frombuffer(text, np.uint8)
+        collectives.broadcast(said, "checkpoint: save")
+        self.name, self._token = said.tobytes().rstrip(b"\0").decode().split("/")
+        with all_or_none(collectives, "save"):
+            if not self.unfinished.is_dir():
+                raise CheckpointError(
+                    f"{self.unfinished}: made by process 0 and not seen by process {collectives.rank}; expected a "
+                    "file system that all processes share"
+                )
 
     @property
     def unfinished(self) -> Path:
@@ -101,7 +102,13 @@ class Place:
         lock, self._lock = self._lock, None
         if lock is not None:
             with suppress(OSError):
-                fcntl.flock(lock, fcntl.LOCK_UN)  # a child process forked meanwhile holds the descriptor, too
+                fcntl.flock(lock, fcntl.LOCK_UN)  # a process that C code forked may hold the descriptor, too
+            os.close(lock)
+
+    def leave(self) -> None:
+        """In a forked process: the lock is the parent's, and must end with it."""
+        lock, self._lock = self._lock, None
+        if lock is not None:
             os.close(lock)
 
     def lost(self) -> CheckpointError:
@@ -122,37 +129,56 @@ class Save:
     """One process's part in writing a checkpoint.
 
     Args:
-        prepare: given the folder, makes the writer of this process's file and its part of the manifest.
         keep: the number of checkpoints to keep; None: all.
         quiet: do not warn of a failure, because the caller waits and gets the error.
     """
 
-    def __init__(
-        self,
-        place: Place,
-        prepare: Callable[[Path], tuple[ShardWriter, dict[str, Any]]],
-        keep: int | None,
-        quiet: bool,
-    ) -> None:
+    def __init__(self, place: Place, keep: int | None, quiet: bool) -> None:
         self._place = place
         self._keep = keep
         self._quiet = quiet
         self._asked_at = UserLine.now()
         self._error: Exception | None = None
-        self._given_up = threading.Event()
-        writer: ShardWriter | None = None
-        try:
-            with all_or_none(place.collectives, "save"):
-                writer, self._part = prepare(place.unfinished)
-                self._record = file_record(writer)
-            self.writer = writer
-            self._thread = threading.Thread(target=self._run, name="offload-core checkpoint")
-            self._thread.start()
-        except BaseException:
-            if writer is not None:
-                writer.close()
-            place.give_up()
-            raise
+        self._given_up = False
+        self._writer: ShardWriter | None = None
+        self._thread = threading.Thread(target=self._run, name="offload-core checkpoint")
+        _SAVES.add(self)
+
+    @property
+    def writer(self) -> ShardWriter:
+        """Of this process's file, once it is prepared."""
+        assert self._writer is not None
+        return self._writer
+
+    def prepare(self, step: int, prepare: Callable[[Path], tuple[ShardWriter, dict[str, Any]]]) -> None:
+        """Make the folder and this process's file.
+
+        Args:
+            prepare: given the folder, makes the writer of this process's file and its part of the manifest.
+
+        Raises:
+            CheckpointError: on all processes.
+        """
+        self._place.make(step)
+        with all_or_none(self._place.collectives, "save"):
+            self._writer, self._part = prepare(self._place.unfinished)
+            self._record = file_record(self.writer)
+
+    def start(self) -> None:
+        """Begin to write. Call it where no signal can interrupt it (``uninterrupted``)."""
+        self._thread.start()
+
+    def give_up(self) -> None:
+        """Delete what :meth:`prepare` has made, all or a part of it, in place of :meth:`start`."""
+        if self._writer is not None:
+            self._writer.close()
+        self._place.give_up()
+
+    def leave(self) -> None:
+        """In a forked process: the save is the parent's."""
+        self._place.leave()
+        if self._writer is not None:
+            self._writer.leave()
 
     def wait(self) -> None:
         """Return when the checkpoint is complete in all processes. Writing goes on after an interrupt.
@@ -174,7 +200,7 @@ class Save:
             self._abandon()
             raise
         finally:
-            if self._given_up.is_set() and collectives.rank == 0:
+            if self._given_up and collectives.rank == 0:
                 self._place.give_up()
         self._thread.join()
         if self._error is not None:
@@ -183,7 +209,7 @@ class Save:
             raise self._place.lost()
 
     def _abandon(self) -> None:
-        self._given_up.set()
+        self._given_up = True
         self.writer.cancel(self._place.lost())
         self._thread.join()
 
@@ -205,7 +231,7 @@ class Save:
             explained = self._explained(error)
             place.give_up()
             try:
-                if not self._quiet and not self._given_up.is_set():
+                if not self._quiet and not self._given_up:
                     self._asked_at.warn(CheckpointWarning(f"{explained}; the next wait or save raises this error"))
             finally:
                 self._error = explained
@@ -249,7 +275,7 @@ class Save:
         seen: Any = None
         since = time.monotonic()
         while missing := [path for path in paths if not path.exists()]:
-            if self._given_up.is_set() or not self._place.unfinished.is_dir():
+            if self._given_up or not self._place.unfinished.is_dir():
                 raise self._place.lost()
             now = [(path.name, path.stat().st_mtime_ns) for path in sorted(self._place.unfinished.glob("shard-*"))]
             if now != seen:
@@ -260,3 +286,14 @@ class Save:
                     "lost? The checkpoint is given up"
                 )
             time.sleep(_POLL_SECONDS)
+
+
+_SAVES: "weakref.WeakSet[Save]" = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for save in _SAVES:
+        save.leave()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -21,6 +21,7 @@ from ..errors import CheckpointError
 from ..layout.regions import Region
 from ..memory.host_memory import HostMemory
 from ..support.disks import begin_writing, reserve, to_disk
+from ..support.threads import Condition
 from .safetensors import plan_file
 
 BLOCK_BYTES = 8 * 2**20
@@ -112,7 +113,9 @@ class ShardWriter:
         self._copying: set[int] = set()
         self._next = 0
         self._full: deque[tuple[int, np.ndarray]] = deque()
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        """Held while a block is claimed."""
+        self._changed = Condition()
         self._error: BaseException | None = None
         self._done = False
         label, n_buffers = "checkpoint staging", min(BUFFERS, n_blocks)
@@ -148,31 +151,30 @@ class ShardWriter:
         if self._done:
             return
         blocks = sorted(set().union(*(self._blocks_of.get(param, ()) for param in params)))
-        for block in blocks:
-            with self._changed:
-                while not (self._free or self._error) and self._left[block]:
-                    self._changed.wait()
-                if self._error or not self._left[block]:
-                    continue
-                buffer = self._claim(block)
-            try:
-                self._fill(block, buffer)
-                self._full.append((block, buffer))
-            except Exception as error:
-                self.cancel(error)
-            except BaseException as error:
-                self.cancel(error)
+        mine: set[int] = set()
+        try:
+            for block in blocks:
+                buffer = self._await_claim(block, mine)
+                if buffer is not None:
+                    self._fill(block, buffer)
+                    self._full.append((block, buffer))
+                    self._copied(mine)
+        except BaseException as error:
+            self.cancel(error)
+            if not isinstance(error, Exception):
                 raise
-            finally:
-                self._copied(block)
-        with self._changed:
-            self._changed.wait_for(lambda: self._error or self._copying.isdisjoint(blocks))
+        finally:
+            self._copied(mine)
+        self._changed.wait_for(lambda: self._error or self._copying.isdisjoint(blocks))
 
     def cancel(self, error: BaseException) -> None:
         """Give up the file because of ``error``."""
-        with self._changed:
-            self._error = self._error or error
-            self._changed.notify_all()
+        self._error = self._error or error
+        self._changed.notify_all()
+
+    def leave(self) -> None:
+        """In a forked process: the file is the parent's, whose thread writes it."""
+        self._done = True
 
     def close(self) -> None:
         """Give up a file before :meth:`write` was called."""
@@ -195,9 +197,8 @@ class ShardWriter:
                 self._put(data, block * self.block_bytes)
                 if n % _WRITE_BACK_BLOCKS == 0:
                     begin_writing(self._file)
-                with self._changed:
-                    self._free.append(buffer)
-                    self._changed.notify_all()
+                self._free.append(buffer)
+                self._changed.notify_all()
             to_disk(self._file)
         except OSError as error:
             self.cancel(error)
@@ -207,42 +208,60 @@ class ShardWriter:
             raise
         finally:
             os.close(self._file)
-            with self._changed:
-                self._changed.wait_for(lambda: not self._copying)
+            self._changed.wait_for(lambda: not self._copying)
+            with self._lock:
                 self._free, self._full, self.sources = [], deque(), []
                 self._done = True
 
     def _next_block(self) -> tuple[int, np.ndarray]:
         """The next block to write, and its bytes. Blocks that other threads have copied come first."""
-        with self._changed:
+        mine: set[int] = set()
+        while True:
             self._changed.wait_for(lambda: self._error or self._full or (self._free and self._find_left() is not None))
             if self._error:
                 raise CheckpointError(f"{self.path}: given up, because of {self._error!r}") from self._error
             if self._full:
                 return self._full.popleft()
             block = self._find_left()
-            assert block is not None
-            buffer = self._claim(block)
-        try:
-            self._fill(block, buffer)
-        finally:
-            self._copied(block)
-        return block, buffer
+            buffer = None if block is None else self._claim(block, mine)
+            if block is not None and buffer is not None:
+                try:
+                    self._fill(block, buffer)
+                finally:
+                    self._copied(mine)
+                return block, buffer
 
-    def _copied(self, block: int) -> None:
-        with self._changed:
-            self._copying.discard(block)
-            self._changed.notify_all()
+    def _await_claim(self, block: int, mine: set[int]) -> np.ndarray | None:
+        """As :meth:`_claim`, when a buffer is free; None if the block needs no copy any more."""
+        while self._left[block] and not self._error:
+            self._changed.wait_for(lambda: self._free or self._error or not self._left[block])
+            buffer = self._claim(block, mine)
+            if buffer is not None:
+                return buffer
+        return None
+
+    def _copied(self, blocks: set[int]) -> None:
+        """These blocks, which this thread has claimed, are copied, or will not be."""
+        with self._lock:
+            self._copying -= blocks
+            blocks.clear()
+        self._changed.notify_all()
 
     def _find_left(self) -> int | None:
         while self._next < len(self._left) and not self._left[self._next]:
             self._next += 1
         return self._next if self._next < len(self._left) else None
 
-    def _claim(self, block: int) -> np.ndarray:
-        self._left[block] = False
-        self._copying.add(block)
-        return self._free.pop()
+    def _claim(self, block: int, mine: set[int]) -> np.ndarray | None:
+        """A buffer for a block that this thread will copy, and the block in ``mine``; None if another thread was
+        first."""
+        with self._lock:
+            if self._error or not (self._free and self._left[block]):
+                return None
+            mine.add(block)
+            self._copying.add(block)
+            self._left[block] = False
+            return self._free.pop()
 
     def _fill(self, block: int, buffer: np.ndarray) -> None:
         begin, end = block * self.block_bytes, min((block + 1) * self.block_bytes, self.n_bytes)

@@ -5,9 +5,7 @@ One thread gathers shards, in the order of the calls and apart from other exchan
 same modules gather in the same order. ``digest`` shows if they did not.
 """
 
-import threading
 from collections.abc import Callable, Hashable, Sequence
-from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -18,7 +16,9 @@ from ..device.protocols import GatheringDevice
 from ..device.trace import COMPUTE
 from ..layout.partition import Bucket, ParamSpec
 from ..ranks.consistency import fingerprint
+from ..step.state_lock import StateLock, changes
 from ..step.worker import Background, Inline
+from ..support.threads import Task
 from .use_order import UseOrder
 
 
@@ -48,7 +48,7 @@ class PartitionedParam:
     updated: Callable[[], Event] = Done
     """Returns the event of its last update that was started."""
     holds: int = 0
-    gathering: "Future[Event] | None" = field(default=None, repr=False)
+    gathering: Task[Event] | None = field(default=None, repr=False)
     """The task that starts its gathering, and returns the event of its end; None: it is not whole."""
 
     @property
@@ -64,12 +64,13 @@ class PartitionedParam:
 class LiveParams:
     """The partitioned parameters of one process, and which of them are whole."""
 
-    def __init__(self, config: OffloadConfig, device: GatheringDevice) -> None:
+    def __init__(self, config: OffloadConfig, device: GatheringDevice, state_lock: StateLock) -> None:
         self._config = config
         self.device = device
         at_once = config.schedule == "serial" or (device.addressable and device.world_size == 1)
         self._tasks = Inline() if at_once else Background()
-        self._lock = threading.RLock()
+        self.state_lock = state_lock
+        """Of the pipeline whose parameters these are."""
         self._order = UseOrder()
         self._params: list[PartitionedParam] = []
         self._whole: dict[PartitionedParam, None] = {}
@@ -91,69 +92,69 @@ class LiveParams:
         self._order.sizes.append(spec.numel)
         return param
 
+    @changes("a gathering of parameters")
     def begin_round(self, kind: Hashable) -> None:
         """Begin a forward. It is expected to use parameters as the last round of the same ``kind`` did."""
-        with self._lock:
-            self.release_idle()
-            self._order.begin(kind)
+        self.release_idle()
+        self._order.begin(kind)
 
+    @changes("a gathering of parameters")
     def acquire(self, params: Sequence[PartitionedParam]) -> None:
         """Make parameters whole, and keep them whole until :meth:`release`.
 
         Raises the error of their gathering or of their updates; then it holds none of them.
         """
-        with self._lock:
+        for param in params:
+            param.holds += 1
+            self._ahead.pop(param, None)
+            self._order.use(param.number)
+        try:
             for param in params:
-                param.holds += 1
-                self._ahead.pop(param, None)
-                self._order.use(param.number)
-            try:
-                for param in params:
-                    if param.gathering is None:
-                        self._make_room(param.numel)
-                        self._gather(param)
-                self._prefetch()
-                for param in params:
-                    self._await(param)
-            except BaseException:
-                for param in params:
-                    param.holds -= 1
-                self.release_idle()
-                self._tasks.recover()
-                raise
-
-    def release(self, params: Sequence[PartitionedParam], *, may_stay: bool = True) -> None:
-        """End the holds of one :meth:`acquire`. With ``may_stay``, parameters that are used again soon stay whole."""
-        with self._lock:
+                if param.gathering is None:
+                    self._make_room(param.numel)
+                    self._gather(param)
+            self._prefetch()
+            for param in params:
+                self._await(param)
+        except BaseException:
             for param in params:
                 param.holds -= 1
-                if not param.holds and not (may_stay and self._stays(param)):
-                    self._release(param)
+            self.release_idle()
+            self._tasks.recover()
+            raise
 
-    def release_idle(self) -> None:
-        """Release all parameters without holds."""
-        with self._lock:
-            for param in [param for param in self._whole if not param.holds]:
+    @changes("a gathering of parameters")
+    def release(self, params: Sequence[PartitionedParam], *, may_stay: bool = True) -> None:
+        """End the holds of one :meth:`acquire`. With ``may_stay``, parameters that are used again soon stay whole."""
+        for param in params:
+            param.holds -= 1
+            if not param.holds and not (may_stay and self._stays(param)):
                 self._release(param)
 
+    @changes("a gathering of parameters")
+    def release_idle(self) -> None:
+        """Release all parameters without holds."""
+        for param in [param for param in self._whole if not param.holds]:
+            self._release(param)
+
+    @changes("a gathering of parameters")
     def release_all(self) -> int:
         """Release all parameters, held or not, before they change. Return the ``digest``, and reset it."""
-        with self._lock:
-            for param in list(self._whole):
-                param.holds = 0
-            self.release_idle()
-            digest, self.digest = self.digest, 0
-            return digest
+        for param in list(self._whole):
+            param.holds = 0
+        self.release_idle()
+        digest, self.digest = self.digest, 0
+        return digest
 
+    @changes("a gathering of parameters")
     def in_order(self, task: Callable[[], None]) -> None:
         """Do a task after all gathers that have begun: ranks exchange one thing at a time, in one order."""
-        with self._lock:
-            self._tasks.submit(task).result()
+        self._tasks.submit(task).result()
 
+    @changes("a gathering of parameters")
     def forget_order(self) -> None:
         """Predict nothing from past rounds: those of this rank may differ from other ranks'."""
-        with self._lock:
-            self._order.forget()
+        self._order.forget()
 
     # --- decisions -----------------------------------------------------------------------------------
 

@@ -26,6 +26,8 @@ class Agreement(NamedTuple):
     """A rank has recalled parameters that it had sent early."""
     alike: bool
     """All ranks gave the same terms."""
+    save_asked: bool
+    """A rank was asked to save."""
 
 
 def agree(
@@ -35,18 +37,22 @@ def agree(
     examines: bool,
     recalled: bool,
     terms: str,
+    save_asked: bool,
 ) -> Agreement:
     """Sum the squares, and agree on what is updated.
 
     Args:
         recalled: this rank has recalled parameters that it had sent early.
         terms: the arguments of this rank's update, as text; not read on one rank.
+        save_asked: this rank was asked to save.
     """
     squares, device, order = SumOfSquares(), buckets.device, reduction.order_of_arrival()
     if device.world_size == 1:
         if examines:
             buckets.run(lambda: reduction.add_squares(squares))
-        return Agreement(squares if examines else None, frozenset(reduction.arrivals.present), order, False, True)
+        return Agreement(
+            squares if examines else None, frozenset(reduction.arrivals.present), order, False, True, save_asked
+        )
     flags = np.zeros(len(buckets.params), np.int64)
     flags[list(reduction.arrivals.present)] = 1
     places = [work.bucket.index for work in order]
@@ -54,13 +60,15 @@ def agree(
     def ask() -> Combined:
         if examines:
             reduction.add_squares(squares)
-        sums, same = np.concatenate([squares.bins, flags, [recalled]]), [fingerprint(terms)]
+        sums, same = np.concatenate([squares.bins, flags, [recalled, save_asked]]), [fingerprint(terms)]
         with device.trace.span(REDUCTION, "norm of all ranks"):
             return combine(device.collectives, "gradient norm", sums=sums, same=same, of_first=places)
 
     known = buckets.run(ask)
     sizes = [squares.bins.size, flags.size]
-    squares.bins, flags, [any_recalled] = np.split(known.sums, np.cumsum(sizes))
+    squares.bins, flags, [any_recalled, any_asked] = np.split(known.sums, np.cumsum(sizes))
     present = frozenset(np.flatnonzero(flags).tolist())
     order = [buckets.all[i] for i in known.of_first]
-    return Agreement(squares if examines else None, present, order, bool(any_recalled), bool(known.alike.all()))
+    return Agreement(
+        squares if examines else None, present, order, bool(any_recalled), bool(known.alike.all()), bool(any_asked)
+    )

@@ -2,7 +2,6 @@
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import numpy as np
@@ -18,6 +17,7 @@ from ..native import kernels
 from ..ranks.consistency import agree
 from ..rules.adam import Adam
 from ..states.in_memory import StatesInMemory
+from ..support.threads import Task
 from .bucket_terms import BucketTerms, as_it_stays
 from .local_bucket import LocalBucket
 
@@ -44,7 +44,7 @@ class LocalBuckets:
         self.planned: list[PlanRow] = []
         """What was to be allocated on the host, each time that parameters were taken on."""
         self.staging: StagingRing | None = None
-        self.in_staging: deque[tuple[LocalBucket, Future[None]]] = deque()
+        self.in_staging: deque[tuple[LocalBucket, Task[None]]] = deque()
         """Buckets on their way to the host that may still hold staging, and the end of it, oldest first."""
         self.store = StatesInMemory(self.memory, len(device.ranks), rule.state_names)
         self.worker = self.terms.worker()
@@ -105,7 +105,7 @@ class LocalBuckets:
             if task.done():
                 work.take()
 
-    def wait(self, task: "Future[T]", work: LocalBucket) -> T:
+    def wait(self, task: Task[T], work: LocalBucket) -> T:
         """The result of what was asked for on a bucket."""
         try:
             return self._wait_for(task, "wait", work.bucket.index)
@@ -113,7 +113,7 @@ class LocalBuckets:
             self.recover()
             raise
 
-    def _wait_for(self, task: "Future[T]", what: str, bucket: int | None = None) -> T:
+    def _wait_for(self, task: Task[T], what: str, bucket: int | None = None) -> T:
         if task.done():
             return task.result()
         with self.trace.span(COMPUTE, what, bucket):

@@ -1,7 +1,6 @@
 """One bucket as one process sees it: its shards, their gradients in this step, and what it is in the middle of."""
 
 from collections.abc import Iterable
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +12,7 @@ from ..dtypes import ElementType
 from ..layout.partition import Bucket, Piece
 from ..memory.host_memory import Lease
 from ..native.grad_norm import SumOfSquares
+from ..support.threads import Task
 from .bucket_states import (
     GradientEvent,
     OwnerEvent,
@@ -47,9 +47,9 @@ class LocalBucket:
     """Gradient: the sum of squares; None where it was not taken since the gradients changed."""
     stale: set[int] = field(default_factory=set)
     """Publication: parameters whose master weights are to be sent."""
-    written: "Future[Event] | None" = None
+    written: Task[Event] | None = None
     """Publication: the start of the last one that nobody has waited for; its result orders reads after it."""
-    task: "Future[Any] | None" = None
+    task: Task[Any] | None = None
     """Ownership: the last task that the worker was given for this bucket."""
     lease: Lease | None = None
     """Staging memory of the bucket's last journey."""
@@ -114,7 +114,7 @@ class LocalBucket:
         if self.written is None:  # somebody has waited for them
             self.publication.on(PublicationEvent.ARRIVE)
 
-    def arrive(self, written: "Future[Event]") -> None:
+    def arrive(self, written: Task[Event]) -> None:
         """This publication has been waited for."""
         if self.written is written:
             self.written = None
@@ -122,7 +122,7 @@ class LocalBucket:
 
     # --- ownership -------------------------------------------------------------------------------------
 
-    def give(self, task: "Future[Any]") -> None:
+    def give(self, task: Task[Any]) -> None:
         """The bucket is the worker's until this task has ended."""
         self.task = task
         self.owner.on(OwnerEvent.GIVE)

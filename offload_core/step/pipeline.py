@@ -40,6 +40,7 @@ from ..layout.partition import ParamSpec
 from ..memory.plan import PlanRow
 from ..memory.report import MemoryReport
 from ..rules.adam import Adam, AdamHyper, Scalars
+from ..support.threads import uninterrupted
 from .agreement import agree
 from .bucket_states import Gradient, GradientEvent, Publication, PublicationEvent
 from .bucket_terms import BucketTerms
@@ -48,8 +49,8 @@ from .decision import Decision, Given, StepReport, Verdict, examine
 from .early_publish import Announcement, EarlyPublish
 from .loss_scale import LossScaler
 from .reduction import Reduction
+from .state_lock import StateLock, changes
 from .update import Updates
-from .worker import uninterrupted
 
 __all__ = ["Pipeline", "StepReport"]
 
@@ -68,6 +69,8 @@ class Pipeline:
         self.config = config
         self.device = device
         self.scaler = scaler
+        self.state_lock = StateLock()
+        """Held inside each method that changes anything."""
         self._examines = _examines(config, device, scaler)
         self.rule = Adam(config.op_order or "torch", config.adam_mode)
         self.steps: list[np.ndarray] = []
@@ -79,6 +82,10 @@ class Pipeline:
         before); False where it broke off before all of the parameter was written."""
         self.publications = 0
         """Steps and flushes that have set ``published``. After an interrupt the caller sees here if its own was one."""
+        self.save_asked = False
+        """This rank was asked to save (by a signal); the next step tells the others."""
+        self.save_agreed = False
+        """Up to the last step a rank was asked to save; the same on all ranks."""
         self.buckets = LocalBuckets(config, device, self.rule)
         self._reduction = Reduction(self.buckets)
         self._updates = Updates(self.buckets, self.rule)
@@ -104,6 +111,7 @@ class Pipeline:
         """The rules by which :meth:`add_parameters` allocates; the plan is made with them."""
         return self.buckets.terms
 
+    @changes("the registration of parameters")
     def add_parameters(
         self, specs: Sequence[ParamSpec], tensors: Sequence[Any], *, frozen: Sequence[ParamSpec] = ()
     ) -> None:
@@ -144,6 +152,7 @@ class Pipeline:
         """Raise :class:`GradientError` unless the gradient fits its parameter."""
         self._reduction.check(param, gradient)
 
+    @changes("backward()")
     def add_gradient(self, param: int, gradient: Any) -> None:
         """Take a parameter's gradient of this micro-step; further ones before the next update are summed in fp32.
 
@@ -189,6 +198,7 @@ class Pipeline:
         self._launch(ending=True)
         self._reduction.end_round()
 
+    @changes("zero_grad()")
     def drop_gradients(self, params: Sequence[int] | None = None) -> None:
         """Forget the gradients of these parameters, or of all.
 
@@ -211,6 +221,7 @@ class Pipeline:
             self._reduction.drop_all()
             self._early.end()
 
+    @changes("step()")
     def end_micro_step(self, *, reduce: bool = True, boundary: bool | None = None) -> bool:
         """End a micro-step. Return True at the boundary, where an update is due.
 
@@ -250,6 +261,7 @@ class Pipeline:
 
     # --- update ------------------------------------------------------------------------------------
 
+    @changes("step()")
     def step(
         self,
         hypers: Sequence[AdamHyper],
@@ -308,7 +320,9 @@ class Pipeline:
             examines=self._examines,
             recalled=self._early.recalled,
             terms=self._terms_of(given, gathered) if self.device.world_size > 1 else "",
+            save_asked=self.save_asked,
         )
+        self.save_agreed |= agreed.save_asked
         if not agreed.alike:
             raise StateError(
                 f"ranks differ in what they update with; here: {given.hypers}, gradients over "
@@ -404,6 +418,7 @@ class Pipeline:
 
     # --- parameters that are published early ---------------------------------------------------------
 
+    @changes("backward()")
     def expect_step(
         self,
         hypers: Sequence[AdamHyper],
@@ -450,6 +465,7 @@ class Pipeline:
                 "update_in_backward=True has used them; expected them as they were: set them back, or before backward()"
             )
 
+    @changes("a change of parameters")
     def recall(self, params: Collection[int] | None = None) -> None:
         """If any of these parameters was sent early, all early sends are void: the step sends the parameters again.
 
@@ -469,6 +485,7 @@ class Pipeline:
         self._or_abort(self._updates.finish_publications)
         self._early.recall()
 
+    @changes("zero_grad()")
     def withdraw(self) -> None:
         """Undo early sends: write the parameters of the last step again, and wait for them.
 
@@ -484,6 +501,7 @@ class Pipeline:
 
     # --- waiting -------------------------------------------------------------------------------------
 
+    @changes("flush()")
     def flush(self, tensors: Sequence[Any]) -> None:
         """Wait for everything, and write to the parameters what ``schedule="delayed"`` still holds back."""
         self.refuse_if_unusable()
@@ -521,6 +539,7 @@ class Pipeline:
         """True if nothing of the last :meth:`step` may still be on its way."""
         return self._updates.finished
 
+    @changes("the end of a step")
     def finish(self) -> None:
         """Wait until all parameters and states are what the last :meth:`step` makes of them.
 
@@ -529,6 +548,7 @@ class Pipeline:
         self.refuse_if_unusable()
         self._or_abort(self._updates.finish)
 
+    @changes("the end of a step")
     def finish_publications(self) -> None:
         """Wait until all parameters that the last :meth:`step` writes are written; states may still be on their way.
 

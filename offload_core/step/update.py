@@ -2,7 +2,6 @@
 
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Sequence
-from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -15,6 +14,7 @@ from ..memory.host_memory import Lease
 from ..native import kernels
 from ..ranks.consistency import combine
 from ..rules.adam import Adam, Scalars
+from ..support.threads import Task
 from .bucket_states import GradientEvent, Publication, PublicationEvent
 from .buckets import LocalBuckets
 from .decision import Decision
@@ -32,9 +32,9 @@ class Updates:
         self._rule = rule
         self._travelling: deque[LocalBucket] = deque()
         """Buckets that were sent; no task waits for their arrival yet. Oldest first."""
-        self._publishing: deque[tuple[LocalBucket, Future[Event], Future[None]]] = deque()
+        self._publishing: deque[tuple[LocalBucket, Task[Event], Task[None]]] = deque()
         """(Bucket, the task that sends it, the task that waits for its arrival)."""
-        self._advancing: deque[tuple[LocalBucket, Future[None]]] = deque()
+        self._advancing: deque[tuple[LocalBucket, Task[None]]] = deque()
         """(Bucket with nothing to send, the task that updates its states)."""
 
     # --- what a step asks for ------------------------------------------------------------------------
@@ -193,7 +193,7 @@ class Updates:
             return Done()
         return self._buckets.device.publish(work.bucket, out, tensors, set(stale), self._lease(work), after)
 
-    def _send(self, work: LocalBucket, start: Callable[[], Event]) -> "Future[Event]":
+    def _send(self, work: LocalBucket, start: Callable[[], Event]) -> Task[Event]:
         """Ask for a bucket's update and its way to the device. At most ``depth`` travel, so that staging suffices."""
         if len(self._travelling) == self._buckets.worker.depth:
             self._await_arrival(self._travelling.popleft())

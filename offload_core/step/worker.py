@@ -1,12 +1,9 @@
-"""Where a step's tasks run: in the caller, or in one thread in the order in which they were asked for; and the part of
-a step that an interrupt must not cut in two."""
+"""Where a step's tasks run: in the caller, or in one thread in the order in which they were asked for."""
 
-import threading
-import weakref
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
 from typing import TypeVar
+
+from ..support.threads import Task, TaskThread
 
 T = TypeVar("T")
 
@@ -19,11 +16,9 @@ class Inline:
     depth = 1
     """Buckets on their way at a time, each way."""
 
-    def submit(self, task: Callable[[], T]) -> "Future[T]":
+    def submit(self, task: Callable[[], T]) -> Task[T]:
         """The task's result; its error is raised here."""
-        done: Future[T] = Future()
-        done.set_result(task())
-        return done
+        return Task.ended(task())
 
     def recover(self) -> None:
         """Forget a failure."""
@@ -36,11 +31,10 @@ class Background:
     depth = 2
 
     def __init__(self) -> None:
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="offload")
+        self._thread = TaskThread("offload")
         self._failure: BaseException | None = None
-        weakref.finalize(self, self._executor.shutdown, wait=False)
 
-    def submit(self, task: Callable[[], T]) -> "Future[T]":
+    def submit(self, task: Callable[[], T]) -> Task[T]:
         """The task's result, some time; whoever asks for it gets its error."""
 
         def run() -> T:
@@ -52,48 +46,9 @@ class Background:
                 self._failure = error
                 raise
 
-        return self._executor.submit(run)
+        return self._thread.submit(run)
 
     def recover(self) -> None:
         """Wait for all tasks, and forget a failure."""
-        self._executor.submit(lambda: None).result()
+        self._thread.submit(lambda: None).result()
         self._failure = None
-
-
-def uninterrupted(section: Callable[[], None]) -> None:
-    """Run a section of code whole, or not at all, whatever signals the main thread gets; raise its error.
-
-    Python raises ``KeyboardInterrupt`` and the like in the main thread only, between any two of its instructions. So
-    the section runs in another thread, while the caller waits; the first interrupt of this wait is raised when the
-    section has ended. Where no thread can be started, as at the interpreter's end, the caller runs the section.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        section()
-        return
-    done: Future[None] = Future()
-
-    def run() -> None:
-        if not done.set_running_or_notify_cancel():
-            return
-        try:
-            section()
-        except BaseException as error:
-            done.set_exception(error)
-        else:
-            done.set_result(None)
-
-    try:
-        threading.Thread(target=run, name="offload-step", daemon=True).start()
-        wait([done])
-    except BaseException as error:
-        if done.cancel():  # it has not begun
-            if not isinstance(error, RuntimeError):
-                raise
-            section()
-            return
-        while not done.done():
-            with suppress(BaseException):  # further interrupts; the first one is raised
-                wait([done])
-        done.result()
-        raise
-    done.result()

@@ -9,7 +9,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from ..device.events import Done, Event
 from ..device.host import fill
 from ..device.protocols import Copy, HostArray
 from ..dtypes import BY_NUMPY, ElementType
+from ..support.threads import Task, TaskThread
 
 
 class FakeTensor:
@@ -29,7 +30,7 @@ class FakeTensor:
 class _LaneEvent:
     """The end of a lane's task. ``order`` delays the device's computing, not the caller."""
 
-    def __init__(self, device: "FakeDevice", future: Future) -> None:
+    def __init__(self, device: "FakeDevice", future: Task[Any]) -> None:
         self._device = device
         self._future = future
         self._ran: tuple[int, int] | None = None
@@ -78,10 +79,10 @@ class FakeDevice:
         self._copies = 0
         self._lock = threading.Lock()
         ways = ("to_host", "to_device", "compute")
-        self._lanes = {way: ThreadPoolExecutor(1, thread_name_prefix=way) for way in ways}
+        self._lanes = {way: TaskThread(way) for way in ways}
         self._free = dict.fromkeys(self._lanes, 0.0)
         """The time at which each lane will have done its copies, so that inexact sleeps do not add up."""
-        self._computing: Future | None = None
+        self._computing: Task[object] | None = None
         """The last task of the compute lane."""
 
     def fail_after(self, copies: int | None) -> None:
@@ -93,7 +94,7 @@ class FakeDevice:
     def close(self) -> None:
         """End the lanes' threads."""
         for lane in self._lanes.values():
-            lane.shutdown()
+            lane.close()
 
     def free_bytes(self) -> None:
         return None

@@ -23,6 +23,7 @@ from offload_core.layout.partition import ParamSpec
 from offload_core.layout.regions import Region
 from offload_core.rules.adam import AdamHyper
 from offload_core.step.state_access import StateAccess
+from offload_core.support.threads import Condition
 from offload_core.testing.fake_device import FakeDevice, FakeTensor
 from offload_core.testing.thread_ranks import run_ranks
 from tests.support.checkpoints import Slow, load, names_of, save
@@ -228,13 +229,13 @@ def test_an_interrupt_of_waiting_leaves_the_save_and_its_moment(tmp_path, monkey
 def test_an_interrupt_of_save_gives_it_up(tmp_path, monkeypatch):
     """What anybody may change has not been copied."""
     subject, slow, tensor = subject_of(), Slow(monkeypatch), np.ones(4000, np.float32)
-    wait = threading.Condition.wait
+    wait_for = Condition.wait_for
 
-    def interrupted(condition, timeout=None):
+    def interrupted(condition, holds):
         main = threading.current_thread() is threading.main_thread()
         if main and checkpoints._save and len(checkpoints._save.writer._full) > 6:
             raise KeyboardInterrupt
-        return wait(condition, timeout)
+        wait_for(condition, holds)
 
     checkpoints = Checkpoints(subject.pipeline)
     contents = Contents(
@@ -245,7 +246,7 @@ def test_an_interrupt_of_save_gives_it_up(tmp_path, monkeypatch):
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         with monkeypatch.context() as patch:
-            patch.setattr(threading.Condition, "wait", interrupted)
+            patch.setattr(Condition, "wait_for", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 checkpoints.save(tmp_path, contents, subject.tensors, step=1, keep=None, wait=False)
         tensor[:] = 2

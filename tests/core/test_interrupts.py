@@ -12,7 +12,8 @@ from offload_core.device.host import HostDevice
 from offload_core.dtypes import BFLOAT16, FLOAT16, FLOAT32
 from offload_core.rules.adam import AdamHyper
 from offload_core.step.loss_scale import LossScaler
-from offload_core.step.worker import uninterrupted
+from offload_core.support import threads
+from offload_core.support.threads import uninterrupted
 from offload_core.testing.fake_device import FakeDevice
 from tests.support.interrupts import Interrupt, interrupt_at, lines_of
 from tests.support.pipelines import Subject
@@ -148,10 +149,10 @@ def test_a_second_interrupt_does_not_end_the_wait_either():
 
 
 def test_where_no_thread_can_be_started_the_caller_runs_the_section(monkeypatch):
-    def refuses(thread):
+    def refuses(function, arguments):
         raise RuntimeError("can't create new thread at interpreter shutdown")
 
-    monkeypatch.setattr(threading.Thread, "start", refuses)
+    monkeypatch.setattr(threads, "start_new_thread", refuses)
     ran_in = []
     uninterrupted(lambda: ran_in.append(threading.current_thread()))
     assert ran_in == [threading.main_thread()]

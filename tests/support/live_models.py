@@ -14,6 +14,7 @@ from offload_core.layout.partition import ParamSpec, build_buckets
 from offload_core.rules.adam import AdamHyper
 from offload_core.stage3.live_params import LiveParams
 from offload_core.step.pipeline import Pipeline
+from offload_core.step.state_lock import StateLock
 from offload_core.testing.fake_device import FakeDevice, FakeTensor
 from offload_core.testing.thread_ranks import ThreadRank, _Group, run_ranks
 
@@ -54,7 +55,7 @@ class Model:
         put = FakeTensor if isinstance(device, FakeDevice) else np.copy
         ranks = HostRanks(device, world)
         self.pipeline = Pipeline(config, ranks, None)
-        self.live = LiveParams(config, HostRanks(device, apart))
+        self.live = LiveParams(config, HostRanks(device, apart), StateLock())
         self.specs = [ParamSpec(f"p{i}", n, (FLOAT32, BFLOAT16)[i % 2], partitioned=True) for i, n in enumerate(SIZES)]
         rng = np.random.default_rng(0)
         self.put, self.shards, self.params = put, [], []

@@ -15,14 +15,13 @@ import offload_core.testing.fake_device
 
 
 class Threads:
-    """The threads of one rank; an instance stands in for ``ThreadPoolExecutor``."""
+    """The threads of one rank; an instance stands in for ``TaskThread``."""
 
     def __init__(self, seed: int | None = None) -> None:
         self._random = None if seed is None else random.Random(seed)
         self._threads: list[_Thread] = []
 
-    def __call__(self, max_workers: int, thread_name_prefix: str = "") -> "_Thread":
-        assert max_workers == 1
+    def __call__(self, name: str) -> "_Thread":
         thread = _Thread(self)
         self._threads.append(thread)
         return thread
@@ -30,7 +29,7 @@ class Threads:
     def play(self, monkeypatch, *modules) -> None:
         """Take the place of the threads of pipelines and fake devices that are made from now on."""
         for module in (offload_core.testing.fake_device, offload_core.step.worker, *modules):
-            monkeypatch.setattr(module, "ThreadPoolExecutor", self)
+            monkeypatch.setattr(module, "TaskThread", self)
 
     def go_on(self) -> None:
         """Time passes."""
@@ -45,8 +44,8 @@ class ThreadsOfRanks(threading.local, Threads):
 
     here: Threads
 
-    def __call__(self, max_workers: int, thread_name_prefix: str = "") -> "_Thread":
-        return self.here(max_workers, thread_name_prefix)
+    def __call__(self, name: str) -> "_Thread":
+        return self.here(name)
 
 
 class _Thread:
@@ -73,7 +72,7 @@ class _Thread:
         finally:
             self.busy = False
 
-    def shutdown(self, wait: bool = True) -> None:
+    def close(self) -> None:
         pass
 
 

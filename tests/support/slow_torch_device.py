@@ -2,11 +2,11 @@
 
 import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
 from frontends.torch.ranks.device import HostTorchDevice, as_torch, fill, spread
+from offload_core.support.threads import Task, TaskThread
 
 
 class SlowTorchDevice(HostTorchDevice):
@@ -20,7 +20,7 @@ class SlowTorchDevice(HostTorchDevice):
         self.gate = threading.Event()
         self.gate.set()
         self.fails = False
-        self._lanes = [ThreadPoolExecutor(1) for _ in range(2)]
+        self._lanes = [TaskThread(f"copies {n}") for n in range(2)]
 
     def to_host(self, copies, host):
         as_torch(host).fill_(torch.nan)
@@ -51,7 +51,7 @@ class SlowTorchDevice(HostTorchDevice):
 
 
 class _Copied:
-    def __init__(self, future: Future) -> None:
+    def __init__(self, future: Task) -> None:
         self._future = future
 
     def wait(self):

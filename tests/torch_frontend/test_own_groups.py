@@ -61,5 +61,14 @@ def test_a_lost_rank_is_the_same_error_each_time(tmp_path):
     assert said == 3 * said[:1]
 
 
+def test_ranks_that_went_different_ways_all_get_one_error_before_data_of_equal_or_other_size_are_paired(tmp_path):
+    first, second = worker("astray", tmp_path)
+    assert first == second
+    place = "at parameter '{}.weight': gathering of its shards (1,024 bytes)"
+    error = "CollectiveError: ranks went different ways: rank 0 {}; rank 1 {}; expected the same on every rank: "
+    assert first[0].startswith(error.format(place.format(0), place.format(1)))
+    assert re.match(error.format("at gradient norm .*", "at bucket .: exchange of gradients .*"), first[1])
+
+
 def test_a_group_of_one_rank_needs_no_connections(tmp_path):
     assert worker("alone", tmp_path, 1) == [[0, "SingleRank"]]

@@ -5,8 +5,10 @@ import os
 import resource
 import sys
 import threading
+from contextlib import suppress
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -101,9 +103,10 @@ def ended(rank, world_size):
         engine = wrap(make(), lr=1e-2, stage=stage, param_persistence_threshold=100)
         train(engine, rank)
         engine.flush()
+        parts = engine, engine.optimizer.partitioned
         if close:
             engine.close()
-            return engine
+            return parts  # a program may keep what is closed
         return None
 
     result = {}
@@ -149,6 +152,27 @@ def lost(rank, world_size):
     said = [said_by(lambda: train(engine, rank)) for _ in range(3)]
     store.set("told", "")
     return said
+
+
+def astray(rank, world_size):
+    """Ranks that evaluate equal layers in another order, and one that tries a failed backward again."""
+    layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+    layers.forward = lambda x: layers[1 - rank](layers[rank](x)).sum()
+    engine = wrap(layers, stage=3, param_persistence_threshold=100)
+    with torch.no_grad():
+        order = said_by(lambda: engine(torch.ones(2, 16)))
+    engine = wrap(make(), lr=1e-2, reduce_bucket_size=1500)
+    train(engine, rank)
+    fails = [rank]
+
+    def fail(gradient):
+        if fails.pop() if fails else 0:
+            raise InterruptedError("its own")
+
+    engine.module[0].weight.register_hook(fail)
+    with suppress(InterruptedError):
+        engine.backward(loss_of(engine, 1, rank))
+    return [order, said_by(lambda: (rank and engine.backward(loss_of(engine, 1, rank)), engine.step()))]
 
 
 def alone(rank, world_size):

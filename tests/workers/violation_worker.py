@@ -1,4 +1,4 @@
-"""One rank of a group whose ranks go different ways: FIRST-LAST RANK WORLD_SIZE FOLDER; runs the cases of that range.
+"""One rank of a group whose ranks go different ways: NUMBERS RANK WORLD_SIZE FOLDER; runs the cases "3,5,7".
 
 A case is a random configuration and a random program of forwards, backwards, steps and evaluations. One rank breaks the
 protocol once: it skips an action, repeats it, does it after the next one, or fails in its midst and tries again. Each
@@ -172,9 +172,8 @@ def case(number, rank, world_size, group):
 
 
 def cases(rank, world_size):
-    first, last = map(int, sys.argv[1].split("-"))
     store, group, said = dist.group.WORLD.get_group_store(), dist.new_group(timeout=timedelta(seconds=1)), []
-    for number in range(first, last):
+    for number in map(int, sys.argv[1].split(",")):
         said.append(case(number, rank, world_size, group))
         gc.collect()
         store.set(f"done/{number}/{rank}", "")

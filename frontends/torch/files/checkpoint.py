@@ -28,6 +28,7 @@ from offload_core.checkpoint.stateful import (
 from offload_core.checkpoint.values import ArrayType
 from offload_core.errors import CheckpointError, ParameterError
 from offload_core.layout.regions import InMemory
+from offload_core.step.state_lock import whole
 from offload_core.support.checks import shown
 
 from ..groups import checked_values, paired, set_values
@@ -63,7 +64,9 @@ class ModelCheckpoints:
     def __init__(self, model: nn.Module, optimizer: OffloadedAdamW) -> None:
         self._model = model
         self._optimizer = optimizer
+        self.state_lock = optimizer.state_lock
 
+    @whole("save_checkpoint()")
     def save(
         self,
         folder: Any,
@@ -116,6 +119,7 @@ class ModelCheckpoints:
             groups=[group_of.get(slot.param, 0) for slot in optimizer.slots],
         )
 
+    @whole("load_checkpoint()")
     def load(
         self,
         path: Any,

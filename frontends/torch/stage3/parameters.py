@@ -92,7 +92,7 @@ class PartitionedParameters:
         self._casts = casts
         self._device = device
         self._world = world
-        self.live = LiveParams(config, world)
+        self.live = LiveParams(config, world, pipeline.state_lock)
         """Tracks which parameters are whole."""
         self.records: dict[int, PartitionedParameter] = {}
         """By the parameter's ``id``; a record keeps its parameter alive, so no id is reused."""

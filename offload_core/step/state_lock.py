@@ -1,0 +1,117 @@
+"""Who may use a pipeline's states when: one thread at a time, and no save in the middle of a change.
+
+A save that another thread asks for waits until the change (a step, a gradient's arrival, a load) has ended, and the
+next change waits for the save. A signal handler runs in the main thread in the middle of whatever that thread does; if
+that is a change, waiting for its end would last for ever, so that a save there raises :class:`StateError`.
+"""
+
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from functools import partial, wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from ..errors import StateError
+from ..support.threads import await_sections, in_section
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class StateLock:
+    """The lock of one pipeline. It is held inside its methods only; threads without it wait.
+
+    Both locks are C code's, held in ``with``, so that no interrupt leaves them taken.
+    """
+
+    def __init__(self) -> None:
+        self._of_thread = threading.RLock()
+        self._of_change = threading.Lock()
+        """Taken, inside the other one, while states change."""
+        self._change = ""
+        """The change, as users call it."""
+        self._torn = ""
+        """In a forked process: the change that another thread was in the middle of."""
+        _LOCKS.add(self)
+
+    def run(self, act: Callable[[], T]) -> T:
+        """Do this while no other thread uses the states."""
+        if in_section():  # this thread's caller has the lock
+            return act()
+        with self._of_thread:
+            await_sections()
+            if self._torn:
+                raise StateError(
+                    f"this process was forked while another thread was in the middle of {self._torn}: its copy of the "
+                    "states is of no step; expected no use of them here: load a checkpoint in a new process"
+                )
+            return act()
+
+    def change(self, what: str, act: Callable[[], T]) -> T:
+        """Do this, which changes states; it may be a part of another change."""
+        return self.run(partial(self._changed, what, act))
+
+    def _changed(self, what: str, act: Callable[[], T]) -> T:
+        if self._of_change.locked():
+            return act()
+        with self._of_change:
+            self._change = what
+            return act()
+
+    def whole(self, what: str, act: Callable[[], T]) -> T:
+        """Do this, which needs states that are whole.
+
+        Raises:
+            StateError: this thread is in the middle of a change.
+        """
+        return self.run(partial(self._checked, what, act))
+
+    def _checked(self, what: str, act: Callable[[], T]) -> T:
+        if self._of_change.locked() and not in_section():
+            raise StateError(
+                f"{what} in the middle of {self._change}, in the same thread (in a signal handler?): states and "
+                "parameters are partly of one step, partly of the next; expected it between two steps: "
+                "save_on_signal(folder) notes a signal, and saves when the step has ended"
+            )
+        return act()
+
+    def after_fork(self) -> None:
+        """In a forked process: the other threads, with what they held, are not there."""
+        if self._of_thread.acquire(blocking=False):  # free, or this thread's own
+            self._of_thread.release()
+            return
+        if self._of_change.locked():
+            self._torn = self._change
+        self._of_thread, self._of_change = threading.RLock(), threading.Lock()
+
+
+_LOCKS: "weakref.WeakSet[StateLock]" = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for lock in _LOCKS:
+        lock.after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def changes(what: str) -> Callable[[Callable[Concatenate[Any, P], T]], Callable[Concatenate[Any, P], T]]:
+    """A method, of an object with a ``state_lock``, that changes states: see :meth:`StateLock.change`."""
+    return partial(_locked, StateLock.change, what)
+
+
+def whole(what: str) -> Callable[[Callable[Concatenate[Any, P], T]], Callable[Concatenate[Any, P], T]]:
+    """A method, of an object with a ``state_lock``, that needs whole states: see :meth:`StateLock.whole`."""
+    return partial(_locked, StateLock.whole, what)
+
+
+def _locked(
+    how: Callable[[StateLock, str, Callable[[], T]], T], what: str, method: Callable[Concatenate[Any, P], T]
+) -> Callable[Concatenate[Any, P], T]:
+    @wraps(method)
+    def locked(self: Any, *args: P.args, **kwargs: P.kwargs) -> T:
+        return how(self.state_lock, what, partial(method, self, *args, **kwargs))
+
+    return locked

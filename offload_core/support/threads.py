@@ -1,0 +1,257 @@
+"""Threads, and waits for them, that a signal finds in no wrong moment.
+
+Python runs signal handlers in the main thread, between any two of its instructions. ``threading.Condition`` is written
+in Python, and so is what is made of it (``Event``, ``Semaphore``, ``Thread.start``, ``concurrent.futures``): an
+interrupt in the middle of one leaves its lock taken, and the other thread then waits for ever. Here nothing that two
+threads share is locked while Python code runs. A lock of C code in a ``with`` is safe: Python takes no signal between
+its acquisition and the block.
+"""
+
+import atexit
+import os
+import threading
+import time
+import weakref
+from _thread import start_new_thread
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from queue import SimpleQueue
+from typing import Any, Generic, TypeVar, cast
+
+from ..errors import StateError
+
+T = TypeVar("T")
+
+_LOOK_AGAIN_SECONDS = 1.0
+
+
+class Condition:
+    """As ``threading.Condition``, without a lock: the caller's condition must be safe to look at in any thread."""
+
+    def __init__(self) -> None:
+        self._waiters: deque[threading.Lock] = deque()
+
+    def wait_for(self, holds: Callable[[], Any]) -> None:
+        """Return when ``holds()`` is true. It is called again after each :meth:`notify_all`."""
+        while True:
+            waiter = threading.Lock()
+            waiter.acquire()
+            self._waiters.append(waiter)
+            if holds():
+                return
+            waiter.acquire(timeout=_LOOK_AGAIN_SECONDS)  # an interrupt may have cut notify_all short
+
+    def notify_all(self) -> None:
+        """Have all waiters look at their conditions again."""
+        for waiter in self._waiters.copy():
+            with suppress(RuntimeError):  # another thread has released it
+                waiter.release()
+            with suppress(ValueError):
+                self._waiters.remove(waiter)
+
+
+class Task(Generic[T]):
+    """Something that is done once, in any thread, and its result, which any number of threads may wait for."""
+
+    def __init__(self, act: Callable[[], T]) -> None:
+        self._act: Callable[[], T] | None = act
+        self._process = os.getpid()
+        self._claim = threading.Lock()
+        """Taken by the thread that does the task, or that cancels it."""
+        self._done = False
+        self._ended = Condition()
+        self._result: T | None = None
+        self._error: BaseException | None = None
+        self.thread: int | None = None
+        """The thread that does it, by its identifier."""
+
+    @classmethod
+    def ended(cls, result: T) -> "Task[T]":
+        """A task that was done already."""
+        task = cls(lambda: result)
+        task.run()
+        return task
+
+    def run(self) -> None:
+        """Do it, unless it was begun or cancelled."""
+        if not self._claim.acquire(blocking=False):
+            return
+        assert self._act is not None
+        self.thread = threading.get_ident()
+        try:
+            self._result = self._act()
+        except BaseException as error:
+            assert error.__traceback__ is not None
+            self._error = error.with_traceback(error.__traceback__.tb_next)  # without this frame, which holds the task
+        self._act = None
+        self._done = True
+        self._ended.notify_all()
+
+    def cancel(self) -> bool:
+        """Have it never done; False if it was begun."""
+        return self._claim.acquire(blocking=False)
+
+    def done(self) -> bool:
+        """True if it has ended. Never blocks."""
+        return self._done
+
+    def wait(self) -> None:
+        """Return when it has ended.
+
+        Raises:
+            StateError: it never will, because this process is a fork of the one whose thread does it.
+        """
+        if self._done:
+            return
+        if os.getpid() != self._process:
+            raise StateError(
+                "an update or a gathering was on its way when this process was forked, and the thread that would end "
+                "it is in the parent process; expected it to have ended: call engine.flush() (offloaded.flush() in "
+                "JAX) before the fork, or start the process with 'spawn'"
+            )
+        self._ended.wait_for(self.done)
+
+    def exception(self) -> BaseException | None:
+        """Its error, when it has ended; None: it had none."""
+        self.wait()
+        return self._error
+
+    def result(self) -> T:
+        """Its result, when it has ended; its error is raised."""
+        self.wait()
+        if self._error is None:
+            return cast(T, self._result)
+        try:
+            raise self._error
+        finally:
+            del self  # the error's traceback holds this frame
+
+
+class TaskThread:
+    """One thread that does tasks in the order in which they are submitted.
+
+    It ends when this object is gone and all tasks are done. At the interpreter's end all tasks are done first.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._tasks: SimpleQueue[Task[Any] | None] = SimpleQueue()
+        self._process = os.getpid()
+        weakref.finalize(self, self._tasks.put, None).atexit = False
+        self._thread = threading.Thread(target=partial(_serve, self._tasks), name=name, daemon=True)
+        uninterrupted(self._thread.start)
+
+    def submit(self, act: Callable[[], T]) -> Task[T]:
+        """Have the thread do this.
+
+        Raises:
+            StateError: this process is a fork of the one that the thread is in.
+        """
+        if os.getpid() != self._process:
+            raise StateError(
+                "work for a background thread in a forked process, and the thread is in the parent process; expected "
+                "this call there: wrap the model in the process that trains it, or start processes with 'spawn'"
+            )
+        task = Task(act)
+        self._tasks.put(task)
+        return task
+
+    def close(self) -> None:
+        """Return when all tasks are done and the thread has ended."""
+        self._tasks.put(None)
+        self._thread.join()
+
+
+_SERVING: dict["SimpleQueue[Task[Any] | None]", threading.Thread] = {}
+
+
+def _serve(tasks: "SimpleQueue[Task[Any] | None]") -> None:
+    _SERVING[tasks] = threading.current_thread()
+    while (task := tasks.get()) is not None:
+        task.run()
+        del task  # else what it did stays alive until the next one comes
+    del _SERVING[tasks]
+
+
+@atexit.register
+def _end_tasks() -> None:
+    """Let what was submitted end before the interpreter does: other ranks may wait for it."""
+    for tasks, thread in [*_SERVING.items()]:
+        last = Task(lambda: None)
+        tasks.put(last)
+        while thread.is_alive() and not last.done():
+            time.sleep(1e-4)
+
+
+def do_in_threads(acts: Sequence[Callable[[], object]]) -> None:
+    """Do these at the same time, in threads of their own; when all have ended, raise the first one's error.
+
+    An interrupt is raised when they have ended.
+    """
+    tasks = [Task(act) for act in acts]
+
+    def do_all() -> None:
+        with suppress(RuntimeError):  # no thread can be started: this one does what is left
+            for task in tasks[1:]:
+                start_new_thread(task.run, ())
+        for task in tasks:
+            task.run()
+        for task in tasks:
+            task.wait()
+
+    uninterrupted(do_all)
+    for task in tasks:
+        task.result()
+
+
+_sections: list[Task[None]] = []
+"""Sections of :func:`uninterrupted` that have begun and not ended."""
+
+
+def uninterrupted(section: Callable[[], object]) -> None:
+    """Run a section of code whole, or not at all, whatever signals the main thread gets; raise its error.
+
+    Python raises ``KeyboardInterrupt`` and the like in the main thread only, between any two of its instructions. So
+    the section runs in another thread, while the caller waits; the first interrupt of this wait is raised when the
+    section has ended. Where no thread can be started, as at the interpreter's end, the caller runs the section.
+    """
+    if threading.get_ident() != threading.main_thread().ident:
+        section()
+        return
+
+    def run() -> None:
+        _sections.append(task)
+        try:
+            section()
+        finally:
+            _sections.remove(task)
+
+    task = Task(run)
+    try:
+        start_new_thread(task.run, ())
+        task.wait()
+    except BaseException as error:
+        if task.cancel():  # it has not begun
+            if not isinstance(error, RuntimeError):
+                raise
+            section()
+            return
+        while not task.done():
+            with suppress(BaseException):  # further interrupts; the first one is raised
+                task.wait()
+        task.result()
+        raise
+    task.result()
+
+
+def in_section() -> bool:
+    """True in the thread of a section of :func:`uninterrupted`."""
+    return any(task.thread == threading.get_ident() for task in _sections)
+
+
+def await_sections() -> None:
+    """In the main thread, wait for sections that several interrupts at once have separated from their callers."""
+    if _sections and threading.get_ident() == threading.main_thread().ident:
+        for task in [*_sections]:
+            task.wait()
