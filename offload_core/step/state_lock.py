@@ -40,12 +40,12 @@ class StateLock:
         if in_section():  # this thread's caller has the lock
             return act()
         with self._of_thread:
-            await_sections()
             if self._torn:
                 raise StateError(
                     f"this process was forked while another thread was in the middle of {self._torn}: its copy of the "
                     "states is of no step; expected no use of them here: load a checkpoint in a new process"
                 )
+            await_sections()
             return act()
 
     def change(self, what: str, act: Callable[[], T]) -> T:
@@ -111,7 +111,7 @@ def _locked(
     how: Callable[[StateLock, str, Callable[[], T]], T], what: str, method: Callable[Concatenate[Any, P], T]
 ) -> Callable[Concatenate[Any, P], T]:
     @wraps(method)
-    def locked(self: Any, *args: P.args, **kwargs: P.kwargs) -> T:
+    def locked(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
         return how(self.state_lock, what, partial(method, self, *args, **kwargs))
 
     return locked
