@@ -183,16 +183,25 @@ class OwnGroup:
 
     def _failed_elsewhere(self, what: str) -> str:
         """Say what has failed here, and return what has failed on other ranks, which may wait in another group."""
-        said, deadline = [], time.monotonic() + _PATIENCE
-        with suppress(Exception):
-            if not self._failures.check([str(self.rank)]):  # the first failure is the cause of others
-                self._failures.set(str(self.rank), what)
-            for rank in range(self.world_size):
-                left = timedelta(seconds=max(deadline - time.monotonic(), 0.01))
-                with suppress(Exception):
-                    if rank != self.rank:
-                        self._failures.wait([str(rank)], left)
-                        said.append(f"rank {rank} failed in {self._failures.get(str(rank)).decode()}")
+        said: list[str] = []
+
+        def ask() -> None:
+            deadline = time.monotonic() + _PATIENCE
+            with suppress(Exception):
+                if not self._failures.check([str(self.rank)]):  # the first failure is the cause of others
+                    self._failures.set(str(self.rank), what)
+                for rank in range(self.world_size):
+                    left = timedelta(seconds=max(deadline - time.monotonic(), 0.01))
+                    with suppress(Exception):
+                        if rank != self.rank:
+                            self._failures.wait([str(rank)], left)
+                            said.append(f"rank {rank} failed in {self._failures.get(str(rank)).decode()}")
+
+        # In a thread that may stay behind: where the network is gone, the store never answers, whatever the timeout.
+        asking = threading.Thread(target=ask, name="offload-failures", daemon=True)
+        with suppress(RuntimeError):  # at the interpreter's end no thread can be started
+            asking.start()
+            asking.join(2 * _PATIENCE)
         return ", ".join(said)
 
     def close(self) -> None:
