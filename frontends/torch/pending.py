@@ -78,7 +78,9 @@ def make_pending(param: torch.Tensor, wait: Callable[[], None]) -> None:
 def settle(param: torch.Tensor) -> None:
     """Wait for the parameter, if it is pending."""
     if isinstance(param, PendingParameter):
-        _WAITS[id(param)]()
+        wait = _WAITS.get(id(param))
+        if wait is not None:  # else a signal handler has settled it just now
+            wait()
         forget(param)
 
 

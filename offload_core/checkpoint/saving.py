@@ -64,7 +64,9 @@ class Place:
                 try:
                     text = self._make(step)
                 except OSError as error:
-                    raise CheckpointError(f"{folder}: {error.strerror}; expected a folder that can be written") from error
+                    raise CheckpointError(
+                        f"{folder}: {error.strerror}; expected a folder that can be written"
+                    ) from error
                 said[: len(text)] = np.frombuffer(text, np.uint8)
         collectives.broadcast(said, "checkpoint: save")
         self.name, self._token = said.tobytes().rstrip(b"\0").decode().split("/")

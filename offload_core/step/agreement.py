@@ -50,7 +50,9 @@ def agree(
     if device.world_size == 1:
         if examines:
             buckets.run(lambda: reduction.add_squares(squares))
-        return Agreement(squares if examines else None, frozenset(reduction.arrivals.present), order, False, True, save_asked)
+        return Agreement(
+            squares if examines else None, frozenset(reduction.arrivals.present), order, False, True, save_asked
+        )
     flags = np.zeros(len(buckets.params), np.int64)
     flags[list(reduction.arrivals.present)] = 1
     places = [work.bucket.index for work in order]

@@ -40,12 +40,12 @@ class StateLock:
         if in_section():  # this thread's caller has the lock
             return act()
         with self._of_thread:
-            await_sections()
             if self._torn:
                 raise StateError(
                     f"this process was forked while another thread was in the middle of {self._torn}: its copy of the "
                     "states is of no step; expected no use of them here: load a checkpoint in a new process"
                 )
+            await_sections()
             return act()
 
     def change(self, what: str, act: Callable[[], T]) -> T:
@@ -98,12 +98,12 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def changes(what: str) -> Callable[[Callable[Concatenate[Any, P], T]], Callable[Concatenate[Any, P], T]]:
-    """A method, of an object with a ``state_lock``, that changes states: see :meth:`StateLock.change`."""
+    """A method, of an object with a ``_state_lock``, that changes states: see :meth:`StateLock.change`."""
     return partial(_locked, StateLock.change, what)
 
 
 def whole(what: str) -> Callable[[Callable[Concatenate[Any, P], T]], Callable[Concatenate[Any, P], T]]:
-    """A method, of an object with a ``state_lock``, that needs whole states: see :meth:`StateLock.whole`."""
+    """A method, of an object with a ``_state_lock``, that needs whole states: see :meth:`StateLock.whole`."""
     return partial(_locked, StateLock.whole, what)
 
 
@@ -111,7 +111,7 @@ def _locked(
     how: Callable[[StateLock, str, Callable[[], T]], T], what: str, method: Callable[Concatenate[Any, P], T]
 ) -> Callable[Concatenate[Any, P], T]:
     @wraps(method)
-    def locked(self: Any, *args: P.args, **kwargs: P.kwargs) -> T:
-        return how(self.state_lock, what, partial(method, self, *args, **kwargs))
+    def locked(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return how(self._state_lock, what, partial(method, self, *args, **kwargs))
 
     return locked

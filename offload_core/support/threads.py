@@ -83,8 +83,8 @@ class Task(Generic[T]):
         try:
             self._result = self._act()
         except BaseException as error:
-            assert error.__traceback__ is not None
-            self._error = error.with_traceback(error.__traceback__.tb_next)  # without this frame, which holds the task
+            trace = error.__traceback__
+            self._error = error.with_traceback(trace and trace.tb_next)  # without this frame, which holds the task
         self._act = None
         self._done = True
         self._ended.notify_all()
@@ -105,12 +105,7 @@ class Task(Generic[T]):
         """
         if self._done:
             return
-        if os.getpid() != self._process:
-            raise StateError(
-                "an update or a gathering was on its way when this process was forked, and the thread that would end "
-                "it is in the parent process; expected it to have ended: call engine.flush() (offloaded.flush() in "
-                "JAX) before the fork, or start the process with 'spawn'"
-            )
+        _check_here(self._process)
         self._ended.wait_for(self.done)
 
     def exception(self) -> BaseException | None:
@@ -127,6 +122,15 @@ class Task(Generic[T]):
             raise self._error
         finally:
             del self  # the error's traceback holds this frame
+
+
+def _check_here(process: int) -> None:
+    if os.getpid() != process:
+        raise StateError(
+            "this process was forked, and the background thread of the optimizer is in its parent: an update that was "
+            "on its way does not end here, and none begins; expected engine.flush() (offloaded.flush() in JAX) before "
+            "the fork if this process reads parameters, and wrap() in this process if it trains"
+        )
 
 
 class TaskThread:
@@ -148,11 +152,7 @@ class TaskThread:
         Raises:
             StateError: this process is a fork of the one that the thread is in.
         """
-        if os.getpid() != self._process:
-            raise StateError(
-                "work for a background thread in a forked process, and the thread is in the parent process; expected "
-                "this call there: wrap the model in the process that trains it, or start processes with 'spawn'"
-            )
+        _check_here(self._process)
         task = Task(act)
         self._tasks.put(task)
         return task
@@ -233,7 +233,7 @@ def uninterrupted(section: Callable[[], object]) -> None:
         task.wait()
     except BaseException as error:
         if task.cancel():  # it has not begun
-            if not isinstance(error, RuntimeError):
+            if not _no_thread(error):
                 raise
             section()
             return
@@ -243,6 +243,12 @@ def uninterrupted(section: Callable[[], object]) -> None:
         task.result()
         raise
     task.result()
+
+
+def _no_thread(error: BaseException) -> bool:
+    """True if ``start_new_thread`` raised this. A signal handler's ``RuntimeError`` has passed the handler's frame."""
+    trace = error.__traceback__
+    return isinstance(error, RuntimeError) and trace is not None and trace.tb_next is None
 
 
 def in_section() -> bool:

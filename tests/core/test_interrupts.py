@@ -148,14 +148,29 @@ def test_a_second_interrupt_does_not_end_the_wait_either():
     assert ended
 
 
-def test_where_no_thread_can_be_started_the_caller_runs_the_section(monkeypatch):
-    def refuses(function, arguments):
-        raise RuntimeError("can't create new thread at interpreter shutdown")
-
-    monkeypatch.setattr(threads, "start_new_thread", refuses)
+def test_where_no_thread_can_be_started_the_caller_runs_the_section():
     ran_in = []
-    uninterrupted(lambda: ran_in.append(threading.current_thread()))
+    before = threading.stack_size(2**46)  # more than there is
+    try:
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            _thread.start_new_thread(print, ())
+        uninterrupted(lambda: ran_in.append(threading.current_thread()))
+    finally:
+        threading.stack_size(before)
     assert ran_in == [threading.main_thread()]
+
+
+def test_a_handlers_runtime_error_does_not_make_the_caller_run_the_section(monkeypatch):
+    """It would be interrupted there."""
+
+    def starts_as_a_signal_comes(run, arguments):
+        raise RuntimeError("the handler's")
+
+    monkeypatch.setattr(threads, "start_new_thread", starts_as_a_signal_comes)
+    ran = []
+    with pytest.raises(RuntimeError, match="the handler's"):
+        uninterrupted(lambda: ran.append(True))
+    assert not ran
 
 
 def test_an_error_in_an_interrupted_section_is_raised_all_the_same():

@@ -37,3 +37,11 @@ def test_what_one_rank_cannot_save_none_does_and_gradients_that_were_not_sent_co
     waiting = "StateError: a checkpoint is asked for between backward() and"
     assert first[1:] == second[1:] == [waiting, waiting]
     assert [path.name for path in (tmp_path / "checkpoints").iterdir() if path.is_dir()] == ["step-00000000"]
+
+
+def test_all_ranks_save_after_the_step_in_which_one_had_a_signal(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    results = run("signalled", 2, folder, "checkpoint_worker.py")
+    saved = [[2, "step-00000002"], [5, "step-00000005"]]
+    assert results == [{"saved": saved, "last": {"update": 5}, "after": True}] * 2

@@ -1,6 +1,8 @@
 """One rank of a real process group that saves and resumes: SCENARIO RANK WORLD_SIZE FOLDER, as rank_worker.py."""
 
 import hashlib
+import os
+import signal
 import sys
 from pathlib import Path
 
@@ -169,6 +171,29 @@ def refused(rank, world_size):
     engine.optimizer.zero_grad()
     engine.save_checkpoint(FOLDER)
     return said
+
+
+def signalled(rank, world_size):
+    """One rank gets a signal in its second step, and another one after its fourth: all save after the same steps."""
+    engine = wrap(nn.Linear(3, 3), stage=1, gradient_accumulation_steps=2)
+    saver = engine.save_on_signal(FOLDER, [signal.SIGUSR1], keep=5)
+    saved = []
+    for update in range(1, 7):
+        for _ in range(2):
+            engine.backward(engine(torch.ones(2, 3)).sum())
+            if (rank, update) == (1, 2):
+                os.kill(os.getpid(), signal.SIGUSR1)
+            engine.step()
+            path = saver.save({"update": update})
+            saved += [] if path is None else [[update, path.name]]
+        if (rank, update) == (0, 4):
+            os.kill(os.getpid(), signal.SIGUSR1)
+    saver.close()
+    return {
+        "saved": saved,
+        "last": engine.load_checkpoint(FOLDER),
+        "after": signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL,
+    }
 
 
 if __name__ == "__main__":
