@@ -126,8 +126,7 @@ class OffloadedParams:
         # Gradients come to the core all at once. Parameters in JAX's host memory are device parameters to it.
         config = replace(self.config, update_in_backward=False, offload_param=None)
         self._pipeline = Pipeline(config, self._placement.device, scaler)
-        self.state_lock = self._pipeline.state_lock
-        """Held while states are read or changed; see ``offload_core/step/state_lock.py``."""
+        self._state_lock = self._pipeline.state_lock
         self._planned = checked_plan(self._pipeline, self._placement, leaves, positions, specs, layouts)
         arrays = [self._placement.place(paths[i], leaves[i]) for i in positions]
         tensors = self._placement.start(arrays)
@@ -151,7 +150,7 @@ class OffloadedParams:
     @property
     def params(self) -> Any:
         """The parameters, with the structure that was wrapped."""
-        return self.state_lock.whole("params", self._now)
+        return self._state_lock.whole("params", self._now)
 
     def _now(self) -> Any:
         self._follow()

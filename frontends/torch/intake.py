@@ -27,7 +27,7 @@ class Intake:
 
     def __init__(self, pipeline: Pipeline, registration: Registration, *, early: bool) -> None:
         self._pipeline = pipeline
-        self.state_lock = pipeline.state_lock
+        self._state_lock = pipeline.state_lock
         """Hooks may run in a thread of autograd."""
         self._registration = registration
         self._slots = registration.slots

@@ -186,7 +186,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
             self.partitioned.keep_frozen(params)
         pipeline.updates = self._updates
         self._parts, self._boundary = parts, None
-        self.state_lock = pipeline.state_lock
+        self._state_lock = pipeline.state_lock
         """Held while states are read or changed; see ``offload_core/step/state_lock.py``."""
         self.checkpoints = Checkpoints(pipeline)
 

@@ -94,7 +94,7 @@ class Checkpoints:
 
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
-        self.state_lock = pipeline.state_lock
+        self._state_lock = pipeline.state_lock
         self._states = StateAccess(pipeline)
         self._save: Save | None = None
 

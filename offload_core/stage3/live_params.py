@@ -69,7 +69,7 @@ class LiveParams:
         self.device = device
         at_once = config.schedule == "serial" or (device.addressable and device.world_size == 1)
         self._tasks = Inline() if at_once else Background()
-        self.state_lock = state_lock
+        self._state_lock = state_lock
         """Of the pipeline whose parameters these are."""
         self._order = UseOrder()
         self._params: list[PartitionedParam] = []

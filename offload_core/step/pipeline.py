@@ -69,8 +69,7 @@ class Pipeline:
         self.config = config
         self.device = device
         self.scaler = scaler
-        self.state_lock = StateLock()
-        """Held inside each method that changes anything."""
+        self._state_lock = StateLock()
         self._examines = _examines(config, device, scaler)
         self.rule = Adam(config.op_order or "torch", config.adam_mode)
         self.steps: list[np.ndarray] = []
@@ -103,6 +102,11 @@ class Pipeline:
             "copying or pickling an offloaded optimizer's pipeline, which holds addresses; expected its states to be "
             "copied: optimizer.state_dict() in torch, to_pytree() and load_pytree() in JAX"
         )
+
+    @property
+    def state_lock(self) -> StateLock:
+        """Held inside each method that changes anything; front ends hold it while they change or save anything."""
+        return self._state_lock
 
     # --- parameters and states ---------------------------------------------------------------------
 

@@ -98,12 +98,12 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def changes(what: str) -> Callable[[Callable[Concatenate[Any, P], T]], Callable[Concatenate[Any, P], T]]:
-    """A method, of an object with a ``state_lock``, that changes states: see :meth:`StateLock.change`."""
+    """A method, of an object with a ``_state_lock``, that changes states: see :meth:`StateLock.change`."""
     return partial(_locked, StateLock.change, what)
 
 
 def whole(what: str) -> Callable[[Callable[Concatenate[Any, P], T]], Callable[Concatenate[Any, P], T]]:
-    """A method, of an object with a ``state_lock``, that needs whole states: see :meth:`StateLock.whole`."""
+    """A method, of an object with a ``_state_lock``, that needs whole states: see :meth:`StateLock.whole`."""
     return partial(_locked, StateLock.whole, what)
 
 
@@ -112,6 +112,6 @@ def _locked(
 ) -> Callable[Concatenate[Any, P], T]:
     @wraps(method)
     def locked(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return how(self.state_lock, what, partial(method, self, *args, **kwargs))
+        return how(self._state_lock, what, partial(method, self, *args, **kwargs))
 
     return locked

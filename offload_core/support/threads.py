@@ -83,8 +83,8 @@ class Task(Generic[T]):
         try:
             self._result = self._act()
         except BaseException as error:
-            frames = error.__traceback__
-            self._error = error.with_traceback(frames and frames.tb_next)  # without this frame, which holds the task
+            trace = error.__traceback__
+            self._error = error.with_traceback(trace and trace.tb_next)  # without this frame, which holds the task
         self._act = None
         self._done = True
         self._ended.notify_all()
@@ -246,9 +246,9 @@ def uninterrupted(section: Callable[[], object]) -> None:
 
 
 def _no_thread(error: BaseException) -> bool:
-    """True if ``start_new_thread`` raised this. A signal handler's error, perhaps a ``RuntimeError`` too, has passed
-    the handler's frame."""
-    return isinstance(error, RuntimeError) and error.__traceback__ is not None and error.__traceback__.tb_next is None
+    """True if ``start_new_thread`` raised this. A signal handler's ``RuntimeError`` has passed the handler's frame."""
+    trace = error.__traceback__
+    return isinstance(error, RuntimeError) and trace is not None and trace.tb_next is None
 
 
 def in_section() -> bool:

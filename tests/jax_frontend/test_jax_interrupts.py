@@ -1,12 +1,16 @@
 """Ctrl-C at any line of an update on one device: the update has not been, or it has been whole."""
 
+import os
+import signal
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from frontends.jax import wrap
-from tests.support.interrupts import first_passes, interrupt_at
+from offload_core.errors import StateError
+from tests.support.interrupts import first_passes, handled_at_each_line, interrupt_at
 
 CASES = {
     "clipped": ({"gradient_clipping": 0.05, "reduce_bucket_size": 64}, ""),
@@ -65,3 +69,48 @@ def test_an_interrupt_at_any_line_leaves_the_state_before_the_update_or_after_it
         assert outcome in outcomes, place
         seen.add(outcomes.index(outcome))
     assert seen == {0, 1}
+
+
+@pytest.mark.parametrize("save", ["to_pytree", "params"])
+def test_a_handler_that_saves_at_any_line_of_an_update_gets_a_whole_update_or_an_error(save):
+    options, _ = CASES["clipped"]
+    twin, allowed = wrapped(options), []
+
+    def saved(offloaded):
+        found = offloaded.params if save == "params" else offloaded.to_pytree()
+        return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(found)]
+
+    for seed in (1, 2):
+        update(twin, seed)
+        allowed.append(saved(twin))
+    offloaded, seen, refused = wrapped(options), set(), []
+    update(offloaded, 1)
+    x = np.random.default_rng(2).standard_normal((4, 8), np.float32)
+    grads = gradients(offloaded.params, x.astype(jnp.bfloat16))
+
+    def handler(place):
+        try:
+            found = saved(offloaded)
+        except StateError as error:
+            refused.append(str(error))
+            return
+        assert found in allowed, place
+        seen.add(allowed.index(found))
+
+    handled_at_each_line(lambda: offloaded.update(grads), handler)
+    assert seen == {0}
+    assert sum("in the middle of update(), in the same thread" in error for error in refused) > 30
+    assert saved(offloaded) == allowed[1]
+
+
+def test_a_signal_is_noted_and_saved_for_after_the_next_update(tmp_path):
+    offloaded = wrapped({})
+    with offloaded.save_on_signal(tmp_path, [signal.SIGUSR1], keep=1) as saver:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert saver.save() is None
+        update(offloaded, 1)
+        path = saver.save({"seed": 2})
+        assert path == tmp_path / "step-00000001"
+        update(offloaded, 2)
+        assert saver.save() is None
+    assert wrapped({}).load_checkpoint(path) == {"seed": 2}

@@ -35,7 +35,46 @@ def interrupt_at(number: int, act: Callable[[], object]) -> None:
     raise AssertionError(f"the interrupt before line {number} was lost")
 
 
-def _run(act: Callable[[], object], number: int) -> list[str]:
+def handled_at_each_line(act: Callable[[], object], handler: Callable[[str], object]) -> None:
+    """Act, and call the handler before the first pass of each line, with its place, as a signal's is called."""
+    places = set()
+
+    def handle(place: str) -> None:
+        if place not in places:
+            places.add(place)
+            handler(place)
+
+    _run(act, -1, handle)
+
+
+def interrupt_at_event(number: int, act: Callable[[], object]) -> bool:
+    """Act, and raise :class:`Interrupt` in the main thread at an event (a line, or the end of a function) of any Python
+    code, the standard library's too; False if there are fewer."""
+    left = number
+
+    def event(frame, what, argument):
+        nonlocal left
+        if what in ("line", "return") and frame.f_code.co_filename != __file__:
+            left -= 1
+            if left < 0:
+                sys.settrace(None)
+                raise Interrupt(f"{frame.f_code.co_filename}:{frame.f_lineno}, {what}")
+        return event
+
+    before = sys.gettrace()
+    gc.disable()
+    sys.settrace(event)
+    try:
+        act()
+    except Interrupt:
+        return True
+    finally:
+        sys.settrace(before)
+        gc.enable()
+    return False
+
+
+def _run(act: Callable[[], object], number: int, handle: Callable[[str], object] = lambda place: None) -> list[str]:
     passed: list[str] = []
     entered = set()
 
@@ -55,6 +94,7 @@ def _run(act: Callable[[], object], number: int) -> list[str]:
                 sys.settrace(None)
                 raise Interrupt(place)
             passed.append(place)
+            handle(place)
         return line
 
     def call(frame, event, argument):

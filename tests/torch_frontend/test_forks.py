@@ -1,4 +1,4 @@
-"""A process is forked while another one trains and saves: it never hangs, and keeps nothing of the parent's."""
+"""Forks of a process that trains and saves: nothing in them hangs, and nothing of the parent's is kept."""
 
 import json
 

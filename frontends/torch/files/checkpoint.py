@@ -64,7 +64,7 @@ class ModelCheckpoints:
     def __init__(self, model: nn.Module, optimizer: OffloadedAdamW) -> None:
         self._model = model
         self._optimizer = optimizer
-        self.state_lock = optimizer.state_lock
+        self._state_lock = optimizer._state_lock
 
     @whole("save_checkpoint()")
     def save(
