@@ -62,10 +62,10 @@ class OffloadedAdamW(torch.optim.Optimizer):
     On fp32 parameters of a multiple of 16 elements the bits are those of ``torch.optim.AdamW(fused=True)``; other
     sizes follow the same arithmetic. The class keeps torch's optimizer protocol: ``param_groups`` hold the parameters
     themselves and are read at every step; parameters without a gradient are left alone; frozen parameters get
-    states when they first have a gradient. Changes from outside are followed: those that torch counts, ``p.copy_(...)``
-    and the like under ``no_grad``, ``load_state_dict`` and ``p.data = ...``, and writes through ``p.data``
-    (``p.data.mul_(...)``). With ``schedule="delayed"`` the latter raise :class:`StateError` in the next step while an
-    update is held back.
+    states when they first have a gradient. Changes from outside that torch counts are followed: ``p.copy_(...)`` and
+    the like under ``no_grad``, ``load_state_dict``, ``p.data = ...``. An in-place write through ``p.data``
+    (``p.data.mul_(...)``) is not seen, and the next update overwrites it, unless the parameter is its own master
+    weight.
 
     ``state[p]`` holds ``step``, ``exp_avg``, ``exp_avg_sq`` and ``master``, in fp32 on the host: shaped as ``p``, or
     with several ranks this rank's part, one-dimensional. An fp32 parameter on the CPU is its own master weight.
@@ -434,7 +434,6 @@ class OffloadedAdamW(torch.optim.Optimizer):
         if boundary:
             if self.partitioned is not None:
                 self.partitioned.check_closed()
-            parts.registration.check_comparable()
             if self.config.update_in_backward:  # else no gradient has been used yet
                 groups = [group_of.get(param, 0) for param in slots]
                 parts.pipeline.check_expected(hypers, divisor=self._divisor(parts.intake.averages), groups=groups)

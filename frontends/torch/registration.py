@@ -55,7 +55,6 @@ class Slot:
     taken: TakenGradient
     order: list[int] | None
     """The memory order of its states (``tensors.memory_order``)."""
-    data_writes: DataWrites
     arrived: int = 0
     """Gradients taken in backwards since the last update. :class:`Intake` keeps this and the next two fields."""
     averaged: int = 0
@@ -66,6 +65,9 @@ class Slot:
     """True if the rank holds a shard of it; then only ``gathered_parameters`` changes it from outside."""
     version: int = 0
     address: int = 0
+
+    def __post_init__(self) -> None:
+        self.data_writes = DataWrites(self.param)
 
     @property
     def changed(self) -> bool:
@@ -186,7 +188,6 @@ class Registration:
                 first + i,
                 TakenGradient(param, name),
                 memory_order(param),
-                cut[param].data_writes if param in cut else DataWrites(param),
                 partitioned=specs[i].partitioned,
             )
             slot.note()
@@ -209,14 +210,13 @@ class Registration:
     def current_tensors(self, slots: Collection[Slot] | None = None) -> list[torch.Tensor]:
         """As :meth:`tensors`, for all parameters or for these; master weights first follow changes from outside."""
         slots = self.slots.values() if slots is None else slots
-        self.check_comparable(slots)
         with torch._C.DisableTorchFunctionSubclass():  # no read: nobody has to wait
+            whole = [slot for slot in slots if not slot.partitioned]
             # Before tensors are made here, which have the memory, too.
-            unsure = {
-                slot: slot.data_writes.may_go_on for slot in slots if slot.data_writes.possible and not slot.partitioned
-            }
-            changed = {slot for slot in slots if not slot.partitioned and slot.changed}
+            unsure = {slot: slot.data_writes.may_go_on for slot in whole if slot.data_writes.possible}
+            changed = {slot for slot in whole if slot.changed}
             tensors = [self.tensor(slot) for slot in slots]
+        self._refuse_held_back(unsure.keys() - changed)
         for slot, tensor in zip(slots, tensors, strict=True):
             if slot in changed or slot in unsure:
                 StateAccess(self._pipeline).adopt(slot.index, tensor, sure=slot in changed)
@@ -224,14 +224,12 @@ class Registration:
                 slot.data_writes.compared(may_go_on=unsure.get(slot, False))
         return tensors
 
-    def check_comparable(self, slots: Iterable[Slot] | None = None) -> None:
-        """Raise :class:`StateError` if a parameter may have been written to, and its master weights are ahead of it."""
-        if self._pipeline.config.schedule != "delayed":
+    def _refuse_held_back(self, slots: Collection[Slot]) -> None:
+        """Raise :class:`StateError` if one of these, which may have been written to, cannot be compared."""
+        if not slots or self._pipeline.config.schedule != "delayed":
             return
-        slots = self.slots.values() if slots is None else slots
-        unsure = [slot for slot in slots if slot.data_writes.possible and not slot.partitioned and not slot.changed]
-        behind = self._pipeline.behind if unsure else ()
-        for slot in unsure:
+        behind = self._pipeline.behind
+        for slot in slots:
             if slot.index in behind:
                 raise StateError(
                     f"parameter {slot.name!r}: p.data was used, or what it gave is still held, while "

@@ -21,6 +21,7 @@ from .bucket_states import Publication
 from .local_bucket import LocalBucket
 from .pipeline import Pipeline
 
+
 _AT_ONCE = 1 << 20
 """Elements that are compared at a time."""
 

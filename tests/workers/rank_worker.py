@@ -86,32 +86,6 @@ def scripted(rank, world_size):
     return {**schedules, "plain": losses(lambda layer: layer, schedule="serial")}
 
 
-def data_writes(rank, world_size):
-    """Weights that all ranks clip after each step, through ``p.data`` and counted; one rank alone looks at them."""
-
-    def counted(param):
-        with torch.no_grad():
-            param.clamp_(-0.01, 0.01)
-
-    def clipped(clip, look, **fields):
-        engine = wrap(make(), lr=1e-3, reduce_bucket_size=1000, **fields)
-        for seed in range(4):
-            engine.backward(loss_of(engine, seed, rank))
-            engine.step()
-            for param in engine.module.parameters() if seed % 2 else ():
-                clip(param)
-            if look and rank == 0:
-                assert all(param.data.norm() > 0 for param in engine.module.parameters())
-        masters = [engine.optimizer.whole_states(p)["master"] for p in engine.module.parameters()]
-        return bits(engine.module), [float(master.double().abs().sum()) for master in masters]
-
-    result = {}
-    for name in ("float32", "bfloat16"):
-        ours = clipped(lambda param: param.data.clamp_(-0.01, 0.01), look=True, param_dtype=name)
-        result[name] = [ours, clipped(counted, look=False, param_dtype=name)]
-    return result
-
-
 def beside_the_compiler(rank, world_size):
     """A frame that could not be compiled leaves the compiler's own evaluation of frames in place."""
     own_group._PATIENCE = float("inf")  # a rank that keeps what an exchange was given would wait for ever

@@ -78,18 +78,16 @@ class Gathering:
         graphs = nullcontext() if all(used) else saved_tensors_hooks(torch.Tensor.detach, torch.Tensor.detach)
         self._open += 1
         versions = [record.param._version for record in records]
-        for record in records:
-            record.data_writes.compared(may_go_on=False)
         try:
             with graphs:
                 yield
+            changed = [
+                r for r, before in zip(records, versions, strict=True) if r.param._version not in (before, r.spread)
+            ]
             if modifier_rank is not None:
                 self._spread(params, modifier_rank)
-            else:
-                for record, before in zip(records, versions, strict=True):
-                    counted = record.param._version not in (before, record.spread)
-                    if counted or (record.data_writes.possible and record.has_changed()):
-                        raise unexpected_change(record.spec.name)
+            elif changed:
+                raise unexpected_change(changed[0].spec.name)
         finally:
             self._open -= 1
             for record in records:

@@ -20,7 +20,6 @@ from offload_core.step.bucket_terms import PARAMETER_SHARDS
 from offload_core.step.pipeline import Pipeline
 
 from ..casting import Casts
-from ..data_writes import DataWrites
 from ..ranks.device import as_torch
 from ..tensors import TORCH_DTYPES, flat, is_offloadable, shaped_like, spec_of
 from .construction import hand_over, in_shards, shards_of
@@ -40,8 +39,6 @@ class PartitionedParameter(Cut):
         self.whole = torch.empty(0)
         self.index: int | None = None
         """Its number in the pipeline; None while it is not trained."""
-        self.data_writes = DataWrites(param)
-        """Whether it was written to through ``p.data`` while it was whole."""
         self.spread = -1
         """Its version after ``gathered_parameters`` last gave all ranks one rank's values."""
         self.lasts = False
@@ -55,13 +52,6 @@ class PartitionedParameter(Cut):
             self.param.data = shaped_like(self.whole[: self.spec.numel], self.param)
         self.whole.untyped_storage().resize_(0)
         self.lasts = False
-
-    def has_changed(self) -> bool:
-        """Return whether this rank's part of the whole parameter differs from its shards."""
-        with torch.no_grad():
-            part = self.shard.clone()  # with what lies between the runs
-            self.cut(self.param, part)
-        return not torch.equal(part.view(torch.uint8), self.shard.view(torch.uint8))
 
     def allocate(self) -> torch.Tensor:
         self.whole.untyped_storage().resize_(self.whole.numel() * self.whole.element_size())
