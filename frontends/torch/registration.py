@@ -23,7 +23,6 @@ from offload_core.step.state_access import StateAccess
 from offload_core.support.launchers import local_processes
 
 from .casting import Casts
-from .data_writes import DataWrites, uncounted
 from .pending import can_wait, forget, make_pending, settle
 from .stage3.construction import shards_of
 from .stage3.partitioned import PartitionedModel
@@ -65,14 +64,6 @@ class Slot:
     """True if the rank holds a shard of it; then only ``gathered_parameters`` changes it from outside."""
     version: int = 0
     address: int = 0
-
-    def __post_init__(self) -> None:
-        self.data_writes = DataWrites(self.param)
-
-    @property
-    def changed(self) -> bool:
-        """True if the parameter was written to since :meth:`note`, as far as torch counts."""
-        return (self.version, self.address) != (self.param._version, self.param.data_ptr())
 
     def note(self) -> None:
         """Record that the parameter, as it is now, agrees with its master weights."""
@@ -204,39 +195,23 @@ class Registration:
 
     def tensor(self, slot: Slot) -> torch.Tensor:
         shard = self._partitioned.parameters.shard_of(slot.param) if self._partitioned is not None else None
-        # Autograd must not count the pipeline's writes; follow_update counts each update once.
-        return flat(uncounted(slot.param)) if shard is None else shard
+        # .data: autograd must not count the pipeline's writes; follow_update counts each update once.
+        return flat(slot.param.data) if shard is None else shard
 
     def current_tensors(self, slots: Collection[Slot] | None = None) -> list[torch.Tensor]:
         """As :meth:`tensors`, for all parameters or for these; master weights first follow changes from outside."""
         slots = self.slots.values() if slots is None else slots
         with torch._C.DisableTorchFunctionSubclass():  # no read: nobody has to wait
-            whole = [slot for slot in slots if not slot.partitioned]
-            # Before tensors are made here, which have the memory, too.
-            unsure = {slot: slot.data_writes.may_go_on for slot in whole if slot.data_writes.possible}
-            changed = {slot for slot in whole if slot.changed}
             tensors = [self.tensor(slot) for slot in slots]
-        self._refuse_held_back(unsure.keys() - changed)
-        for slot, tensor in zip(slots, tensors, strict=True):
-            if slot in changed or slot in unsure:
-                StateAccess(self._pipeline).adopt(slot.index, tensor, sure=slot in changed)
-                slot.note()
-                slot.data_writes.compared(may_go_on=unsure.get(slot, False))
+            changed = [
+                (slot, tensor)
+                for slot, tensor in zip(slots, tensors, strict=True)
+                if not slot.partitioned and (slot.version, slot.address) != (slot.param._version, slot.param.data_ptr())
+            ]
+        for slot, tensor in changed:
+            StateAccess(self._pipeline).adopt(slot.index, tensor)
+            slot.note()
         return tensors
-
-    def _refuse_held_back(self, slots: Collection[Slot]) -> None:
-        """Raise :class:`StateError` if one of these, which may have been written to, cannot be compared."""
-        if not slots or self._pipeline.config.schedule != "delayed":
-            return
-        behind = self._pipeline.behind
-        for slot in slots:
-            if slot.index in behind:
-                raise StateError(
-                    f"parameter {slot.name!r}: p.data was used, or what it gave is still held, while "
-                    "schedule='delayed' held back the last update: a write through it would be lost; expected "
-                    "p.detach() to read and p.copy_(...) under torch.no_grad() to write. To go on, let go of such "
-                    "tensors and call engine.flush(), which overwrites what was written"
-                )
 
     def check_unchanged(self) -> None:
         """Raise :class:`ParameterError` if a parameter has another size, type, device or order than its states."""

@@ -10,20 +10,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..dtypes import FLOAT32, ElementType
 from ..layout.partition import Piece
 from ..layout.regions import Elements, InMemory
-from ..native import kernels
 from ..ranks.collectives import merge
 from ..rules.adam import STATE_NAMES
 from ..support.checks import LARGEST, shown
-from .bucket_states import Publication
 from .local_bucket import LocalBucket
 from .pipeline import Pipeline
-
-
-_AT_ONCE = 1 << 20
-"""Elements that are compared at a time."""
 
 
 def checked_count(value: Any) -> int:
@@ -138,44 +131,20 @@ class StateAccess:
             if not work.without_master:
                 self._buckets.load_master(work, piece, tensor)
 
-    def adopt(self, param: int, tensor: Any, *, sure: bool = True) -> None:
+    def adopt(self, param: int, tensor: Any) -> None:
         """Follow a change made to a device parameter from outside: an element that differs from its rounded master
-        weight replaces it. The other master weights keep their low bits.
-
-        Args:
-            sure: False if there may be no change. States are then announced to change only where an element differs.
-                What is not on the device as the master weights have it, because it was sent early or is yet to be
-                sent, cannot be compared and is passed over.
-        """
-        if sure:
-            self.will_change([param])
-        else:
-            self._pipeline.finish()
-        announced = sure
+        weight replaces it. The other master weights keep their low bits."""
+        self.will_change([param])
         for work, piece in self._pieces_of(param):
-            early = work.publication.state is Publication.EARLY
-            if work.without_master or (not sure and (early or param in work.stale)):
+            if work.without_master:
                 continue
             arena, start = self._locate(work, piece)
+            master = arena["master"][start : start + piece.numel]
             source = self._buckets.read(work, piece, tensor)
             theirs = source.view()
-            for at in range(0, piece.numel, _AT_ONCE):
-                part = theirs[at : at + _AT_ONCE]
-                master = arena["master"][start + at : start + at + part.size]
-                changed = self._differ(master, part, source.dtype)
-                if not changed.any():
-                    continue
-                if not announced:
-                    self.will_change([param])
-                    announced = True
-                master[changed] = part[changed].astype(np.float32)
-
-    def _differ(self, master: np.ndarray, param: np.ndarray, dtype: ElementType) -> np.ndarray:
-        """Whether each element differs from its rounded master weight."""
-        rounded = np.empty(param.size, dtype.numpy)
-        kernels.cast_array(master, FLOAT32, rounded, dtype, self._buckets.threads)
-        bits = np.dtype(f"u{dtype.itemsize}")
-        return rounded.view(bits) != param.view(bits)
+            changed = master.astype(theirs.dtype).view(np.uint8).reshape(piece.numel, -1)
+            changed = (changed != theirs.view(np.uint8).reshape(piece.numel, -1)).any(axis=1)
+            master[changed] = theirs[changed].astype(np.float32)
 
     def publish_later(self, params: Iterable[int]) -> None:
         """Have the next ``flush`` write these master weights, which were replaced, to the device parameters."""
