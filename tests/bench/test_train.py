@@ -230,7 +230,7 @@ def test_what_one_rank_finds_wrong_is_said_by_it_and_ends_all(frontend: str, tmp
         "from offload_core.errors import GradientError\n"
         "def step(self, batches): raise GradientError('bad weather')\n"
         "if os.environ['RANK'] == '1': trainers.Offloaded.step = step\n"
-        "program.PATIENCE = 2.0\n"
+        "program.PATIENCE = 8.0\n"
         "sys.exit(program.main(sys.argv[1:]))\n"
     )
     done = torchrun(str(script), *FEW, f"--frontend={frontend}", f"--out={tmp_path / 'run'}")

@@ -107,7 +107,8 @@ def deepspeed(rank, world_size):
     del expected["head.weight"]  # tied
     expected["offset"] = expected["offset"].bfloat16().float()  # a buffer, of the engine's element type
     for stage in (2, 3):
-        engine = wrap(ds_model(), param_dtype="bfloat16", stage=stage, param_persistence_threshold=10)
+        types = {"param_dtype": "bfloat16", "buffer_dtype": "bfloat16"}
+        engine = wrap(ds_model(), **types, stage=stage, param_persistence_threshold=10)
         load_deepspeed(engine, FOLDER / "deepspeed")
         result[f"{stage} fp32"] = same(exported(engine, f"{stage} fp32", rank, dtype="float32"), expected)
         rounded = {name: tensor.bfloat16() for name, tensor in expected.items()}

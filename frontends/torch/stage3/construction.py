@@ -368,7 +368,7 @@ class _Construction:
         """Raise :class:`StateError` on all ranks unless all are about to do the same."""
         if device.world_size == 1:
             return
-        if not combine(device.collectives, f"init() is to {act}", same=[fingerprint(act)]).alike.all():
+        if not combine(device.collectives, "what init() does next", same=[fingerprint(act)]).alike.all():
             raise StateError(
                 f"ranks differ in what they do while a model is built by init(); here: {act}; expected all to run the "
                 "same code: what one rank alone changes goes into gathered_parameters(..., modifier_rank=...)"
