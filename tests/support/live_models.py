@@ -187,5 +187,17 @@ def parameters_of_ranks():
         assert ranks[0] == ranks[1] == expected(ROUNDS, CONFIG)
 
 
-SCENARIOS = [a_gather_that_fails, parameters_that_are_read_after_updates, parameters_of_ranks]
+def a_task_among_the_gathers():
+    """It has ended when the call returns."""
+    done = []
+    Model(CONFIG, FakeDevice()).live.in_order(lambda: done.append(True))
+    assert done
+
+
+SCENARIOS = [
+    a_gather_that_fails,
+    parameters_that_are_read_after_updates,
+    parameters_of_ranks,
+    a_task_among_the_gathers,
+]
 """Those in which a wait of the core that is missing shows (``test_waits.py``)."""
