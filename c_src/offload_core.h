@@ -8,8 +8,8 @@
 
 /* oc_adam_scalars as the kernels use them. */
 typedef struct {
-    float grad_scale, weight_decay, decay, beta1, beta2, one_minus_beta1, one_minus_beta2, correction1, correction2, eps,
-        eps_root, step_size;
+    float grad_scale, weight_decay, decay, beta1, beta2, one_minus_beta1, one_minus_beta2, correction1, correction2,
+        eps, eps_root, step_size;
 } oc_rounded_scalars;
 
 /* One instruction set's kernels. Each does the same IEEE operations in the same order on every element, at any
