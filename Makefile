@@ -30,8 +30,7 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/mypy --platform darwin
-	@if command -v clang-format >/dev/null; then clang-format --dry-run --Werror c_src/*.[ch] c_src/tests/*.c; \
-	else echo "lint: clang-format is not installed: the C sources' format was not checked"; fi
+	$(BIN)/clang-format --dry-run --Werror c_src/*.[ch] c_src/tests/*.c
 
 # Pages of docs/ and the reference from docstrings, into build/docs; a warning is an error.
 docs: setup
