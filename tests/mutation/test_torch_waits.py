@@ -21,6 +21,8 @@ from tests.support.slow_torch_device import SlowTorchDevice, _Copied
 from tests.support.torch_models import batch, loss_of, make, same_bits
 from tests.support.wait_mutants import Change, assert_noticed, waits_of
 
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+
 OPTIONS = {"lr": 1e-2, "param_dtype": "bfloat16", "reduce_bucket_size": 64}
 
 
@@ -58,6 +60,18 @@ def a_forward():
     assert not any(isinstance(p, PendingParameter) for p in engine.parameters())
     assert same_bits(got, engine(x))
     assert_parameters(engine.parameters())
+
+
+def a_forward_that_torch_does_not_see():
+    """Its layers are TorchScript: only that the module is called says that its parameters are read."""
+    scripted = nn.Sequential(*(torch.jit.script(nn.Linear(32, 32)) for _ in range(2))).to(torch.bfloat16)
+    engine = wrap(scripted, **OPTIONS)
+    x = batch(0, torch.bfloat16)
+    engine.backward(engine(x).float().pow(2).mean())
+    engine.step()
+    got = engine(x)
+    engine.flush()
+    assert same_bits(got, engine(x))
 
 
 def a_copy():
@@ -231,6 +245,7 @@ def parameters_that_were_emitted_and_discarded():
 
 SCENARIOS = [
     a_forward,
+    a_forward_that_torch_does_not_see,
     a_copy,
     states,
     states_of_delayed_parameters,
@@ -259,7 +274,7 @@ MUTANTS = [
 def test_no_mutant_was_dropped():
     """A wait that is renamed, or a module that is moved, would take its mutants along without a word."""
     assert len(MUTANTS) == 24
-    assert len(SCENARIOS) == 14
+    assert len(SCENARIOS) == 15
 
 
 @pytest.fixture(autouse=True)

@@ -1,12 +1,18 @@
 """A small torch model with its batches and its loss, and comparisons bit for bit."""
 
+import threading
+
 import torch
 from torch import nn
 
+_SEED = threading.Lock()
+"""Ranks that are threads share torch's random state."""
+
 
 def make(dtype=torch.float32, seed=0):
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 16)).to(dtype)
+    with _SEED:
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 16)).to(dtype)
 
 
 def batch(seed, dtype=torch.float32):

@@ -5,6 +5,7 @@ import os
 import resource
 import sys
 import threading
+import time
 from contextlib import suppress
 from datetime import timedelta
 
@@ -96,6 +97,14 @@ def held():
     return [len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")) - threading.active_count()]
 
 
+def held_in_the_end(before):
+    """As :func:`held`; a thread is Python's no more a moment before it has ended."""
+    until = time.monotonic() + 10
+    while any(now > then for now, then in zip(held(), before, strict=True)) and time.monotonic() < until:
+        time.sleep(0.01)
+    return held()
+
+
 def ended(rank, world_size):
     """Descriptors and threads of engines that were closed, and of some that were only dropped."""
 
@@ -114,13 +123,13 @@ def ended(rank, world_size):
         kept = use(stage, close=True)  # what the first one starts may stay
         before = held()
         kept = [use(stage, close=True) for _ in range(3)]
-        result[f"closed, stage {stage}"] = [before, held()]
+        result[f"closed, stage {stage}"] = [before, held_in_the_end(before)]
         del kept
     before = held()
     for _ in range(3):
         use(2, close=False)
         gc.collect()
-    result["dropped"] = [before, held()]
+    result["dropped"] = [before, held_in_the_end(before)]
     return result
 
 
