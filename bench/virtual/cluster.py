@@ -347,7 +347,7 @@ class Training:
 def on_ranks(clock: Clock, world_size: int, body: Callable[[int], Any]) -> list[Any]:
     """The results of the body on each rank that runs."""
     ranks = range(min(world_size, 2))
-    running = [clock.thread(thread_name_prefix=f"rank {rank}").submit(partial(body, rank)) for rank in ranks]
+    running = [clock.thread(f"rank {rank}").submit(partial(body, rank)) for rank in ranks]
     return [rank.result() for rank in running]
 
 

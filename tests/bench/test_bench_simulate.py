@@ -46,7 +46,7 @@ def test_threads_take_turns_by_the_time(sleeps):
             seen.append((clock.now, number))
         return clock.now
 
-    running = [clock.thread().submit(partial(thread, *each)) for each in enumerate(sleeps)]
+    running = [clock.thread("a thread").submit(partial(thread, *each)) for each in enumerate(sleeps)]
     assert [each.result() for each in running] == [sum(seconds) for seconds in sleeps]
     assert [at for at, _ in seen] == sorted(at for at, _ in seen)
     assert clock.now == max(map(sum, sleeps))
@@ -54,7 +54,7 @@ def test_threads_take_turns_by_the_time(sleeps):
 
 def test_a_thread_does_one_thing_after_the_other_and_an_error_reaches_who_waits():
     clock = Clock()
-    thread = clock.thread()
+    thread = clock.thread("a thread")
     first, second = thread.submit(partial(clock.sleep, 2.0)), thread.submit(partial(clock.sleep, 3.0))
     failed = thread.submit(lambda: 1 / 0)
     assert not first.done()
@@ -68,7 +68,7 @@ def test_a_thread_does_one_thing_after_the_other_and_an_error_reaches_who_waits(
 def test_threads_that_all_wait_are_told():
     clock = Clock()
     with pytest.raises(DeadlockError, match="every thread waits"):
-        clock.thread().submit(clock.future().result).result()
+        clock.thread("a thread").submit(clock.future().result).result()
 
 
 # --- the pipeline on it ----------------------------------------------------------------------------------------
