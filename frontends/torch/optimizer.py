@@ -62,10 +62,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
     On fp32 parameters of a multiple of 16 elements the bits are those of ``torch.optim.AdamW(fused=True)``; other
     sizes follow the same arithmetic. The class keeps torch's optimizer protocol: ``param_groups`` hold the parameters
     themselves and are read at every step; parameters without a gradient are left alone; frozen parameters get
-    states when they first have a gradient. Changes from outside that torch counts are followed: ``p.copy_(...)`` and
-    the like under ``no_grad``, ``load_state_dict``, ``p.data = ...``. An in-place write through ``p.data``
-    (``p.data.mul_(...)``) is not seen, and the next update overwrites it, unless the parameter is its own master
-    weight.
+    states when they first have a gradient. Changes from outside are followed: ``p.copy_(...)`` and the like under
+    ``no_grad``, ``load_state_dict``, ``p.data = ...`` and in-place writes through ``p.data``.
 
     ``state[p]`` holds ``step``, ``exp_avg``, ``exp_avg_sq`` and ``master``, in fp32 on the host: shaped as ``p``, or
     with several ranks this rank's part, one-dimensional. An fp32 parameter on the CPU is its own master weight.

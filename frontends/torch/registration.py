@@ -23,6 +23,7 @@ from offload_core.step.state_access import StateAccess
 from offload_core.support.launchers import local_processes
 
 from .casting import Casts
+from .data_writes import DataWrites, data_of
 from .pending import can_wait, forget, make_pending, settle
 from .stage3.construction import shards_of
 from .stage3.partitioned import PartitionedModel
@@ -62,12 +63,22 @@ class Slot:
     """The ``p.grad`` that the pipeline gets later, in addition to earlier gradients; None: there is none."""
     partitioned: bool = False
     """True if the rank holds a shard of it; then only ``gathered_parameters`` changes it from outside."""
+    data_writes: DataWrites | None = None
+    """None where the rank holds a shard."""
     version: int = 0
     address: int = 0
 
+    @property
+    def changed(self) -> bool:
+        """Whether somebody else wrote to the parameter since :meth:`note`, as far as torch or ``data_writes`` tell."""
+        if self.data_writes is None:
+            return False
+        return self.data_writes.seen() or (self.version, self.address) != (self.param._version, self.param.data_ptr())
+
     def note(self) -> None:
         """Record that the parameter, as it is now, agrees with its master weights."""
-        if not self.partitioned:
+        if self.data_writes is not None:
+            self.data_writes.forget()
             with torch._C.DisableTorchFunctionSubclass():  # no read: nobody has to wait
                 self.version, self.address = self.param._version, self.param.data_ptr()
 
@@ -180,6 +191,7 @@ class Registration:
                 TakenGradient(param, name),
                 memory_order(param),
                 partitioned=specs[i].partitioned,
+                data_writes=None if specs[i].partitioned else DataWrites(param),
             )
             slot.note()
             self.slots[param] = slot
@@ -195,19 +207,15 @@ class Registration:
 
     def tensor(self, slot: Slot) -> torch.Tensor:
         shard = self._partitioned.parameters.shard_of(slot.param) if self._partitioned is not None else None
-        # .data: autograd must not count the pipeline's writes; follow_update counts each update once.
-        return flat(slot.param.data) if shard is None else shard
+        # Autograd must not count the pipeline's writes; follow_update counts each update once.
+        return flat(data_of(slot.param)) if shard is None else shard
 
     def current_tensors(self, slots: Collection[Slot] | None = None) -> list[torch.Tensor]:
         """As :meth:`tensors`, for all parameters or for these; master weights first follow changes from outside."""
         slots = self.slots.values() if slots is None else slots
         with torch._C.DisableTorchFunctionSubclass():  # no read: nobody has to wait
             tensors = [self.tensor(slot) for slot in slots]
-            changed = [
-                (slot, tensor)
-                for slot, tensor in zip(slots, tensors, strict=True)
-                if not slot.partitioned and (slot.version, slot.address) != (slot.param._version, slot.param.data_ptr())
-            ]
+            changed = [(slot, tensor) for slot, tensor in zip(slots, tensors, strict=True) if slot.changed]
         for slot, tensor in changed:
             StateAccess(self._pipeline).adopt(slot.index, tensor)
             slot.note()
@@ -257,8 +265,11 @@ class Registration:
 
     @property
     def readers_can_wait(self) -> bool:
-        """True if readers of every parameter can be made to wait for it."""
-        return all(can_wait(slot.param) for slot in self.slots.values())
+        """True if whoever reads or writes any parameter can be made to wait for it."""
+        return all(
+            can_wait(slot.param) and not (slot.data_writes is not None and slot.data_writes.possible)
+            for slot in self.slots.values()
+        )
 
     def before_send(self, params: Collection[int]) -> None:
         """The pipeline is about to write parameters during backward: tell autograd, and have their readers wait."""

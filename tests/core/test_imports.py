@@ -15,7 +15,7 @@ ROOMS = {
         errors dtypes support lr_schedules config native rules layout memory ranks device states step stage3 checkpoint
         commands testing memory_report pipeline step_log __main__""",
     "frontends.torch": """
-        tensors casting groups pending ranks stage3 registration intake state_io optimizer files engine
+        tensors casting data_writes groups pending ranks stage3 registration intake state_io optimizer files engine
         deepspeed_weights integrations""",
     "frontends.jax": "launch device tree mesh gradients placement differentiate optax_bridge files offloaded",
     "bench": "record plots peers harness virtual train parts report run",

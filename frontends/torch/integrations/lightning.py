@@ -210,15 +210,6 @@ class OffloadStrategy(DDPStrategy):
         else:
             self._shards.forget_random()
 
-    def on_train_end(self) -> None:
-        """Follow changes by callbacks: ``WeightAveraging`` writes through ``.data``, which torch does not count."""
-        super().on_train_end()
-        assert self.engine is not None
-        optimizer = self.engine.optimizer
-        if not optimizer.pipeline.behind:  # schedule="delayed"
-            for slot in optimizer.slots:
-                slot.doubt()
-
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
         deferring: AbstractContextManager[None] = nullcontext()

@@ -15,6 +15,7 @@ from offload_core.layout.partition import ParamSpec
 from offload_core.step.pipeline import Pipeline
 from offload_core.step.state_access import StateAccess
 
+from ..data_writes import set_data
 from ..tensors import flat, shaped_like, spec_of
 from .construction import gathered_shards, in_shards, unexpected_change
 from .hooks import ModuleRuns, note_external
@@ -78,11 +79,16 @@ class Gathering:
         graphs = nullcontext() if all(used) else saved_tensors_hooks(torch.Tensor.detach, torch.Tensor.detach)
         self._open += 1
         versions = [record.param._version for record in records]
+        for record in records:
+            record.data_writes.seen()
+            record.data_writes.forget()
         try:
             with graphs:
                 yield
             changed = [
-                r for r, before in zip(records, versions, strict=True) if r.param._version not in (before, r.spread)
+                r
+                for r, before in zip(records, versions, strict=True)
+                if r.data_writes.seen() or r.param._version not in (before, r.spread)
             ]
             if modifier_rank is not None:
                 self._spread(params, modifier_rank)
@@ -106,7 +112,7 @@ class Gathering:
                 target = shaped_like(record.whole[: record.spec.numel], param)
                 if param.data_ptr() != target.data_ptr():  # p.data = ...
                     target.copy_(param)
-                    param.data = target
+                    set_data(param, target)
                 self._send(record.spec, record.whole[: record.spec.numel], source)
                 record.cut(param, record.shard)
                 increment_version(param)

@@ -20,6 +20,7 @@ from offload_core.step.bucket_terms import PARAMETER_SHARDS
 from offload_core.step.pipeline import Pipeline
 
 from ..casting import Casts
+from ..data_writes import DataWrites, set_data
 from ..ranks.device import as_torch
 from ..tensors import TORCH_DTYPES, flat, is_offloadable, shaped_like, spec_of
 from .construction import hand_over, in_shards, shards_of
@@ -39,6 +40,7 @@ class PartitionedParameter(Cut):
         self.whole = torch.empty(0)
         self.index: int | None = None
         """Its number in the pipeline; None while it is not trained."""
+        self.data_writes = DataWrites(param)
         self.spread = -1
         """Its version after ``gathered_parameters`` last gave all ranks one rank's values."""
         self.lasts = False
@@ -49,7 +51,7 @@ class PartitionedParameter(Cut):
         """Give the parameter a new storage without bytes; tensors that refer to the old one keep it."""
         with torch.inference_mode(False), torch._C.DisableTorchFunctionSubclass():
             self.whole = torch.empty(self.padded_numel, dtype=TORCH_DTYPES[self.spec.dtype], device=self.param.device)
-            self.param.data = shaped_like(self.whole[: self.spec.numel], self.param)
+            set_data(self.param, shaped_like(self.whole[: self.spec.numel], self.param))
         self.whole.untyped_storage().resize_(0)
         self.lasts = False
 

@@ -1,0 +1,99 @@
+"""In-place writes through ``p.data``, which torch does not count as changes of the parameter.
+
+``p.data`` gives another tensor in the parameter's memory, with a version counter of its own that counts what is written
+through it and through its views. A tensor that is assigned to ``p.data`` becomes one, too. A watched parameter keeps these
+tensors until it is asked whether one was written to, and those that somebody else holds for longer.
+"""
+
+import functools
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+
+_DATA: Any = torch.Tensor.data
+_WATCHED: "weakref.WeakValueDictionary[int, DataWrites]" = weakref.WeakValueDictionary()
+"""By the ``id`` of their parameter."""
+_MANY = 16
+"""Tensors of one parameter that are kept before those that nobody else holds are let go."""
+
+
+class DataWrites:
+    """Tells of writes through ``param.data``, from now on. Whoever has it keeps the parameter, too."""
+
+    def __init__(self, param: torch.Tensor) -> None:
+        _watch_parameters()
+        self._tensors: list[tuple[torch.Tensor, int]] = []
+        """What ``data`` gave or got, and its version when it was last looked at."""
+        self._many = _MANY
+        self._written = False
+        _WATCHED[id(param)] = self
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """The parameter's ``data`` gave or got this tensor."""
+        if tensor.is_inference():
+            return  # it has no counter
+        if len(self._tensors) >= self._many:
+            self._look()
+            self._many = _MANY + 2 * len(self._tensors)
+        self._tensors.append((tensor, tensor._version))
+
+    def seen(self) -> bool:
+        """Return whether there was a write since :meth:`forget`."""
+        if self._tensors:
+            self._look()
+        return self._written
+
+    @property
+    def possible(self) -> bool:
+        """Whether somebody holds what ``data`` gave or got, and can write to it at any time."""
+        if self._tensors:
+            self._look()
+        return bool(self._tensors)
+
+    def forget(self) -> None:
+        """What was seen is taken care of."""
+        self._written = False
+
+    def _look(self) -> None:
+        looked_at, self._tensors = self._tensors, []
+        self._written |= any(tensor._version != version for tensor, version in looked_at)
+        held = [weakref.ref(tensor) for tensor, _ in looked_at]
+        looked_at.clear()
+        for ref in held:
+            tensor = ref()
+            if tensor is not None:
+                tensor._fix_weakref()  # type: ignore[attr-defined]  # C++ code may be who holds it
+                self._tensors.append((tensor, tensor._version))
+
+
+def data_of(param: torch.Tensor) -> torch.Tensor:
+    """``param.data``, for writes that are no changes from outside."""
+    return _DATA.__get__(param)
+
+
+def set_data(param: torch.Tensor, values: torch.Tensor) -> None:
+    """``param.data = values``, where that is no change from outside."""
+    _DATA.__set__(param, values)
+
+
+@functools.cache
+def _watch_parameters() -> None:
+    """Have parameters tell of the use of their ``data``, once there is one to watch."""
+    nn.Parameter.data = property(_read, _assign)  # type: ignore[assignment]
+
+
+def _read(param: torch.Tensor) -> torch.Tensor:
+    tensor = _DATA.__get__(param)
+    watched = _WATCHED.get(id(param))
+    if watched is not None:
+        watched.add(tensor)
+    return tensor
+
+
+def _assign(param: torch.Tensor, values: torch.Tensor) -> None:
+    _DATA.__set__(param, values)
+    watched = _WATCHED.get(id(param))
+    if watched is not None:
+        watched.add(values)
