@@ -1,8 +1,8 @@
 """In-place writes through ``p.data``, which torch does not count as changes of the parameter.
 
 ``p.data`` gives another tensor in the parameter's memory, with a version counter of its own that counts what is written
-through it and through its views. A tensor that is assigned to ``p.data`` becomes one, too. A watched parameter keeps these
-tensors until it is asked whether one was written to, and those that somebody else holds for longer.
+through it and through its views. A tensor that is assigned to ``p.data`` becomes one, too. A watched parameter keeps
+these tensors until it is asked whether one was written to, and those that somebody else holds for longer.
 """
 
 import functools
