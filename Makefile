@@ -13,17 +13,20 @@ BUILD_STAMP := $(VENV)/.built
 PEERS_STAMP := $(VENV)/.peers
 PACKAGE_STAMP := $(VENV)/.package
 
-.PHONY: train test test-all lint docs bench wheel setup clean
+.PHONY: train test test-all soak lint docs bench wheel setup clean
 .DELETE_ON_ERROR:
 
 train: setup
 	$(BIN)/python -m bench.train --frontend $(FRONTEND) $(ARGS)
 
 test: setup
-	$(TEST) -m "not slow" $(ARGS)
+	$(TEST) -m "not slow and not soak" $(ARGS)
 
 test-all: setup
-	$(TEST) $(ARGS)
+	$(TEST) -m "not soak" $(ARGS)
+
+soak: setup
+	$(TEST) -m soak $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

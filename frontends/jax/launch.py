@@ -13,6 +13,7 @@ import jax
 
 from offload_core.errors import CollectiveError
 from offload_core.support.launchers import Launched
+from offload_core.support.threads import Condition
 
 RUNTIME_ERRORS = (jax.errors.JaxRuntimeError, ValueError)
 """The errors that a lost process causes: some of JAX's ways of waiting raise gloo's errors as ``ValueError``."""
@@ -95,32 +96,31 @@ class Watch:
     def __init__(self, seconds: float, end: Callable[[str], None]) -> None:
         self._seconds, self._end = seconds, end
         self._waits: dict[object, tuple[float, int, str]] = {}  # the oldest first
-        self._begun = threading.Condition()
+        self._begun = Condition()
         threading.Thread(target=self._run, name="offload-core waits", daemon=True).start()
 
     @contextmanager
     def over(self, rank: int, what: str) -> Iterator[None]:
         """A context around a wait; ``what`` is waited for."""
         wait = object()
-        with self._begun:
-            self._waits[wait] = (time.monotonic() + self._seconds, rank, what)
-            self._begun.notify()
         try:
+            self._waits[wait] = (time.monotonic() + self._seconds, rank, what)
+            self._begun.notify_all()
             yield
         finally:
-            with self._begun:
-                del self._waits[wait]
+            self._waits.pop(wait, None)
 
     def _run(self) -> None:
         while True:
-            with self._begun:
-                while not self._waits:
-                    self._begun.wait()
-                deadline, rank, what = next(iter(self._waits.values()))
-                left = deadline - time.monotonic()
-                if left > 0:
-                    self._begun.wait(left)
-                    continue
+            self._begun.wait_for(lambda: self._waits)
+            waits = [*self._waits.values()]
+            if not waits:
+                continue  # it has ended meanwhile
+            deadline, rank, what = waits[0]
+            left = deadline - time.monotonic()
+            if left > 0:
+                time.sleep(min(left, 1))
+                continue
             late = TimeoutError(f"no answer in {self._seconds} seconds")
             self._end(str(CollectiveError.of(rank, what, late)))
             return

@@ -293,9 +293,14 @@ class OffloadedParams:
         them, an update earlier than without it. With several processes all must call this.
         """
         refuse_jit("flush()")
+        self._flush()
+        return self.params
+
+    @changes("flush()")
+    def _flush(self) -> None:
         if self.config.schedule == "delayed":
             self._publish()
-        return self.params
+        self._follow()
 
     @changes("flush()")
     def _publish(self) -> None:
@@ -392,7 +397,7 @@ class OffloadedParams:
         Raises:
             StateError: a key or a leaf is missing, or has another shape; nothing has changed.
         """
-        self.count = self._states.load_pytree(tree, self.flush)
+        self._state_lock.change("load_pytree()", partial(self._states.load_pytree, tree, self._flush))
         return self.params
 
     @whole("load_params()")
@@ -412,7 +417,7 @@ class OffloadedParams:
         """
         refuse_jit("load_params()")
         self._follow()
-        self._states.load_params(params)
+        self._state_lock.change("load_params()", partial(self._states.load_params, params))
         return self.params
 
     @whole("to_optax_state()")
@@ -440,7 +445,7 @@ class OffloadedParams:
         Raises:
             StateError: it has no Adam, or several, or its moments do not fit; nothing has changed.
         """
-        self.count = self._states.load_optax(state, self.flush)
+        self._state_lock.change("load_optax_state()", partial(self._states.load_optax, state, self._flush))
 
     @whole("export_safetensors()")
     def export_safetensors(

@@ -270,7 +270,7 @@ class Engine(nn.Module):
         Raises:
             StateError: called in the middle of a step, by a signal handler.
         """
-        return self.optimizer._state_lock.whole("state_dict()", partial(super().state_dict, *args, **kwargs))
+        return self.optimizer.checkpoints.state_lock.whole("state_dict()", partial(super().state_dict, *args, **kwargs))
 
     # --- checkpoints ---------------------------------------------------------------------------------
 
@@ -394,7 +394,7 @@ class Engine(nn.Module):
             CheckpointError: on all ranks, if a file cannot be written; no part of it is left.
         """
         export = partial(export_safetensors, self.module, self.optimizer, folder)
-        self.optimizer._state_lock.whole(
+        self.optimizer.checkpoints.state_lock.whole(
             "export_safetensors()", partial(export, max_shard_bytes=max_shard_bytes, dtype=dtype)
         )
 

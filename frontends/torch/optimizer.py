@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -410,6 +411,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
     def _end_broken_step(self) -> None:
         """After an error or an interrupt in a step: its gradients are gone, and no reader waits for parameters."""
         parts = self.parts
+        parts.registration.follow_update()  # first: further interrupts may end the waits below
         with suppress(Exception):  # the one that is being raised
             parts.pipeline.finish()
         with suppress(StateError):  # states that were updated in backward keep the gradients that they used
@@ -520,21 +522,18 @@ class OffloadedAdamW(torch.optim.Optimizer):
             check_partition(self.pipeline.device, self.param_groups, state_dict)
             check_counts(state_dict, self.pipeline.scaler)
             final.update(state_dict)
-            return hide_state(state_dict)
+            return hide_state(state_dict, take_counts)
 
-        def take_counts(_: torch.optim.Optimizer) -> None:
+        def take_counts() -> None:
             self.updates = int(final.get("updates", max(float(step) for step in self.pipeline.steps)))
             if self.pipeline.scaler is not None and "loss_scale" in final:
                 self.pipeline.scaler.load_state_dict(final["loss_scale"])
 
-        # Hooks of others may fail: theirs run before the check, or when all is loaded.
-        before = self.register_load_state_dict_pre_hook(check_and_hide)
-        after = self.register_load_state_dict_post_hook(take_counts, prepend=True)
+        hook = self.register_load_state_dict_pre_hook(check_and_hide)  # after those of others, which may fail
         try:
             super().load_state_dict(state_dict)
         finally:
-            before.remove()
-            after.remove()
+            hook.remove()
 
     @whole("torch_state_dict()")
     def torch_state_dict(self, *, rank0_only: bool = True) -> dict[str, Any] | None:
@@ -559,6 +558,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         return self.parts.states.whole(param, names)
 
     @whole("load_master()")
+    @changes("load_master()")
     def load_master(self, param: torch.Tensor, values: torch.Tensor) -> None:
         """Set a parameter's master weights to these values, and the parameter to the rounded values.
 
@@ -579,6 +579,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take a state: ``load_state_dict`` calls this with hidden entries, copy and pickle on an empty object."""
         vars(self).setdefault("_parts", None)
+        after = state["state"].pop(Hidden, lambda: None)
         saved = {key: e.value if isinstance(e, Hidden) else e for key, e in state["state"].items()}
         entries = {p: entry for p, entry in saved.items() if isinstance(p, torch.Tensor) and entry}
         others = {key: entry for key, entry in saved.items() if not isinstance(key, torch.Tensor)}
@@ -590,15 +591,16 @@ class OffloadedAdamW(torch.optim.Optimizer):
             self.report = None
             self._build(None, scaler=scaler, casts=casts)
             self._take_on_all(entries, self.param_groups)
+            self.parts.states.load(entries)
         else:
             groups = [loaded(group, self.defaults) for group in state["param_groups"]]
             for g, group in enumerate(groups):
                 hyper_of(g, group)
             entries = self._parts.states.checked(entries)
             self._take_on_all(entries, groups)  # needs memory, and changes no states that are there
-            super().__setstate__({**rest, "param_groups": groups})
+            before = partial(super().__setstate__, {**rest, "param_groups": groups})
+            self.parts.states.load(entries, before, after)
         self.state.update(others)
-        self.parts.states.load(entries)
 
     def _take_on_all(self, params: Iterable[torch.Tensor], groups: Sequence[Mapping[str, Any]]) -> None:
         """Make states for those of these parameters that have none."""

@@ -17,6 +17,7 @@ from offload_core.step.loss_scale import LossScaler, checked_state
 from offload_core.step.pipeline import Pipeline
 from offload_core.step.state_access import StateAccess, checked_count
 from offload_core.support.checks import shown
+from offload_core.support.threads import uninterrupted
 
 from .registration import Registration, Slot
 from .stage3.gathering import gathered_parameters
@@ -177,8 +178,8 @@ class TorchStates:
             entry = own_part(self._pipeline, slot.index, param, entry)
             check_entry(slot.name, held["exp_avg"], entry)
         self._registration.flush()
-        with torch.no_grad():
-            self._load(slot, {name: held[name] for name in ("master",) if name in held} | dict(entry))
+        entry = {name: held[name] for name in ("master",) if name in held} | dict(entry)
+        self._replace("an assignment to optimizer.state", partial(self._load, slot, entry))
 
     def checked(self, entries: Mapping[torch.Tensor, Mapping[str, Any]]) -> dict[torch.Tensor, Mapping[str, Any]]:
         """This rank's part of the given states, by parameter.
@@ -197,11 +198,34 @@ class TorchStates:
             own[param] = entry
         return own
 
-    def load(self, entries: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
-        """Take these states, by parameter; a parameter without an entry starts again."""
-        with torch.no_grad():
+    def load(
+        self,
+        entries: Mapping[torch.Tensor, Mapping[str, Any]],
+        before: Callable[[], object] = lambda: None,
+        after: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Take these states, by parameter; a parameter without an entry starts again.
+
+        Args:
+            before, after: what an interrupt must not separate from it.
+        """
+
+        def load() -> None:
+            before()
             for slot in self._registration.slots.values():
                 self._load(slot, entries.get(slot.param, {}))
+            after()
+
+        self._replace("load_state_dict()", load)
+
+    def _replace(self, what: str, act: Callable[[], None]) -> None:
+        """Have states replaced whole, whatever signals come."""
+
+        @torch.no_grad()  # in the section's own thread
+        def section() -> None:
+            act()
+
+        self._pipeline.state_lock.change(what, partial(uninterrupted, section))
 
     def _load(self, slot: Slot, entry: Mapping[str, Any]) -> None:
         views = self.views[slot.param]
@@ -388,8 +412,9 @@ def check_entry(name: str, expected: torch.Tensor, entry: Mapping[str, Any]) -> 
         ) from None
 
 
-def hide_state(state_dict: dict[str, Any]) -> dict[str, Any]:
-    return {**state_dict, "state": {key: Hidden(entry) for key, entry in state_dict["state"].items()}}
+def hide_state(state_dict: dict[str, Any], after: Callable[[], None]) -> dict[str, Any]:
+    """The same, with hidden entries, and at the key ``Hidden`` what follows when they are loaded."""
+    return {**state_dict, "state": {key: Hidden(entry) for key, entry in state_dict["state"].items()} | {Hidden: after}}
 
 
 def torch_state_dict(optimizer: Any, *, rank0_only: bool) -> dict[str, Any] | None:

@@ -28,9 +28,9 @@ from ..ranks.consistency import combine, fingerprint, processes
 from ..step.loss_scale import checked_state
 from ..step.pipeline import Pipeline
 from ..step.state_access import StateAccess
-from ..step.state_lock import changes, whole
+from ..step.state_lock import StateLock, uses, whole
 from ..support.checks import LARGEST, shown
-from ..support.threads import uninterrupted
+from ..support.threads import await_sections, uninterrupted
 from .folder import MANIFEST, file_name
 from .reader import Checkpoint, Loaded, Want
 from .safetensors import NAME_OF, NOT_AS_WRITTEN
@@ -99,6 +99,11 @@ class Checkpoints:
         self._save: Save | None = None
 
     @property
+    def state_lock(self) -> StateLock:
+        """The lock of the states that are saved."""
+        return self._state_lock
+
+    @property
     def _collectives(self) -> Collectives:
         return InOrder(self._pipeline)
 
@@ -124,7 +129,7 @@ class Checkpoints:
     # --- saving --------------------------------------------------------------------------------------
 
     @whole("save_checkpoint()")
-    @changes("save_checkpoint()")
+    @uses("save_checkpoint()")
     def save(
         self,
         folder: str | os.PathLike[str],
@@ -148,7 +153,7 @@ class Checkpoints:
         Raises:
             CheckpointError: on all processes, if one could not save; earlier checkpoints are unchanged.
         """
-        self.wait()
+        self._wait()
         with self.together("save"):
             if type(step) is not int or not 0 <= step <= LARGEST:
                 raise CheckpointError(f"step: got {shown(step)}, expected the number of updates made, an integer")
@@ -179,13 +184,14 @@ class Checkpoints:
             uninterrupted(partial(self._begin, save))
             save.writer.capture([None])
         except BaseException as error:
+            await_sections()  # it may have begun
             if self._save is save:
                 save.writer.cancel(error)  # the caller may now change tensors that were not copied
             else:
                 save.give_up()
             raise
         if wait:
-            self.wait()
+            self._wait()
         return place.folder / place.name
 
     def _begin(self, save: Save) -> None:
@@ -194,13 +200,18 @@ class Checkpoints:
         self._save = save
         self._states.watch(save.writer.capture)
 
-    @changes("wait_for_checkpoint()")
+    @whole("wait_for_checkpoint()")
     def wait(self) -> None:
         """Return when the last save is complete.
 
         Raises:
             CheckpointError: on all processes, if it could not be completed.
+            StateError: a signal handler calls this in the middle of a step or a save.
         """
+        self._wait()
+
+    @uses("wait_for_checkpoint()")
+    def _wait(self) -> None:
         if self._save is not None:
             try:
                 self._save.wait()
@@ -272,7 +283,6 @@ class Checkpoints:
     # --- loading -------------------------------------------------------------------------------------
 
     @whole("load_checkpoint()")
-    @changes("load_checkpoint()")
     def load(
         self,
         path: str | os.PathLike[str],
@@ -298,7 +308,7 @@ class Checkpoints:
                 nothing has changed. Else the states are partly loaded, and every use of them raises until a checkpoint
                 has been loaded.
         """
-        self.wait()
+        self._wait()
         pipeline = self._pipeline
         loaded: Loaded | None = None
         with self.together("load"):
@@ -310,7 +320,9 @@ class Checkpoints:
         content = fingerprint(json.dumps(loaded.content, sort_keys=True))
         differs = f"{loaded.checkpoint.path}: not the checkpoint that process 0 loads; expected the same"
         self._check_alike("load", [content], lambda first: differs)
-        with pipeline.replacing_states():
+        ours, users = ([part for part in last if part.ours is own] for own in (True, False))
+
+        def replace() -> None:
             delayed = pipeline.config.schedule == "delayed"
             entries = [loaded.parameters.get(name) for name in names]
             behind = {i for i, entry in enumerate(entries) if entry and entry["behind"] and delayed}
@@ -337,8 +349,12 @@ class Checkpoints:
                 pipeline.steps[i][...] = entry["step"] if entry else 0
             if pipeline.scaler is not None and scale is not None:
                 pipeline.scaler.load_state_dict(scale)
-            with self.together("load"):
-                run_last(loaded.checkpoint.path, last)
+            run_last(loaded.checkpoint.path, ours)
+
+        with pipeline.replacing_states():
+            self._state_lock.change("load_checkpoint()", replace)
+            with self.together("load"):  # their code may read the states
+                run_last(loaded.checkpoint.path, users, ours)
         return loaded
 
     def _loss_scale(self, loaded: Loaded) -> Mapping[str, Any] | None:

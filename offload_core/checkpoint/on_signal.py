@@ -3,7 +3,7 @@
 import signal
 import threading
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -33,10 +33,20 @@ class SaveOnSignal(AbstractContextManager["SaveOnSignal"]):
             )
         self._pipeline = pipeline
         self._save = save
-        self._before = {number: signal.signal(number, self._note) for number in signals}
+        self._before: dict[int, Any] = {}
+        try:
+            for number in dict.fromkeys(map(int, signals)):
+                self._before[number] = signal.getsignal(number)  # first: an interrupt must not leave ours behind
+                signal.signal(number, self._note)
+        except BaseException:
+            self.close()
+            raise
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._pipeline.save_asked = True
+        before = getattr(self._before.get(number), "__self__", None)
+        if isinstance(before, SaveOnSignal):  # another engine's: both save
+            before._note(number, frame)
 
     def save(self, extras: Any = None) -> Path | None:
         """Save if a rank had a signal before the last step's update ended, and return the checkpoint's folder; else
@@ -60,8 +70,10 @@ class SaveOnSignal(AbstractContextManager["SaveOnSignal"]):
     def close(self) -> None:
         """Give the signals back to what received them before."""
         while self._before:
-            number, before = self._before.popitem()
-            signal.signal(number, signal.SIG_DFL if before is None else before)
+            number, before = next(reversed(self._before.items()))
+            with suppress(OSError):  # a signal that nobody can receive
+                signal.signal(number, signal.SIG_DFL if before is None else before)
+            del self._before[number]
 
     def __exit__(self, *error: object) -> None:
         self.close()

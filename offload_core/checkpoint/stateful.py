@@ -27,10 +27,12 @@ class LastPart:
     what: str
     """Names it in errors: ``"load_state_dict() of stateful['schedule']"``."""
     run: Callable[[], Any]
+    ours: bool = False
+    """True if it runs no code of a user."""
 
 
-def run_last(path: Path, parts: Sequence[LastPart]) -> None:
-    """Run the parts in order.
+def run_last(path: Path, parts: Sequence[LastPart], before: Sequence[LastPart] = ()) -> None:
+    """Run the parts in order, after those that were run before.
 
     Raises:
         CheckpointError: one failed, which the message names, with what had been loaded before it and what was not.
@@ -39,7 +41,7 @@ def run_last(path: Path, parts: Sequence[LastPart]) -> None:
         try:
             part.run()
         except Exception as error:
-            done = ", ".join(["weights", "optimizer states", *(other.what for other in parts[:i])])
+            done = ", ".join(["weights", "optimizer states", *(other.what for other in (*before, *parts[:i]))])
             left = ", ".join(other.what for other in parts[i:])
             raise CheckpointError(
                 f"{path}: loading broke off in {part.what} ({shown(error)}): loaded are {done}, and not {left}; mend "

@@ -145,7 +145,7 @@ class Pipeline:
             yield
         except BaseException as error:
             self._unusable = (
-                f"loading a checkpoint broke off ({error}): states are partly those of before, partly its; "
+                f"loading a checkpoint broke off ({error!r}): states are partly those of before, partly its; "
                 "expected another one to be loaded next"
             )
             raise

@@ -13,7 +13,7 @@ from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from ..errors import StateError
-from ..support.threads import await_sections, in_section
+from ..support.threads import await_sections, forget_sections, in_section, section_runs
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -31,6 +31,8 @@ class StateLock:
         """Taken, inside the other one, while states change."""
         self._change = ""
         """The change, as users call it."""
+        self._tears = False
+        """Whether a copy of the states is of no step while it lasts."""
         self._torn = ""
         """In a forked process: the change that another thread was in the middle of."""
         _LOCKS.add(self)
@@ -50,13 +52,17 @@ class StateLock:
 
     def change(self, what: str, act: Callable[[], T]) -> T:
         """Do this, which changes states; it may be a part of another change."""
-        return self.run(partial(self._changed, what, act))
+        return self.run(partial(self._alone, what, act, tears=True))
 
-    def _changed(self, what: str, act: Callable[[], T]) -> T:
+    def use(self, what: str, act: Callable[[], T]) -> T:
+        """Do this, which changes no states, and in whose middle no signal handler may use them either."""
+        return self.run(partial(self._alone, what, act, tears=False))
+
+    def _alone(self, what: str, act: Callable[[], T], *, tears: bool) -> T:
         if self._of_change.locked():
             return act()
         with self._of_change:
-            self._change = what
+            self._change, self._tears = what, tears
             return act()
 
     def whole(self, what: str, act: Callable[[], T]) -> T:
@@ -80,8 +86,10 @@ class StateLock:
         """In a forked process: the other threads, with what they held, are not there."""
         if self._of_thread.acquire(blocking=False):  # free, or this thread's own
             self._of_thread.release()
+            if section_runs() and not self._of_change.locked():  # a change may have been separated from its caller
+                self._torn = self._change
             return
-        if self._of_change.locked():
+        if self._of_change.locked() and self._tears:
             self._torn = self._change
         self._of_thread, self._of_change = threading.RLock(), threading.Lock()
 
@@ -92,6 +100,7 @@ _LOCKS: "weakref.WeakSet[StateLock]" = weakref.WeakSet()
 def _after_fork() -> None:
     for lock in _LOCKS:
         lock.after_fork()
+    forget_sections()
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -100,6 +109,11 @@ os.register_at_fork(after_in_child=_after_fork)
 def changes(what: str) -> Callable[[Callable[Concatenate[Any, P], T]], Callable[Concatenate[Any, P], T]]:
     """A method, of an object with a ``_state_lock``, that changes states: see :meth:`StateLock.change`."""
     return partial(_locked, StateLock.change, what)
+
+
+def uses(what: str) -> Callable[[Callable[Concatenate[Any, P], T]], Callable[Concatenate[Any, P], T]]:
+    """A method, of an object with a ``_state_lock``, that may not be in its own middle: see :meth:`StateLock.use`."""
+    return partial(_locked, StateLock.use, what)
 
 
 def whole(what: str) -> Callable[[Callable[Concatenate[Any, P], T]], Callable[Concatenate[Any, P], T]]:

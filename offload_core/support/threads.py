@@ -42,6 +42,8 @@ class Condition:
             if holds():
                 return
             waiter.acquire(timeout=_LOOK_AGAIN_SECONDS)  # an interrupt may have cut notify_all short
+            with suppress(ValueError):
+                self._waiters.remove(waiter)
 
     def notify_all(self) -> None:
         """Have all waiters look at their conditions again."""
@@ -103,10 +105,12 @@ class Task(Generic[T]):
         Raises:
             StateError: it never will, because this process is a fork of the one whose thread does it.
         """
-        if self._done:
-            return
-        _check_here(self._process)
-        self._ended.wait_for(self.done)
+        self._ended.wait_for(self._done_here)
+
+    def _done_here(self) -> bool:
+        if not self._done:
+            _check_here(self._process)
+        return self._done
 
     def exception(self) -> BaseException | None:
         """Its error, when it has ended; None: it had none."""
@@ -145,6 +149,7 @@ class TaskThread:
         weakref.finalize(self, self._tasks.put, None).atexit = False
         self._thread = threading.Thread(target=partial(_serve, self._tasks), name=name, daemon=True)
         uninterrupted(self._thread.start)
+        _SERVING[self._tasks] = self._thread
 
     def submit(self, act: Callable[[], T]) -> Task[T]:
         """Have the thread do this.
@@ -167,11 +172,10 @@ _SERVING: dict["SimpleQueue[Task[Any] | None]", threading.Thread] = {}
 
 
 def _serve(tasks: "SimpleQueue[Task[Any] | None]") -> None:
-    _SERVING[tasks] = threading.current_thread()
     while (task := tasks.get()) is not None:
         task.run()
         del task  # else what it did stays alive until the next one comes
-    del _SERVING[tasks]
+    _SERVING.pop(tasks, None)
 
 
 @atexit.register
@@ -257,7 +261,16 @@ def in_section() -> bool:
 
 
 def await_sections() -> None:
-    """In the main thread, wait for sections that several interrupts at once have separated from their callers."""
-    if _sections and threading.get_ident() == threading.main_thread().ident:
-        for task in [*_sections]:
-            task.wait()
+    """Wait for sections that several interrupts at once have separated from their callers."""
+    for task in [*_sections]:
+        task.wait()
+
+
+def section_runs() -> bool:
+    """True if a section has begun, in any thread, and not ended."""
+    return bool(_sections)
+
+
+def forget_sections() -> None:
+    """In a forked process: their threads are not there, and new ones may get their identifiers."""
+    _sections.clear()

@@ -191,6 +191,14 @@ def test_signals_are_received_in_the_main_thread_alone(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize("case", CASES)
+def test_a_hundred_signals(scenario, case, tmp_path):
+    counts = run(scenario, case, 100, 1, tmp_path)
+    assert sum(counts["compared"].values()) > 5
+
+
+@pytest.mark.soak
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("scenario", SCENARIOS)
 @pytest.mark.parametrize("case", CASES)
@@ -199,7 +207,7 @@ def test_two_thousand_signals(scenario, case, tmp_path):
     assert sum(counts["compared"].values()) > 100
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(1200)
 def test_ten_minutes_of_interrupts(tmp_path):
     for seed, case in enumerate(("overlap", "in backward", "delayed")):

@@ -230,7 +230,7 @@ def interrupts(case, n_signals, rng, folder):
 def threads(case, n_saves, rng, folder):
     engine = engine_of(case)
     save, errors = Saves(engine, folder), []
-    save.ways = [way for way in save.ways if way != save.state_dict]  # which holds the live tensors
+    save.ways = [way for way in save.ways if way not in (save.state_dict, save.model)]  # which hold the live tensors
 
     def run():
         while save.asked < n_saves:

@@ -127,7 +127,7 @@ class TreeCheckpoints:
         """
 
         def accept(loaded: Loaded) -> list[LastPart]:
-            last = [LastPart("the count of updates", partial(count, check_run(loaded)))]
+            last = [LastPart("the count of updates", partial(count, check_run(loaded)), ours=True)]
             last += parts_of_states(stateful, loaded.state["stateful"])
             return last + (parts_of_random_state(loaded, check_random_state, set_random_state) if random_state else [])
 

@@ -13,6 +13,7 @@ from offload_core.rules.adam import STATE_NAMES
 from offload_core.step.loss_scale import checked_state
 from offload_core.step.pipeline import Pipeline
 from offload_core.step.state_access import StateAccess, checked_count
+from offload_core.support.threads import uninterrupted
 
 from ..optax_bridge.state import adam_of, state_of
 from ..placement.placement import Placement
@@ -99,8 +100,8 @@ class TreeStates:
 
     # --- replaced ------------------------------------------------------------------------------------
 
-    def load_pytree(self, tree: Mapping[str, Any], flush: Callable[[], Any]) -> int:
-        """As ``OffloadedParams.load_pytree``; returns the number of updates that the tree has had."""
+    def load_pytree(self, tree: Mapping[str, Any], flush: Callable[[], Any]) -> None:
+        """As ``OffloadedParams.load_pytree``."""
         if "count" not in tree:
             raise _missing("count", tree)
         arrays = {i: numpy_shape(leaf) for i, leaf in enumerate(self._tree.leaves) if is_array(leaf)}
@@ -114,21 +115,35 @@ class TreeStates:
                 checked_state(scale)
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise StateError(f"load_pytree: loss_scale ({error!r}); expected what to_pytree() gave") from None
-        self._restore(states, steps, flush)
-        for position, value in params.items():
-            self._tree.leaves[position] = self._placed(position, value)
-        if self._pipeline.scaler is not None and scale is not None:
-            self._pipeline.scaler.load_state_dict(scale)
-        return count
+        placed = {position: self._placed(position, value) for position, value in params.items()}
+        self._pipeline.drop_gradients()
+        flush()  # else parameters that schedule="delayed" holds back would follow
 
-    def load_optax(self, state: Any, flush: Callable[[], Any]) -> int:
-        """As ``OffloadedParams.load_optax_state``; returns the number of updates that the state counts."""
+        def take_over() -> None:
+            self._restore(states, steps)
+            for position, leaf in placed.items():
+                self._tree.leaves[position] = leaf
+            if self._pipeline.scaler is not None and scale is not None:
+                self._pipeline.scaler.load_state_dict(scale)
+            self._pipeline.updates = count
+
+        self._replace(take_over)
+
+    def load_optax(self, state: Any, flush: Callable[[], Any]) -> None:
+        """As ``OffloadedParams.load_optax_state``."""
         mu, nu, steps, count = adam_of(state)
         moments = {"exp_avg": mu, "exp_avg_sq": nu}
         states = {name: self._leaves_of(moments, name, self._shapes, "load_optax_state") for name in moments}
         self._checked("load_optax_state", states, [steps, count])
-        self._restore(states, dict.fromkeys(self._shapes, steps), flush)
-        return count
+        self._pipeline.refuse_if_unusable()  # the master weights stay
+        self._pipeline.drop_gradients()
+        flush()
+
+        def take_over() -> None:
+            self._restore(states, dict.fromkeys(self._shapes, steps))
+            self._pipeline.updates = count
+
+        self._replace(take_over)
 
     def load_params(self, params: Any) -> None:
         """As ``OffloadedParams.load_params``."""
@@ -136,19 +151,34 @@ class TreeStates:
         for path, value, leaf in zip(self._tree.paths, values, self._tree.leaves, strict=True):
             if is_array(leaf):
                 check_form("load_params", path, value, leaf)
+        self._pipeline.refuse_if_unusable()  # the moments stay
         self._pipeline.finish()
         if self._pipeline.behind:
             raise StateError(
                 "load_params: schedule='delayed' holds back the last update, which would be lost; expected "
                 "params = offloaded.flush(), then the change, then load_params(params)"
             )
-        self._pipeline.drop_gradients()
-        for position, leaf in enumerate(self._tree.leaves):
-            if is_array(leaf) and values[position] is not leaf:
-                self._tree.leaves[position] = self._placed(position, self._as_numpy(position, values[position]))
-        arrays = [self._tree.leaves[leaf.position] for leaf in self._tree.trained]
-        for i, tensor in enumerate(self._placement.start(arrays)):
-            self._states.adopt(i, tensor)
+        leaves = [
+            self._placed(position, self._as_numpy(position, value)) if is_array(leaf) and value is not leaf else leaf
+            for position, (leaf, value) in enumerate(zip(self._tree.leaves, values, strict=True))
+        ]
+        tensors = self._placement.start([leaves[leaf.position] for leaf in self._tree.trained])
+
+        def take_over() -> None:
+            self._tree.leaves[:] = leaves
+            for i, tensor in enumerate(tensors):
+                self._states.adopt(i, tensor)
+
+        self._replace(take_over)
+
+    def _replace(self, take_over: Callable[[], None]) -> None:
+        """Replace states whole, whatever signals come. After an error in it nobody may use them."""
+
+        def section() -> None:
+            with self._pipeline.replacing_states():
+                take_over()
+
+        uninterrupted(section)
 
     def _placed(self, position: int, value: Any) -> Any:
         """A NumPy value in the type and place of the leaf that it replaces."""
@@ -157,12 +187,8 @@ class TreeStates:
             return self._placement.pass_through(from_numpy(value, like))
         return self._placement.restored(np.asarray(value), like, self._tree.trained[i].layout)
 
-    def _restore(
-        self, states: Mapping[str, Mapping[int, Any]], steps: Mapping[int, Any], flush: Callable[[], Any]
-    ) -> None:
+    def _restore(self, states: Mapping[str, Mapping[int, Any]], steps: Mapping[int, Any]) -> None:
         """Take over states and update counts, given by position and checked before."""
-        self._pipeline.drop_gradients()
-        flush()  # else parameters that schedule="delayed" holds back would follow
         for i, leaf in enumerate(self._tree.trained):
             flat = {name: np.reshape(values[leaf.position], -1) for name, values in states.items()}
             if leaf.layout is not None:

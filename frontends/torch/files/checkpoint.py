@@ -64,7 +64,7 @@ class ModelCheckpoints:
     def __init__(self, model: nn.Module, optimizer: OffloadedAdamW) -> None:
         self._model = model
         self._optimizer = optimizer
-        self._state_lock = optimizer._state_lock
+        self._state_lock = optimizer.checkpoints.state_lock
 
     @whole("save_checkpoint()")
     def save(
@@ -149,8 +149,8 @@ class ModelCheckpoints:
             accept_extras(state["extras"])
             values = self._group_values(loaded, translated)
             last = [
-                LastPart("the count of updates", partial(setattr, optimizer, "updates", updates)),
-                LastPart("the parameter groups", partial(set_values, optimizer.param_groups, values)),
+                LastPart("the count of updates", partial(setattr, optimizer, "updates", updates), ours=True),
+                LastPart("the parameter groups", partial(set_values, optimizer.param_groups, values), ours=True),
             ]
             last += _module_parts(modules, state.get("modules", {}))  # the other front end knows no modules
             last += parts_of_states(stateful, state["stateful"])
