@@ -1,8 +1,12 @@
 """Ctrl-C at any line of a step: the step has not been, or it has been whole."""
 
 import _thread
+import os
+import signal
 import threading
 import time
+from contextlib import suppress
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,6 +16,7 @@ from offload_core.device.host import HostDevice
 from offload_core.dtypes import BFLOAT16, FLOAT16, FLOAT32
 from offload_core.rules.adam import AdamHyper
 from offload_core.step.loss_scale import LossScaler
+from offload_core.step.state_lock import StateLock
 from offload_core.support import threads
 from offload_core.support.threads import uninterrupted
 from offload_core.testing.fake_device import FakeDevice
@@ -146,6 +151,44 @@ def test_a_second_interrupt_does_not_end_the_wait_either():
     with pytest.raises(KeyboardInterrupt):
         uninterrupted(section)
     assert ended
+
+
+def test_two_interrupts_at_once_let_no_other_thread_into_a_section():
+    """The second one leaves the ``except`` of the first, and so the locks, while the section still runs."""
+
+    def interrupt(number, frame):
+        raise Interrupt(number)
+
+    signals = (signal.SIGUSR1, signal.SIGUSR2)
+    before = [signal.signal(number, interrupt) for number in signals]
+    seen = []
+    try:
+        for _ in range(30):
+            lock, state, begun = StateLock(), [0, 0], threading.Event()
+
+            def section(state=state, begun=begun):
+                state[0] = 1
+                begun.set()
+                time.sleep(0.01)
+                state[1] = 1
+
+            def save(lock=lock, state=state, begun=begun):
+                begun.wait(10)
+                for number in signals:
+                    os.kill(os.getpid(), number)
+                seen.append(lock.whole("save", lambda: tuple(state)))
+
+            other = threading.Thread(target=save)
+            other.start()
+            with suppress(Interrupt):
+                with suppress(Interrupt):
+                    lock.change("step()", partial(uninterrupted, section))
+                other.join()
+            other.join()
+    finally:
+        for number, handler in zip(signals, before, strict=True):
+            signal.signal(number, handler)
+    assert seen == [(1, 1)] * 30
 
 
 def test_where_no_thread_can_be_started_the_caller_runs_the_section():

@@ -486,7 +486,7 @@ def test_jax_processes_that_meet_nobody_say_whom_they_expected(launched, monkeyp
 def test_a_wait_that_takes_too_long_is_told_of_and_others_are_not(monkeypatch):
     module, _ = jax_launch(monkeypatch)
     now = 0.0
-    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now, sleep=lambda seconds: None))
     told = queue.Queue()
     watch = module.Watch(0.2, told.put)
     for bucket in range(3):

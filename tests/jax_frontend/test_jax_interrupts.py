@@ -103,6 +103,52 @@ def test_a_handler_that_saves_at_any_line_of_an_update_gets_a_whole_update_or_an
     assert saved(offloaded) == allowed[1]
 
 
+LOADS = {
+    "load_pytree": lambda offloaded: offloaded.to_pytree(),
+    "load_params": lambda offloaded: jax.tree.map(jnp.copy, offloaded.params),
+    "load_optax_state": lambda offloaded: offloaded.to_optax_state(),
+}
+
+
+def everything(offloaded):
+    states = {**offloaded.to_pytree(), "now": offloaded.params}
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(states)], offloaded.count
+
+
+@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.parametrize("options", [{}, {"schedule": "delayed", "delay_warmup_steps": 1}], ids=["overlap", "delayed"])
+def test_a_signal_at_any_line_of_a_load_finds_and_leaves_what_was_before_or_what_is_loaded(load, options):
+    other, offloaded = wrapped({}), wrapped(options)
+    for seed in (1, 2, 3):
+        update(other, seed)
+    given = LOADS[load](other)
+    update(offloaded, 7)
+    offloaded.flush()
+    start = offloaded.to_pytree()
+    offloaded.load_pytree(start)  # as before each of the loads below
+    allowed = [everything(offloaded)]
+    passes = first_passes(lambda: getattr(offloaded, load)(given))
+    allowed.append(everything(offloaded))
+    assert allowed[0] != allowed[1]
+    left, found, refused = set(), set(), []
+    for number in passes.values():
+        offloaded.load_pytree(start)
+        interrupt_at(number, lambda: getattr(offloaded, load)(given))
+        left.add(allowed.index(everything(offloaded)))
+    assert 0 in left
+
+    def handler(place):
+        try:
+            found.add(allowed.index(everything(offloaded)))
+        except StateError as error:
+            refused.append(str(error))
+
+    offloaded.load_pytree(start)
+    handled_at_each_line(lambda: getattr(offloaded, load)(given), handler)
+    assert 0 in found
+    assert sum(f"in the middle of {load}(), in the same thread" in error for error in refused) > 5
+
+
 def test_a_signal_is_noted_and_saved_for_after_the_next_update(tmp_path):
     offloaded = wrapped({})
     with offloaded.save_on_signal(tmp_path, [signal.SIGUSR1], keep=1) as saver:

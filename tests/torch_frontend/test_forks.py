@@ -32,3 +32,11 @@ def test_a_child_that_outlives_its_parent_does_not_keep_the_checkpoints_lock(tmp
 
 def test_a_child_leaves_its_parents_save_alone(tmp_path):
     assert run("unfinished", tmp_path) == {"said": ["True", "None"], "updates": 0}
+
+
+def test_a_child_of_another_thread_trains_although_the_main_thread_was_in_a_section(tmp_path):
+    assert run("section", tmp_path) == [True, [False]]
+
+
+def test_a_child_of_a_process_that_saves_reads_its_states(tmp_path):
+    assert run("saving", tmp_path) == [1.0]

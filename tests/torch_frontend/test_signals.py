@@ -3,19 +3,23 @@
 ``signals_worker.py`` compares every save, and the run itself, with a run without signals.
 """
 
+import copy
+import gc
 import json
 import os
 import signal
 import tempfile
 import threading
+import time
 
 import pytest
 import torch
 
 from frontends.torch import wrap
+from frontends.torch.pending import PendingParameter
 from frontends.torch.ranks import device_ranks
 from offload_core.errors import CheckpointError, StateError
-from tests.support.interrupts import handled_at_each_line
+from tests.support.interrupts import handled_at_each_line, interrupt_at
 from tests.support.processes import ROOT, torch_server
 from tests.support.slow_torch_device import SlowTorchDevice
 
@@ -171,6 +175,159 @@ def test_a_save_that_fails_is_tried_again(tmp_path):
         for _ in range(2):
             with pytest.raises(CheckpointError, match="expected a folder that can be written"):
                 saver.save()
+
+
+def test_a_handler_that_saves_at_any_line_of_a_load_gets_the_states_before_or_those_that_are_loaded():
+    source, engine = engine_of("overlap"), engine_of("overlap")
+    for seed in (1, 2, 3):
+        step(source, seed)
+    given = copy.deepcopy(source.optimizer.state_dict())
+    step(engine, 9)
+    allowed, refused = [state_dict(engine), state_dict(source)], []
+    seen = set()
+
+    def handler(place):
+        try:
+            found = checkpoint(engine)
+        except StateError as error:
+            refused.append(str(error))
+            return
+        assert found in allowed, place
+        seen.add(allowed.index(found))
+
+    handled_at_each_line(lambda: engine.optimizer.load_state_dict(given), handler)
+    assert seen == {0, 1}
+    assert any("in the middle of load_state_dict(), in the same thread" in error for error in refused)
+
+
+def test_an_interrupt_at_any_line_of_taking_states_leaves_those_before_or_those_that_are_loaded():
+    """Torch's own ``load_state_dict`` around it may be cut anywhere."""
+    source = engine_of("overlap")
+    for seed in (1, 2, 3):
+        step(source, seed)
+    given = source.optimizer.state_dict()["state"]
+
+    def load(engine):
+        entries = dict(zip(engine.parameters(), given.values(), strict=True))
+        engine.optimizer.parts.states.load(entries)
+
+    allowed, seen, number = [], set(), 0
+    for count in (1, 3):
+        engine = engine_of("overlap")
+        for seed in (1, 2, 3)[:count]:
+            step(engine, seed)
+        allowed.append(state_dict(engine))
+    while True:
+        engine = engine_of("overlap")
+        step(engine, 1)
+        try:
+            interrupt_at(number, lambda engine=engine: load(engine))
+        except AssertionError:
+            break
+        found = state_dict(engine)
+        assert found in allowed, number
+        seen.add(allowed.index(found))
+        number += 1
+    assert seen == {0, 1}
+
+
+def test_a_handler_that_waits_for_a_checkpoint_in_the_middle_of_a_save_gets_an_error(tmp_path, monkeypatch):
+    """The writer may wait for what the interrupted call copies."""
+    engine, said = engine_of("overlap"), []
+    step(engine, 1)
+
+    def handler(place):
+        try:
+            engine.wait_for_checkpoint()
+        except StateError as error:
+            said.append(str(error))
+
+    handled_at_each_line(lambda: engine.save_checkpoint(tmp_path, wait=False), handler)
+    engine.wait_for_checkpoint()
+    assert sum("wait_for_checkpoint() in the middle of save_checkpoint(), in the same thread" in s for s in said) > 30
+
+
+def test_two_engines_save_after_one_signal(tmp_path):
+    before, engines = signal.getsignal(signal.SIGUSR1), [engine_of("overlap"), engine_of("overlap")]
+    with (
+        engines[0].save_on_signal(tmp_path / "first", [signal.SIGUSR1]) as first,
+        engines[1].save_on_signal(tmp_path / "second", [signal.SIGUSR1, signal.SIGUSR1]) as second,
+    ):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        for engine in engines:
+            step(engine, 1)
+        assert [first.save(), second.save()] == [tmp_path / name / "step-00000001" for name in ("first", "second")]
+    assert signal.getsignal(signal.SIGUSR1) == before
+
+
+def test_a_signal_that_nobody_can_receive_is_an_error_and_leaves_the_others_as_they_were(tmp_path):
+    before = signal.getsignal(signal.SIGUSR1)
+    with pytest.raises(OSError, match="Invalid argument"):
+        engine_of("overlap").save_on_signal(tmp_path, [signal.SIGUSR1, signal.SIGKILL])
+    assert signal.getsignal(signal.SIGUSR1) == before
+
+
+def test_further_interrupts_while_a_broken_step_is_waited_for_leave_parameters_that_are_waited_for(monkeypatch):
+    slow = SlowTorchDevice(0.0)
+    monkeypatch.setattr(device_ranks, "memory_of", lambda device: slow)
+    engine = engine_of("overlap")
+    step(engine, 1)
+    engine.flush()
+    slow.gate.clear()
+    pipeline = engine.optimizer.pipeline
+    whole, waits = pipeline.step, [pipeline.finish]
+
+    def interrupted_after(*args, **kwargs):
+        whole(*args, **kwargs)
+        pipeline.finish = interrupted
+        raise KeyboardInterrupt
+
+    def interrupted():
+        pipeline.finish = waits[0]
+        raise KeyboardInterrupt
+
+    pipeline.step = interrupted_after
+    with pytest.raises(KeyboardInterrupt):
+        step(engine, 2)
+    assert {type(p) for p in engine.module.parameters()} == {PendingParameter}
+    slow.gate.set()
+    assert not any(p.isnan().any() for p in engine.module.parameters())
+
+
+def test_garbage_of_an_engine_that_its_own_thread_collects_does_not_wait_there(monkeypatch):
+    """Python collects in whatever thread allocates; the thread would wait for itself."""
+    collect, collected, armed = threading.Event(), threading.Event(), []
+
+    class Collecting(SlowTorchDevice):
+        def to_device(self, host, copies, after):
+            if armed:
+                armed.clear()
+                collect.wait(30)
+                gc.collect()
+                collected.set()
+            return super().to_device(host, copies, after)
+
+    slow = Collecting(0.0)
+    monkeypatch.setattr(device_ranks, "memory_of", lambda device: slow)
+    holder = [engine_of("overlap")]
+    holder.append(holder)  # a cycle: only the collector finds it
+    step(holder[0], 1)
+    holder[0].flush()
+    params = list(holder[0].module.parameters())
+    gc.disable()
+    try:
+        armed.append(True)
+        step(holder[0], 2)
+        del holder
+        collect.set()
+        assert collected.wait(30)
+    finally:
+        gc.enable()
+    until = time.monotonic() + 30
+    while any(isinstance(p, PendingParameter) for p in params) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not any(isinstance(p, PendingParameter) for p in params)
+    assert not any(p.isnan().any() for p in params)
 
 
 def test_signals_are_received_in_the_main_thread_alone(tmp_path):

@@ -388,3 +388,33 @@ def test_a_number_of_threads_is_one_that_can_be(threads):
     with pytest.raises(ConfigError, match="num_threads: got .*, expected an integer of at"):
         wrap(nn.Linear(2, 2), num_threads=eval(threads))
     wrap(nn.Linear(2, 2), num_threads=2**31 - 1).close()
+
+
+def test_what_a_users_object_reads_while_it_is_loaded_is_the_checkpoints(tmp_path):
+    class Average:
+        """As an average of weights does, it takes places and types from the engine."""
+
+        def __init__(self, engine):
+            self.engine = engine
+
+        def state_dict(self):
+            return {"weight": self.engine.module.weight.detach().clone()}
+
+        def load_state_dict(self, state):
+            now = self.engine.state_dict()["module.weight"]
+            assert same_bits(now, state["weight"].to(now))
+            [weight, _] = self.engine.optimizer.state.values()
+            self.moment = weight["exp_avg"].clone()
+
+    def engine_of(seed):
+        torch.manual_seed(seed)
+        engine = wrap(nn.Linear(4, 4), lr=0.1)
+        engine.backward(engine(torch.ones(2, 4)).sum())
+        engine.step()
+        return engine
+
+    engine, other = engine_of(0), engine_of(1)
+    path = engine.save_checkpoint(tmp_path, stateful={"average": Average(engine)})
+    average = Average(other)
+    other.load_checkpoint(path, stateful={"average": average})
+    assert same_bits(average.moment, engine.optimizer.state[engine.module.weight]["exp_avg"])

@@ -12,6 +12,8 @@ import torch
 from frontends.torch import wrap
 from frontends.torch.ranks import device_ranks
 from offload_core.checkpoint import shard_writer
+from offload_core.checkpoint.saving import Save
+from offload_core.support import threads
 from tests.support.slow_torch_device import SlowTorchDevice
 
 SECONDS = 20
@@ -59,6 +61,56 @@ class Gate(threading.Event):
     def wait(self, timeout=None):
         self.reached.set()
         return super().wait(timeout)
+
+
+def section(folder):
+    """Another thread forks in the middle of a section of the main thread; the child trains an engine of its own."""
+    inside, go, said = threading.Event(), threading.Event(), []
+
+    def train():
+        engine = engine_of(schedule="serial")
+        backward(engine)
+        return engine.step().updated
+
+    def forgotten():
+        heard = []
+        other = threading.Thread(target=lambda: heard.append(threads.in_section()))
+        other.start()
+        other.join()
+        return heard
+
+    def fork():
+        inside.wait()
+        said.extend(in_child(train, forgotten))
+        go.set()
+
+    other = threading.Thread(target=fork)
+    other.start()
+    threads.uninterrupted(lambda: (inside.set(), go.wait(SECONDS)))
+    other.join()
+    return said
+
+
+def saving(folder):
+    """Another thread forks while the main thread saves: the child's copy of the states is whole."""
+    engine, said = engine_of(), []
+    backward(engine)
+    engine.step()
+    engine.flush()
+    write, weight = Save.prepare, engine.module.weight
+
+    def prepare(*arguments):
+        def count():
+            return engine.optimizer.state[weight]["step"].item()
+
+        other = threading.Thread(target=lambda: said.extend(in_child(count)))
+        other.start()
+        other.join()
+        return write(*arguments)
+
+    Save.prepare = prepare
+    engine.save_checkpoint(folder)
+    return said
 
 
 def slow_device():
