@@ -185,7 +185,24 @@ class Engine(nn.Module):
         with pipeline.device.trace.span(COMPUTE, "step"):
             updates = pipeline.at_boundary if boundary is None else boundary
             reads_wait = updates and self._reads_wait
-            return self.optimizer.end_micro_step(boundary=updates, may_be_empty=bool(boundary), reads_wait=reads_wait)
+            try:
+                return self.optimizer.end_micro_step(
+                    boundary=updates, may_be_empty=bool(boundary), reads_wait=reads_wait
+                )
+            except StateError:
+                self._check_parameters()
+                raise
+
+    def _check_parameters(self) -> None:
+        """Raise :class:`StateError` if a trained parameter is the module's no more: its gradients go elsewhere."""
+        own = {id(param) for param in self.module.parameters()}
+        gone = [slot.name for slot in self.optimizer.slots if id(slot.param) not in own]
+        if gone:
+            raise StateError(
+                f"parameter {gone[0]!r} and {len(gone) - 1} others have been replaced in the module since wrap(), so that "
+                "no gradient of theirs arrives. Is there an FSDP or fully_shard around the engine? The engine shards "
+                "itself: expected wrap(model, stage=3) and nothing around it"
+            ) from None
 
     @property
     def _reads_wait(self) -> bool:

@@ -621,6 +621,16 @@ def test_gradients_are_averaged_by_the_engine_alone(where):
 
 
 @pytest.mark.usefixtures("group")
+def test_parameters_that_are_replaced_after_wrap_are_an_error_that_says_so():
+    engine = wrap(make())
+    fully_shard(engine, mesh=dist.init_device_mesh("cpu", (1,)))
+    engine.backward(engine(batch(0)).sum())
+    said = r"'0\.weight' and 3 others have been replaced in the module since wrap.*fully_shard around the engine"
+    with pytest.raises(StateError, match=said):
+        engine.step()
+
+
+@pytest.mark.usefixtures("group")
 def test_parameters_in_shards_of_others_are_refused():
     """DTensors: their values are in other tensors, of which the kernels would know nothing."""
     sharded = fully_shard(make())
