@@ -199,9 +199,9 @@ class Engine(nn.Module):
         gone = [slot.name for slot in self.optimizer.slots if id(slot.param) not in own]
         if gone:
             raise StateError(
-                f"parameter {gone[0]!r} and {len(gone) - 1} others have been replaced in the module since wrap(), so that "
-                "no gradient of theirs arrives. Is there an FSDP or fully_shard around the engine? The engine shards "
-                "itself: expected wrap(model, stage=3) and nothing around it"
+                f"parameter {gone[0]!r} and {len(gone) - 1} others have been replaced in the module since wrap(), so "
+                "that no gradient of theirs arrives. Is there an FSDP or fully_shard around the engine? The engine "
+                "shards itself: expected wrap(model, stage=3) and nothing around it"
             ) from None
 
     @property
