@@ -563,7 +563,13 @@ def test_checkpoints_that_cannot_be_are_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"memory://x: shards are written to a file system"):
         model.fitting.save_checkpoint("memory://x")
     model.fitting.save_checkpoint(tmp_path / "last")
-    (tmp_path / "last" / TRAINER).unlink()
+    trainers = tmp_path / "last" / TRAINER
+    sound = torch.load(trainers, weights_only=False)
+    for name in ("../../elsewhere", 7):
+        torch.save({**sound, "offload": name}, trainers)
+        with pytest.raises(CheckpointError, match=r"its shards are .*expected the name of a folder in offload/"):
+            fitted(tmp_path, Model(engines), OffloadStrategy(), resume=tmp_path / "last")
+    trainers.unlink()
     with pytest.raises(CheckpointError, match=r"trainer.ckpt is missing beside offload/"):
         fitted(tmp_path, Model(engines), OffloadStrategy(), resume=tmp_path / "last")
 

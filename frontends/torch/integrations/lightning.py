@@ -18,9 +18,10 @@ from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
-from offload_core.checkpoint.folder import rotate
+from offload_core.checkpoint.folder import CHECKPOINT_NAME, rotate
 from offload_core.config.options import ConfigLike, OffloadConfig
 from offload_core.errors import CheckpointError, ConfigError
+from offload_core.support.checks import shown
 
 from ..engine import Engine, wrap
 from ..files.checkpoint import load_weights
@@ -287,7 +288,13 @@ class OffloadStrategy(DDPStrategy):
                 f"{path}: {TRAINER} is missing beside {FOLDER}/; expected a checkpoint that was saved whole"
             )
         checkpoint = super().load_checkpoint(path / TRAINER, weights_only)
-        shards = path / FOLDER / checkpoint[FOLDER]
+        name = checkpoint.get(FOLDER)
+        if not isinstance(name, str) or CHECKPOINT_NAME.fullmatch(name) is None:
+            raise CheckpointError(
+                f"{path / TRAINER}: its shards are {shown(name)}, expected the name of a folder in {FOLDER}/, such as "
+                "step-00000010"
+            )
+        shards = path / FOLDER / name
         if self.engine is None:
             load_weights(self._module, shards)
         else:
