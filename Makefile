@@ -8,15 +8,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Two files of tests at a time; ARGS="-n 0" for one.
 TEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
-SITE_STAMP := $(VENV)/.requirements
 BUILD_STAMP := $(VENV)/.built
 PEERS_STAMP := $(VENV)/.peers
-PACKAGE_STAMP := $(VENV)/.package
 
-.PHONY: train test test-all soak lint docs bench wheel setup clean
+.PHONY: train test test-all soak lint docs bench wheel setup pins clean
 .DELETE_ON_ERROR:
 
-train: setup
+train: $(VENV)/.has-$(FRONTEND) $(BUILD_STAMP)
 	$(BIN)/python -m bench.train --frontend $(FRONTEND) $(ARGS)
 
 test: setup
@@ -28,7 +26,7 @@ test-all: setup
 soak: setup
 	$(TEST) -m soak $(ARGS)
 
-lint: setup
+lint: setup $(VENV)/.has-lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -36,7 +34,7 @@ lint: setup
 	$(BIN)/clang-format --dry-run --Werror c_src/*.[ch] c_src/tests/*.c
 
 # Pages of docs/ and the reference from docstrings, into build/docs; a warning is an error.
-docs: setup
+docs: setup $(VENV)/.has-docs
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet docs build/docs
 
 # All parts, or some: make bench PARTS="cpu_adam step" ARGS=--quick
@@ -45,7 +43,7 @@ bench: setup $(PEERS_STAMP)
 
 # dist/: a source distribution, and a wheel for this kind of machine that is made from it, tried in an environment of its
 # own. ARGS="torch jax" tries the front ends too.
-wheel: setup $(PACKAGE_STAMP)
+wheel: setup $(VENV)/.has-package
 	rm -rf dist build
 	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m build --outdir build/made
 	PATH="$(abspath $(BIN)):$$PATH" $(if $(filter Darwin,$(shell uname)),delocate-wheel --wheel-dir,auditwheel repair --strip --wheel-dir) dist build/made/*.whl
@@ -55,30 +53,93 @@ wheel: setup $(PACKAGE_STAMP)
 	build/tried/bin/python -m pip install --quiet --constraint constraints.txt mypy $(ARGS) dist/*.whl
 	cd build && tried/bin/python ../tests/packaging/wheel_check.py types $(ARGS)
 
-setup: $(BUILD_STAMP)
+setup: $(VENV)/.has-test $(BUILD_STAMP)
 
-$(SITE_STAMP): pyproject.toml constraints.txt
+# --- set-up: .venv, with what a command needs, installed once -------------------------------------------
+# SYSTEM=1 takes the torch or jax that PYTHON has, in a .venv that sees them; PYTHON=python3.12 takes another Python.
+
+# A half-made .venv, and one of another Python than the one that is asked for, are made anew.
+VERSION := print("%d.%d" % sys.version_info[:2])
+FOUND := $(shell $(PYTHON) -c 'import sys; $(VERSION)' 2>/dev/null)
+ifeq ($(FOUND),)
+$(error $(PYTHON) does not run here: install Python 3.11 or newer, or name yours, as in make PYTHON=python3.12)
+endif
+ifneq ($(wildcard $(VENV)),)
+HERE := $(shell $(BIN)/python -c 'import pip, sys; $(VERSION)' 2>/dev/null)
+ifneq ($(HERE),$(if $(filter file,$(origin PYTHON)),$(or $(HERE),another),$(FOUND)))
+$(info make: $(VENV) is half-made, or of another Python than $(PYTHON): it is made anew)
+$(shell rm -rf $(VENV))
+endif
+endif
+
+PIP = $(BIN)/python -m pip install --disable-pip-version-check $(if $(SYSTEM),,--constraint constraints.txt)
+GPU := $(wildcard /proc/driver/nvidia/version /dev/nvidiactl /dev/kfd /dev/dxg)
+TORCH_CPU := https://download.pytorch.org/whl/cpu
+
+$(VENV)/.python:
 	@for c in $${CC:-cc gcc clang}; do command -v $$c >/dev/null 2>&1 && exit 0; done; { \
 	    echo "make: a C compiler is needed to build the kernels, and none of '$${CC:-cc gcc clang}' was found."; \
 	    echo "Install one (Debian, Ubuntu: apt install gcc python3-dev) or name yours: make CC=/path/to/cc $(MAKECMDGOALS)"; \
 	    exit 1; }
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "make: Python 3.11 or newer is needed, this is " + sys.version)'
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt setuptools cffi
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation -e '.[torch,jax,test,bench,lint,docs]'
-	touch $@
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "make: Python 3.11 or newer is needed, this is " + sys.version)'
+	@$(PYTHON) -c 'import os, sys, sysconfig; h = os.path.join(sysconfig.get_path("include"), "Python.h"); \
+	    sys.exit(not os.path.exists(h) and "make: the C headers of Python are needed, and %s is missing (Debian, Ubuntu: apt install python3-dev)" % h)'
+	@test -w . || { echo "make: $(CURDIR) cannot be written to: copy it to a folder of yours"; exit 1; }
+	@$(PYTHON) -m venv $(if $(SYSTEM),--system-site-packages) $(VENV) >/dev/null || { rm -rf $(VENV); \
+	    echo "make: $(PYTHON) -m venv failed (Debian, Ubuntu: apt install python3-venv)"; exit 1; }
+	@$(PIP) --quiet setuptools cffi || { rm -rf $(VENV); echo "make: pip could not install setuptools and cffi"; exit 1; }
+	@touch $@
 
-$(BUILD_STAMP): $(SITE_STAMP) setup.py offload_core/native/_ffi_build.py $(wildcard c_src/*.c c_src/*.h)
-	$(BIN)/python setup.py --quiet build_ext --inplace
-	touch $@
+# Without a GPU's driver, torch comes without CUDA: 200 MB, not 3 GB.
+$(VENV)/.torch: $(VENV)/.python constraints.txt
+ifeq ($(GPU)$(SYSTEM)$(filter Darwin,$(shell uname)),)
+	@echo "make: no GPU driver is here: installing torch without CUDA (about 200 MB; 1 GB on disk)"
+	@$(PIP) --quiet --retries 0 --no-deps --index-url $(TORCH_CPU) torch || \
+	    echo "make: $(TORCH_CPU) cannot be reached: torch comes with CUDA (about 3 GB)"
+endif
+	@touch $@
+
+SETS := $(addprefix $(VENV)/.has-,torch jax test lint docs package)
+$(VENV)/.has-torch: private WHAT = torch and 15 small packages
+$(VENV)/.has-torch: private NEEDS = -e '.[torch]' tqdm
+$(VENV)/.has-torch: $(VENV)/.torch
+$(VENV)/.has-jax: private WHAT = jax and 15 small packages (200 MB, 600 MB on disk)
+$(VENV)/.has-jax: private NEEDS = -e '.[jax,bench]'
+$(VENV)/.has-jax: $(VENV)/.python
+$(VENV)/.has-test: private WHAT = torch, jax and the libraries that tests combine them with (130 packages, 600 MB, 2 GB on disk)
+$(VENV)/.has-test: private NEEDS = -e '.[torch,jax,test,bench]'
+$(VENV)/.has-test: $(VENV)/.torch
+$(VENV)/.has-lint: private WHAT = ruff, mypy and clang-format (50 MB)
+$(VENV)/.has-lint: private NEEDS = -e '.[lint]'
+$(VENV)/.has-docs: private WHAT = sphinx (20 MB)
+$(VENV)/.has-docs: private NEEDS = -e '.[docs]'
+$(VENV)/.has-package: private WHAT = what builds and checks wheels (100 MB)
+$(VENV)/.has-package: private NEEDS = -e '.[package]'
+$(VENV)/.has-lint $(VENV)/.has-docs $(VENV)/.has-package: $(VENV)/.has-test
+
+$(SETS): pyproject.toml constraints.txt
+	@echo "make: installing into $(VENV): $(WHAT)"
+	@start=$$(date +%s); $(PIP) --no-build-isolation $(NEEDS) || { \
+	    echo "make: pip could not install it (its words are above); a second call goes on from here"; exit 1; }; \
+	echo "make: installed, in $$(($$(date +%s) - start)) s"
+	@touch $@
+
+$(BUILD_STAMP): $(VENV)/.python setup.py offload_core/native/_ffi_build.py $(wildcard c_src/*.c c_src/*.h)
+	@$(BIN)/python setup.py --quiet build_ext --inplace
+	@touch $@
+
+# Exact versions for every Python from 3.11 on, from the ranges of pyproject.toml; the versions that are there stay.
+pins: $(VENV)/.python
+	$(PIP) --quiet uv
+	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --all-extras --no-annotate --no-header \
+	    --no-emit-package offload-core $(ARGS) pyproject.toml --output-file constraints.txt
+	@for version in 3.11.0 3.12 3.13 3.14; do echo "make: the same for Python $$version"; \
+	    $(BIN)/uv pip compile --quiet --python-version $$version --constraint constraints.txt --all-extras \
+	        --output-file build/pins-$$version.txt pyproject.toml || exit 1; done
 
 # One that cannot be installed is tried again the next time, and the results say why it is missing.
-$(PEERS_STAMP): $(BUILD_STAMP)
+$(PEERS_STAMP): $(VENV)/.has-test $(BUILD_STAMP)
 	if $(BIN)/python -m bench.peers install; then touch $@; fi
-
-$(PACKAGE_STAMP): $(SITE_STAMP)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation -e '.[package]'
-	touch $@
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info offload_core/native/_offload*.so offload_core/native/_offload.c .hypothesis

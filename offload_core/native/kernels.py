@@ -14,7 +14,14 @@ import numpy as np
 from ..dtypes import ElementType
 from ..errors import ConfigError, KernelError
 from ..support.processors import default_threads
-from ._offload import ffi, lib
+
+try:
+    from ._offload import ffi, lib
+except ModuleNotFoundError as error:
+    raise ImportError(
+        f"the C kernels are not built in {os.path.dirname(__file__)}, whose sources Python found first: run "
+        "pip install -e . or make setup there, or run the program from another folder"
+    ) from error
 
 SEGMENT = np.dtype(
     [
