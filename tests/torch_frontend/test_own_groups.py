@@ -40,9 +40,16 @@ def test_engines_leave_no_descriptors_and_no_threads(tmp_path):
             assert after[1] <= before[1], result
 
 
+def test_headers_go_through_gloo_where_ranks_cannot_reach_each_other(tmp_path):
+    for rank, (same, said) in enumerate(worker("unreachable", tmp_path)):
+        assert same
+        assert f"rank {rank}" in said
+        assert "ranks went different ways" in said or "failed" in said
+
+
 def test_an_engine_beyond_the_limit_of_descriptors_is_refused_by_name(tmp_path):
     for rank, (refused, afterwards) in enumerate(worker("few_descriptors", tmp_path)):
-        assert refused.startswith(f"CollectiveError: rank {rank}: an engine of 2 ranks takes up to 18 file descriptors")
+        assert refused.startswith(f"CollectiveError: rank {rank}: an engine of 2 ranks takes up to 20 file descriptors")
         assert "close() engines that are no longer used, or raise the limit (ulimit -n)" in refused
         assert afterwards is None
 

@@ -18,6 +18,7 @@ from frontends.torch import wrap
 from frontends.torch.ranks.collectives import TorchRanks
 from frontends.torch.ranks.device import memory_of
 from frontends.torch.ranks.device_ranks import DeviceRanks
+from frontends.torch.ranks.header_line import HeaderLine
 from offload_core import OffloadError
 from tests.support.torch_rank import bits, loss_of, main, make
 
@@ -131,6 +132,22 @@ def ended(rank, world_size):
         gc.collect()
     result["dropped"] = [before, held_in_the_end(before)]
     return result
+
+
+def unreachable(rank, world_size):
+    """Where ranks cannot reach each other but through gloo, headers take that way."""
+    train(before := wrap(make(), **FIELDS), rank)
+    HeaderLine._connect = lambda self, store, timeout: store.set(str(rank), "not reached") or False
+    engine = wrap(make(), **FIELDS)
+    train(engine, rank)
+    engine.flush()
+    before.flush()
+    result = [bits(engine.module) == bits(before.module)]
+    engine.backward(loss_of(engine, 1, rank))
+    if rank == 0:
+        engine.optimizer.pipeline.flush(engine.optimizer.parts.registration.tensors())
+        return [*result, said_by(lambda: engine.optimizer.whole_states(next(engine.module.parameters())))]
+    return [*result, said_by(engine.step)]
 
 
 def few_descriptors(rank, world_size):

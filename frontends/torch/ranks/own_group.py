@@ -18,10 +18,12 @@ import torch.distributed as dist
 from offload_core.errors import CollectiveError, ConfigError
 from offload_core.ranks.headers import HEADER_BYTES, Header, check_alike
 
+from .header_line import HeaderLine
+
 _PATIENCE = 1.0
 """Seconds to wait for the group's thread to release a buffer, and for what other ranks failed in."""
 _SPARE_DESCRIPTORS = 16
-"""File descriptors that a group takes, at most, besides one for each other rank."""
+"""File descriptors that a group takes, at most, besides two for each rank."""
 _MAKING = "making a group of the engine's ranks"
 _NUMBERS: "weakref.WeakKeyDictionary[Any, count[int]]" = weakref.WeakKeyDictionary()
 """Numbers the groups that were made over each process group; ranks make them in one order."""
@@ -57,23 +59,23 @@ class OwnGroup:
         with suppress(RuntimeError):
             self._failures.delete_key(str(self.rank))  # of an engine before
         number = next(_NUMBERS.setdefault(group, count()))
-        self._gloo: list[Any] = [self._connect(dist.PrefixStore(f"offload-core/{number}/", store), timeout)]
-        # At exit, too: the group's threads need the interpreter to free tensors.
-        self._end = weakref.finalize(self, self._gloo.clear)
-        self._header = torch.zeros(self.world_size * HEADER_BYTES, dtype=torch.uint8)
-        self._headers = torch.zeros_like(self._header)
-
-    def _connect(self, store: Any, timeout: timedelta) -> Any:
+        store = dist.PrefixStore(f"offload-core/{number}/", store)
         self._check_descriptors()
         self._meet(store, timeout)
         try:
-            return dist.ProcessGroupGloo(dist.PrefixStore("gloo/", store), self.rank, self.world_size, timeout=timeout)
+            self._line = HeaderLine(dist.PrefixStore("headers/", store), self.rank, self.world_size, timeout)
+            gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo/", store), self.rank, self.world_size, timeout=timeout)
         except RuntimeError as error:
             raise CollectiveError.of(self.rank, _MAKING, error) from error
+        self._gloo: list[Any] = [gloo]
+        # At exit, too: the group's threads need the interpreter to free tensors.
+        self._end = weakref.finalize(self, _end, self._gloo, self._line)
+        self._header = torch.zeros(self.world_size * HEADER_BYTES, dtype=torch.uint8)
+        self._headers = torch.zeros_like(self._header)
 
     def _check_descriptors(self) -> None:
         """Refuse a group for which file descriptors would not suffice: gloo aborts the process then."""
-        limit, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[0], self.world_size + _SPARE_DESCRIPTORS
+        limit, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[0], 2 * self.world_size + _SPARE_DESCRIPTORS
         used = next((len(os.listdir(place)) for place in ("/proc/self/fd", "/dev/fd") if os.path.isdir(place)), 0)
         if limit != resource.RLIM_INFINITY and used + needed > limit:
             raise CollectiveError(
@@ -158,6 +160,11 @@ class OwnGroup:
     def _agree(self, header: Header) -> None:
         mine = self._header.numpy().reshape(self.world_size, HEADER_BYTES)
         header.write(mine[0])
+        if self._line.usable:
+            rows = self._line.exchange(mine[0])
+            if rows is not None:
+                check_alike(rows)
+            return
         mine[1:] = mine[0]
         self._gloo[0].alltoall_base(self._headers, self._header, [], []).wait()
         check_alike(self._headers.numpy().reshape(self.world_size, HEADER_BYTES))
@@ -174,10 +181,12 @@ class OwnGroup:
             self._failure = str(error)
             raise
         except Exception as error:
+            self._line.close()
             failure = CollectiveError.of(self.rank, what, error, self._failed_elsewhere(what))
             self._failure = str(failure)
             raise failure from error
         except BaseException as error:  # an interrupt: other ranks may have more than this one
+            self._line.close()
             self._failure = str(CollectiveError.of(self.rank, what, error))
             raise
 
@@ -208,6 +217,11 @@ class OwnGroup:
         """Free the connections and threads; nothing is exchanged any more."""
         with self._lock:
             self._end()
+
+
+def _end(gloo: list[Any], line: HeaderLine) -> None:
+    gloo.clear()
+    line.close()
 
 
 def _timeout(group: Any) -> timedelta:

@@ -1,0 +1,139 @@
+"""Headers over TCP: all ranks see that they are alike, or all headers, or who was lost; nobody else takes part."""
+
+import itertools
+import json
+import socket
+import threading
+from datetime import timedelta
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from frontends.torch.ranks import header_line
+from frontends.torch.ranks.header_line import HeaderLine
+from offload_core.ranks.headers import HEADER_BYTES, Header
+
+SECONDS = 0.4
+
+
+def on_ranks(world_size, act, make=HeaderLine):
+    """What ``act(rank, line)`` gives, or its error, on each rank; ranks are threads."""
+    store, results = dist.HashStore(), [None] * world_size
+
+    def run(rank):
+        line = make(store, rank, world_size, timedelta(seconds=SECONDS))
+        try:
+            results[rank] = act(rank, line)
+        except OSError as error:
+            results[rank] = str(error)
+        finally:
+            line.close()
+
+    ranks = [threading.Thread(target=run, args=(rank,)) for rank in range(world_size)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(30)
+        assert not rank.is_alive()
+    return results
+
+
+def header(what):
+    row = np.empty(HEADER_BYTES, np.uint8)
+    Header(what, 12).write(row)
+    return row
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 9])
+def test_ranks_at_the_same_exchange_go_on_and_others_all_see_where_each_is(world_size):
+    def act(rank, line):
+        assert line.usable
+        for number in range(3):
+            assert line.exchange(header(f"bucket {number}")) is None
+        rows = line.exchange(header(f"bucket {3 + (rank == 1)}"))
+        return [Header.read(row).what for row in rows]
+
+    assert on_ranks(world_size, act) == [["bucket 3", "bucket 4", *["bucket 3"] * (world_size - 2)]] * world_size
+
+
+@pytest.mark.parametrize("missing", [0, 1, 2])
+def test_a_rank_that_does_not_come_is_named_on_the_others(missing):
+    others = threading.Barrier(2)
+
+    def act(rank, line):
+        if rank != missing:
+            try:
+                line.exchange(header("bucket 0"))
+            finally:
+                others.wait(10)
+        else:
+            threading.Event().wait(4 * SECONDS)
+
+    said = on_ranks(3, act)
+    assert said.pop(missing) is None
+    assert said == [f"rank {missing} did not come in {SECONDS:g} s"] * 2
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_a_rank_that_is_lost_is_named_on_the_others(lost):
+    def act(rank, line):
+        assert line.exchange(header("bucket 0")) is None
+        if rank != lost:
+            line.exchange(header("bucket 1"))
+
+    said = on_ranks(3, act)
+    assert said.pop(lost) is None
+    assert said == [f"rank {lost} has closed its connection"] * 2
+
+
+def test_where_a_rank_cannot_reach_rank_0_no_rank_uses_the_line(monkeypatch):
+    connect, number = socket.create_connection, itertools.count()
+
+    def refused(*arguments):
+        if next(number) == 1:
+            raise ConnectionRefusedError
+        return connect(*arguments)
+
+    monkeypatch.setattr(socket, "create_connection", refused)
+    assert on_ranks(4, lambda rank, line: (line.usable, len(line._peers))) == [(False, 0)] * 4
+
+
+def test_where_no_port_can_be_opened_no_rank_uses_the_line(monkeypatch):
+    def refused(backlog):
+        raise PermissionError
+
+    monkeypatch.setattr(header_line, "_server", refused)
+    assert on_ranks(3, lambda rank, line: line.usable) == [False] * 3
+
+
+def test_a_stranger_that_connects_is_not_taken_for_a_rank():
+    strangers = []
+
+    class Store(dist.PrefixStore):
+        def set(self, key, value):
+            if key == "place":
+                for said in (b"", b"GET / HTTP/1.1\r\n\r\n", bytes(16) + (1).to_bytes(4, "little")):
+                    strangers.append(socket.create_connection(("localhost", json.loads(value)["port"])))
+                    strangers[-1].sendall(said)
+                strangers[0].close()
+            super().set(key, value)
+
+    def make(store, *arguments):
+        return HeaderLine(Store("x", store), *arguments)
+
+    assert on_ranks(3, lambda rank, line: line.exchange(header("bucket 0")), make) == [None] * 3
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_ranks_of_other_machines_reach_an_address_of_an_interface(monkeypatch):
+    number = itertools.count()
+    monkeypatch.setattr(header_line, "_machine", lambda: str(next(number)))
+    monkeypatch.setattr(header_line, "_addresses", lambda: ["256.0.0.1", "127.0.0.1"])
+    assert on_ranks(2, lambda rank, line: line.exchange(header("bucket 0"))) == [None] * 2
+
+
+def test_the_interface_that_gloo_is_told_comes_first(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    assert header_line._addresses()[0] in ("127.0.0.1", "::1")
