@@ -7,12 +7,13 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bench import plots
-from bench.parts import ON_REQUEST, PARTS
+from bench.parts import PARTS
 from bench.record import bound, missed_by, module_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -103,7 +104,7 @@ def table(head: list[str], lines: Iterable[list[Any]]) -> list[str]:
 
 
 def printed(record: Record) -> list[Record]:
-    """The ratios that the README has of a part: those with a target, or all where none has one."""
+    """The ratios of a part that two runs are compared by: those with a target, or all where none has one."""
     ratios: list[Record] = record["ratios"]
     return [ratio for ratio in ratios if ratio["target"] is not None] or ratios
 
@@ -188,38 +189,79 @@ def how(records: Records) -> list[str]:
     return [HOW, "", KEPT + default] if kept else [HOW]
 
 
-def section(records: Records) -> str:
-    """The README's figures: ratios; of a part without, its rows, unless it runs on request only."""
-    records = {part: record for part, record in records.items() if record["ratios"] or part not in ON_REQUEST}
-    lines = [
-        *where(records),
-        "",
-        *how(records),
-        "",
-        "All figures, with pictures: [docs/performance.md](docs/performance.md).",
-    ]
-    for record in records.values():
-        if not (record["ratios"] or record["missing"] or record["rows"]) or record["bench"] == "peers":
-            continue
-        lines += ["", f"### {record['title']}", ""]
-        if settings(record["config"]):
-            lines += [f"{settings(record['config'])}.", ""]
-        if record["ratios"]:
-            lines += table(["", "ratio", "target", ""], ratio_lines(printed(record)))
-            rest = [ratio["p50"] for ratio in record["ratios"] if ratio not in printed(record)]
-            lines += ["", f"{len(rest)} more: {number(min(rest))} to {number(max(rest))}."] if rest else []
-        elif record["rows"]:
-            lines += row_table(record)
-        lines += ["", *remarks(record)] if record["missing"] else []
-    absent = [line for record in records.values() if record["bench"] == "peers" for line in remarks(record)]
-    if absent:
-        lines += ["", "Not compared with:", "", *absent]
-    return "\n".join(lines).replace("\n\n\n", "\n\n") + "\n"
+@dataclass(frozen=True)
+class Figure:
+    """A line of the README's table: a ratio of a part, in words."""
+
+    part: str
+    ratio: str
+    """Its name in the results."""
+    words: str
+    """What is measured, beside what."""
+    as_factor: bool = False
+    """True to print "2.05 times as fast", of a ratio of their time to ours; False for "0.84 of its time"."""
+    of: str = "time"
+
+
+FIGURES = (
+    Figure(
+        "step",
+        "319 M, whole step: DeepSpeed / offload-core",
+        "a training step, 319 M parameters, beside DeepSpeed's (ZeRO-2)",
+        True,
+    ),
+    Figure(
+        "default_allocator",
+        "319 M, whole step: DeepSpeed / offload-core",
+        "the same with the allocator as it comes",
+        True,
+    ),
+    Figure(
+        "step",
+        "319 M, whole step: FSDP2, CPUOffloadPolicy / offload-core, serial",
+        "the same, beside FSDP2 with CPU offload",
+        True,
+    ),
+    Figure("ranks", "2 ranks, 2 windows each: DeepSpeed / offload-core", "a step on 2 ranks, beside DeepSpeed's", True),
+    Figure(
+        "jax_step",
+        "JAX, step: optax.adamw, in memory / offload-core",
+        "the step in JAX, beside `optax.adamw` on the host",
+        True,
+    ),
+    Figure("cpu_adam", "fp32 update / torch fused", "the update of 100 M parameters, beside torch's fused AdamW"),
+    Figure("cpu_adam", "fp32 update / DeepSpeedCPUAdam", "the same, beside DeepSpeedCPUAdam"),
+    Figure(
+        "memory",
+        "host memory a parameter: offload-core / DeepSpeed",
+        "host memory a parameter, beside DeepSpeed's",
+        of="memory",
+    ),
+)
+
+
+def section(records: Records, figures: Sequence[Figure] = FIGURES, page: str = "docs/performance.md") -> str:
+    """The README's figures: those that decide, in words, with links to the parts of the page."""
+    lines = []
+    for figure in figures:
+        record = records.get(figure.part, {"ratios": []})
+        for ratio in record["ratios"]:
+            if ratio["name"] == figure.ratio:
+                measured = number(ratio["p50"])
+                words = f"{measured} times as fast" if figure.as_factor else f"{measured} of its {figure.of}"
+                lines.append([f"[{figure.words}]({page}#{anchor(record['title'])})", words])
+    machines = dict.fromkeys(record["machine"] for record in records.values())
+    return "\n".join([*table([f"on {' and '.join(machines)}, no GPU", ""], lines), ""])
+
+
+def anchor(title: str) -> str:
+    """The link target of a heading."""
+    return "".join(c if c.isalnum() else "-" if c == " " else "" for c in title.lower())
 
 
 def document(records: Records, pictures: dict[str, list[str]]) -> str:
     """All of it, with the links to each part's pictures."""
-    lines = ["# Performance", "", *where(records), "", *how(records)]
+    lines = ["# Performance", "", section(records, page=""), *where(records), "", *how(records)]
     over = [(record, ratio) for record in records.values() for ratio in record["ratios"] if missed_by(ratio)]
     lines += ["", "## Targets missed", ""]
     for record, ratio in over:
@@ -256,18 +298,17 @@ def pictures_of(path: Path, records: Records, prefix: str) -> dict[str, list[str
     return {part: [f"{prefix}{path.stem}/{p.name}" for p in drawn if p.stem.startswith(f"{part}-")] for part in records}
 
 
-def performance(path: Path) -> str:
-    """``docs/performance.md``."""
+def performance(path: Path, before: Path | None) -> str:
+    """``docs/performance.md``: this run, and how far the run ``before`` it agrees."""
     records = read(path)
     source = f"<!-- written by: python -m bench.report --write; from bench/results/{path.name} -->\n"
-    return source + document(records, pictures_of(path, records, "../bench/results/"))
+    text = source + document(records, pictures_of(path, records, "../bench/results/"))
+    return text if before is None else f"{text}\n## Two runs beside each other\n\n{beside(before, path)}"
 
 
-def measured(readme: str, path: Path, before: Path | None) -> str:
-    """The README with this run's figures between its marks, and how far the run ``before`` it agrees."""
+def measured(readme: str, path: Path) -> str:
+    """The README with this run's figures between its marks."""
     known = section(read(path))
-    if before is not None:
-        known += "\n" + beside(before, path)
     head, begin, rest = readme.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):
@@ -276,7 +317,7 @@ def measured(readme: str, path: Path, before: Path | None) -> str:
 
 
 def compare(one: Records, other: Records) -> list[tuple[str, Record, Record | None, str]]:
-    """Of each ratio that the README has of either run its :func:`agreement`."""
+    """Of each :func:`printed` ratio of either run its :func:`agreement`."""
 
     def named(record: Record, ratios: list[Record]) -> dict[str, Record]:
         return {f"{record['title']}: {ratio['name']}": ratio for ratio in ratios}
@@ -323,7 +364,7 @@ def beside(before: Path, path: Path) -> str:
     names = {f"{record['title']}: {ratio['name']}" for record in records.values() for ratio in printed(record)}
     lines = [line for line in compare(read(before), records) if line[0] in names and line[2] is not None]
     rest = [(name, a, b, agree) for name, a, b, agree in lines if b and agree != CLOSE]
-    where = f"[the run before](bench/results/{before.name})"
+    where = f"[the run before](../bench/results/{before.name})"
     said = [
         f"Of the {len(lines)} ratios that it shares with {where}, {agreements(lines)} (`python -m bench.report`)."
         f"{' The rest:' if rest else ''}"
@@ -372,8 +413,8 @@ def reported(results: list[Path], write: bool) -> int:
     print(path.with_suffix(".md"))
     if write:
         earlier = runs[: runs.index(path.resolve())] if path.resolve() in runs else []
-        README.write_text(measured(README.read_text(), path, earlier[-1] if earlier else None))
-        PERFORMANCE.write_text(performance(path))
+        README.write_text(measured(README.read_text(), path))
+        PERFORMANCE.write_text(performance(path, earlier[-1] if earlier else None))
         print(README, PERFORMANCE, sep="\n")
     return 0
 

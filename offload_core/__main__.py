@@ -12,7 +12,8 @@ from .commands import info, inspect, plan
 from .errors import OffloadError
 
 COMMANDS = {"plan": plan, "info": info, "inspect": inspect}
-"""Each is a module with ``HELP``, ``add_arguments(parser)`` and ``run(args)``, which returns the exit status."""
+"""Each is a module with ``HELP``, ``EXAMPLE``, ``add_arguments(parser)`` and ``run(args)``, which returns the exit
+status."""
 WRONG_ARGUMENTS = 2
 READER_GONE = 128 + signal.SIGPIPE
 
@@ -27,7 +28,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="|".join(COMMANDS))
     for name, command in COMMANDS.items():
         about = command.HELP
-        command.add_arguments(commands.add_parser(name, help=about, description=about, allow_abbrev=False))
+        command.add_arguments(
+            commands.add_parser(
+                name,
+                help=about,
+                description=about,
+                epilog=command.EXAMPLE,
+                formatter_class=argparse.RawDescriptionHelpFormatter,
+                allow_abbrev=False,
+            )
+        )
     args = parser.parse_args(arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):  # a path or a text in a file may hold what no encoding can write
         sys.stdout.reconfigure(errors="backslashreplace")

@@ -8,6 +8,8 @@ from ..memory.host_memory import format_bytes
 from .machine import describe, measure_bandwidths
 
 HELP = "this machine: processors, memory, kernels, versions, measured bandwidth"
+EXAMPLE = """example:
+  python -m offload_core info"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -13,6 +13,8 @@ from ..errors import CheckpointError
 from ..memory.host_memory import format_bytes
 
 HELP = "a checkpoint, or a folder of them: what is in it, and whether every block is what was written"
+EXAMPLE = """example: the checkpoints in a folder
+  python -m offload_core inspect checkpoints"""
 DAMAGED = 1
 
 

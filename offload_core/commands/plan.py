@@ -21,6 +21,11 @@ from .model_shapes import GPTS, LEAST, MOST, Shapes, gpt_of, specs_of, stored_sh
 from .prediction import Speeds, StepTime, predict
 
 HELP = "what training a model takes on host and device in each stage, whether it fits, and the time of a step"
+EXAMPLE = """example: does a 7 B model train on a GPU of 24 GB?
+  python -m offload_core plan --parameters 7B --device-memory 24GB --host-memory 128GB
+
+Sizes may be given in GB (10^9 bytes) or GiB (2^30); they are printed in GiB, so that 64GB is 59.6 GiB.
+The exit status is 0 if a stage fits, 1 if none does."""
 _TIERS: tuple[tuple[int, str | None], ...] = ((1, None), (2, None), (3, None), (3, "cpu"))
 _FIELDS = ("reduce_bucket_size", "gradient_accumulation_steps", "max_live_parameters", "schedule")
 

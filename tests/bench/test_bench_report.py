@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import bench.parts
-from bench import record, report, run
+from bench import fits, record, report, run
 from tests.support.strategies import law
 
 ROOT = Path(__file__).parents[2]
@@ -58,27 +58,52 @@ def numbers(text):
     return set(re.findall(r"\d[\d,.]*", text))
 
 
+FIGURES = (report.Figure("update", "this / peer", "an update"), report.Figure("update", "peer / this", "a step", True))
+
+
+def section(known):
+    return report.section(known, FIGURES)
+
+
 def test_every_figure_comes_from_the_results():
     words = {"20", "80"}  # the percentiles' names
-    for text in (report.section, lambda known: report.document(known, {})):
+    for text in (section, lambda known: report.document(known, {})):
         one, other = (numbers(text(records(scale))) for scale in (1.0, 1.37))
-        assert len(one) > 15
+        assert len(one) > (2 if text is section else 15)
         assert {n.rstrip(".,") for n in one & other} <= words
 
 
 def test_the_readmes_figures_are_what_the_newest_run_gives():
     *_, before, newest = report.whole_runs(report.RESULTS, run.PARTS)
     readme = report.README.read_text()
-    assert report.measured(readme, newest, before) == readme
-    assert report.performance(newest) == report.PERFORMANCE.read_text()
+    assert report.measured(readme, newest) == readme
+    assert report.performance(newest, before) == report.PERFORMANCE.read_text()
 
 
-def test_the_readme_says_what_the_run_before_does_not_confirm(tmp_path):
+def test_the_readmes_figures_are_all_there_and_lead_to_their_parts():
+    *_, newest = report.whole_runs(report.RESULTS, run.PARTS)
+    lines = report.section(report.read(newest)).splitlines()[2:]
+    assert len(lines) == len(report.FIGURES) <= 8
+    page = report.PERFORMANCE.read_text()
+    titles = {report.anchor(line.removeprefix("## ")) for line in page.splitlines() if line.startswith("## ")}
+    assert {re.search(r"performance.md#([\w-]+)", line)[1] for line in lines} <= titles
+
+
+def test_the_readmes_picture_is_what_the_plan_says(monkeypatch, tmp_path):
+    monkeypatch.setattr(fits, "PICTURE", tmp_path / "fits.svg")
+    drawn = Path(__file__).parents[2] / "docs" / "pictures" / "fits.svg"
+    shown = re.findall(r"[\d.]+ billion", drawn.read_text())
+    assert shown == [f"{n / 1e9:.1f} billion" for n in reversed(fits.sizes().values())]
+    fits.main()
+    assert re.findall(r"[\d.]+ billion", (tmp_path / "fits.svg").read_text()) == shown
+
+
+def test_the_page_says_what_the_run_before_does_not_confirm(tmp_path):
     before, now = write(tmp_path / "before.jsonl", records()), records()
     now["update"]["ratios"][0].update(p20=7.0, p50=7.5, p80=8.0)
     said = report.beside(before, write(tmp_path / "now.jsonl", now))
     assert said.startswith(
-        "Of the 2 ratios that it shares with [the run before](bench/results/before.jsonl), the 20th to 80th "
+        "Of the 2 ratios that it shares with [the run before](../bench/results/before.jsonl), the 20th to 80th "
         "percentiles of both runs overlap, or the medians differ by at most 1%, in 1; in 1 each median"
     )
     assert "| update: this / peer | 0.702 (" in said
@@ -89,11 +114,11 @@ def test_the_readme_says_what_the_run_before_does_not_confirm(tmp_path):
 def test_only_what_lies_between_the_marks_is_replaced(tmp_path):
     path = write(tmp_path / "run.jsonl", records())
     readme = f"before 1\n{report.BEGIN}old 2\n{report.END}after 3\n"
-    written = report.measured(readme, path, None)
+    written = report.measured(readme, path)
     assert written == f"before 1\n{report.BEGIN}{report.section(records())}{report.END}after 3\n"
-    assert report.measured(written, path, None) == written
+    assert report.measured(written, path) == written
     with pytest.raises(report.ReportError, match="expected the marks"):
-        report.measured("no marks\n", path, None)
+        report.measured("no marks\n", path)
 
 
 def test_a_missed_target_is_said_with_how_far_and_why_and_so_is_a_missing_peer():
@@ -101,12 +126,11 @@ def test_a_missed_target_is_said_with_how_far_and_why_and_so_is_a_missing_peer()
     middle = known["update"]["ratios"][0]["p50"]
     beyond = f"missed by {100 * (middle / 0.31 - 1):.0f} %"
     assert beyond in report.document(known, {})
-    assert beyond.replace("missed", "**missed**") in report.section(known)
-    for text in (report.section(known), report.document(known, {})):
-        assert "bound by memory" in text
-        assert "absent peer could not run: needs a card" in text
+    assert beyond.replace("missed", "**missed**") in report.document(known, {})
+    assert "bound by memory" in report.document(known, {})
+    assert "absent peer could not run: needs a card" in report.document(known, {})
     assert known["update"]["ratios"][1]["p50"] > 0.41
-    [met] = [line for line in report.section(known).splitlines() if line.startswith("| peer / this")]
+    [met] = [line for line in report.document(known, {}).splitlines() if line.startswith("| peer / this")]
     assert met.endswith("| met |")
 
 
@@ -264,10 +288,8 @@ def test_an_interrupt_ends_the_part_that_runs(tmp_path):
 def test_the_report_says_what_was_asked_of_the_allocator():
     plain, kept = records(), records()
     kept["update"]["config"]["malloc"] = {"MALLOC_MMAP_MAX_": "0"}
-    assert "allocator" not in report.section(plain)
-    assert "allocator" in report.section(kept)
-    assert "by default stands" not in report.section(kept)
+    assert "allocator" not in report.document(plain, {})
+    assert "allocator" in report.document(kept, {})
+    assert "by default stands" not in report.document(kept, {})
     part = {**copy.deepcopy(kept["update"]), "bench": "default_allocator", "title": "as it comes"}
-    assert 'under "default allocator"' in report.section({**kept, "default_allocator": part})
-    bare = {**part, "bench": "profile", "title": "profile", "ratios": []}
-    assert "### profile" not in report.section({**kept, "profile": bare})
+    assert 'under "default allocator"' in report.document({**kept, "default_allocator": part}, {})
