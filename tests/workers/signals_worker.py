@@ -197,6 +197,7 @@ def interrupts(case, n_signals, rng, folder):
         try:
             armed = True
             act()
+            armed = False
             return False
         except Interrupt:
             return True
