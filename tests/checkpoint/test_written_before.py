@@ -10,6 +10,7 @@ import jax
 import pytest
 
 from tests.support import written_before
+from tests.support.archives import unpack
 from tests.support.processes import ROOT, run
 
 FIXTURES = ROOT / "tests" / "fixtures" / "checkpoints"
@@ -21,7 +22,7 @@ def written(tmp_path_factory):
     folder = tmp_path_factory.mktemp("written")
     for framework in EXPECTED:
         with tarfile.open(FIXTURES / f"{framework}.tar.xz") as archive:
-            archive.extractall(folder / framework, filter="data")
+            unpack(archive, folder / framework)
     return folder
 
 

@@ -35,8 +35,8 @@ def fma(a, b, c) -> np.ndarray:
     "Emulation of FMA and correctly rounded sums: proved algorithms using rounding to odd", section 3.
     """
     with np.errstate(all="ignore"):
-        product = np.float64(a) * np.float64(b)
-        c = np.float64(c)
+        a, b, c = (np.asarray(each, np.float64) for each in (a, b, c))
+        product = a * b
         total = np.asarray(product + c)
         back = total - product
         error = (product - (total - back)) + (c - back)

@@ -14,6 +14,7 @@ import frontends.torch.deepspeed_weights as deepspeed_weights
 from frontends.torch import gathered_parameters, load_deepspeed, wrap
 from offload_core import CheckpointError
 from offload_core.step.state_access import StateAccess
+from tests.support.archives import unpack
 from tests.support.deepspeed_checkpoints import CASES, model
 from tests.support.processes import run as run_ranks
 
@@ -25,7 +26,7 @@ STAGE_3 = {"stage": 3, "offload_param": "cpu", "param_persistence_threshold": 10
 def case(request, tmp_path):
     """A checkpoint's folder, and the fp32 weights that are in it."""
     with tarfile.open(FIXTURES / f"{request.param}.tar.xz") as archive:
-        archive.extractall(tmp_path, filter="data")
+        unpack(archive, tmp_path)
     return tmp_path, load_file(FIXTURES / f"{request.param}.safetensors")
 
 
