@@ -352,7 +352,8 @@ def test_signals_are_received_in_the_main_thread_alone(tmp_path):
 @pytest.mark.parametrize("case", CASES)
 def test_a_hundred_signals(scenario, case, tmp_path):
     counts = run(scenario, case, 100, 1, tmp_path)
-    assert sum(counts["compared"].values()) > 5
+    if scenario != "interrupts":  # which leave few saves whole
+        assert sum(counts["compared"].values()) > 5
 
 
 @pytest.mark.soak
