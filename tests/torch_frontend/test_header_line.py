@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import socket
 import threading
 from datetime import timedelta
@@ -97,6 +98,46 @@ def test_where_a_rank_cannot_reach_rank_0_no_rank_uses_the_line(monkeypatch):
 
     monkeypatch.setattr(socket, "create_connection", refused)
     assert on_ranks(4, lambda rank, line: (line.usable, len(line._peers))) == [(False, 0)] * 4
+
+
+def test_an_address_that_breaks_off_is_followed_by_the_next(monkeypatch):
+    number = itertools.count()
+    monkeypatch.setattr(header_line, "_machine", lambda: str(next(number)))
+    monkeypatch.setattr(header_line, "_addresses", lambda: ["broken", "127.0.0.1"])
+    connect = socket.create_connection
+
+    class Broken(socket.socket):
+        def sendall(self, data):
+            raise ConnectionResetError
+
+    def connected(place, timeout):
+        return Broken() if place[0] == "broken" else connect(place, timeout)
+
+    monkeypatch.setattr(socket, "create_connection", connected)
+    assert on_ranks(3, lambda rank, line: line.exchange(header("bucket 0"))) == [None] * 3
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+@pytest.mark.parametrize("forks", [0, 1])
+def test_a_forked_process_neither_uses_the_ranks_connections_nor_ends_them(forks):
+    """As a program's own child does at its exit."""
+
+    def act(rank, line):
+        assert line.exchange(header("bucket 0")) is None
+        if rank == forks:
+            child = os.fork()
+            if child == 0:
+                refused = 1
+                try:
+                    line.exchange(header("bucket 7"))
+                except ConnectionError:
+                    refused = 0
+                line.close()
+                os._exit(refused)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        return line.exchange(header("bucket 1"))
+
+    assert on_ranks(2, act) == [None, None]
 
 
 def test_where_no_port_can_be_opened_no_rank_uses_the_line(monkeypatch):

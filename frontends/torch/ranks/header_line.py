@@ -45,7 +45,7 @@ class HeaderLine:
     """
 
     def __init__(self, store: Any, rank: int, world_size: int, timeout: timedelta) -> None:
-        self._rank, self._world_size = rank, world_size
+        self._rank, self._world_size, self._process = rank, world_size, os.getpid()
         self._seconds = timeout.total_seconds()
         self._peers: list[socket.socket] = []
         """Rank 0's connections, by rank from 1 on; another rank's to rank 0."""
@@ -94,12 +94,14 @@ class HeaderLine:
         place = json.loads(store.get("place"))
         addresses = ["localhost"] if place["machine"] == _machine() else place["addresses"]
         for address in addresses if place["port"] else ():
-            with suppress(OSError):
+            try:
                 peer = socket.create_connection((address, place["port"]), min(self._seconds, _CONNECT_SECONDS))
                 self._peers.append(peer)
                 peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 peer.sendall(bytes.fromhex(place["token"]) + self._rank.to_bytes(_RANK_BYTES, "little"))
                 break
+            except OSError:
+                self.close()  # and try the next address
         store.set(str(self._rank), "reached" if self._peers else "not reached")
         store.wait(["all"], timeout)
         return bool(store.get("all") == b"reached")
@@ -114,8 +116,10 @@ class HeaderLine:
             uint8[ranks, HEADER_BYTES].
 
         Raises:
-            OSError: a rank was lost or did not come in time; on all ranks.
+            OSError: a rank was lost or did not come in time; on all ranks. This process is a fork of the rank's.
         """
+        if os.getpid() != self._process:
+            raise ConnectionError("this process was forked from that of the rank, whose connections are not its own")
         return self._collect(mine) if self._rank == 0 else self._ask(mine)
 
     def _collect(self, mine: np.ndarray) -> np.ndarray | None:
@@ -160,10 +164,14 @@ class HeaderLine:
         raise ConnectionError(rows.tobytes().decode(errors="replace").strip())
 
     def close(self) -> None:
-        """End the connections, also those that a forked process holds; other ranks that wait get an error."""
+        """End the connections, also where a forked process holds them, too; other ranks that wait get an error.
+
+        A forked process only lets go of its copies, at its exit or before.
+        """
         while self._peers:
-            with suppress(OSError):
-                self._peers[-1].shutdown(socket.SHUT_RDWR)
+            if os.getpid() == self._process:
+                with suppress(OSError):
+                    self._peers[-1].shutdown(socket.SHUT_RDWR)
             self._peers.pop().close()
 
 

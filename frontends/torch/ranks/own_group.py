@@ -6,7 +6,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from itertools import count
 from typing import Any
@@ -63,8 +63,12 @@ class OwnGroup:
         self._check_descriptors()
         self._meet(store, timeout)
         try:
-            self._line = HeaderLine(dist.PrefixStore("headers/", store), self.rank, self.world_size, timeout)
-            gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo/", store), self.rank, self.world_size, timeout=timeout)
+            with ExitStack() as undo:
+                self._line = HeaderLine(dist.PrefixStore("headers/", store), self.rank, self.world_size, timeout)
+                undo.callback(self._line.close)
+                store = dist.PrefixStore("gloo/", store)
+                gloo = dist.ProcessGroupGloo(store, self.rank, self.world_size, timeout=timeout)
+                undo.pop_all()
         except RuntimeError as error:
             raise CollectiveError.of(self.rank, _MAKING, error) from error
         self._gloo: list[Any] = [gloo]
