@@ -59,6 +59,9 @@ setup: $(VENV)/.has-test $(BUILD_STAMP)
 # SYSTEM=1 takes the torch or jax that PYTHON has, in a .venv that sees them; PYTHON=python3.12 takes another Python.
 
 # A half-made .venv, and one of another Python than the one that is asked for, are made anew.
+ifeq ($(filter torch jax,$(FRONTEND)),)
+$(error FRONTEND=$(FRONTEND), expected torch or jax)
+endif
 VERSION := print("%d.%d" % sys.version_info[:2])
 FOUND := $(shell $(PYTHON) -c 'import sys; $(VERSION)' 2>/dev/null)
 ifeq ($(FOUND),)

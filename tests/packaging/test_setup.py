@@ -51,6 +51,13 @@ def test_a_python_that_does_not_run_is_named_and_nothing_is_removed(tmp_path):
 
 
 @needs_make
+def test_a_framework_that_there_is_not_is_named(tmp_path):
+    done = made(tmp_path, f"PYTHON={sys.executable}", "FRONTEND=tensorflow")
+    assert done.returncode == 2
+    assert "FRONTEND=tensorflow, expected torch or jax" in done.stderr
+
+
+@needs_make
 def test_a_half_made_environment_is_made_anew(tmp_path):
     """As after a set-up without python3-venv."""
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
