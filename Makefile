@@ -11,11 +11,15 @@ TEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 BUILD_STAMP := $(VENV)/.built
 PEERS_STAMP := $(VENV)/.peers
 
-.PHONY: train test test-all soak lint docs bench wheel setup pins clean
+.PHONY: train demo test test-all soak lint docs bench wheel setup pins clean
 .DELETE_ON_ERROR:
 
 train: $(VENV)/.has-$(FRONTEND) $(BUILD_STAMP)
 	$(BIN)/python -m bench.train --frontend $(FRONTEND) $(ARGS)
+
+# GPT-2 of 124 M parameters, 20 steps beside plain AdamW: for a machine with a GPU.
+demo: $(VENV)/.has-$(FRONTEND) $(BUILD_STAMP)
+	$(BIN)/python -m bench.train --frontend $(FRONTEND) --preset gpt2-124m --compare 20 --steps 100 $(ARGS)
 
 test: setup
 	$(TEST) -m "not slow and not soak" $(ARGS)

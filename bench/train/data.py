@@ -1,4 +1,4 @@
-"""Real text that every machine has: the Python standard library's own source, as bytes."""
+"""Text to train on, as bytes: what a user names, or what every machine has, the standard library's own source."""
 
 import hashlib
 import sysconfig
@@ -7,8 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
+from offload_core.errors import OffloadError
+
 # `encodings` is generated tables and `config-*` is build output: neither reads like the rest.
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "encodings"}
+SUFFIXES = {".py", ".txt", ".md"}
 HELD_OUT_ONE_IN = 16
 
 
@@ -28,20 +31,35 @@ def is_held_out(relative_path: str) -> bool:
     return int.from_bytes(digest[:8], "little") % HELD_OUT_ONE_IN == 0
 
 
-def load_corpus(root: Path | None = None) -> Corpus:
-    """Read every *.py below `root` (the standard library by default), in sorted order."""
-    root = Path(root or sysconfig.get_path("stdlib"))
+def load_corpus(text: Path | None = None) -> Corpus:
+    """The text of a file, whose last sixteenth is held out, or of a folder's files with one of :data:`SUFFIXES`, in
+    sorted order; by default of the standard library.
+
+    Raises:
+        OffloadError: there is no such file or folder, or it holds too little.
+    """
+    root = text or Path(sysconfig.get_path("stdlib"))
+    if root.is_file():
+        data = np.frombuffer(root.read_bytes(), dtype=np.uint8)
+        cut = len(data) - len(data) // HELD_OUT_ONE_IN
+        return Corpus(data[:cut], data[cut:], 1, 1)
+    if not root.is_dir():
+        raise OffloadError(f"--text {root}: there is no such file or folder")
     sides: dict[bool, list[bytes]] = {False: [], True: []}
-    for path in sorted(root.rglob("*.py")):
+    for path in sorted(root.rglob("*")):
+        if path.suffix not in (SUFFIXES if text else {".py"}) or not path.is_file():  # some links lead nowhere
+            continue
         folders = path.relative_to(root).parts[:-1]
         if SKIPPED_FOLDERS.intersection(folders) or any(name.startswith("config-") for name in folders):
-            continue
-        if not path.is_file():  # distributions leave dangling links here
             continue
         relative = path.relative_to(root).as_posix()
         sides[is_held_out(relative)].append(path.read_bytes())
     if not sides[False] or not sides[True]:
-        raise FileNotFoundError(f"{root} holds too few *.py files to train on; is the standard library zipped?")
+        found = len(sides[False]) + len(sides[True])
+        raise OffloadError(
+            f"{root} holds {found} files of text ({', '.join(sorted(SUFFIXES))}), of which about one in "
+            f"{HELD_OUT_ONE_IN} is held out; expected more files, or name one file with --text"
+        )
 
     def joined(files: list[bytes]) -> np.ndarray:
         return np.frombuffer(b"\0".join(files), dtype=np.uint8)

@@ -81,13 +81,16 @@ def leave() -> None:
         os._exit(1)
 
 
-def make_trainers(settings: Settings, ranks: Ranks) -> tuple["Offloaded", "Plain | None"]:
+def make_offloaded(settings: Settings, ranks: Ranks) -> "Offloaded":
     devices = choose_devices(settings)
     with stdout_to_stderr():  # gloo's word, from all ranks, that they are connected
         ranks.gather([0])
     check_room(settings, ranks, on_host=devices[0].platform == "cpu")
-    offloaded = Offloaded(settings, devices)
-    return offloaded, Plain(settings, devices) if settings.compare else None
+    return Offloaded(settings, devices)
+
+
+def make_plain(settings: Settings, ranks: Ranks) -> "Plain":
+    return Plain(settings, choose_devices(settings))
 
 
 @contextmanager
@@ -186,6 +189,8 @@ class JaxTrainer:
 
 
 class Offloaded(JaxTrainer):
+    plain_name = "optax.adamw"
+
     def __init__(self, settings: Settings, devices: list[jax.Device]):
         super().__init__(settings, devices)
         self.devices = [device for device in devices if device.process_index == jax.process_index()]
@@ -237,6 +242,10 @@ class Offloaded(JaxTrainer):
 
     def trace(self, path: Path) -> AbstractContextManager[None]:
         return self.offloaded.trace(path)
+
+    def accelerator_bytes(self) -> int:
+        planned = sum(row.planned for row in self.memory_report().rows if row.where == "device")
+        return planned // len(self.devices)
 
     def peak_device_bytes(self) -> int | None:
         peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in self.devices]

@@ -1,11 +1,18 @@
-"""Train a byte-level GPT on the standard library's source, with AdamW's states in host memory.
+"""Train a GPT on bytes, those of Python's own source files, with AdamW's states in host memory.
 
-python -m bench.train --frontend torch
-python -m bench.train --frontend jax --param-dtype bfloat16 --compare
-python -m bench.train --frontend jax --devices 4
-torchrun --nproc-per-node 2 -m bench.train --stage 2
-torchrun --nproc-per-node 2 -m bench.train --stage 3 --offload-param cpu --init --preset gpt2-124m
-python -m bench.train --out runs/a --save-every 100; python -m bench.train --out runs/b --resume runs/a/checkpoints
+examples:
+  python -m bench.train --frontend jax --param-dtype bfloat16 --compare
+  python -m bench.train --out runs/a --save-every 100
+  python -m bench.train --out runs/b --resume runs/a/checkpoints
+  python -m bench.train --frontend jax --devices 4
+  torchrun --nproc-per-node 2 -m bench.train --stage 2
+  torchrun --nproc-per-node 2 -m bench.train --stage 3 --offload-param cpu --init --preset gpt2-124m
+
+The preset says what is not given. Ctrl-C ends a run early, evaluation included; a second one ends it at once.
+
+Ranks are the processes that torchrun, srun or mpirun start, or that have RANK, WORLD_SIZE, LOCAL_RANK,
+LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT set; in JAX each process has --devices of them. Each rank
+draws its own micro-batches: an update sees ranks x accumulate x micro-batch windows.
 """
 
 import argparse
@@ -30,6 +37,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from bench.train.data import Corpus, held_out_batches, load_corpus, training_batch
+from bench.train.picture import curve
 from bench.train.presets import PRESETS
 from bench.train.ranks import Ranks
 from bench.train.trainer import OffloadTrainer, Settings, Step, Trainer
@@ -43,6 +51,10 @@ from offload_core.support.processors import default_threads
 INTERRUPTED = 130
 PROMPT = b"\ndef "
 TEMPERATURE = 0.8
+BYTES_WITHOUT_OFFLOAD = 16
+"""A parameter: fp32 and its gradient, or 16 bits and its gradient and an fp32 master; and two fp32 moments."""
+ALL = sys.maxsize
+"""Steps, of a run of any length."""
 TRACED_STEP = 3
 """Counted from 0: by then what is compiled has been, and the order of gradients is known."""
 PATIENCE = 5.0
@@ -106,8 +118,9 @@ def is_out_of_memory(error: Exception) -> bool:
 
 @dataclass(frozen=True)
 class Files:
-    """Where a run writes."""
+    """What a run reads, and where it writes."""
 
+    text: Path | None
     out: Path
     log: Path
     tensorboard: Path | None
@@ -147,23 +160,58 @@ def parse(arguments: list[str] | None) -> tuple[Settings, Files, Saving]:
 
     parser = Parser(
         prog="python -m bench.train",
-        description="Train a byte-level GPT on the Python standard library's source, AdamW's states in host memory.",
-        epilog="Options that are left out come from the preset. Ctrl-C ends a run early, evaluation included; "
-        "a second one ends it at once. Ranks are processes that torchrun, srun or mpirun start, or whoever sets RANK, "
-        "WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT; in JAX each process has --devices of "
-        "them. Each rank draws micro-batches of its own: an update sees ranks x accumulate x micro-batch windows.",
+        usage="%(prog)s [options]",
+        formatter_class=partial(argparse.RawDescriptionHelpFormatter, max_help_position=32),
+        description=__doc__.partition("\n\n")[0],
+        epilog=__doc__.partition("\n\n")[2],
         allow_abbrev=False,
     )
-    add = parser.add_argument
-    add("--frontend", choices=("torch", "jax"), default="torch")
-    add("--preset", choices=tuple(PRESETS), default="tiny")
+    add = parser.add_argument_group("what is trained").add_argument
+    add("--frontend", choices=("torch", "jax"), default="torch", help="(default: torch)")
+    add("--preset", choices=tuple(PRESETS), default="tiny", help="the model, and how it is trained (default: tiny)")
+    add(
+        "--text",
+        type=Path,
+        metavar="PATH",
+        help="train on this file, or on the *.py, *.txt and *.md files of this folder",
+    )
     add("--param-dtype", choices=tuple(BY_NAME), help="of the device parameters")
+    add("--steps", type=at_least(1), metavar="N", help="optimizer updates")
+    add("--micro-batch", type=at_least(1), metavar="N", help="windows a micro-step and rank")
+    add("--context", type=at_least(1), metavar="N", help="bytes a window")
+    add("--accumulate", type=at_least(1), metavar="N", default=1, help="micro-steps an update (default: 1)")
+    add("--clip", type=number, metavar="X", default=1.0, help="bound on the gradient norm, 0 for none (default: 1)")
+    add("--lr", type=number, metavar="X", help="peak learning rate; a cosine takes it to a tenth")
+    add("--warmup", type=at_least(0), metavar="N", help="updates until the peak")
+    add("--seed", type=at_least(0), metavar="N", default=0, help="of the model and of the windows (default: 0)")
+    add(
+        "--activation-checkpointing",
+        action=argparse.BooleanOptionalAction,
+        help="compute activations again in backward, to save memory",
+    )
+    add(
+        "--resume",
+        type=Path,
+        metavar="PATH",
+        help="go on from this checkpoint, or the latest of this folder; the ranks, the stage and the front end may "
+        "be others, as long as ranks x accumulate are as many",
+    )
+    add = parser.add_argument_group("where and how").add_argument
+    add("--device", choices=("cpu", "cuda", "auto"), default="auto", help="(default: a GPU where there is one)")
+    add(
+        "--devices",
+        type=at_least(1),
+        metavar="N",
+        default=1,
+        help="of each JAX process, a rank each; CPUs are divided (default: 1)",
+    )
     add("--stage", type=int, choices=(1, 2, 3), default=2, help="ZeRO stage (default: 2)")
     add("--offload-param", choices=("cpu",), help="stage 3: parameters wait in host memory")
     add("--init", action="store_true", help="stage 3: build the model in shards, never whole on a rank (torch)")
     add(
         "--persistence-threshold",
         type=at_least(0),
+        metavar="N",
         default=100_000,
         help="stage 3: parameters of fewer elements stay whole (default: 100000)",
     )
@@ -173,36 +221,48 @@ def parse(arguments: list[str] | None) -> tuple[Settings, Files, Saving]:
         default="overlap",
         help="of the update (default: overlap)",
     )
-    add("--steps", type=at_least(1), help="optimizer updates")
-    add("--micro-batch", type=at_least(1), help="windows a micro-step and rank")
-    add("--context", type=at_least(1), help="bytes a window")
-    add("--accumulate", type=at_least(1), default=1, help="micro-steps an update (default: 1)")
-    add("--clip", type=number, default=1.0, help="bound on the gradient norm, 0 for none (default: 1)")
-    add("--lr", type=number, help="peak learning rate; a cosine takes it to a tenth")
-    add("--warmup", type=at_least(0), help="updates until the peak")
-    add("--seed", type=at_least(0), default=0)
-    add("--activation-checkpointing", action=argparse.BooleanOptionalAction)
-    add("--device", choices=("cpu", "cuda", "auto"), default="auto")
     add(
-        "--devices", type=at_least(1), default=1, help="of each JAX process, a rank each; CPUs are divided (default: 1)"
+        "--timeout",
+        type=at_least(1),
+        metavar="N",
+        help="seconds that ranks wait for one that is lost (default: the framework's)",
     )
-    add("--timeout", type=at_least(1), help="seconds that ranks wait for one that is lost (default: the framework's)")
-    add("--compare", action="store_true", help="train with the framework's own AdamW beside it, step by step")
-    add("--out", type=Path, help="folder of metrics.jsonl and summary.json (default: a new one in runs/)")
-    add("--log", type=Path, help="the file of metrics, a JSON object a step; with --resume one may go on")
-    add("--tensorboard", type=Path, help="write them to this folder for TensorBoard, too")
-    add("--trace", type=Path, help=f"record step {TRACED_STEP}, or the last, to this file, for https://ui.perfetto.dev")
-    add("--save-every", type=at_least(1), help="save a checkpoint after so many updates, and at the end")
-    add("--checkpoints", type=Path, help="the folder of checkpoints (default: checkpoints/ in --out)")
-    add("--keep", type=at_least(1), default=2, help="checkpoints that are kept (default: 2)")
+    add = parser.add_argument_group("what is measured and shown").add_argument
     add(
-        "--resume",
+        "--compare",
+        type=at_least(0),
+        nargs="?",
+        const=ALL,
+        metavar="STEPS",
+        help="train with the framework's own AdamW beside it, for so many steps, or for all (default: the preset's)",
+    )
+    add("--eval-batches", type=at_least(1), metavar="N", help="held-out micro-batches")
+    add(
+        "--sample-bytes", type=at_least(0), metavar="N", default=200, help="bytes to generate at the end (default: 200)"
+    )
+    add(
+        "--trace",
         type=Path,
-        help="go on from this checkpoint, or the latest of this folder; the ranks, the stage and the front end may "
-        "be others, as long as ranks x accumulate are as many",
+        metavar="PATH",
+        help=f"record step {TRACED_STEP}, or the last, to this file, for https://ui.perfetto.dev",
     )
-    add("--eval-batches", type=at_least(1), help="held-out micro-batches")
-    add("--sample-bytes", type=at_least(0), default=200, help="bytes to generate at the end (default: 200)")
+    add = parser.add_argument_group("what is written").add_argument
+    add(
+        "--out",
+        type=Path,
+        metavar="PATH",
+        help="folder of metrics.jsonl and summary.json (default: a new one in runs/)",
+    )
+    add(
+        "--log",
+        type=Path,
+        metavar="PATH",
+        help="the file of metrics, a JSON object a step; with --resume one may go on",
+    )
+    add("--tensorboard", type=Path, metavar="PATH", help="write them to this folder for TensorBoard, too")
+    add("--save-every", type=at_least(1), metavar="N", help="save a checkpoint after so many updates, and at the end")
+    add("--checkpoints", type=Path, metavar="PATH", help="the folder of checkpoints (default: checkpoints/ in --out)")
+    add("--keep", type=at_least(1), metavar="N", default=2, help="checkpoints that are kept (default: 2)")
     given = vars(parser.parse_args(arguments))
 
     preset = PRESETS[given["preset"]]
@@ -210,12 +270,15 @@ def parse(arguments: list[str] | None) -> tuple[Settings, Files, Saving]:
     chosen = of_preset | {name: value for name, value in given.items() if value is not None}
     files = {name: chosen.pop(name, None) for name in ("out", "log", "tensorboard", "trace", "checkpoints")}
     saving = Saving(*(chosen.pop(name, None) for name in ("save_every", "keep", "resume")))
+    text = chosen.pop("text", None)
     chosen = {"offload_param": None, "timeout": None} | chosen
+    if given["compare"] is None and (chosen["param_dtype"] == "float16" or saving.resume is not None):
+        chosen["compare"] = 0
     chosen["clip"] = chosen["clip"] or None
     gpt = preset.gpt
     if gpt.positions is not None:
         gpt = replace(gpt, positions=max(gpt.positions, chosen["context"]))
-    settings = Settings(gpt=gpt, **chosen)
+    settings = Settings(gpt=gpt, **chosen | {"compare": min(chosen["compare"], chosen["steps"])})
     if settings.devices > 1 and settings.frontend == "torch":
         parser.error("--devices: in torch a process has one; expected --frontend jax, or torchrun --nproc-per-node")
     if settings.init and (settings.frontend != "torch" or settings.stage != 3):
@@ -224,6 +287,7 @@ def parse(arguments: list[str] | None) -> tuple[Settings, Files, Saving]:
         parser.error("--compare has no plain loop for float16; expected --param-dtype float32 or bfloat16")
     if settings.compare and saving.resume is not None:
         parser.error("--resume: what --compare trains beside it is not saved; expected one of them")
+    files["text"] = text
     out = files["out"] or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{settings.preset}-{settings.frontend}"
     defaults = {"log": out / "metrics.jsonl", "checkpoints": out / "checkpoints"}
     files |= {"out": out} | {name: files[name] or path for name, path in defaults.items()}
@@ -239,10 +303,13 @@ def parse(arguments: list[str] | None) -> tuple[Settings, Files, Saving]:
 
 
 def run(settings: Settings, files: Files, saving: Saving, at_end: ExitStack) -> int:
-    out, corpus = files.out, load_corpus()
+    out, corpus = files.out, load_corpus(files.text)
     shortest = min(len(corpus.training), len(corpus.held_out))
     if settings.context >= shortest:
-        raise OffloadError(f"--context {settings.context}: the text has {shortest} bytes, expected fewer than that")
+        raise OffloadError(
+            f"--context {settings.context}: the text has {len(corpus.training)} bytes, and {len(corpus.held_out)} held "
+            "out; expected fewer than either"
+        )
     n = Ranks.launched().times(settings.devices).world_size
     several = f"; {n} ranks, {default_threads()} threads a process, ZeRO stage {settings.stage}" if n > 1 else ""
     print(
@@ -253,22 +320,26 @@ def run(settings: Settings, files: Files, saving: Saving, at_end: ExitStack) -> 
     )
     framework = importlib.import_module(f"bench.train.{settings.frontend}_trainer")
     ranks = at_end.enter_context(framework.join(settings))
-    offloaded, plain = framework.make_trainers(settings, ranks)
+    offloaded = framework.make_offloaded(settings, ranks)
+    make_plain = partial(framework.make_plain, settings, ranks)
     done = resume(settings, ranks, saving.resume, offloaded) if saving.resume is not None else 0
 
     writes = ranks.rank == 0
     if writes:
-        out.mkdir(parents=True, exist_ok=True)
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OffloadError(f"--out {out}: {error.strerror}; name a folder that can be written to") from None
     bar = ProgressBar(settings.steps, ("loss", "tokens_per_second", "grad_norm"))
     writers: list[Writer] = [JsonLines(files.log), bar]
     if files.tensorboard is not None:
         writers.append(TensorBoard(files.tensorboard))
     with StepLog(*writers, rank=ranks.rank) as log:
-        records, interrupted = train(settings, ranks, corpus, offloaded, plain, log, files, saving, done)
+        records, interrupted, plain = train(settings, ranks, corpus, offloaded, make_plain, log, files, saving, done)
     summary = finish(settings, ranks, corpus, offloaded, plain, records, interrupted)
     if writes:
         (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    print(f"\nwritten to {out}")
+    print(f"\nwritten to {out}; docs/first-hour.md shows what to try next, and --help what can be chosen")
     ranks.part()
     return INTERRUPTED if interrupted else 0
 
@@ -314,17 +385,22 @@ def train(
     ranks: Ranks,
     corpus: Corpus,
     offloaded: OffloadTrainer,
-    plain: Trainer | None,
+    make_plain: Callable[[], Trainer],
     log: StepLog,
     files: Files,
     saving: Saving,
     done_before: int,
-) -> tuple[list[dict[str, Any]], bool]:
-    """Train to the end or to a rank's Ctrl-C, and whether it came; one record a step, as given to `log`.
+) -> tuple[list[dict[str, Any]], bool, Trainer | None]:
+    """Train to the end or to a rank's Ctrl-C.
 
     Args:
+        make_plain: makes the framework's own loop, which takes the first `settings.compare` steps beside it.
         done_before: steps of the run that is resumed.
+
+    Returns:
+        A record a step, as given to `log`; True if Ctrl-C came; the framework's own loop if it took all steps.
     """
+    plain = make_plain() if settings.compare else None
     records: list[dict[str, Any]] = []
     micro_batches = settings.accumulate * ranks.world_size
     traced = min(done_before + TRACED_STEP, settings.steps - 1)
@@ -359,6 +435,8 @@ def train(
             if plain is not None:
                 record |= {"plain_loss": losses[1], "plain_grad_norm": other.grad_norm}
                 record |= {"plain_seconds": plain_seconds}
+                if step + 1 == settings.compare < settings.steps:
+                    plain = None
             records.append(record)
             log.write(step + 1, record)
             last = interrupted or step == settings.steps - 1
@@ -368,7 +446,7 @@ def train(
             if interrupted:
                 interrupt.asked = True  # it may still be on its way to this rank
                 break
-    return records, interrupted
+    return records, interrupted, plain
 
 
 def batches_of(settings: Settings, ranks: Ranks) -> dict[str, int]:
@@ -432,8 +510,7 @@ def finish(
     batches = held_out_batches(corpus.held_out, eval_batches, settings.micro_batch, settings.context)
     held_out = mean_loss(ranks, offloaded, batches)
     seconds = sum(record["seconds"] for record in records)
-    rate = median_rate(records, "seconds")
-    print(f"\nheld-out loss: {held_out:.4f} nats a byte, after {len(records)} steps in {seconds:.1f} s")
+    beside = [record for record in records if "plain_seconds" in record]
     summary = {
         "settings": asdict(settings),
         "machine": {"platform": platform.platform(), "device": offloaded.device_name},
@@ -441,27 +518,51 @@ def finish(
         "interrupted": interrupted,
         "seconds": seconds,
         "held_out_loss": finite(held_out),
-        "tokens_per_second": rate,
+        "tokens_per_second": records[0]["tokens"] / median(records, "seconds"),
     }
-
-    if plain is None:
-        print(f"tokens/s (median step): {rate:,.0f}")
-    else:
-        plain_held_out = mean_loss(ranks, plain, batches)
-        plain_rate = median_rate(records, "plain_seconds")
-        print(f"{'':12}{'held-out loss':>15}{'tokens/s (median step)':>25}")
-        print(f"{'offloaded':12}{held_out:15.6f}{rate:25,.0f}")
-        print(f"{'plain':12}{plain_held_out:15.6f}{plain_rate:25,.0f}")
-        differing = [r for r in records if finite(r["loss"]) != finite(r["plain_loss"])]
-        print(f"training losses that differ in any bit: {len(differing)} of {len(records)}")
-        summary |= {"plain_held_out_loss": finite(plain_held_out), "plain_tokens_per_second": plain_rate}
 
     if sample_bytes and (ranks.rank == 0 or settings.stage == 3):  # in stage 3 no rank runs the model alone
         text = sample(offloaded, settings, sample_bytes)
         print(f"\n--- sample, temperature {TEMPERATURE} ---\n{text}\n---")
         summary["sample"] = text
 
-    return summary | report_memory(settings, offloaded) | report_ranks(settings, ranks, offloaded, len(records))
+    summary |= report_memory(settings, offloaded) | report_ranks(settings, ranks, offloaded, len(records))
+    show_curve([record["loss"] for record in records])
+    of_plain = ""
+    if plain is not None:
+        plain_held_out = mean_loss(ranks, plain, batches)
+        of_plain = f"; {plain_held_out:.4f} with {offloaded.plain_name}"
+        summary |= {"plain_held_out_loss": finite(plain_held_out)}
+    print(f"\nheld-out loss: {held_out:.4f} nats a byte, after {len(records)} steps in {seconds:.1f} s{of_plain}")
+    with_offload = offloaded.accelerator_bytes()
+    without = BYTES_WITHOUT_OFFLOAD * settings.gpt.numel
+    print(
+        f"memory of a GPU: {format_bytes(with_offload)}, and {format_bytes(without)} with AdamW's states there; as "
+        "planned, without activations"
+    )
+    if beside:
+        ours, theirs = (median(beside, name) for name in ("seconds", "plain_seconds"))
+        apart = max(abs(record["loss"] - record["plain_loss"]) for record in beside)
+        alike = "equal in every bit" if apart == 0 else f"at most {apart:.1g} apart"
+        print(
+            f"time of a step: {ours * 1e3:.1f} ms, and {theirs * 1e3:.1f} ms with {offloaded.plain_name}; in "
+            f"{len(beside)} steps of each, their losses are {alike}"
+        )
+        summary |= {"plain_tokens_per_second": records[0]["tokens"] / theirs}
+    else:
+        print(f"time of a step: {median(records, 'seconds') * 1e3:.1f} ms")
+    return summary
+
+
+def show_curve(losses: list[float]) -> None:
+    """Print the training loss as a picture, where the terminal has the characters for it."""
+    mark = "•"
+    try:
+        mark.encode(sys.stdout.encoding or "ascii")
+    except UnicodeError:
+        mark = "*"
+    if picture := curve(losses, mark=mark):
+        print(f"\ntraining loss, nats a byte, in {len(losses)} steps\n{picture}")
 
 
 def mean_loss(ranks: Ranks, trainer: Trainer, batches: list[np.ndarray]) -> float:
@@ -475,9 +576,9 @@ def mean_loss(ranks: Ranks, trainer: Trainer, batches: list[np.ndarray]) -> floa
     return float(np.mean(ranks.gather(mine).sum(axis=0)[: len(batches)]))
 
 
-def median_rate(records: list[dict[str, Any]], key: str) -> float:
-    """Tokens a second in the median step: neither compilation nor a busy neighbour counts."""
-    return records[0]["tokens"] / float(np.median([record[key] for record in records]))
+def median(records: list[dict[str, Any]], key: str) -> float:
+    """Of the median step: neither compilation nor a busy neighbour counts."""
+    return float(np.median([record[key] for record in records]))
 
 
 def sample(trainer: Trainer, settings: Settings, count: int) -> str:

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from bench.train.gpt_torch import GPT
 from bench.train.presets import BETAS, WEIGHT_DECAY, learning_rate
 from bench.train.ranks import Ranks
-from bench.train.trainer import Settings, Step, check_room
+from bench.train.trainer import Settings, Step, check_room, terms_and_specs
 from frontends.torch import init, init_process_group, wrap
 from frontends.torch.ranks.launch import device_of
 from offload_core.errors import CollectiveError
@@ -59,11 +59,14 @@ def device_type(settings: Settings) -> str | None:
     return None if settings.device == "auto" else settings.device
 
 
-def make_trainers(settings: Settings, ranks: Ranks) -> tuple["Offloaded", "Plain | None"]:
+def make_offloaded(settings: Settings, ranks: Ranks) -> "Offloaded":
     device = device_of(Launched.read(), device_type(settings))
     check_room(settings, ranks, on_host=device.type == "cpu")
-    offloaded = Offloaded(settings, device)
-    return offloaded, Plain(settings, ranks, device) if settings.compare else None
+    return Offloaded(settings, ranks, device)
+
+
+def make_plain(settings: Settings, ranks: Ranks) -> "Plain":
+    return Plain(settings, ranks, device_of(Launched.read(), device_type(settings)))
 
 
 def partitioning(settings: Settings) -> dict[str, Any]:
@@ -112,8 +115,12 @@ class TorchTrainer:
 
 
 class Offloaded(TorchTrainer):
-    def __init__(self, settings: Settings, device: torch.device):
+    plain_name = "torch.optim.AdamW(fused=True)"
+
+    def __init__(self, settings: Settings, ranks: Ranks, device: torch.device):
         self.device = device
+        terms, specs = terms_and_specs(settings, ranks.world_size, on_host=False)
+        self._accelerator_bytes = terms.plan(specs).device_bytes
         self.device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         self.model = self.engine = wrap(
             make_model(settings, device, settings.init),
@@ -156,6 +163,9 @@ class Offloaded(TorchTrainer):
 
     def trace(self, path: Path) -> AbstractContextManager[None]:
         return self.engine.trace(path)
+
+    def accelerator_bytes(self) -> int:
+        return self._accelerator_bytes
 
     def peak_device_bytes(self) -> int | None:
         return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None

@@ -13,6 +13,7 @@ from offload_core.config.options import OffloadConfig
 from offload_core.device.exchange_sizes import planned_device
 from offload_core.dtypes import FLOAT32
 from offload_core.errors import HostMemoryError
+from offload_core.layout.partition import ParamSpec
 from offload_core.memory.host_memory import available_bytes, format_bytes
 from offload_core.memory.plan import PlanRow
 from offload_core.memory.report import MemoryReport
@@ -47,7 +48,8 @@ class Settings:
     lr: float
     warmup: int
     activation_checkpointing: bool
-    compare: bool
+    compare: int
+    """Steps, the first ones, that the framework's own AdamW takes beside it."""
     eval_batches: int
     sample_bytes: int
 
@@ -88,6 +90,8 @@ class OffloadTrainer(Trainer, Protocol):
     """A trainer that goes through a front end."""
 
     device_name: str
+    plain_name: str
+    """The framework's own optimizer."""
 
     @property
     def sent_bytes(self) -> int:
@@ -108,16 +112,17 @@ class OffloadTrainer(Trainer, Protocol):
         """Record what is done inside to a file; every rank writes its own."""
         ...
 
+    def accelerator_bytes(self) -> int:
+        """What the front end plans to take of an accelerator's memory, here or not, with what comes and goes."""
+        ...
+
     def peak_device_bytes(self) -> int | None:
         """The most that the framework held on a device; None where it keeps no count (the CPU)."""
         ...
 
 
-def check_room(settings: Settings, ranks: Ranks, on_host: bool) -> None:
-    """Refuse a model that cannot fit before it is made: the front end plans only when it sees the parameters.
-
-    This is the least that the ranks on this machine need; what a front end adds, it checks by itself.
-    """
+def terms_and_specs(settings: Settings, world_size: int, on_host: bool) -> tuple[BucketTerms, list[ParamSpec]]:
+    """What the core plans with, before a model is made."""
     config = OffloadConfig(
         stage=settings.stage,
         offload_param=settings.offload_param,
@@ -126,11 +131,19 @@ def check_room(settings: Settings, ranks: Ranks, on_host: bool) -> None:
         schedule=settings.schedule,
         gradient_accumulation_steps=settings.accumulate,
     )
-    terms = BucketTerms(config, planned_device(ranks.world_size, addressable=on_host))
-    specs = specs_of(settings.gpt.shapes, FLOAT32, config, ranks.world_size)
+    terms = BucketTerms(config, planned_device(world_size, addressable=on_host))
+    return terms, specs_of(settings.gpt.shapes, FLOAT32, config, world_size)
+
+
+def check_room(settings: Settings, ranks: Ranks, on_host: bool) -> None:
+    """Refuse a model that cannot fit before it is made: the front end plans only when it sees the parameters.
+
+    This is the least that the ranks on this machine need; what a front end adds, it checks by itself.
+    """
+    terms, specs = terms_and_specs(settings, ranks.world_size, on_host)
     plan = terms.plan(specs)
     least = [row for row in plan.rows if row.what != STAGING]
-    if config.takes_apart(ranks.world_size) and not settings.init:  # it is made whole, and then cut
+    if terms.config.takes_apart(ranks.world_size) and not settings.init:  # it is made whole, and then cut
         whole = sum(spec.numel * spec.dtype.itemsize for spec in specs)
         least.append(PlanRow("the model while it is whole", "device", whole, "--init", passing=True))
     plan = replace(plan, rows=tuple(least))

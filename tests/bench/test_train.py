@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 import os
 import re
 import signal
@@ -17,14 +18,18 @@ import numpy as np
 import pytest
 
 from bench.train import program
-from bench.train.data import held_out_batches, is_held_out, training_batch
+from bench.train.data import held_out_batches, is_held_out, load_corpus, training_batch
+from bench.train.picture import curve
 from bench.train.presets import PRESETS, learning_rate
 from bench.train.ranks import Ranks
 from bench.train.trainer import check_room
 from offload_core.errors import HostMemoryError
 from tests.support.processes import ROOT, ForkServer
 
+TEXT = ROOT / "LICENSE"
+"""The same with every Python, which its source files are not."""
 FEW = ["--steps=3", "--micro-batch=2", "--context=32", "--eval-batches=2", "--sample-bytes=8", "--device=cpu"]
+FEW += [f"--text={TEXT}", "--compare=0"]
 
 
 _server: ForkServer
@@ -117,6 +122,8 @@ def test_a_run_learns_and_reports(frontend: str, param_dtype: str, compare: bool
     assert f"held-out loss: {summary['held_out_loss']:.4f}" in printed
     assert "host bytes a parameter" in printed
     assert summary["sample"] in printed
+    assert "memory of a GPU: " in printed
+    assert ("AdamW(fused=True)" in printed or "optax.adamw" in printed) == compare
     if compare:
         # The first loss is taken before any update: the same model and the same text.
         assert records[0]["loss"] == records[0]["plain_loss"]
@@ -158,9 +165,56 @@ def test_a_run_that_is_resumed_goes_on_as_the_one_that_was_not_interrupted(front
 
 def test_without_clipping_the_losses_are_those_of_torch_adamw_bit_for_bit(tmp_path: Path) -> None:
     needs("torch")
-    _, records, summary = run("--compare", "--clip=0", "--accumulate=2", out=tmp_path)
+    printed, records, summary = run("--compare", "--clip=0", "--accumulate=2", out=tmp_path)
     assert [record["loss"] for record in records] == [record["plain_loss"] for record in records]
     assert summary["held_out_loss"] == summary["plain_held_out_loss"]
+    assert "in 3 steps of each, their losses are equal in every bit" in printed
+
+
+def test_the_first_steps_are_taken_with_torch_adamw_too_unless_told_otherwise(tmp_path: Path) -> None:
+    needs("torch")
+    printed, records, summary = run("--compare=2", "--clip=0", out=tmp_path)
+    assert ["plain_loss" in record for record in records] == [True, True, False]
+    assert summary["plain_tokens_per_second"] > 0
+    assert "plain_held_out_loss" not in summary
+    assert "in 2 steps of each, their losses are equal in every bit" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "steps"),
+    [
+        ([], 20),
+        (["--steps=7"], 7),
+        (["--steps=7", "--compare"], 7),
+        (["--compare"], 600),
+        (["--compare=3"], 3),
+        (["--param-dtype=float16"], 0),
+        (["--resume=there"], 0),
+        (["--preset=gpt2-1.5b"], 0),
+    ],
+)
+def test_steps_beside_plain_adamw(arguments: list[str], steps: int) -> None:
+    assert program.parse(arguments)[0].compare == steps
+
+
+def test_the_text_is_a_file_or_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "deeper").mkdir()
+    for i in range(20):
+        (tmp_path / "deeper" / f"{i}.txt").write_text(str(i))
+    (tmp_path / "picture.png").write_bytes(bytes(9))
+    corpus = load_corpus(tmp_path)
+    assert corpus.training_files + corpus.held_out_files == 20
+    assert set(bytes(corpus.training)) <= {0, *b"0123456789"}
+    of_file = load_corpus(TEXT)
+    assert bytes(of_file.training) + bytes(of_file.held_out) == TEXT.read_bytes()
+    assert len(of_file.held_out) == TEXT.stat().st_size // 16
+
+
+def test_a_curve_falls_from_its_highest_value_to_its_lowest() -> None:
+    lines = curve([4.0, math.nan, 3.0, 2.0, 1.0], width=5, height=4).splitlines()
+    assert lines == ["    4.00 |•", "         | •", "         |  •", "    1.00 |   •", "         +----"]
+    assert curve([math.nan]) == ""
+    assert curve([2.0, 2.0], height=2).splitlines()[0].endswith("|••")
 
 
 @pytest.fixture(scope="module")
@@ -424,6 +478,7 @@ def test_a_run_that_was_not_interrupted_leaves_ctrl_c_as_it_was() -> None:
         (["--init"], "expected --frontend torch --stage 3"),
         (["--frontend=keras"], "invalid choice: 'keras'"),
         (["--devices=2"], "in torch a process has one"),
+        (["--compare=-1"], "expected at least 0"),
     ],
 )
 def test_bad_arguments_exit_2(arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -440,6 +495,25 @@ def test_metrics_of_another_run_are_not_overwritten(tmp_path: Path, capsys: pyte
     assert exit_.value.code == 2
     assert "another run" in capsys.readouterr().err
     assert (tmp_path / "metrics.jsonl").read_text() == "{}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--text=/no/such/text"], "--text /no/such/text: there is no such file or folder"),
+        ([f"--text={ROOT / 'c_src'}"], "holds 0 files of text (.md, .py, .txt)"),
+        (["--context=5000", f"--text={TEXT}"], "held out; expected fewer than either"),
+        ([f"--out={TEXT / 'runs'}", "--steps=1", f"--text={TEXT}"], "LICENSE/runs: Not a directory; name a folder"),
+    ],
+)
+def test_text_and_folders_that_cannot_serve_are_named_in_one_line(
+    arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    needs("torch")
+    assert program.main(["--context=32", "--device=cpu", *arguments]) == 1
+    said = capsys.readouterr().err
+    assert complaint in said
+    assert said.count("\n") == 1
 
 
 def test_a_model_larger_than_memory_is_refused_in_one_line(

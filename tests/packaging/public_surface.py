@@ -1,6 +1,6 @@
 """Prints the public surface: names, signatures, fields, bases, and the options of the commands.
 
-    python tests/packaging/public_surface.py > tests/packaging/public_surface.txt
+    python -m tests.packaging.public_surface > tests/packaging/public_surface.txt
 
 writes anew what ``test_public_surface.py`` expects. A change of that file is a change for users, and belongs in the
 changelog. What is described is the package that Python finds first.
