@@ -162,8 +162,8 @@ def parse(arguments: list[str] | None) -> tuple[Settings, Files, Saving]:
         prog="python -m bench.train",
         usage="%(prog)s [options]",
         formatter_class=partial(argparse.RawDescriptionHelpFormatter, max_help_position=32),
-        description=__doc__.partition("\n\n")[0],
-        epilog=__doc__.partition("\n\n")[2],
+        description=(__doc__ or "").partition("\n\n")[0],
+        epilog=(__doc__ or "").partition("\n\n")[2],
         allow_abbrev=False,
     )
     add = parser.add_argument_group("what is trained").add_argument

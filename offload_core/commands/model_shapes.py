@@ -1,12 +1,14 @@
 """Shapes of models, for planning memory before a model is built. They come from the configuration of a GPT, from the
-header of safetensors files, or, if only a count is known, from a GPT of about that size.
+header of safetensors files, from a Hugging Face configuration, or, if only a count is known, from a GPT of about that
+size.
 """
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ..checkpoint.safetensors import NOT_AS_WRITTEN, read_header
 from ..config.options import OffloadConfig
@@ -16,14 +18,16 @@ from ..layout.partition import ParamSpec
 from ..layout.regions import InMemory
 from ..support.checks import shown
 from ..support.files import read_regular
+from .hugging_face import configured_shapes
 
 GPT2_VOCABULARY = 50304  # 50257 padded to a multiple of 64; bytes use the first 256
 INDEX = "model.safetensors.index.json"
+CONFIG = "config.json"
 LEAST = 1_000_000
 """The fewest parameters that :func:`gpt_of` takes."""
 MOST = 10**12
 """The most parameters that a plan takes."""
-_LONGEST_INDEX = 2**28
+_LONGEST_JSON = 2**28
 _HEAD = 128
 """Elements of an attention head, for models of which only a count is known."""
 
@@ -92,21 +96,33 @@ def gpt_of(numel: int) -> GPTConfig:
     return of(max(1, round(1 + (numel - ends) / (two - ends))), vocabulary)
 
 
-def stored_shapes(path: Path) -> tuple[Shapes, dict[str, ElementType]]:
-    """The floating-point tensors of a ``.safetensors`` file, of an index of several, or of the folder of one of these,
-    and their element types.
+def shapes_of(path: Path) -> tuple[Shapes, ElementType | dict[str, ElementType]]:
+    """The parameters of a model in files, and their element types: of a ``.safetensors`` file, an index of several or a
+    Hugging Face ``config.json``, or of a folder that holds one of these, in this order.
 
     Raises:
         CheckpointError: there is no such file, or it is cut off or holds no parameters.
+        ConfigError: it is a configuration of which no model can be built here.
         OSError: a file cannot be read.
     """
     if path.is_dir():
-        found = [path / INDEX] if (path / INDEX).exists() else sorted(path.glob("*.safetensors"))
-        if not found:
-            raise CheckpointError(f"{path}: holds neither {INDEX} nor a .safetensors file")
-        files = _files_of(found[0]) if found[0].name == INDEX else found
-    else:
-        files = _files_of(path) if path.suffix == ".json" else [path]
+        stored = [path / INDEX] if (path / INDEX).exists() else sorted(path.glob("*.safetensors"))
+        if not stored and not (path / CONFIG).exists():
+            raise CheckpointError(f"{path}: holds neither {INDEX}, nor a .safetensors file, nor {CONFIG}")
+        path = stored[0] if len(stored) == 1 else path if stored else path / CONFIG
+        if len(stored) > 1:
+            return _stored_shapes(path, stored)
+    if path.suffix != ".json":
+        return _stored_shapes(path, [path])
+    content = _json_of(path)
+    if "weight_map" in content:
+        return _stored_shapes(path, _files_of(path, content))
+    if "model_type" not in content:
+        raise CheckpointError(f"{path}: no index of safetensors files (weight_map) and no {CONFIG} (model_type)")
+    return configured_shapes(path, content)
+
+
+def _stored_shapes(path: Path, files: Sequence[Path]) -> tuple[Shapes, dict[str, ElementType]]:
     stored = {name: tensor for file in files for name, tensor in read_header(file).items()}
     tensors = {name: tensor for name, tensor in stored.items() if tensor.dtype in BY_NUMPY}
     if not tensors:
@@ -115,9 +131,19 @@ def stored_shapes(path: Path) -> tuple[Shapes, dict[str, ElementType]]:
     return shapes, {name: BY_NUMPY[tensor.dtype] for name, tensor in tensors.items()}
 
 
-def _files_of(index: Path) -> list[Path]:
+def _json_of(path: Path) -> dict[str, Any]:
     try:
-        names = sorted(set(json.loads(read_regular(index, most_bytes=_LONGEST_INDEX))["weight_map"].values()))
+        content = json.loads(read_regular(path, most_bytes=_LONGEST_JSON))
+        if not isinstance(content, dict):
+            raise TypeError(f"got {shown(content)}")
+        return content
+    except NOT_AS_WRITTEN as error:
+        raise CheckpointError(f"{path}: no index of safetensors files and no {CONFIG} ({error!r})") from None
+
+
+def _files_of(index: Path, content: dict[str, Any]) -> list[Path]:
+    try:
+        names = sorted(set(content["weight_map"].values()))
         elsewhere = [name for name in names if Path(name).name != name]
         if elsewhere:
             raise ValueError(f"{shown(elsewhere[0])} is not in its folder")

@@ -5,6 +5,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from ..config.options import OffloadConfig
@@ -17,15 +18,19 @@ from ..step.bucket_terms import BucketTerms
 from ..support.processors import default_threads
 from ..support.units import count, rate, size
 from .machine import measure_bandwidths
-from .model_shapes import GPTS, LEAST, MOST, Shapes, gpt_of, specs_of, stored_shapes
+from .model_shapes import GPTS, LEAST, MOST, Shapes, gpt_of, shapes_of, specs_of
 from .prediction import Speeds, StepTime, predict
 
 HELP = "what training a model takes on host and device in each stage, whether it fits, and the time of a step"
 EXAMPLE = """example: does a 7 B model train on a GPU of 24 GB?
   python -m offload_core plan --parameters 7B --device-memory 24GB --host-memory 128GB
+the same of a model's files, or of its Hugging Face configuration:
+  python -m offload_core plan --model Qwen3-8B/config.json --device-memory 24GB --host-memory 128GB
 
 Sizes may be given in GB (10^9 bytes) or GiB (2^30); they are printed in GiB, so that 64GB is 59.6 GiB.
 The exit status is 0 if a stage fits, 1 if none does."""
+_COLUMNS = 100
+"""Of what is printed, at most."""
 _TIERS: tuple[tuple[int, str | None], ...] = ((1, None), (2, None), (3, None), (3, "cpu"))
 _FIELDS = ("reduce_bucket_size", "gradient_accumulation_steps", "max_live_parameters", "schedule")
 
@@ -36,7 +41,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--preset", choices=tuple(GPTS), help="a GPT of this size")
     model.add_argument("--parameters", type=count, metavar="N", help="a GPT of about so many parameters, such as 10B")
     model.add_argument(
-        "--safetensors", type=Path, metavar="PATH", help="a .safetensors file, an index of several, or their folder"
+        "--model",
+        "--safetensors",
+        type=Path,
+        metavar="PATH",
+        help="a .safetensors file, an index of several, a Hugging Face config.json, or the folder of one of these",
     )
     add("--param-dtype", choices=tuple(BY_NAME), help="of the device parameters (default: the file's, else bfloat16)")
     add("--stage", type=int, choices=(1, 2, 3), help="ask for this stage alone")
@@ -116,13 +125,14 @@ def run(args: argparse.Namespace) -> int:
         print(f"bandwidth: host {speeds.dram / 1e9:.1f} GB/s ({measured}), link {link}")
         counted = "as given" if args.activation_memory else "not counted (--activation-memory)"
         print(f"sizes are a rank's; activations: {counted}\n")
-        print(_overview(tiers))
+        print(f"{_memory_table(tiers)}\n\n{_time_table(tiers)}")
         for alike in _alike(tiers):
             print(f"\n{' and '.join(tier.name for tier in alike)}\n{alike[0].plan.table()}")
         if not fitting:
             print("\nnothing fits:")
             for tier in tiers:
-                print(f"  {tier.name}: " + "; ".join(_short(tier, where, host, args) for where in tier.missing))
+                needs = "; ".join(_short(tier, where, host, args) for where in tier.missing)
+                print(fill(f"  {tier.name}: {needs}", _COLUMNS, subsequent_indent="    ", break_on_hyphens=False))
     return 0 if fitting else 1
 
 
@@ -141,8 +151,8 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _model(args: argparse.Namespace) -> tuple[str, Shapes, ElementType | dict[str, ElementType]]:
-    if args.safetensors is not None:
-        return str(args.safetensors), *stored_shapes(args.safetensors)
+    if args.model is not None:
+        return str(args.model), *shapes_of(args.model)
     if args.preset is not None:
         return args.preset, GPTS[args.preset].shapes, BFLOAT16
     gpt = gpt_of(args.parameters)
@@ -179,20 +189,29 @@ def _plan(
     return _Tier(stage, tier, plan, plan.missing(host, args.device_memory, processes=processes), step)
 
 
-def _overview(tiers: Sequence[_Tier]) -> str:
-    header = ["", "host", "device", "fits", "step", "of it: update", "to host", "to device", "compute"]
+def _memory_table(tiers: Sequence[_Tier]) -> str:
     lines = [
         [
             tier.name,
             format_bytes(tier.plan.host_bytes),
             format_bytes(tier.plan.device_bytes),
-            "yes" if tier.fits else f"no: {' and '.join(tier.missing)}",
-            _seconds(tier.step.seconds) + " and more" * (None in (tier.step.to_host, tier.step.compute)),
+            "yes" if tier.fits else f"no: too little {' and '.join(tier.missing)} memory",
+        ]
+        for tier in tiers
+    ]
+    return format_table(lines, ["memory", "host", "device", "fits"])
+
+
+def _time_table(tiers: Sequence[_Tier]) -> str:
+    lines = [
+        [
+            tier.name,
+            "at least " * (None in (tier.step.to_host, tier.step.compute)) + _seconds(tier.step.seconds),
             *map(_seconds, (tier.step.update, tier.step.to_host, tier.step.to_device, tier.step.compute)),
         ]
         for tier in tiers
     ]
-    return format_table(lines, header)
+    return format_table(lines, ["time", "step", "of it: update", "to host", "to device", "compute"])
 
 
 def _alike(tiers: Sequence[_Tier]) -> list[list[_Tier]]:

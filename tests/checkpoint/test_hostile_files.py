@@ -14,7 +14,7 @@ from offload_core.__main__ import main
 from offload_core.checkpoint.folder import LATEST, MANIFEST
 from offload_core.checkpoint.reader import Checkpoint, Loaded
 from offload_core.checkpoint.safetensors import plan_file, read_header
-from offload_core.commands.model_shapes import INDEX, stored_shapes
+from offload_core.commands.model_shapes import INDEX, shapes_of
 from offload_core.config.options import OffloadConfig
 from offload_core.errors import CheckpointError, ConfigError
 from offload_core.support.files import read_regular
@@ -91,7 +91,7 @@ def test_weights_and_their_index_are_regular_files(tmp_path, capsys, kind, name)
         path.rename(tmp_path / "x.safetensors")
         (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"w": "x.safetensors"}}))
     with not_forever():
-        status = main(["plan", "--safetensors", str(tmp_path / INDEX if name != "model.safetensors" else path)])
+        status = main(["plan", "--model", str(tmp_path / INDEX if name != "model.safetensors" else path)])
     if kind is not KINDS[3] or name.startswith("index"):  # a folder may be given in place of a file
         assert SAID[kind] in capsys.readouterr().err
     assert status == 2
@@ -147,7 +147,7 @@ def test_deepspeeds_latest_names_a_folder_beside_it(tmp_path, tag):
 def test_an_index_names_files_of_its_folder(tmp_path, name):
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"w": name}}))
     with refused(CheckpointError, "not in its folder"):
-        stored_shapes(tmp_path)
+        shapes_of(tmp_path)
 
 
 # --- numbers -----------------------------------------------------------------------------------------

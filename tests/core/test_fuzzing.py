@@ -22,7 +22,7 @@ from frontends.torch import wrap
 from offload_core.__main__ import main
 from offload_core.checkpoint.folder import MANIFEST
 from offload_core.checkpoint.manifest import read_manifest, write_manifest
-from offload_core.commands.model_shapes import INDEX, stored_shapes
+from offload_core.commands.model_shapes import INDEX, shapes_of
 from offload_core.config.deepspeed_keys import KEYS
 from offload_core.config.options import FIELDS, OffloadConfig
 from offload_core.errors import CheckpointError, ConfigError, ConfigWarning
@@ -186,9 +186,9 @@ class Header:
             text, length, n_bytes = example
             example = (len(text) if length is None else length).to_bytes(8, "little") + text + bytes(n_bytes)
         path.write_bytes(example if isinstance(example, bytes) else json.dumps(example).encode())
-        arguments = ["plan", "--safetensors", str(path), "--dram-bandwidth=1GB", "--host-memory=1GB"]
+        arguments = ["plan", "--model", str(path), "--dram-bandwidth=1GB", "--host-memory=1GB"]
         assert command(arguments) in (0, 1, 2)
-        stored_shapes(path)
+        shapes_of(path)
 
 
 def _sections(keys):
@@ -245,7 +245,7 @@ QUANTITIES = st.one_of(
     st.just("9" * 5000),
 )
 FLAGS = [
-    "--parameters", "--safetensors", "--param-dtype", "--stage", "--offload-param", "--world-size", "--device", "--x",
+    "--parameters", "--model", "--param-dtype", "--stage", "--offload-param", "--world-size", "--device", "--x",
     "--local-world-size", "--host-memory", "--device-memory", "--activation-memory", "--reduce-bucket-size",
     "--gradient-accumulation-steps", "--max-live-parameters", "--schedule", "--link-bandwidth", "--flops", "--tokens",
 ]  # fmt: skip

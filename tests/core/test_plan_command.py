@@ -97,17 +97,73 @@ def test_safetensors_are_planned_from_their_headers(tmp_path: Path, capsys: pyte
 
     expected = plan(capsys, "--preset=tiny", "--world-size=2", "--host-memory=1GB")
     for path in (one / "model.safetensors", one, index, several):
-        found = plan(capsys, f"--safetensors={path}", "--world-size=2", "--host-memory=1GB")
+        found = plan(capsys, f"--model={path}", "--world-size=2", "--host-memory=1GB")
         assert found["parameters"] == expected["parameters"]
         assert [t["host_bytes"] for t in found["tiers"]] == [t["host_bytes"] for t in expected["tiers"]]
 
     (several / "1.safetensors").write_bytes(b"\0" * 100)
-    assert "1.safetensors" in refusal(capsys, "plan", f"--safetensors={index}")
+    assert "1.safetensors" in refusal(capsys, "plan", f"--model={index}")
     index.write_text("{}")
-    assert "no index" in refusal(capsys, "plan", f"--safetensors={several}")
+    assert "no index" in refusal(capsys, "plan", f"--model={several}")
     (tmp_path / "none").mkdir()
-    assert "holds neither" in refusal(capsys, "plan", f"--safetensors={tmp_path / 'none'}")
-    assert "No such file" in refusal(capsys, "plan", f"--safetensors={tmp_path / 'x.safetensors'}")
+    assert "holds neither" in refusal(capsys, "plan", f"--model={tmp_path / 'none'}")
+    assert "No such file" in refusal(capsys, "plan", f"--model={tmp_path / 'x.safetensors'}")
+
+
+def test_a_hugging_face_model_is_planned_from_its_configuration(tmp_path, capsys) -> None:
+    """The shapes of the model itself, tied weights once; of a file, or of a folder without weights."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 128, "n_positions": 32}
+    config = transformers.GPT2Config(architectures=["GPT2LMHeadModel"], dtype="float32", **sizes)
+    config.save_pretrained(tmp_path)
+    model = transformers.GPT2LMHeadModel(config)
+
+    def on_device(found: dict) -> int:
+        [row] = [row for row in found["tiers"][0]["rows"] if row["what"] == "parameters"]
+        return row["n_bytes"]
+
+    for path in (tmp_path / "config.json", tmp_path):
+        found = plan(capsys, f"--model={path}", "--host-memory=1GB")
+        assert found["parameters"] == sum(p.numel() for p in model.parameters())
+        assert on_device(found) == 4 * found["parameters"], "in fp32, as it says"
+    half = plan(capsys, f"--model={tmp_path}", "--host-memory=1GB", "--param-dtype=bfloat16")
+    assert on_device(half) == 2 * found["parameters"]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("{}", "no index of safetensors files (weight_map) and no config.json (model_type)"),
+        ("[1]", "no index of safetensors files and no config.json"),
+        ('{"model_type": "no such"}', "cannot build a 'no such'"),
+        ('{"model_type": "gpt2", "n_layer": "x"}', "cannot build a 'gpt2'"),
+        ('{"model_type": "gpt2", "architectures": 3}', "cannot build a 'gpt2'"),
+        ('{"model_type": "gpt2", "architectures": ["AutoConfig"]}', "cannot build a 'gpt2'"),
+    ],
+)
+def test_a_configuration_of_no_model_is_one_line(content: str, words: str, tmp_path, capsys) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(content)
+    said = refusal(capsys, "plan", f"--model={tmp_path}")
+    assert words in said
+    assert len(said) < 500
+
+
+def test_a_configuration_needs_transformers(tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    assert "pip install 'offload-core[transformers]'; or name a .safetensors file" in refusal(
+        capsys, "plan", f"--model={tmp_path}"
+    )
+
+
+@pytest.mark.parametrize("memory", [["--host-memory=9TB"], ["--device-memory=1GB", "--host-memory=1GB"]])
+@pytest.mark.parametrize("rates", [[], ["--link-bandwidth=12GB", "--flops=50T", "--tokens=4096"]])
+def test_what_is_printed_is_at_most_100_columns_wide(memory, rates, capsys) -> None:
+    main(["plan", "--parameters=900B", "--world-size=64", "--local-world-size=8", *RATES[:1], *memory, *rates])
+    printed = capsys.readouterr().out
+    assert ("nothing fits" in printed) == (len(memory) == 2)
+    assert max(map(len, printed.splitlines())) <= 100
 
 
 # --- the plan -------------------------------------------------------------------------------------------
@@ -125,7 +181,7 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> list[MemoryPlan]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_it_is_the_plan_of_wrap(dtype: str, checked, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_file({name: torch.zeros(shape) for name, shape in SMALL.shapes.items()}, tmp_path / "a.safetensors")
-    asked = [f"--safetensors={tmp_path}", f"--param-dtype={dtype}", "--device=cpu", "--reduce-bucket-size=10000"]
+    asked = [f"--model={tmp_path}", f"--param-dtype={dtype}", "--device=cpu", "--reduce-bucket-size=10000"]
     tiers = plan(capsys, *asked, "--max-live-parameters=30000")["tiers"]
     assert [(tier["stage"], tier["offload_param"]) for tier in tiers] == [(1, None), (2, None), (3, None), (3, "cpu")]
     for tier in tiers:
@@ -182,7 +238,7 @@ def test_a_machine_is_enough_or_it_is_said_what_is_not(capsys: pytest.CaptureFix
         assert tier["missing"] == {"host": tier["host_bytes"]}
     assert main(["plan", *asked, *RATES]) == 1
     shown = capsys.readouterr().out
-    last = shown.partition("nothing fits:")[2].splitlines()[1]
+    last = " ".join(shown.partition("nothing fits:")[2].partition("stage 2")[0].split())
     for what in ("master", "exp_avg", "exp_avg_sq"):
         assert re.search(rf"{what} 38\.3 GiB \(more ranks", last), shown
 
@@ -211,7 +267,7 @@ def test_activations_are_counted_where_they_are_given(capsys: pytest.CaptureFixt
     ("arguments", "words"),
     [
         ([], "plan|info"),
-        (["plan"], "--preset --parameters --safetensors"),
+        (["plan"], "--preset --parameters --model"),
         (["plan", "--preset=gpt3"], "gpt2-10b"),
         (["plan", "--parameters=10X"], "expected a count such as 10B"),
         (["plan", "--parameters=10"], "expected at least 1,000,000"),
