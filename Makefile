@@ -11,7 +11,7 @@ TEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 BUILD_STAMP := $(VENV)/.built
 PEERS_STAMP := $(VENV)/.peers
 
-.PHONY: train demo test test-all soak lint docs bench wheel setup pins clean
+.PHONY: train demo test test-all test-others soak lint docs bench wheel setup pins check-pins clean
 .DELETE_ON_ERROR:
 
 train: $(VENV)/.has-$(FRONTEND) $(BUILD_STAMP)
@@ -26,6 +26,19 @@ test: setup
 
 test-all: setup
 	$(TEST) -m "not soak" $(ARGS)
+
+# The core, the kernels and JAX's laws on other Pythons, each in an environment of its own; one that is not here is named.
+# pyenv's are taken from their folders, as its commands work for the chosen version alone.
+OTHERS ?= 3.12 3.13 3.14
+test-others: $(addprefix other-,$(OTHERS))
+other-%: private OTHER = $(firstword $(wildcard $(HOME)/.pyenv/versions/$*.*/bin/python3) python$*)
+other-%: $(BUILD_STAMP)
+	@if ! $(OTHER) -c 'import venv' 2>/dev/null; then echo "make: Python $* is not here: its tests are skipped"; else \
+	    echo "make: Python $*: installing jax and 15 small packages into $(VENV)-$*"; \
+	    $(OTHER) -m venv $(VENV)-$* && \
+	    $(VENV)-$*/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt '.[jax,bench,laws]' && \
+	    $(VENV)-$*/bin/python -m pytest -q -n 2 -m "not slow and not soak" -p no:cacheprovider $(ARGS) \
+	        tests/kernels tests/core tests/jax_frontend/test_jax.py; fi
 
 soak: setup
 	$(TEST) -m soak $(ARGS)
@@ -144,9 +157,17 @@ pins: $(VENV)/.python
 	    $(BIN)/uv pip compile --quiet --python-version $$version --constraint constraints.txt --all-extras \
 	        --output-file build/pins-$$version.txt pyproject.toml || exit 1; done
 
+# What each command installs can be had for each Python, in wheels, as pinned: resolved, and not installed.
+check-pins: $(VENV)/.python
+	@$(PIP) --quiet uv
+	@for version in 3.11.0 3.12 3.13 3.14; do for set in "torch log" "jax bench" "torch jax test bench" lint docs package; do \
+	    $(BIN)/uv pip compile --quiet --python-version $$version --constraint constraints.txt --only-binary :all: \
+	        $$(printf -- '--extra %s ' $$set) --output-file /dev/null pyproject.toml >/dev/null || exit 1; done; \
+	    echo "make: Python $$version: every set resolves"; done
+
 # One that cannot be installed is tried again the next time, and the results say why it is missing.
 $(PEERS_STAMP): $(VENV)/.has-test $(BUILD_STAMP)
 	if $(BIN)/python -m bench.peers install; then touch $@; fi
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info offload_core/native/_offload*.so offload_core/native/_offload.c .hypothesis
+	rm -rf $(VENV) $(VENV)-* build dist *.egg-info offload_core/native/_offload*.so offload_core/native/_offload.c .hypothesis

@@ -1,7 +1,9 @@
 """Settings of the whole suite."""
 
 import os
+import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,8 @@ import pytest
 # time: interrupts of torch steps took 40 s and take 22. OpenMP reads it when torch is imported, here and in children.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+OPTIONAL = {"torch", "jax", "optax", "safetensors", "flax", "equinox", "orbax", "transformers", "accelerate"}
+"""Without one of these, the tests that need it are skipped: so the rest runs on a Python for which it has no wheel."""
 LONGEST = (
     "bench/test_train.py",
     "jax_frontend/test_jax_mesh.py",
@@ -43,3 +47,20 @@ def code_of_other_tests_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     place = {str(Path(__file__).parent / file): i for i, file in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(str(item.path), len(LONGEST)))
+
+
+class ModuleOfTests(pytest.Module):
+    """A file of tests; one that needs a framework that is not installed is skipped by name."""
+
+    def collect(self) -> Iterable[pytest.Item | pytest.Collector]:
+        try:
+            return super().collect()
+        except pytest.Collector.CollectError as error:
+            missing = re.search(r"No module named '(\w+)", str(error))
+            if missing is None or missing[1] not in OPTIONAL:
+                raise
+            pytest.skip(f"{missing[1]} is not installed", allow_module_level=True)
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module:
+    return ModuleOfTests.from_parent(parent, path=module_path)

@@ -237,7 +237,7 @@ def test_updating_in_backward_gives_the_bits_of_the_serial_schedule(case, seed, 
             config = replace(case.config, gradient_clipping=clipping, **options)
             subject = Subject(FakeDevice(), case.masters, case.dtypes, case.groups, config, scaler)
             reports = [
-                early_step(subject, case, micro_steps, factors[kind])
+                repr(early_step(subject, case, micro_steps, factors[kind]))  # a norm may be NaN
                 for micro_steps, kind in zip([*case.steps, *case.steps], kinds, strict=False)
             ]
             runs.append((reports, bits(subject)))
@@ -289,7 +289,8 @@ def test_parameters_sent_early_are_committed_sent_again_or_taken_back(dtype):
         assert [t.memory.tobytes() for t in subject.tensors] != before[:2], "parameters do not"
         for i in (1, 0):
             serial.add_gradient(i, np.full(serial.specs[i].numel, value, dtype.numpy))
-        assert subject.pipeline.step(HYPER, subject.tensors) == serial.pipeline.step(HYPER, serial.tensors)
+        reports = [repr(one.pipeline.step(HYPER, one.tensors)) for one in (subject, serial)]  # a norm may be NaN
+        assert reports[0] == reports[1]
         assert bits(subject) == bits(serial)
         assert (bits(subject) == before) == (state == "taken back")
         assert subject.device._copies == copies + (2 if state == "committed" else 3) * buckets

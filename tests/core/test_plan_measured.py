@@ -39,6 +39,7 @@ def start(rank: int, world_size: int, folder: Path) -> subprocess.Popen:
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
     """By ranks and case."""
+    pytest.importorskip("torch")
     folders = {world_size: tmp_path_factory.mktemp(f"{world_size}") for world_size in (1, 2)}
     workers = [start(rank, n, folder) for n, folder in folders.items() for rank in range(n)]
     for worker in workers:

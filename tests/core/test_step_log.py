@@ -110,6 +110,7 @@ def test_a_value_that_is_no_number_is_named():
 
 
 def test_one_rank_writes_or_each_a_file_of_its_own(tmp_path, monkeypatch):
+    pytest.importorskip("tensorboardX")
     for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "1"), ("LOCAL_WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
     kept = Kept()
@@ -261,6 +262,7 @@ def scalars(folder):
 
 
 def test_tensorboard_reads_what_is_written_and_forgets_what_is_done_again(tmp_path):
+    pytest.importorskip("tensorboardX")
     with StepLog(TensorBoard(tmp_path)) as log:
         for step in (1, 2, 300):
             log.write(step, {"loss": step / 8, "grad/norm": math.inf, "skipped": "overflow", "none": None, "n" * 99: 3})
@@ -279,6 +281,7 @@ def test_tensorboard_reads_what_is_written_and_forgets_what_is_done_again(tmp_pa
 
 
 def test_tensorboard_forgets_what_is_done_again_in_one_process(tmp_path):
+    pytest.importorskip("tensorboardX")
     with StepLog(TensorBoard(tmp_path)) as log:
         for step, loss in ((1, 1.0), (2, 2.0), (3, 3.0), (2, 4.0)):
             log.write(step, {"loss": loss})

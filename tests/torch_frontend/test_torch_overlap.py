@@ -69,7 +69,7 @@ def test_twelve_steps_equal_those_in_place(device, monkeypatch, options, schedul
     assert any(pending(engine)) == (schedule == "overlap" and reports[-1].updated)
     monkeypatch.undo()
     expected, expected_reports = reference(12, **options)
-    assert reports == expected_reports
+    assert repr(reports) == repr(expected_reports)  # a norm may be NaN
     assert_equal(engine, expected)
 
 
@@ -452,7 +452,7 @@ def test_updating_in_backward_gives_the_same_bits(device, monkeypatch, options, 
     assert {KEPT, USED} & seen
     monkeypatch.undo()
     expected, expected_reports = reference(12, **options)
-    assert reports == expected_reports
+    assert repr(reports) == repr(expected_reports)  # a norm may be NaN
     if options.get("gradient_clipping") == 0.1:
         assert 1.0 in (coefficients := {report.clip_coefficient for report in reports})
         assert len(coefficients) > 1
