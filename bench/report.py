@@ -404,7 +404,7 @@ def document(records: Records, pictures: dict[str, list[str]], rest: str | None 
         *how(records),
     ]
     if rest:
-        lines += ["", f"[The full report]({rest}) has every row behind these ratios, and all settings."]
+        lines += ["", f"`{rest}` has every row behind these ratios, and all settings."]
     for part in parts:
         lines += part_lines(part, records[part], pictures.get(part, ()), whole=rest is None)
     if beside_it:
@@ -423,7 +423,7 @@ def performance(path: Path, before: Path | None) -> str:
     records = read(path)
     source = f"<!-- written by: python -m bench.report --write; from bench/results/{path.name} -->\n"
     pictures = pictures_of(path, records, "../bench/results/")
-    rest = f"../bench/results/{path.stem}.md"
+    rest = f"bench/results/{path.stem}.md"
     return source + document(records, pictures, rest, "" if before is None else beside(before, path))
 
 
