@@ -284,7 +284,7 @@ ABOUT = {
         "the schedules hide behind compute."
     ),
     "simulate": "The real pipeline in virtual time, on machines that were published by others.",
-    "peers": "What the others are, and how long they take to be ready.",
+    "peers": "The libraries that are measured beside ours, and how long each takes to be ready.",
 }
 """What each part of the page measures, in the order of the page."""
 
