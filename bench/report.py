@@ -6,6 +6,7 @@ Nothing in it is typed: words are here, figures are the results'.
 import argparse
 import json
 import math
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -42,6 +43,8 @@ RENAMED = {
     ),
 }
 """Words of results that were written before November 23 of 2026, and today's. A results file itself never changes."""
+NOTE = re.compile(r"(\S+) would leave nothing but PyTorch's own kernels and the streaming limit of the update.*")
+SAID = r"if our part of the step took no time beyond the streaming limit, it would be \1"
 
 
 def renamed(value: Any) -> Any:
@@ -50,7 +53,7 @@ def renamed(value: Any) -> Any:
         return {RENAMED.get(key, key): renamed(each) for key, each in value.items()}
     if isinstance(value, list):
         return [renamed(each) for each in value]
-    return RENAMED.get(value, value) if isinstance(value, str) else value
+    return NOTE.sub(SAID, RENAMED.get(value, value)) if isinstance(value, str) else value
 
 
 def read(path: Path) -> Records:
@@ -117,7 +120,6 @@ def ratio_lines(ratios: list[Record]) -> list[list[str]]:
             target = bound(ratio)
             beyond = missed_by(ratio)
             verdict = f"**missed** by {100 * beyond:.0f} %" if beyond else "met"
-            verdict += f": {ratio['note']}" if beyond and ratio.get("note") else ""
         lines.append([ratio["name"], spread(ratio), target, verdict])
     return lines
 
@@ -170,21 +172,20 @@ def where(records: Records) -> list[str]:
 RESOLUTION = 0.01
 """Ratios that differ by less are the same: some hardly vary within a run, bytes of memory for example."""
 HOW = (
-    "Contenders take turns within one run; each repetition starts new processes, forks of those that imported their "
-    "libraries. A ratio is of two contenders' steps in the same round: the median, in brackets the 20th to the "
-    "80th percentile."
+    "Contenders take turns within one run, and each repetition starts new processes. A ratio divides what the first "
+    "contender needed by what the second one needed in the same round. It is given as the median, with the 20th to the "
+    "80th percentile in brackets. A target was set before the measurement."
 )
 KEPT = (
-    "In training steps and updates the allocator of all contenders (glibc's malloc) is told to keep what they free; "
-    "their resident memory stays at its peak. By default it gives large blocks back to the kernel and gets cleared "
-    "ones, a page fault for each page, at a price that on a virtual machine changes from hour to hour; DeepSpeed has "
-    "most of these faults."
+    "In training steps and updates, the allocator of all contenders (glibc's malloc) is told to keep the memory that "
+    "they free. By default it gives large blocks back to the kernel, and each page of a new block costs a page fault. "
+    "On a virtual machine the price of a page fault changes from hour to hour, and DeepSpeed has most of them."
 )
 
 
 def how(records: Records) -> list[str]:
     """How all figures were measured."""
-    default = ' What users see by default stands under "default allocator".' if "default_allocator" in records else ""
+    default = ' What users see by default is under "default allocator".' if "default_allocator" in records else ""
     kept = any(record["config"].get("malloc") for part, record in records.items() if part != "memory")
     return [HOW, "", KEPT + default] if kept else [HOW]
 
@@ -259,37 +260,156 @@ def anchor(title: str) -> str:
     return "".join(c if c.isalnum() else "-" if c == " " else "" for c in title.lower())
 
 
-def document(records: Records, pictures: dict[str, list[str]]) -> str:
-    """All of it, with the links to each part's pictures."""
-    lines = ["# Performance", "", section(records, page=""), *where(records), "", *how(records)]
+ABOUT = {
+    "step": (
+        "GPTs of 34 and 319 million parameters, trained on one rank. A *whole step* is forward, backward and update; a "
+        "*step* is the call of the optimizer, with clipping. The *streaming limit* is a plain loop that reads and "
+        "writes the bytes of the update."
+    ),
+    "default_allocator": (
+        "The same steps with glibc's malloc as it comes. This is what you get if you set nothing. The difference is "
+        "page faults."
+    ),
+    "ranks": (
+        "The smaller GPT on several processes of this machine, which exchange gradients and parameters over gloo. A "
+        "window is one sequence; each rank takes so many a step."
+    ),
+    "jax_step": "The same in JAX, beside optax with its states in host memory.",
+    "cpu_adam": "The update alone: the C kernel beside other implementations and the machine's memory bandwidth.",
+    "memory": "Bytes a parameter: those that are planned, and those that processes hold.",
+    "profile": "Samples of the processor during training steps, sorted by what it was doing.",
+    "exactness": "How many parameters change a bit when the same training is cut into other shards.",
+    "overlap": (
+        "The real pipeline, its thread and its kernels with a device that is simulated: how much of copies and update "
+        "the schedules hide behind compute."
+    ),
+    "simulate": "The real pipeline in virtual time, on machines that were published by others.",
+    "peers": "The libraries that are measured beside ours, and how long each takes to be ready.",
+}
+"""What each part of the page measures, in the order of the page."""
+
+
+@dataclass(frozen=True)
+class Meaning:
+    """A sentence on what a ratio means for a user; it is left out where the results lack the ratio."""
+
+    part: str
+    ratio: str
+    sentence: str
+    """Its ``{}`` is the ratio's median."""
+
+
+MEANINGS = (
+    Meaning(
+        "step", "319 M, whole step: DeepSpeed / offload-core", "A training step is {} times as fast as DeepSpeed's."
+    ),
+    Meaning(
+        "default_allocator",
+        "319 M, whole step: DeepSpeed / offload-core",
+        "If you leave the allocator as it comes, it is {} times as fast: DeepSpeed has more page faults.",
+    ),
+    Meaning(
+        "step",
+        "34 M, whole step: PyTorch, fused AdamW / offload-core",
+        "PyTorch with its own fused AdamW, on a model that fits without offload, takes {} of our time. Offload buys "
+        "memory, not time.",
+    ),
+    Meaning(
+        "cpu_adam",
+        "bf16 update / streaming limit",
+        "The update takes {} of the time of a plain loop over the same bytes. Memory bandwidth bounds it, not "
+        "arithmetic.",
+    ),
+    Meaning(
+        "memory",
+        "host memory a parameter: offload-core / DeepSpeed",
+        "It needs {} of the host memory that DeepSpeed needs, so a larger model fits the same machine.",
+    ),
+)
+
+
+def found(records: Records, part: str, name: str) -> Record | None:
+    """A ratio of a part by its name."""
+    return next((ratio for ratio in records.get(part, {"ratios": []})["ratios"] if ratio["name"] == name), None)
+
+
+def meanings(records: Records) -> list[str]:
+    """The sentences of :data:`MEANINGS`, and what was not measured."""
+    known = [(each, found(records, each.part, each.ratio)) for each in MEANINGS]
+    said = [f"- {each.sentence.format(number(ratio['p50']))}" for each, ratio in known if ratio]
+    return [
+        *said,
+        "- Nothing has been measured on a GPU. There copies over the link come on top, unless compute hides "
+        "them. `python -m offload_core plan` estimates a step of your machine, and `make bench` measures it.",
+        "- Not everything went as we wanted: [the last section](#targets-missed) lists the targets that were missed.",
+    ]
+
+
+def part_lines(part: str, record: Record, pictures: Sequence[str], whole: bool) -> list[str]:
+    """A part's section. If not ``whole``, rows are left out where there are ratios, and so are nested settings."""
+    about = f"{ABOUT[part]} " if part in ABOUT else ""
+    known = settings(record["config"])
+    lines = ["", f"## {record['title']}", "", f"{about}(`python -m {module_of(part)}`{f'; {known}' if known else ''})"]
+    if record["ratios"]:
+        lines += ["", *table(["", "ratio", "target", ""], ratio_lines(record["ratios"]))]
+    for picture in pictures:
+        lines += ["", f"![{record['title']}]({picture})"]
+    if record["rows"] and (whole or not record["ratios"]):
+        lines += ["", *row_table(record)]
+    notes = remarks(record)
+    if notes and not whole and any(missed_by(ratio) for ratio in record["ratios"]):
+        notes = [note for note in notes if not note.startswith(tuple(f"- {r['name']}" for r in record["ratios"]))]
+    if notes:
+        lines += ["", *notes]
+    nested = {key: value for key, value in record["config"].items() if isinstance(value, dict)}
+    for key, value in nested.items() if whole else ():
+        lines += ["", f"{key}:", "", "```json", json.dumps(value, indent=1), "```"]
+    return lines
+
+
+def missed(records: Records) -> list[str]:
+    """The targets that were missed, a line each."""
     over = [(record, ratio) for record in records.values() for ratio in record["ratios"] if missed_by(ratio)]
-    lines += ["", "## Targets missed", ""]
+    lines = ["", "## Targets missed", ""]
+    if not over:
+        return [*lines, "None."]
+    rows = []
     for record, ratio in over:
-        note = ratio.get("note") or " ".join(record["notes"])
-        lines.append(
-            f"- {record['title']}, {ratio['name']}: {spread(ratio)}, target {bound(ratio)}, "
-            f"missed by {100 * missed_by(ratio):.0f} %. {note}".rstrip()
-        )
-    lines += [] if over else ["None."]
-    for part, record in records.items():
-        lines += [
-            "",
-            f"## {record['title']}",
-            "",
-            f"`python -m {module_of(part)}`. {settings(record['config'])}".rstrip(),
-        ]
-        for key, value in record["config"].items():
-            if isinstance(value, dict):
-                lines += ["", f"{key}:", "", "```json", json.dumps(value, indent=1), "```"]
-        if record["ratios"]:
-            lines += ["", *table(["", "ratio", "target", ""], ratio_lines(record["ratios"]))]
-        for picture in pictures.get(part, ()):
-            lines += ["", f"![{record['title']}]({picture})"]
-        if record["rows"]:
-            lines += ["", *row_table(record)]
-        if remarks(record):
-            lines += ["", *remarks(record)]
-    return "\n".join(lines) + "\n"
+        reached = ratio["p20"] <= ratio["target"] <= ratio["p80"]
+        why = ratio.get("note") or ("the target lies within the spread" if reached else "")
+        what = f"[{record['title']}](#{anchor(record['title'])}): {ratio['name']}"
+        beyond = f"missed by {100 * missed_by(ratio):.0f} %"
+        rows.append([what, spread(ratio), bound(ratio), ": ".join(filter(None, [beyond, why]))])
+    return [*lines, *table(["what", "measured", "wanted", "how far"], rows)]
+
+
+def document(records: Records, pictures: dict[str, list[str]], rest: str | None = None, beside_it: str = "") -> str:
+    """All of it, with the links to each part's pictures; or without rows and settings, which are at ``rest``."""
+    parts = [*(part for part in ABOUT if part in records), *(part for part in records if part not in ABOUT)]
+    lines = [
+        "# Performance",
+        "",
+        "Training steps, updates and memory, measured beside the libraries that do the same. A step is forward, "
+        "backward and update; all ran on the processors of one machine:",
+        "",
+        section(records, page=""),
+        "In words:",
+        "",
+        *meanings(records),
+        "",
+        "## How to read the figures",
+        "",
+        *where(records),
+        "",
+        *how(records),
+    ]
+    if rest:
+        lines += ["", f"`{rest}` has every row behind these ratios, and all settings."]
+    for part in parts:
+        lines += part_lines(part, records[part], pictures.get(part, ()), whole=rest is None)
+    if beside_it:
+        lines += ["", "## Two runs beside each other", "", beside_it.rstrip()]
+    return "\n".join([*lines, *missed(records)]) + "\n"
 
 
 def pictures_of(path: Path, records: Records, prefix: str) -> dict[str, list[str]]:
@@ -302,8 +422,9 @@ def performance(path: Path, before: Path | None) -> str:
     """``docs/performance.md``: this run, and how far the run ``before`` it agrees."""
     records = read(path)
     source = f"<!-- written by: python -m bench.report --write; from bench/results/{path.name} -->\n"
-    text = source + document(records, pictures_of(path, records, "../bench/results/"))
-    return text if before is None else f"{text}\n## Two runs beside each other\n\n{beside(before, path)}"
+    pictures = pictures_of(path, records, "../bench/results/")
+    rest = f"bench/results/{path.stem}.md"
+    return source + document(records, pictures, rest, "" if before is None else beside(before, path))
 
 
 def measured(readme: str, path: Path) -> str:
@@ -353,8 +474,9 @@ def agreements(lines: list[tuple[str, Record, Record | None, str]]) -> str:
     """How many of them agree."""
     close, overlap = (sum(agree in known for *_, agree in lines) for known in ((CLOSE,), (CLOSE, OVERLAP)))
     return (
-        f"the 20th to 80th percentiles of both runs overlap, or the medians differ by at most {RESOLUTION:.0%}, in "
-        f"{overlap}; in {close} each median also lies within the other's, or within {RESOLUTION:.0%} of it"
+        f"{overlap} agree: their 20th to 80th percentiles overlap, or their medians differ by at most "
+        f"{RESOLUTION:.0%}. {close} of these agree closely: each median lies within the other's percentiles, or within "
+        f"{RESOLUTION:.0%} of it"
     )
 
 
@@ -366,8 +488,8 @@ def beside(before: Path, path: Path) -> str:
     rest = [(name, a, b, agree) for name, a, b, agree in lines if b and agree != CLOSE]
     where = f"[the run before](../bench/results/{before.name})"
     said = [
-        f"Of the {len(lines)} ratios that it shares with {where}, {agreements(lines)} (`python -m bench.report`)."
-        f"{' The rest:' if rest else ''}"
+        f"This run and {where} share {len(lines)} ratios. Of these, {agreements(lines)}."
+        f"{' The others:' if rest else ''}"
     ]
     if rest:
         rows = ([name, spread(a), spread(b), agree] for name, a, b, agree in rest)

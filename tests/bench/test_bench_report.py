@@ -103,8 +103,8 @@ def test_the_page_says_what_the_run_before_does_not_confirm(tmp_path):
     now["update"]["ratios"][0].update(p20=7.0, p50=7.5, p80=8.0)
     said = report.beside(before, write(tmp_path / "now.jsonl", now))
     assert said.startswith(
-        "Of the 2 ratios that it shares with [the run before](../bench/results/before.jsonl), the 20th to 80th "
-        "percentiles of both runs overlap, or the medians differ by at most 1%, in 1; in 1 each median"
+        "This run and [the run before](../bench/results/before.jsonl) share 2 ratios. Of these, 1 agree: their 20th to "
+        "80th percentiles overlap, or their medians differ by at most 1%. 1 of these agree closely: each median"
     )
     assert "| update: this / peer | 0.702 (" in said
     assert "7.50 (7 to 8) | DIFFER |" in said
@@ -290,6 +290,6 @@ def test_the_report_says_what_was_asked_of_the_allocator():
     kept["update"]["config"]["malloc"] = {"MALLOC_MMAP_MAX_": "0"}
     assert "allocator" not in report.document(plain, {})
     assert "allocator" in report.document(kept, {})
-    assert "by default stands" not in report.document(kept, {})
+    assert "users see by default" not in report.document(kept, {})
     part = {**copy.deepcopy(kept["update"]), "bench": "default_allocator", "title": "as it comes"}
     assert 'under "default allocator"' in report.document({**kept, "default_allocator": part}, {})
