@@ -343,6 +343,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         self.intake.discard()
         super().zero_grad(set_to_none)
 
+    @torch._disable_dynamo
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient, and describe the update in ``report``.
 
@@ -384,7 +385,6 @@ class OffloadedAdamW(torch.optim.Optimizer):
         scale, step = parts.pipeline.loss_scale, parts.pipeline.updates + 1
         return StepReport(updated=False, skipped="accumulating", loss_scale=scale, step=step)
 
-    @torch._disable_dynamo
     @whole("step()")
     @changes("step()")
     def _update(self) -> StepReport:

@@ -494,7 +494,7 @@ def test_a_compiled_step_is_the_step():
 def test_the_profiler_shows_a_step_and_zero_grad_by_their_names():
     model = make()
     optimizer = alone(model.parameters())
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
         train(model, optimizer, range(1))
     names = {event.key for event in profile.key_averages()}
     assert {"Optimizer.step#OffloadedAdamW.step", "Optimizer.zero_grad#OffloadedAdamW.zero_grad"} <= names
