@@ -277,7 +277,8 @@ def test_four_devices_of_a_jax_process_train_like_one_that_accumulates(tmp_path:
         assert line.split()[:2] == [str(rank), f"{row['sent_bytes_a_step']:,}"]
 
 
-IN_BF16 = ["--param-dtype=bfloat16", "--accumulate=2"]
+IN_BF16 = ["--param-dtype=bfloat16", "--accumulate=2", "--activation-checkpointing"]
+"""Stage 3 computes each layer again for backward. XLA rounds a program that does not differently, at any stage."""
 
 
 @pytest.fixture(scope="module")
