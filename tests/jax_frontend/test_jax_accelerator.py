@@ -102,7 +102,7 @@ def test_the_bits_are_those_of_the_direct_way(fields, dtype, device):
     for i in range(6):
         grads = random_tree(10 + i, dtype)
         assert_same_tree(there.update(grads), here.update(jax.tree.map(np.asarray, grads)))
-        assert there.report == here.report
+        assert repr(there.report) == repr(here.report)
     assert_same_tree(there.to_pytree(), here.to_pytree())
 
 
@@ -193,7 +193,7 @@ def test_the_delayed_schedule_is_what_its_definition_says(place, dtype, warmup, 
         kept, copies = offloaded.params, jax.tree.map(lambda x: np.array(x, copy=True), offloaded.params)
         assert_same_tree(offloaded.update(grads), definition.update(jax.tree.map(np.asarray, grads)))
         assert_same_tree(kept, copies)
-        assert offloaded.report == definition.twin.report
+        assert repr(offloaded.report) == repr(definition.twin.report)
     assert_same_tree(offloaded.to_pytree(), definition.twin.to_pytree())
     assert_same_tree(offloaded.params, definition.twin.params)
     assert_same_tree(offloaded.flush(), definition.twin.params)
@@ -238,7 +238,7 @@ def test_float16_with_loss_scaling(device):
         if i == 3:
             tree["embed"] = tree["embed"].at[-1, -1].set(jnp.inf)
         assert_same_tree(there.update(ScaledGradients(tree, scale)), here.update(ScaledGradients(tree, scale)))
-        assert there.report == here.report
+        assert repr(there.report) == repr(here.report)
         assert there.report.skipped == ("overflow" if i == 3 else None)
     assert_same_tree(there.to_pytree(), here.to_pytree())
 

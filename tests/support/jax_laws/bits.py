@@ -297,7 +297,7 @@ def training_at_stage_3_is_training_at_stage_2():
             assert leaf.dtype == ("float32" if cut_leaf else dtype)
         ours.update(grads)
         theirs.update(expected_grads)
-        assert ours.report == theirs.report
+        assert repr(ours.report) == repr(theirs.report)
         assert_same_tree(whole(ours.params, ours), theirs.params)
     assert_same_tree(ours.to_pytree(), theirs.to_pytree())
 
@@ -323,7 +323,7 @@ def gradients_that_xla_cannot_round_give_stages_2_and_3_the_same_bits():
             assert_same_tree(grads.tree, gradients_of(factors, mesh).tree)
             ours.update(grads)
             theirs.update(expected)
-            assert ours.report == theirs.report
+            assert repr(ours.report) == repr(theirs.report)
             assert_same_tree(whole(ours.params, ours), theirs.params)
         assert_same_tree(ours.to_pytree(), theirs.to_pytree())
 

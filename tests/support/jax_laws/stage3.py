@@ -117,7 +117,7 @@ def assert_equals_one_device(mesh, dtype, steps=3, **fields):
                 scale = ours._pipeline.loss_scale
                 grads, mean = ScaledGradients(grads, scale), ScaledGradients(mean, scale)
             assert_same_tree(whole(ours.update(grads), ours), theirs.update(mean))
-        assert ours.report == theirs.report
+        assert repr(ours.report) == repr(theirs.report)
         assert ours.report.updated
     assert_placed(ours.params, mesh, memory_kind)
     assert {leaf.dtype for leaf in jax.tree.leaves(ours.params)} == {jnp.dtype(dtype)}
