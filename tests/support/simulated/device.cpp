@@ -1059,6 +1059,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
     library.impl("_copy_from", &copy_from);
     library.impl("_copy_from_and_resize", &copy_from_and_resize);
     library.impl("native_dropout", &native_dropout);
+    // The CPU's own kernel, not the one that is made of other operators: with the host's bits.
+    library.impl("native_layer_norm", torch::CppFunction::makeFromBoxedFunction<&any_operator>());
+    library.impl("native_group_norm", torch::CppFunction::makeFromBoxedFunction<&any_operator>());
     library.impl("record_stream", &record_stream);
 }
 
