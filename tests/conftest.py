@@ -43,3 +43,23 @@ def code_of_other_tests_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     place = {str(Path(__file__).parent / file): i for i, file in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(str(item.path), len(LONGEST)))
+
+
+@pytest.fixture(scope="session")
+def accelerator() -> str:
+    """The type of an accelerator of torch: CUDA where there is one, else the simulated device."""
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        return "cuda"
+    from tests.support import simulated
+
+    if (missing := simulated.why_not()) is not None:
+        pytest.skip(missing)
+    simulated.load()
+    return simulated.NAME
+
+
+@pytest.fixture(params=["host", "accelerator"])
+def device(request: pytest.FixtureRequest) -> str:
+    """A type of device of torch that parameters can be on."""
+    return "cpu" if request.param == "host" else request.getfixturevalue("accelerator")

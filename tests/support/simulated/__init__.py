@@ -19,6 +19,9 @@ from typing import Any
 
 import torch
 
+from frontends.torch.ranks import pinning
+from offload_core.memory.pinning import Registered
+
 NAME = "simulated"
 _SOURCE = Path(__file__).with_name("device.cpp")
 _FLAGS = ["-O1", "-g0", "-w"]
@@ -70,7 +73,9 @@ def load() -> ctypes.CDLL:
     library.simulated_hold.restype = ctypes.c_void_p
     torch.utils.rename_privateuse1_backend(NAME)
     torch._register_device_module(NAME, sys.modules[__name__])
+    library.simulated_start()
     torch.utils.generate_methods_for_privateuse1_backend()
+    pinning.REGISTERED[NAME] = Registered(register, unregister)
     atexit.register(_end)
     return library
 
@@ -105,11 +110,11 @@ def _lazy_init() -> None:
 
 def manual_seed_all(seed: int) -> None:
     for device in range(_DEVICES):
-        set_rng_state(torch.tensor([seed, 0]).view(torch.uint8), device)
+        set_rng_state(torch.tensor([seed, 0], device="cpu").view(torch.uint8), device)
 
 
 def get_rng_state(device: Any = NAME) -> torch.Tensor:
-    state = torch.empty(16, dtype=torch.uint8)
+    state = torch.empty(16, dtype=torch.uint8, device="cpu")
     load().simulated_random_state(_index(device), ctypes.c_void_p(state.data_ptr()))
     return state
 

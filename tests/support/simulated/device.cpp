@@ -25,6 +25,7 @@
 #include <thread>
 
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Context.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
@@ -708,6 +709,7 @@ at::Generator &default_generator(int device) {
 }
 
 struct Hooks final : at::PrivateUse1HooksInterface {
+    void init() const override {}
     bool isBuilt() const override { return true; }
     bool isAvailable() const override { return true; }
     bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
@@ -1068,6 +1070,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
 // --- what tests ask of it ----------------------------------------------------------------------------------------
 
 extern "C" {
+// Until then torch takes no memory for pinned.
+void simulated_start() { at::globalContext().lazyInitDevice(TYPE); }
+
 void simulated_set_device(int device) { current_device = device; }
 
 void simulated_delays(uint64_t new_seed, int kernel, int copy) { seed = new_seed, kernel_delay = kernel, copy_delay = copy; }
