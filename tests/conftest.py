@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -40,23 +41,30 @@ def code_of_other_tests_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(pending, "compiled_code_reads", False)
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     place = {str(Path(__file__).parent / file): i for i, file in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(str(item.path), len(LONGEST)))
+    if any({"accelerator", "device"} & set(getattr(item, "fixturenames", ())) for item in items):
+        from tests.support import simulated
+
+        if simulated.why_not() is None:
+            simulated.prepare()  # before any test's backward
 
 
-@pytest.fixture(scope="session")
-def accelerator() -> str:
+@pytest.fixture
+def accelerator() -> Iterator[str]:
     """The type of an accelerator of torch: CUDA where there is one, else the simulated device."""
     torch = pytest.importorskip("torch")
     if torch.cuda.is_available():
-        return "cuda"
+        yield "cuda"
+        return
     from tests.support import simulated
 
     if (missing := simulated.why_not()) is not None:
         pytest.skip(missing)
-    simulated.load()
-    return simulated.NAME
+    with simulated.available():
+        yield simulated.NAME
 
 
 @pytest.fixture(params=["host", "accelerator"])

@@ -66,8 +66,8 @@ class HostMemory:
             self._pinning = None
             UserLine.now().warn(
                 HostMemoryWarning(
-                    f"{label}: {format_bytes(n_bytes)} of host memory could not be pinned ({error}); copies to and from "
-                    "the device will wait for each other and for the host. Set pin_memory=False if that is meant"
+                    f"{label}: {format_bytes(n_bytes)} of host memory could not be pinned ({error}); copies to "
+                    "and from the device will wait for each other and the host. Set pin_memory=False if that is meant"
                 )
             )
             return None

@@ -80,7 +80,8 @@ class Driver:
         code = register(ctypes.c_void_p(address), ctypes.c_size_t(n_bytes), _PORTABLE)
         if code:
             raise HostMemoryError(
-                f"{self.register_name} failed with {self.vendor} error {code}; raise the locked-memory limit (ulimit -l)"
+                f"{self.register_name} failed with {self.vendor} error {code}; raise the locked-memory limit "
+                "(ulimit -l)"
             )
 
     def unregister(self, address: int) -> None:

@@ -99,8 +99,7 @@ def test_parameters_that_stream_from_the_host_give_the_bits_of_resident_ones(fie
         assert shard.is_pinned()
         plain.close()
         del plain, parted, p, q
-    if fields:
-        print(held)
+    if fields and accelerator == "cuda":  # nothing but the copies' speed bounds the gradients on their way
         assert held[48] < 2 * held[12]  # gradients on their way, activations of 48 layers of 8 rows
 
 
@@ -166,7 +165,9 @@ def test_a_model_built_in_host_memory_is_the_one_built_on_the_device_and_takes_n
     engine = wrap(model, stage=3, offload_param="cpu")
     assert torch.accelerator.memory_allocated() - used < layer
     with gathered_parameters(model.parameters()):
-        assert all(p.device.type == accelerator and same_bits(p, q) for p, q in zip(model.parameters(), whole.parameters(), strict=True))
+        for p, q in zip(model.parameters(), whole.parameters(), strict=True):
+            assert p.device.type == accelerator
+            assert same_bits(p, q)
     engine.backward(engine(torch.ones(2, 1024, device=accelerator)).sum())
     assert engine.step().updated
 

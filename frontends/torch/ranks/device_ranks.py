@@ -177,7 +177,7 @@ def device_for(device: torch.device, group: Any, config: OffloadConfig, *, apart
 
 
 def _moves(group: Any, device: torch.device) -> bool:
-    """Return whether the group has the device's own backend (nccl, xccl, …); gloo would pass through the host anyway."""
+    """Return whether the group has the device's own backend (nccl, xccl, …). Gloo would pass through the host."""
     try:
         own = dist.get_default_backend_for_device(device)
         return own != "gloo" and own in (group or dist.group.WORLD)._get_backend(device).name().lower()  # type: ignore[union-attr]

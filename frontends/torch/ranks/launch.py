@@ -22,9 +22,9 @@ def init_process_group(
     """Join the other ranks, and return this rank's device. A process that was started alone is a group of one rank.
 
     This calls ``torch.distributed.init_process_group()``, and does what that leaves to its caller. Under Slurm and
-    Open MPI it sets torchrun's variables, which other libraries read, too. It makes the rank's accelerator the current one.
-    Between several machines it gives gloo the network interface that leads to rank 0, unless ``GLOO_SOCKET_IFNAME``
-    names one; gloo alone would use the address that the host's name resolves to.
+    Open MPI it sets torchrun's variables, which other libraries read, too. It makes the rank's accelerator the current
+    one. Between several machines it gives gloo the network interface that leads to rank 0, unless
+    ``GLOO_SOCKET_IFNAME`` names one; gloo alone would use the address that the host's name resolves to.
 
     Args:
         device_type: the accelerator's (``"cuda"``, ``"xpu"``, …) or ``"cpu"``; None: the accelerator if torch sees one.

@@ -1,6 +1,7 @@
 """A simulated accelerator as a PyTorch device, built on first use; ``device.cpp`` says what it simulates.
 
-``load()`` makes ``"simulated"`` a device of this process, and the process's accelerator. This module is torch's device
+``load()`` makes ``"simulated"`` a device of this process, and the process's accelerator; where the process may run a
+backward before, ``prepare()`` must come first. This module is torch's device
 module for it, as ``torch.cuda`` is for CUDA.
 """
 
@@ -26,10 +27,13 @@ NAME = "simulated"
 _SOURCE = Path(__file__).with_name("device.cpp")
 _FLAGS = ["-O1", "-g0", "-w"]
 _DEVICES = 2
+_available = True
 
 
 def why_not() -> str | None:
     """What this machine lacks to build it; None: nothing."""
+    if torch.cuda.is_available():
+        return "torch has one accelerator in a process, and here it is CUDA"
     if sys.platform != "linux":
         return "the simulated device is for Linux alone"
     if shutil.which(os.environ.get("CXX", "c++")) is None:
@@ -65,12 +69,19 @@ def _built() -> Path:
 
 
 @cache
-def load() -> ctypes.CDLL:
-    """Make the simulated devices this process's accelerator."""
+def prepare() -> ctypes.CDLL:
+    """Tell torch how many devices there may be: its first backward starts a thread for each, and none later."""
     path = str(_built())
     torch.ops.load_library(path)
     library = ctypes.CDLL(path)
     library.simulated_hold.restype = ctypes.c_void_p
+    return library
+
+
+@cache
+def load() -> ctypes.CDLL:
+    """Make the simulated devices this process's accelerator."""
+    library = prepare()
     torch.utils.rename_privateuse1_backend(NAME)
     torch._register_device_module(NAME, sys.modules[__name__])
     library.simulated_start()
@@ -89,7 +100,7 @@ def _end() -> None:
 
 
 def is_available() -> bool:
-    return True
+    return _available
 
 
 def device_count() -> int:
@@ -134,6 +145,19 @@ def get_amp_supported_dtype() -> list[torch.dtype]:
 
 
 # --- what tests ask of it ----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def available() -> Iterator[None]:
+    """Programs that ask for an accelerator find this one, and not afterwards."""
+    global _available
+    load()
+    _available = True
+    try:
+        yield
+        _end()
+    finally:
+        _available = False
 
 
 @contextmanager

@@ -2,12 +2,12 @@
 //
 // Every operator and copy is put on the current stream and returns at once; the stream's thread runs it later, after a
 // random delay, on the bytes that it then finds. An operator's result is shaped by its meta kernel when it is called,
-// and computed by its CPU kernel when the stream comes to it. An operator without a meta kernel, or whose result's shape
-// depends on values, waits for the stream.
+// and computed by its CPU kernel when the stream comes to it. An operator without a meta kernel, or whose result's
+// shape depends on values, waits for the stream.
 //
-// Device memory is one file that is mapped twice: tensors point to a mapping that nobody may touch (a host's access ends
-// in SIGSEGV), kernels and copies work on the other. Freed memory is overwritten with 0xFF (NaN) and reused at once, in
-// the order of the stream that it was allocated on; another stream that still uses it needs record_stream.
+// Device memory is one file that is mapped twice: tensors point to a mapping that nobody may touch (a host's access
+// ends in SIGSEGV), kernels and copies work on the other. Freed memory is overwritten with 0xFF (NaN) and reused at
+// once, in the order of the stream that it was allocated on; another stream that still uses it needs record_stream.
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -100,7 +100,9 @@ using MarkPtr = std::shared_ptr<Mark>;
 // A stream: its thread runs tasks in order. A task that fails leaves its message for the next that waits.
 class Queue {
   public:
-    Queue(int device, int number) : device(device), number(number) { std::thread([this] { run(); }).detach(); }
+    Queue(int device, int number) : device(device), number(number) {
+        std::thread([this] { run(); }).detach();
+    }
 
     void put(std::function<void()> task, int longest_delay = 0) {
         std::lock_guard lock(mutex_);
@@ -367,8 +369,9 @@ class DeviceMemory {
             }
             if (!block)
                 ++stats_.num_ooms;
-            TORCH_CHECK_WITH(OutOfMemoryError, block, "simulated device ", device_, ": out of memory. Tried to allocate ",
-                             size, " bytes; ", reserved(), " of ", capacity, " are in use");
+            TORCH_CHECK_WITH(OutOfMemoryError, block, "simulated device ", device_,
+                             ": out of memory. Tried to allocate ", size, " bytes; ", reserved(), " of ", capacity,
+                             " are in use");
         }
         live_[block->address] = block;
         change(stats_.allocated_bytes, int64_t(block->size));
@@ -443,7 +446,8 @@ class DeviceMemory {
             }
             block->ends.clear();
             poison(*block);
-            cached_[block->stream].emplace(block->size, block);
+            auto &cached = cached_[block->stream];
+            cached.emplace_hint(cached.lower_bound(block->size), block->size, block); // the first of its size
             place = ending_.erase(place);
         }
     }
@@ -657,7 +661,8 @@ void PinnedMemory::free_ended() {
 class Generator final : public c10::GeneratorImpl {
   public:
     explicit Generator(int device)
-        : GeneratorImpl(c10::Device(TYPE, c10::DeviceIndex(device)), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)) {}
+        : GeneratorImpl(c10::Device(TYPE, c10::DeviceIndex(device)),
+                        c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)) {}
 
     void set_current_seed(uint64_t seed) override { seed_ = seed, offset_ = 0; }
     void set_offset(uint64_t offset) override { offset_ = offset; }
@@ -725,7 +730,9 @@ struct Hooks final : at::PrivateUse1HooksInterface {
         return before;
     }
     c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex device) const override { return exchangeDevice(device); }
-    const at::Generator &getDefaultGenerator(c10::DeviceIndex device) const override { return default_generator(device); }
+    const at::Generator &getDefaultGenerator(c10::DeviceIndex device) const override {
+        return default_generator(device);
+    }
     at::Generator getNewGenerator(c10::DeviceIndex device) const override {
         return at::make_generator<Generator>(device < 0 ? current_device : device);
     }
@@ -743,12 +750,6 @@ struct Hooks final : at::PrivateUse1HooksInterface {
         storage.unsafeGetStorageImpl()->set_nbytes(size);
     }
 };
-
-const bool registered = [] {
-    c10::SetAllocator(TYPE, &allocator(), 1);
-    at::RegisterPrivateUse1HooksInterface(new Hooks());
-    return true;
-}();
 
 // --- tensors -----------------------------------------------------------------------------------------------------
 
@@ -778,9 +779,8 @@ at::Tensor empty(c10::SymIntArrayRef size, std::optional<at::ScalarType> dtype, 
                                                 c10::dtype_or_default(dtype), format));
 }
 
-at::Tensor empty_with_strides(c10::SymIntArrayRef size, c10::SymIntArrayRef stride,
-                              std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
-                              std::optional<at::Device> device, std::optional<bool>) {
+at::Tensor empty_with_strides(c10::SymIntArrayRef size, c10::SymIntArrayRef stride, std::optional<at::ScalarType> dtype,
+                              std::optional<at::Layout>, std::optional<at::Device> device, std::optional<bool>) {
     auto place = device.value_or(c10::Device(TYPE));
     return empty_strided(C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride), c10::dtype_or_default(dtype),
                          place.has_index() ? place : c10::Device(TYPE, c10::DeviceIndex(current_device)));
@@ -825,7 +825,8 @@ at::Tensor view(const at::Tensor &self, c10::SymIntArrayRef size) {
 at::Tensor as_strided(const at::Tensor &self, c10::SymIntArrayRef size, c10::SymIntArrayRef stride,
                       std::optional<c10::SymInt> offset) {
     auto place = offset ? std::optional<int64_t>(offset->expect_int()) : std::nullopt;
-    return at::native::as_strided_tensorimpl(self, C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride), place);
+    return at::native::as_strided_tensorimpl(self, C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride),
+                                             place);
 }
 
 at::Tensor reshape_alias(const at::Tensor &self, c10::SymIntArrayRef size, c10::SymIntArrayRef stride) {
@@ -840,7 +841,8 @@ void copy_bytes(const at::Tensor &from, const at::Tensor &to, bool non_blocking)
     auto &other = is_ours(from) && is_ours(to) ? current_queue(to.get_device()) : stream;
     if (&other != &stream)
         stream.wait_for(other.mark());
-    const char *source = is_ours(from) ? open_address(from.const_data_ptr()) : static_cast<const char *>(from.const_data_ptr());
+    const char *source =
+        is_ours(from) ? open_address(from.const_data_ptr()) : static_cast<const char *>(from.const_data_ptr());
     char *target = is_ours(to) ? open_address(to.const_data_ptr()) : static_cast<char *>(to.mutable_data_ptr());
     bool fails = copies_until_failure > 0 && --copies_until_failure == 0;
     auto act = [source, target, size = from.nbytes(), fails] {
@@ -868,8 +870,7 @@ at::Tensor copy_from(const at::Tensor &self, const at::Tensor &to, bool non_bloc
     if (to.numel() == 0)
         return to;
     if (is_ours(self) && is_ours(to) && self.device() == to.device()) {
-        current_queue(self.get_device())
-            .put([from = opened(self), to = opened(to)] { to.copy_(from); }, kernel_delay);
+        current_queue(self.get_device()).put([from = opened(self), to = opened(to)] { to.copy_(from); }, kernel_delay);
     } else if (is_dense_alike(self, to)) {
         copy_bytes(self, to, non_blocking);
     } else { // cast and ordered where it is, then moved, then ordered there
@@ -912,6 +913,8 @@ template <typename F> c10::IValue each_tensor(const c10::IValue &value, F act) {
 }
 
 at::Tensor meta_of(const at::Tensor &tensor) {
+    if (tensor.is_cpu() && tensor.dim() == 0)
+        return tensor; // meta kernels in Python take its value
     at::Tensor meta(at::detail::empty_strided_meta(tensor.sizes(), tensor.strides(), tensor.scalar_type()));
     if (tensor.unsafeGetTensorImpl()->is_wrapped_number())
         meta.unsafeGetTensorImpl()->set_wrapped_number(true);
@@ -990,7 +993,8 @@ void any_operator(const c10::OperatorHandle &op, torch::jit::Stack *stack) {
     for (size_t i = 0; i < n_results; ++i) {
         if (auto argument = argument_of_result(schema, schema.returns()[i])) {
             const auto &given = arguments[*argument];
-            if (given.isTensor() && (*shaped)[i].isTensor() && given.toTensor().sizes() != (*shaped)[i].toTensor().sizes())
+            if (given.isTensor() && (*shaped)[i].isTensor() &&
+                given.toTensor().sizes() != (*shaped)[i].toTensor().sizes())
                 reshape(given.toTensor(), (*shaped)[i].toTensor().sizes(), (*shaped)[i].toTensor().strides());
             results.push_back(given);
             continue;
@@ -1007,8 +1011,9 @@ void any_operator(const c10::OperatorHandle &op, torch::jit::Stack *stack) {
         if (value.isDevice())
             inputs.emplace_back(c10::Device(c10::DeviceType::CPU));
         else if (schema.arguments()[i].name() == "generator")
-            inputs.emplace_back(
-                (value.isGenerator() ? value.toGenerator() : default_generator(device.index())).get<Generator>()->next());
+            inputs.emplace_back((value.isGenerator() ? value.toGenerator() : default_generator(device.index()))
+                                    .get<Generator>()
+                                    ->next());
         else
             inputs.push_back(each_tensor(
                 value, [](const at::Tensor &tensor) { return is_ours(tensor) ? opened(tensor) : tensor.clone(); }));
@@ -1045,7 +1050,9 @@ void record_stream(at::Tensor &self, c10::Stream stream) {
 
 } // namespace
 
-TORCH_LIBRARY_IMPL(_, PrivateUse1, library) { library.fallback(torch::CppFunction::makeFromBoxedFunction<&any_operator>()); }
+TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
+    library.fallback(torch::CppFunction::makeFromBoxedFunction<&any_operator>());
+}
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
     library.impl("empty.memory_format", &empty);
@@ -1070,12 +1077,16 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
 // --- what tests ask of it ----------------------------------------------------------------------------------------
 
 extern "C" {
-// Until then torch takes no memory for pinned.
-void simulated_start() { at::globalContext().lazyInitDevice(TYPE); }
+// Makes it the process's accelerator. Without the last line torch takes no memory for pinned.
+void simulated_start() {
+    c10::SetAllocator(TYPE, &allocator(), 1);
+    at::RegisterPrivateUse1HooksInterface(new Hooks());
+    at::globalContext().lazyInitDevice(TYPE);
+}
 
-void simulated_set_device(int device) { current_device = device; }
-
-void simulated_delays(uint64_t new_seed, int kernel, int copy) { seed = new_seed, kernel_delay = kernel, copy_delay = copy; }
+void simulated_delays(uint64_t new_seed, int kernel, int copy) {
+    seed = new_seed, kernel_delay = kernel, copy_delay = copy;
+}
 
 void simulated_capacity(int device, size_t size) { memory_of(device).capacity = std::min(size, ARENA); }
 
