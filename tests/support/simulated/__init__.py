@@ -12,9 +12,9 @@ import hashlib
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -180,14 +180,20 @@ def capacity(n_bytes: int, device: int = 0) -> Iterator[None]:
         load().simulated_capacity(device, ctypes.c_size_t(2**62))
 
 
+def hold(stream: torch.Stream) -> Callable[[], None]:
+    """Let the stream do nothing of what it is given from now on, until the returned function is called."""
+    gate = load().simulated_hold(stream.device_index, stream.stream_id)
+    return partial(load().simulated_release, ctypes.c_void_p(gate))
+
+
 @contextmanager
 def held(stream: torch.Stream) -> Iterator[None]:
     """The stream does nothing of what it is given meanwhile."""
-    gate = load().simulated_hold(stream.device_index, stream.stream_id)
+    release = hold(stream)
     try:
         yield
     finally:
-        load().simulated_release(ctypes.c_void_p(gate))
+        release()
 
 
 def fail_copy(n: int) -> None:
