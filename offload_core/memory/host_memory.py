@@ -46,12 +46,14 @@ class HostMemory:
         n_bytes = numel * dtype.itemsize
         if n_bytes == 0:
             return np.empty(0, dtype)
-        array = self._pinned(label, n_bytes) if pinned else None
-        if array is None:
-            try:
+        try:
+            array = self._pinned(label, n_bytes) if pinned else None
+            if array is None:
                 array = mapped(n_bytes, self._threads)
-            except HostMemoryError as error:
-                raise HostMemoryError(f"{label}: {format_bytes(n_bytes)} of host memory: {error}") from None
+        except OSError as error:
+            raise HostMemoryError(
+                f"{label}: the system refused {format_bytes(n_bytes)} of host memory ({error})"
+            ) from None
         self._live[label] += n_bytes
         weakref.finalize(array, self._live.subtract, {label: n_bytes})
         return array.view(dtype)

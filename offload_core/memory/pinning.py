@@ -23,7 +23,8 @@ class Pinning(Protocol):
         """Zeroed bytes that are pinned until the array dies.
 
         Raises:
-            HostMemoryError: they cannot be pinned, or the system has none.
+            HostMemoryError: they cannot be pinned.
+            OSError: the system has none.
         """
         ...
 
@@ -32,12 +33,9 @@ def mapped(n_bytes: int, threads: int) -> np.ndarray:
     """Zeroed bytes in an anonymous mapping of their own: exact to a page, in huge pages where it is large.
 
     Raises:
-        HostMemoryError: the system refused the mapping.
+        OSError: the system refused the mapping.
     """
-    try:
-        mapping = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as error:
-        raise HostMemoryError(f"the system refused them ({error})") from None
+    mapping = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE") and n_bytes >= _HUGE_PAGE:
         mapping.madvise(mmap.MADV_HUGEPAGE)
     array = np.frombuffer(mapping, np.uint8, n_bytes)

@@ -58,7 +58,7 @@ def test_memory_is_resident_to_the_page_and_given_back():
 
 
 def test_a_refused_mapping_is_one_clear_error():
-    with pytest.raises(HostMemoryError, match=r"states: 8192.0 TiB of host memory: the system refused them"):
+    with pytest.raises(HostMemoryError, match=r"states: the system refused 8192.0 TiB of host memory"):
         HostMemory(1).allocate("states", 2**53, np.dtype(np.uint8))
 
 

@@ -119,3 +119,20 @@ def test_a_parameter_that_is_written_by_hand_is_followed(device, late):
         run(engine, range(2, 4), place)
         found.append(everything(engine))
     assert_same(*found)
+
+
+def test_a_default_device_does_not_attract_what_is_the_hosts(device, tmp_path):
+    inputs, found = [batch(seed).to(device) for seed in range(4)], []
+    for default in (device, "cpu"):
+        engine, resumed = wrap(make().to(device), lr=1e-2), wrap(make(seed=1).to(device), lr=1e-2)
+        with torch.device(default):
+            for n, x in enumerate(inputs):
+                if n == 2:
+                    engine.save_checkpoint(tmp_path / default)
+                    resumed.load_checkpoint(tmp_path / default)
+                for each in (engine, resumed)[: 1 + n // 2]:
+                    each.backward(each(x).pow(2).mean())
+                    each.step()
+        found += [everything(engine), everything(resumed)]
+    for each in found[1:]:
+        assert_same(each, found[0])

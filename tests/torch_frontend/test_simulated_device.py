@@ -99,8 +99,8 @@ def test_freed_memory_is_poisoned_under_a_stream_that_was_not_recorded(recorded)
 
 
 def test_an_allocation_beyond_the_capacity_is_refused_and_fits_once_memory_is_free():
-    torch.accelerator.empty_cache()
     gc.collect()
+    torch.accelerator.empty_cache()
     with simulated.capacity(torch.accelerator.memory_reserved() + 2**20):
         x = torch.empty(2**19, dtype=torch.uint8, device=D)
         with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):

@@ -50,7 +50,7 @@ def _to_numpy(tensor: torch.Tensor) -> np.ndarray:
 
 
 def _from_numpy(array: np.ndarray) -> torch.Tensor:
-    tensor = torch.empty(array.shape, dtype=getattr(torch, array.dtype.name))
+    tensor = torch.empty(array.shape, dtype=getattr(torch, array.dtype.name), device="cpu")
     memory(tensor.view(-1))[:] = array.reshape(-1)
     return tensor
 
@@ -283,7 +283,7 @@ def _target(name: str, tensor: torch.Tensor, record: PartitionedParameter | None
     def wants(kind: str) -> Iterable[Want]:
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             run = flat(where.data) if _is_dense(where) else where.detach()
-            host = run if in_place else torch.empty(where.numel(), dtype=where.dtype)
+            host = run if in_place else torch.empty(where.numel(), dtype=where.dtype, device="cpu")
             if not in_place:
                 staged.append((run, host.view(run.shape)))
         for start, at, numel in runs:

@@ -74,7 +74,7 @@ class OwnGroup:
         self._gloo: list[Any] = [gloo]
         # At exit, too: the group's threads need the interpreter to free tensors.
         self._end = weakref.finalize(self, _end, self._gloo, self._line)
-        self._header = torch.zeros(self.world_size * HEADER_BYTES, dtype=torch.uint8)
+        self._header = torch.zeros(self.world_size * HEADER_BYTES, dtype=torch.uint8, device="cpu")
         self._headers = torch.zeros_like(self._header)
 
     def _check_descriptors(self) -> None:

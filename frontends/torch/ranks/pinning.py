@@ -15,7 +15,7 @@ class TorchPinned:
 
     def allocate(self, n_bytes: int, threads: int) -> np.ndarray:
         try:
-            return torch.zeros(n_bytes, dtype=torch.uint8, pin_memory=True).numpy()
+            return torch.zeros(n_bytes, dtype=torch.uint8, device="cpu", pin_memory=True).numpy()
         except RuntimeError as error:
             raise HostMemoryError(str(error)) from None
 

@@ -88,7 +88,15 @@ def load() -> ctypes.CDLL:
     torch.utils.generate_methods_for_privateuse1_backend()
     pinning.REGISTERED[NAME] = Registered(register, unregister)
     atexit.register(_end)
+    _hide()
     return library
+
+
+def _hide() -> None:
+    """Let torch's own libraries, too, find the accelerator only while it is available."""
+    current, get = torch.accelerator.current_accelerator, torch._C._get_accelerator
+    torch.accelerator.current_accelerator = lambda *options, **named: current(*options, **named) if _available else None
+    torch._C._get_accelerator = lambda: get() if _available else torch.device("cpu")
 
 
 def _end() -> None:
@@ -103,12 +111,19 @@ def is_available() -> bool:
     return _available
 
 
+def is_initialized() -> bool:
+    return True
+
+
 def device_count() -> int:
     return _DEVICES
 
 
 def current_device() -> int:
     return torch.accelerator.current_device_index()
+
+
+device = torch.accelerator.device_index  # a context
 
 
 def _is_in_bad_fork() -> bool:

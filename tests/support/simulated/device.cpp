@@ -31,6 +31,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/CPUFallback.h>
+#include <ATen/ops/_neg_view.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/empty_like.h>
@@ -869,6 +870,8 @@ bool is_dense_alike(const at::Tensor &from, const at::Tensor &to) {
 at::Tensor copy_from(const at::Tensor &self, const at::Tensor &to, bool non_blocking) {
     if (to.numel() == 0)
         return to;
+    if (self.is_neg())
+        return copy_from(at::_neg_view(self).neg(), to, non_blocking);
     if (is_ours(self) && is_ours(to) && self.device() == to.device()) {
         current_queue(self.get_device()).put([from = opened(self), to = opened(to)] { to.copy_(from); }, kernel_delay);
     } else if (is_dense_alike(self, to)) {
@@ -929,6 +932,20 @@ bool returns_tensors(const c10::FunctionSchema &schema) {
     return true;
 }
 
+// The operator that the CPU has in the place of one that backends bring.
+c10::OperatorHandle counterpart(const c10::OperatorHandle &op, torch::jit::Stack &arguments) {
+    auto &all = c10::Dispatcher::singleton();
+    const auto &name = op.schema().name();
+    if (name == "aten::convolution_overrideable")
+        return all.findSchemaOrThrow("aten::convolution", "");
+    if (name == "aten::convolution_backward_overrideable") {
+        c10::IValue bias_sizes(std::vector<int64_t>{arguments[0].toTensor().size(1)});
+        arguments.insert(arguments.begin() + 3, bias_sizes);
+        return all.findSchemaOrThrow("aten::convolution_backward", "");
+    }
+    return op;
+}
+
 // The results' shapes; nothing if no meta kernel tells them.
 std::optional<torch::jit::Stack> shapes(const c10::OperatorHandle &op, const torch::jit::Stack &arguments) {
     torch::jit::Stack stack;
@@ -937,7 +954,7 @@ std::optional<torch::jit::Stack> shapes(const c10::OperatorHandle &op, const tor
                         : value.isGenerator() ? c10::IValue()
                                               : each_tensor(value, meta_of));
     try {
-        op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::Meta), &stack);
+        counterpart(op, stack).redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::Meta), &stack);
     } catch (const std::exception &) {
         return std::nullopt; // values decide, there is no meta kernel, or the call is wrong, which the CPU kernel says
     }
@@ -964,6 +981,10 @@ c10::Device device_of(const c10::OperatorHandle &op, const torch::jit::Stack &ar
                 TORCH_CHECK(!found || *found == tensor.device(), op.schema().name(), ": tensors on ", *found, " and ",
                             tensor.device());
                 found = tensor.device();
+            } else {
+                bool may_be_elsewhere = tensor.dim() == 0 || op.schema().name().find("index") != std::string::npos;
+                TORCH_CHECK(may_be_elsewhere, op.schema().name(), ": a tensor on ", tensor.device(),
+                            ", expected all of them on one simulated device");
             }
             return tensor;
         });
@@ -1018,8 +1039,9 @@ void any_operator(const c10::OperatorHandle &op, torch::jit::Stack *stack) {
             inputs.push_back(each_tensor(
                 value, [](const at::Tensor &tensor) { return is_ours(tensor) ? opened(tensor) : tensor.clone(); }));
     }
-    auto act = [op, inputs = std::move(inputs), targets = std::move(targets)]() mutable {
-        op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &inputs);
+    auto kernel = counterpart(op, inputs);
+    auto act = [kernel, inputs = std::move(inputs), targets = std::move(targets)]() mutable {
+        kernel.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &inputs);
         for (size_t i = 0; i < targets.size(); ++i) {
             if (targets[i].isTensor() && targets[i].toTensor().defined()) {
                 targets[i].toTensor().copy_(inputs[i].toTensor());
@@ -1068,11 +1090,16 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
     library.impl("_copy_from", &copy_from);
     library.impl("_copy_from_and_resize", &copy_from_and_resize);
     library.impl("native_dropout", &native_dropout);
+    library.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&any_operator>());
+    library.impl("convolution_backward_overrideable", torch::CppFunction::makeFromBoxedFunction<&any_operator>());
     // The CPU's own kernel, not the one that is made of other operators: with the host's bits.
     library.impl("native_layer_norm", torch::CppFunction::makeFromBoxedFunction<&any_operator>());
     library.impl("native_group_norm", torch::CppFunction::makeFromBoxedFunction<&any_operator>());
     library.impl("record_stream", &record_stream);
 }
+
+// Torch would resolve a negative view by a copy of it.
+TORCH_LIBRARY_IMPL(aten, Negative, library) { library.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
 
 // --- what tests ask of it ----------------------------------------------------------------------------------------
 
