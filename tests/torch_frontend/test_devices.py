@@ -67,6 +67,24 @@ def test_every_setting_gives_the_hosts_bits(fields, device, late):
     engine.close()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_normalisation_convolution_and_dropout_of_nothing_too(dtype, device, late):
+    found = []
+    for place in (device, "cpu"):
+        torch.manual_seed(0)
+        layers = [
+            torch.nn.Unflatten(1, (2, 4, 4)),
+            torch.nn.Conv2d(2, 4, 3),
+            torch.nn.GroupNorm(2, 4),
+            torch.nn.Flatten(),
+        ]
+        model = torch.nn.Sequential(*layers, torch.nn.Linear(16, 8), torch.nn.LayerNorm(8), torch.nn.Dropout(0.0))
+        engine = wrap(model.to(place), lr=1e-2, param_dtype=dtype)
+        run(engine, range(4), place)
+        found.append(everything(engine))
+    assert_same(*found)
+
+
 def test_an_overflow_is_skipped_on_every_device(device, late):
     found = []
     for place in (device, "cpu"):

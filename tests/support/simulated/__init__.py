@@ -123,7 +123,9 @@ def current_device() -> int:
     return torch.accelerator.current_device_index()
 
 
-device = torch.accelerator.device_index  # a context
+def device(place: Any) -> Any:
+    """A context with another current device."""
+    return torch.accelerator.device_index(_index(place))
 
 
 def _is_in_bad_fork() -> bool:

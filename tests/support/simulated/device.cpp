@@ -42,6 +42,7 @@
 #include <ATen/ops/view_native.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/DeviceGuard.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
 
@@ -764,6 +765,7 @@ at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, at::Scala
 
 // The same tensor as kernels see it: host memory that is nobody's.
 at::Tensor opened(const at::Tensor &tensor) {
+    c10::InferenceMode off(false); // the stream's thread has its own
     auto options = at::TensorOptions().dtype(tensor.dtype()).device(c10::DeviceType::CPU);
     auto *address = open_address(tensor.numel() ? tensor.const_data_ptr() : nullptr);
     auto found = at::from_blob(address, tensor.sizes(), tensor.strides(), options);
@@ -958,7 +960,18 @@ std::optional<torch::jit::Stack> shapes(const c10::OperatorHandle &op, const tor
     } catch (const std::exception &) {
         return std::nullopt; // values decide, there is no meta kernel, or the call is wrong, which the CPU kernel says
     }
-    // Results that are arguments have the shapes that the call gave them.
+    const auto &name = op.schema().name();
+    if (name == "aten::native_layer_norm" ||
+        name == "aten::native_group_norm") { // meta's statistics are CUDA's, in fp32
+        const auto input = arguments[0].toTensor().scalar_type();
+        const auto &weight = arguments[name == "aten::native_layer_norm" ? 2 : 1];
+        const bool is_mixed =
+            weight.isTensor() && weight.toTensor().defined() && weight.toTensor().scalar_type() != input;
+        for (size_t i = 1; i < 3 && !is_mixed; ++i) {
+            auto meta = stack[i].toTensor();
+            stack[i] = at::Tensor(at::detail::empty_strided_meta(meta.sizes(), meta.strides(), input));
+        }
+    }
     return stack;
 }
 
