@@ -48,7 +48,7 @@ lint: setup $(VENV)/.has-lint
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/mypy --platform darwin
-	$(BIN)/clang-format --dry-run --Werror c_src/*.[ch] c_src/tests/*.c
+	$(BIN)/clang-format --dry-run --Werror c_src/*.[ch] c_src/tests/*.c tests/support/simulated/*.cpp
 
 # Pages of docs/ and the reference from docstrings, into build/docs; a warning is an error.
 docs: setup $(VENV)/.has-docs

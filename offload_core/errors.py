@@ -29,6 +29,10 @@ class HostMemoryError(OffloadError, MemoryError):
     """The host memory asked for is not available."""
 
 
+class HostMemoryWarning(UserWarning):
+    """Host memory is not pinned, so that a device's copies are slower."""
+
+
 class DeviceMemoryError(OffloadError, MemoryError):
     """The device memory asked for is not available."""
 

@@ -3,7 +3,7 @@
 import os
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -44,9 +44,15 @@ def code_of_other_tests_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(pending, "compiled_code_reads", False)
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     place = {str(Path(__file__).parent / file): i for i, file in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(str(item.path), len(LONGEST)))
+    if any({"accelerator", "device"} & set(getattr(item, "fixturenames", ())) for item in items):
+        from tests.support import simulated
+
+        if simulated.why_not() is None:
+            simulated.prepare()  # before any test's backward
 
 
 class ModuleOfTests(pytest.Module):
@@ -64,3 +70,24 @@ class ModuleOfTests(pytest.Module):
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module:
     return ModuleOfTests.from_parent(parent, path=module_path)
+
+
+@pytest.fixture
+def accelerator() -> Iterator[str]:
+    """The type of an accelerator of torch: CUDA where there is one, else the simulated device."""
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        yield "cuda"
+        return
+    from tests.support import simulated
+
+    if (missing := simulated.why_not()) is not None:
+        pytest.skip(missing)
+    with simulated.available():
+        yield simulated.NAME
+
+
+@pytest.fixture(params=["host", "accelerator"])
+def device(request: pytest.FixtureRequest) -> str:
+    """A type of device of torch that parameters can be on."""
+    return "cpu" if request.param == "host" else request.getfixturevalue("accelerator")

@@ -22,6 +22,7 @@ from bench.record import commit, machine
 from bench.train.gpt_torch import GPT
 from bench.train.presets import PRESETS
 from frontends.torch import wrap
+from frontends.torch.ranks.pinning import pinning_for
 from offload_core.commands.model_shapes import GPT2_VOCABULARY, GPTConfig
 from offload_core.memory.host_memory import HostMemory
 
@@ -134,7 +135,8 @@ def bits_after(steps: int, config: GPTConfig, device: torch.device, schedule: st
 def copy_rates(device: torch.device) -> dict[str, float]:
     """GB/s of one 256 MiB copy each way, from and to memory of ours (registered) and torch's pinned memory."""
     n_bytes = 1 << 28
-    ours = torch.from_numpy(HostMemory(4).allocate("probe", n_bytes, np.dtype(np.uint8), pinned=True))
+    memory = HostMemory(4, pinning_for(device))
+    ours = torch.from_numpy(memory.allocate("probe", n_bytes, np.dtype(np.uint8), pinned=True))
     hosts = {"ours": ours, "torch pinned": torch.empty(n_bytes, dtype=torch.uint8, pin_memory=True)}
     there = torch.empty(n_bytes, dtype=torch.uint8, device=device)
     rates = {}

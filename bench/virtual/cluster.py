@@ -148,7 +148,7 @@ class Gpu:
 
     addressable = False
     updates_in_place = False
-    wants_pinned = False
+    pinning = None
 
     def __init__(self, clock: Clock, link: float) -> None:
         self.clock = clock

@@ -37,7 +37,7 @@ class JaxDevice:
 
     addressable = True
     updates_in_place = False
-    wants_pinned = False
+    pinning = None
 
     def free_bytes(self) -> None:
         return None

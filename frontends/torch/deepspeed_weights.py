@@ -260,7 +260,7 @@ def _run(tensors: Sequence[torch.Tensor], start: int, numel: int) -> torch.Tenso
         if low < high:
             parts.append(tensor[low:high])
         at += tensor.numel()
-    return torch.cat(parts) if parts else torch.empty(0)
+    return torch.cat(parts) if parts else torch.empty(0, device="cpu")
 
 
 def _check_numel(path: Path, got: int, least: int, most: int) -> None:

@@ -323,7 +323,7 @@ def state_views(pipeline: Pipeline, index: int, param: torch.Tensor) -> Views:
         runs = {name: torch.from_numpy(array) for name, array in states.items()}
         views |= {name: shaped_like(run, param) for name, run in runs.items()} if alone else runs
     else:  # a parameter of no elements, or none of them this rank's
-        views |= {name: torch.empty(param.shape if alone else 0) for name in ("exp_avg", "exp_avg_sq")}
+        views |= {name: torch.empty(param.shape if alone else 0, device="cpu") for name in ("exp_avg", "exp_avg_sq")}
     kind = HostState if alone else StatePart
     return Views({name: view.as_subclass(kind) for name, view in views.items()}, partial(access.will_change, [index]))
 
@@ -421,7 +421,9 @@ def torch_state_dict(optimizer: Any, *, rank0_only: bool) -> dict[str, Any] | No
     """As ``OffloadedAdamW.torch_state_dict``."""
     optimizer.flush()
     adam = torch.optim.AdamW if optimizer.config.adam_mode == "adamw" else torch.optim.Adam
-    settings = {name: value for name, value in adam([torch.empty(0)]).param_groups[0].items() if name != "params"}
+    settings = {
+        name: value for name, value in adam([torch.empty(0, device="cpu")]).param_groups[0].items() if name != "params"
+    }
     groups = [{**settings, **group, "fused": True} for group in optimizer.state_dict()["param_groups"]]
     wanted = optimizer.pipeline.device.collectives.rank == 0 or not rank0_only
     numbers = [i for group in groups for i in group["params"]]

@@ -17,6 +17,10 @@ from offload_core.layout.regions import InMemory
 ELEMENT_TYPES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 _ADDITIONS = (torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor)
 TORCH_DTYPES = {element_type: dtype for dtype, element_type in ELEMENT_TYPES.items()}
+_REFUSED = {
+    "mps": "MPS has one stream, where copies would wait for the model, and shares the host's memory",
+    "xla": "torch_xla's devices have no streams; frontends.jax trains on TPUs",
+}
 NUMPY_DTYPES = {getattr(torch, dtype.name): dtype for dtype in NAME_OF}
 """NumPy types of all torch types that files can hold."""
 
@@ -87,7 +91,7 @@ def elements_of(tensor: torch.Tensor) -> InMemory:
 
 def check_param(name: str, param: torch.Tensor) -> None:
     """Raise :class:`ParameterError` unless the parameter can be offloaded."""
-    expected = "expected a dense float32, bfloat16 or float16 tensor on the CPU or a CUDA device"
+    expected = "expected a dense float32, bfloat16 or float16 tensor on the CPU or an accelerator"
     if isinstance(param, torch.nn.UninitializedParameter):
         raise ParameterError(
             f"parameter {name!r} has no shape yet; {expected}: run one forward of the lazy module first"
@@ -115,12 +119,28 @@ def check_param(name: str, param: torch.Tensor) -> None:
             f"parameter {name!r} is on the meta device and holds no values; {expected}: materialise the model first "
             "(model.to_empty(device=...) and load its weights)"
         )
-    if param.device.type not in ("cpu", "cuda"):
-        raise ParameterError(f"parameter {name!r} is on {param.device}; {expected}")
+    if (refusal := refusal_of(param.device)) is not None:
+        raise ParameterError(f"parameter {name!r} is on {param.device}; {expected} with streams: {refusal}")
     try:
         memory_order(param)
     except ParameterError as error:
         raise ParameterError(f"{name!r}: {error}") from None
+
+
+def refusal_of(device: torch.device) -> str | None:
+    """The reason why parameters on this device cannot be offloaded; None: they can."""
+    if device.type in _REFUSED:
+        return _REFUSED[device.type]
+    accelerator = torch.accelerator.current_accelerator()
+    if device.type != "cpu" and (accelerator is None or device.type != accelerator.type):
+        return f"this process's accelerator is {accelerator.type if accelerator else 'none'}"
+    return None
+
+
+def usable_accelerator() -> torch.device | None:
+    """This process's accelerator, if torch sees one and parameters on it can be offloaded."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return found if found is not None and refusal_of(found) is None else None
 
 
 def is_offloadable(param: torch.Tensor) -> bool:

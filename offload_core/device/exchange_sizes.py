@@ -79,7 +79,6 @@ class PlannedDevice:
     world_size: int
     addressable: bool
     updates_in_place: bool
-    wants_pinned: bool
     sizes: ExchangeSizes
     ranks: tuple[int, ...] = (0,)
 
@@ -88,6 +87,4 @@ def planned_device(world_size: int, *, addressable: bool, native: bool = False) 
     """The device of torch's front end on the CPU (``addressable``), or on CUDA with nccl."""
     meets_on_host = addressable or world_size == 1
     sizes = OnHost(world_size, native, addressable) if meets_on_host else OnDevice(world_size, native)
-    return PlannedDevice(
-        world_size, addressable, updates_in_place=addressable, wants_pinned=not addressable, sizes=sizes
-    )
+    return PlannedDevice(world_size, addressable, updates_in_place=addressable, sizes=sizes)

@@ -14,7 +14,7 @@ class HostDevice:
 
     addressable = True
     updates_in_place = True
-    wants_pinned = False
+    pinning = None
 
     def free_bytes(self) -> None:
         return None

@@ -43,7 +43,7 @@ class HostRanks:
         self.world_size = self.collectives.world_size
         self.addressable = memory.addressable
         self.updates_in_place = memory.updates_in_place
-        self.wants_pinned = memory.wants_pinned
+        self.pinning = memory.pinning
         self.dtype = memory.dtype
         self.numel = memory.numel
         self.host_array = memory.host_array

@@ -13,6 +13,7 @@ import numpy as np
 from ..dtypes import BY_NUMPY, ElementType
 from ..layout.partition import Bucket, ParamSpec
 from ..memory.host_memory import Lease
+from ..memory.pinning import Pinning
 from ..native import kernels
 from ..ranks.collectives import Collectives
 from .events import Event
@@ -68,8 +69,11 @@ class TensorMemory(Protocol):
     """True if tensors are host memory, so that kernels can read and write them in place."""
     updates_in_place: bool
     """True if an fp32 parameter is its own master weight (``addressable``, and tensors are mutable)."""
-    wants_pinned: bool
-    """True if copies are asynchronous only from and to memory that is registered with the CUDA driver."""
+
+    @property
+    def pinning(self) -> Pinning | None:
+        """Pins host memory, from and to which alone copies are asynchronous; None: no copy needs it."""
+        ...
 
     def free_bytes(self) -> int | None:
         """Bytes that can still be allocated; None: unknown, or the memory is the host's."""
@@ -144,9 +148,6 @@ class DeviceTerms(Protocol):
     def updates_in_place(self) -> bool: ...
 
     @property
-    def wants_pinned(self) -> bool: ...
-
-    @property
     def world_size(self) -> int: ...
 
     @property
@@ -164,6 +165,11 @@ class Device(DeviceTerms, Protocol):
     All processes make the same calls of :meth:`reduce` and :meth:`publish` in the same order. A call that needs a lost
     rank raises :class:`CollectiveError`.
     """
+
+    @property
+    def pinning(self) -> Pinning | None:
+        """As :attr:`TensorMemory.pinning`."""
+        ...
 
     @property
     def trace(self) -> Trace:

@@ -1,7 +1,6 @@
 """Host memory: exact-size, huge-page arrays, pinned where a device copies from them; staging rings; budgets."""
 
 import ctypes
-import mmap
 import weakref
 from collections import Counter, deque
 from functools import partial
@@ -10,13 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import HostMemoryError
-from ..native import kernels
+from ..errors import HostMemoryError, HostMemoryWarning
 from ..support import control_groups
-
-_HUGE_PAGE = 2 * 2**20
-_CUDA_DRIVER = "libcuda.so.1"
-_CU_MEMHOSTREGISTER_PORTABLE = 1
+from ..support.user_line import UserLine
+from .pinning import Pinning, mapped
 
 
 class HostMemory:
@@ -25,10 +21,15 @@ class HostMemory:
     Each array is its own anonymous mapping, so its size is exact to a page (framework caching allocators
     round pinned blocks up to powers of two), its start is page-aligned, and it goes back to the system when
     the last view of it dies.
+
+    Args:
+        threads: write the memory first, each its part.
+        pinning: pins arrays for the device; None: it needs no pinned memory.
     """
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, pinning: Pinning | None = None) -> None:
         self._threads = threads
+        self._pinning = pinning
         self._live: Counter[str] = Counter()
 
     def allocate(self, label: str, numel: int, dtype: np.dtype, *, pinned: bool = False) -> np.ndarray:
@@ -36,31 +37,42 @@ class HostMemory:
 
         Args:
             label: the kind of its contents, for :meth:`report`.
-            pinned: register it with the CUDA driver, so that device copies run asynchronously.
+            pinned: pin it, so that device copies run asynchronously. Where that fails, a warning says so once, and
+                this and all later arrays are pageable.
 
         Raises:
-            HostMemoryError: the system refused the mapping or the registration.
+            HostMemoryError: the system refused the memory.
         """
         n_bytes = numel * dtype.itemsize
         if n_bytes == 0:
             return np.empty(0, dtype)
         try:
-            mapping = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            array = self._pinned(label, n_bytes) if pinned else None
+            if array is None:
+                array = mapped(n_bytes, self._threads)
         except OSError as error:
             raise HostMemoryError(
                 f"{label}: the system refused {format_bytes(n_bytes)} of host memory ({error})"
             ) from None
-        if hasattr(mmap, "MADV_HUGEPAGE") and n_bytes >= _HUGE_PAGE:
-            mapping.madvise(mmap.MADV_HUGEPAGE)
-        array = np.frombuffer(mapping, dtype, numel)
-        kernels.first_touch(array, threads=self._threads)
-        if pinned:
-            address = array.ctypes.data
-            _register(address, n_bytes, label)
-            weakref.finalize(mapping, _unregister, address)
         self._live[label] += n_bytes
-        weakref.finalize(mapping, self._live.subtract, {label: n_bytes})
-        return array
+        weakref.finalize(array, self._live.subtract, {label: n_bytes})
+        return array.view(dtype)
+
+    def _pinned(self, label: str, n_bytes: int) -> np.ndarray | None:
+        """Pinned bytes; None if there are none."""
+        if self._pinning is None:
+            return None
+        try:
+            return self._pinning.allocate(n_bytes, self._threads)
+        except HostMemoryError as error:
+            self._pinning = None
+            UserLine.now().warn(
+                HostMemoryWarning(
+                    f"{label}: {format_bytes(n_bytes)} of host memory could not be pinned ({error}); copies to "
+                    "and from the device will wait for each other and the host. Set pin_memory=False if that is meant"
+                )
+            )
+            return None
 
     @property
     def n_bytes(self) -> int:
@@ -163,29 +175,3 @@ def format_bytes(n_bytes: float) -> str:
             return f"{n_bytes:.0f} bytes" if unit == "bytes" else f"{n_bytes:.1f} {unit}"
         n_bytes /= 1024
     raise AssertionError
-
-
-def _driver() -> ctypes.CDLL:
-    """The CUDA driver, loaded at run time: building needs no CUDA toolkit, and pinning for JAX needs no torch."""
-    try:
-        return ctypes.CDLL(_CUDA_DRIVER)
-    except OSError as error:
-        raise HostMemoryError(
-            f"pinned memory: the CUDA driver library cannot be loaded ({error}); set pin_memory=False"
-        ) from None
-
-
-def _register(address: int, n_bytes: int, label: str) -> None:
-    # A context is current in this thread once the framework has put anything on the device.
-    code = _driver().cuMemHostRegister_v2(
-        ctypes.c_void_p(address), ctypes.c_size_t(n_bytes), _CU_MEMHOSTREGISTER_PORTABLE
-    )
-    if code:
-        raise HostMemoryError(
-            f"{label}: cuMemHostRegister of {format_bytes(n_bytes)} failed with CUDA error {code}; raise the "
-            "locked-memory limit (ulimit -l) or set pin_memory=False"
-        )
-
-
-def _unregister(address: int) -> None:
-    _driver().cuMemHostUnregister(ctypes.c_void_p(address))

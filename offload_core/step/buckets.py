@@ -40,7 +40,7 @@ class LocalBuckets:
         self.all: list[LocalBucket] = []
         self.of: list[list[LocalBucket]] = []
         """The buckets that hold a part of each parameter."""
-        self.memory = HostMemory(config.threads)
+        self.memory = HostMemory(config.threads, device.pinning if config.pin_memory else None)
         self.planned: list[PlanRow] = []
         """What was to be allocated on the host, each time that parameters were taken on."""
         self.staging: StagingRing | None = None
@@ -63,7 +63,7 @@ class LocalBuckets:
         slot_bytes = terms.slot_bytes(buckets)
         if not terms.direct and slot_bytes > (0 if self.staging is None else self.staging.slot_bytes):
             self.staging = None  # free before allocating its successor
-            self.staging = StagingRing(self.memory, slots=terms.staging_slots, n_bytes=slot_bytes, pinned=self._pinned)
+            self.staging = StagingRing(self.memory, slots=terms.staging_slots, n_bytes=slot_bytes, pinned=True)
             terms.ring_was_made(slot_bytes)
         first = len(self.params)
         self.params += specs
@@ -146,10 +146,6 @@ class LocalBuckets:
 
     # --- small decisions, each made here only --------------------------------------------------------
 
-    @property
-    def _pinned(self) -> bool:
-        return self.config.pin_memory and self.device.wants_pinned
-
     def _build(self, specs: Sequence[ParamSpec]) -> list[Bucket]:
         return build_buckets(
             specs,
@@ -164,7 +160,7 @@ class LocalBuckets:
         return self.device.host_array(tensors[piece.param]).run(work.bucket.in_tensor(piece), piece.numel)
 
     def _allocate_home(self, bucket: Bucket, dtype: ElementType) -> np.ndarray:
-        pinned = self._pinned and self.device.sizes.arrival(self.terms.wire(bucket)) == as_it_stays(dtype)
+        pinned = self.device.sizes.arrival(self.terms.wire(bucket)) == as_it_stays(dtype)
         numel = len(self.device.ranks) * bucket.shard_numel
         return self.memory.allocate("gradients on the host", numel, dtype.numpy, pinned=pinned)
 

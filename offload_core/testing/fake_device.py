@@ -62,7 +62,7 @@ class FakeDevice:
 
     addressable = False
     updates_in_place = False
-    wants_pinned = False
+    pinning = None
 
     def __init__(
         self,

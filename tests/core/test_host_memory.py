@@ -5,6 +5,7 @@ import mmap
 import os
 import subprocess
 import threading
+from dataclasses import replace
 
 import numpy as np
 import psutil
@@ -12,9 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload_core import HostMemoryError, kernel_info
+from offload_core import HostMemoryError, HostMemoryWarning, kernel_info
 from offload_core.memory import host_memory
 from offload_core.memory.host_memory import HostMemory, StagingRing, available_bytes, format_bytes
+from offload_core.memory.pinning import CUDA, Registered
 from offload_core.memory.plan import MemoryPlan, PlanRow
 from offload_core.support import processors
 from tests.support.strategies import law
@@ -94,40 +96,56 @@ int cuMemHostUnregister(void *p) { note("unregister", p, 0); return 0; }
 
 @pytest.fixture
 def driver(tmp_path, monkeypatch):
-    """A driver library that notes what is registered; returns a function that reads the notes."""
+    """A driver that notes what is registered; returns it, and a function that reads the notes."""
     source, library, log = tmp_path / "cuda.c", tmp_path / "libcuda.so.1", tmp_path / "log"
     source.write_text(FAKE_DRIVER)
     subprocess.run(["cc", "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
     monkeypatch.setenv("FAKE_DRIVER_LOG", str(log))
-    monkeypatch.setattr(host_memory, "_CUDA_DRIVER", str(library))
-    return lambda: [line.split() for line in log.read_text().splitlines()] if log.exists() else []
+    notes = lambda: [line.split() for line in log.read_text().splitlines()] if log.exists() else []  # noqa: E731
+    return replace(CUDA, library=str(library)), notes
+
+
+def registered(driver):
+    return Registered(driver.register, driver.unregister)
 
 
 def test_pinned_memory_is_registered_at_its_exact_size_and_unregistered(driver):
-    array = HostMemory(1).allocate("staging", 1000, np.dtype(np.float32), pinned=True)
+    driver, notes = driver
+    array = HostMemory(1, registered(driver)).allocate("staging", 1000, np.dtype(np.float32), pinned=True)
     address = str(array.ctypes.data)
-    assert driver() == [["register", address, "4000"]]
+    assert notes() == [["register", address, "4000"]]
+    view = array[10:]
     del array
     gc.collect()
-    assert driver()[1:] == [["unregister", address, "0"]]
+    assert len(notes()) == 1
+    del view
+    gc.collect()
+    assert notes()[1:] == [["unregister", address, "0"]]
 
 
-def test_a_refused_registration_is_one_clear_error_and_leaks_nothing(driver, monkeypatch):
+def test_memory_whose_registration_is_refused_is_pageable_with_one_warning(driver, monkeypatch):
+    driver, notes = driver
     monkeypatch.setenv("FAKE_DRIVER_FAILS", "1")
-    memory = HostMemory(1)
-    with pytest.raises(
-        HostMemoryError, match=r"staging: cuMemHostRegister of 3.9 KiB failed with CUDA error 2; .*ulimit -l"
-    ):
-        memory.allocate("staging", 1000, np.dtype(np.float32), pinned=True)
+    memory = HostMemory(1, registered(driver))
+    told = r"staging: 3.9 KiB of .* could not be pinned \(cuMemHostRegister_v2 failed with CUDA error 2; .*ulimit -l"
+    with pytest.warns(HostMemoryWarning, match=told) as warned:
+        arrays = [memory.allocate("staging", 1000, np.dtype(np.float32), pinned=True) for _ in range(2)]
+    assert len(warned) == 1
+    assert memory.n_bytes == 8000
+    del arrays
     gc.collect()
     assert memory.n_bytes == 0
-    assert [what for what, *_ in driver()] == ["register"]
+    assert [what for what, *_ in notes()] == ["register"]
 
 
-def test_pinning_without_a_driver_says_what_to_set(monkeypatch):
-    monkeypatch.setattr(host_memory, "_CUDA_DRIVER", "libcuda-that-is-not-there.so")
-    with pytest.raises(HostMemoryError, match="pin_memory=False"):
-        HostMemory(1).allocate("staging", 1000, np.dtype(np.float32), pinned=True)
+def test_pinning_without_a_driver_says_what_to_set():
+    memory = HostMemory(1, registered(replace(CUDA, library="libcuda-that-is-not-there.so")))
+    with pytest.warns(HostMemoryWarning, match=r"CUDA driver library cannot be loaded.*pin_memory=False"):
+        memory.allocate("staging", 1000, np.dtype(np.float32), pinned=True)
+
+
+def test_memory_of_a_device_that_needs_no_pinning_is_registered_nowhere():
+    assert not HostMemory(1).allocate("staging", 1000, np.dtype(np.float32), pinned=True).any()
 
 
 def test_a_plan_names_what_needs_how_much_and_what_shrinks_it():

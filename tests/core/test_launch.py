@@ -399,23 +399,24 @@ def test_a_rank_that_meets_nobody_says_whom_it_expected_and_where(launched):
 )
 def test_a_rank_takes_the_gpu_of_its_place_on_the_machine(gpus, environment, device, monkeypatch):
     module = torch_launch()
-    monkeypatch.setattr(module.torch.cuda, "is_available", lambda: gpus > 0)
-    monkeypatch.setattr(module.torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(module, "usable_accelerator", lambda: module.torch.device("cuda") if gpus else None)
+    monkeypatch.setattr(module.torch.accelerator, "device_count", lambda: gpus)
     place = Launched.read(environment)
     assert str(module.device_of(place)) == device
     assert str(module.device_of(place, "cpu")) == "cpu"
     if not gpus:
-        with pytest.raises(ConfigError, match="torch sees no CUDA device"):
+        with pytest.raises(ConfigError, match="got 'cuda', expected 'cpu', the only device that torch sees"):
             module.device_of(place, "cuda")
-    with pytest.raises(ConfigError, match="got 'tpu', expected 'cuda', 'cpu'"):
+    expected = "expected 'cuda' or 'cpu'" if gpus else "expected 'cpu', the only"
+    with pytest.raises(ConfigError, match=f"got 'tpu', {expected}"):
         module.device_of(place, "tpu")
 
 
 def test_more_ranks_than_gpus_are_refused(monkeypatch):
     module = torch_launch()
-    monkeypatch.setattr(module.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(module.torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(ConfigError, match="2 ranks on this machine and 1 CUDA devices"):
+    monkeypatch.setattr(module, "usable_accelerator", lambda: module.torch.device("cuda"))
+    monkeypatch.setattr(module.torch.accelerator, "device_count", lambda: 1)
+    with pytest.raises(ConfigError, match="2 ranks on this machine and 1 cuda devices"):
         module.device_of(Launched.read(TORCHRUN))
 
 

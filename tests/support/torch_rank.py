@@ -30,15 +30,15 @@ def loss_of(model, seed, rank):
 def bits(model):
     digest = hashlib.sha256()
     for p in model.parameters():
-        digest.update(p.detach().contiguous().view(torch.uint8).numpy().tobytes())
+        digest.update(p.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
-def main(scenarios, timeout=5):
+def main(scenarios, timeout=5, backend="gloo"):
     scenario, rank, world_size, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo",
+        backend,
         init_method=f"file://{folder}/rendezvous",
         rank=rank,
         world_size=world_size,

@@ -342,7 +342,7 @@ class JaxMeshDevice:
 
     addressable = False
     updates_in_place = False
-    wants_pinned = False
+    pinning = None
 
     def __init__(self, axis: Ranks, *, native: bool = False, threads: int = 1) -> None:
         self.axis = axis

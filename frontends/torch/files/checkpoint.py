@@ -35,7 +35,7 @@ from ..groups import checked_values, paired, set_values
 from ..optimizer import OffloadedAdamW
 from ..stage3.parameters import PartitionedParameter
 from ..stage3.partitioned import PartitionedModel
-from ..tensors import NUMPY_DTYPES, elements_of, flat, memory
+from ..tensors import NUMPY_DTYPES, elements_of, flat, memory, usable_accelerator
 from .export import uncompiled
 
 
@@ -50,7 +50,7 @@ def _to_numpy(tensor: torch.Tensor) -> np.ndarray:
 
 
 def _from_numpy(array: np.ndarray) -> torch.Tensor:
-    tensor = torch.empty(array.shape, dtype=getattr(torch, array.dtype.name))
+    tensor = torch.empty(array.shape, dtype=getattr(torch, array.dtype.name), device="cpu")
     memory(tensor.view(-1))[:] = array.reshape(-1)
     return tensor
 
@@ -283,7 +283,7 @@ def _target(name: str, tensor: torch.Tensor, record: PartitionedParameter | None
     def wants(kind: str) -> Iterable[Want]:
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             run = flat(where.data) if _is_dense(where) else where.detach()
-            host = run if in_place else torch.empty(where.numel(), dtype=where.dtype)
+            host = run if in_place else torch.empty(where.numel(), dtype=where.dtype, device="cpu")
             if not in_place:
                 staged.append((run, host.view(run.shape)))
         for start, at, numel in runs:
@@ -359,10 +359,13 @@ def _elements_of(tensor: torch.Tensor) -> InMemory:
 
 
 def random_states() -> dict[str, Any]:
-    """The states of all global generators: Python's, NumPy's and torch's, on the CPU and the current CUDA device."""
+    """The states of all global generators: Python's, NumPy's and torch's, on the CPU and the current accelerator."""
     state = random_state() | {"torch": torch.get_rng_state()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state()
+    accelerator = usable_accelerator()
+    if accelerator is not None:
+        module = torch.get_device_module(accelerator)
+        if getattr(module, "is_initialized", lambda: True)():
+            state[accelerator.type] = module.get_rng_state()
     return state
 
 
@@ -371,8 +374,9 @@ def check_random_states(state: Mapping[str, Any]) -> None:
     check_random_state(state)
     if "torch" in state:
         torch.Generator().set_state(state["torch"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.Generator("cuda").set_state(state["cuda"])
+    accelerator = usable_accelerator()
+    if accelerator is not None and accelerator.type in state:
+        torch.Generator(accelerator).set_state(state[accelerator.type])
 
 
 def set_random_states(state: Mapping[str, Any]) -> None:
@@ -380,5 +384,6 @@ def set_random_states(state: Mapping[str, Any]) -> None:
     set_random_state(state)
     if "torch" in state:
         torch.set_rng_state(state["torch"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+    accelerator = usable_accelerator()
+    if accelerator is not None and accelerator.type in state:
+        torch.get_device_module(accelerator).set_rng_state(state[accelerator.type])

@@ -166,8 +166,8 @@ class OffloadCallback(TrainerCallback):
             "offload_device_bytes": memory.device_bytes,
         }
         device = offloaded.slots[0].param.device
-        if device.type == "cuda":
-            added["offload_peak_device_bytes"] = torch.cuda.max_memory_allocated(device)
+        if device.type != "cpu":
+            added["offload_peak_device_bytes"] = torch.accelerator.max_memory_allocated(device)
         if report is not None and report.grad_norm is not None:
             added["offload_grad_norm"] = report.grad_norm
         if scaler is not None:

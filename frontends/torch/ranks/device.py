@@ -1,4 +1,4 @@
-"""The core's ``TensorMemory`` for torch tensors: in host memory, or on a CUDA device, with copies."""
+"""The core's ``TensorMemory`` for torch tensors: in host memory, or on an accelerator, with copies."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -11,8 +11,10 @@ import torch
 from offload_core.device.events import Done, Event
 from offload_core.device.protocols import Copy, HostArray
 from offload_core.dtypes import ElementType
+from offload_core.memory.pinning import Pinning
 
 from ..tensors import ELEMENT_TYPES, TORCH_DTYPES
+from .pinning import pinning_for
 
 
 def as_torch(host: np.ndarray) -> torch.Tensor:
@@ -34,7 +36,7 @@ class TorchDevice(ABC):
     device: torch.device
     addressable: bool
     updates_in_place: bool
-    wants_pinned: bool
+    pinning: Pinning | None
 
     def free_bytes(self) -> int | None:
         return None
@@ -86,7 +88,7 @@ class HostTorchDevice(TorchDevice):
     device = torch.device("cpu")
     addressable = True
     updates_in_place = True
-    wants_pinned = False
+    pinning = None
 
     def to_host_lane(self) -> AbstractContextManager[Lane]:
         return nullcontext(_AtOnce())
@@ -127,10 +129,10 @@ def spread(flat: torch.Tensor, copies: Sequence[Copy]) -> None:
         tensor[start : start + numel].copy_(flat[offset : offset + numel])
 
 
-class _CudaEvent:
-    def __init__(self, stream: torch.cuda.Stream, used: Any) -> None:
-        self._event = torch.cuda.Event()
-        self._event.record(stream)
+class _StreamEvent:
+    def __init__(self, stream: torch.Stream, used: Any) -> None:
+        self._device = stream.device
+        self._event = stream.record_event()
         self._used = used
 
     def wait(self) -> None:
@@ -138,41 +140,41 @@ class _CudaEvent:
         self._used = None
 
     def order(self) -> None:
-        torch.cuda.current_stream().wait_event(self._event)
+        torch.accelerator.current_stream(self._device).wait_event(self._event)
 
     def done(self) -> bool:
         return self._event.query()
 
 
 class _StreamLane:
-    def __init__(self, stream: torch.cuda.Stream) -> None:
+    def __init__(self, stream: torch.Stream) -> None:
         self._stream = stream
 
     def event(self, used: Any) -> Event:
-        return _CudaEvent(self._stream, used)
+        return _StreamEvent(self._stream, used)
 
 
-class CudaDevice(TorchDevice):
-    """A CUDA device. A bucket is packed there and moves in one non-blocking copy from or to pinned memory.
+class AcceleratorDevice(TorchDevice):
+    """A device with streams. A bucket is packed there and moves in one non-blocking copy from or to pinned memory.
 
     Each direction has one stream.
     """
 
     addressable = False
     updates_in_place = False
-    wants_pinned = True
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._to_host = torch.cuda.Stream(device)
-        self._to_device = torch.cuda.Stream(device)
+        self.pinning = pinning_for(device)
+        self._to_host = torch.Stream(device)
+        self._to_device = torch.Stream(device)
 
     def free_bytes(self) -> int:
-        kept = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-        return torch.cuda.mem_get_info(self.device)[0] + kept
+        kept = torch.accelerator.memory_reserved(self.device) - torch.accelerator.memory_allocated(self.device)
+        return torch.accelerator.get_memory_info(self.device)[0] + kept
 
     def mark(self) -> Event:
-        return _CudaEvent(torch.cuda.current_stream(self.device), None)
+        return _StreamEvent(torch.accelerator.current_stream(self.device), None)
 
     def synchronize(self) -> None:
         self._to_host.synchronize()
@@ -185,8 +187,8 @@ class CudaDevice(TorchDevice):
         return self._lane(self._to_device, after)
 
     @contextmanager
-    def _lane(self, stream: torch.cuda.Stream, after: Event) -> Iterator[Lane]:
-        with torch.cuda.stream(stream):
+    def _lane(self, stream: torch.Stream, after: Event) -> Iterator[Lane]:
+        with stream:
             after.order()
             yield _StreamLane(stream)
 
@@ -213,4 +215,4 @@ class CudaDevice(TorchDevice):
 
 def memory_of(device: torch.device) -> TorchDevice:
     """The adapter for parameters on ``device``."""
-    return HostTorchDevice() if device.type == "cpu" else CudaDevice(device)
+    return HostTorchDevice() if device.type == "cpu" else AcceleratorDevice(device)

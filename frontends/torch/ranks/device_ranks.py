@@ -1,4 +1,4 @@
-"""Ranks that exchange buckets between their devices (nccl), as the core's ``Device``."""
+"""Ranks that exchange buckets between their devices (nccl, xccl), as the core's ``Device``."""
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -169,7 +169,7 @@ def device_for(device: torch.device, group: Any, config: OffloadConfig, *, apart
         return HostRanks(memory)
     collectives = TorchRanks(group)
     agree(collectives, replace(config, op_order=config.op_order or "torch"))
-    if device.type == "cuda" and _moves(group, device):
+    if device.type != "cpu" and _moves(group, device):
         if apart:
             group = dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
         return DeviceRanks(memory, collectives, group, native=native)
@@ -177,8 +177,9 @@ def device_for(device: torch.device, group: Any, config: OffloadConfig, *, apart
 
 
 def _moves(group: Any, device: torch.device) -> bool:
-    """Return whether the group has a backend for the device's memory."""
+    """Return whether the group has the device's own backend (nccl, xccl, …). Gloo would pass through the host."""
     try:
-        return "nccl" in (group or dist.group.WORLD)._get_backend(device).name().lower()  # type: ignore[union-attr]
-    except RuntimeError:
+        own = dist.get_default_backend_for_device(device)
+        return own != "gloo" and own in (group or dist.group.WORLD)._get_backend(device).name().lower()  # type: ignore[union-attr]
+    except (RuntimeError, ValueError):
         return False

@@ -11,6 +11,8 @@ import torch.distributed as dist
 from offload_core.errors import CollectiveError, ConfigError, StateError
 from offload_core.support.launchers import Launched
 
+from ..tensors import usable_accelerator
+
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
@@ -20,13 +22,13 @@ def init_process_group(
     """Join the other ranks, and return this rank's device. A process that was started alone is a group of one rank.
 
     This calls ``torch.distributed.init_process_group()``, and does what that leaves to its caller. Under Slurm and
-    Open MPI it sets torchrun's variables, which other libraries read, too. It makes the rank's GPU the current one.
-    Between several machines it gives gloo the network interface that leads to rank 0, unless ``GLOO_SOCKET_IFNAME``
-    names one; gloo alone would use the address that the host's name resolves to.
+    Open MPI it sets torchrun's variables, which other libraries read, too. It makes the rank's accelerator the current
+    one. Between several machines it gives gloo the network interface that leads to rank 0, unless
+    ``GLOO_SOCKET_IFNAME`` names one; gloo alone would use the address that the host's name resolves to.
 
     Args:
-        device_type: ``"cuda"`` or ``"cpu"``; None: GPUs if torch sees any.
-        backend: None: nccl for GPUs, gloo for CPUs.
+        device_type: the accelerator's (``"cuda"``, ``"xpu"``, …) or ``"cpu"``; None: the accelerator if torch sees one.
+        backend: None: the device's own (nccl, xccl, …), gloo for CPUs.
         timeout: the time that ranks wait for each other before they report one as lost; None: torch's, 10 minutes with
             nccl and 30 with gloo.
 
@@ -42,9 +44,9 @@ def init_process_group(
         )
     launched = Launched.read()
     device = device_of(launched, device_type)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    backend = backend or ("nccl" if device.type == "cuda" else "gloo")
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device)
+    backend = backend or dist.get_default_backend_for_device(device)
     if launched.world_size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return device
@@ -63,26 +65,26 @@ def init_process_group(
 
 
 def device_of(launched: Launched, device_type: str | None = None) -> torch.device:
-    """The rank's device: the GPU of its local rank, or the CPU.
+    """The rank's device: the accelerator of its local rank, or the CPU.
 
     Raises:
-        ConfigError: there are no GPUs, or fewer than ranks on this machine.
+        ConfigError: there are no accelerators, or fewer than ranks on this machine.
     """
-    if device_type not in (None, "cpu", "cuda"):
-        raise ConfigError(f"device_type: got {device_type!r}, expected 'cuda', 'cpu' or None for either")
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if device_type == "cuda" and not gpus:
-        raise ConfigError("device_type: got 'cuda', and torch sees no CUDA device; expected one, or 'cpu'")
-    if device_type == "cpu" or not gpus:
+    accelerator = usable_accelerator()
+    if device_type not in (None, "cpu", accelerator and accelerator.type):
+        seen = f"{accelerator.type!r} or 'cpu'" if accelerator else "'cpu', the only device that torch sees here"
+        raise ConfigError(f"device_type: got {device_type!r}, expected {seen}")
+    if device_type == "cpu" or accelerator is None:
         return torch.device("cpu")
-    if launched.launcher == "Slurm" and gpus == 1:  # --gpus-per-task: each rank sees only its own
-        return torch.device("cuda", 0)
-    if launched.local_world_size > gpus:
+    devices = torch.accelerator.device_count()
+    if launched.launcher == "Slurm" and devices == 1:  # --gpus-per-task: each rank sees only its own
+        return torch.device(accelerator.type, 0)
+    if launched.local_world_size > devices:
         raise ConfigError(
-            f"{launched.local_world_size} ranks on this machine and {gpus} CUDA devices; expected at most one rank a "
-            "device: start fewer, or take the CPU"
+            f"{launched.local_world_size} ranks on this machine and {devices} {accelerator.type} devices; expected at "
+            "most one rank a device: start fewer, or take the CPU"
         )
-    return torch.device("cuda", launched.local_rank)
+    return torch.device(accelerator.type, launched.local_rank)
 
 
 def interface_towards(launched: Launched) -> str:

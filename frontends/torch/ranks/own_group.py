@@ -74,7 +74,7 @@ class OwnGroup:
         self._gloo: list[Any] = [gloo]
         # At exit, too: the group's threads need the interpreter to free tensors.
         self._end = weakref.finalize(self, _end, self._gloo, self._line)
-        self._header = torch.zeros(self.world_size * HEADER_BYTES, dtype=torch.uint8)
+        self._header = torch.zeros(self.world_size * HEADER_BYTES, dtype=torch.uint8, device="cpu")
         self._headers = torch.zeros_like(self._header)
 
     def _check_descriptors(self) -> None:
@@ -230,7 +230,7 @@ def _end(gloo: list[Any], line: HeaderLine) -> None:
 
 def _timeout(group: Any) -> timedelta:
     """The time that a group's ranks wait for each other; gloo's own if its backend does not tell."""
-    for device in ("cpu", "cuda"):
+    for device in (torch.device("cpu"), torch.accelerator.current_accelerator()):
         with suppress(AttributeError, RuntimeError):
-            return group._get_backend(torch.device(device)).options._timeout
+            return group._get_backend(device).options._timeout
     return dist.constants.default_pg_timeout

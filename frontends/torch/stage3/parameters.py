@@ -179,8 +179,7 @@ class PartitionedParameters:
         """Cast the record's shard to its final element type and place, and release the whole parameter."""
         dtype = record.spec.dtype
         if self._config.offload_param == "cpu":
-            pinned = self._config.pin_memory and self._world.wants_pinned
-            host = self._pipeline.memory.allocate(PARAMETER_SHARDS, record.shard_numel, dtype.numpy, pinned=pinned)
+            host = self._pipeline.memory.allocate(PARAMETER_SHARDS, record.shard_numel, dtype.numpy, pinned=True)
             shard = as_torch(host).copy_(record.shard)
         else:
             shard = record.shard.to(TORCH_DTYPES[dtype])

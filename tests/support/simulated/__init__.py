@@ -1,0 +1,228 @@
+"""A simulated accelerator as a PyTorch device, built on first use; ``device.cpp`` says what it simulates.
+
+``load()`` makes ``"simulated"`` a device of this process, and the process's accelerator; where the process may run a
+backward before, ``prepare()`` must come first. This module is torch's device
+module for it, as ``torch.cuda`` is for CUDA.
+"""
+
+import atexit
+import ctypes
+import fcntl
+import hashlib
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from frontends.torch.ranks import pinning
+from offload_core.memory.pinning import Registered
+
+NAME = "simulated"
+_SOURCE = Path(__file__).with_name("device.cpp")
+_FLAGS = ["-O1", "-g0", "-w"]
+_DEVICES = 2
+_available = True
+
+
+def why_not() -> str | None:
+    """What this machine lacks to build it; None: nothing."""
+    if torch.cuda.is_available():
+        return "torch has one accelerator in a process, and here it is CUDA"
+    if sys.platform != "linux":
+        return "the simulated device is for Linux alone"
+    if shutil.which(os.environ.get("CXX", "c++")) is None:
+        return "the simulated device needs a C++ compiler"
+    if shutil.which("ninja", path=_path_with_ninja()) is None:
+        return "the simulated device needs ninja"
+    return None
+
+
+def _path_with_ninja() -> str:
+    return f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+
+
+def _built() -> Path:
+    """The compiled backend, kept for later processes; of several at a time, one builds it."""
+    key = hashlib.sha256(_SOURCE.read_bytes() + repr((torch.__version__, _FLAGS)).encode()).hexdigest()[:16]
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = caches / "offload-core" / f"simulated-{key}"
+    folder.mkdir(parents=True, exist_ok=True)
+    library, done = folder / "simulated.so", folder / "done"
+    with (folder / "building").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not done.exists():
+            from torch.utils import cpp_extension
+
+            (folder / "lock").unlink(missing_ok=True)  # torch's own, of a process that was killed
+            os.environ["PATH"] = _path_with_ninja()
+            cpp_extension.load(
+                "simulated", [str(_SOURCE)], extra_cflags=_FLAGS, build_directory=str(folder), is_python_module=False
+            )
+            done.touch()
+    return library
+
+
+@cache
+def prepare() -> ctypes.CDLL:
+    """Tell torch how many devices there may be: its first backward starts a thread for each, and none later."""
+    path = str(_built())
+    torch.ops.load_library(path)
+    library = ctypes.CDLL(path)
+    library.simulated_hold.restype = ctypes.c_void_p
+    return library
+
+
+@cache
+def load() -> ctypes.CDLL:
+    """Make the simulated devices this process's accelerator."""
+    library = prepare()
+    torch.utils.rename_privateuse1_backend(NAME)
+    torch._register_device_module(NAME, sys.modules[__name__])
+    library.simulated_start()
+    torch.utils.generate_methods_for_privateuse1_backend()
+    pinning.REGISTERED[NAME] = Registered(register, unregister)
+    atexit.register(_end)
+    _hide()
+    return library
+
+
+def _hide() -> None:
+    """Let torch's own libraries, too, find the accelerator only while it is available."""
+    current, get = torch.accelerator.current_accelerator, torch._C._get_accelerator
+    torch.accelerator.current_accelerator = lambda *options, **named: current(*options, **named) if _available else None
+    torch._C._get_accelerator = lambda: get() if _available else torch.device("cpu")
+
+
+def _end() -> None:
+    for device in range(_DEVICES):
+        torch.accelerator.synchronize(device)
+
+
+# --- what torch asks of a device's module ------------------------------------------------------------------------
+
+
+def is_available() -> bool:
+    return _available
+
+
+def is_initialized() -> bool:
+    return True
+
+
+def device_count() -> int:
+    return _DEVICES
+
+
+def current_device() -> int:
+    return torch.accelerator.current_device_index()
+
+
+def device(place: Any) -> Any:
+    """A context with another current device."""
+    return torch.accelerator.device_index(_index(place))
+
+
+def _is_in_bad_fork() -> bool:
+    return False
+
+
+def _lazy_init() -> None:
+    pass
+
+
+def manual_seed_all(seed: int) -> None:
+    for device in range(_DEVICES):
+        set_rng_state(torch.tensor([seed, 0], device="cpu").view(torch.uint8), device)
+
+
+def get_rng_state(device: Any = NAME) -> torch.Tensor:
+    state = torch.empty(16, dtype=torch.uint8, device="cpu")
+    load().simulated_random_state(_index(device), ctypes.c_void_p(state.data_ptr()))
+    return state
+
+
+def set_rng_state(state: torch.Tensor, device: Any = NAME) -> None:
+    torch.Generator(NAME).set_state(state)  # says what is wrong with it
+    load().simulated_set_random_state(_index(device), ctypes.c_void_p(state.data_ptr()))
+
+
+def _index(device: Any) -> int:
+    index = device if isinstance(device, int) else torch.device(device).index
+    return current_device() if index is None else index
+
+
+def get_amp_supported_dtype() -> list[torch.dtype]:
+    return [torch.float16, torch.bfloat16]
+
+
+# --- what tests ask of it ----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def available() -> Iterator[None]:
+    """Programs that ask for an accelerator find this one, and not afterwards."""
+    global _available
+    load()
+    _available = True
+    try:
+        yield
+        _end()
+    finally:
+        _available = False
+
+
+@contextmanager
+def delays(*, seed: int = 0, kernel: int = 50, copy: int = 500) -> Iterator[None]:
+    """Other random delays of kernels and copies, of so many microseconds at most."""
+    load().simulated_delays(ctypes.c_uint64(seed), kernel, copy)
+    try:
+        yield
+    finally:
+        load().simulated_delays(ctypes.c_uint64(0), 50, 500)
+
+
+@contextmanager
+def capacity(n_bytes: int, device: int = 0) -> Iterator[None]:
+    """A device that has so much memory."""
+    load().simulated_capacity(device, ctypes.c_size_t(n_bytes))
+    try:
+        yield
+    finally:
+        load().simulated_capacity(device, ctypes.c_size_t(2**62))
+
+
+def hold(stream: torch.Stream) -> Callable[[], None]:
+    """Let the stream do nothing of what it is given from now on, until the returned function is called."""
+    gate = load().simulated_hold(stream.device_index, stream.stream_id)
+    return partial(load().simulated_release, ctypes.c_void_p(gate))
+
+
+@contextmanager
+def held(stream: torch.Stream) -> Iterator[None]:
+    """The stream does nothing of what it is given meanwhile."""
+    release = hold(stream)
+    try:
+        yield
+    finally:
+        release()
+
+
+def fail_copy(n: int) -> None:
+    """The n-th copy from now between host and device, or between devices, fails; 0: none."""
+    load().simulated_fail_copy(n)
+
+
+def register(address: int, n_bytes: int) -> None:
+    """Pin host memory where it is, as ``cuMemHostRegister`` does."""
+    load().simulated_register(ctypes.c_void_p(address), ctypes.c_size_t(n_bytes))
+
+
+def unregister(address: int) -> None:
+    if load().simulated_unregister(ctypes.c_void_p(address)):
+        raise RuntimeError("simulated device: this memory was not registered")

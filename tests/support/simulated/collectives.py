@@ -1,0 +1,101 @@
+"""A process group of simulated devices, as nccl is one of GPUs: what it exchanges waits in a stream of its own.
+
+Beneath is gloo, between pinned buffers. A thread waits for the copy to the host, exchanges, and lets the stream go on.
+"""
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from offload_core.support.threads import TaskThread
+
+from . import NAME, hold, load
+
+BACKEND = "late"
+
+
+class LateGroup(dist.ProcessGroup):
+    """Tensors of the host are exchanged by gloo alone."""
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)
+        self._store = store
+        self._gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo/", store), rank, size, timeout=timeout)
+        self._thread = TaskThread("exchanges")
+        self._stream: torch.Stream | None = None
+        self._failure: BaseException | None = None
+
+    def name(self) -> str:
+        return BACKEND
+
+    def getBackendName(self) -> str:
+        return BACKEND
+
+    def get_group_store(self) -> Any:
+        return self._store
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self._gloo if device.type == "cpu" else self
+
+    def alltoall_base(self, received: Any, sent: Any, *sizes: Any) -> Any:
+        return self._exchange(received, sent, lambda to, of: self._gloo.alltoall_base(to, of, [], []))
+
+    def all_gather_single(self, received: Any, sent: Any, *options: Any) -> Any:
+        return self._exchange(received, sent, self._gloo._allgather_base)
+
+    _allgather_base = all_gather_single  # its name before torch 2.13
+
+    def reduce_scatter_single(self, received: Any, sent: Any, *options: Any) -> Any:
+        return self._exchange(received, sent, self._gloo._reduce_scatter_base)
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    def _exchange(self, received: torch.Tensor, sent: torch.Tensor, start: Callable[..., Any]) -> Any:
+        if received.device.type == "cpu":
+            return start(received, sent)
+        if self._failure is not None:
+            raise RuntimeError("an exchange has failed") from self._failure
+        self._stream = stream = self._stream or torch.Stream(received.device)
+        stream.wait_event(torch.accelerator.current_stream(received.device).record_event())
+        to, of = (torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in (received, sent))
+        with stream:
+            of.copy_(sent, non_blocking=True)
+            arrived = stream.record_event()
+            release = hold(stream)
+            received.copy_(to, non_blocking=True)
+            ended = stream.record_event()
+
+        def exchange() -> None:
+            try:
+                arrived.synchronize()
+                start(to, of).wait()
+            except BaseException as error:
+                self._failure = error
+            finally:
+                release()
+
+        self._thread.submit(exchange)
+        return _Exchange(received.device, ended)
+
+
+class _Exchange(dist.Work):
+    def __init__(self, device: torch.device, ended: torch.Event) -> None:
+        super().__init__()
+        self._device = device
+        self._ended = ended
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        torch.accelerator.current_stream(self._device).wait_event(self._ended)
+        return True
+
+    def is_completed(self) -> bool:
+        return self._ended.query()
+
+
+def register() -> None:
+    """Make it the backend of groups of simulated devices."""
+    load()
+    dist.Backend.register_backend(BACKEND, LateGroup, devices=["cpu", NAME])

@@ -1,0 +1,251 @@
+"""The simulated accelerator shows what it is for: accesses, reuse and orders that a GPU would punish."""
+
+import gc
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+
+from frontends.torch import wrap
+from offload_core import HostMemoryWarning
+from tests.support import simulated
+from tests.support.torch_models import batch, make, same_bits
+from tests.support.wait_mutants import Change, made, waits_of
+
+pytestmark = pytest.mark.skipif((missing := simulated.why_not()) is not None, reason=missing or "")
+D = simulated.NAME
+
+
+@pytest.fixture(autouse=True)
+def loaded(accelerator):
+    yield
+    torch.accelerator.synchronize()
+
+
+def until_idle(stream, seconds=30.0):
+    """Wait for the stream, or for so long."""
+    end = time.monotonic() + seconds
+    while not stream.query() and time.monotonic() < end:
+        time.sleep(1e-3)
+
+
+def test_a_host_that_touches_device_memory_dies():
+    program = (
+        "import ctypes, torch\n"
+        "from tests.support import simulated\n"
+        "simulated.load()\n"
+        "x = torch.arange(4.0).to('simulated')\n"
+        "assert x.sum().item() == 6\n"
+        "print('reads', flush=True)\n"
+        "print(ctypes.c_float.from_address(x.data_ptr()))\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (-signal.SIGSEGV, "reads\n"), ended.stderr
+
+
+def test_kernels_and_copies_run_when_their_stream_comes_to_them():
+    source, target = torch.zeros(4, pin_memory=True), torch.zeros(4, pin_memory=True)
+    stream = torch.accelerator.current_stream()
+    with simulated.held(stream):
+        x = torch.empty(4, device=D).copy_(source, non_blocking=True) * 2
+        target.copy_(x, non_blocking=True)
+        source.fill_(3.0)  # too early
+        ended = stream.record_event()
+        assert not ended.query()
+        assert target.tolist() == [0] * 4
+    ended.synchronize()
+    assert target.tolist() == [6] * 4
+
+
+def test_a_copy_that_does_not_wait_for_the_kernel_finds_what_was_there():
+    other, current = torch.Stream(D), torch.accelerator.current_stream()
+    x = torch.ones(4, device=D)
+    hosts = [torch.zeros(4, pin_memory=True) for _ in range(2)]
+    current.synchronize()
+    with simulated.held(current):
+        x += 1
+        written = current.record_event()
+        with other:
+            hosts[0].copy_(x, non_blocking=True)
+        other.synchronize()
+        with other:
+            other.wait_event(written)
+            hosts[1].copy_(x, non_blocking=True)
+    other.synchronize()
+    assert [host.tolist() for host in hosts] == [[1] * 4, [2] * 4]
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_freed_memory_is_poisoned_under_a_stream_that_was_not_recorded(recorded):
+    other, host = torch.Stream(D), torch.zeros(4, pin_memory=True)
+    x = torch.ones(4, device=D)
+    torch.accelerator.current_stream().synchronize()
+    address = x.data_ptr()
+    with simulated.held(other):
+        with other:
+            host.copy_(x, non_blocking=True)
+        if recorded:
+            x.record_stream(other)
+        del x
+        assert (torch.empty(4, device=D).data_ptr() == address) is not recorded  # reused at once
+        torch.accelerator.current_stream().synchronize()
+    other.synchronize()
+    assert bool(host.isnan().all()) is not recorded
+    assert recorded is (host.tolist() == [1] * 4)
+
+
+def test_an_allocation_beyond_the_capacity_is_refused_and_fits_once_memory_is_free():
+    gc.collect()
+    torch.accelerator.empty_cache()
+    with simulated.capacity(torch.accelerator.memory_reserved() + 2**20):
+        x = torch.empty(2**19, dtype=torch.uint8, device=D)
+        with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
+            torch.empty(2**20, dtype=torch.uint8, device=D)
+        used = torch.accelerator.memory_allocated()
+        del x
+        assert torch.accelerator.memory_allocated() == used - 2**19
+        torch.empty(2**20, dtype=torch.uint8, device=D)
+        assert torch.accelerator.max_memory_allocated() >= used
+        free, total = torch.accelerator.get_memory_info()
+        assert 0 <= free < total
+
+
+def test_a_copy_that_fails_is_reported_to_the_next_who_waits():
+    x, host = torch.ones(4, device=D), torch.zeros(4, pin_memory=True)
+    simulated.fail_copy(1)
+    host.copy_(x, non_blocking=True)
+    event = torch.accelerator.current_stream().record_event()
+    with pytest.raises(RuntimeError, match="the copy failed, as asked"):
+        event.synchronize()
+    with pytest.raises(RuntimeError, match="the copy failed, as asked"):
+        torch.accelerator.synchronize()
+    torch.accelerator.synchronize()
+    assert host.tolist() == [0] * 4
+
+
+def test_backward_runs_in_a_thread_of_the_device():
+    threads = []
+    x = torch.ones(4, device=D, requires_grad=True)
+    x.register_hook(lambda g: threads.append(threading.get_ident()))
+    (x * 2).sum().backward()
+    assert x.grad.tolist() == [2] * 4
+    assert threads != [threading.get_ident()]
+
+
+def test_random_numbers_are_the_device_generators():
+    torch.manual_seed(1)
+    host = torch.get_rng_state()
+    state = simulated.get_rng_state()
+    first = [torch.randn(4, device=D), torch.nn.functional.dropout(torch.ones(64, device=D))]
+    assert torch.equal(torch.get_rng_state(), host)
+    second = torch.randn(4, device=D)
+    simulated.set_rng_state(state)
+    again = [torch.randn(4, device=D), torch.nn.functional.dropout(torch.ones(64, device=D))]
+    assert all(same_bits(a.cpu(), b.cpu()) for a, b in zip(first, again, strict=True))
+    assert not torch.equal(first[0], second)
+
+
+def test_two_devices_exchange_what_is_there_when_it_is_due():
+    with simulated.held(torch.accelerator.current_stream("simulated:0")):
+        x = torch.ones(4, device="simulated:0") + 1
+        y = x.to("simulated:1", non_blocking=True) + 1
+    assert y.device == torch.device("simulated:1")
+    assert y.tolist() == [3] * 4
+
+
+# --- the front end on it -----------------------------------------------------------------------------------------
+
+
+def step_beside(hold, current=None):
+    """Two steps; ``hold(engine, name)`` surrounds the first backward, and the second forward with the first step."""
+    torch.accelerator.set_device_index(0)
+    engine = wrap(make().to(current or D), lr=1e-2)
+    x = batch(0).to(current or D)
+    with hold(engine, "backward"):
+        engine.backward(engine(x).pow(2).mean())
+    with hold(engine, "forward"):
+        engine.step()
+        result = engine(x)
+    found = [result.detach().cpu(), *(p.detach().cpu() for p in engine.module.parameters())]
+    engine.close()
+    return found
+
+
+def late(seconds):
+    """Hold back what others must wait for, until they are through, or for so long."""
+
+    def hold(engine, phase):
+        memory = engine.optimizer.pipeline.buckets.device.memory
+        computes = torch.accelerator.current_stream(memory.device)
+        held, waits = {"backward": (computes, memory._to_host), "forward": (memory._to_device, computes)}[phase]
+        return Held(held, waits, seconds)
+
+    return hold
+
+
+class Held:
+    def __init__(self, held, waits, seconds):
+        self._hold = simulated.held(held)
+        self._waits, self._seconds = waits, seconds
+
+    def __enter__(self):
+        self._hold.__enter__()
+
+    def __exit__(self, *error):
+        until_idle(self._waits, self._seconds)
+        self._hold.__exit__(*error)
+
+
+def expected():
+    engine = wrap(make(), lr=1e-2)
+    engine.backward(engine(batch(0)).pow(2).mean())
+    engine.step()
+    return [engine(batch(0)).detach(), *(p.detach() for p in engine.module.parameters())]
+
+
+@pytest.mark.parametrize("current", ["simulated:0", "simulated:1"])
+def test_streams_wait_for_each_other_also_on_a_device_that_is_not_the_current_one(current):
+    for a, b in zip(step_beside(late(0.1), current), expected(), strict=True):
+        assert same_bits(a, b)
+
+
+DEVICE = "frontends.torch.ranks.device"
+MISSING = [
+    *(wait for wait in waits_of(DEVICE) if wait.function in ("_StreamEvent.wait", "AcceleratorDevice._lane")),
+    Change(DEVICE, "_StreamEvent.order", "current_stream(self._device).wait_event(self._event)", "current_stream()"),
+    Change(DEVICE, "AcceleratorDevice.mark", "torch.accelerator.current_stream(self.device)", "self._to_device"),
+]
+
+
+@pytest.mark.parametrize("mutant", MISSING, ids=str)
+def test_a_wait_that_is_missing_shows(mutant):
+    with made(mutant):
+        found = step_beside(late(1.0))
+    assert not all(same_bits(a, b) for a, b in zip(found, expected(), strict=True))
+
+
+def test_memory_that_cannot_be_pinned_is_pageable_with_one_warning(monkeypatch):
+    from frontends.torch.ranks import pinning
+    from offload_core.errors import HostMemoryError
+
+    def refuses(address, n_bytes):
+        raise HostMemoryError("no more locked memory")
+
+    monkeypatch.setitem(pinning.REGISTERED, D, pinning.Registered(refuses, refuses))
+    with pytest.warns(HostMemoryWarning, match=r"could not be pinned \(no more locked memory\)") as warned:
+        engine = wrap(make().to(D), lr=1e-2, reduce_bucket_size=500)
+    assert len(warned) == 1
+    engine.backward(engine(batch(0).to(D)).pow(2).mean())
+    assert engine.step().updated
+
+
+def test_the_pinned_memory_of_torchs_own_allocator_serves_devices_whose_driver_registers_none(monkeypatch):
+    from frontends.torch.ranks import pinning
+
+    monkeypatch.delitem(pinning.REGISTERED, D)
+    for a, b in zip(step_beside(late(0.1)), expected(), strict=True):
+        assert same_bits(a, b)

@@ -1,0 +1,57 @@
+"""One rank on a simulated device, run by test_simulated_ranks.py: SCENARIO RANK WORLD_SIZE FOLDER."""
+
+import torch
+
+from frontends.torch import wrap
+from frontends.torch.ranks import device_ranks
+from tests.support import simulated
+from tests.support.simulated import collectives
+from tests.support.torch_rank import batch, main, make, whole_bits
+from tests.support.wait_mutants import Change, made
+
+SETTINGS = {
+    "stage 1": {"stage": 1},
+    "stage 2": {"gradient_clipping": 0.05},
+    "native": {"reduction": "native", "param_dtype": "bfloat16"},
+    "delayed": {"schedule": "delayed", "delay_warmup_steps": 1},
+    "stage 3": {"stage": 3, "param_persistence_threshold": 0},
+    "streamed": {"stage": 3, "offload_param": "cpu", "param_persistence_threshold": 0, "param_dtype": "bfloat16"},
+}
+
+
+def train(device, rank, **fields):
+    engine = wrap(make().to(device), lr=1e-2, reduce_bucket_size=1000, gradient_accumulation_steps=2, **fields)
+    norms = []
+    for seed in range(6):
+        engine.backward(engine(batch(seed, rank).to(device)).float().pow(2).mean())
+        norms.append(engine.step().grad_norm)
+    engine.flush()
+    found = [whole_bits(engine), norms, type(engine.optimizer.pipeline.device).__name__]
+    engine.close()
+    return found
+
+
+def everywhere(rank, world_size):
+    device, result = torch.device(simulated.NAME, rank), {}
+    torch.accelerator.set_device_index(device)
+    for name, fields in SETTINGS.items():
+        result[name] = [train("cpu", rank, **fields)]
+        for seed in range(2):
+            with simulated.delays(seed=seed + 10 * rank, kernel=200, copy=2000):
+                result[name].append(train(device, rank, **fields))
+    return result
+
+
+def without_waits(rank, world_size):
+    """An exchange that the stream of copies does not wait for."""
+    change = Change(collectives.__name__, "_Exchange.wait", "torch.accelerator.current_stream(self._device).wait_event(self._ended)", "None")  # fmt: skip # noqa: E501
+    device = torch.device(simulated.NAME, rank)
+    with made(change):
+        return {"lost": train(device, rank)[:1], "expected": train("cpu", rank)[:1]}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    collectives.register()
+    assert device_ranks.dist.get_default_backend_for_device(simulated.NAME) == collectives.BACKEND
+    main({f.__name__: f for f in (everywhere, without_waits)}, timeout=60, backend=collectives.BACKEND)
