@@ -44,11 +44,16 @@ def code_of_other_tests_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(pending, "compiled_code_reads", False)
 
 
+def needs_accelerator(item: pytest.Item) -> bool:
+    device = getattr(item, "callspec", None) and item.callspec.params.get("device")
+    return "accelerator" in getattr(item, "fixturenames", ()) or str(device).startswith("accelerator")
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     place = {str(Path(__file__).parent / file): i for i, file in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(str(item.path), len(LONGEST)))
-    if any({"accelerator", "device"} & set(getattr(item, "fixturenames", ())) for item in items):
+    if any(needs_accelerator(item) for item in items):
         from tests.support import simulated
 
         if simulated.why_not() is None:
@@ -85,9 +90,3 @@ def accelerator() -> Iterator[str]:
         pytest.skip(missing)
     with simulated.available():
         yield simulated.NAME
-
-
-@pytest.fixture(params=["host", "accelerator"])
-def device(request: pytest.FixtureRequest) -> str:
-    """A type of device of torch that parameters can be on."""
-    return "cpu" if request.param == "host" else request.getfixturevalue("accelerator")

@@ -26,15 +26,17 @@ SETTINGS = [
 ]
 
 
-@pytest.fixture(params=[0, 1, 2], ids="delays {}".format)
-def late(request, device):
-    """Kernels and copies of the simulated device are late, differently for each seed."""
+@pytest.fixture(params=["host", *(f"accelerator, delays {seed}" for seed in range(3))])
+def device(request):
+    """A type of device. Kernels and copies of the simulated one are late, differently for each seed."""
+    if request.param == "host":
+        yield "cpu"
+        return
+    accelerator = request.getfixturevalue("accelerator")
     with ExitStack() as undo:
-        if device == simulated.NAME:
-            undo.enter_context(simulated.delays(seed=request.param, kernel=200, copy=2000))
-        elif request.param:
-            pytest.skip("no delays")
-        yield
+        if accelerator == simulated.NAME:
+            undo.enter_context(simulated.delays(seed=int(request.param[-1]), kernel=200, copy=2000))
+        yield accelerator
 
 
 def run(engine, seeds, device):
@@ -60,7 +62,7 @@ def assert_same(found, expected):
 
 
 @pytest.mark.parametrize("fields", SETTINGS, ids=str)
-def test_every_setting_gives_the_hosts_bits(fields, device, late):
+def test_every_setting_gives_the_hosts_bits(fields, device):
     host, engine = wrap(make(), lr=1e-2, **fields), wrap(make().to(device), lr=1e-2, **fields)
     assert run(engine, range(6), device) == run(host, range(6), "cpu")
     assert_same(everything(engine), everything(host))
@@ -68,7 +70,7 @@ def test_every_setting_gives_the_hosts_bits(fields, device, late):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_normalisation_convolution_and_dropout_of_nothing_too(dtype, device, late):
+def test_normalisation_convolution_and_dropout_of_nothing_too(dtype, device):
     found = []
     for place in (device, "cpu"):
         torch.manual_seed(0)
@@ -85,7 +87,7 @@ def test_normalisation_convolution_and_dropout_of_nothing_too(dtype, device, lat
     assert_same(*found)
 
 
-def test_an_overflow_is_skipped_on_every_device(device, late):
+def test_an_overflow_is_skipped_on_every_device(device):
     found = []
     for place in (device, "cpu"):
         engine = wrap(
@@ -98,7 +100,7 @@ def test_an_overflow_is_skipped_on_every_device(device, late):
     assert_same(*found)
 
 
-def test_the_optimizer_alone_reads_gradients_where_they_are(device, late):
+def test_the_optimizer_alone_reads_gradients_where_they_are(device):
     found = []
     for place in (device, "cpu"):
         model = make().to(place)
@@ -113,7 +115,7 @@ def test_the_optimizer_alone_reads_gradients_where_they_are(device, late):
 
 
 @pytest.mark.parametrize("fields", [{"param_dtype": "bfloat16"}, {"schedule": "delayed"}, STREAMED], ids=str)
-def test_a_run_that_was_saved_on_one_device_goes_on_as_it_was_on_another(fields, device, late, tmp_path):
+def test_a_run_that_was_saved_on_one_device_goes_on_as_it_was_on_another(fields, device, tmp_path):
     straight = wrap(make().to(device), lr=1e-2, **fields)
     run(straight, range(4), device)
     straight.save_checkpoint(tmp_path, wait=False)
@@ -127,7 +129,7 @@ def test_a_run_that_was_saved_on_one_device_goes_on_as_it_was_on_another(fields,
         assert_same(everything(resumed), expected)
 
 
-def test_a_parameter_that_is_written_by_hand_is_followed(device, late):
+def test_a_parameter_that_is_written_by_hand_is_followed(device):
     found = []
     for place in (device, "cpu"):
         engine = wrap(make().to(place), lr=1e-2, param_dtype="bfloat16")

@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 
 from offload_core.support.threads import TaskThread
-
-from . import NAME, hold, load
+from tests.support.simulated import NAME, hold, load
 
 BACKEND = "late"
 
