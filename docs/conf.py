@@ -11,6 +11,7 @@ release = metadata.version("offload-core")
 html_title = project
 html_theme = "furo"
 html_copy_source = False
+html_show_copyright = False
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["conf.py"]
