@@ -1,9 +1,7 @@
 """The parameters that have optimizer states: checks, casting, and their tensors in the pipeline."""
 
 import gc
-import threading
 import weakref
-from _thread import start_new_thread
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -23,6 +21,7 @@ from offload_core.step.bucket_terms import GATHERED, GRADIENTS, PARAMETERS
 from offload_core.step.pipeline import Pipeline
 from offload_core.step.state_access import StateAccess
 from offload_core.support.launchers import local_processes
+from offload_core.support.threads import clear_up
 
 from .casting import Casts
 from .data_writes import DataWrites, data_of
@@ -132,7 +131,7 @@ class Registration:
         self._partitioned = partitioned
         self._casts = casts
         self._gradients_leave = gradients_leave
-        weakref.finalize(self, _let_go_of_garbage, self.slots).atexit = False
+        weakref.finalize(self, clear_up, partial(let_go, self.slots)).atexit = False
 
     def close(self) -> None:
         """Release the parameters."""
@@ -390,15 +389,6 @@ def let_go(slots: dict[torch.Tensor, Slot]) -> None:
         if OWNED.get(id(slot.param)) is slot:
             del OWNED[id(slot.param)]
     slots.clear()
-
-
-def _let_go_of_garbage(slots: dict[torch.Tensor, Slot]) -> None:
-    """Python collects garbage in any thread, also in the very one whose tasks ``let_go`` waits for."""
-    if threading.get_ident() == threading.main_thread().ident:
-        let_go(slots)
-    else:
-        with suppress(RuntimeError):  # no thread can be started: the parameters stay as they are
-            start_new_thread(let_go, (slots,))
 
 
 def _tensors_of(model: nn.Module | None) -> list[torch.Tensor]:

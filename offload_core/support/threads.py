@@ -255,6 +255,18 @@ def _no_thread(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and trace is not None and trace.tb_next is None
 
 
+def clear_up(act: Callable[[], object]) -> None:
+    """Do this, which may wait, when garbage is collected: in the main thread at once, else in a thread of its own.
+
+    Python collects garbage in any thread, also in the very one whose tasks ``act`` waits for.
+    """
+    if threading.get_ident() == threading.main_thread().ident:
+        act()
+    else:
+        with suppress(RuntimeError):  # no thread can be started: nothing is cleared up
+            start_new_thread(act, ())
+
+
 def in_section() -> bool:
     """True in the thread of a section of :func:`uninterrupted`."""
     return any(task.thread == threading.get_ident() for task in _sections)

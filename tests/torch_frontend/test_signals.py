@@ -330,6 +330,34 @@ def test_garbage_of_an_engine_that_its_own_thread_collects_does_not_wait_there(m
     assert not any(p.isnan().any() for p in params)
 
 
+@pytest.mark.timeout(60)
+def test_garbage_of_an_engine_in_stage_3_that_anothers_copies_collect_does_not_wait_for_its_step(monkeypatch):
+    """The step waits for the copies."""
+    streamed = {"stage": 3, "offload_param": "cpu", "param_persistence_threshold": 0}
+    holder = [wrap(torch.nn.Sequential(torch.nn.Linear(8, 8)), **streamed)]
+    holder.append(holder)  # a cycle: only the collector finds it
+    params = list(holder[0].module.parameters())
+
+    class Collecting(SlowTorchDevice):
+        def to_device(self, host, copies, after):
+            self._lanes[1].submit(gc.collect)
+            return super().to_device(host, copies, after)
+
+    slow = Collecting()
+    monkeypatch.setattr(device_ranks, "memory_of", lambda device: slow)
+    engine = engine_of("serial")
+    gc.disable()
+    try:
+        del holder
+        step(engine, 1)
+    finally:
+        gc.enable()
+    until = time.monotonic() + 30
+    while any(isinstance(p, PendingParameter) for p in params) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not any(isinstance(p, PendingParameter) for p in params)
+
+
 def test_signals_are_received_in_the_main_thread_alone(tmp_path):
     engine, said = engine_of("overlap"), []
 

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from offload_core.errors import ParameterError, StateError
 from offload_core.stage3.live_params import LiveParams
 from offload_core.step.pipeline import Pipeline
+from offload_core.support.threads import clear_up
 
 from ..pending import forget, make_pending
 from .parameters import PartitionedParameter, PartitionedParameters
@@ -62,7 +63,8 @@ class ModuleRuns:
         """Parameters that stay whole after their calls: until they change (True), or until the next forward (False)."""
         self._hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._handles: list[Any] = []
-        weakref.finalize(self, _abandon, self._handles, parameters.records, parameters.live).atexit = False
+        abandon = partial(_abandon, self._handles, parameters.records, parameters.live)
+        weakref.finalize(self, clear_up, abandon).atexit = False
 
     def close(self) -> None:
         """Remove the hooks."""
