@@ -1,4 +1,4 @@
-# Two commands: `make train` and `make test`. Each sets up .venv first, once.
+# Two commands: `make train` and `make test`; `make help` names the others. Each sets up .venv first, once.
 
 PYTHON ?= python3
 FRONTEND ?= torch
@@ -6,20 +6,28 @@ ARGS ?=
 PARTS ?=
 VENV := .venv
 BIN := $(VENV)/bin
+# Threads that spin while they wait make steps many times as long where other processes are busy (docs/troubleshooting.md).
+PASSIVE := OMP_WAIT_POLICY=$${OMP_WAIT_POLICY:-passive}
 # Two files of tests at a time; ARGS="-n 0" for one.
 TEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 BUILD_STAMP := $(VENV)/.built
 PEERS_STAMP := $(VENV)/.peers
 
-.PHONY: train demo test test-all test-others soak lint docs bench wheel setup pins check-pins clean
+.PHONY: help train demo test test-all test-others soak lint docs bench wheel setup pins check-pins clean
 .DELETE_ON_ERROR:
 
+help:
+	@echo "make train       train a small GPT (FRONTEND=jax, PYTHON=python3.12, ARGS=--help)"
+	@echo "make demo        train GPT-2 124M, for a GPU"
+	@echo "make test        the tests; test-all, test-others and soak run more"
+	@echo "make lint docs bench wheel pins check-pins clean: see CONTRIBUTING.md"
+
 train: $(VENV)/.has-$(FRONTEND) $(BUILD_STAMP)
-	$(BIN)/python -m bench.train --frontend $(FRONTEND) $(ARGS)
+	$(PASSIVE) $(BIN)/python -m bench.train --frontend $(FRONTEND) $(ARGS)
 
 # GPT-2 of 124 M parameters, 20 steps beside plain AdamW: for a machine with a GPU.
 demo: $(VENV)/.has-$(FRONTEND) $(BUILD_STAMP)
-	$(BIN)/python -m bench.train --frontend $(FRONTEND) --preset gpt2-124m --compare 20 --steps 100 $(ARGS)
+	$(PASSIVE) $(BIN)/python -m bench.train --frontend $(FRONTEND) --preset gpt2-124m --compare 20 --steps 100 $(ARGS)
 
 test: setup
 	$(TEST) -m "not slow and not soak" $(ARGS)

@@ -176,7 +176,7 @@ def parse(arguments: list[str] | None) -> tuple[Settings, Files, Saving]:
         help="train on this file, or on the *.py, *.txt and *.md files of this folder",
     )
     add("--param-dtype", choices=tuple(BY_NAME), help="of the device parameters")
-    add("--steps", type=at_least(1), metavar="N", help="optimizer updates")
+    add("--steps", type=at_least(1), metavar="N", help="optimizer updates (default: the preset's, tiny: 600)")
     add("--micro-batch", type=at_least(1), metavar="N", help="windows a micro-step and rank")
     add("--context", type=at_least(1), metavar="N", help="bytes a window")
     add("--accumulate", type=at_least(1), metavar="N", default=1, help="micro-steps an update (default: 1)")
@@ -339,7 +339,9 @@ def run(settings: Settings, files: Files, saving: Saving, at_end: ExitStack) -> 
     summary = finish(settings, ranks, corpus, offloaded, plain, records, interrupted)
     if writes:
         (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    print(f"\nwritten to {out}; docs/first-hour.md shows what to try next, and --help what can be chosen")
+    print(
+        f"\nwritten to {out}. Next: your own model, as docs/first-hour.md shows, or --help for what can be chosen here"
+    )
     ranks.part()
     return INTERRUPTED if interrupted else 0
 

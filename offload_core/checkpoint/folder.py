@@ -47,6 +47,20 @@ def _prepare(path: Path, text: str) -> Path:
     return aside
 
 
+def refuse_of_others(folder: Path) -> None:
+    """Raise :class:`CheckpointError` if another program's ``latest`` is there: a save would replace it."""
+    try:
+        named = read_regular(folder / LATEST, most_bytes=_LONGEST_NAME).decode("utf-8").strip()
+    except (OSError, ValueError):  # none, or of nobody who can read it
+        return
+    ours = CHECKPOINT_NAME.fullmatch(named) or Path(named).name != named  # or damaged
+    if not ours and os.path.exists(folder / named):
+        raise CheckpointError(
+            f"{folder / LATEST} names {named[:80]!r}, a checkpoint of another program (DeepSpeed has such a file too), "
+            "and would be replaced; expected a folder for ours alone"
+        )
+
+
 def make_folder(folder: Path) -> None:
     """Make a folder and its missing parents, and sync them to the disk."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
@@ -136,7 +150,12 @@ def find(path: str | os.PathLike[str]) -> Path:
             f"{folder}: no checkpoint: neither {MANIFEST} nor {LATEST} can be read there ({error})"
             + (f"; expected one of its folders instead: {there}" if there else "")
         ) from None
-    if not CHECKPOINT_NAME.fullmatch(named) or not os.path.exists(folder / named / MANIFEST):
+    if not CHECKPOINT_NAME.fullmatch(named):
+        raise CheckpointError(
+            f"{folder / LATEST} names {named[:80]!r}, which is no checkpoint of ours; expected one of those that are: "
+            f"{_last_of(folder) or 'none'}. If DeepSpeed wrote it, frontends.torch.load_deepspeed reads its weights"
+        )
+    if not os.path.exists(folder / named / MANIFEST):
         raise CheckpointError(
             f"{folder / LATEST} names {named[:80]!r}, which is no whole checkpoint there; expected one of those that "
             f"are: {_last_of(folder) or 'none'}"

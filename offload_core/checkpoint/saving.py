@@ -22,7 +22,7 @@ from ..errors import CheckpointError, CheckpointWarning
 from ..ranks.collectives import Collectives
 from ..ranks.consistency import combine, together
 from ..support.user_line import UserLine
-from .folder import UNFINISHED, clean, commit, discard, durable, free_name, make_folder, rotate
+from .folder import UNFINISHED, clean, commit, discard, durable, free_name, make_folder, refuse_of_others, rotate
 from .manifest import file_record, write_manifest
 from .shard_writer import ShardWriter
 
@@ -82,6 +82,7 @@ class Place:
         return self.folder / f".{self.name}.{self._token}{UNFINISHED}"
 
     def _make(self, step: int) -> bytes:
+        refuse_of_others(self.folder)
         make_folder(self.folder)
         self._lock = os.open(self.folder, os.O_RDONLY)
         try:

@@ -270,7 +270,10 @@ def _check_names(given: Mapping[str, Any]) -> None:
     for name in given:
         if name not in FIELDS:
             place = deepspeed.place_of(name)
-            hint = f"DeepSpeed has it as {place!r}: give such a configuration as config" if place else None
+            hint = None
+            if place:
+                where = "it is a key of DeepSpeed's" if place == name else f"DeepSpeed has it as {place!r}"
+                hint = f"{where}: give such a configuration as config"
             hint = hint or checks.nearest(name, FIELDS, also=deepspeed.KEYS)
             raise ConfigError(f"unknown configuration field {checks.shown(name)}; {hint}")
 

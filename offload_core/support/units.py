@@ -6,7 +6,7 @@ import re
 
 from .checks import shown
 
-_BYTES = {"": 1, "B": 1}
+_BYTES = {"B": 1}
 for _power, _letter in enumerate("KMGT", 1):
     _BYTES |= {_letter: 1000**_power, f"{_letter}B": 1000**_power, f"{_letter}IB": 1024**_power}
 _COUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
@@ -16,7 +16,7 @@ _NUMBER = re.compile(r"\s*(\d+(?:\.\d*)?(?:[eE][+-]?\d+)?)\s*([A-Za-z]*)\s*")
 
 
 def size(text: str) -> int:
-    """Bytes: ``"32GB"`` (10^9), ``"32GiB"`` (2^30), ``"1000"``."""
+    """Bytes: ``"32GB"`` (10^9), ``"32GiB"`` (2^30). A number alone is refused: most people who give one mean GB."""
     return round(_scaled(text, _BYTES, "a size such as 32GB or 32GiB"))
 
 

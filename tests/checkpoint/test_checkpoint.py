@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload_core.checkpoint.checkpoints import Target
-from offload_core.checkpoint.folder import file_name
+from offload_core.checkpoint.folder import file_name, find
 from offload_core.checkpoint.manifest import file_record, write_manifest
 from offload_core.checkpoint.reader import Checkpoint, Want
 from offload_core.checkpoint.shard_writer import ShardWriter, Source
@@ -180,6 +180,19 @@ def test_what_is_not_trained_and_plain_values_come_back(tmp_path):
     assert loaded.state["table"].tolist() == np.eye(3).tolist()
     assert repr(loaded.state["nested"]) == repr(state["nested"])
     assert loaded.step == 1
+
+
+def test_a_folder_of_deepspeeds_is_neither_saved_to_nor_loaded(tmp_path):
+    """Both write ``latest``: DeepSpeed would no longer find its own."""
+    subject = make()
+    (tmp_path / "global_step16").mkdir()
+    (tmp_path / "latest").write_text("global_step16\n")
+    with pytest.raises(CheckpointError, match="names 'global_step16', a checkpoint of another program"):
+        save(subject, tmp_path, step=3)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step16", "latest"]
+    assert (tmp_path / "latest").read_text() == "global_step16\n"
+    with pytest.raises(CheckpointError, match="no checkpoint of ours.*load_deepspeed reads its weights"):
+        find(tmp_path)
 
 
 def test_rotation_keeps_the_last_written_and_latest_names_the_last(tmp_path):

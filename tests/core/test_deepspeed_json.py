@@ -285,6 +285,11 @@ def test_unknown_keys_are_named_with_the_nearest_known(config, match):
         OffloadConfig.resolve(config)
 
 
+def test_a_key_of_deepspeeds_that_is_given_as_a_field_is_named():
+    with pytest.raises(ConfigError, match="'zero_optimization'; it is a key of DeepSpeed's: give such a"):
+        OffloadConfig.resolve(None, zero_optimization={})
+
+
 # --- what keys become ------------------------------------------------------------------------------
 
 

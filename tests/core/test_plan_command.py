@@ -277,6 +277,7 @@ def test_activations_are_counted_where_they_are_given(capsys: pytest.CaptureFixt
         (["plan", "--preset=tiny", "--dram-bandwidth=1e-320"], "expected bytes a second"),
         (["plan", "--preset=tiny", "--parameters=10B"], "not allowed with"),
         (["plan", "--preset=tiny", "--host-memory=-1GB"], "expected a size such as 32GB"),
+        (["plan", "--preset=tiny", "--host-memory=64"], "expected a size such as 32GB"),
         (["plan", "--preset=tiny", "--stage=4"], "--stage"),
         (["plan", "--preset=tiny", "--flops=1T"], "expected both or neither"),
         (["plan", "--preset=tiny", "--local-world-size=2"], "expected at most"),
