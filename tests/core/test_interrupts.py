@@ -89,7 +89,7 @@ CASES = {
 FAST = ("host, in place", "host, clipped", "host, delayed", "late, overlapping")
 
 
-@pytest.mark.parametrize("case", [pytest.param(c, marks=[] if c in FAST else pytest.mark.slow) for c in CASES])
+@pytest.mark.parametrize("case", [pytest.param(c, marks=[] if c in FAST else pytest.mark.soak) for c in CASES])
 def test_an_interrupt_at_any_line_leaves_the_state_before_the_step_or_after_it(case):
     def begun():
         run = Run(*CASES[case])

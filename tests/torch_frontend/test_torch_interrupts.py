@@ -44,7 +44,7 @@ def end(engine):
 
 
 @pytest.mark.parametrize(
-    "each", ["line", pytest.param("pass of a line", marks=[pytest.mark.slow, pytest.mark.timeout(1800)])]
+    "each", ["line", pytest.param("pass of a line", marks=[pytest.mark.soak, pytest.mark.timeout(1800)])]
 )
 @pytest.mark.parametrize("case", CASES)
 def test_an_interrupt_at_any_line_leaves_the_state_before_the_step_or_after_it(case, each, monkeypatch):

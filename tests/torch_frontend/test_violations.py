@@ -34,7 +34,7 @@ def test_a_rank_that_goes_another_way_is_one_named_error_everywhere_or_changes_n
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize(
     "first",
-    [pytest.param(i, marks=pytest.mark.slow if i < 120 else pytest.mark.soak) for i in range(100, 200, 10)],
+    [pytest.param(i, marks=pytest.mark.slow if i < 110 else pytest.mark.soak) for i in range(100, 200, 10)],
 )
 def test_two_hundred_ways_to_go_astray(first, world_size, tmp_path):
     check(range(first + 1000 * world_size, first + 1000 * world_size + 10), world_size, tmp_path)
