@@ -1,6 +1,7 @@
 """The core's ``TensorMemory`` for torch tensors: in host memory, or on an accelerator, with copies."""
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
@@ -129,6 +130,10 @@ def spread(flat: torch.Tensor, copies: Sequence[Copy]) -> None:
         tensor[start : start + numel].copy_(flat[offset : offset + numel])
 
 
+_LEAVE_AT_ONCE = 2
+"""The copies to the host that a plan counts."""
+
+
 class _StreamEvent:
     def __init__(self, stream: torch.Stream, used: Any) -> None:
         self._device = stream.device
@@ -147,17 +152,21 @@ class _StreamEvent:
 
 
 class _StreamLane:
-    def __init__(self, stream: torch.Stream) -> None:
+    def __init__(self, stream: torch.Stream, events: deque[Event]) -> None:
         self._stream = stream
+        self._events = events
 
     def event(self, used: Any) -> Event:
-        return _StreamEvent(self._stream, used)
+        event = _StreamEvent(self._stream, used)
+        self._events.append(event)
+        return event
 
 
 class AcceleratorDevice(TorchDevice):
     """A device with streams. A bucket is packed there and moves in one non-blocking copy from or to pinned memory.
 
-    Each direction has one stream.
+    Each direction has one stream. At most two buckets are on their way to the host: gradients that backward makes
+    faster than they leave would fill the device. Of those to the device no more are asked for.
     """
 
     addressable = False
@@ -168,6 +177,8 @@ class AcceleratorDevice(TorchDevice):
         self.pinning = pinning_for(device)
         self._to_host = torch.Stream(device)
         self._to_device = torch.Stream(device)
+        self._leaving: deque[Event] = deque()
+        """The ends of the last copies to the host, oldest first."""
 
     def free_bytes(self) -> int:
         kept = torch.accelerator.memory_reserved(self.device) - torch.accelerator.memory_allocated(self.device)
@@ -181,16 +192,18 @@ class AcceleratorDevice(TorchDevice):
         self._to_device.synchronize()
 
     def to_host_lane(self) -> AbstractContextManager[Lane]:
-        return self._lane(self._to_host, self.mark())
+        while len(self._leaving) >= _LEAVE_AT_ONCE:
+            self._leaving.popleft().wait()
+        return self._lane(self._to_host, self.mark(), self._leaving)
 
     def to_device_lane(self, after: Event) -> AbstractContextManager[Lane]:
-        return self._lane(self._to_device, after)
+        return self._lane(self._to_device, after, deque(maxlen=0))
 
     @contextmanager
-    def _lane(self, stream: torch.Stream, after: Event) -> Iterator[Lane]:
+    def _lane(self, stream: torch.Stream, after: Event, events: deque[Event]) -> Iterator[Lane]:
         with stream:
             after.order()
-            yield _StreamLane(stream)
+            yield _StreamLane(stream, events)
 
     def to_host(self, copies: Sequence[Copy], host: np.ndarray) -> Event:
         target = as_torch(host)
