@@ -1,9 +1,12 @@
 """What an accelerator gets: a CUDA device where there is one (bench/on_gpu.sh), the simulated one elsewhere."""
 
+from contextlib import ExitStack
+
 import pytest
 import torch
 
 from frontends.torch import OffloadedAdamW, gathered_parameters, init, wrap
+from tests.support import simulated
 
 pytestmark = pytest.mark.gpu
 
@@ -103,9 +106,17 @@ def test_parameters_that_stream_from_the_host_give_the_bits_of_resident_ones(fie
     plain.close()
 
 
+@pytest.fixture
+def late():
+    with ExitStack() as undo:
+        yield undo
+
+
 @pytest.mark.parametrize("fields", [{}, {"update_in_backward": True}], ids=["", "updated in backward"])
-def test_parameters_that_stream_and_their_gradients_take_no_more_memory_where_there_are_more(fields, accelerator):
+def test_parameters_that_stream_and_their_gradients_take_no_more_memory_where_there_are_more(fields, accelerator, late):
     """However late the copies are: backward waits for those of gradients."""
+    if accelerator == simulated.NAME:
+        late.enter_context(simulated.delays(seed=0, kernel=0, copy=20_000))
     held = {}
     for layers in (12, 48):
         engine = wrap(deep(layers, accelerator), param_dtype="bfloat16", **STREAMED, **LIVE, **fields)

@@ -294,6 +294,14 @@ def test_further_interrupts_while_a_broken_step_is_waited_for_leave_parameters_t
     assert not any(p.isnan().any() for p in engine.module.parameters())
 
 
+def become_whole(params):
+    """True once the parameters of an engine that is gone are plain ones; it is cleared up in another thread."""
+    until = time.monotonic() + 30
+    while (pending := any(isinstance(p, PendingParameter) for p in params)) and time.monotonic() < until:
+        time.sleep(0.01)
+    return not pending
+
+
 def test_garbage_of_an_engine_that_its_own_thread_collects_does_not_wait_there(monkeypatch):
     """Python collects in whatever thread allocates; the thread would wait for itself."""
     collect, collected, armed = threading.Event(), threading.Event(), []
@@ -323,10 +331,7 @@ def test_garbage_of_an_engine_that_its_own_thread_collects_does_not_wait_there(m
         assert collected.wait(30)
     finally:
         gc.enable()
-    until = time.monotonic() + 30
-    while any(isinstance(p, PendingParameter) for p in params) and time.monotonic() < until:
-        time.sleep(0.01)
-    assert not any(isinstance(p, PendingParameter) for p in params)
+    assert become_whole(params)
     assert not any(p.isnan().any() for p in params)
 
 
@@ -352,10 +357,7 @@ def test_garbage_of_an_engine_in_stage_3_that_anothers_copies_collect_does_not_w
         step(engine, 1)
     finally:
         gc.enable()
-    until = time.monotonic() + 30
-    while any(isinstance(p, PendingParameter) for p in params) and time.monotonic() < until:
-        time.sleep(0.01)
-    assert not any(isinstance(p, PendingParameter) for p in params)
+    assert become_whole(params)
 
 
 def test_signals_are_received_in_the_main_thread_alone(tmp_path):

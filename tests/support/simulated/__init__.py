@@ -1,8 +1,7 @@
 """A simulated accelerator as a PyTorch device, built on first use; ``device.cpp`` says what it simulates.
 
-``load()`` makes ``"simulated"`` a device of this process, and the process's accelerator; where the process may run a
-backward before, ``prepare()`` must come first. This module is torch's device
-module for it, as ``torch.cuda`` is for CUDA.
+``load()`` makes ``"simulated"`` a device of this process, and the process's accelerator. If the process runs a backward
+before that, ``prepare()`` must come first. This module is torch's device module for it, as ``torch.cuda`` is for CUDA.
 """
 
 import atexit
