@@ -107,7 +107,7 @@ def placement_for(config: OffloadConfig, mesh: Mesh | None, axis: str | None, le
     """The placement on the axis of a mesh, or without a mesh on the device where the leaves lie."""
     if mesh is not None:
         mesh_axis = MeshAxis(mesh, axis)
-        _work_near(config, [mesh_axis.devices[rank] for rank in mesh_axis.ranks])
+        work_near(config, _gpus(mesh_axis.devices[rank] for rank in mesh_axis.ranks), DRIVERS)
         return (ShardedOnMesh if config.stage == 3 else OnMesh)(mesh_axis, config)
     if config.offload_param is not None:
         raise ConfigError(
@@ -118,14 +118,15 @@ def placement_for(config: OffloadConfig, mesh: Mesh | None, axis: str | None, le
         raise ConfigError(f"axis: got {axis!r} and no mesh; expected wrap(params, mesh=mesh, axis={axis!r})")
     arrays = [leaf if isinstance(leaf, jax.Array) else jnp.zeros(()) for leaf in leaves]  # JAX places NumPy's
     devices = {device for array in arrays for device in array.devices()}
-    _work_near(config, devices)
+    work_near(config, _gpus(devices), DRIVERS)
     if len(devices) > 1 or on_cpu(arrays[0]):
         return OneDevice(config.threads, on_host=on_cpu(arrays[0]))
     return OneAccelerator(devices.pop(), config.threads)
 
 
-def _work_near(config: OffloadConfig, devices: Iterable[jax.Device]) -> None:
-    work_near(config, [device.local_hardware_id for device in devices if device.platform == "gpu"], DRIVERS)
+def _gpus(devices: Iterable[jax.Device]) -> list[int]:
+    """The numbers that drivers have for those of the devices that are GPUs."""
+    return [device.local_hardware_id for device in devices if device.platform == "gpu"]
 
 
 class WithoutMesh(Whole):
