@@ -61,9 +61,16 @@ def share_near(near: Sequence[frozenset[int]], root: Path | None = None, proc: P
     allowed = _allowed()
     of_parent = len(_of_parent(allowed, proc))
     together = launchers.cpus_together() or of_parent
-    own = ranks > 1 and len(allowed) * ranks <= together
-    limit = launchers.share_of_cpus(available_cpus(), together=_granted(of_parent))
-    return choose(Topology.read(root), allowed, near, rank, ranks, own=own, limit=limit)
+    return choose(
+        Topology.read(root),
+        allowed,
+        near,
+        rank,
+        ranks,
+        own=ranks > 1 and len(allowed) * ranks <= together,
+        alike=len(allowed) >= together,
+        limit=launchers.share_of_cpus(available_cpus(), together=_granted(of_parent)),
+    )
 
 
 def choose(
@@ -74,15 +81,17 @@ def choose(
     ranks: int,
     *,
     own: bool = False,
+    alike: bool = True,
     limit: int | None = None,
 ) -> Share:
     """The share of one of the ranks on a machine. Those of others are disjoint if there are enough cores.
 
     Args:
-        allowed: the processors that this rank may use, and the others, too.
+        allowed: the processors that this rank may use.
         near: the nodes of each rank's devices; empty: unknown.
         rank: its number among them; None: unknown. It then may use the processors of all.
         own: ``allowed`` belongs to this rank alone, and is used as it is.
+        alike: all ranks have the same ``allowed``; False: those near the same node have.
         limit: the most threads.
     """
     cores, nodes, sharing = topology.cores(allowed), frozenset[int](), list(range(ranks))
@@ -91,12 +100,14 @@ def choose(
         mine = near[rank or 0]
         there = [[cpu for cpu in cores if topology.node_of(cpu) in theirs] for theirs in near]
         named = f"node{'s' if len(mine) > 1 else ''} {', '.join(map(str, sorted(mine)))}"
-        if all(there):
+        if all(there) if alike else there[rank or 0]:
             cores, nodes = there[rank or 0], mine
             sharing = [other for other, theirs in enumerate(near) if theirs & mine]
             why = f"the cores of {named}, which its devices are nearest to"
-        elif mine:
-            why += f" (its devices are nearest to {named}, and not every rank may use a core there)"
+        else:
+            why += (
+                f" (its devices are nearest to {named}, but it may use no core there, or another rank none of its own)"
+            )
     n = 1 if own else len(sharing)
     each = max(1, len(cores) // n)
     if n > 1 and rank is None:

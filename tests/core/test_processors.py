@@ -158,6 +158,17 @@ def test_a_mask_without_any_rank_devices_node_is_split_among_all(tmp_path):
     assert cut == [(0, 1), (2, 3), (4, 5), (6, 7)]
 
 
+def test_masks_that_a_launcher_gave_to_the_ranks_of_each_node_are_split_among_these(tmp_path):
+    """As torchrun --numa-binding=node and mpirun --bind-to numa do."""
+    found = Topology.read(two_nodes(tmp_path))
+    cut = [
+        choose(found, found.nodes[node], on(0, 1, 0, 1), rank, 4, alike=False) for rank, node in enumerate([0, 1] * 2)
+    ]
+    assert [share.cpus for share in cut] == [(0, 1, 2, 3), (8, 9, 10, 11), (4, 5, 6, 7), (12, 13, 14, 15)]
+    elsewhere = choose(found, found.nodes[0], on(0, 1, 0, 1), 3, 4, alike=False)
+    assert elsewhere.cpus == (6, 7)  # bound far from its device: to cores that others have, too, for all it knows
+
+
 def test_a_rank_without_a_number_may_run_where_all_do(tmp_path):
     share = choose(Topology.read(two_nodes(tmp_path)), BOTH, on(1, 1), None, 2)
     assert (share.cpus, share.threads) == (tuple(range(8, 16)), 4)
@@ -276,6 +287,8 @@ def test_a_rank_with_the_mask_of_its_launcher_splits_it_and_one_that_was_bound_d
     share = share_near([], root, proc(tmp_path / "wider", BOTH))
     assert (share.cpus, share.threads) == ((0, 1), 2)
     assert "its launcher bound it to" in share.why
+    share = share_near(on(0, 0), root, proc(tmp_path / "two", {0, 1, 2, 3, 16, 17}))
+    assert (share.cpus, share.nodes) == ((1,), (0,))
     for name, parent in {
         "as narrow": proc(tmp_path / "as narrow", {0, 1, 16, 17}),
         "too few for two": proc(tmp_path / "too few", {0, 1, 2, 16, 17}),
