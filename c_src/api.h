@@ -103,5 +103,9 @@ int oc_isa(void);
 int oc_isa_supported(int isa);
 int oc_set_isa(int isa);
 
+/* Bind the pool's workers, and those that it will make, to this set of processors. It may hold some that are offline.
+ * Nothing happens if all are, or outside Linux. */
+int oc_bind_workers(const int32_t *cpus, int64_t n_cpus);
+
 /* Worker threads alive in this process, the callers' own not counted. */
 int oc_pool_workers(void);

@@ -42,7 +42,8 @@ extern const oc_kernels oc_neon_kernels;
 /* The kernels in use (dispatch.c). */
 const oc_kernels *oc_current_kernels(void);
 
-/* Call task(context, i) once for each i in [0, n_items), on up to `threads` threads, the caller's included.
+/* Call task(context, i) once for each i in [0, n_items), on up to `threads` threads, the caller's included unless
+ * it may run on other processors than the workers.
  * Tasks run with round-to-nearest and with subnormals, for any control word of the caller. */
 typedef void oc_task(void *context, int64_t item);
 void oc_parallel_for(oc_task *task, void *context, int64_t n_items, int threads);

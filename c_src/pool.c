@@ -3,10 +3,17 @@
  * A job is a row of items, cut into one contiguous range for each thread. A thread that has finished its own range
  * takes items from others. The static cut keeps memory near the thread that touched it first; taking evens out
  * differences in speed. One job runs at a time, and other callers wait. A fork waits for the running job; the child
- * starts without workers and makes its own.
+ * starts without workers and makes its own, which are bound to nothing.
+ *
+ * Workers may be bound to a set of processors (Linux). A caller is never bound: it belongs to someone else. If it may
+ * run on other processors than the workers, it takes no part in jobs but waits for them, so that memory is touched and
+ * updated on those processors alone. A job of a single item is the caller's in any case.
  */
 #define _GNU_SOURCE
 #include <pthread.h>
+#if defined(__linux__)
+#include <sched.h>
+#endif
 #include <signal.h>
 #include <stdatomic.h>
 #include <stdint.h>
@@ -53,6 +60,12 @@ static struct {
     oc_task *task;
     void *context;
     int threads;
+    int caller; /* 1 if the caller is one of the threads, else 0 */
+    pthread_t ids[MAX_THREADS];
+#if defined(__linux__)
+    cpu_set_t cpus;    /* the workers' processors, if they are bound */
+    _Atomic int bound; /* read without the lock, too */
+#endif
 } pool = {.submit = PTHREAD_MUTEX_INITIALIZER,
           .lock = PTHREAD_MUTEX_INITIALIZER,
           .wake = PTHREAD_COND_INITIALIZER,
@@ -72,18 +85,18 @@ static void run_items(oc_task *task, void *context, int self, int threads) {
 }
 
 static void *worker(void *argument) {
-    int self = (int)(intptr_t)argument;
+    int number = (int)(intptr_t)argument;
     uint64_t seen = 0;
     pthread_mutex_lock(&pool.lock);
     for (;;) {
-        while (pool.generation == seen || self >= pool.threads) {
+        while (pool.generation == seen || number + pool.caller >= pool.threads) {
             seen = pool.generation;
             pthread_cond_wait(&pool.wake, &pool.lock);
         }
         seen = pool.generation;
         oc_task *task = pool.task;
         void *context = pool.context;
-        int threads = pool.threads;
+        int self = number + pool.caller, threads = pool.threads;
         pthread_mutex_unlock(&pool.lock);
         run_items(task, context, self, threads);
         pthread_mutex_lock(&pool.lock);
@@ -110,10 +123,60 @@ static void after_fork_in_child(void) {
     pthread_cond_init(&pool.done, NULL);
     pool.workers = 0;
     pool.threads = 0;
+#if defined(__linux__)
+    pool.bound = 0;
+#endif
 }
 
 static pthread_once_t fork_handlers = PTHREAD_ONCE_INIT;
 static void register_fork_handlers(void) { pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child); }
+
+#if defined(__linux__)
+/* Call with the lock held. The system refuses if none of the processors is online or allowed: the worker then stays
+ * where it may run. */
+static void bind_worker(int number) {
+    if (pool.bound)
+        pthread_setaffinity_np(pool.ids[number], sizeof pool.cpus, &pool.cpus);
+}
+
+/* True if the workers are bound, and this thread may run on other processors than theirs. */
+static int caller_is_elsewhere(void) {
+    cpu_set_t own, common;
+    if (!pool.bound || pthread_getaffinity_np(pthread_self(), sizeof own, &own))
+        return 0;
+    pthread_mutex_lock(&pool.lock);
+    CPU_AND(&common, &own, &pool.cpus);
+    pthread_mutex_unlock(&pool.lock);
+    return !CPU_EQUAL(&common, &own);
+}
+
+int oc_bind_workers(const int32_t *cpus, int64_t n_cpus) {
+    cpu_set_t set;
+    if (!cpus || n_cpus <= 0)
+        return OC_EARGUMENT;
+    CPU_ZERO(&set);
+    for (int64_t i = 0; i < n_cpus; i++) {
+        if (cpus[i] < 0)
+            return OC_EARGUMENT;
+        if (cpus[i] < CPU_SETSIZE)
+            CPU_SET(cpus[i], &set);
+    }
+    if (!CPU_COUNT(&set))
+        return 0;
+    pthread_once(&fork_handlers, register_fork_handlers);
+    pthread_mutex_lock(&pool.lock);
+    pool.cpus = set;
+    pool.bound = 1;
+    for (int i = 0; i < pool.workers; i++)
+        bind_worker(i);
+    pthread_mutex_unlock(&pool.lock);
+    return 0;
+}
+#else
+static void bind_worker(int number) { (void)number; }
+static int caller_is_elsewhere(void) { return 0; }
+int oc_bind_workers(const int32_t *cpus, int64_t n_cpus) { return !cpus || n_cpus <= 0 ? OC_EARGUMENT : 0; }
+#endif
 
 /* Call with the lock held. Make up to `wanted` workers; if the system grants fewer, a job is only slower. */
 static void ensure_workers(int wanted) {
@@ -123,18 +186,18 @@ static void ensure_workers(int wanted) {
     sigfillset(&all); /* the interpreter's threads handle signals */
     pthread_sigmask(SIG_SETMASK, &all, &before);
     while (pool.workers < wanted) {
-        pthread_t thread;
+        pthread_t *thread = &pool.ids[pool.workers];
         pthread_attr_t attributes;
         pthread_attr_init(&attributes);
         pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
-        int error = pthread_create(&thread, &attributes, worker, (void *)(intptr_t)(pool.workers + 1));
+        int error = pthread_create(thread, &attributes, worker, (void *)(intptr_t)pool.workers);
         pthread_attr_destroy(&attributes);
         if (error)
             break;
 #if defined(__linux__)
-        pthread_setname_np(thread, "offload-core");
+        pthread_setname_np(*thread, "offload-core");
 #endif
-        pool.workers++;
+        bind_worker(pool.workers++);
     }
     pthread_sigmask(SIG_SETMASK, &before, NULL);
 }
@@ -146,19 +209,24 @@ void oc_parallel_for(oc_task *task, void *context, int64_t n_items, int threads)
         threads = MAX_THREADS;
     if (threads > n_items)
         threads = (int)n_items;
-    if (threads <= 1) {
+    int caller = !caller_is_elsewhere();
+    if (n_items == 1 || (threads <= 1 && caller)) {
         control_word before = set_ieee();
         for (int64_t i = 0; i < n_items; i++)
             task(context, i);
         restore(before);
         return;
     }
+    if (threads < 1)
+        threads = 1;
     pthread_once(&fork_handlers, register_fork_handlers);
     pthread_mutex_lock(&pool.submit);
     pthread_mutex_lock(&pool.lock);
-    ensure_workers(threads - 1);
-    if (threads > pool.workers + 1)
-        threads = pool.workers + 1;
+    ensure_workers(threads - caller);
+    if (!pool.workers)
+        caller = 1;
+    if (threads > pool.workers + caller)
+        threads = pool.workers + caller;
     for (int i = 0; i < threads; i++) {
         atomic_store_explicit(&ranges[i].next, n_items * i / threads, memory_order_relaxed);
         ranges[i].end = n_items * (i + 1) / threads;
@@ -166,12 +234,14 @@ void oc_parallel_for(oc_task *task, void *context, int64_t n_items, int threads)
     pool.task = task;
     pool.context = context;
     pool.threads = threads;
-    pool.unfinished = threads - 1;
+    pool.caller = caller;
+    pool.unfinished = threads - caller;
     pool.generation++;
     pthread_cond_broadcast(&pool.wake);
     pthread_mutex_unlock(&pool.lock);
 
-    run_items(task, context, 0, threads);
+    if (caller)
+        run_items(task, context, 0, threads);
 
     pthread_mutex_lock(&pool.lock);
     while (pool.unfinished)

@@ -1,6 +1,6 @@
 /* Checks every instruction set's kernels against the scalar oracle, bit for bit, and the thread pool.
  *
- *     test_kernels [--bench] [isa] [adam] [cast] [accumulate] [reduce] [norm] [entry] [stream] [fork] [pool]
+ *     test_kernels [--bench] [isa] [adam] [cast] [accumulate] [reduce] [norm] [entry] [stream] [fork] [pool] [bind]
  *
  * Without names, every section runs. One randomised body for each kernel is its check and, with --bench, its
  * benchmark (as in dav1d's checkasm), so only code that was checked is timed. Stops at the first failing case and
@@ -9,6 +9,7 @@
 #define _GNU_SOURCE
 #include <math.h>
 #include <pthread.h>
+#include <sched.h>
 #include <stdarg.h>
 #include <stdatomic.h>
 #include <stdio.h>
@@ -1038,6 +1039,82 @@ static void test_pool(void) {
     check(job_is_whole(MAX_ITEMS, 1 << 20), "a thread count past the limit is cut to it");
 }
 
+#if defined(__linux__)
+/* What the threads of one job have seen of themselves. */
+typedef struct {
+    pthread_t caller;
+    cpu_set_t expected;
+    _Atomic int by_caller, elsewhere;
+} places;
+
+static void note_place(void *context, int64_t item) {
+    places *p = context;
+    cpu_set_t own;
+    (void)item;
+    pthread_getaffinity_np(pthread_self(), sizeof own, &own);
+    if (pthread_equal(pthread_self(), p->caller))
+        atomic_fetch_add(&p->by_caller, 1);
+    else if (!CPU_EQUAL(&own, &p->expected))
+        atomic_fetch_add(&p->elsewhere, 1);
+}
+
+/* How many items of a job the caller has done; -1 if another thread was bound otherwise than expected. */
+static int done_by_caller(const cpu_set_t *expected, int64_t n_items, int threads) {
+    places p = {.caller = pthread_self(), .expected = *expected};
+    oc_parallel_for(note_place, &p, n_items, threads);
+    return p.elsewhere ? -1 : p.by_caller;
+}
+
+static void bind_to(const cpu_set_t *set) {
+    int32_t cpus[CPU_SETSIZE], n = 0;
+    for (int i = 0; i < CPU_SETSIZE; i++)
+        if (CPU_ISSET(i, set))
+            cpus[n++] = i;
+    check(oc_bind_workers(cpus, n) == 0, "workers are bound");
+}
+
+static void test_bind(void) {
+    enum { ITEMS = 200 };
+    cpu_set_t all, one, after;
+    int32_t first = 0, no_such[] = {-1}, too_high[] = {CPU_SETSIZE, 1 << 30}, offline[] = {CPU_SETSIZE - 1};
+    now.kernel = "bind";
+    if (benchmark)
+        return;
+    pthread_getaffinity_np(pthread_self(), sizeof all, &all);
+    while (!CPU_ISSET(first, &all))
+        first++;
+    CPU_ZERO(&one);
+    CPU_SET(first, &one);
+    check(oc_bind_workers(NULL, 1) == OC_EARGUMENT && oc_bind_workers(&first, 0) == OC_EARGUMENT, "a set is not empty");
+    check(oc_bind_workers(no_such, 1) == OC_EARGUMENT, "a processor's number is not negative");
+    check(oc_bind_workers(too_high, 2) == 0, "numbers past the set's type are left out");
+    check(done_by_caller(&all, ITEMS, 3) >= 0, "workers that are not bound run where their maker may");
+    if (CPU_COUNT(&all) > 1) {
+        bind_to(&one);
+        check(done_by_caller(&one, ITEMS, 6) == 0,
+              "workers, also earlier ones, do a job without a caller from elsewhere");
+        check(done_by_caller(&one, ITEMS, 1) == 0, "so does one worker");
+        check(done_by_caller(&one, 1, 6) == 1, "one item is the caller's");
+        pthread_getaffinity_np(pthread_self(), sizeof after, &after);
+        check(CPU_EQUAL(&all, &after), "the caller is not bound");
+        check(job_is_whole(MAX_ITEMS, 4), "every item is visited once, in IEEE mode");
+        check(callers_are_whole(NULL), "jobs of many callers at once are each whole");
+        pthread_setaffinity_np(pthread_self(), sizeof one, &one);
+        check(done_by_caller(&one, ITEMS, 1) == ITEMS, "a caller that runs where the workers do takes part");
+        pthread_setaffinity_np(pthread_self(), sizeof all, &all);
+    }
+    if (!CPU_ISSET(CPU_SETSIZE - 1, &all)) {
+        check(oc_bind_workers(offline, 1) == 0, "a processor may be offline");
+        check(job_is_whole(MAX_ITEMS, 9), "every item is visited once, in IEEE mode");
+    }
+    bind_to(&all);
+    check(done_by_caller(&all, ITEMS, 4) >= 0, "workers are bound anew");
+    check(done_by_caller(&all, ITEMS, 1) == ITEMS, "a caller that runs where the workers do takes part");
+}
+#else
+static void test_bind(void) {}
+#endif
+
 static int child_is_whole(void) {
     int status;
     fflush(stdout);
@@ -1059,6 +1136,14 @@ static void test_fork(void) {
     check(child_is_whole(), "a child of an idle pool has a pool of its own");
     for (int i = 0; i < 5; i++)
         check(callers_are_whole(child_is_whole), "a child of a busy pool has a pool of its own");
+#if defined(__linux__)
+    int32_t first[] = {0};
+    cpu_set_t all;
+    pthread_getaffinity_np(pthread_self(), sizeof all, &all);
+    check(oc_bind_workers(first, 1) == 0, "workers are bound");
+    check(child_is_whole(), "a child's workers are not bound, so that its caller takes part");
+    bind_to(&all);
+#endif
 }
 
 /* --- main ---------------------------------------------------------------------------------------- */
@@ -1066,14 +1151,14 @@ static void test_fork(void) {
 static void test_accumulate(void) { spans("accumulate", check_accumulate, 1); }
 static void test_reduce(void) { spans("reduce", check_reduce, 1); }
 
-/* The instruction set comes first, because it is detected once in a process. The pool comes last, because its 255
- * workers slow everything after it. */
+/* The instruction set comes first, because it is detected once in a process. The pool and its binding come last,
+ * because its 255 workers slow everything after it. */
 static const struct {
     const char *name;
     void (*run)(void);
 } sections[] = {{"isa", test_isa},       {"adam", test_adam}, {"cast", test_cast},   {"accumulate", test_accumulate},
                 {"reduce", test_reduce}, {"norm", test_norm}, {"entry", test_entry}, {"stream", test_stream},
-                {"fork", test_fork},     {"pool", test_pool}};
+                {"fork", test_fork},     {"pool", test_pool}, {"bind", test_bind}};
 
 int main(int argc, char **argv) {
     int first = 1, named = 0;

@@ -2,12 +2,16 @@
 
 import argparse
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from typing import Any
 
 from ..memory.host_memory import format_bytes
+from ..native import kernels
+from ..support.topology import ranges
 from .machine import describe, measure_bandwidths
 
-HELP = "this machine: processors, memory, kernels, versions, measured bandwidth"
+HELP = "this machine: processors, devices, memory, kernels, versions, measured bandwidth"
 EXAMPLE = """example:
   python -m offload_core info"""
 
@@ -18,6 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     about = describe()
+    kernels.bind_workers(about["chosen"]["processors"])
     bandwidths = measure_bandwidths(about["threads"])
     if args.json:
         print(json.dumps({**about, "bandwidth": {**asdict(bandwidths), "link": None}}))
@@ -25,12 +30,14 @@ def run(args: argparse.Namespace) -> int:
     limit = about["control group limit"]
     versions = [f"{name} {version}" for name, version in about["versions"].items() if version]
     lines = {
-        "processor": f"{about['cpu']}, {about['cores']} of {about['cores of the machine']} cores",
+        "processor": f"{about['cpu']}, {about['cores']} of {about['cores of the machine']} processors",
+        **_nodes(about["nodes"]),
+        **{f"device {device['address']}": _device(device) for device in about["devices"]},
         "system": about["system"],
         "memory": f"{format_bytes(about['memory'])}, {format_bytes(about['available memory'])} available",
         "control group": "no limit on memory" if limit is None else f"at most {format_bytes(limit)}",
         "kernels": f"{about['instruction set']} (this processor has {', '.join(about['instruction sets'])})",
-        "threads": str(about["threads"]),
+        "threads": f"{about['threads']} on {_processors(about['chosen']['processors'])}: {about['chosen']['why']}",
         "versions": ", ".join(versions),
         "memory bandwidth": f"{bandwidths.dram / 1e9:.1f} GB/s in the Adam kernel, fp32, read and written",
         "copy bandwidth": f"{bandwidths.copy / 1e9:.1f} GB/s, read and written",
@@ -39,3 +46,27 @@ def run(args: argparse.Namespace) -> int:
     width = max(map(len, lines))
     print("\n".join(f"{name:{width}}  {value}" for name, value in lines.items()))
     return 0
+
+
+def _nodes(nodes: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """A line for each memory node; one line if there is only one."""
+    lines = {}
+    for each in nodes:
+        cpus, cores = each["processors"], each["physical cores"]
+        siblings = f", {len(cpus)} with SMT siblings" if len(cpus) > cores else ""
+        text = f"{_count(cores, 'physical core')}{siblings}" if cpus else "memory alone"
+        lines[f"node {each['node']}"] = f"{text}: {_processors(cpus)}" if cpus and len(nodes) > 1 else text
+    return {"node": f"one, {' '.join(lines.values())}"} if len(lines) == 1 else lines
+
+
+def _device(device: Mapping[str, Any]) -> str:
+    near = "nearest to no known node" if device["node"] is None else f"nearest to node {device['node']}"
+    return f"{device['kind']}, {near}, {device['link'] or 'unknown link'}"
+
+
+def _processors(cpus: Sequence[int]) -> str:
+    return f"processor{'s' if len(cpus) > 1 else ''} {ranges(cpus)}"
+
+
+def _count(n: int, what: str) -> str:
+    return f"{n} {what}{'s' if n != 1 else ''}"

@@ -4,7 +4,8 @@ import platform
 import subprocess
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,13 @@ import psutil
 
 from ..dtypes import FLOAT32
 from ..memory.host_memory import HostMemory, available_bytes, control_group_limit, system_memory
+from ..memory.near import node_near
+from ..memory.pinning import DRIVERS
 from ..native import kernels
 from ..rules.adam import AdamHyper
-from ..support.processors import available_cpus, default_threads
+from ..support.launchers import place_on_machine
+from ..support.processors import Share, available_cpus, nodes_of_ranks, share_near
+from ..support.topology import Topology, pci_devices
 
 _MEASURED = 16 * 2**20
 """Elements of each array that is streamed: more than the caches hold."""
@@ -69,9 +74,20 @@ def _least_seconds(act: Callable[[], None]) -> float:
     return min(seconds)
 
 
+def share_with_devices() -> Share:
+    """The share that a process with this environment would have: of a local rank that trains on the device of its
+    number, or on the first one if it sees fewer."""
+    rank, ranks = place_on_machine()
+    started = [driver for driver in DRIVERS if driver.start()]
+    for ordinal in (rank or 0, 0):
+        if near := nodes_of_ranks([ordinal], partial(node_near, started), rank, ranks):
+            return share_near(near)
+    return share_near([])
+
+
 def describe() -> dict[str, Any]:
     """The machine, this process's share of it, kernels and versions; sizes in bytes."""
-    chosen = kernels.kernel_info()
+    chosen, topology, share = kernels.kernel_info(), Topology.read(), share_with_devices()
     return {
         "cpu": _cpu_name(),
         "system": platform.platform(),
@@ -82,7 +98,13 @@ def describe() -> dict[str, Any]:
         "control group limit": control_group_limit(),
         "instruction set": chosen.instruction_set,
         "instruction sets": list(chosen.supported),
-        "threads": default_threads(),
+        "nodes": [
+            {"node": node, "processors": sorted(cpus), "physical cores": len(topology.cores(cpus))}
+            for node, cpus in topology.nodes.items()
+        ],
+        "devices": [asdict(device) for device in pci_devices()],
+        "threads": share.threads,
+        "chosen": {"processors": list(share.cpus), "nodes": list(share.nodes), "why": share.why},
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in _PACKAGES},
     }
 

@@ -136,7 +136,11 @@ class OffloadConfig:
     pin_memory: bool = field(default=True, metadata=_MAY_DIFFER)
     """Pin the staging buffers if the device copies from host memory."""
     num_threads: int | None = field(default=None, metadata=_MAY_DIFFER)
-    """Threads of the update; None: this process's share of the processors."""
+    """Threads of the update; None: the physical cores in this process's share of the processors."""
+    bind_threads: bool = field(default=True, metadata=_MAY_DIFFER)
+    """Have the threads of the update run on this process's share of the processors alone: physical cores of the memory
+    node that its devices are nearest to, split among the ranks of this machine. Host memory is then on that node, too.
+    All engines of a process share these threads; the caller's own are never bound. Linux only."""
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
@@ -191,6 +195,7 @@ class OffloadConfig:
         for name in (
             "cast_inputs",
             "pin_memory",
+            "bind_threads",
             "skip_nonfinite",
             "update_in_backward",
             "loss_scale_consecutive_hysteresis",

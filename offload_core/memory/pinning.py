@@ -1,4 +1,7 @@
-"""Pinned host memory, which a device copies from and to while the host goes on. Vendors have names here alone."""
+"""Pinned host memory, which a device copies from and to while the host goes on, and the drivers of devices.
+
+Vendors have names here alone.
+"""
 
 import ctypes
 import mmap
@@ -71,6 +74,9 @@ class Driver:
     library: str
     register_name: str
     unregister_name: str
+    start_name: str
+    device_name: str
+    address_name: str
 
     def register(self, address: int, n_bytes: int) -> None:
         # A context is current in this thread once the framework has put anything on the device.
@@ -85,6 +91,28 @@ class Driver:
     def unregister(self, address: int) -> None:
         getattr(self._load(), self.unregister_name)(ctypes.c_void_p(address))
 
+    def start(self) -> bool:
+        """Start the driver in a process where no framework has; True if it is there."""
+        try:
+            return getattr(self._load(), self.start_name)(0) == 0
+        except (HostMemoryError, AttributeError):
+            return False
+
+    def pci_address(self, ordinal: int) -> str | None:
+        """The PCI address of a device, as sysfs writes it; None: it is unknown, or there is no such device.
+
+        Args:
+            ordinal: its number among the devices that this process sees (``CUDA_VISIBLE_DEVICES``).
+        """
+        device, text = ctypes.c_int(), ctypes.create_string_buffer(32)
+        try:
+            get_device, get_address = (getattr(self._load(), name) for name in (self.device_name, self.address_name))
+        except (HostMemoryError, AttributeError):
+            return None
+        if get_device(ctypes.byref(device), ordinal) or get_address(text, len(text), device):
+            return None
+        return text.value.decode("ascii", "replace").lower()
+
     def _load(self) -> ctypes.CDLL:
         try:
             return ctypes.CDLL(self.library)
@@ -92,5 +120,22 @@ class Driver:
             raise HostMemoryError(f"the {self.vendor} driver library cannot be loaded ({error})") from None
 
 
-CUDA = Driver("CUDA", "libcuda.so.1", "cuMemHostRegister_v2", "cuMemHostUnregister")
-HIP = Driver("HIP", "libamdhip64.so", "hipHostRegister", "hipHostUnregister")
+CUDA = Driver(
+    "CUDA",
+    "libcuda.so.1",
+    "cuMemHostRegister_v2",
+    "cuMemHostUnregister",
+    "cuInit",
+    "cuDeviceGet",
+    "cuDeviceGetPCIBusId",
+)
+HIP = Driver(
+    "HIP",
+    "libamdhip64.so",
+    "hipHostRegister",
+    "hipHostUnregister",
+    "hipInit",
+    "hipDeviceGet",
+    "hipDeviceGetPCIBusId",
+)
+DRIVERS = (CUDA, HIP)

@@ -192,6 +192,14 @@ def cast_array(src: np.ndarray, src_type: ElementType, dst: np.ndarray, dst_type
     cast(spans_of([(address(src), address(dst), src.size)]), src_type, dst_type, threads=threads)
 
 
+def bind_workers(cpus: Sequence[int]) -> None:
+    """Have the pool's workers run on these processors alone (Linux); some may be offline.
+
+    The calling threads are not bound. From now on one that may run elsewhere takes no part in the pool's work.
+    """
+    _check("oc_bind_workers", lib.oc_bind_workers(ffi.new("int32_t[]", list(cpus)), len(cpus)))
+
+
 def first_touch(array: np.ndarray, *, threads: int) -> None:
     """Write one zero to each page of a fresh array, from the pool's threads."""
     _check("oc_first_touch", lib.oc_first_touch(_pointer("void *", array), array.nbytes, threads))

@@ -116,21 +116,42 @@ def local_processes(environ: Environment = os.environ) -> int:
     return _started_here(environ)[1]
 
 
+def place_on_machine(environ: Environment = os.environ) -> tuple[int | None, int]:
+    """This process's number among those that a launcher started on this machine, and how many these are.
+
+    ``(0, 1)`` without a launcher; None for a number that is not given or makes no sense.
+    """
+    ranks = local_processes(environ)
+    if ranks == 1:
+        return 0, 1
+    try:
+        rank = _integer(_said(environ)[1], LOCAL_RANK)
+    except (KeyError, ConfigError):
+        return None, ranks
+    return (rank if rank < ranks else None), ranks
+
+
 def granted_cpus(environ: Environment = os.environ) -> int | None:
     """Processors that Slurm gave this task (``--cpus-per-task``), whether or not it bound the task to them; None:
     unknown."""
     return _slurm_cpus(environ, "SLURM_CPUS_PER_TASK")
 
 
-def share_of_cpus(cpus: int, environ: Environment = os.environ) -> int:
+def cpus_together(environ: Environment = os.environ) -> int | None:
+    """Processors that Slurm gave all its tasks on this machine together; None: Slurm did not start this process."""
+    return _slurm_cpus(environ, "SLURM_CPUS_ON_NODE") if _started_here(environ)[0] == "Slurm" else None
+
+
+def share_of_cpus(cpus: int, environ: Environment = os.environ, *, together: int | None = None) -> int:
     """A rank's share of the ``cpus`` processors that its process may use: at least 1.
 
     With most launchers all ranks of a machine see the same processors and have to share them. Slurm gives the number
     for all ranks together, and may have bound each rank to its own part.
+
+    Args:
+        together: the processors of all ranks together, where Slurm does not say it; None: those that this one sees.
     """
-    launcher, ranks = _started_here(environ)
-    together = _slurm_cpus(environ, "SLURM_CPUS_ON_NODE") if launcher == "Slurm" else None
-    return max(1, min(cpus, (together or cpus) // ranks))
+    return max(1, min(cpus, (cpus_together(environ) or together or cpus) // local_processes(environ)))
 
 
 def first_host(hosts: str) -> str:

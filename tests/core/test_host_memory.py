@@ -18,7 +18,7 @@ from offload_core.memory import host_memory
 from offload_core.memory.host_memory import HostMemory, StagingRing, available_bytes, format_bytes
 from offload_core.memory.pinning import CUDA, Registered
 from offload_core.memory.plan import MemoryPlan, PlanRow
-from offload_core.support import processors
+from offload_core.support import processors, topology
 from tests.support.strategies import law
 
 
@@ -201,12 +201,13 @@ def test_bytes_are_printed_in_binary_units(n, text):
     assert format_bytes(n) == text
 
 
-def test_threads_follow_affinity_and_local_ranks_not_the_launchers_omp_setting(monkeypatch):
+def test_threads_follow_affinity_and_local_ranks_not_the_launchers_omp_setting(monkeypatch, tmp_path):
     allowed = os.sched_getaffinity(0)
     for name in ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    assert processors.default_threads() == processors.available_cpus() <= len(allowed)
+    cores = len(topology.Topology.read().cores(allowed))
+    assert processors.default_threads() == min(cores, processors.available_cpus()) <= len(allowed)
     seen = []
 
     def on_one_processor():  # affinity is a thread's own
@@ -217,7 +218,9 @@ def test_threads_follow_affinity_and_local_ranks_not_the_launchers_omp_setting(m
     thread.start()
     thread.join()
     assert seen == [1]
-    monkeypatch.setattr(processors, "available_cpus", lambda: 16)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(16)))
+    monkeypatch.setattr(processors, "_quota", lambda: None)
+    monkeypatch.setattr(topology, "SYSFS", tmp_path)
     assert processors.default_threads() == 16
     for ranks, threads in (("4", 4), ("5", 3), ("99", 1), ("nonsense", 16), ("0", 16)):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload_core.errors import CollectiveError, ConfigError, ConfigWarning, StateError
-from offload_core.support import launchers, processors
+from offload_core.support import launchers, processors, topology
 from offload_core.support.launchers import Launched, first_host, local_processes, share_of_cpus
 from tests.support.launched import BATCH, OPEN_MPI, SLURM, TORCHRUN
 from tests.support.strategies import law
@@ -239,12 +239,13 @@ def test_ranks_on_a_machine_share_its_processors(seen, environment, share):
     assert share_of_cpus(seen, environment) == share
 
 
-def test_a_slurm_task_takes_no_more_than_it_was_given(monkeypatch):
+def test_a_slurm_task_takes_no_more_than_it_was_given(monkeypatch, tmp_path):
     """Where Slurm does not bind it to them."""
     for name in {**TORCHRUN, **OPEN_MPI, **SLURM, **BATCH}:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(16)), raising=False)
     monkeypatch.setattr(processors, "_quota", lambda: None)
+    monkeypatch.setattr(topology, "SYSFS", tmp_path)
     assert processors.default_threads() == 16
     for name, value in {**SLURM, "SLURM_CPUS_PER_TASK": "3", "SLURM_CPUS_ON_NODE": "16"}.items():
         monkeypatch.setenv(name, value)

@@ -292,9 +292,10 @@ OTHER_VALUES = {
     "reduction": "native", "schedule": "serial", "delay_warmup_steps": 2, "update_in_backward": True,
     "offload_param": "cpu", "param_persistence_threshold": 2, "max_live_parameters": 2, "prefetch_bucket_size": 2,
     "max_reuse_distance": 2, "pin_memory": False, "num_threads": 3, "buffer_dtype": "bfloat16", "cast_inputs": False,
+    "bind_threads": False,
 }  # fmt: skip
 """Of each setting a value that is not the one in ``OffloadConfig(stage=3, op_order="optax")``."""
-MAY_DIFFER = {"pin_memory", "num_threads"}
+MAY_DIFFER = {"pin_memory", "num_threads", "bind_threads"}
 
 
 def test_another_value_is_known_of_every_setting():

@@ -1,11 +1,14 @@
 """What an accelerator gets: a CUDA device where there is one (bench/on_gpu.sh), the simulated one elsewhere."""
 
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 import torch
 
 from frontends.torch import OffloadedAdamW, gathered_parameters, init, wrap
+from frontends.torch.ranks import pinning
+from offload_core.support import topology
 from tests.support import simulated
 
 pytestmark = pytest.mark.gpu
@@ -245,3 +248,16 @@ def test_a_checkpoint_resumes_on_the_device_and_on_the_host(tmp_path, fields, ac
     on_host.load_checkpoint(tmp_path, random_state=False)
     for a, b in zip(everything(resumed), everything(on_host), strict=True):
         assert same_bits(a.reshape(-1), b.reshape(-1))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="it takes CUDA")
+def test_the_driver_gives_the_address_under_which_the_system_has_the_device():
+    [driver] = pinning.drivers_of(torch.device("cuda"))
+    for index in range(torch.cuda.device_count()):
+        torch.zeros(1, device=f"cuda:{index}")
+        properties, address = torch.cuda.get_device_properties(index), driver.pci_address(index)
+        domain, bus, device = (getattr(properties, f"pci_{part}_id") for part in ("domain", "bus", "device"))
+        assert address == f"{domain:04x}:{bus:02x}:{device:02x}.0"
+        if Path("/sys/bus/pci/devices").exists():
+            assert address in [found.address for found in topology.pci_devices()]
+    assert driver.pci_address(torch.cuda.device_count()) is None

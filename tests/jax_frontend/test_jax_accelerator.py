@@ -9,6 +9,7 @@ import gc
 import itertools
 import pickle
 import threading
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -516,3 +517,14 @@ def test_checkpoints_are_those_of_the_direct_way(tmp_path, device, schedule, mon
     for one in (resumed, elsewhere):
         assert_same_tree(one.to_pytree()["master"], straight.to_pytree()["master"])
     assert {d for leaf in jax.tree.leaves(resumed.params) for d in leaf.devices()} == {device}
+
+
+def test_threads_work_near_the_devices_of_the_parameters(monkeypatch):
+    asked = []
+    monkeypatch.setattr(placement, "work_near", lambda config, ordinals, drivers: asked.append(list(ordinals)))
+    kinds = [SimpleNamespace(platform=kind, local_hardware_id=i) for i, kind in enumerate(("gpu", "cpu", "gpu"))]
+    monkeypatch.setattr(placement, "_gpus", lambda devices, real=placement._gpus: real(kinds))
+    wrap({"w": jnp.ones(3)}, **HYPER)
+    for stage in (2, 3):
+        wrap({"w": jnp.ones(3)}, mesh=jax.make_mesh((1,), ("dp",)), stage=stage, **HYPER)
+    assert asked == [[0, 2]] * 3

@@ -23,7 +23,7 @@ PROGRAM = C_SRC / "tests" / "test_kernels.c"
 REPLAY = C_SRC / "tests" / "replay.c"
 WARNINGS = ("-Wall", "-Wextra", "-Werror")
 # Neither the sanitizers nor the emulator keep their own locks sound in the child of a process with threads.
-ALL_BUT_FORK = ("isa", "adam", "cast", "accumulate", "reduce", "norm", "entry", "stream", "pool")
+ALL_BUT_FORK = ("isa", "adam", "cast", "accumulate", "reduce", "norm", "entry", "stream", "pool", "bind")
 
 
 def check(folder: Path, *flags: str, compiler="gcc", runner=(), sections=(), **environment: str) -> None:
@@ -52,7 +52,7 @@ def test_no_kernel_strays_from_its_memory_or_from_defined_behaviour(tmp_path):
 def test_neither_the_pool_nor_the_choice_of_instruction_set_has_a_data_race(tmp_path):
     # ThreadSanitizer's shadow memory wants addresses that are not randomised.
     runner = ("setarch", "-R") if shutil.which("setarch") else ()
-    flags, sections = ("-O1", "-g", "-fsanitize=thread"), ("isa", "pool")
+    flags, sections = ("-O1", "-g", "-fsanitize=thread"), ("isa", "pool", "bind")
     check(tmp_path, *flags, runner=runner, sections=sections, TSAN_OPTIONS="halt_on_error=1")
 
 

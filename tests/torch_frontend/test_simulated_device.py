@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -249,3 +250,19 @@ def test_the_pinned_memory_of_torchs_own_allocator_serves_devices_whose_driver_r
     monkeypatch.delitem(pinning.REGISTERED, D)
     for a, b in zip(step_beside(late(0.1)), expected(), strict=True):
         assert same_bits(a, b)
+
+
+def test_threads_work_near_the_device_of_the_parameters(monkeypatch):
+    from frontends.torch.ranks import device_ranks
+    from offload_core.support import processors
+
+    asked = []
+    driver = SimpleNamespace(pci_address=asked.append)
+    monkeypatch.setattr(device_ranks, "drivers_of", lambda device: [driver] if device.type == D else [])
+    monkeypatch.setattr(processors, "_trained_on", set())
+    monkeypatch.setattr(processors, "_node_of_device", processors._node_of_device)
+    wrap(make(), lr=1e-2)
+    wrap(make().to(f"{D}:1"), lr=1e-2, bind_threads=False)
+    assert asked == []
+    wrap(make().to(f"{D}:1"), lr=1e-2)
+    assert set(asked) == {1}

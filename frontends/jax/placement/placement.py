@@ -1,6 +1,6 @@
 """The devices on which parameters lie, one or those along a mesh axis, and their ways to them and back."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -15,6 +15,8 @@ from offload_core.dtypes import BY_NUMPY, ElementType
 from offload_core.errors import ConfigError, GradientError, ParameterError
 from offload_core.layout.partition import ParamSpec
 from offload_core.memory.host_memory import HostMemory
+from offload_core.memory.near import work_near
+from offload_core.memory.pinning import DRIVERS
 from offload_core.memory.plan import PlanRow
 
 from ..device import JaxDevice, ParameterBuffers, on_cpu
@@ -103,10 +105,10 @@ class Placement(Protocol):
 
 def placement_for(config: OffloadConfig, mesh: Mesh | None, axis: str | None, leaves: Sequence[Any]) -> Placement:
     """The placement on the axis of a mesh, or without a mesh on the device where the leaves lie."""
-    if mesh is not None and config.stage == 3:
-        return ShardedOnMesh(MeshAxis(mesh, axis), config)
     if mesh is not None:
-        return OnMesh(MeshAxis(mesh, axis), config)
+        mesh_axis = MeshAxis(mesh, axis)
+        work_near(config, _gpus(mesh_axis.devices[rank] for rank in mesh_axis.ranks), DRIVERS)
+        return (ShardedOnMesh if config.stage == 3 else OnMesh)(mesh_axis, config)
     if config.offload_param is not None:
         raise ConfigError(
             f"offload_param={config.offload_param!r} without a mesh; expected wrap(params, mesh=mesh), also for one "
@@ -116,9 +118,15 @@ def placement_for(config: OffloadConfig, mesh: Mesh | None, axis: str | None, le
         raise ConfigError(f"axis: got {axis!r} and no mesh; expected wrap(params, mesh=mesh, axis={axis!r})")
     arrays = [leaf if isinstance(leaf, jax.Array) else jnp.zeros(()) for leaf in leaves]  # JAX places NumPy's
     devices = {device for array in arrays for device in array.devices()}
+    work_near(config, _gpus(devices), DRIVERS)
     if len(devices) > 1 or on_cpu(arrays[0]):
         return OneDevice(config.threads, on_host=on_cpu(arrays[0]))
     return OneAccelerator(devices.pop(), config.threads)
+
+
+def _gpus(devices: Iterable[jax.Device]) -> list[int]:
+    """The numbers that drivers have for those of the devices that are GPUs."""
+    return [device.local_hardware_id for device in devices if device.platform == "gpu"]
 
 
 class WithoutMesh(Whole):

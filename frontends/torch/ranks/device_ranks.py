@@ -20,11 +20,13 @@ from offload_core.dtypes import ElementType
 from offload_core.errors import CollectiveError
 from offload_core.layout.partition import Bucket
 from offload_core.memory.host_memory import Lease
+from offload_core.memory.near import work_near
 from offload_core.ranks.consistency import agree
 
 from ..tensors import TORCH_DTYPES
 from .collectives import TorchRanks, all_gather, reduce_scatter
 from .device import TorchDevice, as_torch, fill, memory_of, spread
+from .pinning import drivers_of
 
 
 class _Agreed:
@@ -156,7 +158,8 @@ class DeviceRanks(HostRanks):
 
 
 def device_for(device: torch.device, group: Any, config: OffloadConfig, *, apart: bool = False) -> HostRanks:
-    """The core's ``Device`` for parameters on ``device`` and the ranks of a process group (None: one rank).
+    """The core's ``Device`` for parameters on ``device`` and the ranks of a process group (None: one rank). The pool's
+    threads work near it from now on.
 
     Args:
         apart: True gives it a group of its own, whose transfers neither wait for nor follow the order of the others.
@@ -165,6 +168,8 @@ def device_for(device: torch.device, group: Any, config: OffloadConfig, *, apart
         ConfigError, ParameterError: on all ranks, if they run different versions or have different settings.
     """
     memory, native = memory_of(device), config.reduction == "native"
+    drivers = drivers_of(device)
+    work_near(config, [device.index] if drivers else (), drivers)
     if group is None or dist.get_world_size(group) == 1:
         return HostRanks(memory)
     collectives = TorchRanks(group)

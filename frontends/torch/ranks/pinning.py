@@ -1,10 +1,12 @@
-"""How host memory is pinned for a device of torch. Vendors have names here alone."""
+"""Drivers of torch's devices, and how host memory is pinned for them. Vendors have names here alone."""
+
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from offload_core.errors import HostMemoryError
-from offload_core.memory.pinning import CUDA, HIP, Pinning, Registered
+from offload_core.memory.pinning import CUDA, HIP, Driver, Pinning, Registered
 
 REGISTERED: dict[str, Registered] = {}
 """The registration of host memory for types of devices whose driver offers it; tests add theirs."""
@@ -22,7 +24,13 @@ class TorchPinned:
 
 def pinning_for(device: torch.device) -> Pinning:
     """Register our mappings of exact size with the driver where that is known to work."""
-    if device.type == "cuda":
-        driver = HIP if torch.version.hip else CUDA
+    for driver in drivers_of(device):
         return Registered(driver.register, driver.unregister)
     return REGISTERED.get(device.type) or TorchPinned()
+
+
+def drivers_of(device: torch.device) -> Sequence[Driver]:
+    """The driver of a type of devices, if it is one that is known."""
+    if device.type == "cuda":
+        return (HIP if torch.version.hip else CUDA,)
+    return ()
