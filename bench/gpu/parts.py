@@ -6,8 +6,11 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from bench import record
 from bench.gpu.results import ON_DEVICE, ON_HOST, TRAINED
@@ -45,7 +48,7 @@ def tests(session: Session) -> None:
     for name, arguments in session.sizes.tests.items():
         # A library of this machine that warns is not what is tested here.
         options = ["-v", "--color=no", "-p", "no:cacheprovider", "-W", "default", "-o", "timeout=100"]
-        session.command(name, ["pytest", *options, *arguments], 200, partial(_outcomes, name))
+        session.command(name, ["pytest", *options, *arguments], 200, partial(outcomes_of, name))
     device = session.accelerator["type"]
     for frontend in ("torch", "jax"):
         name = f"training with {frontend}"
@@ -55,7 +58,7 @@ def tests(session: Session) -> None:
             session.command(name, arguments, 90, partial(_words, name))
 
 
-def _outcomes(name: str, words: str, why: str, seconds: float) -> Read:
+def outcomes_of(name: str, words: str, why: str, seconds: float) -> Read:
     """Of pytest, however far it came."""
     found = dict(_OUTCOME.findall(words))
     of = {kind: [test for test, outcome in found.items() if outcome in kind] for kind in ("PASSED", "FAILED ERROR")}
@@ -80,7 +83,8 @@ def _words(name: str, words: str, why: str, seconds: float) -> Read:
 def beside(session: Session) -> None:
     """Round after round, every other one backwards: one process at a time, as two may not fit the host."""
     sizes, counts = session.sizes, (session.sizes.warm_up, session.sizes.steps)
-    session.command("copies", ["bench.gpu.copies", str(sizes.copied_bytes)], 60, _copies)
+    _all_host_memory(session)
+    session.command("copies", ["bench.gpu.copies", str(sizes.copied_bytes)], 60, partial(_samples, "bandwidth", "GB/s"))
     for number in range(1, sizes.rounds + 1):
         for name in BESIDE if number % 2 else reversed(BESIDE):
             workloads = {
@@ -88,15 +92,24 @@ def beside(session: Session) -> None:
             }
             settings = _settings(session, sizes.gpt, sizes.windows[0])
             # DeepSpeed compiles its Adam first.
-            fits = partial(_does_not_fit, name)
+            fits = partial(does_not_fit, name)
             session.steps(name, _torch(name, settings), workloads, 150, settings, counts, fits, round=number)
 
 
-def _copies(words: str, why: str, seconds: float) -> Read:
+def _all_host_memory(session: Session) -> None:
+    """Once after each start of the machine."""
+    if not session.rehearsal:
+        start = Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
+        read = partial(_samples, "host memory", "GB")
+        session.command(f"host memory, start {start}", ["bench.gpu.host_memory"], 90, read)
+
+
+def _samples(metric: str, unit: str, words: str, why: str, seconds: float) -> Read:
+    """Of a module that prints a number, or several of them, for each name."""
     if why:
-        return [], [record.missing("copies", f"{why}: {words.strip().splitlines()[-1:]}")], []
+        return _words(metric, words, why, seconds)
     known = json.loads(words.strip().splitlines()[-1])
-    return record.rows("bandwidth", "GB/s", known), [], []
+    return record.rows(metric, unit, {name: np.atleast_1d(value).tolist() for name, value in known.items()}), [], []
 
 
 def _settings(session: Session, gpt: GPTConfig, windows: int) -> dict[str, Any]:
@@ -125,6 +138,7 @@ def _torch(name: str, settings: Mapping[str, Any]) -> Callable[[], ProcessGroup]
 
 def largest(session: Session) -> None:
     """The largest of the ladder that trains under the cap."""
+    _all_host_memory(session)
     names = list(session.sizes.ladder)
     for name in LARGEST:
         trained, too_large = -1, len(names)
@@ -143,13 +157,14 @@ def _trains(session: Session, name: str, size: str) -> bool:
     trial = {"name": name, "size": size, "parameters": gpt.numel}
     session.steps(
         name, _torch(name, settings), {measurement: {"micro_batch": 1}}, 200, settings, THREE_STEPS,
-        partial(_does_not_fit, measurement), about={"trial": trial}, size=size,
+        partial(does_not_fit, measurement), about={"trial": trial}, size=size,
     )  # fmt: skip
     known = session.results.done(session.part, measurement)
     return known is not None and known["outcome"] == TRAINED
 
 
-def _does_not_fit(measurement: str, why: str) -> dict[str, Any] | None:
+def does_not_fit(measurement: str, why: str) -> dict[str, Any] | None:
+    """The result that an error's words are; None: they are a failure."""
     of = next((outcome for outcome, words in _FULL.items() if re.search(words, why)), None)
     return of and {"outcome": of, "notes": [f"{measurement}: does not fit the {of}: {why}"]}
 
@@ -183,7 +198,7 @@ def in_jax(session: Session) -> None:
                     ranks=1, threads=available_cpus(), environment=environment,
                 )  # fmt: skip
                 workloads = {f"{name}, {size}, round {number}": {"micro_batch": windows}}
-                fits = partial(_does_not_fit, f"{name}, {size}")
+                fits = partial(does_not_fit, f"{name}, {size}")
                 session.steps(name, start, workloads, 150, settings, counts, fits, round=number, size=size)
 
 

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from bench import record, report
-from bench.gpu import figures, results
+from bench.gpu import figures, host_memory, parts, results
 from bench.gpu.parts import BESIDE, LARGEST, OF_JAX, PARTS
 from bench.gpu.sizes import FULL, TINY
 from bench.parts.torch_contenders import DS_2, FUSED, OURS, TORCHAO
+from offload_core.support.processors import available_cpus
 from tests.support import simulated
 
 ROOT = Path(__file__).parents[2]
@@ -23,20 +24,24 @@ ABSENT = {DS_2: "deepspeed", TORCHAO: "torchao"}
 
 @pytest.fixture
 def rehearse(tmp_path):
-    """Starts the script, into one folder; torch takes the simulated device for a backend that is installed."""
+    """Starts the script, into one folder; torch and JAX take their stand-ins for backends that are installed."""
     if (missing := simulated.why_not()) is not None:
         pytest.skip(missing)
-    installed = tmp_path / "installed" / "simulated-0.dist-info"
+    installed = tmp_path / "installed" / "stand_ins-0.dist-info"
     installed.mkdir(parents=True)
-    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: simulated\nVersion: 0\n")
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: stand_ins\nVersion: 0\n")
     (installed / "entry_points.txt").write_text(
         "[torch.backends]\nsimulated = tests.support.simulated.collectives:register\n"
+        "[jax_plugins]\nstand_in = tests.support.jax_stand_in\n"
     )
     environment = os.environ | {
         "PYTHON": sys.executable,
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(installed.parent)]),
         "JAX_PLATFORMS": "cpu",
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        "XLA_FLAGS": "--xla_backend_optimization_level=0",
     }
     running = []
 
@@ -97,6 +102,7 @@ def test_a_part_ends_in_its_time_and_says_that_more_is_to_do(rehearse, tmp_path)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_the_whole_script_leaves_records_of_every_part(rehearse, tmp_path):
     path = tmp_path / "out" / "results.jsonl"
     call = rehearse()
@@ -214,6 +220,31 @@ def test_the_pages_say_that_no_gpu_has_run_it_as_long_as_there_is_no_record():
     assert (report.NOT_ON_GPU in report.PERFORMANCE.read_text()) == none
 
 
+@pytest.mark.parametrize(
+    ("why", "outcome"),
+    [
+        ("offload_core.errors.HostMemoryError: training needs 140 GiB of host memory", results.ON_HOST),
+        ("offload_core.errors.DeviceMemoryError: training needs 7.0 MiB of device memory", results.ON_DEVICE),
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", results.ON_DEVICE),
+        ("jax.errors.JaxRuntimeError: RESOURCE_EXHAUSTED: Out of memory while trying", results.ON_DEVICE),
+        ("RuntimeError: no kernel image is available", None),
+        ("took longer than its 150 s", None),
+    ],
+)
+def test_a_model_that_does_not_fit_is_a_result_and_any_other_error_a_failure(why, outcome):
+    found = parts.does_not_fit("a model", why)
+    assert (found and found["outcome"]) == outcome
+
+
+def test_tests_are_counted_as_far_as_they_came():
+    words = "tests/a.py::test_x[a b, 0] PASSED [1%]\ntests/a.py::test_y FAILED [2%]\ntests/b.py::test_z SKIPPED (no)"
+    rows, missing, notes = parts.outcomes_of("laws", words, "took longer than its 9 s", 9.0)
+    assert {row["metric"]: row["p50"] for row in rows} == {"passed": 1, "failed": 1, "skipped": 1, "time": 9.0}
+    assert missing == [record.missing("laws", "took longer than its 9 s")]
+    assert notes == ["laws: tests/a.py::test_y failed"]
+    assert parts.outcomes_of("laws", "tests/b.py::test_z SKIPPED (no)", "", 9.0)[1]
+
+
 def test_the_models_that_are_tried_grow():
     for sizes in (FULL, TINY):
         numels = [gpt.numel for gpt in sizes.ladder.values()]
@@ -221,6 +252,13 @@ def test_the_models_that_are_tried_grow():
         assert sizes.first in sizes.ladder
     for name, gpt in FULL.ladder.items():
         assert gpt.numel == pytest.approx(float(name.removesuffix(" B")) * 1e9, rel=0.06), name
+
+
+def test_all_memory_is_written_to_once_also_where_it_grows_meanwhile():
+    left, page = [4, 2, 0, 3, 1], 1 << 12
+    pieces = sum(min(n, available_cpus()) for n in left)
+    of_machine = iter(left)
+    assert host_memory.touch(lambda: page * next(of_machine, 0), page, patience=0.2) == pieces * page
 
 
 def test_a_line_that_was_cut_off_takes_no_other_along(tmp_path):
