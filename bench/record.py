@@ -8,6 +8,7 @@ A part's record, one JSON line a run:
 
 import argparse
 import json
+import os
 import platform
 import re
 import subprocess
@@ -136,7 +137,7 @@ def missing(name: str, error: BaseException | str) -> dict[str, str]:
 
 def module_of(part: str) -> str:
     """Where a part is: it runs as ``python -m`` of this."""
-    return "bench.peers" if part == "peers" else f"bench.parts.{part}"
+    return {"peers": "bench.peers"}.get(part, "bench.gpu" if part.startswith("gpu_") else f"bench.parts.{part}")
 
 
 def parser(part: str, description: str) -> argparse.ArgumentParser:
@@ -153,5 +154,9 @@ def append(path: Path | None, record: dict[str, Any]) -> None:
         where = {"machine": machine(), "memory": memory(), "commit": commit()}
         record = {"date": datetime.now(UTC).isoformat(timespec="seconds"), **where, **record}
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a") as file:
-            file.write(json.dumps(record) + "\n")
+        with path.open("ab+") as file:
+            file.seek(max(file.seek(0, os.SEEK_END) - 1, 0))
+            torn = file.read(1) not in (b"", b"\n")  # its writer was killed: the next line must not be lost with it
+            file.write(b"\n" * torn + json.dumps(record).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())

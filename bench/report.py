@@ -5,7 +5,6 @@ Nothing in it is typed: words are here, figures are the results'.
 
 import argparse
 import json
-import math
 import re
 import sys
 from collections.abc import Iterable, Sequence
@@ -14,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from bench import plots
+from bench.gpu import figures, results
+from bench.markdown import cell, number, spread, table
 from bench.parts import PARTS
 from bench.record import bound, missed_by, module_of
 
@@ -57,13 +58,16 @@ def renamed(value: Any) -> Any:
 
 
 def read(path: Path) -> Records:
-    """The records of a file; those of an older form, without rows, are none."""
+    """The records of a file; those of an older form, without rows, are none. Measurements of a part on an accelerator
+    are joined into one."""
+    path.stat()  # or say that it is not there
     known: Records = {}
-    for line in path.read_text().splitlines():
-        record = renamed(json.loads(line))
-        if "rows" in record and "ratios" in record:
+    lines = [renamed(line) for line in results.lines(path)]
+    for record in lines:
+        if "rows" in record and "ratios" in record and "measurement" not in record:
             known.pop(record["bench"], None)
             known[record["bench"]] = record
+    known |= results.joined(record for record in lines if "measurement" in record)
     if not known:
         raise ReportError(f"{path}: no record with rows and ratios in it, expected those that make bench writes")
     return known
@@ -80,30 +84,6 @@ def whole_runs(folder: Path, parts: Iterable[str]) -> list[Path]:
         if set(parts) <= set(known):
             runs.append((max(record["date"] for record in known.values()), path))
     return [path for _, path in sorted(runs)]
-
-
-def number(value: Any) -> str:
-    """Three digits, or all of a whole number."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return str(value)
-    if math.isfinite(value) and (value == int(value) or abs(value) >= 1000):
-        return f"{value:,.0f}"
-    digits = f"{value:#.3g}"
-    return f"{value:.2e}" if "e" in digits else digits.rstrip(".")
-
-
-def spread(measured: Record) -> str:
-    """The median and, where they differ from it, the 20th and 80th percentile."""
-    low, middle, high = (number(measured[key]) for key in ("p20", "p50", "p80"))
-    return middle if low == high == middle else f"{middle} ({low} to {high})"
-
-
-def cell(text: Any) -> str:
-    return str(text).replace("|", "\\|").replace("\n", " ")
-
-
-def table(head: list[str], lines: Iterable[list[Any]]) -> list[str]:
-    return [f"| {' | '.join(map(cell, line))} |" for line in (head, ["---"] * len(head), *lines)]
 
 
 def printed(record: Record) -> list[Record]:
@@ -339,8 +319,8 @@ def meanings(records: Records) -> list[str]:
     said = [f"- {each.sentence.format(number(ratio['p50']))}" for each, ratio in known if ratio]
     return [
         *said,
-        "- Nothing has been measured on a GPU. There copies over the link come on top, unless compute hides "
-        "them. `python -m offload_core plan` estimates a step of your machine, and `make bench` measures it.",
+        "- On a GPU copies over the link come on top, unless compute hides them. `python -m offload_core plan` "
+        "estimates a step of your machine, and `make bench` measures it.",
         "- Not everything went as we wanted: [the last section](#targets-missed) lists the targets that were missed.",
     ]
 
@@ -383,7 +363,13 @@ def missed(records: Records) -> list[str]:
     return [*lines, *table(["what", "measured", "wanted", "how far"], rows)]
 
 
-def document(records: Records, pictures: dict[str, list[str]], rest: str | None = None, beside_it: str = "") -> str:
+def document(
+    records: Records,
+    pictures: dict[str, list[str]],
+    rest: str | None = None,
+    beside_it: str = "",
+    gpu: Sequence[str] = (),
+) -> str:
     """All of it, with the links to each part's pictures; or without rows and settings, which are at ``rest``."""
     parts = [*(part for part in ABOUT if part in records), *(part for part in records if part not in ABOUT)]
     lines = [
@@ -405,6 +391,8 @@ def document(records: Records, pictures: dict[str, list[str]], rest: str | None 
     ]
     if rest:
         lines += ["", f"`{rest}` has every row behind these ratios, and all settings."]
+    if gpu:
+        lines += ["", "## On a GPU", "", *gpu]
     for part in parts:
         lines += part_lines(part, records[part], pictures.get(part, ()), whole=rest is None)
     if beside_it:
@@ -418,18 +406,44 @@ def pictures_of(path: Path, records: Records, prefix: str) -> dict[str, list[str
     return {part: [f"{prefix}{path.stem}/{p.name}" for p in drawn if p.stem.startswith(f"{part}-")] for part in records}
 
 
-def performance(path: Path, before: Path | None) -> str:
-    """``docs/performance.md``: this run, and how far the run ``before`` it agrees."""
+def performance(path: Path, before: Path | None, gpu: Path | None = None) -> str:
+    """``docs/performance.md``: this run, how far the run ``before`` it agrees, and what ran on an accelerator."""
     records = read(path)
     source = f"<!-- written by: python -m bench.report --write; from bench/results/{path.name} -->\n"
     pictures = pictures_of(path, records, "../bench/results/")
     rest = f"bench/results/{path.stem}.md"
-    return source + document(records, pictures, rest, "" if before is None else beside(before, path))
+    every = "" if gpu is None else f"\nEvery row: `bench/results/{gpu.stem}.md`."
+    return source + document(
+        records, pictures, rest, "" if before is None else beside(before, path), on_gpu(gpu, every)
+    )
 
 
-def measured(readme: str, path: Path) -> str:
+NOT_ON_GPU = "On a GPU nothing has been measured yet: `bench/on_gpu.sh` does it where there is one."
+
+
+def on_gpu(path: Path | None, rest: str = "") -> list[str]:
+    """Lines of what has been measured on an accelerator, without a ``rest`` the shortest; or that nothing has."""
+    if path is None:
+        return [NOT_ON_GPU]
+    return [*figures.figures(read(path), in_short=not rest), *([rest] if rest else [])]
+
+
+def is_on_gpu(records: Records) -> bool:
+    return any("measurement" in record for record in records.values())
+
+
+def newest_on_gpu(folder: Path) -> Path | None:
+    """The newest results of ``bench/on_gpu.sh``; those of a rehearsal are none."""
+    runs = []
+    for path in folder.glob("*.jsonl"):
+        known = [line for line in results.lines(path) if "measurement" in line and not line["rehearsal"]]
+        runs += [(max(line["date"] for line in known), path)] if known else []
+    return max(runs, default=(None, None))[1]
+
+
+def measured(readme: str, path: Path, gpu: Path | None = None) -> str:
     """The README with this run's figures between its marks."""
-    known = section(read(path))
+    known = "\n".join([section(read(path)), *on_gpu(gpu), ""])
     head, begin, rest = readme.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):
@@ -521,11 +535,25 @@ def compared(one: Path, other: Path) -> int:
     return 1 if any(agree == DIFFER for *_, agree in lines) else 0
 
 
-def reported(results: list[Path], write: bool) -> int:
-    runs = whole_runs(RESULTS, PARTS)
-    if not (results or runs):
+def gpu_document(records: Records) -> str:
+    """All that was measured on an accelerator."""
+    lines = ["# On an accelerator", "", *figures.figures(records), "", *where(records)]
+    for record in records.values():
+        lines += part_lines(record["bench"], record, (), whole=True)
+    return "\n".join(lines) + "\n"
+
+
+def reported(given: list[Path], write: bool) -> int:
+    runs, gpu = whole_runs(RESULTS, PARTS), newest_on_gpu(RESULTS)
+    if given and is_on_gpu(read(given[0])):
+        path, given = given[0], []
+        path.with_suffix(".md").write_text(gpu_document(read(path)))
+        print(path.with_suffix(".md"))
+        if not write:
+            return 0
+    if not (given or runs):
         raise ReportError(f"{RESULTS}: no results of all of {', '.join(PARTS)}; make bench writes them")
-    path = results[0] if results else runs[-1]
+    path = given[0] if given else runs[-1]
     records = read(path)
     try:
         plots.draw(records, path.with_suffix(""))
@@ -535,8 +563,8 @@ def reported(results: list[Path], write: bool) -> int:
     print(path.with_suffix(".md"))
     if write:
         earlier = runs[: runs.index(path.resolve())] if path.resolve() in runs else []
-        README.write_text(measured(README.read_text(), path))
-        PERFORMANCE.write_text(performance(path, earlier[-1] if earlier else None))
+        README.write_text(measured(README.read_text(), path, gpu))
+        PERFORMANCE.write_text(performance(path, earlier[-1] if earlier else None, gpu))
         print(README, PERFORMANCE, sep="\n")
     return 0
 

@@ -49,8 +49,11 @@ def needs_accelerator(item: pytest.Item) -> bool:
     return "accelerator" in getattr(item, "fixturenames", ()) or str(device).startswith("accelerator")
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
+    for item in filter(needs_accelerator, items):
+        item.add_marker("gpu")
+    yield
     place = {str(Path(__file__).parent / file): i for i, file in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(str(item.path), len(LONGEST)))
     if any(needs_accelerator(item) for item in items):

@@ -39,6 +39,8 @@ class Measurement:
     """Page faults a step of all ranks."""
     peak: int
     """Bytes; of the largest rank."""
+    device_peak: int | None = None
+    """The same on a device, where it is known."""
 
 
 class Contender:
@@ -84,6 +86,7 @@ class Contender:
             idle=max(answer["idle"] for answer in answers),
             faults=sum(answer["faults"] for answer in answers) / len(by_step),
             peak=self.group.peak(),
+            device_peak=max((answer["device_peak"] or 0 for answer in answers), default=0) or None,
         )
 
     def _guarded(self, act: Callable[[], list[dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -135,6 +138,9 @@ class Result:
             rows.append(row(name, "gradient norm, last", "", [self.measurements[-1].steps[-1]["grad_norm"]], **extra))
         rows.append(row(name, "peak memory", "GB", [max(each.peak for each in self.measurements) / 1e9], **extra))
         rows.append(row(name, "peak memory while it is built", "GB", [self.setup_peak / 1e9], **extra))
+        on_device = [each.device_peak / 1e9 for each in self.measurements if each.device_peak]
+        if on_device:
+            rows.append(row(name, "peak device memory", "GB", [max(on_device)], **extra))
         rows.append(row(name, "sent", "MB/step", [each.sent / 1e6 for each in self.measurements], **extra))
         rows.append(
             row(name, "page faults", "thousands/step", [each.faults / 1e3 for each in self.measurements], **extra)

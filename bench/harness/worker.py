@@ -83,8 +83,18 @@ def _end_when_nobody_asks(questions: int) -> None:
     os.killpg(0, signal.SIGKILL)  # with its compilers
 
 
-def serve(questions: TextIO, answers: TextIO, micro_batch: int, make_step: Callable[[], Step], **imported: Any) -> None:
-    """Tell what was imported; on the first question build and warm up, on each further one train."""
+def serve(
+    questions: TextIO,
+    answers: TextIO,
+    micro_batch: int,
+    make_step: Callable[[], Step],
+    device_peak: Callable[[], int | None] = lambda: None,
+    **imported: Any,
+) -> None:
+    """Tell what was imported; on the first question build and warm up, on each further one train.
+
+    ``device_peak`` gives the most bytes that this process had on a device since it was last asked; None: not known.
+    """
 
     def answer(**values: Any) -> None:
         print(json.dumps(values), file=answers, flush=True)
@@ -105,7 +115,8 @@ def serve(questions: TextIO, answers: TextIO, micro_batch: int, make_step: Calla
         question = {"micro_batch": micro_batch, **json.loads(line)}
         done = [step(question["micro_batch"]) for _ in range(question["steps"])]
         idle = idle_cpu / idle_wall if idle_wall else 0.0
-        answer(steps=done, idle=idle, cpu=time.process_time() - turn, faults=page_faults() - faults)
+        used = {"cpu": time.process_time() - turn, "faults": page_faults() - faults, "device_peak": device_peak()}
+        answer(steps=done, idle=idle, **used)
 
 
 def page_faults() -> int:

@@ -1,4 +1,7 @@
-"""The contenders of ``bench.parts.jax_step``, each started with NAME SETTINGS."""
+"""The contenders of ``bench.parts.jax_step`` and ``bench.gpu``, each started with NAME SETTINGS.
+
+They train on JAX's default device.
+"""
 
 import importlib
 import json
@@ -20,10 +23,12 @@ from bench.train.presets import BETAS, WEIGHT_DECAY
 from offload_core.commands.model_shapes import GPTConfig
 
 OURS = "offload-core"
+LATE = "offload-core, one step late"
 IN_MEMORY = "optax.adamw, in memory"
 PINNED = "optax.adamw, states in pinned_host"
 LEARNING_RATE, CLIPPING, TOKENS = 3e-4, 1.0, 256
 
+Settings = dict[str, Any]
 Train = Callable[[np.ndarray], tuple[Any, dict[str, float]]]
 """Takes windows; gives the loss, and ms of the phases there are."""
 
@@ -32,12 +37,14 @@ def main() -> None:
     (name, words), *streams = become_rank()
     settings = json.loads(words)
     jax.devices()
-    if name == OURS:
+    if name in (OURS, LATE):
         importlib.import_module("frontends.jax")
-    gpt, context = GPTConfig(**settings["gpt"]), settings["context"]
+    context = settings["context"]
 
     def make_step() -> Step:
-        train = CONTENDERS[name](gpt)
+        if settings.get("accelerator") and jax.default_backend() == "cpu":
+            raise RuntimeError("JAX sees no accelerator here; expected jax with the plugin of one")
+        train = CONTENDERS[name](settings)
         draw = np.random.default_rng(0)
 
         def step(micro_batch: int) -> dict[str, float]:
@@ -48,24 +55,30 @@ def main() -> None:
 
         return step
 
+    def device_peak() -> int | None:
+        return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+
     versions = {package: metadata.version(package) for package in ("jax", "jaxlib", "optax")}
-    serve(*streams, settings["micro_batch"], make_step, versions=versions)
+    serve(*streams, settings["micro_batch"], make_step, device_peak, versions=versions)
 
 
-def loss_and_params(gpt: GPTConfig) -> tuple[Callable[[Any, Any], Any], Any]:
-    """The loss, and fp32 parameters."""
-    loss_fn = partial(loss_of, config=gpt, activation_checkpointing=False)
-    return loss_fn, init_params(jax.random.key(0), gpt, jnp.float32)
+def loss_and_params(settings: Settings) -> tuple[Callable[[Any, Any], Any], Any]:
+    """The loss, and parameters: fp32, or the settings' ``init_dtype`` where fp32 would be the peak of the memory."""
+    gpt = GPTConfig(**settings["gpt"])
+    checkpointing = settings.get("activation_checkpointing", False)
+    loss_fn = partial(loss_of, config=gpt, activation_checkpointing=checkpointing)
+    return loss_fn, init_params(jax.random.key(0), gpt, jnp.dtype(settings.get("init_dtype", "float32")))
 
 
-def offload_core(gpt: GPTConfig) -> Train:
+def offload_core(settings: Settings, **fields: Any) -> Train:
     from frontends.jax import wrap
 
-    loss_fn, params = loss_and_params(gpt)
+    loss_fn, params = loss_and_params(settings)
     offloaded = wrap(
         params, lr=LEARNING_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY,
-        gradient_clipping=CLIPPING, param_dtype="bfloat16",
+        gradient_clipping=CLIPPING, param_dtype="bfloat16", **fields,
     )  # fmt: skip
+    del params
     value_and_grad = offloaded.value_and_grad(loss_fn)
 
     def train(windows: np.ndarray) -> tuple[Any, dict[str, float]]:
@@ -79,18 +92,20 @@ def offload_core(gpt: GPTConfig) -> Train:
     return train
 
 
-def in_optax(gpt: GPTConfig, memory_kind: str | None = None) -> Train:
+def in_optax(settings: Settings, memory_kind: str | None = None) -> Train:
     """One compiled step of fp32 masters that are cast for the loss; with a memory kind, masters and moments rest there
     and are moved to the device and back within the step."""
-    loss_fn, masters = loss_and_params(gpt)
+    loss_fn, params = loss_and_params(settings)
     optimizer = optax.chain(
         optax.clip_by_global_norm(CLIPPING), optax.adamw(LEARNING_RATE, *BETAS, weight_decay=WEIGHT_DECAY)
     )
     device = jax.devices()[0]
     working = SingleDeviceSharding(device, memory_kind="device")
     resting = SingleDeviceSharding(device, memory_kind=memory_kind or "device")
-    params = jax.device_put(jax.tree.map(lambda p: p.astype(jnp.bfloat16), masters), working)
-    states = jax.device_put((masters, optimizer.init(masters)), resting)
+    masters = jax.tree.map(lambda p: jax.device_put(p.astype(jnp.float32), resting), params)
+    moments = jax.eval_shape(optimizer.init, masters)  # of AdamW all are zeros: on the device they would be the peak
+    states = masters, jax.tree.map(lambda like: jax.device_put(np.zeros(like.shape, like.dtype), resting), moments)
+    params = jax.device_put(jax.tree.map(lambda p: p.astype(jnp.bfloat16), params), working)
     del masters
 
     @partial(jax.jit, donate_argnums=(0, 1), out_shardings=(None, working, resting))
@@ -113,8 +128,9 @@ def in_optax(gpt: GPTConfig, memory_kind: str | None = None) -> Train:
     return train
 
 
-CONTENDERS: dict[str, Callable[[GPTConfig], Train]] = {
+CONTENDERS: dict[str, Callable[[Settings], Train]] = {
     OURS: offload_core,
+    LATE: partial(offload_core, schedule="delayed", delay_warmup_steps=1),
     IN_MEMORY: in_optax,
     PINNED: partial(in_optax, memory_kind="pinned_host"),
 }

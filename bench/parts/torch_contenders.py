@@ -1,13 +1,17 @@
-"""The ranks of the torch contenders of ``step``, ``ranks`` and ``memory`` (``bench.parts``) that need one LIBRARY.
+"""The ranks of the torch contenders of ``step``, ``ranks`` and ``memory`` (``bench.parts``), and of ``bench.gpu``, that
+need one LIBRARY.
 
-Each is started with NAME SETTINGS.
+Each is started with NAME SETTINGS. Where the settings name a ``device``, the model is on it; else on the CPU.
 """
 
 import importlib
+import itertools
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from importlib import metadata
 from typing import Any, NamedTuple
@@ -19,11 +23,16 @@ CLIPPING = 1.0
 OURS = "offload-core"
 OURS_3 = "offload-core, stage 3"
 SERIAL = "offload-core, serial"
+LATE = "offload-core, one step late"
+IN_BACKWARD = "offload-core, update in backward"
+ON_HOST = "offload-core, parameters on the host"
+LATE_ON_HOST = "offload-core, parameters on the host, one step late"
 UNCLIPPED = "offload-core, no clipping"
 DDP = "DDP, no offload"
 FUSED = "PyTorch, fused AdamW"
 UNFUSED = "PyTorch, AdamW"
 FSDP2 = "FSDP2, CPUOffloadPolicy"
+TORCHAO = "torchao, CPUOffloadOptimizer"
 GRADIENTS_ONLY = "PyTorch, no optimizer"
 DS_2, DS_3 = "DeepSpeed", "DeepSpeed, stage 3"
 STREAM = "streaming limit of the update"
@@ -40,17 +49,25 @@ DEEPSPEED: dict[str, dict[str, Any]] = {
     "DeepSpeed, stage 3, overlap_comm": {"stage": 3, "overlap_comm": True},
 }
 """Settings that differ from `deepspeed_config`."""
+FROM_HOST = {"stage": 3, "offload_param": "cpu"}
+ONE_STEP_LATE = {"schedule": "delayed", "delay_warmup_steps": 1}
 
 Settings = dict[str, Any]
 
 
 class Contender(NamedTuple):
     make: Callable[[Any, Settings], Callable[[Any, Any], dict[str, float]]]
-    """Takes an fp32 model; what it returns takes inputs and targets."""
+    """Takes an fp32 model, on a device one of ``dtype``; what it returns takes inputs and targets."""
     library: str
     """Imported before memory is looked at."""
-    device: str = "cpu"
-    """On "meta" the model has shapes only."""
+    device: str | None = None
+    """On "meta" the model has shapes only; None: where the settings say."""
+    dtype: str = "bfloat16"
+    """On a device, where fp32 and bf16 may not fit side by side."""
+    in_ranks: bool = False
+    """True if it needs a process group on a device, too."""
+    construction: dict[str, Any] | None = None
+    """Options of `frontends.torch.init`, in which its model is built; None: it is built whole."""
 
 
 def main() -> None:
@@ -59,57 +76,128 @@ def main() -> None:
 
     importlib.import_module(sys.argv[1])
     (name, words), *streams = become_rank()
-    contender, settings = CONTENDERS[name], json.loads(words)
+    contender, settings = CONTENDERS[name], {"device": "cpu", **json.loads(words)}
+    device = torch.device(settings["device"])
     torch.set_num_threads(settings["threads"])
-    dist.init_process_group("gloo")
+    if device.type == "cpu":
+        dist.init_process_group("gloo")
+    elif contender.in_ranks:
+        dist.init_process_group(f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}")
 
     def make_step() -> Step:
-        from bench.train.gpt_torch import GPT
-        from offload_core.commands.model_shapes import GPTConfig
-
-        torch.manual_seed(0)
-        with torch.device(contender.device):
-            model = GPT(GPTConfig(**settings["gpt"]))
-        step = contender.make(model, settings)
-        batches = make_batches(settings["context"])
+        if "device_bytes" in settings:
+            cap(settings["device_bytes"])
+        step = contender.make(make_model(contender, settings), settings)
+        batches = make_batches(settings["context"], device)
         return lambda micro_batch: step(*batches(micro_batch))
 
-    versions = {lib: metadata.version(lib) for lib in {"torch", contender.library} & {"torch", "deepspeed"}}
-    serve(*streams, settings["micro_batch"], make_step, versions=versions)
-    dist.destroy_process_group()
+    def device_peak() -> int | None:
+        if device.type == "cpu":
+            return None
+        peak = torch.accelerator.max_memory_allocated(device)
+        torch.accelerator.reset_peak_memory_stats(device)
+        return peak
+
+    library = contender.library.partition(".")[0]
+    versions = {lib: metadata.version(lib) for lib in {"torch", library} & {"torch", "deepspeed", "torchao"}}
+    serve(*streams, settings["micro_batch"], make_step, device_peak, versions=versions)
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
-def make_batches(context: int) -> Callable[[int], tuple[Any, Any]]:
+def cap(n_bytes: int) -> None:
+    """Let this process's allocator take no more of its device."""
+    import torch
+
+    device = torch.accelerator.current_device_index()
+    _, whole = torch.accelerator.get_memory_info(device)
+    torch.get_device_module().set_per_process_memory_fraction(min(n_bytes / whole, 1.0), device)
+
+
+def make_model(contender: Contender, settings: Settings) -> Any:
+    import torch
+
+    from bench.train.gpt_torch import GPT
+    from offload_core.commands.model_shapes import GPTConfig
+
+    in_shards: Any = nullcontext()
+    if contender.construction is not None:
+        from frontends.torch import init
+
+        in_shards = init(**contender.construction)
+    torch.manual_seed(0)
+    if settings["device"] != "cpu":
+        torch.set_default_dtype(getattr(torch, contender.dtype))
+    try:
+        with torch.device(contender.device or settings["device"]), in_shards:
+            return GPT(GPTConfig(**settings["gpt"]), settings.get("activation_checkpointing", False))
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def make_batches(context: int, device: Any) -> Callable[[int], tuple[Any, Any]]:
     """The same for every contender, another for each rank."""
     import torch
-    import torch.distributed as dist
 
-    draw = torch.Generator().manual_seed(1 + dist.get_rank())
+    draw = torch.Generator().manual_seed(1 + int(os.environ["RANK"]))
 
     def batch(micro_batch: int) -> tuple[Any, Any]:
-        windows = torch.randint(TOKENS, (micro_batch, context + 1), generator=draw)
+        windows = torch.randint(TOKENS, (micro_batch, context + 1), generator=draw).to(device)
         return windows[:, :-1], windows[:, 1:]
 
     return batch
 
 
+class Clock:
+    """The ends of a step's phases: on the CPU when it comes to them, on a device when its current stream does."""
+
+    def __init__(self, device: str) -> None:
+        self._on_host = device == "cpu"
+        self._device = device
+        self._start = time.perf_counter()
+        self._ends = [self._mark()]
+
+    def _mark(self) -> Any:
+        if self._on_host:
+            return time.perf_counter()
+        import torch
+
+        event = torch.Event(self._device, enable_timing=True)
+        event.record()
+        return event
+
+    def end(self) -> None:
+        """Of one phase, and the start of the next."""
+        self._ends.append(self._mark())
+
+    def ms(self, *names: str) -> dict[str, float]:
+        """Of each phase, and in total on the host's clock, until the stream has come to the last end."""
+        if not self._on_host:
+            self._ends[-1].synchronize()
+        total = 1e3 * ((self._ends[-1] if self._on_host else time.perf_counter()) - self._start)
+        pairs = zip(names, itertools.pairwise(self._ends), strict=True)
+        each = {name: 1e3 * (b - a) if self._on_host else a.elapsed_time(b) for name, (a, b) in pairs}
+        return each | {"total": total}
+
+
 def phases(
-    forward: Callable[[Any, Any], Any], backward: Callable[[Any], None], step: Callable[[], float | None]
+    settings: Settings,
+    forward: Callable[[Any, Any], Any],
+    backward: Callable[[Any], None],
+    step: Callable[[], float | None],
 ) -> Callable[[Any, Any], dict[str, float]]:
     """Times them; ``step`` returns the norm of the gradients before clipping."""
 
     def train(inputs: Any, targets: Any) -> dict[str, float]:
-        start = time.perf_counter()
+        clock = Clock(settings["device"])
         loss = forward(inputs, targets)
-        after_forward = time.perf_counter()
+        clock.end()
         backward(loss)
-        after_backward = time.perf_counter()
+        clock.end()
         norm = step()
-        end = time.perf_counter()
-        times = {"forward": after_forward - start, "backward": after_backward - after_forward}
-        times |= {"step": end - after_backward, "total": end - start}
-        known = {"loss": loss.item()} if norm is None else {"loss": loss.item(), "grad_norm": norm}
-        return {name: 1e3 * seconds for name, seconds in times.items()} | known
+        clock.end()
+        known = clock.ms("forward", "backward", "step") | {"loss": loss.item()}
+        return known if norm is None else known | {"grad_norm": norm}
 
     return train
 
@@ -125,7 +213,7 @@ def offload_core(model: Any, settings: Settings, **fields: Any) -> Any:
 
     fields = {"gradient_clipping": CLIPPING, "num_threads": settings["threads"], **fields}
     engine = wrap(model, param_dtype="bfloat16", **fields, **adam_arguments())
-    return phases(engine, engine.backward, lambda: engine.step().grad_norm)
+    return phases(settings, engine, engine.backward, lambda: engine.step().grad_norm)
 
 
 def deepspeed_config(micro_batch: int, zero: dict[str, Any]) -> dict[str, Any]:
@@ -159,7 +247,7 @@ def deepspeed(model: Any, settings: Settings, zero: dict[str, Any]) -> Any:
         engine.step()
         return float(engine.get_global_grad_norm())
 
-    return phases(engine, engine.backward, step)
+    return phases(settings, engine, engine.backward, step)
 
 
 def plain(model: Any, settings: Settings, *, fused: bool, ddp: bool = False) -> Any:
@@ -167,7 +255,7 @@ def plain(model: Any, settings: Settings, *, fused: bool, ddp: bool = False) -> 
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
-    masters = [p.detach().clone().requires_grad_() for p in model.parameters()]
+    masters = [p.detach().float().requires_grad_() for p in model.parameters()]
     model = model.bfloat16()
     if ddp:
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -185,7 +273,7 @@ def plain(model: Any, settings: Settings, *, fused: bool, ddp: bool = False) -> 
             parameter.grad = master.grad = None
         return norm.item()
 
-    return phases(model, lambda loss: loss.backward(), step)
+    return phases(settings, model, lambda loss: loss.backward(), step)
 
 
 def fsdp2(model: Any, settings: Settings) -> Any:
@@ -195,9 +283,9 @@ def fsdp2(model: Any, settings: Settings) -> Any:
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
     options: dict[str, Any] = {
-        "mesh": dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),)),
+        "mesh": dist.device_mesh.init_device_mesh(settings["device"], (dist.get_world_size(),)),
         "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False),
-        "offload_policy": CPUOffloadPolicy(pin_memory=False),  # there is no accelerator to pin for
+        "offload_policy": CPUOffloadPolicy(pin_memory=settings["device"] != "cpu"),
     }
     for block in model.blocks:
         fully_shard(block, **options)
@@ -210,13 +298,31 @@ def fsdp2(model: Any, settings: Settings) -> Any:
         optimizer.zero_grad()
         return norm.full_tensor().item()
 
-    return phases(model, lambda loss: loss.backward(), step)
+    return phases(settings, model, lambda loss: loss.backward(), step)
+
+
+def torchao(model: Any, settings: Settings) -> Any:
+    """fp32 parameters on the device, cast to bf16 by autocast: it has no other master weights. It cannot clip."""
+    import torch
+    from torchao.optim import CPUOffloadOptimizer
+
+    optimizer = CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW, fused=True, **adam_arguments())
+
+    def forward(inputs: Any, targets: Any) -> Any:
+        with torch.autocast(settings["device"], torch.bfloat16):
+            return model(inputs, targets)
+
+    def step() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return phases(settings, forward, lambda loss: loss.backward(), step)
 
 
 def gradients_only(model: Any, settings: Settings) -> Any:
     """Forward and backward of a bf16 model."""
     model = model.bfloat16()
-    return phases(model, lambda loss: loss.backward(), model.zero_grad)
+    return phases(settings, model, lambda loss: loss.backward(), model.zero_grad)
 
 
 def stream(model: Any, settings: Settings) -> Any:
@@ -240,12 +346,19 @@ CONTENDERS = {
     OURS: Contender(offload_core, "frontends.torch"),
     OURS_3: Contender(partial(offload_core, stage=3), "frontends.torch"),
     SERIAL: Contender(partial(offload_core, schedule="serial"), "frontends.torch"),
+    LATE: Contender(partial(offload_core, **ONE_STEP_LATE), "frontends.torch"),
+    IN_BACKWARD: Contender(partial(offload_core, update_in_backward=True), "frontends.torch"),
+    ON_HOST: Contender(partial(offload_core, **FROM_HOST), "frontends.torch", construction=FROM_HOST),
+    LATE_ON_HOST: Contender(
+        partial(offload_core, **FROM_HOST, **ONE_STEP_LATE), "frontends.torch", construction=FROM_HOST
+    ),
     UNCLIPPED: Contender(partial(offload_core, gradient_clipping=None), "frontends.torch"),
-    **{name: Contender(partial(deepspeed, zero=zero), "deepspeed") for name, zero in DEEPSPEED.items()},
+    **{name: Contender(partial(deepspeed, zero=zero), "deepspeed", in_ranks=True) for name, zero in DEEPSPEED.items()},
     DDP: Contender(partial(plain, fused=True, ddp=True), "torch"),
     FUSED: Contender(partial(plain, fused=True), "torch"),
     UNFUSED: Contender(partial(plain, fused=False), "torch"),
-    FSDP2: Contender(fsdp2, "torch.distributed.fsdp"),
+    FSDP2: Contender(fsdp2, "torch.distributed.fsdp", dtype="float32", in_ranks=True),
+    TORCHAO: Contender(torchao, "torchao.optim", dtype="float32"),
     GRADIENTS_ONLY: Contender(gradients_only, "torch"),
     STREAM: Contender(stream, "torch", device="meta"),
 }

@@ -197,7 +197,13 @@ def parse(arguments: list[str] | None) -> tuple[Settings, Files, Saving]:
         "be others, as long as ranks x accumulate are as many",
     )
     add = parser.add_argument_group("where and how").add_argument
-    add("--device", choices=("cpu", "cuda", "auto"), default="auto", help="(default: a GPU where there is one)")
+    add(
+        "--device",
+        metavar="NAME",
+        default="auto",
+        help="cpu, or an accelerator as the framework names it, such as cuda or xpu (default: the one that it sees, or "
+        "cpu)",
+    )
     add(
         "--devices",
         type=at_least(1),

@@ -28,7 +28,9 @@ class ProcessGroup(Ranks):
     """The ranks of `torch.distributed`."""
 
     def gather(self, values: Sequence[float]) -> np.ndarray:
-        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        of_accelerator = accelerator and dist.get_default_backend_for_device(accelerator)
+        device = accelerator if dist.get_backend() == of_accelerator else "cpu"
         mine = torch.tensor(values, dtype=torch.float64, device=device)
         rows = [torch.empty_like(mine) for _ in range(self.world_size)]
         try:
@@ -67,6 +69,12 @@ def make_offloaded(settings: Settings, ranks: Ranks) -> "Offloaded":
 
 def make_plain(settings: Settings, ranks: Ranks) -> "Plain":
     return Plain(settings, ranks, device_of(Launched.read(), device_type(settings)))
+
+
+def name_of(device: torch.device) -> str:
+    """As its maker calls it, where torch knows."""
+    known = None if device.type == "cpu" else getattr(torch.get_device_module(device), "get_device_name", None)
+    return device.type if known is None else str(known(device))
 
 
 def partitioning(settings: Settings) -> dict[str, Any]:
@@ -121,7 +129,7 @@ class Offloaded(TorchTrainer):
         self.device = device
         terms, specs = terms_and_specs(settings, ranks.world_size, on_host=False)
         self._accelerator_bytes = terms.plan(specs).device_bytes
-        self.device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+        self.device_name = name_of(device)
         self.model = self.engine = wrap(
             make_model(settings, device, settings.init),
             lr=settings.lr,
@@ -168,7 +176,7 @@ class Offloaded(TorchTrainer):
         return self._accelerator_bytes
 
     def peak_device_bytes(self) -> int | None:
-        return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None
+        return None if self.device.type == "cpu" else torch.accelerator.max_memory_allocated(self.device)
 
 
 class Plain(TorchTrainer):

@@ -9,6 +9,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from offload_core.checkpoint.safetensors import NAME_OF
+from offload_core.device.exchange_sizes import REFUSED_DEVICES
 from offload_core.dtypes import BFLOAT16, FLOAT16, FLOAT32, ElementType
 from offload_core.errors import GradientError, ParameterError
 from offload_core.layout.partition import ParamSpec
@@ -17,10 +18,6 @@ from offload_core.layout.regions import InMemory
 ELEMENT_TYPES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 _ADDITIONS = (torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor)
 TORCH_DTYPES = {element_type: dtype for dtype, element_type in ELEMENT_TYPES.items()}
-_REFUSED = {
-    "mps": "MPS has one stream, where copies would wait for the model, and shares the host's memory",
-    "xla": "torch_xla's devices have no streams; frontends.jax trains on TPUs",
-}
 NUMPY_DTYPES = {getattr(torch, dtype.name): dtype for dtype in NAME_OF}
 """NumPy types of all torch types that files can hold."""
 
@@ -129,8 +126,8 @@ def check_param(name: str, param: torch.Tensor) -> None:
 
 def refusal_of(device: torch.device) -> str | None:
     """The reason why parameters on this device cannot be offloaded; None: they can."""
-    if device.type in _REFUSED:
-        return _REFUSED[device.type]
+    if device.type in REFUSED_DEVICES:
+        return REFUSED_DEVICES[device.type]
     accelerator = torch.accelerator.current_accelerator()
     if device.type != "cpu" and (accelerator is None or device.type != accelerator.type):
         return f"this process's accelerator is {accelerator.type if accelerator else 'none'}"

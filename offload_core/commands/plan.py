@@ -9,7 +9,7 @@ from textwrap import fill
 from typing import Any
 
 from ..config.options import OffloadConfig
-from ..device.exchange_sizes import planned_device
+from ..device.exchange_sizes import REFUSED_DEVICES, planned_device
 from ..dtypes import BFLOAT16, BY_NAME, ElementType
 from ..errors import ConfigError
 from ..memory.host_memory import available_bytes, format_bytes
@@ -52,7 +52,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--offload-param", choices=("cpu", "none"), help="ask for this tier of stage 3 alone")
     add("--world-size", type=count, default=1, metavar="W", help="ranks (default: 1)")
     add("--local-world-size", type=count, metavar="W", help="of them on one machine, whose memory they share (all)")
-    add("--device", choices=("cuda", "cpu"), default="cuda", help="what the ranks compute on (default: cuda)")
+    add(
+        "--device",
+        metavar="NAME",
+        default="cuda",
+        help="what the ranks compute on: cpu, or an accelerator's name, such as xpu (default: cuda)",
+    )
     add("--host-memory", type=size, metavar="SIZE", help="of a machine (default: what is available here)")
     add("--device-memory", type=size, metavar="SIZE", help="of each device")
     add("--activation-memory", type=size, default=0, metavar="SIZE", help="of each device; else it is not counted")
@@ -137,6 +142,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
+    if args.device in REFUSED_DEVICES:
+        why = REFUSED_DEVICES[args.device]
+        raise ConfigError(f"--device {args.device}: {why}; expected cpu or another accelerator, such as cuda")
+    if not args.device.isidentifier():
+        raise ConfigError(f"--device: got {args.device!r}, expected cpu or an accelerator's name, such as cuda")
     if args.device == "cpu" and (args.device_memory or args.link_bandwidth):
         raise ConfigError("--device cpu: its memory is the host's; expected neither --device-memory nor a link")
     local, ranks = args.local_world_size, args.world_size

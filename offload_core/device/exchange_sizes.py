@@ -6,6 +6,12 @@ from ..dtypes import FLOAT32, ElementType
 from ..layout.partition import Bucket
 from .protocols import Arrival, ExchangeSizes
 
+REFUSED_DEVICES = {
+    "mps": "MPS has one stream, where copies would wait for the model, and shares the host's memory",
+    "xla": "torch_xla's devices have no streams; frontends.jax trains on TPUs",
+}
+"""Types of devices that nothing can be exchanged with behind a step, as torch names them, and why."""
+
 
 @dataclass(frozen=True)
 class OnHost:

@@ -115,7 +115,7 @@ def test_only_what_lies_between_the_marks_is_replaced(tmp_path):
     path = write(tmp_path / "run.jsonl", records())
     readme = f"before 1\n{report.BEGIN}old 2\n{report.END}after 3\n"
     written = report.measured(readme, path)
-    assert written == f"before 1\n{report.BEGIN}{report.section(records())}{report.END}after 3\n"
+    assert written == f"before 1\n{report.BEGIN}{report.section(records())}\n{report.NOT_ON_GPU}\n{report.END}after 3\n"
     assert report.measured(written, path) == written
     with pytest.raises(report.ReportError, match="expected the marks"):
         report.measured("no marks\n", path)

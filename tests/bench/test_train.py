@@ -517,6 +517,26 @@ def test_text_and_folders_that_cannot_serve_are_named_in_one_line(
     assert said.count("\n") == 1
 
 
+def test_the_device_may_be_any_accelerator_of_torch(accelerator: str, tmp_path: Path) -> None:
+    assert program.main([*FEW, f"--device={accelerator}", f"--out={tmp_path}"]) == 0
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert accelerator == "cuda" or summary["machine"]["device"].startswith(accelerator)
+    assert summary["peak_device_bytes"] > summary["device_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("device", "complaint"), [("mps", "MPS has one stream"), ("no-such", "device_type: got 'no-such', expected 'cpu'")]
+)
+def test_a_device_that_cannot_serve_is_named_in_one_line(
+    device: str, complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    needs("torch")
+    assert program.main([*FEW, f"--device={device}", f"--out={tmp_path}"]) == 1
+    said = capsys.readouterr().err
+    assert complaint in said
+    assert said.count("\n") == 1
+
+
 def test_a_model_larger_than_memory_is_refused_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -18,7 +18,7 @@ ROOMS = {
         tensors casting data_writes groups pending ranks stage3 registration intake state_io optimizer files engine
         deepspeed_weights integrations""",
     "frontends.jax": "launch device tree mesh gradients placement differentiate optax_bridge files offloaded",
-    "bench": "record plots fits headers peers harness virtual train screens parts report run",
+    "bench": "record markdown plots fits headers peers harness virtual train screens parts gpu report run",
 }
 """The rooms of each package and the modules beside them, lowest first: imports go down this list, and never round
 inside a room."""

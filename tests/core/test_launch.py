@@ -411,6 +411,8 @@ def test_a_rank_takes_the_gpu_of_its_place_on_the_machine(gpus, environment, dev
     expected = "expected 'cuda' or 'cpu'" if gpus else "expected 'cpu', the only"
     with pytest.raises(ConfigError, match=f"got 'tpu', {expected}"):
         module.device_of(place, "tpu")
+    with pytest.raises(ConfigError, match="got 'mps': MPS has one stream.*; expected 'cpu' or another"):
+        module.device_of(place, "mps")
 
 
 def test_more_ranks_than_gpus_are_refused(monkeypatch):

@@ -282,6 +282,8 @@ def test_activations_are_counted_where_they_are_given(capsys: pytest.CaptureFixt
         (["plan", "--preset=tiny", "--flops=1T"], "expected both or neither"),
         (["plan", "--preset=tiny", "--local-world-size=2"], "expected at most"),
         (["plan", "--preset=tiny", "--device=cpu", "--device-memory=1GB"], "its memory is the host's"),
+        (["plan", "--preset=tiny", "--device=mps"], "MPS has one stream"),
+        (["plan", "--preset=tiny", "--device=cuda:0"], "expected cpu or an accelerator's name"),
         (["plan", "--preset=tiny", "--stage=2", "--offload-param=cpu"], "of stage 3"),
         (["plan", "--preset=tiny", "--world-size=1e300"], "expected a count"),
         (["plan", "--preset=gpt2-124m", "--reduce-bucket-size=3700"], "expected at most 32,768: give at least 3,799"),

@@ -161,27 +161,6 @@ def test_a_parameter_changed_by_hand_on_the_device_is_followed(accelerator):
     torch.testing.assert_close(model[0].weight[0], torch.full_like(model[0].weight[0], 3.0))
 
 
-def test_jax_parameters_on_the_device_get_the_bits_that_the_host_gets():
-    jax = pytest.importorskip("jax")
-    if not any(d.platform == "gpu" for d in jax.devices()):
-        pytest.skip("JAX sees no GPU")
-    import numpy as np
-
-    from frontends.jax import wrap as wrap_jax
-
-    rng = np.random.default_rng(0)
-    params = {"w": rng.standard_normal((64, 64)).astype(np.float32), "b": np.zeros(64, np.float32)}
-    homes = [jax.devices("gpu")[0], jax.devices("cpu")[0]]
-    both = [wrap_jax(jax.device_put(params, d), lr=1e-2, gradient_clipping=0.5, param_dtype="bfloat16") for d in homes]
-    for _ in range(10):
-        grads = {k: (rng.standard_normal(v.shape) * 0.1).astype("bfloat16") for k, v in params.items()}
-        for offloaded, device in zip(both, homes, strict=True):
-            offloaded.update(jax.device_put(grads, device))
-    for key in params:
-        assert np.asarray(both[0].params[key]).tobytes() == np.asarray(both[1].params[key]).tobytes()
-        assert both[0].params[key].devices() == {homes[0]}
-
-
 def test_a_model_built_in_host_memory_is_the_one_built_on_the_device_and_takes_none_of_its_memory(accelerator):
     with torch.device(accelerator):
         torch.manual_seed(0)

@@ -8,6 +8,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from offload_core.device.exchange_sizes import REFUSED_DEVICES
 from offload_core.errors import CollectiveError, ConfigError, StateError
 from offload_core.support.launchers import Launched
 
@@ -71,6 +72,9 @@ def device_of(launched: Launched, device_type: str | None = None) -> torch.devic
         ConfigError: there are no accelerators, or fewer than ranks on this machine.
     """
     accelerator = usable_accelerator()
+    if device_type in REFUSED_DEVICES:
+        why = REFUSED_DEVICES[device_type]
+        raise ConfigError(f"device_type: got {device_type!r}: {why}; expected 'cpu' or another accelerator")
     if device_type not in (None, "cpu", accelerator and accelerator.type):
         seen = f"{accelerator.type!r} or 'cpu'" if accelerator else "'cpu', the only device that torch sees here"
         raise ConfigError(f"device_type: got {device_type!r}, expected {seen}")

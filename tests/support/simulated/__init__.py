@@ -156,6 +156,32 @@ def _index(device: Any) -> int:
     return current_device() if index is None else index
 
 
+def get_device_name(device: Any = NAME) -> str:
+    return f"{NAME} device {_index(device)}"
+
+
+def set_per_process_memory_fraction(fraction: float, device: Any = NAME) -> None:
+    """As ``torch.cuda``'s: what it would take beyond is out of memory."""
+    load().simulated_capacity(_index(device), ctypes.c_size_t(int(fraction * 2**30)))
+
+
+def Stream(device: Any = NAME, priority: int = 0) -> torch.Stream:
+    return torch.Stream(device)
+
+
+def Event(**options: bool) -> torch.Event:
+    return torch.Event(NAME, **options)
+
+
+def current_stream(device: Any = NAME) -> torch.Stream:
+    return torch.accelerator.current_stream(_index(device))
+
+
+def stream(of: torch.Stream) -> torch.Stream:
+    """A context with this current stream."""
+    return of
+
+
 def get_amp_supported_dtype() -> list[torch.dtype]:
     return [torch.float16, torch.bfloat16]
 

@@ -33,6 +33,11 @@ class LateGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:
         return BACKEND
 
+    @property
+    def group_name(self) -> str:
+        """As torch knows it: groups that are written in Python are not told."""
+        return dist.distributed_c10d._world.pg_names[self]
+
     def get_group_store(self) -> Any:
         return self._store
 

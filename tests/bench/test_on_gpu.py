@@ -1,0 +1,273 @@
+"""bench/on_gpu.sh, rehearsed on the simulated accelerator: every part leaves records, and none is lost."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from bench import record, report
+from bench.gpu import figures, host_memory, parts, results
+from bench.gpu.parts import BESIDE, LARGEST, OF_JAX, PARTS
+from bench.gpu.sizes import FULL, TINY
+from bench.parts.torch_contenders import DS_2, FUSED, OURS, TORCHAO
+from offload_core.support.processors import available_cpus
+from tests.support import simulated
+
+ROOT = Path(__file__).parents[2]
+ABSENT = {DS_2: "deepspeed", TORCHAO: "torchao"}
+
+
+@pytest.fixture
+def rehearse(tmp_path):
+    """Starts the script, into one folder; torch and JAX take their stand-ins for backends that are installed."""
+    if (missing := simulated.why_not()) is not None:
+        pytest.skip(missing)
+    installed = tmp_path / "installed" / "stand_ins-0.dist-info"
+    installed.mkdir(parents=True)
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: stand_ins\nVersion: 0\n")
+    (installed / "entry_points.txt").write_text(
+        "[torch.backends]\nsimulated = tests.support.simulated.collectives:register\n"
+        "[jax_plugins]\nstand_in = tests.support.jax_stand_in\n"
+    )
+    environment = os.environ | {
+        "PYTHON": sys.executable,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(installed.parent)]),
+        "JAX_PLATFORMS": "cpu",
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        "XLA_FLAGS": "--xla_backend_optimization_level=0",
+    }
+    running = []
+
+    def start(*arguments):
+        command = ["bash", str(ROOT / "bench" / "on_gpu.sh"), str(tmp_path / "out"), "--rehearse", *arguments]
+        running.append(
+            subprocess.Popen(
+                command, cwd=tmp_path, env=environment, start_new_session=True, stdout=subprocess.PIPE, text=True
+            )
+        )
+        return running[-1]
+
+    yield start
+    for process in running:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+
+
+def measurements(path):
+    return [(each["bench"], each["measurement"]) for each in results.lines(path)]
+
+
+def test_a_killed_call_loses_nothing_measured_and_the_next_one_goes_on(rehearse, tmp_path):
+    path = tmp_path / "out" / "results.jsonl"
+    first = rehearse("b", "--only", "1 windows")
+    while first.poll() is None and not results.lines(path):
+        time.sleep(0.05)
+    os.killpg(first.pid, signal.SIGKILL)
+    first.wait()
+    kept = path.read_bytes()
+    assert measurements(path)[0] == ("gpu_step", f"{FUSED}, 1 windows, round 1")
+    with path.open("a") as file:
+        file.write('{"bench": "gpu_st')  # as one that is killed while it writes
+    second = rehearse("b", "--only", FUSED)
+    printed, _ = second.communicate()
+    assert second.returncode == 0, printed
+    assert path.read_bytes().startswith(kept)
+    names = [name for _, name in measurements(path)]
+    assert len(names) == len(set(names))
+    assert names[-1] == f"{FUSED}, 2 windows, round 1"
+    rows = results.joined(results.lines(path))["gpu_step"]["rows"]
+    for metric in ("forward", "backward", "step", "total", "speed", "peak memory", "peak device memory"):
+        of = {row["micro_batch"]: row["p50"] for row in rows if row["metric"] == metric and row["name"] == FUSED}
+        assert set(of) == {1, 2}, metric
+        assert min(of.values()) > 0, metric
+
+
+def test_a_part_ends_in_its_time_and_says_that_more_is_to_do(rehearse, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "accelerator.json").write_text('{"type": "simulated"}')  # known from an earlier call
+    call = rehearse("c", "--seconds", "1")
+    printed, _ = call.communicate()
+    assert call.returncode == 1
+    assert "(c): the time is up; another call" in printed
+    assert not (tmp_path / "out" / "results.jsonl").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_whole_script_leaves_records_of_every_part(rehearse, tmp_path):
+    path = tmp_path / "out" / "results.jsonl"
+    call = rehearse()
+    printed, _ = call.communicate()
+    assert call.returncode == 0, printed
+    known = report.read(path)
+    assert set(known) == {part.bench for part in PARTS.values()}
+    tests = known["gpu_tests"]
+    passed = {row["name"]: row["p50"] for row in tests["rows"] if row["metric"] == "passed"}
+    assert passed.keys() == TINY.tests.keys()
+    assert min(passed.values()) > 0
+    assert not tests["missing"]
+
+    ran = {row["name"] for row in known["gpu_step"]["rows"] if row["metric"] == "total"}
+    absent = {each["name"] for each in known["gpu_step"]["missing"]}
+    assert ran | absent == set(BESIDE)
+    assert absent <= set(ABSENT)
+    assert all(results.is_absent(each["why"]) for each in known["gpu_step"]["missing"])
+    assert {row["name"] for row in known["gpu_jax"]["rows"]} == set(OF_JAX)
+
+    outcomes = {}
+    for trial in known["gpu_largest"]["trials"]:
+        outcomes.setdefault(trial["name"], {})[trial["size"]] = trial["outcome"]
+    assert outcomes.keys() == set(LARGEST)
+    place = {size: i for i, size in enumerate(TINY.ladder)}
+    for tried in outcomes.values():  # the bound is between two neighbours
+        fits = max(place[size] for size, outcome in tried.items() if outcome == results.TRAINED)
+        beyond = min(place[size] for size, outcome in tried.items() if outcome == results.ON_DEVICE)
+        assert beyond == fits + 1
+    assert max(place[s] for s, o in outcomes[OURS].items() if o == results.TRAINED) > max(
+        place[s] for s, o in outcomes[FUSED].items() if o == results.TRAINED
+    )
+
+    written = path.read_bytes()
+    again = rehearse()
+    printed, _ = again.communicate()
+    assert again.returncode == 0, printed
+    before, after = written.splitlines(), path.read_bytes().splitlines()
+    assert before == after
+    assert report.main([str(path)]) == 0
+    page = path.with_suffix(".md").read_text()
+    for name in (*ran, *OF_JAX):
+        assert f"| {name}" in page
+
+
+# --- the reader ----------------------------------------------------------------------------------------------------
+
+
+def measured(path, part, measurement, *rows, missing=(), rehearsal=False, **fields):
+    fields = {"accelerator": {"name": "a card", "bytes": 2**35}, "rehearsal": rehearsal, "title": part, **fields}
+    results.Results(path).add(part, measurement, rows=list(rows), missing=list(missing), **fields)
+
+
+def steps(name, ms, windows=2, number=1, **extra):
+    extra = {"micro_batch": windows, "round": number, **extra}
+    return [
+        record.row(name, "total", "ms", [ms], **extra),
+        record.row(name, "peak device memory", "GB", [7.0], **extra),
+        record.row(name, "peak memory", "GB", [3.0], **extra),
+        record.row(name, "memory taken of the host", "GB", [5.0], **extra),
+    ]
+
+
+@pytest.fixture
+def written(tmp_path):
+    path = tmp_path / "card.jsonl"
+    config = {"context": 1000, "device_bytes": 32 * 10**9}
+    measured(path, "gpu_step", "a", *steps(OURS, 100.0), config=config)
+    measured(path, "gpu_step", "b", *steps(OURS, 300.0, number=2), config=config)
+    measured(path, "gpu_step", "a", *steps(OURS, 200.0), config=config)  # again: it counts
+    measured(path, "gpu_step", "c", missing=[record.missing(DS_2, ModuleNotFoundError("No module named 'x'"))])
+    measured(path, "gpu_step", "d", missing=[record.missing(TORCHAO, RuntimeError("no stream"))])
+    for size, parameters, outcome in (("9 B", 9, results.TRAINED), ("10 B", 10, results.ON_HOST), ("6 B", 6, "failed")):
+        trial = {"name": OURS, "size": size, "parameters": parameters}
+        rows = steps(OURS, 1.0, size=size) if outcome == results.TRAINED else []
+        measured(path, "gpu_largest", size, *rows, config=config, trial=trial, outcome=outcome)
+    return path
+
+
+def test_the_tables_have_the_median_of_rounds_and_who_was_absent(written):
+    lines = figures.figures(report.read(written))
+    assert "| on a card (32 GiB) | a step of 2,000 tokens | device | host |" in lines
+    assert f"| {OURS} | 250 ms | 7 GB | 5 GB |" in lines
+    assert f"- {DS_2} was not installed." in lines
+    assert f"- {TORCHAO} could not run: RuntimeError: no stream." in lines
+    assert "| under 32 GB of device memory | the largest that trains | device | host | does not fit |" in lines
+    assert f"| {OURS} | 9 B | 7 GB | 5 GB | 10 B: host memory |" in lines
+
+
+def test_what_failed_is_measured_again_and_what_is_absent_or_does_not_fit_is_not(written):
+    known = results.Results(written)
+    assert known.done("gpu_step", "a")
+    assert known.done("gpu_step", "c")
+    assert known.done("gpu_step", "d") is None
+    assert known.done("gpu_largest", "10 B")["outcome"] == results.ON_HOST
+    assert known.done("gpu_step", "unknown") is None
+
+
+def test_the_pages_get_the_newest_run_on_a_gpu_and_no_rehearsal(written, tmp_path):
+    measured(tmp_path / "later.jsonl", "gpu_step", "a", *steps(OURS, 1.0), rehearsal=True)
+    assert report.newest_on_gpu(tmp_path) == written
+    *_, run = report.whole_runs(report.RESULTS, report.PARTS)
+    marks = f"{report.BEGIN}{report.END}"
+    assert report.NOT_ON_GPU in report.measured(marks, run)
+    for page in (report.measured(marks, run, written), report.performance(run, None, written)):
+        assert report.NOT_ON_GPU not in page
+        assert f"| {OURS} | 250 ms | 7 GB | 5 GB |" in page
+
+
+def test_the_pages_say_that_no_gpu_has_run_it_as_long_as_there_is_no_record():
+    none = report.newest_on_gpu(report.RESULTS) is None
+    for page in ("README.md", "docs/index.md"):
+        assert ("have never run on a GPU" in (ROOT / page).read_text()) == none, page
+    assert (report.NOT_ON_GPU in report.README.read_text()) == none
+    assert (report.NOT_ON_GPU in report.PERFORMANCE.read_text()) == none
+
+
+@pytest.mark.parametrize(
+    ("why", "outcome"),
+    [
+        ("offload_core.errors.HostMemoryError: training needs 140 GiB of host memory", results.ON_HOST),
+        ("offload_core.errors.DeviceMemoryError: training needs 7.0 MiB of device memory", results.ON_DEVICE),
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", results.ON_DEVICE),
+        ("jax.errors.JaxRuntimeError: RESOURCE_EXHAUSTED: Out of memory while trying", results.ON_DEVICE),
+        ("RuntimeError: no kernel image is available", None),
+        ("took longer than its 150 s", None),
+    ],
+)
+def test_a_model_that_does_not_fit_is_a_result_and_any_other_error_a_failure(why, outcome):
+    found = parts.does_not_fit("a model", why)
+    assert (found and found["outcome"]) == outcome
+
+
+def test_tests_are_counted_as_far_as_they_came():
+    words = "tests/a.py::test_x[a b, 0] PASSED [1%]\ntests/a.py::test_y FAILED [2%]\ntests/b.py::test_z SKIPPED (no)"
+    rows, missing, notes = parts.outcomes_of("laws", words, "took longer than its 9 s", 9.0)
+    assert {row["metric"]: row["p50"] for row in rows} == {"passed": 1, "failed": 1, "skipped": 1, "time": 9.0}
+    assert missing == [record.missing("laws", "took longer than its 9 s")]
+    assert notes == ["laws: tests/a.py::test_y failed"]
+    assert parts.outcomes_of("laws", "tests/b.py::test_z SKIPPED (no)", "", 9.0)[1]
+
+
+def test_the_models_that_are_tried_grow():
+    for sizes in (FULL, TINY):
+        numels = [gpt.numel for gpt in sizes.ladder.values()]
+        assert numels == sorted(numels)
+        assert sizes.first in sizes.ladder
+    for name, gpt in FULL.ladder.items():
+        assert gpt.numel == pytest.approx(float(name.removesuffix(" B")) * 1e9, rel=0.06), name
+
+
+def test_all_memory_is_written_to_once_also_where_it_grows_meanwhile():
+    left, page = [4, 2, 0, 3, 1], 1 << 12
+    pieces = sum(min(n, available_cpus()) for n in left)
+    of_machine = iter(left)
+    assert host_memory.touch(lambda: page * next(of_machine, 0), page, patience=0.2) == pieces * page
+
+
+def test_a_line_that_was_cut_off_takes_no_other_along(tmp_path):
+    path = tmp_path / "results.jsonl"
+    record.append(path, {"bench": "a"})
+    whole = path.read_text()
+    for cut in (whole[:-1], whole[:10]):
+        path.write_text(whole + cut)
+        record.append(path, {"bench": "b"})
+        lines = path.read_text().splitlines()
+        assert json.loads(lines[0])["bench"] == "a"
+        assert json.loads(lines[-1])["bench"] == "b"
