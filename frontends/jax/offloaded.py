@@ -22,7 +22,6 @@ from offload_core.device.trace import COMPUTE
 from offload_core.dtypes import BY_NUMPY
 from offload_core.errors import ConfigError, GradientError, StateError
 from offload_core.layout.partition import ParamSpec
-from offload_core.layout.regions import InMemory
 from offload_core.memory.report import MemoryReport
 from offload_core.ranks.consistency import agree
 from offload_core.rules.adam import AdamHyper
@@ -40,7 +39,7 @@ from .optax_bridge.updates import transformation
 from .placement.memory import checked_plan, held_bytes
 from .placement.placement import placement_for
 from .tree.trees import Mask, check_nnx, mask_leaves, parameter_positions, refuse_jit
-from .tree.wrapped_tree import Leaf, WrappedTree
+from .tree.wrapped_tree import WrappedTree
 
 
 def wrap(
@@ -112,31 +111,27 @@ class OffloadedParams:
         target = self.config.target_dtype
         self._placement = placement_for(self.config, mesh, axis, [leaves[i] for i in positions])
         agree(self._placement.device.collectives, self.config)
-        if mesh is None or all(device.process_index == jax.process_index() for device in mesh.devices.flat):
+        if self._placement.device.collectives.world_size == 1:
             warn_if_launched("frontends.jax.initialize() first of all, and wrap(params, mesh=mesh) on all devices")
-        layouts = [self._placement.layout(leaves[i]) for i in positions]
-        specs = []
-        for i, layout in zip(positions, layouts, strict=True):
-            leaf = leaves[i]
-            dtype, group = target or BY_NUMPY[np.dtype(leaf.dtype)], int(not decayed[i])
-            numel = leaf.size if layout is None else layout.numel
-            elements = InMemory(leaf.shape) if layout is None else layout
-            specs.append(ParamSpec(paths[i], numel, dtype, group, elements, partitioned=layout is not None))
+        specs: list[ParamSpec] = []
+        for i in positions:
+            dtype, group = target or BY_NUMPY[np.dtype(leaves[i].dtype)], int(not decayed[i])
+            tree.trained.append(self._placement.leaf(i, paths[i], leaves[i], dtype, len(specs)))
+            specs += self._placement.specs(tree.trained[-1], dtype, group)
         scaler = scaler_for(self.config, [s.dtype for s in specs])
         # Gradients come to the core all at once. Parameters in JAX's host memory are device parameters to it.
         config = replace(self.config, update_in_backward=False, offload_param=None)
         self._pipeline = Pipeline(config, self._placement.device, scaler)
         self._state_lock = self._pipeline.state_lock
-        self._planned = checked_plan(self._pipeline, self._placement, leaves, positions, specs, layouts)
-        arrays = [self._placement.place(paths[i], leaves[i]) for i in positions]
-        tensors = self._placement.start(arrays)
+        self._planned = checked_plan(self._pipeline, self._placement, leaves, tree.trained, specs)
+        arrays = [self._placement.place(leaf.path, leaves[leaf.position]) for leaf in tree.trained]
+        tensors = self._placement.start(tree.trained, arrays)
         self._pipeline.add_parameters(specs, tensors)
-        arrays = self._placement.started(tensors)
+        arrays = self._placement.started(arrays, tensors)
         for i in set(range(len(leaves))) - set(positions):
             leaves[i] = self._placement.pass_through(leaves[i])
-        for i, array, spec, layout in zip(positions, arrays, specs, layouts, strict=True):
-            leaves[i] = self._placement.cast(array, spec.dtype, layout)
-            tree.trained.append(Leaf(i, paths[i], array.shape, leaves[i].dtype, layout))
+        for leaf, array in zip(tree.trained, arrays, strict=True):
+            leaves[leaf.position] = self._placement.cast(leaf, array)
         self._targets: list[Any] = []
         """The tensors to which the pipeline writes the next parameters; empty when the leaves are made of them."""
         self._followed = self._pipeline.publications
@@ -241,14 +236,14 @@ class OffloadedParams:
             self._take(gradients, hypers)
         return self._now()
 
-    def _take(self, gradients: Sequence[Any], hypers: Sequence[AdamHyper]) -> None:
+    def _take(self, gradients: Sequence[Sequence[Any]], hypers: Sequence[AdamHyper]) -> None:
         """Update, if this is the boundary, with gradients and hyperparameters that were checked."""
         steps, number = self.config.gradient_accumulation_steps, self.count + 1
         if self._pipeline.micro_steps + 1 == steps:
             self._targets = self._new_targets()
         try:
-            for i, gradient in enumerate(gradients):
-                if gradient is not None:
+            for leaf, parts in zip(self._tree.trained, gradients, strict=True):
+                for i, gradient in zip(leaf.params, parts, strict=False):  # no parts: it has no gradient
                     self._pipeline.add_gradient(i, gradient)
             if self._pipeline.end_micro_step():
                 report = self._pipeline.step(hypers, self._targets, divisor=float(steps))
@@ -264,7 +259,8 @@ class OffloadedParams:
 
     def _new_targets(self) -> list[Any]:
         """Tensors for the next parameters."""
-        return self._placement.targets([self._tree.leaves[leaf.position] for leaf in self._tree.trained])
+        trained = self._tree.trained
+        return self._placement.targets(trained, [self._tree.leaves[leaf.position] for leaf in trained])
 
     @changes("a read of params")
     def _follow(self) -> None:
@@ -277,11 +273,11 @@ class OffloadedParams:
         if publications != self._followed:
             if not self._pipeline.finished:
                 self._pipeline.finish_publications()
-            leaves = self._tree.leaves
-            for i, whole in self._pipeline.published.items():
-                if whole:
-                    position = self._tree.trained[i].position
-                    leaves[position] = self._placement.written(self._targets[i], leaves[position])
+            leaves, published = self._tree.leaves, self._pipeline.published
+            for leaf in self._tree.trained:
+                if all(published.get(i, False) for i in leaf.params):
+                    targets = [self._targets[i] for i in leaf.params]
+                    leaves[leaf.position] = self._placement.written(leaf, targets, leaves[leaf.position])
             self._followed = publications
         self._targets = []
 
@@ -327,8 +323,8 @@ class OffloadedParams:
         """Forget the gradients accumulated since the last update."""
         self._pipeline.drop_gradients()
 
-    def _check(self, grads: Any, learning_rate: Any) -> tuple[list[Any], list[AdamHyper]]:
-        """Check everything; return each parameter's gradient as the pipeline takes it, or None, and hyperparameters.
+    def _check(self, grads: Any, learning_rate: Any) -> tuple[list[list[Any]], list[AdamHyper]]:
+        """Check everything; return each leaf's gradients as the pipeline takes them, none or all, and hyperparameters.
 
         An error in one process is an error in all: raised in one alone, it would leave the others waiting.
         """
@@ -345,13 +341,15 @@ class OffloadedParams:
         check_alike(device.collectives, parameters, arrays, unreduced=unreduced)
         if all(array is None for array in arrays):
             raise GradientError("update: every gradient is None, expected at least one array")
-        gradients = []
-        for i, (leaf, gradient) in enumerate(zip(self._tree.trained, arrays, strict=True)):
+        gradients: list[list[Any]] = []
+        for leaf, gradient in zip(self._tree.trained, arrays, strict=True):
+            parts = []
             if gradient is not None:
                 like = self._tree.leaves[leaf.position]
-                gradient = self._placement.as_gradient(leaf.path, gradient, like, leaf.layout, unreduced=unreduced)
-                self._pipeline.check_gradient(i, gradient)
-            gradients.append(gradient)
+                parts = self._placement.as_gradient(leaf, gradient, like, unreduced=unreduced)
+                for i, part in zip(leaf.params, parts, strict=True):
+                    self._pipeline.check_gradient(i, part)
+            gradients.append(parts)
         return gradients, hypers
 
     def _hypers(self, learning_rate: Any = None) -> list[AdamHyper]:

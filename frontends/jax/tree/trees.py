@@ -211,5 +211,12 @@ def from_numpy(value: Any, like: Any) -> Any:
     if is_key(like):
         array = jax.random.wrap_key_data(jnp.array(value), impl=jax.random.key_impl(like))
     else:
-        array = jnp.array(np.asarray(value).astype(like.dtype))
-    return jax.device_put(array, like.sharding) if like.committed and like.is_fully_addressable else array
+        array = np.array(value, like.dtype)
+    return put(array, like.sharding) if like.committed else jnp.asarray(array)
+
+
+def put(value: Any, sharding: jax.sharding.Sharding) -> jax.Array:
+    """An array that lies so, of a value that this process has whole. With several processes all must have the same."""
+    if sharding.is_fully_addressable:
+        return jax.device_put(value, sharding)
+    return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
