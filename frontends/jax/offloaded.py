@@ -30,6 +30,7 @@ from offload_core.step.pipeline import Pipeline, StepReport
 from offload_core.step.state_lock import changes, whole
 from offload_core.support.launchers import warn_if_launched
 
+from .context import without_context_mesh
 from .differentiate import value_and_grad
 from .files.checkpoint import TreeCheckpoints
 from .files.export import export_safetensors
@@ -84,6 +85,7 @@ class OffloadedParams:
     ``optax.adamw``.
     """
 
+    @without_context_mesh
     def __init__(
         self,
         params: Any,
@@ -143,6 +145,7 @@ class OffloadedParams:
         return self._pipeline.__reduce_ex__(protocol)  # it says what to do instead
 
     @property
+    @without_context_mesh
     def params(self) -> Any:
         """The parameters, with the structure that was wrapped."""
         return self._state_lock.whole("params", self._now)
@@ -228,6 +231,7 @@ class OffloadedParams:
         refuse_jit("update()")
         return self._update(grads)
 
+    @without_context_mesh
     @whole("update()")
     @changes("update()")
     def _update(self, grads: Any, learning_rate: Any = None) -> Any:
@@ -281,6 +285,7 @@ class OffloadedParams:
             self._followed = publications
         self._targets = []
 
+    @without_context_mesh
     @whole("flush()")
     def flush(self) -> Any:
         """Bring ``params`` to the last update, also under ``schedule="delayed"``, and return them.
@@ -334,6 +339,10 @@ class OffloadedParams:
         parameters = [(leaf.path, leaf.dtype) for leaf in self._tree.trained]
         try:
             arrays, unreduced = given_gradients(grads, self._tree, self._pipeline.scaler, device.world_size)
+            for leaf, array in zip(self._tree.trained, arrays, strict=True):
+                if array is not None:
+                    like = self._tree.leaves[leaf.position]
+                    self._placement.check_gradient(leaf, array, like, unreduced=unreduced)
             hypers = self._hypers(learning_rate)
         except Exception:
             check_alike(device.collectives, parameters, None, unreduced=False)
@@ -372,6 +381,7 @@ class OffloadedParams:
 
     # --- states ------------------------------------------------------------------------------------
 
+    @without_context_mesh
     @whole("to_pytree()")
     def to_pytree(self) -> dict[str, Any]:
         """A copy of everything that training needs to go on, as a pytree of NumPy arrays.
@@ -388,6 +398,7 @@ class OffloadedParams:
         self._tree.check_alive("to_pytree")
         return self._states.to_pytree(self.count)
 
+    @without_context_mesh
     @whole("load_pytree()")
     def load_pytree(self, tree: Mapping[str, Any]) -> Any:
         """Load a pytree of :meth:`to_pytree`, and return the parameters. Any number of ranks may have written it.
@@ -398,6 +409,7 @@ class OffloadedParams:
         self._state_lock.change("load_pytree()", partial(self._states.load_pytree, tree, self._flush))
         return self.params
 
+    @without_context_mesh
     @whole("load_params()")
     def load_params(self, params: Any) -> Any:
         """Go on from other values of the parameters, clamped ones for example, and return them.
@@ -418,6 +430,7 @@ class OffloadedParams:
         self._state_lock.change("load_params()", partial(self._states.load_params, params))
         return self.params
 
+    @without_context_mesh
     @whole("to_optax_state()")
     def to_optax_state(self) -> Any:
         """The states as those of ``optax.adamw`` with these settings (``optax.adam`` after ``add_decayed_weights`` with
@@ -433,6 +446,7 @@ class OffloadedParams:
         self.flush()
         return self._states.to_optax(self.config, masked=self._masked, count=self.count)
 
+    @without_context_mesh
     @whole("load_optax_state()")
     def load_optax_state(self, state: Any) -> None:
         """Load the moments, in fp32, and the count of the state of ``optax.adamw``, or of any chain with one Adam.
@@ -445,6 +459,7 @@ class OffloadedParams:
         """
         self._state_lock.change("load_optax_state()", partial(self._states.load_optax, state, self._flush))
 
+    @without_context_mesh
     @whole("export_safetensors()")
     def export_safetensors(
         self, folder: str | os.PathLike[str], *, max_shard_bytes: int = MAX_SHARD_BYTES, dtype: str | None = None
@@ -476,6 +491,7 @@ class OffloadedParams:
 
     # --- checkpoints -------------------------------------------------------------------------------
 
+    @without_context_mesh
     @whole("save_checkpoint()")
     def save_checkpoint(
         self,
@@ -548,6 +564,7 @@ class OffloadedParams:
         """Return when the last checkpoint is on the disk; raise the error of its writing. All processes call it."""
         self._checkpoints.wait()
 
+    @without_context_mesh
     @whole("load_checkpoint()")
     def load_checkpoint(
         self,

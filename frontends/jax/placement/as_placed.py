@@ -47,15 +47,15 @@ class AsPlaced:
     def __init__(self, leaves: Sequence[Any], threads: int, *, on_host: bool) -> None:
         self.on_host = on_host
         self._threads = threads
-        arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
-        meshes = {tuple(_devices_of(array)): array for array in arrays}
-        everywhere = max(meshes, key=len, default=())
+        shardings = [leaf.sharding if isinstance(leaf, jax.Array) else _of_new_arrays() for leaf in leaves]
+        meshes = {tuple(_in_order(sharding)) for sharding in shardings}
+        everywhere = max(meshes, key=len)
         self._several = len(everywhere) > 1
         """Whether parameters are sharded or replicated over several devices."""
         self._everywhere = everywhere
         here = [device for devices in meshes for device in devices if device.process_index == jax.process_index()]
-        self._places = sorted(set(here) or {_default_device()}, key=lambda device: device.id)
-        if self._several and not here:
+        self._places = sorted(set(here), key=lambda device: device.id)
+        if not here:
             raise ConfigError("params: no device of this process holds a part of them, expected one in each process")
         processes = _processes(everywhere)
         self.device: Device = (
@@ -65,16 +65,17 @@ class AsPlaced:
     # --- where parameters lie ------------------------------------------------------------------------
 
     def place(self, path: str, leaf: Any) -> jax.Array:
-        if self._several and not (isinstance(leaf, jax.Array) and set(_devices_of(leaf)) == set(self._everywhere)):
-            got = "in NumPy" if not isinstance(leaf, jax.Array) else f"on {_names(_devices_of(leaf))}"
+        array = jnp.asarray(leaf)
+        if self._several and array.sharding.device_set != set(self._everywhere):
             raise ParameterError(
-                f"{path} lies {got}, and other parameters on {_names(self._everywhere)}; expected all on the same "
-                "devices: jax.device_put(array, NamedSharding(mesh, PartitionSpec())) replicates one"
+                f"{path} lies on {_names(array.devices())}, and other parameters on {_names(self._everywhere)}; "
+                "expected all on the same devices: jax.device_put(array, NamedSharding(mesh, PartitionSpec())) "
+                "replicates one"
             )
-        return jnp.asarray(leaf)
+        return array
 
     def leaf(self, position: int, path: str, value: Any, dtype: ElementType, first_param: int) -> Leaf:
-        sharding = value.sharding if isinstance(value, jax.Array) else SingleDeviceSharding(_default_device())
+        sharding = value.sharding if isinstance(value, jax.Array) else _of_new_arrays()
         shards = local_shards(sharding, tuple(value.shape), position)
         params = range(first_param, first_param + len(shards))
         return Leaf(position, path, tuple(value.shape), dtype.numpy, params, shards=shards)
@@ -86,7 +87,7 @@ class AsPlaced:
         ]
 
     def cast(self, leaf: Leaf, array: jax.Array) -> jax.Array:
-        return array.astype(leaf.dtype)
+        return array if array.dtype == leaf.dtype else jax.device_put(array.astype(leaf.dtype), array.sharding)
 
     def restored(self, leaf: Leaf, value: np.ndarray, like: jax.Array) -> jax.Array:
         return from_numpy(value, like)
@@ -126,44 +127,48 @@ class AsPlaced:
     def started(self, arrays: Sequence[jax.Array], tensors: Sequence[Any]) -> list[jax.Array]:
         return list(arrays)
 
-    def as_gradient(self, leaf: Leaf, gradient: Any, like: jax.Array, *, unreduced: bool) -> list[Any]:
+    def check_gradient(self, leaf: Leaf, gradient: Any, like: jax.Array, *, unreduced: bool) -> None:
         if unreduced:
             raise GradientError(
                 f"{leaf.path}: RankGradients without a mesh; expected plain gradients, or parameters of "
                 "wrap(params, mesh=mesh)"
             )
-        parts = self._parts(leaf, self._beside(leaf, gradient, like))
+        if not isinstance(gradient, jax.Array) or gradient.sharding.device_set == like.sharding.device_set:
+            return
+        movable = gradient.is_fully_addressable and not gradient.committed
+        if movable or (self.on_host and not self._several and len(gradient.devices()) == 1):
+            return  # a CPU device's is read wherever it lies
+        raise GradientError(
+            f"{leaf.path}: gradient lies on {_names(gradient.devices())} and its parameter on "
+            f"{_names(like.devices())}; expected both on the same devices: compute the gradients of offloaded.params"
+        )
+
+    def as_gradient(self, leaf: Leaf, gradient: Any, like: jax.Array, *, unreduced: bool) -> list[Any]:
+        parts = self._parts(leaf, self._beside(gradient, like))
         if self.on_host:
             return list(parts)
         # Arrays of one device alone, since arrays of different meshes cannot be packed together.
         return [MeshGradient(part, False, part.size, BY_NUMPY[np.dtype(like.dtype)]) for part in parts]
 
-    def _beside(self, leaf: Leaf, gradient: Any, like: jax.Array) -> jax.Array:
+    def _beside(self, gradient: Any, like: jax.Array) -> jax.Array:
         """The gradient, on the devices of its parameter and cut as it is."""
         to = like.sharding
         if to.memory_kind not in (None, DEVICE_MEMORY):
             to = to.with_memory_kind(DEVICE_MEMORY)
-        if isinstance(gradient, jax.Array) and gradient.sharding.is_equivalent_to(to, gradient.ndim):
+        if not isinstance(gradient, jax.Array):
+            return put(gradient, to)
+        if gradient.sharding.is_equivalent_to(to, gradient.ndim):
             return gradient
-        if isinstance(gradient, jax.Array) and self._several:
-            got = set(_devices_of(gradient))
-            if got != set(like.sharding.device_set) and (gradient.committed or not gradient.is_fully_addressable):
-                raise GradientError(
-                    f"{leaf.path}: gradient lies on {_names(got)} and its parameter on {_names(_devices_of(like))}; "
-                    "expected both on the same devices: compute the gradients of offloaded.params"
-                )
-            if not gradient.is_fully_addressable:
-                return jax.jit(_same, out_shardings=to)(gradient)
-        elif isinstance(gradient, jax.Array) and len(gradient.devices()) > 1:
-            raise GradientError(f"{leaf.path}: gradient lies on {len(gradient.devices())} devices, expected one")
-        elif isinstance(gradient, jax.Array) and self.on_host:
-            return gradient  # it is read wherever it lies
-        return put(gradient, to)
+        if self.on_host and not self._several and gradient.committed:
+            return gradient
+        if gradient.is_fully_addressable:
+            return jax.device_put(gradient, to)
+        return jax.jit(_same, out_shardings=to)(gradient)
 
     def _parts(self, leaf: Leaf, array: jax.Array) -> list[jax.Array]:
         """The array's part of each of the leaf's parameters."""
         if not self._several:
-            return [array.addressable_data(0)]
+            return [array]
         on = on_devices(array)
         return [on[shard.primary] for shard in leaf.shards]
 
@@ -247,18 +252,16 @@ def _same(array: jax.Array) -> jax.Array:
     return array
 
 
-def _default_device() -> jax.Device:
-    return next(iter(jnp.zeros(()).devices()))
+def _of_new_arrays() -> jax.sharding.Sharding:
+    """Where JAX puts arrays that are made of NumPy's: on the default device, or on the mesh that the caller has set."""
+    return jnp.zeros(()).sharding
 
 
-def _devices_of(array: jax.Array) -> list[jax.Device]:
-    """In the mesh's order."""
-    sharding = array.sharding
-    return (
-        list(sharding.mesh.devices.flat)
-        if isinstance(sharding, NamedSharding)
-        else sorted(sharding.device_set, key=lambda device: device.id)
-    )
+def _in_order(sharding: jax.sharding.Sharding) -> list[jax.Device]:
+    """The devices of a sharding, in its mesh's order."""
+    if isinstance(sharding, NamedSharding):
+        return list(sharding.mesh.devices.flat)
+    return sorted(sharding.device_set, key=lambda device: device.id)
 
 
 def _names(devices: Iterable[jax.Device]) -> str:

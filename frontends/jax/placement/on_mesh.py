@@ -20,6 +20,7 @@ from offload_core.memory.host_memory import HostMemory
 from offload_core.memory.plan import PlanRow
 from offload_core.step.bucket_terms import GRADIENTS, PARAMETERS
 
+from ..context import without_context_mesh
 from ..mesh.mesh import REPLICATED, JaxMeshDevice, MeshAxis, MeshGradient, MeshParameter, ordered_mean
 from ..tree.shard_layout import ShardLayout
 from ..tree.trees import from_numpy, to_numpy
@@ -114,6 +115,9 @@ class OnMesh:
     def plan(self, leaves: Sequence[Leaf], specs: Sequence[ParamSpec], memory: HostMemory) -> list[PlanRow]:
         return replicated_rows(specs, len(self._axis.ranks))
 
+    def check_gradient(self, leaf: Leaf, gradient: Any, like: jax.Array, *, unreduced: bool) -> None:
+        pass
+
     def as_gradient(self, leaf: Leaf, gradient: Any, like: jax.Array, *, unreduced: bool) -> list[Any]:
         if not unreduced:
             return [MeshGradient(self._axis.replicate(gradient), False, like.size, BY_NUMPY[np.dtype(like.dtype)])]
@@ -148,8 +152,9 @@ class OnMesh:
             out, gradients = mapped(trained, traced, scale, leaves)
             return self._mean(out), gradients
 
-        compiled = jax.jit(program, static_argnums=(2, 5))
+        compiled = axis.compile(program, static_argnums=(2, 5))
 
+        @without_context_mesh
         def call(trained: Any, traced: Any, static: Any, scale: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
             split, leaves = self._split(in_specs, args, kwargs)
             return compiled(

@@ -88,9 +88,12 @@ class Placement(Protocol):
         """The arrays given to :meth:`start`, after the pipeline has made their tensors alike on all ranks."""
         ...
 
+    def check_gradient(self, leaf: Leaf, gradient: Any, like: jax.Array, *, unreduced: bool) -> None:
+        """Raise :class:`GradientError` if a gradient of ``like`` cannot be taken from where it lies."""
+        ...
+
     def as_gradient(self, leaf: Leaf, gradient: Any, like: jax.Array, *, unreduced: bool) -> list[Any]:
-        """A gradient of ``like`` as the pipeline takes it, one for each of the core's parameters; raises
-        :class:`GradientError` if it cannot be read."""
+        """A gradient of ``like`` as the pipeline takes it, one for each of the core's parameters."""
         ...
 
     def targets(self, leaves: Sequence[Leaf], arrays: Sequence[jax.Array]) -> list[Any]:
