@@ -18,6 +18,8 @@ from offload_core.support.threads import Condition
 
 _STATUS = re.compile(r"[A-Z]+(_[A-Z]+)*: ")
 """XLA's errors begin with the name of their status."""
+_OURS = ("INVALID_ARGUMENT: ", "UNIMPLEMENTED: ")
+"""Those of a wrong call, which no lost process causes."""
 
 _HEARTBEATS = 2
 """JAX's heartbeats end the process after so many timeouts: later than :class:`Watch`, which says what it waited for.
@@ -89,7 +91,8 @@ def meeting(rank: int, what: str) -> Iterator[None]:
             yield
         except (jax.errors.JaxRuntimeError, ValueError) as error:
             # Some of JAX's ways of waiting raise gloo's errors as ValueError; those of Python code are others.
-            if isinstance(error, ValueError) and not _STATUS.match(str(error)):
+            status = _STATUS.match(str(error))
+            if (isinstance(error, ValueError) and status is None) or (status and status[0] in _OURS):
                 raise
             raise CollectiveError.of(rank, what, error) from error
 

@@ -9,8 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -36,6 +34,7 @@ from .files.checkpoint import TreeCheckpoints
 from .files.export import export_safetensors
 from .files.states import TreeStates
 from .gradients import check_alike, given_gradients
+from .numbers import beside_the_accelerator, bias_correction
 from .optax_bridge.updates import transformation
 from .placement.memory import checked_plan, held_bytes
 from .placement.placement import placement_for
@@ -369,14 +368,15 @@ class OffloadedParams:
         """
         config = self.config
         if learning_rate is not None or callable(config.lr) or callable(config.betas):
-            count = jnp.asarray(self.count, jnp.int32)
-            lr, betas = config.hyperparameters(count)
-            if learning_rate is not None:
-                lr = float(learning_rate(count) if callable(learning_rate) else learning_rate)
+            with beside_the_accelerator() as number:
+                count = number(self.count)
+                lr, betas = config.hyperparameters(count)
+                if learning_rate is not None:
+                    lr = float(learning_rate(count) if callable(learning_rate) else learning_rate)
             check_hyperparameters(f"update {self.count}", lr, betas, config.eps, config.weight_decay)
         else:  # the configuration has checked them
             lr, betas = float(config.lr), config.betas
-        decayed = AdamHyper(lr, betas, config.eps, config.weight_decay, config.eps_root, _bias_correction)
+        decayed = AdamHyper(lr, betas, config.eps, config.weight_decay, config.eps_root, bias_correction)
         return [decayed, replace(decayed, weight_decay=0.0)]
 
     # --- states ------------------------------------------------------------------------------------
@@ -643,14 +643,3 @@ class OffloadedParams:
             return self.count
 
         return transformation(self._tree, self._placement, count, update_all)
-
-
-@jax.jit
-def _bias_correction_jit(beta: Any, t: Any) -> Any:
-    return 1 - beta**t
-
-
-def _bias_correction(beta: float, t: int) -> float:
-    """1 - beta^t in XLA's float32 arithmetic on the CPU, as optax computes it."""
-    with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        return float(_bias_correction_jit(beta, jnp.asarray(t, jnp.int32)))

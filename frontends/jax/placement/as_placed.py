@@ -8,9 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from offload_core.device.host_ranks import HostRanks
 from offload_core.device.protocols import Device
@@ -65,7 +64,7 @@ class AsPlaced:
     # --- where parameters lie ------------------------------------------------------------------------
 
     def place(self, path: str, leaf: Any) -> jax.Array:
-        array = jnp.asarray(leaf)
+        array = leaf if isinstance(leaf, jax.Array) else jax.device_put(np.asarray(leaf))
         if self._several and array.sharding.device_set != set(self._everywhere):
             raise ParameterError(
                 f"{path} lies on {_names(array.devices())}, and other parameters on {_names(self._everywhere)}; "
@@ -230,7 +229,14 @@ class AsPlaced:
         if in_specs is not None:
             raise ConfigError("value_and_grad: in_specs without a mesh; expected wrap(params, mesh=mesh)")
         if not self._several:
-            return jax.jit(compute, static_argnums=2)
+            alone = jax.jit(compute, static_argnums=2)
+
+            def of_one(
+                trained: list[Any], traced: Any, static: Any, scale: Any, args: tuple, kwargs: dict[str, Any]
+            ) -> Any:
+                return alone(trained, traced, static, None if scale is None else jax.device_put(scale), args, kwargs)
+
+            return of_one
         compiled: dict[Any, Any] = {}  # one for each way in which parameters lie: gradients lie as they do
 
         def call(trained: list[Any], traced: Any, static: Any, scale: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -243,6 +249,8 @@ class AsPlaced:
             if shardings not in compiled:
                 out = (None, list(shardings))
                 compiled[shardings] = jax.jit(compute, static_argnums=2, out_shardings=out)
+            if scale is not None and isinstance(shardings[0], NamedSharding):
+                scale = put(scale, NamedSharding(shardings[0].mesh, PartitionSpec()))
             return compiled[shardings](trained, traced, static, scale, args, kwargs)
 
         return call
@@ -254,7 +262,7 @@ def _same(array: jax.Array) -> jax.Array:
 
 def _of_new_arrays() -> jax.sharding.Sharding:
     """Where JAX puts arrays that are made of NumPy's: on the default device, or on the mesh that the caller has set."""
-    return jnp.zeros(()).sharding
+    return jax.device_put(np.float32(0)).sharding
 
 
 def _in_order(sharding: jax.sharding.Sharding) -> list[jax.Device]:

@@ -161,7 +161,7 @@ class OnMesh:
                 self._on_axis(trained),
                 [self._axis.replicate(array) for array in traced],
                 static,
-                scale,
+                None if scale is None else self._axis.replicate(scale),
                 leaves,
                 split,
             )

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -114,7 +113,8 @@ class Placement(Protocol):
 
 def placement_for(config: OffloadConfig, mesh: Mesh | None, axis: str | None, leaves: Sequence[Any]) -> Placement:
     """The placement of the parameters: as they lie, or on the axis of a mesh."""
-    arrays = [leaf if isinstance(leaf, jax.Array) else jnp.zeros(()) for leaf in leaves]  # JAX places NumPy's
+    new = jax.device_put(np.float32(0))  # lies where JAX puts NumPy's arrays
+    arrays = [leaf if isinstance(leaf, jax.Array) else new for leaf in leaves]
     if mesh is not None and not _is_placed(mesh, axis, config, arrays):
         return (ShardedOnMesh if config.stage == 3 else OnMesh)(MeshAxis(mesh, axis), config)
     if config.offload_param is not None:

@@ -86,7 +86,9 @@ class ShardedMeshDevice(JaxMeshDevice):
         what = f"bucket {bucket.index}: copies of gradients"
         valid = min(stop, array.size // self.world_size) - start
         with meeting(self.ranks[0], what):
-            shards = self._cut(array, jnp.int32(start), array.sharding.spec, valid, bucket.shard_numel)  # type: ignore[attr-defined]
+            shards = self._cut(
+                array, self._mesh_axis.replicate(np.int32(start)), array.sharding.spec, valid, bucket.shard_numel
+            )  # type: ignore[attr-defined]
         return self._receive(self.axis.parts(shards), out, what)
 
     def _cut_from_slice(
@@ -114,7 +116,12 @@ class ShardedMeshDevice(JaxMeshDevice):
         with meeting(self.ranks[0], what):
             stacked = self.axis.stack(list(local))
             result = self._write(
-                stacked, tensor.partial, jnp.int32(bucket.shard_start), spec, valid, layout.local_shape
+                stacked,
+                tensor.partial,
+                self._mesh_axis.replicate(np.int32(bucket.shard_start)),
+                spec,
+                valid,
+                layout.local_shape,
             )
         tensor.partial = result
         self._count_received(bucket, tensor)

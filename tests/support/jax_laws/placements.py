@@ -300,3 +300,35 @@ def a_mesh_that_the_caller_has_set_changes_nothing():
                 found = offloaded.to_pytree()
             expected = found if expected is None else expected
             assert_same_tree(found, expected)
+
+
+@one_process
+@two_processes
+def no_transfer_is_implicit():
+    """Under ``jax.transfer_guard("disallow")``, where the user has placed parameters, batches and the mesh."""
+    shape, names, specs = MESHES["data x fsdp"]
+    here, line = jax.local_devices()[0], Mesh(np.array(jax.devices()[:4]), ("x",))
+    on_line = {name: P() for name in SHAPES}
+    kinds = {
+        "one device": (lambda tree: jax.device_put(tree, here), jax.sharding.SingleDeviceSharding(here), {}),
+        "sharded": (lambda tree: on(mesh_of(shape, names), specs, tree), NamedSharding(mesh_of(shape, names), P()), {}),
+        "stage 2": (lambda tree: on(line, on_line, tree), NamedSharding(line, P("x")), {"mesh": line, "stage": 2}),
+        "stage 3": (
+            lambda tree: on(line, on_line, tree),
+            NamedSharding(line, P("x")),
+            {"mesh": line, "stage": 3, "param_persistence_threshold": 0},
+        ),
+    }
+    for make, batches, arguments in kinds.values():
+        for fields in ({}, {"param_dtype": "float16", "loss_scale": 8.0}, {"lr": optax.cosine_decay_schedule(1e-2, 9)}):
+            params, batch = make(tree_of(0)), placed(tree_of(3)["v"], batches)
+            expected = None
+            for guard in ("allow", "disallow"):
+                with jax.transfer_guard(guard):
+                    offloaded = wrap(params, **arguments, **{**HYPER, "gradient_clipping": 1.0, **fields})
+                    step = offloaded.value_and_grad(lambda p, x: (x @ gather_params(p)["b"].astype(x.dtype)).sum())
+                    for _ in range(2):
+                        offloaded.update(step(offloaded.params, batch)[1])
+                found = offloaded.to_pytree()
+                expected = found if expected is None else expected
+                assert_same_tree(found, expected)
