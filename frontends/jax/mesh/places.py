@@ -35,15 +35,15 @@ class Places:
 
     def __init__(self, devices: Sequence[jax.Device], processes: Collectives, *, threads: int = 1) -> None:
         self.lone = [LoneDevice(device) for device in devices]
-        self._devices = [JaxMeshDevice(lone, threads=threads) for lone in self.lone]
+        self.places = [JaxMeshDevice(lone, threads=threads) for lone in self.lone]
         self.collectives = processes
         self.sizes = MeshSizes(1)
         self.trace = Trace(processes.rank, processes.world_size)
-        for device in self._devices:
+        for device in self.places:
             device.trace = self.trace
-        self.dtype = self._devices[0].dtype
-        self.numel = self._devices[0].numel
-        self.to_host = self._devices[0].to_host
+        self.dtype = self.places[0].dtype
+        self.numel = self.places[0].numel
+        self.to_host = self.places[0].to_host
 
     def host_array(self, tensor: Any) -> HostArray:
         raise TypeError("parameters of accelerators are not in host memory")
@@ -66,7 +66,7 @@ class Places:
     def reduce(
         self, bucket: Bucket, wire: ElementType, gradients: Mapping[int, Any], out: np.ndarray, staging: Lease
     ) -> Event:
-        return self._devices[bucket.place].reduce(bucket, wire, gradients, out, staging)
+        return self.places[bucket.place].reduce(bucket, wire, gradients, out, staging)
 
     def publish(
         self,
@@ -77,4 +77,4 @@ class Places:
         staging: Lease,
         after: Event,
     ) -> Event:
-        return self._devices[bucket.place].publish(bucket, shards, tensors, present, staging, after)
+        return self.places[bucket.place].publish(bucket, shards, tensors, present, staging, after)

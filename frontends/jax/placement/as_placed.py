@@ -86,7 +86,8 @@ class AsPlaced:
         ]
 
     def cast(self, leaf: Leaf, array: jax.Array) -> jax.Array:
-        return array if array.dtype == leaf.dtype else jax.device_put(array.astype(leaf.dtype), array.sharding)
+        new = array.astype(leaf.dtype)  # no longer of a weak type, either
+        return jax.device_put(new, array.sharding) if self._several else new
 
     def restored(self, leaf: Leaf, value: np.ndarray, like: jax.Array) -> jax.Array:
         return from_numpy(value, like)
@@ -146,7 +147,10 @@ class AsPlaced:
         parts = self._parts(leaf, self._beside(gradient, like))
         if self.on_host:
             return list(parts)
-        # Arrays of one device alone, since arrays of different meshes cannot be packed together.
+        if not self._several:
+            # An array of this device alone, since arrays of different meshes cannot be packed together. It is not
+            # copied if it lies on the device already.
+            parts = [jax.device_put(part.addressable_data(0), self._places[0]) for part in parts]
         return [MeshGradient(part, False, part.size, BY_NUMPY[np.dtype(like.dtype)]) for part in parts]
 
     def _beside(self, gradient: Any, like: jax.Array) -> jax.Array:

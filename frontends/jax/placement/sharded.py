@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from offload_core.config.options import OffloadConfig
 from offload_core.device.events import Done, Event, Waiting
@@ -85,10 +85,10 @@ class ShardedMeshDevice(JaxMeshDevice):
         array, start, stop = gradient.array, bucket.shard_start, bucket.shard_start + bucket.shard_numel
         what = f"bucket {bucket.index}: copies of gradients"
         valid = min(stop, array.size // self.world_size) - start
+        at = self._mesh_axis.replicate(np.int32(start))
+        assert isinstance(array.sharding, NamedSharding)
         with meeting(self.ranks[0], what):
-            shards = self._cut(
-                array, self._mesh_axis.replicate(np.int32(start)), array.sharding.spec, valid, bucket.shard_numel
-            )  # type: ignore[attr-defined]
+            shards = self._cut(array, at, array.sharding.spec, valid, bucket.shard_numel)
         return self._receive(self.axis.parts(shards), out, what)
 
     def _cut_from_slice(

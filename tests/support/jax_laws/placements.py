@@ -9,12 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from frontends.jax import gather_params, wrap
+from frontends.jax.mesh.places import Places
+from frontends.jax.placement import placement
 from offload_core.errors import GradientError, ParameterError, StateError
 from tests.support.jax_laws.common import (
     HYPER,
@@ -332,3 +335,31 @@ def no_transfer_is_implicit():
                 found = offloaded.to_pytree()
                 expected = found if expected is None else expected
                 assert_same_tree(found, expected)
+
+
+@one_process
+@two_processes
+def devices_with_memory_of_their_own_give_the_same_bits():
+    """CPU devices stand for them: their memory is taken for another than the host's."""
+    for (shape, names, specs), fields in itertools.product(
+        MESHES.values(),
+        (
+            {"reduce_bucket_size": 40},
+            {"gradient_clipping": 0.5, "gradient_accumulation_steps": 2, "param_dtype": "bfloat16"},
+            {"schedule": "delayed", "delay_warmup_steps": 1},
+        ),
+    ):
+        mesh = mesh_of(shape, names)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(placement, "on_cpu", lambda array: False)
+            there = wrap(on(mesh, specs, tree_of(0)), **HYPER, **fields)
+        assert isinstance(there._pipeline.device, Places)
+        here = wrap(on(mesh, specs, tree_of(0)), **HYPER, **fields)
+        with jax.set_mesh(mesh):
+            for step in range(4):
+                gradients = on(mesh, specs, tree_of(step + 1))
+                assert there.update(gradients)["w"].sharding == NamedSharding(mesh, specs["w"])
+                here.update(gradients)
+                assert there.report == here.report
+            assert_same_tree(whole(there.flush()), whole(here.flush()))
+        assert_same_tree(there.to_pytree(), here.to_pytree())
