@@ -26,6 +26,7 @@ from offload_core.layout.partition import ParamSpec, round_up
 from offload_core.memory.host_memory import HostMemory, available_bytes, format_bytes
 
 _ALIGNMENT = 64
+DEVICE_MEMORY = "device"
 HOST_MEMORY = "pinned_host"
 """JAX's memory kind of ``offload_param="cpu"``."""
 _PATIENCE = 50

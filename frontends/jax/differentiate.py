@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from offload_core.device.trace import COMPUTE
 from offload_core.errors import ParameterError
@@ -43,8 +44,9 @@ def value_and_grad(
         trained = [leaves[i] for i in positions]
         static, traced = Static.split(treedef, [None if i in is_trained else leaf for i, leaf in enumerate(leaves)])
         scale = scaler.scale if scaler else None
+        factor = None if scale is None else np.float32(scale)
         with placement.device.trace.span(COMPUTE, "value_and_grad"):
-            out, gradients = compiled(trained, traced, static, scale, args, kwargs)
+            out, gradients = compiled(trained, traced, static, factor, args, kwargs)
         found: list[Any] = [None] * len(leaves)
         for i, gradient in zip(positions, gradients, strict=True):
             found[i] = gradient

@@ -95,8 +95,9 @@ def given_gradients(
                     f"{path}: gradient is {gradient.dtype}{list(gradient.shape)}, expected "
                     f"{leaf.dtype}{expected}{either}{ranks}"
                 )
-            gradient = jnp.asarray(gradient)
-            if gradient.is_deleted():
+            if isinstance(gradient, np.generic):
+                gradient = np.asarray(gradient)
+            if isinstance(gradient, jax.Array) and gradient.is_deleted():
                 raise GradientError(f"{path}: gradient was donated or deleted; expected one that is alive")
         gradients.append(gradient)
     return gradients, unreduced

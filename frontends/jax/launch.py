@@ -2,6 +2,7 @@
 
 import atexit
 import os
+import re
 import sys
 import threading
 import time
@@ -15,8 +16,10 @@ from offload_core.errors import CollectiveError
 from offload_core.support.launchers import Launched
 from offload_core.support.threads import Condition
 
-RUNTIME_ERRORS = (jax.errors.JaxRuntimeError, ValueError)
-"""The errors that a lost process causes: some of JAX's ways of waiting raise gloo's errors as ``ValueError``."""
+_STATUS = re.compile(r"[A-Z]+(_[A-Z]+)*: ")
+"""XLA's errors begin with the name of their status."""
+_OURS = ("INVALID_ARGUMENT: ", "UNIMPLEMENTED: ")
+"""Those of a wrong call, which no lost process causes."""
 
 _HEARTBEATS = 2
 """JAX's heartbeats end the process after so many timeouts: later than :class:`Watch`, which says what it waited for.
@@ -86,7 +89,11 @@ def meeting(rank: int, what: str) -> Iterator[None]:
     with nullcontext() if _watch is None else _watch.over(rank, what):
         try:
             yield
-        except RUNTIME_ERRORS as error:
+        except (jax.errors.JaxRuntimeError, ValueError) as error:
+            # Some of JAX's ways of waiting raise gloo's errors as ValueError; those of Python code are others.
+            status = _STATUS.match(str(error))
+            if (isinstance(error, ValueError) and status is None) or (status and status[0] in _OURS):
+                raise
             raise CollectiveError.of(rank, what, error) from error
 
 

@@ -9,8 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -22,7 +20,6 @@ from offload_core.device.trace import COMPUTE
 from offload_core.dtypes import BY_NUMPY
 from offload_core.errors import ConfigError, GradientError, StateError
 from offload_core.layout.partition import ParamSpec
-from offload_core.layout.regions import InMemory
 from offload_core.memory.report import MemoryReport
 from offload_core.ranks.consistency import agree
 from offload_core.rules.adam import AdamHyper
@@ -31,16 +28,18 @@ from offload_core.step.pipeline import Pipeline, StepReport
 from offload_core.step.state_lock import changes, whole
 from offload_core.support.launchers import warn_if_launched
 
+from .context import without_context_mesh
 from .differentiate import value_and_grad
 from .files.checkpoint import TreeCheckpoints
 from .files.export import export_safetensors
 from .files.states import TreeStates
 from .gradients import check_alike, given_gradients
+from .numbers import beside_the_accelerator, bias_correction
 from .optax_bridge.updates import transformation
 from .placement.memory import checked_plan, held_bytes
 from .placement.placement import placement_for
 from .tree.trees import Mask, check_nnx, mask_leaves, parameter_positions, refuse_jit
-from .tree.wrapped_tree import Leaf, WrappedTree
+from .tree.wrapped_tree import WrappedTree
 
 
 def wrap(
@@ -85,6 +84,7 @@ class OffloadedParams:
     ``optax.adamw``.
     """
 
+    @without_context_mesh
     def __init__(
         self,
         params: Any,
@@ -112,31 +112,27 @@ class OffloadedParams:
         target = self.config.target_dtype
         self._placement = placement_for(self.config, mesh, axis, [leaves[i] for i in positions])
         agree(self._placement.device.collectives, self.config)
-        if mesh is None or all(device.process_index == jax.process_index() for device in mesh.devices.flat):
+        if self._placement.device.collectives.world_size == 1:
             warn_if_launched("frontends.jax.initialize() first of all, and wrap(params, mesh=mesh) on all devices")
-        layouts = [self._placement.layout(leaves[i]) for i in positions]
-        specs = []
-        for i, layout in zip(positions, layouts, strict=True):
-            leaf = leaves[i]
-            dtype, group = target or BY_NUMPY[np.dtype(leaf.dtype)], int(not decayed[i])
-            numel = leaf.size if layout is None else layout.numel
-            elements = InMemory(leaf.shape) if layout is None else layout
-            specs.append(ParamSpec(paths[i], numel, dtype, group, elements, partitioned=layout is not None))
+        specs: list[ParamSpec] = []
+        for i in positions:
+            dtype, group = target or BY_NUMPY[np.dtype(leaves[i].dtype)], int(not decayed[i])
+            tree.trained.append(self._placement.leaf(i, paths[i], leaves[i], dtype, len(specs)))
+            specs += self._placement.specs(tree.trained[-1], dtype, group)
         scaler = scaler_for(self.config, [s.dtype for s in specs])
         # Gradients come to the core all at once. Parameters in JAX's host memory are device parameters to it.
         config = replace(self.config, update_in_backward=False, offload_param=None)
         self._pipeline = Pipeline(config, self._placement.device, scaler)
         self._state_lock = self._pipeline.state_lock
-        self._planned = checked_plan(self._pipeline, self._placement, leaves, positions, specs, layouts)
-        arrays = [self._placement.place(paths[i], leaves[i]) for i in positions]
-        tensors = self._placement.start(arrays)
+        self._planned = checked_plan(self._pipeline, self._placement, leaves, tree.trained, specs)
+        arrays = [self._placement.place(leaf.path, leaves[leaf.position]) for leaf in tree.trained]
+        tensors = self._placement.start(tree.trained, arrays)
         self._pipeline.add_parameters(specs, tensors)
-        arrays = self._placement.started(tensors)
+        arrays = self._placement.started(arrays, tensors)
         for i in set(range(len(leaves))) - set(positions):
             leaves[i] = self._placement.pass_through(leaves[i])
-        for i, array, spec, layout in zip(positions, arrays, specs, layouts, strict=True):
-            leaves[i] = self._placement.cast(array, spec.dtype, layout)
-            tree.trained.append(Leaf(i, paths[i], array.shape, leaves[i].dtype, layout))
+        for leaf, array in zip(tree.trained, arrays, strict=True):
+            leaves[leaf.position] = self._placement.cast(leaf, array)
         self._targets: list[Any] = []
         """The tensors to which the pipeline writes the next parameters; empty when the leaves are made of them."""
         self._followed = self._pipeline.publications
@@ -148,6 +144,7 @@ class OffloadedParams:
         return self._pipeline.__reduce_ex__(protocol)  # it says what to do instead
 
     @property
+    @without_context_mesh
     def params(self) -> Any:
         """The parameters, with the structure that was wrapped."""
         return self._state_lock.whole("params", self._now)
@@ -233,6 +230,7 @@ class OffloadedParams:
         refuse_jit("update()")
         return self._update(grads)
 
+    @without_context_mesh
     @whole("update()")
     @changes("update()")
     def _update(self, grads: Any, learning_rate: Any = None) -> Any:
@@ -241,14 +239,14 @@ class OffloadedParams:
             self._take(gradients, hypers)
         return self._now()
 
-    def _take(self, gradients: Sequence[Any], hypers: Sequence[AdamHyper]) -> None:
+    def _take(self, gradients: Sequence[Sequence[Any]], hypers: Sequence[AdamHyper]) -> None:
         """Update, if this is the boundary, with gradients and hyperparameters that were checked."""
         steps, number = self.config.gradient_accumulation_steps, self.count + 1
         if self._pipeline.micro_steps + 1 == steps:
             self._targets = self._new_targets()
         try:
-            for i, gradient in enumerate(gradients):
-                if gradient is not None:
+            for leaf, parts in zip(self._tree.trained, gradients, strict=True):
+                for i, gradient in zip(leaf.params, parts, strict=False):  # no parts: it has no gradient
                     self._pipeline.add_gradient(i, gradient)
             if self._pipeline.end_micro_step():
                 report = self._pipeline.step(hypers, self._targets, divisor=float(steps))
@@ -264,7 +262,8 @@ class OffloadedParams:
 
     def _new_targets(self) -> list[Any]:
         """Tensors for the next parameters."""
-        return self._placement.targets([self._tree.leaves[leaf.position] for leaf in self._tree.trained])
+        trained = self._tree.trained
+        return self._placement.targets(trained, [self._tree.leaves[leaf.position] for leaf in trained])
 
     @changes("a read of params")
     def _follow(self) -> None:
@@ -277,14 +276,15 @@ class OffloadedParams:
         if publications != self._followed:
             if not self._pipeline.finished:
                 self._pipeline.finish_publications()
-            leaves = self._tree.leaves
-            for i, whole in self._pipeline.published.items():
-                if whole:
-                    position = self._tree.trained[i].position
-                    leaves[position] = self._placement.written(self._targets[i], leaves[position])
+            leaves, published = self._tree.leaves, self._pipeline.published
+            for leaf in self._tree.trained:
+                if all(published.get(i, False) for i in leaf.params):
+                    targets = [self._targets[i] for i in leaf.params]
+                    leaves[leaf.position] = self._placement.written(leaf, targets, leaves[leaf.position])
             self._followed = publications
         self._targets = []
 
+    @without_context_mesh
     @whole("flush()")
     def flush(self) -> Any:
         """Bring ``params`` to the last update, also under ``schedule="delayed"``, and return them.
@@ -327,8 +327,8 @@ class OffloadedParams:
         """Forget the gradients accumulated since the last update."""
         self._pipeline.drop_gradients()
 
-    def _check(self, grads: Any, learning_rate: Any) -> tuple[list[Any], list[AdamHyper]]:
-        """Check everything; return each parameter's gradient as the pipeline takes it, or None, and hyperparameters.
+    def _check(self, grads: Any, learning_rate: Any) -> tuple[list[list[Any]], list[AdamHyper]]:
+        """Check everything; return each leaf's gradients as the pipeline takes them, none or all, and hyperparameters.
 
         An error in one process is an error in all: raised in one alone, it would leave the others waiting.
         """
@@ -338,6 +338,10 @@ class OffloadedParams:
         parameters = [(leaf.path, leaf.dtype) for leaf in self._tree.trained]
         try:
             arrays, unreduced = given_gradients(grads, self._tree, self._pipeline.scaler, device.world_size)
+            for leaf, array in zip(self._tree.trained, arrays, strict=True):
+                if array is not None:
+                    like = self._tree.leaves[leaf.position]
+                    self._placement.check_gradient(leaf, array, like, unreduced=unreduced)
             hypers = self._hypers(learning_rate)
         except Exception:
             check_alike(device.collectives, parameters, None, unreduced=False)
@@ -345,13 +349,15 @@ class OffloadedParams:
         check_alike(device.collectives, parameters, arrays, unreduced=unreduced)
         if all(array is None for array in arrays):
             raise GradientError("update: every gradient is None, expected at least one array")
-        gradients = []
-        for i, (leaf, gradient) in enumerate(zip(self._tree.trained, arrays, strict=True)):
+        gradients: list[list[Any]] = []
+        for leaf, gradient in zip(self._tree.trained, arrays, strict=True):
+            parts = []
             if gradient is not None:
                 like = self._tree.leaves[leaf.position]
-                gradient = self._placement.as_gradient(leaf.path, gradient, like, leaf.layout, unreduced=unreduced)
-                self._pipeline.check_gradient(i, gradient)
-            gradients.append(gradient)
+                parts = self._placement.as_gradient(leaf, gradient, like, unreduced=unreduced)
+                for i, part in zip(leaf.params, parts, strict=True):
+                    self._pipeline.check_gradient(i, part)
+            gradients.append(parts)
         return gradients, hypers
 
     def _hypers(self, learning_rate: Any = None) -> list[AdamHyper]:
@@ -362,18 +368,20 @@ class OffloadedParams:
         """
         config = self.config
         if learning_rate is not None or callable(config.lr) or callable(config.betas):
-            count = jnp.asarray(self.count, jnp.int32)
-            lr, betas = config.hyperparameters(count)
-            if learning_rate is not None:
-                lr = float(learning_rate(count) if callable(learning_rate) else learning_rate)
+            with beside_the_accelerator() as number:
+                count = number(self.count)
+                lr, betas = config.hyperparameters(count)
+                if learning_rate is not None:
+                    lr = float(learning_rate(count) if callable(learning_rate) else learning_rate)
             check_hyperparameters(f"update {self.count}", lr, betas, config.eps, config.weight_decay)
         else:  # the configuration has checked them
             lr, betas = float(config.lr), config.betas
-        decayed = AdamHyper(lr, betas, config.eps, config.weight_decay, config.eps_root, _bias_correction)
+        decayed = AdamHyper(lr, betas, config.eps, config.weight_decay, config.eps_root, bias_correction)
         return [decayed, replace(decayed, weight_decay=0.0)]
 
     # --- states ------------------------------------------------------------------------------------
 
+    @without_context_mesh
     @whole("to_pytree()")
     def to_pytree(self) -> dict[str, Any]:
         """A copy of everything that training needs to go on, as a pytree of NumPy arrays.
@@ -390,6 +398,7 @@ class OffloadedParams:
         self._tree.check_alive("to_pytree")
         return self._states.to_pytree(self.count)
 
+    @without_context_mesh
     @whole("load_pytree()")
     def load_pytree(self, tree: Mapping[str, Any]) -> Any:
         """Load a pytree of :meth:`to_pytree`, and return the parameters. Any number of ranks may have written it.
@@ -400,6 +409,7 @@ class OffloadedParams:
         self._state_lock.change("load_pytree()", partial(self._states.load_pytree, tree, self._flush))
         return self.params
 
+    @without_context_mesh
     @whole("load_params()")
     def load_params(self, params: Any) -> Any:
         """Go on from other values of the parameters, clamped ones for example, and return them.
@@ -420,6 +430,7 @@ class OffloadedParams:
         self._state_lock.change("load_params()", partial(self._states.load_params, params))
         return self.params
 
+    @without_context_mesh
     @whole("to_optax_state()")
     def to_optax_state(self) -> Any:
         """The states as those of ``optax.adamw`` with these settings (``optax.adam`` after ``add_decayed_weights`` with
@@ -435,6 +446,7 @@ class OffloadedParams:
         self.flush()
         return self._states.to_optax(self.config, masked=self._masked, count=self.count)
 
+    @without_context_mesh
     @whole("load_optax_state()")
     def load_optax_state(self, state: Any) -> None:
         """Load the moments, in fp32, and the count of the state of ``optax.adamw``, or of any chain with one Adam.
@@ -447,6 +459,7 @@ class OffloadedParams:
         """
         self._state_lock.change("load_optax_state()", partial(self._states.load_optax, state, self._flush))
 
+    @without_context_mesh
     @whole("export_safetensors()")
     def export_safetensors(
         self, folder: str | os.PathLike[str], *, max_shard_bytes: int = MAX_SHARD_BYTES, dtype: str | None = None
@@ -478,6 +491,7 @@ class OffloadedParams:
 
     # --- checkpoints -------------------------------------------------------------------------------
 
+    @without_context_mesh
     @whole("save_checkpoint()")
     def save_checkpoint(
         self,
@@ -550,6 +564,7 @@ class OffloadedParams:
         """Return when the last checkpoint is on the disk; raise the error of its writing. All processes call it."""
         self._checkpoints.wait()
 
+    @without_context_mesh
     @whole("load_checkpoint()")
     def load_checkpoint(
         self,
@@ -628,14 +643,3 @@ class OffloadedParams:
             return self.count
 
         return transformation(self._tree, self._placement, count, update_all)
-
-
-@jax.jit
-def _bias_correction_jit(beta: Any, t: Any) -> Any:
-    return 1 - beta**t
-
-
-def _bias_correction(beta: float, t: int) -> float:
-    """1 - beta^t in XLA's float32 arithmetic on the CPU, as optax computes it."""
-    with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        return float(_bias_correction_jit(beta, jnp.asarray(t, jnp.int32)))

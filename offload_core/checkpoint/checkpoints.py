@@ -71,6 +71,8 @@ class Contents:
     """The front end's name, for information."""
     left_out: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Shapes of tensors that are not trained and not saved: a model that loads the checkpoint keeps its own values."""
+    parts: bool = False
+    """True if parameters of one name are parts of one."""
     groups: Sequence[int] | None = None
     """The number of each parameter's group in ``state``; None: as they were when the pipeline took them on."""
 
@@ -161,7 +163,8 @@ class Checkpoints:
                 raise CheckpointError(
                     f"keep: got {shown(keep)}, expected a number of checkpoints of at least 1, or None for all"
                 )
-            _check_names([*contents.names, *contents.shapes, *contents.left_out])
+            names = dict.fromkeys(contents.names) if contents.parts else contents.names
+            _check_names([*names, *contents.shapes, *contents.left_out])
             if contents.gradients_wait or self._pipeline.holds_gradients:
                 raise StateError(
                     "a checkpoint is asked for between backward() and step(), or between micro-steps: gradients that "
@@ -269,7 +272,9 @@ class Checkpoints:
         return writer, part
 
     def _sources_of(self, i: int, name: str, tensor: Any, behind: bool) -> list[Source]:
-        found = []
+        found: list[Source] = []
+        if not self._pipeline.params[i].counted:
+            return found
         for run in self._states.runs(i, tensor):
             for at, region in self._states.elements(i).regions(run.start, run.numel):
                 for kind, array in run.arrays.items():

@@ -9,7 +9,7 @@ import numpy as np
 from ..dtypes import ElementType
 from ..layout.partition import Bucket, ParamSpec
 from ..memory.host_memory import Lease
-from ..ranks.collectives import HostCollectives, SingleRank
+from ..ranks.collectives import Collectives, HostCollectives, SingleRank
 from .events import Done, Event, Waiting, traced
 from .exchange_sizes import OnHost
 from .protocols import Copy, ExchangeSizes, HostArray, TensorMemory
@@ -27,6 +27,8 @@ class HostRanks:
         collectives: between the ranks.
         native: let the collectives' own reduce-scatter sum, in the gradients' element type and its own order.
         sizes: of the buffers; None: those of :class:`OnHost`.
+        processes: those that update parameters of their own at the same time. They agree on each update, and exchange
+            no buckets; None: the ranks.
     """
 
     def __init__(
@@ -36,11 +38,13 @@ class HostRanks:
         *,
         native: bool = False,
         sizes: ExchangeSizes | None = None,
+        processes: Collectives | None = None,
     ) -> None:
         self.memory = memory
-        self.collectives: HostCollectives = collectives or SingleRank()
-        self.ranks = (self.collectives.rank,)
-        self.world_size = self.collectives.world_size
+        self._exchange: HostCollectives = collectives or SingleRank()
+        self.collectives: Collectives = processes or self._exchange
+        self.ranks = (self._exchange.rank,)
+        self.world_size = self._exchange.world_size
         self.addressable = memory.addressable
         self.updates_in_place = memory.updates_in_place
         self.pinning = memory.pinning
@@ -53,15 +57,15 @@ class HostRanks:
         self.free_bytes = memory.free_bytes
         self.native = native
         self.sizes: ExchangeSizes = sizes or OnHost(self.world_size, native, memory.addressable)
-        self.trace = Trace(self.collectives.rank, self.world_size)
+        self.trace = Trace(self.collectives.rank, self.collectives.world_size)
 
     def close(self) -> None:
-        self.collectives.close()
+        self._exchange.close()
 
     @property
     def sent_bytes(self) -> int:
         """As :attr:`Device.sent_bytes`."""
-        return self.collectives.sent_bytes
+        return self._exchange.sent_bytes
 
     def start_alike(self, specs: Sequence[ParamSpec], tensors: Sequence[Any], source: int = 0) -> None:
         if self.world_size == 1:
@@ -73,7 +77,7 @@ class HostRanks:
                 copy = Copy(tensor, start, min(chunk, spec.numel - start), 0)
                 host = np.empty(copy.numel, dtype.numpy)
                 self.to_host([copy], host).wait()
-                self.collectives.broadcast(host, f"parameter {spec.name!r}: rank {source}'s value", source)
+                self._exchange.broadcast(host, f"parameter {spec.name!r}: rank {source}'s value", source)
                 self.memory.to_device(host, [copy], self.mark()).wait()
 
     def reduce(
@@ -84,7 +88,7 @@ class HostRanks:
             return traced(self.trace, TO_HOST, bucket.index, out.nbytes, lambda: self.to_host(copies, out))
         send = staging.borrow(bucket.padded_numel, wire.numpy)
         copied = traced(self.trace, TO_HOST, bucket.index, send.nbytes, lambda: self.to_host(copies, send))
-        meet = self.collectives.reduce_scatter if self.native else self.collectives.exchange
+        meet = self._exchange.reduce_scatter if self.native else self._exchange.exchange
 
         def finish() -> None:
             copied.wait()
@@ -108,7 +112,7 @@ class HostRanks:
         if self.world_size > 1 and not bucket.partitioned:
             whole = staging.borrow(bucket.padded_numel, bucket.dtype.numpy)
             with self.trace.span(GATHER, "", bucket.index, whole.nbytes):
-                self.collectives.gather(shards, whole, f"bucket {bucket.index}: gathering of parameters")
+                self._exchange.gather(shards, whole, f"bucket {bucket.index}: gathering of parameters")
         to_device = partial(self.memory.to_device, whole, copies, after)
         return traced(self.trace, TO_DEVICE, bucket.index, whole.nbytes, to_device)
 
@@ -128,7 +132,7 @@ class HostRanks:
             else:
                 received = np.empty(bucket.padded_numel, bucket.dtype.numpy)
             with self.trace.span(GATHER, "", bucket.index, received.nbytes):
-                self.collectives.gather(send, received, what)
+                self._exchange.gather(send, received, what)
             if self.addressable:
                 return Done()
         copy = Copy(whole, bucket.start, bucket.padded_numel, 0)

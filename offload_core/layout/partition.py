@@ -31,6 +31,10 @@ class ParamSpec:
     """The order of its elements, the same on every rank; None: that of a one-dimensional array."""
     partitioned: bool = False
     """A rank's tensor holds its own shards only."""
+    place: int = 0
+    """Parameters of different places share no bucket."""
+    counted: bool = True
+    """False: another process holds the same elements, and counts and saves them."""
 
 
 @dataclass(frozen=True)
@@ -60,15 +64,17 @@ class Bucket:
     world_size: int
     partitioned: bool = False
     """True if it holds a run of one parameter, of which each rank keeps only its own shard."""
+    place: int = 0
+    """That of its parameters."""
 
     @property
     def padded_numel(self) -> int:
         return self.shard_numel * self.world_size
 
     @property
-    def key(self) -> tuple[int, str, bool]:
-        """Group, element type and ``partitioned``: the same for all parameters of a bucket."""
-        return (self.group, self.dtype.name, self.partitioned)
+    def key(self) -> tuple[int, str, bool, int]:
+        """Group, element type, ``partitioned`` and place: the same for all parameters of a bucket."""
+        return (self.group, self.dtype.name, self.partitioned, self.place)
 
     @property
     def start(self) -> int:
@@ -138,17 +144,17 @@ def build_buckets(
             f"expected at most {_MOST_BUCKETS:,}: give at least {-(-numel // _MOST_BUCKETS):,}"
         )
     buckets: list[Bucket] = []
-    filling: dict[tuple[int, str, bool], list[Piece]] = {}
+    filling: dict[tuple[int, str, bool, int], list[Piece]] = {}
 
-    def close(key: tuple[int, str, bool], dtype: ElementType) -> None:
+    def close(key: tuple[int, str, bool, int], dtype: ElementType) -> None:
         pieces = filling.pop(key)
         numel = pieces[-1].offset + pieces[-1].numel
         shard_numel = round_up(numel, unit) // world_size
         index = first_bucket + len(buckets)
-        buckets.append(Bucket(index, key[0], dtype, tuple(pieces), shard_numel, world_size, key[2]))
+        buckets.append(Bucket(index, key[0], dtype, tuple(pieces), shard_numel, world_size, key[2], key[3]))
 
     for local, spec in reversed(list(enumerate(params))):
-        key = (spec.group, spec.dtype.name, spec.partitioned)
+        key = (spec.group, spec.dtype.name, spec.partitioned, spec.place)
         start = 0
         while start < spec.numel:
             pieces = filling.setdefault(key, [])

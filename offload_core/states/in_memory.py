@@ -37,7 +37,7 @@ class StatesInMemory:
 
     def allocate(self, buckets: Sequence[Bucket], *, without_master: Callable[[Bucket], bool]) -> None:
         """Make the states of new buckets, zeroed; no master weights for those of which ``without_master`` is true."""
-        by_key: dict[tuple[int, str, bool], list[Bucket]] = {}
+        by_key: dict[tuple[int, str, bool, int], list[Bucket]] = {}
         for bucket in buckets:
             by_key.setdefault(bucket.key, []).append(bucket)
         for alike in by_key.values():

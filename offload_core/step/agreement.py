@@ -47,15 +47,16 @@ def agree(
         save_asked: this rank was asked to save.
     """
     squares, device, order = SumOfSquares(), buckets.device, reduction.order_of_arrival()
-    if device.world_size == 1:
+    if device.collectives.world_size == 1:
         if examines:
             buckets.run(lambda: reduction.add_squares(squares))
         return Agreement(
             squares if examines else None, frozenset(reduction.arrivals.present), order, False, True, save_asked
         )
-    flags = np.zeros(len(buckets.params), np.int64)
-    flags[list(reduction.arrivals.present)] = 1
-    places = [work.bucket.index for work in order]
+    exchanged = device.world_size > 1  # else each process has parameters of its own
+    flags = np.zeros(len(buckets.params) if exchanged else 0, np.int64)
+    flags[list(reduction.arrivals.present) if exchanged else []] = 1
+    places = [work.bucket.index for work in order] if exchanged else []
 
     def ask() -> Combined:
         if examines:
@@ -67,8 +68,8 @@ def agree(
     known = buckets.run(ask)
     sizes = [squares.bins.size, flags.size]
     squares.bins, flags, [any_recalled, any_asked] = np.split(known.sums, np.cumsum(sizes))
-    present = frozenset(np.flatnonzero(flags).tolist())
-    order = [buckets.all[i] for i in known.of_first]
+    present = frozenset(np.flatnonzero(flags).tolist() if exchanged else reduction.arrivals.present)
+    order = [buckets.all[i] for i in known.of_first] if exchanged else order
     return Agreement(
         squares if examines else None, present, order, bool(any_recalled), bool(known.alike.all()), bool(any_asked)
     )

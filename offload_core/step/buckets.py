@@ -88,7 +88,8 @@ class LocalBuckets:
         return self.all[-len(buckets) :] if buckets else []
 
     def _agree_on_start(self, specs: Sequence[ParamSpec], tensors: Sequence[Any]) -> None:
-        agree(self.device.collectives, self.config, specs, [self.device.dtype(tensor).name for tensor in tensors])
+        if self.device.world_size > 1 or self.device.collectives.world_size == 1:  # else processes have their own
+            agree(self.device.collectives, self.config, specs, [self.device.dtype(tensor).name for tensor in tensors])
         whole = [i for i, spec in enumerate(specs) if not spec.partitioned]
         self.device.start_alike([specs[i] for i in whole], [tensors[i] for i in whole])
 

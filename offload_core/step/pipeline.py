@@ -323,7 +323,7 @@ class Pipeline:
             self._reduction,
             examines=self._examines,
             recalled=self._early.recalled,
-            terms=self._terms_of(given, gathered) if self.device.world_size > 1 else "",
+            terms=self._terms_of(given, gathered) if self.device.collectives.world_size > 1 else "",
             save_asked=self.save_asked,
         )
         self.save_agreed |= agreed.save_asked

@@ -310,8 +310,10 @@ class Reduction:
 
     def _square(self, work: LocalBucket, total: SumOfSquares) -> None:
         with self._buckets.trace.span(REDUCTION, "norm", work.bucket.index):
+            params = self._buckets.params
             for dtype, held in work.held().items():
-                spans = kernels.spans_of([(g.address, 0, g.numel) for _, g in held])
+                own = [g for i, g in held if params[work.pieces[i].param].counted]
+                spans = kernels.spans_of([(g.address, 0, g.numel) for g in own])
                 total.add(spans, dtype, threads=self._buckets.threads)
 
     def add_squares(self, total: SumOfSquares) -> None:

@@ -91,7 +91,7 @@ class StateAccess:
     def whole_states(
         self, param: int, names: Collection[str] = STATE_NAMES, *, tensor: Any = None
     ) -> dict[str, np.ndarray]:
-        """A copy of a parameter's whole states, with the parts of all ranks: ``{name: fp32 array}``.
+        """A copy of a parameter's whole states, with the parts of all ranks it is cut over: ``{name: fp32 array}``.
 
         One-dimensional, in the order of :meth:`states`. All processes call it alike.
 
@@ -208,6 +208,6 @@ class StateAccess:
         for run in self._runs(param, tensor):
             for name, array in whole.items():
                 array[run.start : run.start + run.numel] = run.arrays[name]
-        for name, mine in words.items():
+        for name, mine in words.items() if self._pipeline.device.world_size > 1 else ():
             merge(self._pipeline.device.collectives.sum_integers, mine, f"{name} of {spec.name}")
         return whole

@@ -415,18 +415,18 @@ def test_jax_on_a_small_device_is_refused_before_anything_is_placed(monkeypatch:
     needed = 3 * 4 * 300_000 + 4 * 16_000  # parameters, the next ones, gradients; the bucket that leaves last
     monkeypatch.setattr(jax_placement, "on_cpu", lambda array: False)
     placed = []
-    place = jax_placement.OneAccelerator.place
-    monkeypatch.setattr(jax_placement.OneAccelerator, "place", lambda *args: placed.append(args) or place(*args))
-    monkeypatch.setattr("frontends.jax.mesh.mesh.free_bytes", lambda devices: needed - 1)
+    place = jax_placement.AsPlaced.place
+    monkeypatch.setattr(jax_placement.AsPlaced, "place", lambda *args: placed.append(args) or place(*args))
+    monkeypatch.setattr("frontends.jax.mesh.places.free_bytes", lambda devices: needed - 1)
     with pytest.raises(DeviceMemoryError, match=r"(?s)3\.5 MiB of device memory for 300,000.*gradients 1\.1 MiB"):
         wrap_jax(params, **fields)
     assert not allocated
     assert not placed
-    monkeypatch.setattr("frontends.jax.mesh.mesh.free_bytes", lambda devices: needed)
+    monkeypatch.setattr("frontends.jax.mesh.places.free_bytes", lambda devices: needed)
     wrap_jax(params, **fields)
     assert allocated
     assert placed
-    monkeypatch.setattr("frontends.jax.mesh.mesh.free_bytes", lambda devices: needed - 4 * 300_000)
+    monkeypatch.setattr("frontends.jax.mesh.places.free_bytes", lambda devices: needed - 4 * 300_000)
     wrap_jax({"w": jnp.ones((300, 1000))}, **fields)  # there already
 
 

@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from frontends.jax import RankGradients, ScaledGradients, wrap
-from frontends.jax.mesh.mesh import JaxMeshDevice, LoneDevice
+from frontends.jax.mesh.mesh import LoneDevice
+from frontends.jax.mesh.places import Places
 from frontends.jax.placement import placement
 from offload_core.device.events import Waiting
 from offload_core.errors import GradientError, StateError
@@ -45,7 +46,7 @@ def on_accelerator(tree, **fields):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(placement, "on_cpu", lambda array: False)
         offloaded = wrap(tree, **{**HYPER, **fields})
-    assert isinstance(offloaded._pipeline.device, JaxMeshDevice)
+    assert isinstance(offloaded._pipeline.device, Places)
     return offloaded
 
 
@@ -144,8 +145,9 @@ def test_gradients_that_differ_in_dtype_share_a_bucket(device):
 
 def test_gradients_leave_the_device_in_their_own_dtype(device):
     offloaded = on_accelerator(random_tree(3), param_dtype="bfloat16")
-    reduce, arrived = offloaded._pipeline.device._reduce_mean, []
-    offloaded._pipeline.device._reduce_mean = lambda *args: arrived.append(reduce(*args)) or arrived[-1]
+    [place] = offloaded._pipeline.device.places
+    reduce, arrived = place._reduce_mean, []
+    place._reduce_mean = lambda *args: arrived.append(reduce(*args)) or arrived[-1]
     offloaded.update(random_tree(30, jnp.bfloat16))
     offloaded.update(random_tree(31))
     assert [array.dtype for array in arrived] == [jnp.bfloat16, jnp.float32]
@@ -303,8 +305,8 @@ def test_parameters_stay_where_the_user_has_them_and_are_not_copied(device):
     offloaded = on_accelerator(tree, reduce_bucket_size=128)
     written, copied = offloaded._placement.written, []
 
-    def watched(target, like):
-        new = written(target, like)
+    def watched(leaf, targets, like):
+        new, [target] = written(leaf, targets, like), targets
         copied.append(like.size and new.unsafe_buffer_pointer() != target.array.unsafe_buffer_pointer())
         return new
 

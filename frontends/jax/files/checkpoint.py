@@ -31,6 +31,7 @@ from offload_core.step.pipeline import Pipeline
 
 from ..device import read
 from ..placement.placement import Placement
+from ..tree.shards import local_shards, on_devices
 from ..tree.trees import dotted_names, from_numpy, is_array, is_key, numpy_form
 from ..tree.wrapped_tree import WrappedTree
 
@@ -94,15 +95,12 @@ class TreeCheckpoints:
             names = self._names(None)
             untrained = {names[i]: i for i in self._untrained()}
             shapes = {name: _form(name, self._leaves[i]) for name, i in untrained.items()}
-            sources = (
-                [_source(name, self._leaves[i]) for name, i in untrained.items()]
-                if self._pipeline.device.collectives.rank == 0
-                else []
-            )
+            first = self._pipeline.device.collectives.rank == 0
+            sources = [s for name, i in untrained.items() for s in _sources(name, self._leaves[i], first=first)]
             state = {"updates": updates, "groups": None, "stateful": states_of(stateful), "extras": extras}
         own = {"random": random_state()}
-        trained = [names[i] for i in self._trained]
-        contents = Contents(trained, sources, shapes, state, own, ARRAYS, front_end="jax")
+        trained = self._of_each(names)
+        contents = Contents(trained, sources, shapes, state, own, ARRAYS, front_end="jax", parts=True)
         return self._core.save(folder, contents, self._tensors(), step=updates, keep=keep, wait=wait)
 
     def wait(self) -> None:
@@ -134,7 +132,7 @@ class TreeCheckpoints:
         with self._core.together("load"):
             theirs = self._names(names)
             targets = [self._target(theirs[i], i) for i in self._untrained()]
-        trained = [theirs[i] for i in self._trained]
+        trained = self._of_each(theirs)
         return self._core.load(path, trained, targets, self._tensors(), publish, ARRAYS, accept=accept).state["extras"]
 
     # --- the tree's arrays ---------------------------------------------------------------------------
@@ -158,8 +156,12 @@ class TreeCheckpoints:
         trained = set(self._trained)
         return [i for i, leaf in enumerate(self._leaves) if i not in trained and is_array(leaf)]
 
+    def _of_each(self, names: Mapping[int, str]) -> list[str]:
+        """The name of each of the core's parameters."""
+        return [names[leaf.position] for leaf in self._tree.trained for _ in leaf.params]
+
     def _tensors(self) -> list[Any]:
-        return self._placement.start([self._leaves[i] for i in self._trained])
+        return self._placement.start(self._tree.trained, [self._leaves[i] for i in self._trained])
 
     def _target(self, name: str, i: int) -> Target:
         shape, dtype = _form(name, self._leaves[i])
@@ -186,14 +188,26 @@ def _form(name: str, leaf: Any) -> tuple[tuple[int, ...], np.dtype]:
     return shape, dtype
 
 
-def _source(name: str, leaf: Any) -> Source:
+def _sources(name: str, leaf: Any, *, first: bool) -> list[Source]:
+    """What this process saves of an array that is not trained: the first process all of it, if that has all."""
     shape, dtype = _form(name, leaf)
-    region = Region(shape, 0, int(np.prod(shape, dtype=np.int64)))
     if not isinstance(leaf, jax.Array):
-        return Source.of(name, "param", region, np.ascontiguousarray(leaf))
-    local = leaf.addressable_data(0) if leaf.is_fully_replicated else leaf
-    array = jax.random.key_data(local) if is_key(leaf) else local
-    return Source(name, "param", region, dtype, partial(_read, array))
+        region = Region(shape, 0, int(np.prod(shape, dtype=np.int64)))
+        return [Source.of(name, "param", region, np.ascontiguousarray(leaf))] if first else []
+    if leaf.is_fully_replicated:
+        if not first:
+            return []
+        leaf = leaf.addressable_data(0)
+    array = jax.random.key_data(leaf) if is_key(leaf) else leaf
+    if array.is_fully_addressable:
+        return [Source(name, "param", Region(shape, 0, array.size), dtype, partial(_read, array))] if first else []
+    on = on_devices(array)
+    return [
+        Source(name, "param", region, dtype, partial(_read, on[shard.primary]))
+        for shard in local_shards(array.sharding, array.shape, 0)
+        if shard.counted
+        for _, region in shard.regions(0, shard.numel)
+    ]
 
 
 def _read(array: jax.Array, start: int, out: np.ndarray) -> None:

@@ -17,8 +17,8 @@ from offload_core.support.threads import uninterrupted
 
 from ..optax_bridge.state import adam_of, state_of
 from ..placement.placement import Placement
-from ..tree.trees import check_form, from_numpy, is_array, numpy_shape, to_numpy
-from ..tree.wrapped_tree import WrappedTree
+from ..tree.trees import check_form, from_numpy, is_array, is_key, numpy_shape, to_numpy
+from ..tree.wrapped_tree import Leaf, WrappedTree
 
 
 class TreeStates:
@@ -33,14 +33,14 @@ class TreeStates:
         self._states = StateAccess(pipeline)
         self._placement = placement
         self._tree = tree
-        self._number = {leaf.position: i for i, leaf in enumerate(tree.trained)}
+        self._trained = {leaf.position: leaf for leaf in tree.trained}
         self._shapes = {leaf.position: leaf.shape for leaf in tree.trained}
 
     # --- read ----------------------------------------------------------------------------------------
 
     def to_pytree(self, count: int) -> dict[str, Any]:
         """As ``OffloadedParams.to_pytree``, after so many updates."""
-        steps = {position: self._pipeline.steps[i].copy() for position, i in self._number.items()}
+        steps = {position: self._pipeline.steps[leaf.params[0]].copy() for position, leaf in self._trained.items()}
         scaler = self._pipeline.scaler
         return {
             "count": count,
@@ -52,7 +52,7 @@ class TreeStates:
 
     def to_optax(self, config: OffloadConfig, *, masked: bool, count: int) -> Any:
         """As ``OffloadedParams.to_optax_state``."""
-        steps = [int(step) for step in self._pipeline.steps]
+        steps = [int(self._pipeline.steps[leaf.params[0]]) for leaf in self._tree.trained]
         other = next((i for i, step in enumerate(steps) if step != steps[0]), None)
         if other is not None:
             names = [self._tree.trained[i].path for i in (0, other)]
@@ -70,33 +70,30 @@ class TreeStates:
 
         With several processes all must call this.
         """
-        i = self._number.get(position)
-        if i is not None and master:
-            return self._whole_states(i, ["master"])["master"]
-        of_all = i is not None and self._tree.trained[i].layout is not None
-        return self._as_numpy(position, self._tree.leaves[position]) if wanted or of_all else None
+        leaf, value = self._trained.get(position), self._tree.leaves[position]
+        if leaf is not None and master:
+            return self._whole_states(leaf, ["master"])["master"]
+        of_all = isinstance(value, jax.Array) and not (value.is_fully_addressable or value.is_fully_replicated)
+        return self._as_numpy(position, value) if wanted or of_all else None
 
     def _as_numpy(self, position: int, value: Any) -> Any:
         """The value of a leaf, or another value that lies as it does."""
-        i = self._number.get(position)
-        if i is None or not isinstance(value, jax.Array):
+        if not isinstance(value, jax.Array) or is_key(value):
             return to_numpy(value)
-        return self._placement.to_numpy(value, self._tree.trained[i].layout)
+        return self._placement.to_numpy(self._trained.get(position), value)
 
     def _whole_trees(self, names: Collection[str]) -> dict[str, Any]:
         """States of all parameters, each name's as a tree."""
         states: dict[str, dict[int, np.ndarray]] = {name: {} for name in names}
-        for position, i in self._number.items():
-            for name, state in self._whole_states(i, names).items():
+        for position, leaf in self._trained.items():
+            for name, state in self._whole_states(leaf, names).items():
                 states[name][position] = state
         return {name: self._tree.of(leaves) for name, leaves in states.items()}
 
-    def _whole_states(self, i: int, names: Collection[str]) -> dict[str, np.ndarray]:
+    def _whole_states(self, leaf: Leaf, names: Collection[str]) -> dict[str, np.ndarray]:
         """The states of a parameter, in its shape; other processes send the parts that they hold."""
-        leaf, whole = self._tree.trained[i], self._states.whole_states(i, names)
-        if leaf.layout is not None:
-            return {name: leaf.layout.from_core(state) for name, state in whole.items()}
-        return {name: state.reshape(leaf.shape) for name, state in whole.items()}
+        parts = [self._states.whole_states(i, names) for i in leaf.params]
+        return {name: self._placement.joined(leaf, [part[name] for part in parts], name) for name in names}
 
     # --- replaced ------------------------------------------------------------------------------------
 
@@ -162,7 +159,8 @@ class TreeStates:
             self._placed(position, self._as_numpy(position, value)) if is_array(leaf) and value is not leaf else leaf
             for position, (leaf, value) in enumerate(zip(self._tree.leaves, values, strict=True))
         ]
-        tensors = self._placement.start([leaves[leaf.position] for leaf in self._tree.trained])
+        trained = self._tree.trained
+        tensors = self._placement.start(trained, [leaves[leaf.position] for leaf in trained])
 
         def take_over() -> None:
             self._tree.leaves[:] = leaves
@@ -182,19 +180,20 @@ class TreeStates:
 
     def _placed(self, position: int, value: Any) -> Any:
         """A NumPy value in the type and place of the leaf that it replaces."""
-        like, i = self._tree.leaves[position], self._number.get(position)
-        if i is None:
+        like, leaf = self._tree.leaves[position], self._trained.get(position)
+        if leaf is None:
             return self._placement.pass_through(from_numpy(value, like))
-        return self._placement.restored(np.asarray(value), like, self._tree.trained[i].layout)
+        return self._placement.restored(leaf, np.asarray(value), like)
 
     def _restore(self, states: Mapping[str, Mapping[int, Any]], steps: Mapping[int, Any]) -> None:
         """Take over states and update counts, given by position and checked before."""
-        for i, leaf in enumerate(self._tree.trained):
-            flat = {name: np.reshape(values[leaf.position], -1) for name, values in states.items()}
-            if leaf.layout is not None:
-                flat = {name: leaf.layout.to_core(values) for name, values in flat.items()}
-            self._states.set_states(i, flat)
-            self._pipeline.steps[i][...] = steps[leaf.position]
+        for leaf in self._tree.trained:
+            parts = {
+                name: self._placement.cut(leaf, np.asarray(values[leaf.position])) for name, values in states.items()
+            }
+            for place, i in enumerate(leaf.params):
+                self._states.set_states(i, {name: of_each[place] for name, of_each in parts.items()})
+                self._pipeline.steps[i][...] = steps[leaf.position]
 
     def _checked(self, what: str, states: Mapping[str, Mapping[int, Any]], counts: Iterable[Any]) -> list[int]:
         """Check states and numbers of updates before anything changes, and return the numbers."""

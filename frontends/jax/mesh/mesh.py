@@ -14,7 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import (
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    SingleDeviceSharding,
+)
 
 from offload_core.device.events import Done, Event, Waiting, traced
 from offload_core.device.host import fill
@@ -241,7 +246,7 @@ class JaxProcesses:
         self.rank = processes.index(jax.process_index())
         self.world_size = len(processes)
         self._axis = axis
-        self._sum = jax.jit(axis.map(lambda x: lax.psum(x, axis.name), axis.split, REPLICATED))
+        self._sum = axis.compile(axis.map(lambda x: lax.psum(x, axis.name), axis.split, REPLICATED))
 
     def sum_integers(self, array: np.ndarray, what: str) -> None:
         if self.world_size == 1:
@@ -358,7 +363,7 @@ class JaxMeshDevice:
         self._reduce_unreduced = axis.compile(self._reduction(self._exchange, axis.split), static_argnums=(1, 2, 3))
         self._reduce_mean = axis.compile(self._reduction(self._own_slice, REPLICATED), static_argnums=(1, 2, 3))
         self._gather = axis.compile(self._gather_and_write, static_argnums=2, donate_argnums=1)
-        self._of_rank_0 = jax.jit(axis.map(self._take_rank_0s, REPLICATED, REPLICATED))
+        self._of_rank_0 = axis.compile(axis.map(self._take_rank_0s, REPLICATED, REPLICATED))
 
     # --- parameters ----------------------------------------------------------------------------------
 

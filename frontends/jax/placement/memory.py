@@ -1,7 +1,7 @@
 """Bytes of a wrapped tree: planned before anything is allocated, and held now."""
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -14,8 +14,7 @@ from offload_core.step.pipeline import Pipeline
 from offload_core.support.launchers import local_processes
 
 from ..device import in_host_memory
-from ..tree.shard_layout import ShardLayout
-from ..tree.wrapped_tree import WrappedTree
+from ..tree.wrapped_tree import Leaf, WrappedTree
 from .on_mesh import NOT_TRAINED
 from .placement import Placement
 from .sharded import SHARDS
@@ -25,21 +24,21 @@ def checked_plan(
     pipeline: Pipeline,
     placement: Placement,
     leaves: Sequence[Any],
-    positions: Collection[int],
+    trained: Sequence[Leaf],
     specs: Sequence[ParamSpec],
-    layouts: Sequence[ShardLayout | None],
 ) -> list[PlanRow]:
     """The memory that training takes besides the pipeline's host memory, after a check that all of it is there.
 
     Args:
         leaves: of the tree, before they are placed.
-        positions: the numbers of the trained leaves; ``specs`` and ``layouts`` are theirs.
+        specs: those of the trained leaves.
 
     Raises:
         HostMemoryError: it does not fit into the memory that is available.
     """
     terms, device = pipeline.terms, placement.device
-    planned = placement.plan(specs, layouts, pipeline.memory)
+    planned = placement.plan(trained, specs, pipeline.memory)
+    positions = {leaf.position for leaf in trained}
     # All buckets that leave together take no more than the next parameters, which come after them. The last bucket
     # is held until then.
     planned.append(terms.way_row(terms.cut(specs), 1))

@@ -1,5 +1,6 @@
 """Parameters replicated along a mesh axis; its devices are the ranks, and each computes gradients of its own."""
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -11,17 +12,19 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from offload_core.config.options import OffloadConfig
 from offload_core.device.protocols import Device
-from offload_core.dtypes import BY_NUMPY
+from offload_core.dtypes import BY_NUMPY, ElementType
 from offload_core.errors import ConfigError, ParameterError, StateError
 from offload_core.layout.partition import ParamSpec
+from offload_core.layout.regions import InMemory
 from offload_core.memory.host_memory import HostMemory
 from offload_core.memory.plan import PlanRow
 from offload_core.step.bucket_terms import GRADIENTS, PARAMETERS
 
+from ..context import without_context_mesh
 from ..mesh.mesh import REPLICATED, JaxMeshDevice, MeshAxis, MeshGradient, MeshParameter, ordered_mean
 from ..tree.shard_layout import ShardLayout
-from ..tree.trees import from_numpy
-from .whole import Whole
+from ..tree.trees import from_numpy, to_numpy
+from ..tree.wrapped_tree import Leaf
 
 
 class Compute(Protocol):
@@ -54,7 +57,7 @@ Compiled = Callable[[list[Any], list[Any], Any, Any, tuple, dict[str, Any]], Any
 """A compiled :class:`Compute`, without ``seen``."""
 
 
-class OnMesh(Whole):
+class OnMesh:
     """Parameters are replicated along a mesh axis, whose devices are the ranks."""
 
     gradients_per_rank = True
@@ -65,38 +68,64 @@ class OnMesh(Whole):
         self._axis = axis
         self._mean = axis.map(self._mean_over_ranks, axis.split, REPLICATED)
 
-    def start(self, arrays: Sequence[jax.Array]) -> list[Any]:
+    def layout(self, leaf: Any) -> ShardLayout | None:
+        """The cut of a parameter over ranks, before :meth:`place` or after it; None: it is not cut."""
+        return None
+
+    def leaf(self, position: int, path: str, value: Any, dtype: ElementType, first_param: int) -> Leaf:
+        params = range(first_param, first_param + 1)
+        return Leaf(position, path, tuple(value.shape), dtype.numpy, params, layout=self.layout(value))
+
+    def specs(self, leaf: Leaf, dtype: ElementType, group: int) -> list[ParamSpec]:
+        elements = leaf.layout or InMemory(leaf.shape)
+        numel = math.prod(leaf.shape) if leaf.layout is None else leaf.layout.numel
+        return [ParamSpec(leaf.path, numel, dtype, group, elements, partitioned=leaf.layout is not None)]
+
+    def start(self, leaves: Sequence[Leaf], arrays: Sequence[jax.Array]) -> list[Any]:
         return [MeshParameter(array) for array in arrays]
 
-    def started(self, tensors: Sequence[Any]) -> list[jax.Array]:
+    def started(self, arrays: Sequence[jax.Array], tensors: Sequence[Any]) -> list[jax.Array]:
         return [tensor.array for tensor in tensors]
 
-    def targets(self, arrays: Sequence[jax.Array]) -> list[Any]:
-        return self.start(arrays)
+    def targets(self, leaves: Sequence[Leaf], arrays: Sequence[jax.Array]) -> list[Any]:
+        return self.start(leaves, arrays)
 
     def place(self, path: str, leaf: Any) -> jax.Array:
         return self._axis.replicate(leaf)
 
-    def restored(self, value: np.ndarray, like: jax.Array, layout: ShardLayout | None) -> jax.Array:
+    def cast(self, leaf: Leaf, array: jax.Array) -> jax.Array:
+        return array.astype(leaf.dtype)
+
+    def to_numpy(self, leaf: Leaf | None, array: jax.Array) -> np.ndarray:
+        return to_numpy(array)
+
+    def joined(self, leaf: Leaf, parts: Sequence[np.ndarray], what: str) -> np.ndarray:
+        [part] = parts
+        return part.reshape(leaf.shape) if leaf.layout is None else leaf.layout.from_core(part)
+
+    def cut(self, leaf: Leaf, whole: np.ndarray) -> list[np.ndarray]:
+        return [whole.reshape(-1) if leaf.layout is None else leaf.layout.to_core(whole)]
+
+    def restored(self, leaf: Leaf, value: np.ndarray, like: jax.Array) -> jax.Array:
         return self._axis.replicate(from_numpy(value, like))
 
     def pass_through(self, leaf: Any) -> Any:
         return self._axis.replicate(leaf) if isinstance(leaf, jax.Array) else leaf
 
-    def plan(
-        self, specs: Sequence[ParamSpec], layouts: Sequence[ShardLayout | None], memory: HostMemory
-    ) -> list[PlanRow]:
+    def plan(self, leaves: Sequence[Leaf], specs: Sequence[ParamSpec], memory: HostMemory) -> list[PlanRow]:
         return replicated_rows(specs, len(self._axis.ranks))
 
-    def as_gradient(
-        self, path: str, gradient: jax.Array, like: jax.Array, layout: ShardLayout | None, *, unreduced: bool
-    ) -> Any:
-        if not unreduced:
-            return MeshGradient(self._axis.replicate(gradient), False, like.size, BY_NUMPY[np.dtype(like.dtype)])
-        gradient = self._axis.put(gradient, self._axis.split)
-        return MeshGradient(gradient, True, like.size, BY_NUMPY[np.dtype(gradient.dtype)])
+    def check_gradient(self, leaf: Leaf, gradient: Any, like: jax.Array, *, unreduced: bool) -> None:
+        pass
 
-    def written(self, target: Any, like: jax.Array) -> jax.Array:
+    def as_gradient(self, leaf: Leaf, gradient: Any, like: jax.Array, *, unreduced: bool) -> list[Any]:
+        if not unreduced:
+            return [MeshGradient(self._axis.replicate(gradient), False, like.size, BY_NUMPY[np.dtype(like.dtype)])]
+        gradient = self._axis.put(gradient, self._axis.split)
+        return [MeshGradient(gradient, True, like.size, BY_NUMPY[np.dtype(gradient.dtype)])]
+
+    def written(self, leaf: Leaf, targets: Sequence[Any], like: jax.Array) -> jax.Array:
+        [target] = targets
         if like.size == 0:  # it lies in no bucket, and the old array may be donated by now
             return self._axis.replicate(np.empty(like.shape, like.dtype))
         return target.array
@@ -123,15 +152,16 @@ class OnMesh(Whole):
             out, gradients = mapped(trained, traced, scale, leaves)
             return self._mean(out), gradients
 
-        compiled = jax.jit(program, static_argnums=(2, 5))
+        compiled = axis.compile(program, static_argnums=(2, 5))
 
+        @without_context_mesh
         def call(trained: Any, traced: Any, static: Any, scale: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
             split, leaves = self._split(in_specs, args, kwargs)
             return compiled(
                 self._on_axis(trained),
                 [self._axis.replicate(array) for array in traced],
                 static,
-                scale,
+                None if scale is None else self._axis.replicate(scale),
                 leaves,
                 split,
             )

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from offload_core.config.options import OffloadConfig
 from offload_core.device.events import Done, Event, Waiting
@@ -31,6 +31,7 @@ from ..launch import meeting
 from ..mesh.gather import Gathering, Shard
 from ..mesh.mesh import JaxMeshDevice, MeshAxis, MeshGradient, MeshParameter
 from ..tree.shard_layout import ShardLayout
+from ..tree.wrapped_tree import Leaf
 from .on_mesh import SMALLER, Differentiated, OnMesh, names, replicated_rows
 
 
@@ -84,8 +85,10 @@ class ShardedMeshDevice(JaxMeshDevice):
         array, start, stop = gradient.array, bucket.shard_start, bucket.shard_start + bucket.shard_numel
         what = f"bucket {bucket.index}: copies of gradients"
         valid = min(stop, array.size // self.world_size) - start
+        at = self._mesh_axis.replicate(np.int32(start))
+        assert isinstance(array.sharding, NamedSharding)
         with meeting(self.ranks[0], what):
-            shards = self._cut(array, jnp.int32(start), array.sharding.spec, valid, bucket.shard_numel)  # type: ignore[attr-defined]
+            shards = self._cut(array, at, array.sharding.spec, valid, bucket.shard_numel)
         return self._receive(self.axis.parts(shards), out, what)
 
     def _cut_from_slice(
@@ -113,7 +116,12 @@ class ShardedMeshDevice(JaxMeshDevice):
         with meeting(self.ranks[0], what):
             stacked = self.axis.stack(list(local))
             result = self._write(
-                stacked, tensor.partial, jnp.int32(bucket.shard_start), spec, valid, layout.local_shape
+                stacked,
+                tensor.partial,
+                self._mesh_axis.replicate(np.int32(bucket.shard_start)),
+                spec,
+                valid,
+                layout.local_shape,
             )
         tensor.partial = result
         self._count_received(bucket, tensor)
@@ -219,10 +227,8 @@ class ShardedOnMesh(OnMesh):
         dim = self._dim_of(leaf)
         return None if dim is None else ShardLayout(leaf.shape, dim, self._axis.world_size, self._bucket_numel)
 
-    def plan(
-        self, specs: Sequence[ParamSpec], layouts: Sequence[ShardLayout | None], memory: HostMemory
-    ) -> list[PlanRow]:
-        self._layouts = list(layouts)
+    def plan(self, leaves: Sequence[Leaf], specs: Sequence[ParamSpec], memory: HostMemory) -> list[PlanRow]:
+        self._layouts = layouts = [leaf.layout for leaf in leaves]
         n = len(self._axis.ranks)
         numels = [(spec, layout.local_numel) for spec, layout in zip(specs, layouts, strict=True) if layout is not None]
         parameters = n * sum(numel * spec.dtype.itemsize for spec, numel in numels)
@@ -236,35 +242,36 @@ class ShardedOnMesh(OnMesh):
             PlanRow("gradients of shards", "device", gradients, "more devices", brief=True),
         ]
 
-    def start(self, arrays: Sequence[jax.Array]) -> list[Any]:
+    def start(self, leaves: Sequence[Leaf], arrays: Sequence[jax.Array]) -> list[Any]:
         return [
-            MeshParameter(array) if layout is None else ShardedParameter(array, layout)
-            for array, layout in zip(arrays, self._layouts, strict=True)
+            MeshParameter(array) if leaf.layout is None else ShardedParameter(array, leaf.layout)
+            for leaf, array in zip(leaves, arrays, strict=True)
         ]
 
-    def cast(self, array: jax.Array, dtype: ElementType, layout: ShardLayout | None) -> jax.Array:
-        if layout is None or array.dtype == dtype.numpy:
-            return super().cast(array, dtype, layout)
+    def cast(self, leaf: Leaf, array: jax.Array) -> jax.Array:
+        if leaf.layout is None or array.dtype == leaf.dtype:
+            return super().cast(leaf, array)
         if not in_host_memory(array):
-            return self._axis.put(array.astype(dtype.numpy), self._cut_along(layout.dim))
-        parts = [np.asarray(part).astype(dtype.numpy) for part in self._axis.parts(array)]
+            return self._axis.put(array.astype(leaf.dtype), self._cut_along(leaf.layout.dim))
+        parts = [np.asarray(part).astype(leaf.dtype) for part in self._axis.parts(array)]
         return self._axis.of_parts(array.shape, array.sharding, parts)
 
-    def written(self, target: Any, like: jax.Array) -> jax.Array:
+    def written(self, leaf: Leaf, targets: Sequence[Any], like: jax.Array) -> jax.Array:
+        [target] = targets
         if isinstance(target, MeshParameter):
-            return super().written(target, like)
+            return super().written(leaf, targets, like)
         # On one device XLA calls a sharding replicated that is cut.
         return self._axis.put(target.array, self._cut_along(target.layout.dim), self._memory_kind)
 
-    def restored(self, value: np.ndarray, like: jax.Array, layout: ShardLayout | None) -> jax.Array:
-        if layout is None:
-            return super().restored(value, like, layout)
-        return self._axis.put(value.astype(like.dtype), self._cut_along(layout.dim), self._memory_kind)
+    def restored(self, leaf: Leaf, value: np.ndarray, like: jax.Array) -> jax.Array:
+        if leaf.layout is None:
+            return super().restored(leaf, value, like)
+        return self._axis.put(value.astype(like.dtype), self._cut_along(leaf.layout.dim), self._memory_kind)
 
-    def to_numpy(self, array: jax.Array, layout: ShardLayout | None) -> np.ndarray:
+    def to_numpy(self, leaf: Leaf | None, array: jax.Array) -> np.ndarray:
         collectives = self.device.collectives
-        if layout is None or collectives.world_size == 1:
-            return super().to_numpy(array, layout)
+        if leaf is None or leaf.layout is None or collectives.world_size == 1:
+            return super().to_numpy(leaf, array)
         words = np.zeros(-(-array.nbytes // 8), np.int64)  # each process adds the bits that it has to zeros
         whole = words.view(np.uint8)[: array.nbytes].view(array.dtype).reshape(array.shape)
         for shard in array.addressable_shards:
@@ -274,13 +281,11 @@ class ShardedOnMesh(OnMesh):
 
     # --- gradients -----------------------------------------------------------------------------------
 
-    def as_gradient(
-        self, path: str, gradient: jax.Array, like: jax.Array, layout: ShardLayout | None, *, unreduced: bool
-    ) -> Any:
-        if layout is None:
-            return super().as_gradient(path, gradient, like, layout, unreduced=unreduced)
-        gradient = self._axis.put(gradient, self._cut_along(layout.dim))
-        return MeshGradient(gradient, False, layout.numel, BY_NUMPY[np.dtype(like.dtype)])
+    def as_gradient(self, leaf: Leaf, gradient: Any, like: jax.Array, *, unreduced: bool) -> list[Any]:
+        if leaf.layout is None:
+            return super().as_gradient(leaf, gradient, like, unreduced=unreduced)
+        gradient = self._axis.put(gradient, self._cut_along(leaf.layout.dim))
+        return [MeshGradient(gradient, False, leaf.layout.numel, BY_NUMPY[np.dtype(like.dtype)])]
 
     def _on_axis(self, trained: Sequence[Any]) -> list[jax.Array]:
         return [

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
 from offload_core.dtypes import BY_NUMPY
 from offload_core.errors import OffloadError, ParameterError, StateError
@@ -78,7 +79,9 @@ def check_paths(expected: Sequence[str], flat: Sequence[tuple[str, Any]], error:
 
 def refuse_jit(what: str, why: str = "the states are in host memory") -> None:
     """Raise :class:`StateError` under jit: it would run the caller once only, while it traces."""
-    if isinstance(jnp.zeros(()), jax.core.Tracer):
+    with jax.transfer_guard("allow"):
+        traced = isinstance(jnp.zeros(()), jax.core.Tracer)
+    if traced:
         raise StateError(f"{what} under jit; expected a call outside: {why}")
 
 
@@ -211,5 +214,18 @@ def from_numpy(value: Any, like: Any) -> Any:
     if is_key(like):
         array = jax.random.wrap_key_data(jnp.array(value), impl=jax.random.key_impl(like))
     else:
-        array = jnp.array(np.asarray(value).astype(like.dtype))
-    return jax.device_put(array, like.sharding) if like.committed and like.is_fully_addressable else array
+        array = np.array(value, like.dtype)
+    return put(array, like.sharding) if like.committed else jnp.asarray(array)
+
+
+def put(value: Any, sharding: jax.sharding.Sharding) -> jax.Array:
+    """An array that lies so, of a value that this process has whole. With several processes all must have the same."""
+    if sharding.is_fully_addressable:
+        return jax.device_put(value, sharding)
+    places = sharding.addressable_devices_indices_map(value.shape)
+    kind = sharding.memory_kind
+    local = jax.device_put(
+        [value[index] for index in places.values()],
+        [SingleDeviceSharding(device, memory_kind=kind) for device in places],
+    )
+    return jax.make_array_from_single_device_arrays(value.shape, sharding, local)

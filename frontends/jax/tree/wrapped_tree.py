@@ -9,6 +9,7 @@ import jax
 from offload_core.errors import OffloadError, StateError
 
 from .shard_layout import ShardLayout
+from .shards import Shard
 from .trees import check_paths, flatten
 
 
@@ -20,8 +21,12 @@ class Leaf:
     path: str
     shape: tuple[int, ...]
     dtype: Any
-    layout: ShardLayout | None
-    """The cut over ranks (stage 3); None: it is not cut."""
+    params: range
+    """The numbers of the core's parameters that it consists of."""
+    layout: ShardLayout | None = None
+    """The cut over ranks (stage 3 on a mesh axis); None: it is not cut so."""
+    shards: tuple[Shard, ...] = ()
+    """Where it stays as it was placed: its parts in this process, one for each of ``params``."""
 
 
 class WrappedTree:

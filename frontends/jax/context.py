@@ -1,0 +1,31 @@
+"""The mesh that a caller has set with ``jax.set_mesh`` is for the caller's code, not for ours."""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, get_abstract_mesh
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_NO_MESH = Mesh(np.empty((), object), ())
+
+
+def without_context_mesh(function: Callable[P, T]) -> Callable[P, T]:
+    """The function, called as if no mesh were set: JAX refuses arrays of other devices where one is."""
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if get_abstract_mesh().empty:
+            return function(*args, **kwargs)
+        try:
+            context = jax.set_mesh(_NO_MESH)
+        except ValueError:  # under jit, where the mesh cannot be changed
+            return function(*args, **kwargs)
+        with context:
+            return function(*args, **kwargs)
+
+    return call

@@ -1,0 +1,80 @@
+"""Devices with memory of their own, each of which holds parameters that are its alone: nothing is exchanged."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from offload_core.device.events import Done, Event
+from offload_core.device.protocols import HostArray
+from offload_core.device.trace import Trace
+from offload_core.dtypes import ElementType
+from offload_core.layout.partition import Bucket, ParamSpec
+from offload_core.memory.host_memory import Lease
+from offload_core.ranks.collectives import Collectives
+
+from ..device import free_bytes
+from .mesh import JaxMeshDevice, LoneDevice, MeshSizes
+
+
+class Places:
+    """The core's ``Device`` made of this process's devices: a bucket goes to the device of its place.
+
+    Args:
+        devices: by place.
+        processes: those that agree on each update.
+    """
+
+    addressable = False
+    updates_in_place = False
+    pinning = None
+    sent_bytes = 0
+    world_size = 1
+    ranks: tuple[int, ...] = (0,)
+
+    def __init__(self, devices: Sequence[jax.Device], processes: Collectives, *, threads: int = 1) -> None:
+        self.lone = [LoneDevice(device) for device in devices]
+        self.places = [JaxMeshDevice(lone, threads=threads) for lone in self.lone]
+        self.collectives = processes
+        self.sizes = MeshSizes(1)
+        self.trace = Trace(processes.rank, processes.world_size)
+        for device in self.places:
+            device.trace = self.trace
+        self.dtype = self.places[0].dtype
+        self.numel = self.places[0].numel
+        self.to_host = self.places[0].to_host
+
+    def host_array(self, tensor: Any) -> HostArray:
+        raise TypeError("parameters of accelerators are not in host memory")
+
+    def mark(self) -> Event:
+        return Done()
+
+    def synchronize(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def start_alike(self, specs: Sequence[ParamSpec], tensors: Sequence[Any]) -> None:
+        pass  # global arrays are alike in all processes
+
+    def free_bytes(self) -> int | None:
+        return free_bytes([device for lone in self.lone for device in lone.devices])
+
+    def reduce(
+        self, bucket: Bucket, wire: ElementType, gradients: Mapping[int, Any], out: np.ndarray, staging: Lease
+    ) -> Event:
+        return self.places[bucket.place].reduce(bucket, wire, gradients, out, staging)
+
+    def publish(
+        self,
+        bucket: Bucket,
+        shards: np.ndarray,
+        tensors: Sequence[Any],
+        present: set[int],
+        staging: Lease,
+        after: Event,
+    ) -> Event:
+        return self.places[bucket.place].publish(bucket, shards, tensors, present, staging, after)

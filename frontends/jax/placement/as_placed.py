@@ -1,0 +1,289 @@
+"""Parameters as they were placed: on one device, or sharded over any axes of any mesh.
+
+Each part of a parameter is a parameter to the core: the process that holds it updates it, and sends it to all of its
+devices that hold it. Nothing is exchanged but the norm.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from offload_core.device.host_ranks import HostRanks
+from offload_core.device.protocols import Device
+from offload_core.dtypes import BY_NUMPY, ElementType
+from offload_core.errors import ConfigError, GradientError, ParameterError
+from offload_core.layout.partition import ParamSpec
+from offload_core.memory.host_memory import HostMemory
+from offload_core.memory.plan import PlanRow
+from offload_core.ranks.collectives import Collectives, SingleRank, merge
+from offload_core.step.bucket_terms import GRADIENTS, PARAMETERS
+
+from ..device import DEVICE_MEMORY, JaxDevice, ParameterBuffers
+from ..mesh.mesh import JaxProcesses, MeshAxis, MeshGradient, MeshParameter
+from ..mesh.places import Places
+from ..tree.shards import Shard, local_shards, on_devices
+from ..tree.trees import from_numpy, put, to_numpy
+from ..tree.wrapped_tree import Leaf
+from .on_mesh import NEXT, SMALLER, Compiled, Compute
+
+
+class AsPlaced:
+    """Parameters stay where they are.
+
+    On CPU devices gradients are read where they lie, and new parameters are made from host buffers. Elsewhere buckets
+    are packed on the device that holds them, copied while others are updated, and unpacked there.
+
+    Args:
+        leaves: the parameters.
+        on_host: True if the devices' memory is the host's.
+    """
+
+    gradients_per_rank = False
+
+    def __init__(self, leaves: Sequence[Any], threads: int, *, on_host: bool) -> None:
+        self.on_host = on_host
+        self._threads = threads
+        shardings = [leaf.sharding if isinstance(leaf, jax.Array) else _of_new_arrays() for leaf in leaves]
+        meshes = {tuple(_in_order(sharding)) for sharding in shardings}
+        everywhere = max(meshes, key=len)
+        self._several = len(everywhere) > 1
+        """Whether parameters are sharded or replicated over several devices."""
+        self._everywhere = everywhere
+        here = [device for devices in meshes for device in devices if device.process_index == jax.process_index()]
+        self._places = sorted(set(here), key=lambda device: device.id)
+        if not here:
+            raise ConfigError("params: no device of this process holds a part of them, expected one in each process")
+        processes = _processes(everywhere)
+        self.device: Device = (
+            HostRanks(JaxDevice(), processes=processes) if on_host else Places(self._places, processes, threads=threads)
+        )
+
+    # --- where parameters lie ------------------------------------------------------------------------
+
+    def place(self, path: str, leaf: Any) -> jax.Array:
+        array = leaf if isinstance(leaf, jax.Array) else jax.device_put(np.asarray(leaf))
+        if self._several and array.sharding.device_set != set(self._everywhere):
+            raise ParameterError(
+                f"{path} lies on {_names(array.devices())}, and other parameters on {_names(self._everywhere)}; "
+                "expected all on the same devices: jax.device_put(array, NamedSharding(mesh, PartitionSpec())) "
+                "replicates one"
+            )
+        return array
+
+    def leaf(self, position: int, path: str, value: Any, dtype: ElementType, first_param: int) -> Leaf:
+        sharding = value.sharding if isinstance(value, jax.Array) else _of_new_arrays()
+        shards = local_shards(sharding, tuple(value.shape), position)
+        params = range(first_param, first_param + len(shards))
+        return Leaf(position, path, tuple(value.shape), dtype.numpy, params, shards=shards)
+
+    def specs(self, leaf: Leaf, dtype: ElementType, group: int) -> list[ParamSpec]:
+        return [
+            ParamSpec(leaf.path, shard.numel, dtype, group, shard, place=self._place_of(shard), counted=shard.counted)
+            for shard in leaf.shards
+        ]
+
+    def cast(self, leaf: Leaf, array: jax.Array) -> jax.Array:
+        new = array.astype(leaf.dtype)  # no longer of a weak type, either
+        return jax.device_put(new, array.sharding) if self._several else new
+
+    def restored(self, leaf: Leaf, value: np.ndarray, like: jax.Array) -> jax.Array:
+        return from_numpy(value, like)
+
+    def pass_through(self, leaf: Any) -> Any:
+        return leaf
+
+    def _place_of(self, shard: Shard) -> int:
+        return 0 if self.on_host else self._places.index(shard.primary)
+
+    # --- memory --------------------------------------------------------------------------------------
+
+    def plan(self, leaves: Sequence[Leaf], specs: Sequence[ParamSpec], memory: HostMemory) -> list[PlanRow]:
+        held = [len(shard.devices) for leaf in leaves for shard in leaf.shards]
+        n_bytes = sum(n * spec.numel * spec.dtype.itemsize for n, spec in zip(held, specs, strict=True))
+        once = sum(spec.numel * spec.dtype.itemsize for spec in specs)
+        rows = [
+            PlanRow(what, "device", size, SMALLER, brief=what != PARAMETERS)
+            for what, size in ((PARAMETERS, n_bytes), (NEXT, once if self.on_host else n_bytes), (GRADIENTS, n_bytes))
+        ]
+        if self.on_host:
+            # The buffers are the parameters themselves, so that they count as device memory.
+            self.buffer_memory = HostMemory(self._threads)
+            self.buffers = ParameterBuffers(self.buffer_memory, specs)
+            return rows
+        # JAX allocates this, so that the pipeline does not count it: all buckets may be on their way at once.
+        return [PlanRow("gradients on their way", "host", once, SMALLER, brief=True), *rows]
+
+    # --- the pipeline's tensors ----------------------------------------------------------------------
+
+    def start(self, leaves: Sequence[Leaf], arrays: Sequence[jax.Array]) -> list[Any]:
+        found: list[Any] = []
+        for leaf, array in zip(leaves, arrays, strict=True):
+            found += [part if self.on_host else MeshParameter(part) for part in self._parts(leaf, array)]
+        return found
+
+    def started(self, arrays: Sequence[jax.Array], tensors: Sequence[Any]) -> list[jax.Array]:
+        return list(arrays)
+
+    def check_gradient(self, leaf: Leaf, gradient: Any, like: jax.Array, *, unreduced: bool) -> None:
+        if unreduced:
+            raise GradientError(
+                f"{leaf.path}: RankGradients without a mesh; expected plain gradients, or parameters of "
+                "wrap(params, mesh=mesh)"
+            )
+        if not isinstance(gradient, jax.Array) or gradient.sharding.device_set == like.sharding.device_set:
+            return
+        movable = gradient.is_fully_addressable and not gradient.committed
+        if movable or (self.on_host and not self._several and len(gradient.devices()) == 1):
+            return  # a CPU device's is read wherever it lies
+        raise GradientError(
+            f"{leaf.path}: gradient lies on {_names(gradient.devices())} and its parameter on "
+            f"{_names(like.devices())}; expected both on the same devices: compute the gradients of offloaded.params"
+        )
+
+    def as_gradient(self, leaf: Leaf, gradient: Any, like: jax.Array, *, unreduced: bool) -> list[Any]:
+        parts = self._parts(leaf, self._beside(gradient, like))
+        if self.on_host:
+            return list(parts)
+        if not self._several:
+            # An array of this device alone, since arrays of different meshes cannot be packed together. It is not
+            # copied if it lies on the device already.
+            parts = [jax.device_put(part.addressable_data(0), self._places[0]) for part in parts]
+        return [MeshGradient(part, False, part.size, BY_NUMPY[np.dtype(like.dtype)]) for part in parts]
+
+    def _beside(self, gradient: Any, like: jax.Array) -> jax.Array:
+        """The gradient, on the devices of its parameter and cut as it is."""
+        to = like.sharding
+        if to.memory_kind not in (None, DEVICE_MEMORY):
+            to = to.with_memory_kind(DEVICE_MEMORY)
+        if not isinstance(gradient, jax.Array):
+            return put(gradient, to)
+        if gradient.sharding.is_equivalent_to(to, gradient.ndim):
+            return gradient
+        if self.on_host and not self._several and gradient.committed:
+            return gradient
+        if gradient.is_fully_addressable:
+            return jax.device_put(gradient, to)
+        return jax.jit(_same, out_shardings=to)(gradient)
+
+    def _parts(self, leaf: Leaf, array: jax.Array) -> list[jax.Array]:
+        """The array's part of each of the leaf's parameters."""
+        if not self._several:
+            return [array]
+        on = on_devices(array)
+        return [on[shard.primary] for shard in leaf.shards]
+
+    def targets(self, leaves: Sequence[Leaf], arrays: Sequence[jax.Array]) -> list[Any]:
+        return self.buffers.take() if self.on_host else self.start(leaves, arrays)
+
+    def written(self, leaf: Leaf, targets: Sequence[Any], like: jax.Array) -> jax.Array:
+        if not self._several:
+            [target] = targets
+            if self.on_host:
+                return jax.device_put(target.reshape(like.shape), like.sharding if like.committed else None)
+            assert isinstance(self.device, Places)
+            empty = self.device.lone[0].stack  # an empty array is in no bucket
+            new = target.array if like.size else empty([np.empty(like.shape, like.dtype)])
+            return jax.device_put(new, like.sharding) if like.committed else new
+        parts, places = [], []
+        for shard, target in zip(leaf.shards, targets, strict=True):
+            new = target.reshape(shard.local_shape) if self.on_host else target.array
+            parts += [new] * len(shard.devices)
+            places += [SingleDeviceSharding(device, memory_kind=like.sharding.memory_kind) for device in shard.devices]
+        return jax.make_array_from_single_device_arrays(like.shape, like.sharding, jax.device_put(parts, places))
+
+    # --- whole values --------------------------------------------------------------------------------
+
+    def to_numpy(self, leaf: Leaf | None, array: jax.Array) -> np.ndarray:
+        if array.is_fully_addressable or array.is_fully_replicated:
+            return to_numpy(array if array.is_fully_addressable else array.addressable_data(0))
+        on = on_devices(array)
+        shards = local_shards(array.sharding, array.shape, 0) if leaf is None else leaf.shards
+        parts = {shard: np.asarray(on[shard.primary]) for shard in shards}
+        return self._whole(parts, array.shape, np.dtype(array.dtype), "parameters")
+
+    def joined(self, leaf: Leaf, parts: Sequence[np.ndarray], what: str) -> np.ndarray:
+        if not self._several:
+            return parts[0].reshape(leaf.shape)
+        return self._whole(dict(zip(leaf.shards, parts, strict=True)), leaf.shape, parts[0].dtype, what)
+
+    def _whole(
+        self, parts: Mapping[Shard, np.ndarray], shape: tuple[int, ...], dtype: np.dtype, what: str
+    ) -> np.ndarray:
+        """An array of this process's parts and the others'. With several processes all must call this."""
+        n_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        words = np.zeros(-(-n_bytes // 8), np.int64)  # each process adds the bits that it has to zeros
+        whole = words.view(np.uint8)[:n_bytes].view(dtype).reshape(shape)
+        collectives = self.device.collectives
+        for shard, part in parts.items():
+            if shard.counted or collectives.world_size == 1:
+                whole[shard.index] = part.reshape(shard.local_shape)
+        if collectives.world_size > 1:
+            merge(collectives.sum_integers, words, what)
+        return whole
+
+    def cut(self, leaf: Leaf, whole: np.ndarray) -> list[np.ndarray]:
+        return [whole.reshape(leaf.shape)[shard.index].reshape(-1) for shard in leaf.shards]
+
+    # --- gradients -----------------------------------------------------------------------------------
+
+    def compile(self, compute: Compute, *, in_specs: Any, check_vma: bool) -> Compiled:
+        if in_specs is not None:
+            raise ConfigError("value_and_grad: in_specs without a mesh; expected wrap(params, mesh=mesh)")
+        if not self._several:
+            alone = jax.jit(compute, static_argnums=2)
+
+            def of_one(
+                trained: list[Any], traced: Any, static: Any, scale: Any, args: tuple, kwargs: dict[str, Any]
+            ) -> Any:
+                return alone(trained, traced, static, None if scale is None else jax.device_put(scale), args, kwargs)
+
+            return of_one
+        compiled: dict[Any, Any] = {}  # one for each way in which parameters lie: gradients lie as they do
+
+        def call(trained: list[Any], traced: Any, static: Any, scale: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+            shardings = tuple(
+                array.sharding.with_memory_kind(DEVICE_MEMORY)
+                if array.sharding.memory_kind not in (None, DEVICE_MEMORY)
+                else array.sharding
+                for array in trained
+            )
+            if shardings not in compiled:
+                out = (None, list(shardings))
+                compiled[shardings] = jax.jit(compute, static_argnums=2, out_shardings=out)
+            if scale is not None and isinstance(shardings[0], NamedSharding):
+                scale = put(scale, NamedSharding(shardings[0].mesh, PartitionSpec()))
+            return compiled[shardings](trained, traced, static, scale, args, kwargs)
+
+        return call
+
+
+def _same(array: jax.Array) -> jax.Array:
+    return array
+
+
+def _of_new_arrays() -> jax.sharding.Sharding:
+    """Where JAX puts arrays that are made of NumPy's: on the default device, or on the mesh that the caller has set."""
+    return jax.device_put(np.float32(0)).sharding
+
+
+def _in_order(sharding: jax.sharding.Sharding) -> list[jax.Device]:
+    """The devices of a sharding, in its mesh's order."""
+    if isinstance(sharding, NamedSharding):
+        return list(sharding.mesh.devices.flat)
+    return sorted(sharding.device_set, key=lambda device: device.id)
+
+
+def _names(devices: Iterable[jax.Device]) -> str:
+    found = sorted(devices, key=lambda device: device.id)
+    one = ", ".join(str(device) for device in found[:4])
+    return one if len(found) <= 4 else f"{one}, … ({len(found)} devices)"
+
+
+def _processes(devices: Sequence[jax.Device]) -> Collectives:
+    """The collectives between the processes that hold parameters."""
+    if all(device.process_index == jax.process_index() for device in devices):
+        return SingleRank()
+    return JaxProcesses(MeshAxis(Mesh(np.array(devices), ("all",)), None))

@@ -1,0 +1,77 @@
+"""The shards of an array, as its sharding cuts it: which part of the array each is, and which devices hold it."""
+
+import functools
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from offload_core.layout.regions import Region
+
+Box = tuple[tuple[int, int], ...]
+"""The ``(begin, end)`` of a part of an array in each dimension."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A part of an array, and the devices of this process that hold it; the core's ``Elements`` of a parameter that is
+    this part."""
+
+    shape: tuple[int, ...]
+    """The array's."""
+    box: Box
+    devices: tuple[jax.Device, ...]
+    """In the mesh's order, not empty."""
+    primary: jax.Device
+    """The one of them whose gradient is read. Shards of many arrays are spread over the devices that hold them."""
+    counted: bool
+    """False: another process counts its elements in norms, and saves them."""
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        return tuple(high - low for low, high in self.box)
+
+    @property
+    def index(self) -> tuple[slice, ...]:
+        """The part, as an index of the array."""
+        return tuple(slice(low, high) for low, high in self.box)
+
+    @property
+    def numel(self) -> int:
+        return int(np.prod(self.local_shape, dtype=np.int64))
+
+    @property
+    def is_whole(self) -> bool:
+        return self.local_shape == self.shape
+
+    def regions(self, start: int, numel: int) -> list[tuple[int, Region]]:
+        return [(0, Region(self.shape, start, numel, None, None if self.is_whole else self.box))]
+
+    def __str__(self) -> str:
+        return f"{list(self.shape)}" + ("" if self.is_whole else f"[{', '.join(f'{a}:{b}' for a, b in self.box)}]")
+
+
+@functools.lru_cache(maxsize=4096)
+def local_shards(sharding: jax.sharding.Sharding, shape: tuple[int, ...], number: int) -> tuple[Shard, ...]:
+    """The parts of an array that this process has, each once, however many devices hold it.
+
+    Args:
+        number: that of the array in its tree: primary devices, and the processes that count, take turns.
+    """
+    holders: dict[Box, list[jax.Device]] = {}
+    for device, index in sharding.devices_indices_map(shape).items():
+        box = tuple((low, high) for low, high, _ in (i.indices(n) for i, n in zip(index, shape, strict=True)))
+        holders.setdefault(box, []).append(device)
+    found = []
+    for turn, (box, devices) in enumerate(sorted(holders.items(), key=lambda item: item[0]), number):
+        here = tuple(device for device in devices if device.process_index == jax.process_index())
+        processes = sorted({device.process_index for device in devices})
+        counted = processes[turn % len(processes)] == jax.process_index()
+        if here:
+            found.append(Shard(shape, box, here, here[turn % len(here)], counted))
+    return tuple(found)
+
+
+def on_devices(array: jax.Array) -> dict[jax.Device, jax.Array]:
+    """The part of an array that each device of this process holds."""
+    return {shard.device: shard.data for shard in array.addressable_shards}

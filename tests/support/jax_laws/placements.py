@@ -1,0 +1,365 @@
+"""Parameters that stay as they were placed: sharded over any axes of any mesh."""
+
+import itertools
+import tempfile
+from contextlib import nullcontext
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from frontends.jax import gather_params, wrap
+from frontends.jax.mesh.places import Places
+from frontends.jax.placement import placement
+from offload_core.errors import GradientError, ParameterError, StateError
+from tests.support.jax_laws.common import (
+    HYPER,
+    assert_same_tree,
+    one_process,
+    refuses,
+    two_processes,
+)
+from tests.support.strategies import law
+
+SHAPES = {"w": (8, 12), "v": (12, 4), "b": (4,), "scale": (), "empty": (0, 4)}
+MESHES = {
+    "fsdp x tensor": ((2, 2), ("fsdp", "tensor"), {"w": P("fsdp", "tensor"), "v": P("tensor"), "b": P()}),
+    "data x fsdp": ((2, 2), ("data", "fsdp"), {"w": P(None, "fsdp"), "v": P("fsdp"), "b": P("fsdp")}),
+    "4 x 1": ((4, 1), ("fsdp", "tensor"), {"w": P("fsdp", "tensor"), "v": P(("fsdp", "tensor")), "b": P("fsdp")}),
+    "1 x 4": ((1, 4), ("fsdp", "tensor"), {"w": P("fsdp", "tensor"), "v": P(None, "tensor"), "b": P()}),
+}
+
+
+def placed(value, sharding):
+    """A global array of a value that every process has."""
+    return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+
+
+def tree_of(seed, scale=1.0):
+    rng = np.random.default_rng(seed)
+    return {name: (scale * rng.standard_normal(shape)).astype(np.float32) for name, shape in SHAPES.items()}
+
+
+def mesh_of(shape, names, types=AxisType.Auto):
+    devices = jax.devices()[: int(np.prod(shape))]
+    return jax.make_mesh(shape, names, axis_types=(types,) * len(shape), devices=devices)
+
+
+def on(mesh, specs, tree):
+    return {name: placed(value, NamedSharding(mesh, specs.get(name, P()))) for name, value in tree.items()}
+
+
+def whole(tree):
+    """The value of global arrays, in every process."""
+    (array, *_) = jax.tree.leaves(tree)
+    everywhere = NamedSharding(array.sharding.mesh, P())
+    return jax.tree.map(lambda a: np.asarray(jax.jit(jnp.copy, out_shardings=everywhere)(a).addressable_data(0)), tree)
+
+
+def cases():
+    for (shape, names, specs), types, context in itertools.product(
+        MESHES.values(), (AxisType.Auto, AxisType.Explicit), (False, True)
+    ):
+        mesh = mesh_of(shape, names, types)
+        yield mesh, specs, (jax.set_mesh(mesh) if context else nullcontext())
+
+
+@one_process
+@two_processes
+def on_any_mesh_the_bits_are_those_of_eager_optax():
+    for mesh, specs, context in cases():
+        with context:
+            start = tree_of(0)
+            offloaded = wrap(on(mesh, specs, start), reduce_bucket_size=64, **HYPER)
+            transformation = optax.adamw(HYPER["lr"], weight_decay=HYPER["weight_decay"])
+            with jax.default_device(jax.local_devices()[0]):
+                params = jax.tree.map(jnp.asarray, start)
+                state = transformation.init(params)
+            for step in range(20):
+                gradients = tree_of(step + 1)
+                got = offloaded.update(on(mesh, specs, gradients))
+                changes, state = transformation.update(jax.tree.map(jnp.asarray, gradients), state, params)
+                params = optax.apply_updates(params, changes)
+            shardings = {name: NamedSharding(mesh, specs.get(name, P())) for name in SHAPES}
+            assert {name: array.sharding for name, array in got.items()} == shardings
+            assert_same_tree(whole(got), params)
+            assert offloaded.sent_bytes == 0
+
+
+@one_process
+@two_processes
+def clipping_is_that_of_one_device():
+    """Replicas are counted once."""
+    for mesh, specs, context in cases():
+        with context:
+            fields = {"gradient_clipping": 0.5, "gradient_accumulation_steps": 2, **HYPER}
+            offloaded = wrap(on(mesh, specs, tree_of(0)), **fields)
+            with jax.default_device(jax.local_devices()[0]):
+                alone = wrap(tree_of(0), **fields)
+            for step in range(6):
+                offloaded.update(on(mesh, specs, tree_of(step + 1)))
+                alone.update(tree_of(step + 1))
+                assert offloaded.report == alone.report
+                assert offloaded.report.skipped or offloaded.report.clip_coefficient < 1
+            assert_same_tree(whole(offloaded.params), alone.params)
+
+
+@one_process
+def any_mesh_sharding_and_shape():
+    axes = st.permutations(["a", "b", "c"]).map(tuple)
+
+    @law(60)
+    @given(st.data(), st.sampled_from([(2, 2, 2), (4, 2, 1), (8, 1, 1), (2, 1, 1), (1, 1, 1)]), axes)
+    def holds(data, sizes, names):
+        mesh = mesh_of(sizes, names)
+        if data.draw(st.booleans()):
+            mesh = Mesh(np.flip(mesh.devices), names)  # in another order
+        used = [n for n, size in mesh.shape.items() if size > 1]
+
+        def specs_of():
+            found = {}
+            for name, shape in SHAPES.items():
+                free, entries = data.draw(st.permutations(used)), []
+                for n in shape:
+                    entry = tuple(free[: data.draw(st.integers(0, len(free)))])
+                    if n % int(np.prod([mesh.shape[axis] for axis in entry])):
+                        entry = ()
+                    free = free[len(entry) :]
+                    entries.append(entry or None)
+                found[name] = P(*entries)
+            return found
+
+        fields = {
+            "param_dtype": data.draw(st.sampled_from(["float32", "bfloat16"])),
+            "reduce_bucket_size": data.draw(st.sampled_from([16, 100, 10**6])),
+            "gradient_clipping": data.draw(st.sampled_from([None, 0.3])),
+            "schedule": data.draw(st.sampled_from(["overlap", "serial", "delayed"])),
+            **HYPER,
+        }
+        specs = specs_of()
+        offloaded, alone = wrap(on(mesh, specs, tree_of(0)), **fields), wrap(tree_of(0), **fields)
+        assert sum(spec.numel for spec in offloaded._pipeline.params) == sum(map(np.size, tree_of(0).values()))
+        for step in range(3):
+            gradients = tree_of(step + 1)
+            cut = on(mesh, data.draw(st.sampled_from([specs, specs_of()])), gradients)
+            if data.draw(st.booleans()):
+                cut["v"] = gradients["v"] = None
+            offloaded.update(cut)
+            alone.update(gradients)
+        assert offloaded.report == alone.report
+        assert_same_tree(whole(offloaded.flush()), alone.flush())
+        assert_same_tree(offloaded.to_pytree(), alone.to_pytree())
+
+    holds()
+
+
+@one_process
+@two_processes
+def gradients_come_from_a_plain_jit_or_from_value_and_grad():
+    def loss_fn(params, x):
+        hidden = jnp.tanh(x @ params["w"])
+        return jnp.mean((hidden @ params["v"] + params["b"]) ** 2) * params["scale"]
+
+    shape, names, specs = MESHES["fsdp x tensor"]
+    mesh = mesh_of(shape, names)
+    for jitted in (True, False):
+        offloaded = wrap(on(mesh, specs, tree_of(0)), **HYPER)
+        step = jax.jit(jax.value_and_grad(loss_fn)) if jitted else offloaded.value_and_grad(loss_fn)
+        with jax.default_device(jax.local_devices()[0]):
+            alone = wrap(tree_of(0), **HYPER)
+        for seed in range(5):
+            x = placed(
+                np.random.default_rng(seed).standard_normal((4, 8)).astype(np.float32), NamedSharding(mesh, P("fsdp"))
+            )
+            _, gradients = step(offloaded.params, x)
+            alone.update(whole(gradients))
+            offloaded.update(gradients)
+        assert_same_tree(whole(offloaded.params), alone.params)
+
+
+@one_process
+@two_processes
+def what_is_saved_on_one_mesh_is_loaded_on_another_and_on_one_device():
+    folder = Path(tempfile.gettempdir()) / f"placements-{jax.process_count()}"  # all processes share it
+    trees = []
+    for number, (shape, names, specs) in enumerate(MESHES.values()):
+        mesh = mesh_of(shape, names)
+        tree = on(mesh, specs, tree_of(0)) | on(mesh, {"frozen": P(names[0])}, {"frozen": tree_of(9)["w"]})
+        trained = {name: name != "frozen" for name in tree}
+        offloaded = wrap(tree, trainable=trained, **HYPER)
+        if number:
+            offloaded.load_checkpoint(folder / str(number - 1))
+            offloaded.load_pytree(offloaded.to_pytree())
+            assert offloaded.count == 2 * number
+        gradients = [on(mesh, specs, tree_of(2 * number + step)) | {"frozen": None} for step in range(2)]
+        for gradient in gradients:
+            offloaded.update(gradient)
+        offloaded.save_checkpoint(folder / str(number))
+        assert offloaded.params["frozen"].sharding.spec == P(names[0])
+        trees.append(offloaded.to_pytree())
+    with jax.default_device(jax.local_devices()[0]):
+        alone = wrap(tree_of(0) | {"frozen": tree_of(9)["w"]}, trainable=trained, **HYPER)
+        for step in range(2 * len(MESHES)):
+            alone.update(tree_of(step) | {"frozen": None})
+    assert_same_tree(trees[-1], alone.to_pytree())
+    if jax.process_count() == 1:
+        alone.load_checkpoint(folder / "1")
+        assert_same_tree(alone.to_pytree(), trees[1])
+
+
+@one_process
+@two_processes
+def with_a_mesh_argument_sharded_parameters_stay_as_they_are():
+    for name, stage in (("4 x 1", 2), ("data x fsdp", 3), ("fsdp x tensor", 1)):
+        shape, names, specs = MESHES[name]
+        mesh = mesh_of(shape, names)
+        offloaded = wrap(on(mesh, specs, tree_of(0)), mesh=mesh, stage=stage, **HYPER)
+        new = offloaded.update(on(mesh, specs, tree_of(1)))
+        assert new["w"].sharding == NamedSharding(mesh, specs["w"])
+
+
+@one_process
+@two_processes
+def what_does_not_fit_is_refused_and_loses_nothing():
+    shape, names, specs = MESHES["fsdp x tensor"]
+    mesh = mesh_of(shape, names)
+    params = on(mesh, specs, tree_of(0))
+    here = jax.local_devices()[0]
+    for beside in (tree_of(0)["b"], jax.device_put(tree_of(0)["b"], here), jnp.ones(4)):
+        with refuses(ParameterError, "['b']", "expected all on the same devices", "jax.device_put"):
+            wrap({**params, "b": beside}, **HYPER)
+    offloaded = wrap(params, **HYPER)
+    before = offloaded.to_pytree()
+    elsewhere = jax.device_put(tree_of(1)["w"], here)
+    with refuses(GradientError, "['w']", "expected both on the same devices"):
+        offloaded.update({**on(mesh, specs, tree_of(1)), "w": elsewhere})
+    with refuses(GradientError, "['w']", "expected"):
+        offloaded.update(
+            {**on(mesh, specs, tree_of(1)), "w": placed(np.ones((2, 2), np.float32), NamedSharding(mesh, P()))}
+        )
+    assert_same_tree(offloaded.to_pytree(), before)
+    gradients = on(mesh, specs, tree_of(1))
+    gradients["w"].delete()
+    with refuses(GradientError, "['w']", "donated or deleted"):
+        offloaded.update(gradients)
+    assert_same_tree(offloaded.to_pytree(), before)
+    offloaded.update(on(mesh, specs, tree_of(1)))
+    offloaded.params["w"].delete()
+    with refuses(StateError, "was donated or deleted"):
+        offloaded.to_pytree()
+
+
+@one_process
+def parameters_on_two_meshes_are_refused():
+    one, other = (Mesh(np.array(devices), ("x",)) for devices in (jax.devices()[:2], jax.devices()[2:6]))
+    with refuses(ParameterError, "['w']", "expected all on the same devices"):
+        wrap(on(one, {}, {"w": tree_of(0)["w"]}) | on(other, {}, {"v": tree_of(0)["v"]}), **HYPER)
+
+
+@one_process
+@two_processes
+def a_mesh_that_the_caller_has_set_changes_nothing():
+    """``jax.set_mesh``, with any mesh, around each call or around some."""
+    fields = {"reduce_bucket_size": 64, **HYPER}
+    shape, names, specs = MESHES["data x fsdp"]
+    here = jax.local_devices()[:2]
+    lone = Mesh(np.array(here), ("x",))
+    line = Mesh(np.array(jax.devices()[:4]), ("x",))
+    contexts = [nullcontext, lambda: jax.set_mesh(lone), lambda: jax.set_mesh(mesh_of(shape, names, AxisType.Explicit))]
+    makers = {
+        "numpy": (lambda tree: tree, {}),
+        "one device": (lambda tree: jax.device_put(tree, here[0]), {}),
+        "sharded": (lambda tree: on(mesh_of(shape, names), specs, tree), {}),
+        "stage 2": (lambda tree: tree, {"mesh": line, "stage": 2}),
+        "stage 3": (lambda tree: tree, {"mesh": line, "stage": 3, "param_persistence_threshold": 0}),
+    }
+    folder = Path(tempfile.gettempdir()) / f"contexts-{jax.process_count()}"
+    for kind, (make, arguments) in makers.items():
+        expected = None
+        for wrapping, using in itertools.product(contexts, contexts):
+            with wrapping():
+                offloaded = wrap(make(tree_of(0)), **arguments, **fields)
+            with using():
+                for step in range(2):
+                    offloaded.update(make(tree_of(step + 1)))
+                if "mesh" in arguments:
+                    batch = placed(tree_of(3)["v"], NamedSharding(line, P("x")))
+                    grads = offloaded.value_and_grad(lambda p, x: (x @ gather_params(p)["b"]).sum())(
+                        offloaded.params, batch
+                    )[1]
+                    offloaded.update(grads)
+                if kind != "numpy" and (jax.process_count() == 1 or kind != "one device"):
+                    offloaded.save_checkpoint(folder / kind)
+            with wrapping():
+                if kind != "numpy" and (jax.process_count() == 1 or kind != "one device"):
+                    offloaded.load_checkpoint(folder / kind)
+                found = offloaded.to_pytree()
+            expected = found if expected is None else expected
+            assert_same_tree(found, expected)
+
+
+@one_process
+@two_processes
+def no_transfer_is_implicit():
+    """Under ``jax.transfer_guard("disallow")``, where the user has placed parameters, batches and the mesh."""
+    shape, names, specs = MESHES["data x fsdp"]
+    here, line = jax.local_devices()[0], Mesh(np.array(jax.devices()[:4]), ("x",))
+    on_line = {name: P() for name in SHAPES}
+    kinds = {
+        "one device": (lambda tree: jax.device_put(tree, here), jax.sharding.SingleDeviceSharding(here), {}),
+        "sharded": (lambda tree: on(mesh_of(shape, names), specs, tree), NamedSharding(mesh_of(shape, names), P()), {}),
+        "stage 2": (lambda tree: on(line, on_line, tree), NamedSharding(line, P("x")), {"mesh": line, "stage": 2}),
+        "stage 3": (
+            lambda tree: on(line, on_line, tree),
+            NamedSharding(line, P("x")),
+            {"mesh": line, "stage": 3, "param_persistence_threshold": 0},
+        ),
+    }
+    for make, batches, arguments in kinds.values():
+        for fields in ({}, {"param_dtype": "float16", "loss_scale": 8.0}, {"lr": optax.cosine_decay_schedule(1e-2, 9)}):
+            params, batch = make(tree_of(0)), placed(tree_of(3)["v"], batches)
+            expected = None
+            for guard in ("allow", "disallow"):
+                with jax.transfer_guard(guard):
+                    offloaded = wrap(params, **arguments, **{**HYPER, "gradient_clipping": 1.0, **fields})
+                    step = offloaded.value_and_grad(lambda p, x: (x @ gather_params(p)["b"].astype(x.dtype)).sum())
+                    for _ in range(2):
+                        offloaded.update(step(offloaded.params, batch)[1])
+                found = offloaded.to_pytree()
+                expected = found if expected is None else expected
+                assert_same_tree(found, expected)
+
+
+@one_process
+@two_processes
+def devices_with_memory_of_their_own_give_the_same_bits():
+    """CPU devices stand for them: their memory is taken for another than the host's."""
+    for (shape, names, specs), fields in itertools.product(
+        MESHES.values(),
+        (
+            {"reduce_bucket_size": 40},
+            {"gradient_clipping": 0.5, "gradient_accumulation_steps": 2, "param_dtype": "bfloat16"},
+            {"schedule": "delayed", "delay_warmup_steps": 1},
+        ),
+    ):
+        mesh = mesh_of(shape, names)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(placement, "on_cpu", lambda array: False)
+            there = wrap(on(mesh, specs, tree_of(0)), **HYPER, **fields)
+        assert isinstance(there._pipeline.device, Places)
+        here = wrap(on(mesh, specs, tree_of(0)), **HYPER, **fields)
+        with jax.set_mesh(mesh):
+            for step in range(4):
+                gradients = on(mesh, specs, tree_of(step + 1))
+                assert there.update(gradients)["w"].sharding == NamedSharding(mesh, specs["w"])
+                here.update(gradients)
+                assert there.report == here.report
+            assert_same_tree(whole(there.flush()), whole(here.flush()))
+        assert_same_tree(there.to_pytree(), here.to_pytree())
