@@ -1056,8 +1056,9 @@ void any_operator(const c10::OperatorHandle &op, torch::jit::Stack *stack) {
     auto act = [kernel, inputs = std::move(inputs), targets = std::move(targets)]() mutable {
         kernel.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &inputs);
         for (size_t i = 0; i < targets.size(); ++i) {
-            if (targets[i].isTensor() && targets[i].toTensor().defined()) {
-                targets[i].toTensor().copy_(inputs[i].toTensor());
+            if (targets[i].isTensor()) {
+                if (targets[i].toTensor().defined() && inputs[i].toTensor().defined()) // a mask may leave it out
+                    targets[i].toTensor().copy_(inputs[i].toTensor());
             } else if (targets[i].isTensorList()) {
                 auto made = inputs[i].toTensorVector();
                 auto wanted = targets[i].toTensorVector();
