@@ -36,7 +36,9 @@ def everything(engine):
     engine.flush()
     with gathered_parameters(engine.module.parameters()):
         found = [p.detach().cpu().clone() for p in engine.module.parameters()]
-    return found + [s[key].clone() for s in engine.optimizer.state.values() for key in ("step", "exp_avg", "exp_avg_sq")]
+    return found + [
+        s[key].clone() for s in engine.optimizer.state.values() for key in ("step", "exp_avg", "exp_avg_sq")
+    ]
 
 
 def same(a, b):
