@@ -304,7 +304,7 @@ class Updates:
         return any(task.done() and task.exception() is not None for task in asked)
 
     def complete(self) -> list[LocalBucket]:
-        """After a failure on the way to the device: update the states that the step has yet to update; their buckets."""
+        """After a failure on the way to the device: update the states that the step still owes; their buckets."""
         owed, self._owed = self._owed, {}
         done: list[LocalBucket] = []
         with suppress(BaseException):  # of the rule itself: it is being raised

@@ -78,12 +78,10 @@ def drained():
 def test_a_device_without_memory_for_a_forward_or_backward_leaves_the_step_before(where, fields, spare, device):
     engine = run(range(2), fields)
     before = everything(engine)
-    loss = forward(engine, 7) if where == "backward" else None
+    parts = [lambda loss: forward(engine, 7), engine.backward]
+    loss = parts.pop(0)(None) if where == "backward" else None
     with full(spare), pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
-        if loss is None:
-            forward(engine, 7)
-        else:
-            engine.backward(loss)
+        parts[0](loss)
     del loss
     engine.zero_grad()
     assert same(everything(engine), before)
