@@ -23,7 +23,7 @@ SETTINGS = [
 ]
 
 
-pytestmark = pytest.mark.parametrize("device", ["host", *(f"simulated, delays {n}" for n in range(3))], indirect=True)
+pytestmark = pytest.mark.parametrize("device", ["host", *(f"simulated, delays {n}" for n in range(2))], indirect=True)
 
 
 def run(engine, seeds, device):
