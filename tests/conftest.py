@@ -46,7 +46,7 @@ def code_of_other_tests_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def needs_accelerator(item: pytest.Item) -> bool:
     device = getattr(item, "callspec", None) and item.callspec.params.get("device")
-    return "accelerator" in getattr(item, "fixturenames", ()) or str(device).startswith("accelerator")
+    return "accelerator" in getattr(item, "fixturenames", ()) or str(device).startswith("simulated")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -3,7 +3,6 @@
 import itertools
 import os
 import signal
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -105,6 +104,9 @@ class Engine(nn.Module):
         self.module = model
         """The wrapped module."""
         self._traced = False
+        """True if code was compiled that calls the engine."""
+        self._compiled = pending.have_compiled_modules_wait(model)
+        """True if modules of the model are compiled; their backward may read a parameter whenever it likes."""
 
     def _start_alike(self, model: nn.Module) -> None:
         """Give frozen parameters and buffers rank 0's values, too."""
@@ -158,7 +160,7 @@ class Engine(nn.Module):
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             got = f"of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
             raise GradientError(f"backward: the loss is {got}, expected a tensor of one element: take its mean or sum")
-        if self.config.update_in_backward and self._reads_wait:
+        if self.config.update_in_backward and self._reads_wait and not self._compiled:
             self.optimizer.expect_step(average=average)
         parts = self.optimizer.parts
         span = parts.pipeline.device.trace.span(COMPUTE, "backward")
@@ -206,13 +208,10 @@ class Engine(nn.Module):
 
     @property
     def _reads_wait(self) -> bool:
-        """True if readers of a parameter can be made to wait; compiled code reads it in ways that nothing can catch."""
-        if self._traced or pending.compiled_code_reads:
-            return False
-        dynamo = sys.modules.get("torch._dynamo.eval_frame")  # None until something is compiled; its import is slow
-        compiled = () if dynamo is None else dynamo.OptimizedModule
-        modules = self.module.modules()
-        return not any(module._compiled_call_impl is not None or isinstance(module, compiled) for module in modules)
+        """True if readers of a parameter can be made to wait; code that is compiled around the engine reads it in ways
+        that nothing can catch."""
+        self._compiled = pending.have_compiled_modules_wait(self.module)
+        return not self._traced and not pending.compiled_code_reads
 
     @contextmanager
     def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:

@@ -217,6 +217,8 @@ class Intake:
         """Forget all gradients, those on the host included."""
         self._pipeline.drop_gradients()
         self._pipeline.withdraw()
+        if self._pipeline.left_behind:
+            self._registration.flush()
         self.forget()
 
     def _drop(self, slots: Sequence[Slot]) -> None:

@@ -2,7 +2,7 @@
 
 A module that is called first waits for its own pending parameters, because its code may be one that torch does not see:
 TorchScript, or an extension in C++. It does not wait for those of modules inside it, so the first layer of the next
-forward starts while the last one is being updated.
+forward starts while the last one is being updated. A compiled module waits for those inside it, too, before its graph.
 
 Outside of modules a pending parameter's class tells: it is :class:`PendingParameter`. A torch function that could see
 its values first waits for this one parameter, or gathers it, and restores its class; functions that only see shape,
@@ -10,10 +10,10 @@ gradient and the like do not wait. So state_dict(), evaluation or a read by hand
 """
 
 import copy
-import functools
+import sys
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -74,23 +74,66 @@ _READ_WHAT_IS_INSIDE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.Tr
 
 def _before_forward(module: nn.Module, args: Any) -> None:
     """Wait for the parameters that a module's forward reads in ways that torch does not show."""
-    if torch.compiler.is_compiling() or not _BEFORE_MODULES:  # a compiled model's step has waited
+    if torch.compiler.is_compiling() or not _BEFORE_MODULES:
         return
     inside = isinstance(module, torch.jit.ScriptModule) or (
         isinstance(module, _READ_WHAT_IS_INSIDE) and not module.training
     )
-    for param in module.parameters() if inside else module._parameters.values():
+    _settle_all(module.parameters() if inside else module._parameters.values())
+
+
+def _settle_all(params: Iterable[torch.Tensor | None]) -> None:
+    for param in params:
         if param is not None and id(param) in _BEFORE_MODULES:
             settle(param)
 
 
+class _WaitsFirst:
+    """The forward of a compiled module. Its graph is for parameters that are there, and for modules without hooks."""
+
+    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        self._module = module
+        self._forward = forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        global _in_compiled_code
+        if torch.compiler.is_compiling() or not _BEFORE_MODULES:  # or the module around it has waited
+            return self._forward(*args, **kwargs)
+        _settle_all(self._module.parameters())
+        _in_compiled_code += 1
+        _watch_modules()
+        try:
+            return self._forward(*args, **kwargs)
+        finally:
+            _in_compiled_code -= 1
+            _watch_modules()
+
+
+def have_compiled_modules_wait(model: nn.Module) -> bool:
+    """Have the compiled modules of a model wait for all parameters inside them; return whether there are any.
+
+    A module that is compiled would look at its parameters before any hook is called, and be compiled again if they are
+    pending.
+    """
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # None until something is compiled; its import is slow
+    optimized = () if dynamo is None else dynamo.OptimizedModule
+    found = False
+    for module in model.modules():
+        if isinstance(module, optimized):
+            found = True
+            if not isinstance(module.forward, _WaitsFirst):
+                module.forward = _WaitsFirst(module, module.forward)
+        if (compiled := module._compiled_call_impl) is not None:
+            found = True
+            if not isinstance(compiled, _WaitsFirst):
+                module._compiled_call_impl = _WaitsFirst(module, compiled)
+    return found
+
+
+_in_compiled_code = 0
+"""Forwards of compiled modules that are running."""
 _hook: Any = None
-
-
-@functools.cache
-def _expect_no_warning() -> None:
-    """Silence torch's warning of hooks that compiled modules call twice: the second call finds nothing to wait for."""
-    warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global hooks", UserWarning)
+_TWICE = r"Using `torch\.compile\(module\)` when there are global hooks"
 
 
 def _watch_modules() -> None:
@@ -99,13 +142,14 @@ def _watch_modules() -> None:
     Another thread may do the same; at worst the hook stays, and finds nothing to wait for.
     """
     global _hook
-    if _BEFORE_MODULES and _hook is None:
-        _expect_no_warning()
+    if (watch := bool(_BEFORE_MODULES and not _in_compiled_code)) and _hook is None:
+        if not any(rule[1] is not None and rule[1].pattern == _TWICE for rule in warnings.filters):
+            warnings.filterwarnings("ignore", _TWICE, UserWarning)  # the second call finds nothing to wait for
         _hook = register_module_forward_pre_hook(_before_forward)
-    elif not _BEFORE_MODULES and _hook is not None:
+    elif not watch and _hook is not None:
         hook, _hook = _hook, None
         hook.remove()
-        if _BEFORE_MODULES:
+        if _BEFORE_MODULES and not _in_compiled_code:
             _watch_modules()
 
 

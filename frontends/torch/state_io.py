@@ -282,7 +282,7 @@ class HostState(torch.Tensor):
     def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """As ``Tensor.to``, but return this tensor if only a device is asked for."""
         dtype = torch._C._nn._parse_to(*args, **{k: v for k, v in kwargs.items() if k != "copy"})[1]
-        if kwargs.get("copy") or dtype not in (None, self.dtype):
+        if kwargs.get("copy") or dtype is not None:  # torch's own optimizers load states so
             return self.as_subclass(torch.Tensor).to(*args, **kwargs)
         return self
 

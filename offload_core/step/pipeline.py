@@ -94,6 +94,8 @@ class Pipeline:
         self._unusable: str | None = None
         """The reason why states are to be used no more: an update or a load broke off."""
         self._lost_a_rank = False
+        self.left_behind = False
+        """True if a step broke off on one rank, and parameters are of the step before until they are sent anew."""
         self.params = self.buckets.params
         self.memory = self.buckets.memory
 
@@ -390,6 +392,7 @@ class Pipeline:
 
     def _begin_publication(self, params: Iterable[int]) -> None:
         self.published = dict.fromkeys(params, True)
+        self.left_behind = False
         self.publications += 1
 
     def _update(self, decision: Decision, after: Event) -> None:
@@ -398,6 +401,7 @@ class Pipeline:
             self.steps[param] += 1
         self.updates += 1
         ahead = self._early.end()
+        self._updates.owe([work for work in works if work not in ahead], decision)
         for work in ahead:
             work.forget_gradients(GradientEvent.END)
             work.confirm()
@@ -595,7 +599,7 @@ class Pipeline:
             raise StateError(self._unusable)
 
     def _abort(self, error: BaseException) -> None:
-        """The step broke off: gradients are gone, and the parameters of buckets that it left half-way are sent anew."""
+        """The step broke off: states are updated all the same, and parameters that did not arrive are sent anew."""
         if isinstance(error, CollectiveError):  # other ranks went another way: there is no going on
             self._lost_a_rank = True
             self._unusable = (
@@ -613,6 +617,8 @@ class Pipeline:
             for work in self.buckets.all
             if work.publication.state is Publication.EARLY or work.gradient.state is Gradient.USED
         )
+        completed = [] if self._lost_a_rank else self._updates.complete()
+        self.left_behind = bool(lost or completed) and self.device.world_size == 1
         self._reduction.begin()
         for work in self.buckets.all:
             work.take()
@@ -622,6 +628,8 @@ class Pipeline:
                 work.fall_behind(work.members, PublicationEvent.LOSE)
             elif work.publication.state is Publication.SENT:
                 work.publication.on(PublicationEvent.ARRIVE)
+            elif work in completed and not work.written_by_kernel:
+                work.fall_behind(work.members)
         if self._lost_a_rank:
             self.published = {}  # parameters stay those of the step before, where nothing was written in place
         else:

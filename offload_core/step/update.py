@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,7 @@ from ..native import kernels
 from ..ranks.consistency import combine
 from ..rules.adam import Adam, Scalars
 from ..support.threads import Task
-from .bucket_states import GradientEvent, Publication, PublicationEvent
+from .bucket_states import Gradient, GradientEvent, Publication, PublicationEvent
 from .buckets import LocalBuckets
 from .decision import Decision
 from .local_bucket import LocalBucket
@@ -36,8 +37,14 @@ class Updates:
         """(Bucket, the task that sends it, the task that waits for its arrival)."""
         self._advancing: deque[tuple[LocalBucket, Task[None]]] = deque()
         """(Bucket with nothing to send, the task that updates its states)."""
+        self._owed: dict[LocalBucket, Decision] = {}
+        """Buckets whose states a step has yet to update. A task takes its bucket out."""
 
     # --- what a step asks for ------------------------------------------------------------------------
+
+    def owe(self, works: Iterable[LocalBucket], decision: Decision) -> None:
+        """The step has begun in which these buckets are updated."""
+        self._owed = dict.fromkeys(works, decision)
 
     def start(self, works: Sequence[LocalBucket], decision: Decision, after: Event) -> None:
         """Update buckets and send their parameters, bucket after bucket.
@@ -49,6 +56,7 @@ class Updates:
         def update(work: LocalBucket) -> Event:
             out = None if work.written_by_kernel else self._borrow(work)
             self._run(work, decision.scalars, decision.present, decision.tensors, out)
+            self._owed.pop(work, None)
             work.forget_gradients(GradientEvent.END)
             if out is None:
                 return Done()
@@ -70,6 +78,7 @@ class Updates:
 
         def update(work: LocalBucket) -> None:
             self._run(work, decision.scalars, decision.present, None, None)
+            self._owed.pop(work, None)
             work.forget_gradients(GradientEvent.END)
 
         for work in works:
@@ -196,17 +205,20 @@ class Updates:
     def _send(self, work: LocalBucket, start: Callable[[], Event]) -> Task[Event]:
         """Ask for a bucket's update and its way to the device. At most ``depth`` travel, so that staging suffices."""
         if len(self._travelling) == self._buckets.worker.depth:
-            self._await_arrival(self._travelling.popleft())
-        work.written = self._buckets.worker.submit(start)
-        self._travelling.append(work)
+            self._await_arrival()
+        try:
+            work.written = self._buckets.worker.submit(start)
+        finally:  # one that fails at once is lost on its way, too
+            self._travelling.append(work)
         return work.written
 
     def land(self) -> None:
         """Ask for a task that waits for each bucket's arrival."""
         while self._travelling:
-            self._await_arrival(self._travelling.popleft())
+            self._await_arrival()
 
-    def _await_arrival(self, work: LocalBucket) -> None:
+    def _await_arrival(self) -> None:
+        work = self._travelling[0]
         written = work.written
         assert written is not None
 
@@ -215,6 +227,7 @@ class Updates:
             work.release()
 
         self._publishing.append((work, written, self._buckets.worker.submit(arrived)))
+        self._travelling.popleft()  # last: one that fails at once is lost on its way
 
     def _borrow(self, work: LocalBucket) -> np.ndarray:
         """Staging for the process's shards of a bucket."""
@@ -289,6 +302,19 @@ class Updates:
         """True if a task has failed; otherwise it may be waited for again."""
         asked = [*(arrived for _, _, arrived in self._publishing), *(task for _, task in self._advancing)]
         return any(task.done() and task.exception() is not None for task in asked)
+
+    def complete(self) -> list[LocalBucket]:
+        """After a failure on the way to the device: update the states that the step still owes; their buckets."""
+        owed, self._owed = self._owed, {}
+        done: list[LocalBucket] = []
+        with suppress(BaseException):  # of the rule itself: it is being raised
+            for work, decision in owed.items():
+                if work.gradient.state is not Gradient.USED:
+                    work.gradient.on(GradientEvent.USE)
+                tensors = decision.tensors if work.written_by_kernel else None
+                self._run(work, decision.scalars, decision.present, tensors, None)
+                done.append(work)
+        return done
 
     def forget(self) -> set[LocalBucket]:
         """After a failure: nothing is on its way any more. The buckets whose parameters may not have been written."""

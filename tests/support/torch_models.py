@@ -1,31 +1,44 @@
 """A small torch model with its batches and its loss, and comparisons bit for bit."""
 
 import threading
+from contextlib import contextmanager
 
 import torch
 from torch import nn
 
 _SEED = threading.Lock()
 """Ranks that are threads share torch's random state."""
+_device = "cpu"
 
 
-def make(dtype=torch.float32, seed=0):
+@contextmanager
+def on(device):
+    """Models and batches are made on this device."""
+    global _device
+    before, _device = _device, device
+    try:
+        yield
+    finally:
+        _device = before
+
+
+def make(dtype=torch.float32, seed=0, device=None):
     with _SEED:
         torch.manual_seed(seed)
-        return nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 16)).to(dtype)
+        return nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 16)).to(device or _device, dtype)
 
 
-def batch(seed, dtype=torch.float32):
-    return torch.randn(8, 32, generator=torch.Generator().manual_seed(seed)).to(dtype)
+def batch(seed, dtype=torch.float32, device=None):
+    return torch.randn(8, 32, generator=torch.Generator().manual_seed(seed)).to(device or _device, dtype)
 
 
 def loss_of(model, seed):
-    dtype = next(model.parameters()).dtype
-    return model(batch(seed, dtype)).float().pow(2).mean()
+    first = next(model.parameters())
+    return model(batch(seed, first.dtype, first.device)).float().pow(2).mean()
 
 
 def same_bits(a, b):
-    a, b = a.detach(), b.detach()
+    a, b = a.detach().cpu(), b.detach().cpu()
     return (
         a.dtype == b.dtype
         and a.shape == b.shape

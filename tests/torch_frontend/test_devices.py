@@ -1,12 +1,9 @@
 """What training computes does not depend on the device, nor on when its kernels and copies run."""
 
-from contextlib import ExitStack
-
 import pytest
 import torch
 
 from frontends.torch import OffloadedAdamW, gathered_parameters, wrap
-from tests.support import simulated
 from tests.support.torch_models import batch, make, same_bits
 
 STREAMED = {"stage": 3, "offload_param": "cpu", "param_persistence_threshold": 0}
@@ -26,24 +23,14 @@ SETTINGS = [
 ]
 
 
-@pytest.fixture(params=["host", *(f"accelerator, delays {seed}" for seed in range(3))])
-def device(request):
-    """A type of device. Kernels and copies of the simulated one are late, differently for each seed."""
-    if request.param == "host":
-        yield "cpu"
-        return
-    accelerator = request.getfixturevalue("accelerator")
-    with ExitStack() as undo:
-        if accelerator == simulated.NAME:
-            undo.enter_context(simulated.delays(seed=int(request.param[-1]), kernel=200, copy=2000))
-        yield accelerator
+pytestmark = pytest.mark.parametrize("device", ["host", *(f"simulated, delays {n}" for n in range(2))], indirect=True)
 
 
 def run(engine, seeds, device):
     dtype = next(engine.module.parameters()).dtype
     reports = []
     for seed in seeds:
-        engine.backward(engine(batch(seed, dtype).to(device)).float().pow(2).mean())
+        engine.backward(engine(batch(seed, dtype, device)).float().pow(2).mean())
         reports.append(engine.step())
     return reports
 
@@ -63,7 +50,7 @@ def assert_same(found, expected):
 
 @pytest.mark.parametrize("fields", SETTINGS, ids=str)
 def test_every_setting_gives_the_hosts_bits(fields, device):
-    host, engine = wrap(make(), lr=1e-2, **fields), wrap(make().to(device), lr=1e-2, **fields)
+    host, engine = wrap(make(device="cpu"), lr=1e-2, **fields), wrap(make(), lr=1e-2, **fields)
     assert run(engine, range(6), device) == run(host, range(6), "cpu")
     assert_same(everything(engine), everything(host))
     engine.close()
@@ -91,7 +78,7 @@ def test_an_overflow_is_skipped_on_every_device(device):
     found = []
     for place in (device, "cpu"):
         engine = wrap(
-            make().to(place), lr=1e-2, param_dtype="float16", loss_scale="dynamic", initial_loss_scale=2.0**24
+            make(device=place), lr=1e-2, param_dtype="float16", loss_scale="dynamic", initial_loss_scale=2.0**24
         )
         reports = run(engine, range(16), place)
         assert not reports[0].updated
@@ -103,11 +90,11 @@ def test_an_overflow_is_skipped_on_every_device(device):
 def test_the_optimizer_alone_reads_gradients_where_they_are(device):
     found = []
     for place in (device, "cpu"):
-        model = make().to(place)
+        model = make(device=place)
         optimizer = OffloadedAdamW(model.parameters(), lr=1e-2)
         for seed in range(5):
             optimizer.zero_grad()
-            model(batch(seed).to(place)).pow(2).mean().backward()
+            model(batch(seed, device=place)).pow(2).mean().backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
             optimizer.step()
         found.append([p.detach().cpu() for p in model.parameters()])
@@ -116,14 +103,14 @@ def test_the_optimizer_alone_reads_gradients_where_they_are(device):
 
 @pytest.mark.parametrize("fields", [{"param_dtype": "bfloat16"}, {"schedule": "delayed"}, STREAMED], ids=str)
 def test_a_run_that_was_saved_on_one_device_goes_on_as_it_was_on_another(fields, device, tmp_path):
-    straight = wrap(make().to(device), lr=1e-2, **fields)
+    straight = wrap(make(), lr=1e-2, **fields)
     run(straight, range(4), device)
     straight.save_checkpoint(tmp_path, wait=False)
     run(straight, range(4, 8), device)
     straight.wait_for_checkpoint()
     expected = everything(straight)
     for place in (device, "cpu"):
-        resumed = wrap(make(seed=1).to(place), lr=1e-2, **fields)
+        resumed = wrap(make(seed=1, device=place), lr=1e-2, **fields)
         resumed.load_checkpoint(tmp_path, random_state=place == device)
         run(resumed, range(4, 8), place)
         assert_same(everything(resumed), expected)
@@ -132,7 +119,7 @@ def test_a_run_that_was_saved_on_one_device_goes_on_as_it_was_on_another(fields,
 def test_a_parameter_that_is_written_by_hand_is_followed(device):
     found = []
     for place in (device, "cpu"):
-        engine = wrap(make().to(place), lr=1e-2, param_dtype="bfloat16")
+        engine = wrap(make(device=place), lr=1e-2, param_dtype="bfloat16")
         run(engine, range(2), place)
         with torch.no_grad():
             engine.module[0].weight.mul_(0.5)
@@ -142,9 +129,9 @@ def test_a_parameter_that_is_written_by_hand_is_followed(device):
 
 
 def test_a_default_device_does_not_attract_what_is_the_hosts(device, tmp_path):
-    inputs, found = [batch(seed).to(device) for seed in range(4)], []
+    inputs, found = [batch(seed) for seed in range(4)], []
     for default in (device, "cpu"):
-        engine, resumed = wrap(make().to(device), lr=1e-2), wrap(make(seed=1).to(device), lr=1e-2)
+        engine, resumed = wrap(make(), lr=1e-2), wrap(make(seed=1), lr=1e-2)
         with torch.device(default):
             for n, x in enumerate(inputs):
                 if n == 2:

@@ -2,8 +2,10 @@
 
 import pytest
 
+from frontends.torch import wrap
 from tests.support import simulated
 from tests.support.processes import run
+from tests.support.torch_rank import batch, make, whole_bits
 
 pytestmark = pytest.mark.skipif((missing := simulated.why_not()) is not None, reason=missing or "")
 
@@ -20,6 +22,19 @@ def test_ranks_on_devices_give_the_bits_of_ranks_on_the_host(tmp_path):
         for bits, norms, kind in late[1:]:
             assert (bits, norms) == (expected[0], expected[1]), name
             assert kind == "DeviceRanks", name
+
+
+def test_what_two_ranks_on_devices_saved_one_on_the_host_resumes_to_the_same_bits(tmp_path):
+    simulated.prepare()
+    expected, other = run("saved", 2, tmp_path, "simulated_worker.py")
+    assert expected == other
+    for name, fields in (("stage 2", {"gradient_clipping": 0.05}), ("streamed", {"param_dtype": "bfloat16"})):
+        engine = wrap(make(seed=1), lr=1e-2, **fields)
+        engine.load_checkpoint(tmp_path / "checkpoints" / name)
+        for seed in range(3, 6):
+            engine.backward(engine(batch(seed, 0)).float().pow(2).mean())
+            engine.step()
+        assert whole_bits(engine) == expected[name], name
 
 
 def test_an_exchange_that_is_not_waited_for_shows(tmp_path):

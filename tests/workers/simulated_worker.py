@@ -1,5 +1,8 @@
 """One rank on a simulated device, run by test_simulated_ranks.py: SCENARIO RANK WORLD_SIZE FOLDER."""
 
+import sys
+from pathlib import Path
+
 import torch
 
 from frontends.torch import wrap
@@ -9,13 +12,19 @@ from tests.support.simulated import collectives
 from tests.support.torch_rank import batch, main, make, whole_bits
 from tests.support.wait_mutants import Change, made
 
+STREAMED = {"stage": 3, "offload_param": "cpu", "param_persistence_threshold": 0}
+SAVED = ("stage 2", "streamed")
 SETTINGS = {
     "stage 1": {"stage": 1},
     "stage 2": {"gradient_clipping": 0.05},
     "native": {"reduction": "native", "param_dtype": "bfloat16"},
     "delayed": {"schedule": "delayed", "delay_warmup_steps": 1},
+    "serial": {"schedule": "serial", "gradient_clipping": 0.05},
+    "early": {"update_in_backward": True, "param_dtype": "bfloat16"},
+    "fp16": {"param_dtype": "float16", "loss_scale": "dynamic", "initial_loss_scale": 2.0**20},
     "stage 3": {"stage": 3, "param_persistence_threshold": 0},
-    "streamed": {"stage": 3, "offload_param": "cpu", "param_persistence_threshold": 0, "param_dtype": "bfloat16"},
+    "streamed": {**STREAMED, "param_dtype": "bfloat16"},
+    "streamed, clipped": {**STREAMED, "gradient_clipping": 0.05, "schedule": "delayed", "delay_warmup_steps": 1},
 }
 
 
@@ -42,6 +51,24 @@ def everywhere(rank, world_size):
     return result
 
 
+def saved(rank, world_size):
+    """Saved by both in mid-run, in stages 2 and 3, and gone on with. Their batches are those of one rank."""
+    folder = Path(sys.argv[4]) / "checkpoints"
+    device, result = torch.device(simulated.NAME, rank), {}
+    torch.accelerator.set_device_index(device)
+    for name in SAVED:
+        engine = wrap(make().to(device), lr=1e-2, reduce_bucket_size=1000, **SETTINGS[name])
+        for seed in range(6):
+            if seed == 3:
+                engine.save_checkpoint(folder / name, wait=False)
+            engine.backward(engine(batch(seed, 0).to(device)).float().pow(2).mean())
+            engine.step()
+        engine.wait_for_checkpoint()
+        result[name] = whole_bits(engine)
+        engine.close()
+    return result
+
+
 def without_waits(rank, world_size):
     """An exchange that the stream of copies does not wait for."""
     change = Change(collectives.__name__, "_Exchange.wait", "torch.accelerator.current_stream(self._device).wait_event(self._ended)", "None")  # fmt: skip # noqa: E501
@@ -54,4 +81,4 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     collectives.register()
     assert device_ranks.dist.get_default_backend_for_device(simulated.NAME) == collectives.BACKEND
-    main({f.__name__: f for f in (everywhere, without_waits)}, timeout=60, backend=collectives.BACKEND)
+    main({f.__name__: f for f in (everywhere, saved, without_waits)}, timeout=60, backend=collectives.BACKEND)

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, Protocol
 
 import numpy as np
@@ -12,6 +12,7 @@ import torch
 from offload_core.device.events import Done, Event
 from offload_core.device.protocols import Copy, HostArray
 from offload_core.dtypes import ElementType
+from offload_core.errors import ParameterError
 from offload_core.memory.pinning import Pinning
 
 from ..tensors import ELEMENT_TYPES, TORCH_DTYPES
@@ -188,12 +189,14 @@ class AcceleratorDevice(TorchDevice):
         return _StreamEvent(torch.accelerator.current_stream(self.device), None)
 
     def synchronize(self) -> None:
-        self._to_host.synchronize()
-        self._to_device.synchronize()
+        for stream in (self._to_host, self._to_device):
+            with suppress(RuntimeError):  # a copy that failed is an error of its own event
+                stream.synchronize()
 
     def to_host_lane(self) -> AbstractContextManager[Lane]:
         while len(self._leaving) >= _LEAVE_AT_ONCE:
-            self._leaving.popleft().wait()
+            with suppress(RuntimeError):  # a copy that failed is an error of its own bucket
+                self._leaving.popleft().wait()
         return self._lane(self._to_host, self.mark(), self._leaving)
 
     def to_device_lane(self, after: Event) -> AbstractContextManager[Lane]:
@@ -227,5 +230,13 @@ class AcceleratorDevice(TorchDevice):
 
 
 def memory_of(device: torch.device) -> TorchDevice:
-    """The adapter for parameters on ``device``."""
-    return HostTorchDevice() if device.type == "cpu" else AcceleratorDevice(device)
+    """The adapter for parameters on ``device``; :class:`ParameterError` if it has no streams."""
+    if device.type == "cpu":
+        return HostTorchDevice()
+    try:
+        return AcceleratorDevice(device)
+    except (RuntimeError, TypeError) as error:  # NotImplementedError is a RuntimeError
+        raise ParameterError(
+            f"parameters are on {device}, where torch could make no stream ({error}); expected the CPU or an "
+            "accelerator with streams, on which copies need not wait for the model"
+        ) from None

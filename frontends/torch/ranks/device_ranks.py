@@ -57,14 +57,19 @@ class DeviceRanks(HostRanks):
 
     Args:
         group: a process group whose backend moves the device's memory.
+        publishing: another one for parameters, where they are sent in one thread while gradients are in another: a
+            group's exchanges must be asked for in the same order on all ranks. None: the same.
     """
 
-    def __init__(self, memory: TorchDevice, collectives: TorchRanks, group: Any, *, native: bool = False) -> None:
+    def __init__(
+        self, memory: TorchDevice, collectives: TorchRanks, group: Any, *, native: bool = False, publishing: Any = None
+    ) -> None:
         super().__init__(memory, collectives, native=native, sizes=OnDevice(collectives.world_size, native))
         self._memory = memory
         self._ranks = collectives
         # Only torch's registry owns the group: a reference kept after destroy_process_group() can abort the exit.
         self._group = weakref.ref(group or dist.group.WORLD)
+        self._publishing = self._group if publishing is None else weakref.ref(publishing)
         self._sent_bytes = 0
 
     @property
@@ -125,7 +130,7 @@ class DeviceRanks(HostRanks):
             gathered = self._empty(bucket.padded_numel, bucket.dtype)
             what = f"bucket {bucket.index}: gathering of parameters"
             self._ranks.agree(what, gathered.nbytes)
-            self._run(what, all_gather, gathered, mine)
+            self._run(what, all_gather, gathered, mine, group=self._publishing)
             spread(gathered, copies)
             self._sent_bytes += mine.nbytes * (self.world_size - 1)
             return lane.event((mine, gathered, copies))
@@ -149,10 +154,10 @@ class DeviceRanks(HostRanks):
     def _empty(self, numel: int, dtype: ElementType) -> torch.Tensor:
         return torch.empty(numel, dtype=TORCH_DTYPES[dtype], device=self._memory.device)
 
-    def _run(self, what: str, collective: Callable[..., Any], *tensors: torch.Tensor) -> None:
+    def _run(self, what: str, collective: Callable[..., Any], *tensors: torch.Tensor, group: Any = None) -> None:
         self._ranks.refuse_if_gone(what)
         try:
-            collective(*tensors, group=self._group())
+            collective(*tensors, group=(group or self._group)())
         except Exception as error:
             raise CollectiveError.of(self.ranks[0], what, error) from error
 
@@ -175,9 +180,11 @@ def device_for(device: torch.device, group: Any, config: OffloadConfig, *, apart
     collectives = TorchRanks(group)
     agree(collectives, replace(config, op_order=config.op_order or "torch"))
     if device.type != "cpu" and _moves(group, device):
+        another = partial(dist.new_group, dist.get_process_group_ranks(group), use_local_synchronization=True)
         if apart:
-            group = dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
-        return DeviceRanks(memory, collectives, group, native=native)
+            group = another()
+        publishing = another() if config.update_in_backward and not apart else None
+        return DeviceRanks(memory, collectives, group, native=native, publishing=publishing)
     return HostRanks(memory, collectives, native=native)
 
 

@@ -123,9 +123,9 @@ class Queue {
         return mark;
     }
 
+    // A stream that waits for one that has failed fails, too: on a GPU all would.
     void wait_for(MarkPtr mark) {
-        if (!mark->is_reached())
-            put([mark] { mark->wait(); });
+        put([mark] { mark->synchronize(); });
     }
 
     bool is_idle() { return mark_if_busy() == nullptr; }
@@ -180,7 +180,7 @@ class Queue {
                 task.act = nullptr;
                 lock.lock();
                 if (!failure.empty())
-                    failure_ = "simulated device: " + failure;
+                    failure_ = failure;
             }
             is_running_ = false;
         }
@@ -849,7 +849,7 @@ void copy_bytes(const at::Tensor &from, const at::Tensor &to, bool non_blocking)
     char *target = is_ours(to) ? open_address(to.const_data_ptr()) : static_cast<char *>(to.mutable_data_ptr());
     bool fails = copies_until_failure > 0 && --copies_until_failure == 0;
     auto act = [source, target, size = from.nbytes(), fails] {
-        TORCH_CHECK(!fails, "the copy failed, as asked");
+        TORCH_CHECK(!fails, "simulated device: the copy failed, as asked");
         std::memcpy(target, source, size);
     };
     stream.put(act, copy_delay);
@@ -1056,8 +1056,9 @@ void any_operator(const c10::OperatorHandle &op, torch::jit::Stack *stack) {
     auto act = [kernel, inputs = std::move(inputs), targets = std::move(targets)]() mutable {
         kernel.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &inputs);
         for (size_t i = 0; i < targets.size(); ++i) {
-            if (targets[i].isTensor() && targets[i].toTensor().defined()) {
-                targets[i].toTensor().copy_(inputs[i].toTensor());
+            if (targets[i].isTensor()) {
+                if (targets[i].toTensor().defined() && inputs[i].toTensor().defined()) // a mask may leave it out
+                    targets[i].toTensor().copy_(inputs[i].toTensor());
             } else if (targets[i].isTensorList()) {
                 auto made = inputs[i].toTensorVector();
                 auto wanted = targets[i].toTensorVector();
