@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from offload_core.errors import HostMemoryError
-from offload_core.memory.pinning import CUDA, HIP, Pinning, Registered
+from offload_core.memory.pinning import Cuda, Hip, Pinning, Registered
 
 REGISTERED: dict[str, Registered] = {}
 """The registration of host memory for types of devices whose driver offers it; tests add theirs."""
@@ -23,6 +23,6 @@ class TorchPinned:
 def pinning_for(device: torch.device) -> Pinning:
     """Register our mappings of exact size with the driver where that is known to work."""
     if device.type == "cuda":
-        driver = HIP if torch.version.hip else CUDA
-        return Registered(driver.register, driver.unregister)
+        number = torch.accelerator.current_device_index() if device.index is None else device.index
+        return Registered(Hip().register if torch.version.hip else Cuda(number).register)
     return REGISTERED.get(device.type) or TorchPinned()
