@@ -132,7 +132,7 @@ RELEASED = ["release", "0", "1"]
 
 @pytest.fixture
 def library(tmp_path, monkeypatch):
-    """A driver that notes what is asked of it and does nothing without a context; and a function that reads the notes."""
+    """A driver that notes what is asked of it and does nothing without a context, and what reads the notes."""
     from tests.support import c_build  # skips these tests where there is no compiler
 
     source, library, log = tmp_path / "cuda.c", tmp_path / "libcuda.so.1", tmp_path / "log"

@@ -80,7 +80,6 @@ class PartitionedModel:
         self.before_change()
         for record in self.parameters.records.values():
             self.runs.hold([record])
-        self._world.synchronize()  # copies read shards in pinned memory, which is given back now
         self._gathering.close()
         self.parameters.records.clear()
         self.runs.close()

@@ -220,13 +220,33 @@ def in_turn(*, ahead: bool = False, link: float = 0.0) -> Iterator[None]:
 
     Args:
         ahead: the devices' default streams do what they can at once.
-        link: bytes a second between host and device; with it there is a clock, see :class:`Clock`. 0: none.
+        link: bytes a second between host and device; with it there is a clock, which begins at zero. 0: none.
     """
     load().simulated_in_turn(True, ahead, ctypes.c_double(link))
     try:
         yield
     finally:
         load().simulated_in_turn(False, False, ctypes.c_double(0.0))
+
+
+def now() -> float:
+    """The host's time by the clock, in seconds."""
+    return load().simulated_time()
+
+
+def set_now(seconds: float) -> None:
+    """The host goes on at this time: another of its threads does."""
+    load().simulated_set_time(ctypes.c_double(seconds))
+
+
+def keep_busy(stream: torch.Stream, seconds: float) -> None:
+    """The stream takes so long, by the clock, before it goes on."""
+    load().simulated_keep_busy(stream.device_index, stream.stream_id, ctypes.c_double(seconds))
+
+
+def copies_waited_for() -> int:
+    """Copies between host and device for which the host has waited: blocking ones, and of memory that is not pinned."""
+    return load().simulated_copies_waited_for()
 
 
 def call(stream: torch.Stream, act: Callable[[], object]) -> None:

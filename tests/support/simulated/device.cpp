@@ -63,6 +63,7 @@ constexpr int POISON = 0xFF;
 std::atomic<uint64_t> seed{0};
 std::atomic<int> kernel_delay{50}, copy_delay{500}; // at most, in microseconds
 std::atomic<int> copies_until_failure{0};
+std::atomic<int> copies_waited_for{0};
 std::atomic<bool> in_turn{false}, default_streams_ahead{false};
 std::recursive_mutex turn;         // of the thread that does what streams have to do
 std::atomic<double> host_time{0};  // in seconds, as all times of the clock
@@ -382,6 +383,8 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
         delete static_cast<Event *>(event);
     }
     double elapsedTime(void *start, void *end, const c10::DeviceIndex) const override {
+        if (link_speed > 0)
+            return 1e3 * (static_cast<Event *>(end)->mark->time() - static_cast<Event *>(start)->mark->time());
         auto took = static_cast<Event *>(end)->mark->reached() - static_cast<Event *>(start)->mark->reached();
         return std::chrono::duration<double, std::milli>(took).count();
     }
@@ -947,10 +950,12 @@ void copy_bytes(const at::Tensor &from, const at::Tensor &to, bool non_blocking)
     if (is_ours(from) && is_ours(to))
         return;
     auto *host = is_ours(from) ? static_cast<const char *>(target) : source;
-    if (non_blocking && pinned_memory().contains(host))
+    if (non_blocking && pinned_memory().contains(host)) {
         pinned_memory().used(host, stream.mark());
-    else
+    } else {
+        ++copies_waited_for;
         stream.synchronize();
+    }
 }
 
 bool is_dense_alike(const at::Tensor &from, const at::Tensor &to) {
@@ -1240,6 +1245,9 @@ void simulated_keep_busy(int device, int stream, double seconds) {
 void simulated_call(int device, int stream, void (*act)(size_t), size_t argument) {
     queue(device, stream).put([act, argument] { act(argument); });
 }
+
+// Copies between host and device for which the host has waited: blocking ones, and of memory that is not pinned.
+int simulated_copies_waited_for() { return copies_waited_for; }
 
 double simulated_time() { return host_time; }
 
