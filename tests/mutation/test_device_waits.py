@@ -498,7 +498,13 @@ def test_the_sound_front_end_passes(scenario):
     scenario()
 
 
-@pytest.mark.parametrize("mutant", [m for m in MUTANTS if name_of(m) not in UNNOTICED], ids=name_of)
+def at_every_change(mutant):
+    """Those of the device's own code; the others are slow."""
+    fast = name_of(mutant).startswith(("ranks.", "stage3."))
+    return pytest.param(mutant, marks=() if fast else pytest.mark.slow, id=name_of(mutant))
+
+
+@pytest.mark.parametrize("mutant", [at_every_change(m) for m in MUTANTS if name_of(m) not in UNNOTICED])
 def test_a_wait_of_the_torch_front_end_that_is_taken_out_is_noticed(mutant):
     by = [run for run in played() if name_of(mutant) not in ENDS or run.__name__.startswith("memory_of")]
     assert_noticed(mutant, by)
