@@ -6,9 +6,11 @@ Vendors have names here alone.
 import ctypes
 import mmap
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -51,52 +53,40 @@ class Registered:
     """Mappings of exact size that are registered with the device's driver.
 
     Attributes:
-        register: given address and length in bytes, pins the memory; raises :class:`HostMemoryError`.
-        unregister: given the address, ends that.
+        register: given address and length in bytes, pins the memory and returns what ends that; raises
+            :class:`HostMemoryError`.
     """
 
-    register: Callable[[int, int], None]
-    unregister: Callable[[int], None]
+    register: Callable[[int, int], Callable[[], object]]
 
     def allocate(self, n_bytes: int, threads: int) -> np.ndarray:
         array = mapped(n_bytes, threads)
-        address = kernels.address(array)
-        self.register(address, n_bytes)
-        weakref.finalize(array, self.unregister, address)
+        weakref.finalize(array, self.register(kernels.address(array), n_bytes))
         return array
 
 
-@dataclass(frozen=True)
 class Driver:
     """A vendor's library, loaded at run time: building needs none of its tools."""
 
     vendor: str
-    library: str
-    register_name: str
-    unregister_name: str
     start_name: str
     device_name: str
     address_name: str
 
-    def register(self, address: int, n_bytes: int) -> None:
-        # A context is current in this thread once the framework has put anything on the device.
-        register = getattr(self._load(), self.register_name)
-        code = register(ctypes.c_void_p(address), ctypes.c_size_t(n_bytes), _PORTABLE)
-        if code:
-            raise HostMemoryError(
-                f"{self.register_name} failed with {self.vendor} error {code}; raise the locked-memory limit "
-                "(ulimit -l)"
-            )
+    def __init__(self, library: str) -> None:
+        self._library = library
 
-    def unregister(self, address: int) -> None:
-        getattr(self._load(), self.unregister_name)(ctypes.c_void_p(address))
+    def register(self, address: int, n_bytes: int) -> Callable[[], None]:
+        """As :attr:`Registered.register`."""
+        raise NotImplementedError
 
     def start(self) -> bool:
         """Start the driver in a process where no framework has; True if it is there."""
         try:
-            return getattr(self._load(), self.start_name)(0) == 0
+            self._call(self.start_name, 0)
         except (HostMemoryError, AttributeError):
             return False
+        return True
 
     def pci_address(self, ordinal: int) -> str | None:
         """The PCI address of a device, as sysfs writes it; None: it is unknown, or there is no such device.
@@ -106,36 +96,88 @@ class Driver:
         """
         device, text = ctypes.c_int(), ctypes.create_string_buffer(32)
         try:
-            get_device, get_address = (getattr(self._load(), name) for name in (self.device_name, self.address_name))
+            self._call(self.device_name, ctypes.byref(device), ctypes.c_int(ordinal))
+            self._call(self.address_name, text, len(text), device)
         except (HostMemoryError, AttributeError):
-            return None
-        if get_device(ctypes.byref(device), ordinal) or get_address(text, len(text), device):
             return None
         return text.value.decode("ascii", "replace").lower()
 
-    def _load(self) -> ctypes.CDLL:
+    def _call(self, name: str, *args: Any) -> None:
+        """Call one of its functions, all of which return an error code; 0: none."""
         try:
-            return ctypes.CDLL(self.library)
+            code = getattr(ctypes.CDLL(self._library), name)(*args)
         except OSError as error:
             raise HostMemoryError(f"the {self.vendor} driver library cannot be loaded ({error})") from None
+        if code:
+            raise HostMemoryError(
+                f"{name} failed with {self.vendor} error {code}; if it is the one for too little memory, raise the "
+                "locked-memory limit (ulimit -l)"
+            )
 
 
-CUDA = Driver(
-    "CUDA",
-    "libcuda.so.1",
-    "cuMemHostRegister_v2",
-    "cuMemHostUnregister",
-    "cuInit",
-    "cuDeviceGet",
-    "cuDeviceGetPCIBusId",
-)
-HIP = Driver(
-    "HIP",
-    "libamdhip64.so",
-    "hipHostRegister",
-    "hipHostUnregister",
-    "hipInit",
-    "hipDeviceGet",
-    "hipDeviceGetPCIBusId",
-)
-DRIVERS = (CUDA, HIP)
+class Cuda(Driver):
+    """NVIDIA's driver, which registers memory in the context that is current in the calling thread.
+
+    Threads of torch have the primary context of the device that they used last, those of JAX none. So the device's own
+    is retained for as long as the memory is registered in it, and current during each call. Its other users are not
+    disturbed: it is the one of torch, JAX and the CUDA runtime, and threads get back what was current before.
+
+    Args:
+        device: its number among those that the process sees.
+    """
+
+    vendor = "CUDA"
+    start_name, device_name, address_name = "cuInit", "cuDeviceGet", "cuDeviceGetPCIBusId"
+
+    def __init__(self, device: int = 0, library: str = "libcuda.so.1") -> None:
+        super().__init__(library)
+        self._device = device
+
+    def register(self, address: int, n_bytes: int) -> Callable[[], None]:
+        """As :attr:`Registered.register`."""
+        device, context = ctypes.c_int(), ctypes.c_void_p()
+        self._call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(self._device))
+        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+        with ExitStack() as undo:
+            undo.callback(self._call, "cuDevicePrimaryCtxRelease_v2", device)
+            with self._current(context):
+                self._call("cuMemHostRegister_v2", ctypes.c_void_p(address), ctypes.c_size_t(n_bytes), _PORTABLE)
+            undo.pop_all()
+        return partial(self._unregister, device, context, address)
+
+    def _unregister(self, device: ctypes.c_int, context: ctypes.c_void_p, address: int) -> None:
+        with suppress(HostMemoryError):  # at the interpreter's end the driver may have ended before
+            with self._current(context):
+                self._call("cuMemHostUnregister", ctypes.c_void_p(address))
+            self._call("cuDevicePrimaryCtxRelease_v2", device)
+
+    @contextmanager
+    def _current(self, context: ctypes.c_void_p) -> Iterator[None]:
+        self._call("cuCtxPushCurrent_v2", context)
+        try:
+            yield
+        finally:
+            self._call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+
+
+class Hip(Driver):
+    """AMD's driver. Every thread has a context, and memory is registered for all devices (``hipHostRegister``: "HIP
+    only supports one context")."""
+
+    vendor = "HIP"
+    start_name, device_name, address_name = "hipInit", "hipDeviceGet", "hipDeviceGetPCIBusId"
+
+    def __init__(self, library: str = "libamdhip64.so") -> None:
+        super().__init__(library)
+
+    def register(self, address: int, n_bytes: int) -> Callable[[], None]:
+        """As :attr:`Registered.register`."""
+        self._call("hipHostRegister", ctypes.c_void_p(address), ctypes.c_size_t(n_bytes), _PORTABLE)
+        return partial(self._unregister, address)
+
+    def _unregister(self, address: int) -> None:
+        with suppress(HostMemoryError):
+            self._call("hipHostUnregister", ctypes.c_void_p(address))
+
+
+DRIVERS: tuple[Driver, ...] = (Cuda(), Hip())

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from graphlib import TopologicalSorter
@@ -17,7 +18,8 @@ ROOMS = {
     "frontends.torch": """
         tensors casting data_writes groups pending ranks stage3 registration intake state_io optimizer files engine
         deepspeed_weights integrations""",
-    "frontends.jax": "launch context numbers device tree mesh gradients placement differentiate optax_bridge files offloaded",
+    "frontends.jax": """
+        launch context numbers device tree mesh gradients placement differentiate optax_bridge files offloaded""",
     "bench": "record markdown plots fits headers peers harness virtual train screens parts gpu report run",
 }
 """The rooms of each package and the modules beside them, lowest first: imports go down this list, and never round
@@ -94,6 +96,43 @@ def test_no_test_imports_another_and_workers_import_only_what_is_shared():
                 if {"workers", "support"} & set(path.parts):
                     assert name.startswith("tests.support."), f"{path} imports {name}, expected only tests.support"
     assert checked > 100
+
+
+def test_only_one_module_of_each_package_calls_a_vendors_driver():
+    pattern = re.compile(r"torch\.cuda|torch\.version\.hip|\bcu(Mem|Ctx|Device)[A-Z]|\bhip[A-Z]|libcuda|libamdhip")
+    found = {
+        str(path.relative_to(ROOT))
+        for package in ("frontends/torch", "offload_core")
+        for path in (ROOT / package).rglob("*.py")
+        if pattern.search(path.read_text())
+    }
+    assert found == {"frontends/torch/ranks/pinning.py", "offload_core/memory/pinning.py"}
+    assert "torch.cuda" not in (ROOT / "frontends/torch/ranks/pinning.py").read_text()
+
+
+FINALIZERS = {
+    "clear_up": "does what may wait in the main thread, or in a thread of its own",
+    "file.close": "writes what is left to a file",
+    "self._tasks.put": "a SimpleQueue may be put into from anywhere",
+    "self._live.subtract": "counts",
+    "self.register(kernels.address(array), n_bytes)": "calls the driver, which runs no Python",
+    "_remove": "takes hooks off",
+    "_WAITS.pop": "forgets an entry",
+    "_end": "closes sockets and gloo's threads, which run no Python",
+}
+"""What is called when garbage is collected, and why it does not wait for another thread of Python: the thread that
+collects may be that very one."""
+
+
+def test_what_garbage_calls_waits_for_no_thread():
+    found = {
+        ast.unparse(node.args[1])
+        for package in ("frontends", "offload_core")
+        for path in (ROOT / package).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "weakref.finalize"
+    }
+    assert found == {*FINALIZERS}
 
 
 BLOCKED = """

@@ -424,12 +424,12 @@ os.sched_setaffinity(0, {{ {one}, {other} }})
 from offload_core.config.options import OffloadConfig
 from offload_core.memory import near
 from offload_core.memory.host_memory import HostMemory
-from offload_core.memory.pinning import CUDA
+from offload_core.memory.pinning import Cuda
 from offload_core.native import kernels
 from offload_core.support import topology
 import numpy as np
 topology.SYSFS = Path({str(root)!r})
-driver = replace(CUDA, library={library!r})
+driver = Cuda(0, {library!r})
 config, seen = OffloadConfig(), []
 def engine(*ordinals):
     near.work_near(config, ordinals, [driver])

@@ -2,10 +2,10 @@
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-from offload_core.memory.pinning import CUDA, Driver
+from offload_core.memory.pinning import Cuda, Driver
 from offload_core.support.topology import ranges
 
 
@@ -112,4 +112,4 @@ def driver(folder: Path, gpus: Iterable[Gpu]) -> Driver:
     source, library = folder / "driver.c", folder / "libdriver.so"
     source.write_text(_DRIVER.replace("ADDRESSES", addresses))
     run("gcc", "-shared", "-fPIC", source, "-o", library)
-    return replace(CUDA, library=os.fspath(library))
+    return Cuda(0, os.fspath(library))

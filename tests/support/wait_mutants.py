@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 WAITS = {"wait", "order", "result", "claim", "finish", "_finish", "_wait", "recover", "synchronize", "_reclaim", "meet",
-         "wait_for", "await_param", "_await_arrival", "_abort", "settle", "flush",
+         "wait_for", "await_param", "wait_event", "wait_stream", "record_stream",
+         "_await_arrival", "_abort", "settle", "flush",
          "finish_publications", "finish_states", "withdraw", "recall"}  # fmt: skip
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -34,6 +36,25 @@ class Wait:
 
     def tree(self) -> ast.AST:
         return _Removed(self).visit(ast.parse(source_of(self.module)))
+
+
+@dataclass(frozen=True)
+class Other:
+    """An expression in whose place another stands: an order or a memory's owner that is missing."""
+
+    module: str
+    function: str
+    line: int
+    column: int
+    text: str
+    new: str
+    said: str
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.function}: {self.said}"
+
+    def tree(self) -> ast.AST:
+        return _Exchanged(self).visit(ast.parse(source_of(self.module)))
 
 
 @dataclass(frozen=True)
@@ -61,6 +82,9 @@ class Change:
         return ast.parse("".join([*before, body.replace(self.old, self.new), *after]))
 
 
+Mutant = Wait | Other | Change
+
+
 def modules_of(package: str) -> list[str]:
     """The names of all modules of a package and of those inside it."""
     paths = [path.relative_to(ROOT).with_suffix("") for path in sorted((ROOT / package).rglob("*.py"))]
@@ -77,18 +101,62 @@ def is_wait(node: ast.AST) -> bool:
     return getattr(node.func, "attr", getattr(node.func, "id", None)) in WAITS
 
 
+def nodes_of(module: str) -> Iterator[tuple[ast.AST, ast.stmt, str]]:
+    """All of a module inside functions: a node, the statement that it is in, and the outermost function around it."""
+
+    def visit(node: ast.AST, statement: ast.stmt | None, path: tuple[str, ...]) -> Iterator[Any]:
+        if isinstance(node, ast.stmt) and not isinstance(node, ast.With | ast.If | ast.For | ast.While | ast.Try):
+            statement = node
+        if path:
+            yield node, statement, ".".join(path[: 2 if path[0].lstrip("_")[0].isupper() else 1])
+        for child in ast.iter_child_nodes(node):
+            named = isinstance(child, ast.FunctionDef | ast.ClassDef)
+            yield from visit(child, statement, (*path, child.name) if named else path)
+
+    yield from visit(ast.parse(source_of(module)), None, ())
+
+
 def waits_of(module: str) -> Iterator[Wait]:
-    def visit(node: ast.AST, path: tuple[str, ...]) -> Iterator[Wait]:
+    """Calls that wait, and whose value nobody needs."""
+    for node, _, function in nodes_of(module):
         if isinstance(node, ast.Expr | ast.Return | ast.Lambda):
             value = node.body if isinstance(node, ast.Lambda) else node.value
             if value is not None and is_wait(value):
-                function = ".".join(path[: 2 if path[0].lstrip("_")[0].isupper() else 1])
                 yield Wait(module, function, value.lineno, value.col_offset, ast.unparse(value))
-        for child in ast.iter_child_nodes(node):
-            named = isinstance(child, ast.FunctionDef | ast.ClassDef)
-            yield from visit(child, (*path, child.name) if named else path)
 
-    yield from visit(ast.parse(source_of(module)), ())
+
+def orders_of(module: str) -> Iterator[Other]:
+    """Events and marks that streams wait for, each as if it had been reached."""
+    for node, _, function in nodes_of(module):
+        name = node.func.attr if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else None
+        if name == "record_event":
+            new = f"torch.Event({ast.unparse(node.func.value)}.device)"
+        elif name == "mark":
+            new = "__import__('offload_core').device.events.Done()"
+        else:
+            continue
+        yield _other(module, function, node, new, ast.unparse(node))
+
+
+def keepers_of(module: str) -> Iterator[Other]:
+    """What keeps memory alive until a copy has ended: each argument of a call of ``event``."""
+    for node, _, function in nodes_of(module):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "event":
+            for argument in node.args:
+                for each in argument.elts if isinstance(argument, ast.Tuple) else [argument]:
+                    said = f"{ast.unparse(each)} of {ast.unparse(node)}"
+                    yield _other(module, function, each, "None", said)
+
+
+def pins_of(module: str) -> Iterator[Other]:
+    """What lets copies run while the host goes on: pinned memory, and copies that do not block."""
+    for node, statement, function in nodes_of(module):
+        if isinstance(node, ast.keyword) and node.arg in ("pinned", "pin_memory", "non_blocking"):
+            yield _other(module, function, node.value, "False", ast.unparse(statement))
+
+
+def _other(module: str, function: str, node: ast.AST, new: str, said: str) -> Other:
+    return Other(module, function, node.lineno, node.col_offset, ast.unparse(node), new, said)
 
 
 class _Removed(ast.NodeTransformer):
@@ -104,6 +172,20 @@ class _Removed(ast.NodeTransformer):
         called = node.func.value if isinstance(node.func, ast.Attribute) else node.func
         parts = [called, *node.args, *(keyword.value for keyword in node.keywords), ast.Constant(None)]
         return ast.Subscript(ast.Tuple(parts, ast.Load()), ast.Constant(-1), ast.Load())
+
+
+class _Exchanged(ast.NodeTransformer):
+    def __init__(self, other: Other) -> None:
+        self._other = other
+
+    def visit(self, node: ast.AST) -> ast.AST:
+        self.generic_visit(node)
+        place = (getattr(node, "lineno", 0), getattr(node, "col_offset", 0))
+        if place != (self._other.line, self._other.column) or not isinstance(node, ast.expr):
+            return node
+        if ast.unparse(node) != self._other.text:
+            return node  # "a" of "a.b()" begins at the same place
+        return ast.parse(self._other.new, mode="eval").body
 
 
 def functions_of(module: types.ModuleType) -> Iterator[types.FunctionType]:
@@ -123,7 +205,7 @@ def codes_of(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 @contextmanager
-def made(mutant: Wait | Change) -> Iterator[None]:
+def made(mutant: Mutant) -> Iterator[None]:
     """The function around the mutated place runs other code meanwhile."""
     mutated = compile(ast.fix_missing_locations(mutant.tree()), f"<{mutant}>", "exec")
     [code] = [c for c in codes_of(mutated) if c.co_qualname == mutant.function]
@@ -154,7 +236,7 @@ _noticed: list[str] = []
 """The scenarios that have noticed a mutant, the last first: those of one module are often noticed by one scenario."""
 
 
-def assert_noticed(mutant: Wait | Change, scenarios: Sequence[Callable[[], None]]) -> None:
+def assert_noticed(mutant: Mutant, scenarios: Sequence[Callable[[], None]]) -> None:
     places = {name: place for place, name in enumerate(_noticed)}
     with made(mutant):
         noticed = who_notices(sorted(scenarios, key=lambda s: places.get(s.__name__, len(places))))

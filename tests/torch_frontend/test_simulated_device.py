@@ -236,7 +236,7 @@ def test_memory_that_cannot_be_pinned_is_pageable_with_one_warning(monkeypatch):
     def refuses(address, n_bytes):
         raise HostMemoryError("no more locked memory")
 
-    monkeypatch.setitem(pinning.REGISTERED, D, pinning.Registered(refuses, refuses))
+    monkeypatch.setitem(pinning.REGISTERED, D, pinning.Registered(refuses))
     with pytest.warns(HostMemoryWarning, match=r"could not be pinned \(no more locked memory\)") as warned:
         engine = wrap(make().to(D), lr=1e-2, reduce_bucket_size=500)
     assert len(warned) == 1

@@ -41,3 +41,22 @@ def test_an_exchange_that_is_not_waited_for_shows(tmp_path):
     simulated.prepare()
     for result in run("without_waits", 2, tmp_path, "simulated_worker.py"):
         assert result["lost"] != result["expected"]
+
+
+UNNOTICED = {
+    "_Agreed.order: self._event.order()": "the host alone waits for gradients that arrive",
+    "DeviceRanks._publish: copies of lane.event(copies)": "the model has the parameters, and readers wait for them",
+    "DeviceRanks._gather: whole of lane.event(whole)": "its storage is freed after what waited for it",
+}
+"""Of what orders an exchange between devices, what no scenario misses, and why."""
+
+
+@pytest.mark.slow
+def test_every_wait_of_an_exchange_between_devices_that_is_taken_out_is_noticed(tmp_path):
+    simulated.prepare()
+    first, second = run("mutants", 2, tmp_path, "simulated_worker.py")
+    assert all(first.pop("sound") + second.pop("sound"))
+    assert first == second
+    assert len(first) == 8
+    missed = {mutant.removeprefix("frontends.torch.ranks.device_ranks.") for mutant, by in first.items() if by is None}
+    assert missed == {*UNNOTICED}, first

@@ -5,12 +5,14 @@ from pathlib import Path
 
 import torch
 
+import offload_core.step.worker
 from frontends.torch import wrap
 from frontends.torch.ranks import device_ranks
 from tests.support import simulated
+from tests.support.one_thread import Threads
 from tests.support.simulated import collectives
 from tests.support.torch_rank import batch, main, make, whole_bits
-from tests.support.wait_mutants import Change, made
+from tests.support.wait_mutants import Change, keepers_of, made, orders_of, pins_of, waits_of
 
 STREAMED = {"stage": 3, "offload_param": "cpu", "param_persistence_threshold": 0}
 SAVED = ("stage 2", "streamed")
@@ -77,8 +79,47 @@ def without_waits(rank, world_size):
         return {"lost": train(device, rank)[:1], "expected": train("cpu", rank)[:1]}
 
 
+RANKS = "frontends.torch.ranks.device_ranks"
+
+
+def in_turn(device, rank, ahead, **fields):
+    """As :func:`train`, alike in every run; and the number of copies that the host waited for."""
+    offload_core.step.worker.TaskThread = Threads()
+    with simulated.in_turn(ahead=ahead):
+        engine = wrap(make().to(device), lr=1e-2, reduce_bucket_size=1000, **fields)
+        inputs, norms = [batch(seed, rank).to(device) for seed in range(3)], []
+        before = simulated.copies_waited_for()
+        for x in inputs:
+            engine.backward(engine(x).float().pow(2).mean())
+            norms.append(engine.step().grad_norm)
+        waited = simulated.copies_waited_for() - before
+        engine.flush()
+        found = [whole_bits(engine), norms, waited]
+        engine.close()
+    return found
+
+
+def mutants(rank, world_size):
+    """The scenario that notices each mutant of the exchange between devices; None: none does."""
+    device, result = torch.device(simulated.NAME, rank), {}
+    torch.accelerator.set_device_index(device)
+    played = {(name, ahead): SETTINGS[name] for name in ("stage 1", "delayed", "streamed") for ahead in (False, True)}
+    sound = {key: in_turn(device, rank, key[1], **fields) for key, fields in played.items()}
+    result["sound"] = [sound[key] == in_turn(device, rank, key[1], **fields) for key, fields in played.items()]
+    for mutant in (mutant for find in (waits_of, orders_of, keepers_of, pins_of) for mutant in find(RANKS)):
+        result[str(mutant)] = None
+        for (name, ahead), fields in played.items():
+            with made(mutant):
+                found = in_turn(device, rank, ahead, **fields)
+            if found != sound[name, ahead]:
+                result[str(mutant)] = f"{name}{', computing ahead' * ahead}"
+                break
+    return result
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     collectives.register()
     assert device_ranks.dist.get_default_backend_for_device(simulated.NAME) == collectives.BACKEND
-    main({f.__name__: f for f in (everywhere, saved, without_waits)}, timeout=60, backend=collectives.BACKEND)
+    scenarios = (everywhere, saved, without_waits, mutants)
+    main({f.__name__: f for f in scenarios}, timeout=60, backend=collectives.BACKEND)

@@ -29,7 +29,10 @@ class Lane(Protocol):
     """A queue of copies in one direction, which run in order."""
 
     def event(self, used: Any) -> Event:
-        """The end of the copies so far; ``used`` is kept alive until the event has been waited for."""
+        """The end of the copies so far; ``used`` is kept alive until the event has been waited for.
+
+        What was allocated inside needs no keeping: its memory is used again in the order of the copies.
+        """
 
 
 class TorchDevice(ABC):
@@ -214,7 +217,7 @@ class AcceleratorDevice(TorchDevice):
             packed = torch.empty(target.numel(), dtype=target.dtype, device=self.device)
             fill(packed, copies)
             target.copy_(packed, non_blocking=True)
-            return lane.event((packed, copies))
+            return lane.event(copies)
 
     def to_device(self, host: np.ndarray, copies: Sequence[Copy], after: Event) -> Event:
         source = as_torch(host)
@@ -226,7 +229,7 @@ class AcceleratorDevice(TorchDevice):
             packed = torch.empty(source.numel(), dtype=source.dtype, device=self.device)
             packed.copy_(source, non_blocking=True)
             spread(packed, copies)
-            return lane.event((packed, copies))
+            return lane.event(copies)
 
 
 def memory_of(device: torch.device) -> TorchDevice:

@@ -99,7 +99,7 @@ class DeviceRanks(HostRanks):
                 shard = self._mean(received.view(self.world_size, -1))
             as_torch(out).copy_(shard, non_blocking=True)
             self._sent_bytes += send.nbytes * (self.world_size - 1) // self.world_size
-            return lane.event((send, shard, copies))
+            return lane.event(copies)
 
     def _mean(self, parts: torch.Tensor) -> torch.Tensor:
         total = parts[0].float()
@@ -133,7 +133,7 @@ class DeviceRanks(HostRanks):
             self._run(what, all_gather, gathered, mine, group=self._publishing)
             spread(gathered, copies)
             self._sent_bytes += mine.nbytes * (self.world_size - 1)
-            return lane.event((mine, gathered, copies))
+            return lane.event(copies)
 
     def gather(self, bucket: Bucket, shard: Any, whole: Any, after: Event, what: str) -> Event:
         if isinstance(shard, HostArray):
@@ -149,7 +149,7 @@ class DeviceRanks(HostRanks):
             self._ranks.agree(what, whole.nbytes)
             self._run(what, all_gather, whole, mine)
             self._sent_bytes += mine.nbytes * (self.world_size - 1)
-            return lane.event((mine, whole))
+            return lane.event(whole)
 
     def _empty(self, numel: int, dtype: ElementType) -> torch.Tensor:
         return torch.empty(numel, dtype=TORCH_DTYPES[dtype], device=self._memory.device)

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from offload_core.errors import HostMemoryError
-from offload_core.memory.pinning import CUDA, HIP, Driver, Pinning, Registered
+from offload_core.memory.pinning import Cuda, Driver, Hip, Pinning, Registered
 
 REGISTERED: dict[str, Registered] = {}
 """The registration of host memory for types of devices whose driver offers it; tests add theirs."""
@@ -25,12 +25,13 @@ class TorchPinned:
 def pinning_for(device: torch.device) -> Pinning:
     """Register our mappings of exact size with the driver where that is known to work."""
     for driver in drivers_of(device):
-        return Registered(driver.register, driver.unregister)
+        return Registered(driver.register)
     return REGISTERED.get(device.type) or TorchPinned()
 
 
 def drivers_of(device: torch.device) -> Sequence[Driver]:
     """The driver of a type of devices, if it is one that is known."""
-    if device.type == "cuda":
-        return (HIP if torch.version.hip else CUDA,)
-    return ()
+    if device.type != "cuda":
+        return ()
+    number = torch.accelerator.current_device_index() if device.index is None else device.index
+    return (Hip() if torch.version.hip else Cuda(number),)

@@ -347,3 +347,4 @@ def _abandon(handles: list[Any], records: dict[int, PartitionedParameter], live:
         for record in records.values():
             live.acquire([record.live])
             forget(record.param)
+    live.device.synchronize()  # copies read shards in pinned memory, which is given back now

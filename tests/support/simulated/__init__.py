@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,7 @@ def prepare() -> ctypes.CDLL:
     torch.ops.load_library(path)
     library = ctypes.CDLL(path)
     library.simulated_hold.restype = ctypes.c_void_p
+    library.simulated_time.restype = ctypes.c_double
     return library
 
 
@@ -85,7 +87,7 @@ def load() -> ctypes.CDLL:
     torch._register_device_module(NAME, sys.modules[__name__])
     library.simulated_start()
     torch.utils.generate_methods_for_privateuse1_backend()
-    pinning.REGISTERED[NAME] = Registered(register, unregister)
+    pinning.REGISTERED[NAME] = Registered(register)
     atexit.register(_end)
     _hide()
     return library
@@ -238,16 +240,69 @@ def held(stream: torch.Stream) -> Iterator[None]:
         release()
 
 
+@contextmanager
+def in_turn(*, ahead: bool = False, link: float = 0.0) -> Iterator[None]:
+    """Streams act only when the host waits for them, and then no more than they must: alike in every run.
+
+    Args:
+        ahead: the devices' default streams do what they can at once.
+        link: bytes a second between host and device; with it there is a clock, which begins at zero. 0: none.
+    """
+    load().simulated_in_turn(True, ahead, ctypes.c_double(link))
+    try:
+        yield
+    finally:
+        load().simulated_in_turn(False, False, ctypes.c_double(0.0))
+
+
+def now() -> float:
+    """The host's time by the clock, in seconds."""
+    return load().simulated_time()
+
+
+def set_now(seconds: float) -> None:
+    """The host goes on at this time: another of its threads does."""
+    load().simulated_set_time(ctypes.c_double(seconds))
+
+
+def keep_busy(stream: torch.Stream, seconds: float) -> None:
+    """The stream takes so long, by the clock, before it goes on."""
+    load().simulated_keep_busy(stream.device_index, stream.stream_id, ctypes.c_double(seconds))
+
+
+def copies_waited_for() -> int:
+    """Copies between host and device for which the host has waited: blocking ones, and of memory that is not pinned."""
+    return load().simulated_copies_waited_for()
+
+
+def call(stream: torch.Stream, act: Callable[[], object]) -> None:
+    """Have this called in the stream's order."""
+    number = next(_NUMBERS)
+    _CALLS[number] = act
+    load().simulated_call(stream.device_index, stream.stream_id, _call, ctypes.c_size_t(number))
+
+
+_NUMBERS = count()
+_CALLS: dict[int, Callable[[], object]] = {}
+"""What streams will call."""
+
+
+@ctypes.CFUNCTYPE(None, ctypes.c_size_t)
+def _call(number: int) -> None:
+    _CALLS.pop(number)()
+
+
 def fail_copy(n: int) -> None:
     """The n-th copy from now between host and device, or between devices, fails; 0: none."""
     load().simulated_fail_copy(n)
 
 
-def register(address: int, n_bytes: int) -> None:
+def register(address: int, n_bytes: int) -> Callable[[], None]:
     """Pin host memory where it is, as ``cuMemHostRegister`` does."""
     load().simulated_register(ctypes.c_void_p(address), ctypes.c_size_t(n_bytes))
+    return partial(_unregister, address)
 
 
-def unregister(address: int) -> None:
+def _unregister(address: int) -> None:
     if load().simulated_unregister(ctypes.c_void_p(address)):
         raise RuntimeError("simulated device: this memory was not registered")

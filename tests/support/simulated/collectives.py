@@ -1,6 +1,6 @@
 """A process group of simulated devices, as nccl is one of GPUs: what it exchanges waits in a stream of its own.
 
-Beneath is gloo, between pinned buffers. A thread waits for the copy to the host, exchanges, and lets the stream go on.
+Beneath is gloo, between pinned buffers: the stream copies to the host, exchanges, and copies to the device.
 """
 
 from collections.abc import Callable
@@ -10,8 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from offload_core.support.threads import TaskThread
-from tests.support.simulated import NAME, hold, load
+from tests.support.simulated import NAME, call, load
 
 BACKEND = "late"
 
@@ -23,7 +22,6 @@ class LateGroup(dist.ProcessGroup):
         super().__init__(rank, size)
         self._store = store
         self._gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo/", store), rank, size, timeout=timeout)
-        self._thread = TaskThread("exchanges")
         self._stream: torch.Stream | None = None
         self._failure: BaseException | None = None
 
@@ -65,24 +63,18 @@ class LateGroup(dist.ProcessGroup):
         self._stream = stream = self._stream or torch.Stream(received.device)
         stream.wait_event(torch.accelerator.current_stream(received.device).record_event())
         to, of = (torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in (received, sent))
-        with stream:
-            of.copy_(sent, non_blocking=True)
-            arrived = stream.record_event()
-            release = hold(stream)
-            received.copy_(to, non_blocking=True)
-            ended = stream.record_event()
 
         def exchange() -> None:
             try:
-                arrived.synchronize()
                 start(to, of).wait()
             except BaseException as error:
                 self._failure = error
-            finally:
-                release()
 
-        self._thread.submit(exchange)
-        return _Exchange(received.device, ended)
+        with stream:
+            of.copy_(sent, non_blocking=True)
+            call(stream, exchange)
+            received.copy_(to, non_blocking=True)
+            return _Exchange(received.device, stream.record_event())
 
 
 class _Exchange(dist.Work):

@@ -8,6 +8,11 @@
 // Device memory is one file that is mapped twice: tensors point to a mapping that nobody may touch (a host's access
 // ends in SIGSEGV), kernels and copies work on the other. Freed memory is overwritten with 0xFF (NaN) and reused at
 // once, in the order of the stream that it was allocated on; another stream that still uses it needs record_stream.
+//
+// In turn, as a test may ask, streams have no threads. Each does nothing until the host waits for something on it, and
+// then what must come before that, in the thread that waits: all happens as late as it may, and alike in every run. A
+// stream may also be ahead: it does what it can at once. In turn there can be a clock, too: copies between host and
+// device take time by their size, and streams and the host have the time at which they would be where they are.
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -58,42 +63,67 @@ constexpr int POISON = 0xFF;
 std::atomic<uint64_t> seed{0};
 std::atomic<int> kernel_delay{50}, copy_delay{500}; // at most, in microseconds
 std::atomic<int> copies_until_failure{0};
+std::atomic<int> copies_waited_for{0};
+std::atomic<bool> in_turn{false}, default_streams_ahead{false};
+std::recursive_mutex turn;         // of the thread that does what streams have to do
+std::atomic<double> host_time{0};  // in seconds, as all times of the clock
+std::atomic<double> link_speed{0}; // bytes a second between host and device; 0: there is no clock
+
+void host_is_at(double time) { host_time = std::max<double>(host_time, time); }
 
 // --- streams and events ------------------------------------------------------------------------------------------
+
+class Queue;
 
 // A place in a stream, which its thread reaches.
 class Mark {
   public:
-    void reach(const std::string &failure) {
+    explicit Mark(Queue *stream = nullptr) : stream_(stream) {}
+
+    void reach(const std::string &failure, double time = 0) {
         std::lock_guard lock(mutex_);
         failure_ = failure;
         reached_ = std::chrono::steady_clock::now();
+        time_ = time;
         is_reached_ = true;
         changed_.notify_all();
     }
 
-    void wait() {
-        std::unique_lock lock(mutex_);
-        changed_.wait(lock, [this] { return is_reached_; });
-    }
+    void wait(); // for a stream
 
+    // For the host.
     void synchronize() {
         wait();
-        TORCH_CHECK(failure_.empty(), failure_);
+        host_is_at(time_);
+        check();
     }
+
+    // Once it is reached: raise if its stream has failed before it.
+    void check() { TORCH_CHECK(failure_.empty(), failure_); }
 
     bool is_reached() {
         std::lock_guard lock(mutex_);
         return is_reached_;
     }
 
+    // Whether the host finds it reached.
+    bool query() {
+        if (in_turn && link_speed > 0)
+            wait();
+        return is_reached() && time_ <= host_time;
+    }
+
     std::chrono::steady_clock::time_point reached() { return reached_; }
 
+    double time() { return time_; }
+
   private:
+    Queue *const stream_; // null: reached by the host
     std::mutex mutex_;
     std::condition_variable changed_;
     bool is_reached_ = false;
     std::chrono::steady_clock::time_point reached_;
+    double time_ = 0;
     std::string failure_;
 };
 
@@ -106,26 +136,29 @@ class Queue {
         std::thread([this] { run(); }).detach();
     }
 
-    void put(std::function<void()> task, int longest_delay = 0) {
-        std::lock_guard lock(mutex_);
-        tasks_.push_back({std::move(task), longest_delay});
-        added_.notify_one();
+    void put(std::function<void()> task, int longest_delay = 0, double seconds = 0) {
+        add({std::move(task), nullptr, longest_delay, seconds, host_time});
     }
 
     MarkPtr mark() {
-        auto mark = std::make_shared<Mark>();
+        auto mark = std::make_shared<Mark>(this);
         put([this, mark] {
             std::unique_lock lock(mutex_);
             auto failure = failure_;
             lock.unlock();
-            mark->reach(failure);
+            mark->reach(failure, time_);
         });
         return mark;
     }
 
     // A stream that waits for one that has failed fails, too: on a GPU all would.
     void wait_for(MarkPtr mark) {
-        put([mark] { mark->synchronize(); });
+        add({[this, mark] {
+                 mark->wait();
+                 time_ = std::max(time_, mark->time());
+                 mark->check();
+             },
+             mark, 0, 0, host_time});
     }
 
     bool is_idle() { return mark_if_busy() == nullptr; }
@@ -133,18 +166,50 @@ class Queue {
     void synchronize() {
         if (auto mark = mark_if_busy())
             mark->wait();
+        host_is_at(time_);
         std::lock_guard lock(mutex_);
         auto failure = std::exchange(failure_, "");
         TORCH_CHECK(failure.empty(), failure);
     }
+
+    // In turn: does what comes next.
+    void do_next() {
+        std::lock_guard mine(turn);
+        std::unique_lock lock(mutex_);
+        TORCH_CHECK(!is_running_, "simulated device: streams wait for each other");
+        TORCH_CHECK(!tasks_.empty(), "simulated device: waits for what was put on no stream");
+        at::AutoDispatchBelowAutograd below;
+        do_first(lock);
+    }
+
+    // In turn: does what it can without another stream's doing more.
+    void do_what_is_ready() {
+        std::lock_guard mine(turn);
+        while (!is_running_ && !tasks_.empty() && (!tasks_.front().awaited || tasks_.front().awaited->is_reached()))
+            do_next();
+    }
+
+    void begin_clock() { time_ = 0; }
 
     const int device, number;
 
   private:
     struct Task {
         std::function<void()> act;
+        MarkPtr awaited; // by a task that waits
         int longest_delay;
+        double seconds;
+        double asked; // the host's time
     };
+
+    void add(Task task) {
+        std::unique_lock<std::recursive_mutex> mine(turn, std::defer_lock);
+        if (in_turn)
+            mine.lock();
+        std::lock_guard lock(mutex_);
+        tasks_.push_back(std::move(task));
+        added_.notify_one();
+    }
 
     MarkPtr mark_if_busy() {
         {
@@ -161,37 +226,57 @@ class Queue {
         uint64_t seeded = 0;
         std::unique_lock lock(mutex_);
         while (true) {
-            added_.wait(lock, [this] { return !tasks_.empty(); });
-            {
-                Task task = std::move(tasks_.front());
-                tasks_.pop_front();
-                is_running_ = true;
+            added_.wait(lock, [this] { return !tasks_.empty() && !in_turn; });
+            if (seeded != seed)
+                random.seed((seeded = seed) + number + 1000 * device);
+            is_running_ = true;
+            if (int longest = tasks_.front().longest_delay; longest && random() % 4 == 0) {
                 lock.unlock();
-                if (seeded != seed)
-                    random.seed((seeded = seed) + number + 1000 * device);
-                if (task.longest_delay && random() % 4 == 0)
-                    std::this_thread::sleep_for(std::chrono::microseconds(random() % task.longest_delay));
-                std::string failure;
-                try {
-                    task.act();
-                } catch (const std::exception &error) {
-                    failure = error.what();
-                }
-                task.act = nullptr;
+                std::this_thread::sleep_for(std::chrono::microseconds(random() % longest));
                 lock.lock();
-                if (!failure.empty())
-                    failure_ = failure;
             }
-            is_running_ = false;
+            do_first(lock);
         }
+    }
+
+    void do_first(std::unique_lock<std::mutex> &lock) {
+        Task task = std::move(tasks_.front());
+        tasks_.pop_front();
+        is_running_ = true;
+        lock.unlock();
+        time_ = std::max(time_, task.asked) + task.seconds;
+        std::string failure;
+        try {
+            task.act();
+        } catch (const std::exception &error) {
+            failure = error.what();
+        }
+        task.act = nullptr;
+        lock.lock();
+        if (!failure.empty())
+            failure_ = failure;
+        is_running_ = false;
     }
 
     std::mutex mutex_;
     std::condition_variable added_;
     std::deque<Task> tasks_;
     bool is_running_ = false;
+    double time_ = 0;
     std::string failure_;
 };
+
+void Mark::wait() {
+    if (in_turn) {
+        std::lock_guard mine(turn);
+        TORCH_CHECK(stream_ || is_reached(), "simulated device: waits for a stream that is held");
+        while (!is_reached())
+            stream_->do_next();
+        return;
+    }
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [this] { return is_reached_; });
+}
 
 std::mutex streams_mutex;
 Queue *streams[DEVICES][STREAMS];
@@ -232,6 +317,13 @@ template <typename F> void each_queue(int device, F act) {
 
 void synchronize_device(int device) {
     each_queue(device, [](Queue &stream) { stream.synchronize(); });
+}
+
+// After each thing that the host asks for.
+void let_streams_go_ahead() {
+    if (in_turn && default_streams_ahead)
+        for (int device = 0; device < DEVICES; ++device)
+            queue(device, 0).do_what_is_ready();
 }
 
 struct Event {
@@ -279,12 +371,14 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
         if (!*event)
             *event = new Event();
         static_cast<Event *>(*event)->mark = queue(stream).mark();
+        let_streams_go_ahead();
     }
     void block(void *event, const c10::Stream &stream) const override {
         if (event)
             queue(stream).wait_for(static_cast<Event *>(event)->mark);
+        let_streams_go_ahead();
     }
-    bool queryEvent(void *event) const override { return !event || static_cast<Event *>(event)->mark->is_reached(); }
+    bool queryEvent(void *event) const override { return !event || static_cast<Event *>(event)->mark->query(); }
     void synchronizeEvent(void *event) const override {
         if (event)
             static_cast<Event *>(event)->mark->synchronize();
@@ -293,6 +387,8 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
         delete static_cast<Event *>(event);
     }
     double elapsedTime(void *start, void *end, const c10::DeviceIndex) const override {
+        if (link_speed > 0)
+            return 1e3 * (static_cast<Event *>(end)->mark->time() - static_cast<Event *>(start)->mark->time());
         auto took = static_cast<Event *>(end)->mark->reached() - static_cast<Event *>(start)->mark->reached();
         return std::chrono::duration<double, std::milli>(took).count();
     }
@@ -852,16 +948,18 @@ void copy_bytes(const at::Tensor &from, const at::Tensor &to, bool non_blocking)
         TORCH_CHECK(!fails, "simulated device: the copy failed, as asked");
         std::memcpy(target, source, size);
     };
-    stream.put(act, copy_delay);
+    stream.put(act, copy_delay, link_speed > 0 ? double(from.nbytes()) / link_speed : 0);
     if (&other != &stream)
         other.wait_for(stream.mark());
     if (is_ours(from) && is_ours(to))
         return;
     auto *host = is_ours(from) ? static_cast<const char *>(target) : source;
-    if (non_blocking && pinned_memory().contains(host))
+    if (non_blocking && pinned_memory().contains(host)) {
         pinned_memory().used(host, stream.mark());
-    else
+    } else {
+        ++copies_waited_for;
         stream.synchronize();
+    }
 }
 
 bool is_dense_alike(const at::Tensor &from, const at::Tensor &to) {
@@ -889,6 +987,7 @@ at::Tensor copy_from(const at::Tensor &self, const at::Tensor &to, bool non_bloc
             to.copy_(moved);
         }
     }
+    let_streams_go_ahead();
     return to;
 }
 
@@ -1068,6 +1167,7 @@ void any_operator(const c10::OperatorHandle &op, torch::jit::Stack *stack) {
         }
     };
     stream.put(std::move(act), kernel_delay);
+    let_streams_go_ahead();
     stack->erase(stack->end() - int64_t(n_arguments), stack->end());
     stack->insert(stack->end(), results.begin(), results.end());
 }
@@ -1128,6 +1228,35 @@ void simulated_start() {
 void simulated_delays(uint64_t new_seed, int kernel, int copy) {
     seed = new_seed, kernel_delay = kernel, copy_delay = copy;
 }
+
+// Streams without threads, when they have done all they had to; ahead: the devices' default streams do what they can
+// at once. With a link of so many bytes a second there is a clock, which begins at zero.
+void simulated_in_turn(bool wanted, bool ahead, double bytes_per_second) {
+    for (int device = 0; device < DEVICES; ++device)
+        synchronize_device(device);
+    std::lock_guard mine(turn);
+    in_turn = wanted, default_streams_ahead = ahead, link_speed = bytes_per_second;
+    host_time = 0;
+    for (int device = 0; device < DEVICES; ++device)
+        each_queue(device, [](Queue &stream) { stream.begin_clock(); });
+}
+
+// The stream has something to do for so long.
+void simulated_keep_busy(int device, int stream, double seconds) {
+    queue(device, stream).put([] {}, 0, seconds);
+}
+
+// The function is called, in the stream's order.
+void simulated_call(int device, int stream, void (*act)(size_t), size_t argument) {
+    queue(device, stream).put([act, argument] { act(argument); });
+}
+
+// Copies between host and device for which the host has waited: blocking ones, and of memory that is not pinned.
+int simulated_copies_waited_for() { return copies_waited_for; }
+
+double simulated_time() { return host_time; }
+
+void simulated_set_time(double seconds) { host_time = seconds; }
 
 void simulated_capacity(int device, size_t size) { memory_of(device).capacity = std::min(size, ARENA); }
 

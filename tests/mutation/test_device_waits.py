@@ -1,0 +1,523 @@
+"""Every wait of the torch front end is needed, and whatever else keeps streams in order: an event, a reference that
+keeps memory until a copy has ended, pinned memory. Where one is taken out, a scenario on the simulated device fails.
+
+The mutants are found in the sources. The device's streams act in turn and threads of tasks are played by one, so a
+scenario sees the same in every run. Each is played twice: all streams as late as can be, and the computing one ahead.
+"""
+
+import copy
+import faulthandler
+import functools
+import gc
+import os
+import tempfile
+import threading
+import warnings
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import frontends.torch.optimizer as optimizer_module
+from frontends.torch import OffloadedAdamW, gathered_parameters, init, wrap
+from frontends.torch.pending import PendingParameter
+from frontends.torch.ranks import pinning
+from frontends.torch.ranks.device import AcceleratorDevice
+from offload_core.checkpoint import saving
+from offload_core.device.host_ranks import HostRanks
+from offload_core.native import kernels
+from offload_core.testing.thread_ranks import run_ranks
+from tests.support import simulated
+from tests.support.one_thread import Threads
+from tests.support.torch_models import batch, make, same_bits
+from tests.support.wait_mutants import (
+    assert_noticed,
+    keepers_of,
+    made,
+    modules_of,
+    orders_of,
+    pins_of,
+    waits_of,
+    who_notices,
+)
+
+pytestmark = [
+    pytest.mark.skipif((missing := simulated.why_not()) is not None, reason=missing or ""),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),
+]
+D = simulated.NAME
+OPTIONS = {"lr": 1e-2, "param_dtype": "bfloat16", "reduce_bucket_size": 64}
+
+
+STAGE_3 = {"stage": 3, "param_persistence_threshold": 0}
+STREAMED = {**STAGE_3, "offload_param": "cpu"}
+
+
+def loss_on(model, seed):
+    """Of a batch that is on the model's device at once."""
+    param = next(model.parameters())
+    with torch._C.DisableTorchFunctionSubclass():  # no read
+        device, dtype = param.device, param.dtype
+    return model(batch(seed, dtype).to(device)).float().pow(2).mean()
+
+
+def two_steps(engine):
+    for seed in range(2):
+        engine.backward(loss_on(engine, seed))
+        engine.step()
+    return engine
+
+
+RANK = threading.local()
+"""Of a rank that is a thread: its collectives, and its device: autograd has a thread for each device."""
+
+
+def here():
+    return torch.device(D, getattr(RANK, "number", 0))
+
+
+def on_device(**fields):
+    return wrap(make().to(here()), **{**OPTIONS, **fields})
+
+
+@functools.cache
+def expected():
+    """The parameters and the states after two steps in place, on the host."""
+    engine = two_steps(wrap(make(), **{**OPTIONS, "schedule": "serial"}))
+    return [p.detach().clone() for p in engine.parameters()], [
+        engine.optimizer.state[p]["exp_avg"].clone() for p in engine.parameters()
+    ]
+
+
+def assert_parameters(params):
+    for got, want in zip(params, expected()[0], strict=True):
+        assert same_bits(got.detach().cpu(), want)
+
+
+def assert_states(states):
+    for got, want in zip(states, expected()[1], strict=True):
+        assert same_bits(got["exp_avg"], want)
+
+
+def a_forward():
+    engine = two_steps(on_device())
+    assert all(isinstance(p, PendingParameter) for p in engine.parameters())
+    x = batch(0, torch.bfloat16).to(D)
+    got = engine(x)
+    assert not any(isinstance(p, PendingParameter) for p in engine.parameters())
+    assert same_bits(got.cpu(), engine(x).cpu())
+    assert_parameters(engine.parameters())
+
+
+def a_forward_that_torch_does_not_see():
+    """Its layers are TorchScript: only that the module is called says that its parameters are read."""
+    scripted = nn.Sequential(*(torch.jit.script(nn.Linear(32, 32)) for _ in range(2))).to(D, torch.bfloat16)
+    engine = wrap(scripted, **OPTIONS)
+    x = batch(0, torch.bfloat16).to(D)
+    engine.backward(engine(x).float().pow(2).mean())
+    engine.step()
+    got = engine(x)
+    engine.flush()
+    assert same_bits(got.cpu(), engine(x).cpu())
+
+
+def a_copy():
+    engine = two_steps(on_device())
+    assert_parameters([copy.deepcopy(p) for p in engine.module.parameters()])
+
+
+def states():
+    for read in (
+        lambda state: [state[p] for p in state],
+        lambda state: [state.get(p) for p in state],
+        lambda state: list(dict(state.items()).values()),
+        lambda state: list(state.values()),
+    ):
+        engine = two_steps(on_device())
+        assert_states(read(engine.optimizer.state))
+
+
+def states_of_delayed_parameters():
+    """They are level with the states that are saved, and with those that were there before others are loaded."""
+    saved = two_steps(on_device(schedule="serial")).optimizer.state_dict()
+    for act in (
+        lambda optimizer: optimizer.state_dict(),
+        lambda optimizer: optimizer.load_state_dict(copy.deepcopy(saved)),
+        lambda optimizer: optimizer.flush(),
+        None,
+    ):
+        engine = two_steps(on_device(schedule="delayed", delay_warmup_steps=1))
+        act(engine.optimizer) if act else engine.flush()
+        assert_parameters(engine.parameters())
+
+
+def states_that_are_given_to_delayed_parameters():
+    """Parameters are level with the master weights, which stay, before the next forward."""
+    masters = []
+    for level in (True, False):
+        engine = two_steps(on_device(schedule="delayed", delay_warmup_steps=1))
+        if level:
+            engine.flush()
+        state = engine.optimizer.state
+        for p in engine.parameters():
+            ones = torch.ones_like(state[p]["exp_avg"])
+            state[p] = {"step": torch.tensor(2.0), "exp_avg": ones, "exp_avg_sq": ones}
+        engine.backward(loss_on(engine, 2))
+        engine.step()
+        engine.flush()
+        masters.append([state[p]["master"].clone() for p in engine.parameters()])
+    for got, want in zip(*masters, strict=True):
+        assert same_bits(got, want)
+
+
+def delayed_parameters_after_a_step_that_was_skipped():
+    fields = {"schedule": "delayed", "delay_warmup_steps": 1, "skip_nonfinite": True}
+    engine = two_steps(on_device(**fields))
+    engine.backward(loss_on(engine, 0) * torch.inf)
+    assert engine.step().skipped == "overflow"
+    assert_parameters(engine.parameters())
+
+
+class LateThread:
+    """Begins when somebody waits for its end."""
+
+    def __init__(self, target, name):
+        self._left = [target]
+
+    def start(self):
+        pass
+
+    def is_alive(self):
+        return bool(self._left)
+
+    def join(self, timeout=None):
+        while self._left:
+            self._left.pop()()
+
+
+LATE = SimpleNamespace(**{**vars(threading), "Thread": LateThread})
+
+
+def checkpoints():
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(saving, "threading", LATE):
+        engine = two_steps(on_device())
+        path, checkpoints = engine.save_checkpoint(folder, wait=False), engine.optimizer.checkpoints
+        engine.close()
+        complete = path.is_dir()
+        checkpoints.wait()
+        assert complete
+        other = on_device()
+        other.load_checkpoint(folder)
+        assert_parameters(other.parameters())
+        assert_states([other.optimizer.state[p] for p in other.parameters()])
+        path = other.save_checkpoint(f"{folder}/other", wait=False)
+        other.wait_for_checkpoint()
+        assert path.is_dir()
+
+
+def an_export():
+    with tempfile.TemporaryDirectory() as folder:
+        two_steps(on_device(schedule="delayed", delay_warmup_steps=1)).export_safetensors(folder)
+        weights = load_file(f"{folder}/model.safetensors")
+        assert_parameters([weights[name] for name, _ in make().named_parameters()])
+
+
+def an_engine_that_is_closed_or_dropped():
+    for fields in ({}, {"schedule": "delayed", "delay_warmup_steps": 1}):
+        engine = two_steps(on_device(**fields))
+        params = list(engine.module.parameters())
+        engine.close()
+        assert_parameters(params)
+    params = list(two_steps(on_device()).module.parameters())
+    assert not any(isinstance(p, PendingParameter) for p in params)
+    assert_parameters(params)
+
+
+def dies(act):
+    """Whether a child that does this dies of it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads, which it does not need
+        child = os.fork()
+    if child == 0:
+        faulthandler.disable()
+        torch.set_num_threads(1)  # others are the parent's
+        try:
+            act()
+            os._exit(0)
+        except BaseException:
+            os._exit(1)
+    return os.waitpid(child, 0)[1] != 0
+
+
+def memory_of_an_engine_that_ends():
+    """Its copies have ended before it is given back to the system."""
+    for close in (False, True):
+        held = [on_device(**STREAMED)]
+        held[0].backward(loss_on(held[0], 0))
+        held[0].step()
+        held[0](batch(0, torch.bfloat16).to(D))
+
+        def end(held=held, close=close):
+            if close:
+                held[0].close()
+            held.clear()
+            gc.collect()
+            torch.accelerator.synchronize(0)
+
+        assert not dies(end)
+        held.clear()
+
+
+def copies_that_the_host_does_not_wait_for():
+    for fields in ({}, {"reduce_bucket_size": 10_000}, {"torchs_own_pinned_memory": True}, STREAMED):
+        fields = dict(fields)
+        with mock.patch.dict(pinning.REGISTERED, clear=fields.pop("torchs_own_pinned_memory", False)):
+            engine = on_device(**fields)
+        x = batch(0, torch.bfloat16).to(D)
+        before = simulated.copies_waited_for()
+        engine.backward(engine(x).float().pow(2).mean())
+        engine.step()
+        engine(x)
+        assert simulated.copies_waited_for() == before
+
+
+def gradients_that_leave_late():
+    """At most two buckets stay on the device while they leave it."""
+    layers = [nn.Linear(64, 64, bias=False) for _ in range(12)]
+    engine = wrap(nn.Sequential(*layers).to(D), lr=1e-2, reduce_bucket_size=64 * 64)
+    x = torch.ones(1, 64, device=D)
+    before = torch.accelerator.memory_allocated()
+    engine.backward(engine(x).mean())
+    assert torch.accelerator.memory_allocated() - before <= 6 * 64 * 64 * 4
+
+
+def parameters_in_shards():
+    for fields in (STAGE_3, STREAMED):
+        engine = two_steps(on_device(**fields))
+        with gathered_parameters(engine.module.parameters()):
+            assert_parameters(engine.module.parameters())
+
+
+def parameters_in_shards_on_the_host():
+    engine = two_steps(wrap(make(), **OPTIONS, **STREAMED))
+    with gathered_parameters(engine.module.parameters()):
+        assert_parameters(engine.module.parameters())
+
+
+def parameters_that_were_built_in_shards():
+    model = make().to(D)
+    init(model, **STREAMED, reduce_bucket_size=64)
+    filled = [torch.full((64, 64), torch.nan, device=D) for _ in range(4)]  # reused by what is gathered
+    del filled
+    with gathered_parameters(model.parameters()):
+        for got, want in zip(model.parameters(), make().parameters(), strict=True):
+            assert same_bits(got.detach().cpu(), want)
+
+
+def an_update_that_fails_in_shards():
+    """Its error is raised once, and training goes on."""
+    engine = on_device(**STREAMED)
+    engine.backward(loss_on(engine, 0))
+    with mock.patch.object(kernels, "adam", side_effect=OSError("as asked")):
+        engine.step()
+        with pytest.raises(OSError, match="as asked"):
+            loss_on(engine, 1)
+    engine.optimizer.zero_grad()
+    two_steps(engine)
+    engine.flush()
+
+
+def a_forward_that_fails_in_shards():
+    engine = two_steps(on_device(**STREAMED))
+    with pytest.raises(RuntimeError):
+        engine(batch(0, torch.bfloat16)[:, 1:].to(D))
+    assert engine.optimizer.partitioned.live.numel == 0
+
+
+def parameters_of_a_class_of_their_own():
+    class Mine(nn.Parameter):
+        pass
+
+    model = make().to(D)
+    for p in model.parameters():
+        p.__class__ = Mine
+    two_steps(wrap(model, **OPTIONS))
+    with torch._C.DisableTorchFunctionSubclass():
+        assert_parameters(model.parameters())
+
+
+def the_optimizer_alone():
+    model = make().to(D, torch.bfloat16)
+    optimizer = OffloadedAdamW(model.parameters(), lr=1e-2, reduce_bucket_size=64)
+    loss_on(model, 0).backward()
+    optimizer.step()
+    assert optimizer.pipeline.finished
+    assert not any(isinstance(p, PendingParameter) for p in model.parameters())
+
+
+def on_ranks(body):
+    def of_rank(rank):
+        RANK.collectives, RANK.number = rank, rank.rank
+        body()
+
+    def device_for(device, group, config):
+        return HostRanks(AcceleratorDevice(device), RANK.collectives)
+
+    original, optimizer_module.device_for = optimizer_module.device_for, device_for
+    try:
+        run_ranks(2, of_rank, timeout=10)
+    finally:
+        optimizer_module.device_for = original
+
+
+def bytes_sent():
+    def body():
+        engine = two_steps(on_device())
+        sent = engine.sent_bytes
+        engine.optimizer.pipeline.finish()
+        assert sent == engine.sent_bytes > 0
+
+    on_ranks(body)
+
+
+def whole_states_of_delayed_parameters():
+    """Parameters are level with the states that are given away; one rank's ``state_dict`` would see to that."""
+
+    def body():
+        engine = two_steps(on_device(schedule="delayed", delay_warmup_steps=1))
+        engine.optimizer.torch_state_dict()
+        assert_parameters(engine.parameters())
+
+    on_ranks(body)
+
+
+def parameters_that_were_emitted_and_discarded():
+    def body():
+        engine = on_device(update_in_backward=True, gradient_clipping=1e3)
+        before = [p.detach().clone() for p in engine.parameters()]
+        engine.backward(loss_on(engine, 0))
+        engine.optimizer.pipeline.buckets.run(lambda: None)
+        engine.optimizer.zero_grad()
+        for p, old in zip(engine.parameters(), before, strict=True):
+            assert same_bits(p, old)
+
+    on_ranks(body)
+
+
+SCENARIOS = [
+    a_forward,
+    a_forward_that_torch_does_not_see,
+    a_copy,
+    states,
+    states_of_delayed_parameters,
+    states_that_are_given_to_delayed_parameters,
+    delayed_parameters_after_a_step_that_was_skipped,
+    checkpoints,
+    an_engine_that_is_closed_or_dropped,
+    memory_of_an_engine_that_ends,
+    copies_that_the_host_does_not_wait_for,
+    gradients_that_leave_late,
+    parameters_in_shards,
+    parameters_in_shards_on_the_host,
+    parameters_that_were_built_in_shards,
+    an_update_that_fails_in_shards,
+    a_forward_that_fails_in_shards,
+    an_export,
+    parameters_of_a_class_of_their_own,
+    the_optimizer_alone,
+    bytes_sent,
+    whole_states_of_delayed_parameters,
+    parameters_that_were_emitted_and_discarded,
+]
+ELSEWHERE = {
+    "deepspeed_weights",  # reads files, test_deepspeed_weights.py
+    "ranks.device_ranks",  # of processes, test_simulated_ranks.py
+    "ranks.header_line",  # sockets between processes, test_own_groups.py
+    "ranks.own_group",  # likewise
+}
+"""Modules whose waits are not of this test."""
+MUTANTS = [
+    mutant
+    for module in modules_of("frontends/torch")
+    if module.removeprefix("frontends.torch.") not in ELSEWHERE
+    for find in (waits_of, orders_of, keepers_of, pins_of)
+    for mutant in find(module)
+]
+UNNOTICED = {
+    "engine.Engine._release: self.optimizer.partitioned.recover()": "each hook lets go of its own parameters; this "
+    "releases those gathered ahead, which the next forward would",
+    "optimizer.OffloadedAdamW._end_broken_step: parts.pipeline.finish()": "test_torch_interrupts.py needs it",
+    "ranks.device.HostTorchDevice.to_device_lane: after.order()": "no exchange between devices is the host's own",
+    "ranks.device.HostTorchDevice.to_device: after.order()": "on the host a mark is reached at once, and the caller's "
+    "thread gathers",
+    "ranks.device.AcceleratorDevice.synchronize: self._to_host.synchronize()": "after an error alone; the tasks "
+    "that wait for gradients keep their memory",
+    "stage3.construction.Shards.gather: self.device.gather(bucket, shard, whole, after, what).wait()": "on one rank it "
+    "copies from memory that is not pinned, which blocks",
+    "ranks.device.AcceleratorDevice.to_device: copies of lane.event(copies)": "the model has the parameters, and their "
+    "memory is freed in the order of a stream that waited",
+}
+"""What no scenario misses, and why."""
+
+
+ENDS = {
+    "ranks.device.AcceleratorDevice.synchronize: self._to_device.synchronize()",
+    "stage3.hooks._abandon: live.device.synchronize()",
+}
+"""Without these the process dies: only a scenario plays them whose end is in a child."""
+
+
+def name_of(mutant):
+    return str(mutant).removeprefix("frontends.torch.")
+
+
+@pytest.fixture(autouse=True)
+def late(monkeypatch, accelerator):
+    expected()
+    Threads().play(monkeypatch)
+
+
+def played():
+    def play(scenario, ahead):
+        def run():
+            with simulated.in_turn(ahead=ahead):
+                scenario()
+                gc.collect()
+
+        run.__name__ = f"{scenario.__name__}{', computing ahead' * ahead}"
+        return run
+
+    return [play(scenario, ahead) for scenario in SCENARIOS for ahead in (False, True)]
+
+
+@pytest.mark.parametrize("scenario", played(), ids=lambda s: s.__name__)
+def test_the_sound_front_end_passes(scenario):
+    scenario()
+
+
+def at_every_change(mutant):
+    """Those of the device's own code; the others are slow."""
+    fast = name_of(mutant).startswith(("ranks.", "stage3."))
+    return pytest.param(mutant, marks=() if fast else pytest.mark.slow, id=name_of(mutant))
+
+
+@pytest.mark.parametrize("mutant", [at_every_change(m) for m in MUTANTS if name_of(m) not in UNNOTICED])
+def test_a_wait_of_the_torch_front_end_that_is_taken_out_is_noticed(mutant):
+    by = [run for run in played() if name_of(mutant) not in ENDS or run.__name__.startswith("memory_of")]
+    assert_noticed(mutant, by)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutant", [m for m in MUTANTS if name_of(m) in UNNOTICED], ids=name_of)
+def test_what_nothing_notices_is_known(mutant):
+    with made(mutant):
+        assert who_notices(played()) is None
+
+
+def test_no_mutant_was_dropped():
+    """A wait that is renamed, or a module that is moved, would take its mutants along without a word."""
+    assert len(MUTANTS) == 50
+    assert {*UNNOTICED} <= {name_of(mutant) for mutant in MUTANTS}
