@@ -74,7 +74,7 @@ class Driver:
     address_name: str
 
     def __init__(self, library: str) -> None:
-        self._library = library
+        self.library = library
 
     def register(self, address: int, n_bytes: int) -> Callable[[], None]:
         """As :attr:`Registered.register`."""
@@ -105,7 +105,7 @@ class Driver:
     def _call(self, name: str, *args: Any) -> None:
         """Call one of its functions, all of which return an error code; 0: none."""
         try:
-            code = getattr(ctypes.CDLL(self._library), name)(*args)
+            code = getattr(ctypes.CDLL(self.library), name)(*args)
         except OSError as error:
             raise HostMemoryError(f"the {self.vendor} driver library cannot be loaded ({error})") from None
         if code:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from offload_core.commands import info, machine
 from offload_core.memory import near
+from offload_core.memory.pinning import Cuda
 from offload_core.native import kernels
 from offload_core.support import launchers, processors, topology
 from offload_core.support.processors import choose, nodes_of_ranks, share_near
@@ -335,7 +336,7 @@ def test_a_device_is_found_by_its_number_among_those_that_are_visible(visible, n
     root, driver = two_nodes(tmp_path / "sys"), sysfs.driver(tmp_path, TWO_NODES)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setattr(topology, "SYSFS", root)
-    absent = sysfs.replace(driver, library=str(tmp_path / "absent.so"))
+    absent = Cuda(0, str(tmp_path / "absent.so"))
     without = sysfs.replace(driver, library=None)  # this process's own symbols: a library without these calls
     assert not absent.start()
     assert not without.start()
