@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from offload_core.commands import info, machine
 from offload_core.memory import near
 from offload_core.memory.pinning import Cuda
+from offload_core.memory.pinning import Cuda
 from offload_core.native import kernels
 from offload_core.support import launchers, processors, topology
 from offload_core.support.processors import choose, nodes_of_ranks, share_near
@@ -424,6 +425,7 @@ from dataclasses import replace
 os.sched_setaffinity(0, {{ {one}, {other} }})
 from offload_core.config.options import OffloadConfig
 from offload_core.memory import near
+from offload_core.memory.pinning import Cuda
 from offload_core.memory.host_memory import HostMemory
 from offload_core.memory.pinning import Cuda
 from offload_core.native import kernels
