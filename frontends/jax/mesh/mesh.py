@@ -6,7 +6,9 @@ mesh's order; device ids are not ranks. Buckets are exchanged and gathered by ex
 """
 
 import math
-from collections.abc import Mapping, Sequence
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -36,6 +38,8 @@ from ..device import free_bytes
 from ..launch import meeting
 
 REPLICATED = PartitionSpec()
+_LEAVE_AT_ONCE = 2
+"""The most packed buckets of gradients on a device: so many are on their way to the host."""
 
 
 class Ranks(Protocol):
@@ -292,6 +296,47 @@ class MeshGradient:
     numel: int
     travels_as: ElementType
     """The element type in which it travels: the array's. A mean does not travel and has its parameter's."""
+    used: Callable[[int], None] | None = None
+    """Called when so many elements more have been read."""
+
+
+class Donated:
+    """Arrays of one gradient, which are deleted as soon as all of its elements have been read."""
+
+    def __init__(self, arrays: Sequence[Any], numel: int) -> None:
+        self._arrays, self._left = arrays, numel
+
+    def use(self, numel: int) -> None:
+        """So many elements more are read by programs that were launched. Memory lives as long as these need it."""
+        self._left -= numel
+        if self._left <= 0:
+            delete(self._arrays)
+
+
+def delete(arrays: Iterable[Any]) -> None:
+    """Delete those that are JAX's."""
+    for array in arrays:
+        if isinstance(array, jax.Array) and not array.is_deleted():
+            array.delete()
+
+
+class _Arrival:
+    """The event of shards that arrive on the host. Their device memory is free when it has been waited for."""
+
+    def __init__(self, finish: Callable[[], None]) -> None:
+        self._finish: Callable[[], None] | None = finish
+        self._lock = threading.Lock()
+
+    def wait(self) -> None:
+        with self._lock:
+            if self._finish is not None:
+                self._finish()
+                self._finish = None
+
+    order = wait
+
+    def done(self) -> bool:
+        return False
 
 
 class _Run(NamedTuple):
@@ -359,6 +404,8 @@ class JaxMeshDevice:
         self.sent_bytes = 0
         self._native = native
         self._threads = threads
+        self._leaving: deque[_Arrival] = deque()
+        """Gradients that were last on their way to the host."""
         # Made here, once: each compiles once for every layout of a bucket.
         self._reduce_unreduced = axis.compile(self._reduction(self._exchange, axis.split), static_argnums=(1, 2, 3))
         self._reduce_mean = axis.compile(self._reduction(self._own_slice, REPLICATED), static_argnums=(1, 2, 3))
@@ -442,10 +489,15 @@ class JaxMeshDevice:
             shards = self.axis.parts(program(arrays, runs, bucket.shard_numel, wire.numpy))
         if unreduced:
             self._count_sent(bucket.shard_numel * wire.itemsize)
+        for piece in pieces:
+            if (used := gradients[piece.param].used) is not None:
+                used(piece.numel)
         return self._receive(shards, out, what)
 
     def _receive(self, shards: Sequence[jax.Array], out: np.ndarray, what: str) -> Event:
         """Start the copies of this process's shards to the host."""
+        while len(self._leaving) >= _LEAVE_AT_ONCE:
+            self._leaving.popleft().wait()
         for shard in shards:
             shard.copy_to_host_async()
 
@@ -456,7 +508,8 @@ class JaxMeshDevice:
             rows = [(kernels.address(a), kernels.address(b), a.size) for a, b in zip(hosts, parts, strict=True)]
             kernels.cast(kernels.spans_of(rows), BY_NUMPY[hosts[0].dtype], FLOAT32, threads=self._threads)
 
-        return Waiting(finish)
+        self._leaving.append(arrival := _Arrival(finish))
+        return arrival
 
     def _reduction(self, to_shard: Any, spec: PartitionSpec) -> Any:
         def reduce(arrays: list[jax.Array], runs: tuple[_Run, ...], shard_numel: int, wire: np.dtype) -> jax.Array:
