@@ -92,8 +92,9 @@ def _public(what: str) -> Callable[[Callable[Concatenate[Any, P], T]], Callable[
 
         @wraps(method)
         def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
-            self._await_update()
-            return locked(self, *args, **kwargs)
+            with self._turn:
+                self._await_update()
+                return locked(self, *args, **kwargs)
 
         return call
 
@@ -127,6 +128,8 @@ class OffloadedParams:
         self._report: StepReport | None = None
         self._asked: Task[None] | None = None
         """The update that was asked for and not waited for."""
+        self._turn = threading.RLock()
+        """Held while a call waits for this update and does its own work: another thread asks for none in between."""
         self._thread: TaskThread | None = None
         """Does these updates."""
         self._masked = mask is not None
