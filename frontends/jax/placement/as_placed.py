@@ -68,7 +68,7 @@ class AsPlaced:
     # --- where parameters lie ------------------------------------------------------------------------
 
     def place(self, path: str, leaf: Any) -> jax.Array:
-        array = leaf if isinstance(leaf, jax.Array) else jax.device_put(np.asarray(leaf))
+        array = leaf if isinstance(leaf, jax.Array) else jax.device_put(np.array(leaf))  # which it may alias
         if self._several and array.sharding.device_set != set(self._everywhere):
             raise ParameterError(
                 f"{path} lies on {_names(array.devices())}, and other parameters on {_names(self._everywhere)}; "
