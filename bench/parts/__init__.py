@@ -6,6 +6,7 @@ PARTS = {
     "step": 900,
     "ranks": 600,
     "jax_step": 250,
+    "jax_mesh": 250,
     "memory": 200,
     "exactness": 60,
     "overlap": 200,
