@@ -6,12 +6,11 @@ PARTS = {
     "step": 900,
     "ranks": 600,
     "jax_step": 250,
-    "jax_mesh": 250,
     "memory": 200,
     "exactness": 60,
     "overlap": 200,
     "simulate": 250,
 }
 """After how many seconds each is given up; together they took 20 minutes on 2 cores in a slow hour."""
-ON_REQUEST = {"checkpoint": 500, "profile": 300, "default_allocator": 500}
+ON_REQUEST = {"jax_mesh": 250, "checkpoint": 500, "profile": 300, "default_allocator": 500}
 """Parts that run where they are named only."""
