@@ -214,7 +214,7 @@ class Updates:
 
     def land(self) -> None:
         """Ask for a task that waits for each bucket's arrival."""
-        while self._travelling:
+        for _ in range(len(self._travelling)):
             self._await_arrival()
 
     def _await_arrival(self) -> None:
