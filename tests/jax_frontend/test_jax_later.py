@@ -179,6 +179,20 @@ def test_device_memory_is_parameters_gradients_and_two_buckets(monkeypatch):
     assert max(seen) <= 4.2 * numel
 
 
+def test_buckets_of_a_large_array_share_their_programs(monkeypatch):
+    monkeypatch.setattr(placement, "on_cpu", lambda array: False)
+    params = {"stacked": np.ones((256, 320), np.float32)}
+    offloaded, compiled = wrap(params, lr=1e-2, reduce_bucket_size=320), []
+    assert len(offloaded._pipeline.buckets.all) == 256
+    gradients = {"stacked": jnp.full((256, 320), 0.5)}
+    jax.monitoring.register_event_duration_secs_listener(lambda name, *_, **__: compiled.append(name))
+    try:
+        offloaded.update(gradients)
+    finally:
+        jax.monitoring.clear_event_listeners()
+    assert 0 < sum("backend_compile" in name for name in compiled) <= 4
+
+
 def _live_bytes():
     """Of all arrays of JAX, memory that several share counted once."""
     arrays = [array for array in jax.live_arrays() if not array.is_deleted()]

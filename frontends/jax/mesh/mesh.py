@@ -29,7 +29,7 @@ from offload_core.device.protocols import Arrival, Copy, HostArray
 from offload_core.device.trace import TO_DEVICE, TO_HOST, Trace
 from offload_core.dtypes import BY_NUMPY, FLOAT32, ElementType
 from offload_core.errors import ConfigError
-from offload_core.layout.partition import Bucket, ParamSpec
+from offload_core.layout.partition import Bucket, ParamSpec, Piece
 from offload_core.memory.host_memory import Lease
 from offload_core.native import kernels
 from offload_core.ranks.collectives import Collectives
@@ -71,6 +71,10 @@ class Ranks(Protocol):
 
     def parts(self, stacked: jax.Array) -> list[jax.Array]:
         """This process's parts of an array of :meth:`stack`, rank after rank."""
+        ...
+
+    def constant(self, value: np.ndarray) -> jax.Array:
+        """A small array that every rank has; all processes give the same."""
         ...
 
     def own_slice(self, flat: jax.Array, numel: int) -> jax.Array:
@@ -162,6 +166,8 @@ class MeshAxis:
         """A global array, whole on every device."""
         return self.put(value, REPLICATED)
 
+    constant = replicate
+
     def stack(self, parts: Sequence[Any]) -> jax.Array:
         """A global array of one part for each rank, end to end; this process gives the parts of its ranks.
 
@@ -213,6 +219,10 @@ class LoneDevice:
 
     def parts(self, stacked: jax.Array) -> list[jax.Array]:
         return [stacked]
+
+    def constant(self, value: np.ndarray) -> jax.Array:
+        with jax.default_device(self.devices[0]):
+            return jax.device_put(value)
 
     def compile(self, function: Any, **options: Any) -> Any:
         compiled = jax.jit(function, **options)
@@ -340,11 +350,17 @@ class _Arrival:
 
 
 class _Run(NamedTuple):
-    """A piece of a bucket: elements ``[start, start + numel)`` of an array, at ``offset`` in the bucket."""
+    """A piece of a bucket: elements of an array, at ``offset`` in the bucket."""
 
-    start: int
+    start: int | None
+    """The first element; None: an argument of the program says it, so that all buckets of a large array share one."""
     numel: int
     offset: int
+
+    @classmethod
+    def of(cls, piece: Piece, size: int) -> "_Run":
+        """A piece of an array of so many elements. JAX's indices have 32 bits."""
+        return cls(None if size < 2**31 else piece.start, piece.numel, piece.offset)
 
 
 class _Write(NamedTuple):
@@ -407,9 +423,9 @@ class JaxMeshDevice:
         self._leaving: deque[_Arrival] = deque()
         """Gradients that were last on their way to the host."""
         # Made here, once: each compiles once for every layout of a bucket.
-        self._reduce_unreduced = axis.compile(self._reduction(self._exchange, axis.split), static_argnums=(1, 2, 3))
-        self._reduce_mean = axis.compile(self._reduction(self._own_slice, REPLICATED), static_argnums=(1, 2, 3))
-        self._gather = axis.compile(self._gather_and_write, static_argnums=2, donate_argnums=1)
+        self._reduce_unreduced = axis.compile(self._reduction(self._exchange, axis.split), static_argnums=(2, 3, 4))
+        self._reduce_mean = axis.compile(self._reduction(self._own_slice, REPLICATED), static_argnums=(2, 3, 4))
+        self._gather = axis.compile(self._gather_and_write, static_argnums=3, donate_argnums=1)
         self._of_rank_0 = axis.compile(axis.map(self._take_rank_0s, REPLICATED, REPLICATED))
 
     # --- parameters ----------------------------------------------------------------------------------
@@ -476,7 +492,7 @@ class JaxMeshDevice:
     ) -> Event:
         pieces = [piece for piece in bucket.pieces if piece.param in gradients]
         arrays = [gradients[piece.param].array for piece in pieces]
-        runs = tuple(_Run(piece.start, piece.numel, piece.offset) for piece in pieces)
+        runs = tuple(_Run.of(piece, gradients[piece.param].numel) for piece in pieces)
         unreduced = any(gradients[piece.param].unreduced for piece in pieces)
         if not pieces:
             out[:] = 0
@@ -486,7 +502,8 @@ class JaxMeshDevice:
             program = self._reduce_unreduced if unreduced else self._reduce_mean
             if not unreduced:
                 wire = max((BY_NUMPY[array.dtype] for array in arrays), key=lambda dtype: dtype.itemsize)
-            shards = self.axis.parts(program(arrays, runs, bucket.shard_numel, wire.numpy))
+            starts = self.axis.constant(_starts(pieces))
+            shards = self.axis.parts(program(arrays, starts, runs, bucket.shard_numel, wire.numpy))
         if unreduced:
             self._count_sent(bucket.shard_numel * wire.itemsize)
         for piece in pieces:
@@ -512,12 +529,17 @@ class JaxMeshDevice:
         return arrival
 
     def _reduction(self, to_shard: Any, spec: PartitionSpec) -> Any:
-        def reduce(arrays: list[jax.Array], runs: tuple[_Run, ...], shard_numel: int, wire: np.dtype) -> jax.Array:
-            def each(arrays: list[jax.Array]) -> jax.Array:
-                cuts = [array.reshape(-1)[r.start : r.start + r.numel] for array, r in zip(arrays, runs, strict=True)]
+        def reduce(
+            arrays: list[jax.Array], starts: jax.Array, runs: tuple[_Run, ...], shard_numel: int, wire: np.dtype
+        ) -> jax.Array:
+            def each(arrays: list[jax.Array], starts: jax.Array) -> jax.Array:
+                cuts = []
+                for array, run, start in zip(arrays, runs, starts, strict=True):
+                    begin = start if run.start is None else run.start
+                    cuts.append(lax.dynamic_slice_in_dim(array.reshape(-1), begin, run.numel))
                 return to_shard(cuts, runs, shard_numel, wire)
 
-            return self.axis.map(each, spec, self.axis.split)(arrays)
+            return self.axis.map(each, (spec, REPLICATED), self.axis.split)(arrays, starts)
 
         return reduce
 
@@ -556,13 +578,14 @@ class JaxMeshDevice:
         written = [tensors[piece.param] for piece in pieces]
         writes = []
         for piece, tensor in zip(pieces, written, strict=True):
-            run = _Run(piece.start, piece.numel, piece.offset)
+            run = _Run.of(piece, tensor.array.size)
             writes.append(_Write(run, tensor.array.shape, piece.numel == tensor.array.size))
         what = f"bucket {bucket.index}: gathering of parameters"
         with meeting(self.ranks[0], what):
             # It may share the staging memory; nothing reads it any more when the results are there.
             stacked = self.axis.stack(list(shards.reshape(len(self.ranks), -1)))
-            results = self._gather(stacked, [tensor.partial for tensor in written], tuple(writes))
+            starts = self.axis.constant(_starts(pieces))
+            results = self._gather(stacked, [tensor.partial for tensor in written], starts, tuple(writes))
         for piece, tensor, result in zip(pieces, written, results, strict=True):
             tensor.received += piece.numel
             tensor.partial = result  # the partial value before was donated
@@ -578,24 +601,30 @@ class JaxMeshDevice:
         return Waiting(finish)
 
     def _gather_and_write(
-        self, shards: jax.Array, partials: list[jax.Array | None], writes: tuple[_Write, ...]
+        self, shards: jax.Array, partials: list[jax.Array | None], starts: jax.Array, writes: tuple[_Write, ...]
     ) -> list[jax.Array]:
-        def each(shard: jax.Array, partials: list[jax.Array | None]) -> list[jax.Array]:
+        def each(shard: jax.Array, partials: list[jax.Array | None], starts: jax.Array) -> list[jax.Array]:
             flat = self.axis.gather(shard)
             results = []
-            for (run, shape, is_whole), partial in zip(writes, partials, strict=True):
+            for (run, shape, is_whole), partial, start in zip(writes, partials, starts, strict=True):
                 value = flat[run.offset : run.offset + run.numel]
                 if partial is not None or not is_whole:
                     into = jnp.zeros(math.prod(shape), flat.dtype) if partial is None else partial.reshape(-1)
-                    value = lax.dynamic_update_slice_in_dim(into, value, run.start, axis=0)
+                    begin = start if run.start is None else run.start
+                    value = lax.dynamic_update_slice_in_dim(into, value, begin, axis=0)
                 results.append(value.reshape(shape))
             return results
 
-        return self.axis.map(each, (self.axis.split, REPLICATED), REPLICATED)(shards, partials)
+        return self.axis.map(each, (self.axis.split, REPLICATED, REPLICATED), REPLICATED)(shards, partials, starts)
 
     def _count_sent(self, shard_bytes: int) -> None:
         """Count that each of this process's ranks sent a shard of this size to every other rank."""
         self.sent_bytes += len(self.ranks) * (self.world_size - 1) * shard_bytes
+
+
+def _starts(pieces: Sequence[Piece]) -> np.ndarray:
+    """As :attr:`_Run.start` leaves them out; 0 where it does not."""
+    return np.array([piece.start if piece.start < 2**31 else 0 for piece in pieces], np.int32)
 
 
 def _pack(cuts: Sequence[jax.Array], runs: Sequence[_Run], numel: int) -> jax.Array:
