@@ -2,13 +2,15 @@
 
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 
@@ -19,7 +21,7 @@ from offload_core.config.options import ConfigLike, OffloadConfig, check_hyperpa
 from offload_core.device.trace import COMPUTE
 from offload_core.dtypes import BY_NUMPY
 from offload_core.errors import ConfigError, GradientError, StateError
-from offload_core.layout.partition import ParamSpec
+from offload_core.layout.partition import ParamSpec as CoreParam
 from offload_core.memory.report import MemoryReport
 from offload_core.ranks.consistency import agree
 from offload_core.rules.adam import AdamHyper
@@ -27,6 +29,7 @@ from offload_core.step.loss_scale import scaler_for
 from offload_core.step.pipeline import Pipeline, StepReport
 from offload_core.step.state_lock import changes, whole
 from offload_core.support.launchers import warn_if_launched
+from offload_core.support.threads import Task, TaskThread
 
 from .context import without_context_mesh
 from .differentiate import value_and_grad
@@ -34,12 +37,16 @@ from .files.checkpoint import TreeCheckpoints
 from .files.export import export_safetensors
 from .files.states import TreeStates
 from .gradients import check_alike, given_gradients
+from .mesh.mesh import delete
 from .numbers import beside_the_accelerator, bias_correction
 from .optax_bridge.updates import transformation
 from .placement.memory import checked_plan, held_bytes
 from .placement.placement import placement_for
 from .tree.trees import Mask, check_nnx, mask_leaves, parameter_positions, refuse_jit
 from .tree.wrapped_tree import WrappedTree
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def wrap(
@@ -77,6 +84,23 @@ def wrap(
     return OffloadedParams(params, config, mask=mask, trainable=trainable, mesh=mesh, axis=axis, **overrides)
 
 
+def _public(what: str) -> Callable[[Callable[Concatenate[Any, P], T]], Callable[Concatenate[Any, P], T]]:
+    """A method that users call: after an update that still runs, with states that are whole, and with no mesh set."""
+
+    def decorate(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
+        locked = without_context_mesh(whole(what)(method))
+
+        @wraps(method)
+        def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
+            with self._turn:
+                self._await_update()
+                return locked(self, *args, **kwargs)
+
+        return call
+
+    return decorate
+
+
 class OffloadedParams:
     """A pytree of device parameters, with master weights and moments in host memory.
 
@@ -101,8 +125,13 @@ class OffloadedParams:
         ranks = mesh.size if isinstance(mesh, Mesh) else 1
         self.config = OffloadConfig.resolve(config, world_size=ranks, **overrides)
         self.config = replace(self.config, op_order=self.config.op_order or "optax")
-        self.report: StepReport | None = None
-        """The report of the last :meth:`update`."""
+        self._report: StepReport | None = None
+        self._asked: Task[None] | None = None
+        """The update that was asked for and not waited for."""
+        self._turn = threading.RLock()
+        """Held while a call waits for this update and does its own work: another thread asks for none in between."""
+        self._thread: TaskThread | None = None
+        """Does these updates."""
         self._masked = mask is not None
         self._tree = tree = WrappedTree(params)
         leaves, paths = tree.leaves, tree.paths
@@ -114,7 +143,7 @@ class OffloadedParams:
         agree(self._placement.device.collectives, self.config)
         if self._placement.device.collectives.world_size == 1:
             warn_if_launched("frontends.jax.initialize() first of all, and wrap(params, mesh=mesh) on all devices")
-        specs: list[ParamSpec] = []
+        specs: list[CoreParam] = []
         for i in positions:
             dtype, group = target or BY_NUMPY[np.dtype(leaves[i].dtype)], int(not decayed[i])
             tree.trained.append(self._placement.leaf(i, paths[i], leaves[i], dtype, len(specs)))
@@ -144,18 +173,25 @@ class OffloadedParams:
         return self._pipeline.__reduce_ex__(protocol)  # it says what to do instead
 
     @property
-    @without_context_mesh
+    @_public("params")
     def params(self) -> Any:
         """The parameters, with the structure that was wrapped."""
-        return self._state_lock.whole("params", self._now)
+        return self._now()
 
     def _now(self) -> Any:
         self._follow()
         return self._tree.now()
 
     @property
+    def report(self) -> StepReport | None:
+        """The report of the last :meth:`update`; None: there was none."""
+        self._await_update()
+        return self._report
+
+    @property
     def count(self) -> int:
         """Updates made so far."""
+        self._await_update()
         return self._pipeline.updates
 
     @count.setter
@@ -189,7 +225,7 @@ class OffloadedParams:
         Raises (when called):
             ParameterError: the parameters have another structure; no argument is split over the mesh axis.
         """
-        return value_and_grad(
+        compiled = value_and_grad(
             fun,
             self._tree,
             self._placement,
@@ -199,9 +235,16 @@ class OffloadedParams:
             check_vma=check_vma,
         )
 
+        @wraps(compiled)
+        def call(params: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+            self._await_update()  # it may change the loss scale
+            return compiled(params, *args, **kwargs)
+
+        return call
+
     # --- update ------------------------------------------------------------------------------------
 
-    def update(self, grads: Any) -> Any:
+    def update(self, grads: Any, *, wait: bool = True, donate: bool = False) -> Any:
         """Take the gradients of a micro-step, update at the accumulation boundary, and return the parameters.
 
         Args:
@@ -211,6 +254,11 @@ class OffloadedParams:
                 pytree, as ``jax.grad`` under ``jax.jit`` gives, is the average already. :class:`RankGradients` in
                 float32 for narrower parameters need ``communication_dtype="float32"``. With
                 ``gradient_accumulation_steps=N`` the update averages over N calls.
+            wait: False: check the gradients and return None; a thread waits for them and updates, and whatever is
+                called next waits for it: ``params`` above all. What goes wrong there is raised by that call. Where the
+                devices of several processes or ranks exchange anything the update is made at once, lest its
+                collectives cross those of the program.
+            donate: delete each gradient as soon as it is read. It may not be used again.
 
         With ``schedule="delayed"`` it returns, after the warm-up, the parameters of the update before; the states are
         updated while the next gradients are computed.
@@ -228,19 +276,49 @@ class OffloadedParams:
             CollectiveError: a process was lost.
         """
         refuse_jit("update()")
-        return self._update(grads)
+        return self._update(grads, wait=wait, donate=donate)
 
-    @without_context_mesh
-    @whole("update()")
+    @_public("update()")
     @changes("update()")
-    def _update(self, grads: Any, learning_rate: Any = None) -> Any:
+    def _update(self, grads: Any, learning_rate: Any = None, *, wait: bool = True, donate: bool = False) -> Any:
         with self._pipeline.device.trace.span(COMPUTE, "update"):
-            gradients, hypers = self._check(grads, learning_rate)
-            self._take(gradients, hypers)
-        return self._now()
+            gradients, hypers = self._check(grads, learning_rate, donate=donate)
+            donated = jax.tree.leaves(grads) if donate else []
+            if not wait and self._placement.alone:
+                if self._thread is None:
+                    self._thread = TaskThread("offload-core update")
+                self._asked = self._thread.submit(partial(self._take_later, gradients, hypers, donated))
+                return None
+            self._take(gradients, hypers, donated)
+        return self._now() if wait else None
 
-    def _take(self, gradients: Sequence[Sequence[Any]], hypers: Sequence[AdamHyper]) -> None:
-        """Update, if this is the boundary, with gradients and hyperparameters that were checked."""
+    @changes("update()")
+    def _take_later(
+        self, gradients: Sequence[Sequence[Any]], hypers: Sequence[AdamHyper], donated: Sequence[Any]
+    ) -> None:
+        with self._pipeline.device.trace.span(COMPUTE, "update"):
+            self._take(gradients, hypers, donated)
+            self._follow()
+
+    def _await_update(self) -> None:
+        """Return when the update that was asked for is made; raise its error, once."""
+        task = self._asked
+        if task is None or task.thread == threading.get_ident():
+            return
+        try:
+            task.result()
+        finally:
+            if task.done():  # else an interrupt ended the wait
+                self._asked = None
+
+    def _take(
+        self, gradients: Sequence[Sequence[Any]], hypers: Sequence[AdamHyper], donated: Sequence[Any] = ()
+    ) -> None:
+        """Update, if this is the boundary, with gradients and hyperparameters that were checked.
+
+        Args:
+            donated: arrays to delete in the end, if that has not been done before.
+        """
         steps, number = self.config.gradient_accumulation_steps, self.count + 1
         if self._pipeline.micro_steps + 1 == steps:
             self._targets = self._new_targets()
@@ -250,14 +328,15 @@ class OffloadedParams:
                     self._pipeline.add_gradient(i, gradient)
             if self._pipeline.end_micro_step():
                 report = self._pipeline.step(hypers, self._targets, divisor=float(steps))
-                self.report = replace(report, step=number)
+                self._report = replace(report, step=number)
                 self._pipeline.finish_publications()
             else:
                 scale = self._pipeline.loss_scale
-                self.report = StepReport(updated=False, skipped="accumulating", loss_scale=scale, step=number)
+                self._report = StepReport(updated=False, skipped="accumulating", loss_scale=scale, step=number)
+            delete(donated)
         except BaseException:
             with suppress(StateError):  # a pipeline that has lost a rank may refuse even that
-                self.discard_gradients()
+                self._pipeline.drop_gradients()
             raise
 
     def _new_targets(self) -> list[Any]:
@@ -284,8 +363,7 @@ class OffloadedParams:
             self._followed = publications
         self._targets = []
 
-    @without_context_mesh
-    @whole("flush()")
+    @_public("flush()")
     def flush(self) -> Any:
         """Bring ``params`` to the last update, also under ``schedule="delayed"``, and return them.
 
@@ -321,13 +399,15 @@ class OffloadedParams:
             StateError: a trace is being recorded already.
             OSError: the file cannot be written.
         """
+        self._await_update()
         return self._pipeline.trace(path)
 
     def discard_gradients(self) -> None:
         """Forget the gradients accumulated since the last update."""
+        self._await_update()
         self._pipeline.drop_gradients()
 
-    def _check(self, grads: Any, learning_rate: Any) -> tuple[list[list[Any]], list[AdamHyper]]:
+    def _check(self, grads: Any, learning_rate: Any, *, donate: bool) -> tuple[list[list[Any]], list[AdamHyper]]:
         """Check everything; return each leaf's gradients as the pipeline takes them, none or all, and hyperparameters.
 
         An error in one process is an error in all: raised in one alone, it would leave the others waiting.
@@ -354,7 +434,7 @@ class OffloadedParams:
             parts = []
             if gradient is not None:
                 like = self._tree.leaves[leaf.position]
-                parts = self._placement.as_gradient(leaf, gradient, like, unreduced=unreduced)
+                parts = self._placement.as_gradient(leaf, gradient, like, unreduced=unreduced, donate=donate)
                 for i, part in zip(leaf.params, parts, strict=True):
                     self._pipeline.check_gradient(i, part)
             gradients.append(parts)
@@ -381,8 +461,7 @@ class OffloadedParams:
 
     # --- states ------------------------------------------------------------------------------------
 
-    @without_context_mesh
-    @whole("to_pytree()")
+    @_public("to_pytree()")
     def to_pytree(self) -> dict[str, Any]:
         """A copy of everything that training needs to go on, as a pytree of NumPy arrays.
 
@@ -398,8 +477,7 @@ class OffloadedParams:
         self._tree.check_alive("to_pytree")
         return self._states.to_pytree(self.count)
 
-    @without_context_mesh
-    @whole("load_pytree()")
+    @_public("load_pytree()")
     def load_pytree(self, tree: Mapping[str, Any]) -> Any:
         """Load a pytree of :meth:`to_pytree`, and return the parameters. Any number of ranks may have written it.
 
@@ -409,8 +487,7 @@ class OffloadedParams:
         self._state_lock.change("load_pytree()", partial(self._states.load_pytree, tree, self._flush))
         return self.params
 
-    @without_context_mesh
-    @whole("load_params()")
+    @_public("load_params()")
     def load_params(self, params: Any) -> Any:
         """Go on from other values of the parameters, clamped ones for example, and return them.
 
@@ -430,8 +507,7 @@ class OffloadedParams:
         self._state_lock.change("load_params()", partial(self._states.load_params, params))
         return self.params
 
-    @without_context_mesh
-    @whole("to_optax_state()")
+    @_public("to_optax_state()")
     def to_optax_state(self) -> Any:
         """The states as those of ``optax.adamw`` with these settings (``optax.adam`` after ``add_decayed_weights`` with
         ``adam_mode="adam"``), in NumPy arrays: on fp32 parameters eager optax goes on with the same bits.
@@ -446,8 +522,7 @@ class OffloadedParams:
         self.flush()
         return self._states.to_optax(self.config, masked=self._masked, count=self.count)
 
-    @without_context_mesh
-    @whole("load_optax_state()")
+    @_public("load_optax_state()")
     def load_optax_state(self, state: Any) -> None:
         """Load the moments, in fp32, and the count of the state of ``optax.adamw``, or of any chain with one Adam.
 
@@ -459,8 +534,7 @@ class OffloadedParams:
         """
         self._state_lock.change("load_optax_state()", partial(self._states.load_optax, state, self._flush))
 
-    @without_context_mesh
-    @whole("export_safetensors()")
+    @_public("export_safetensors()")
     def export_safetensors(
         self, folder: str | os.PathLike[str], *, max_shard_bytes: int = MAX_SHARD_BYTES, dtype: str | None = None
     ) -> None:
@@ -491,8 +565,7 @@ class OffloadedParams:
 
     # --- checkpoints -------------------------------------------------------------------------------
 
-    @without_context_mesh
-    @whole("save_checkpoint()")
+    @_public("save_checkpoint()")
     def save_checkpoint(
         self,
         folder: str | os.PathLike[str],
@@ -562,10 +635,10 @@ class OffloadedParams:
 
     def wait_for_checkpoint(self) -> None:
         """Return when the last checkpoint is on the disk; raise the error of its writing. All processes call it."""
+        self._await_update()
         self._checkpoints.wait()
 
-    @without_context_mesh
-    @whole("load_checkpoint()")
+    @_public("load_checkpoint()")
     def load_checkpoint(
         self,
         path: str | os.PathLike[str],
@@ -605,11 +678,13 @@ class OffloadedParams:
         On the CPU the parameters' buffers count as device memory. Arrays of the tree that are not trained are counted;
         gradients are not, because they are the caller's.
         """
+        self._await_update()
         return self._pipeline.memory_report(self._planned, held_bytes(self._tree))
 
     @property
     def sent_bytes(self) -> int:
         """Bytes of gradients and parameters that this process's ranks have sent to other ranks in updates."""
+        self._await_update()
         return self._pipeline.device.sent_bytes
 
     # --- optax -------------------------------------------------------------------------------------
@@ -639,6 +714,7 @@ class OffloadedParams:
             self._update(grads, learning_rate)
 
         def count() -> int:
+            self._await_update()
             self._follow()
             return self.count
 

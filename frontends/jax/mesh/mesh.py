@@ -6,7 +6,9 @@ mesh's order; device ids are not ranks. Buckets are exchanged and gathered by ex
 """
 
 import math
-from collections.abc import Mapping, Sequence
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -27,7 +29,7 @@ from offload_core.device.protocols import Arrival, Copy, HostArray
 from offload_core.device.trace import TO_DEVICE, TO_HOST, Trace
 from offload_core.dtypes import BY_NUMPY, FLOAT32, ElementType
 from offload_core.errors import ConfigError
-from offload_core.layout.partition import Bucket, ParamSpec
+from offload_core.layout.partition import Bucket, ParamSpec, Piece
 from offload_core.memory.host_memory import Lease
 from offload_core.native import kernels
 from offload_core.ranks.collectives import Collectives
@@ -36,6 +38,8 @@ from ..device import free_bytes
 from ..launch import meeting
 
 REPLICATED = PartitionSpec()
+_LEAVE_AT_ONCE = 2
+"""The most packed buckets of gradients on a device: so many are on their way to the host."""
 
 
 class Ranks(Protocol):
@@ -67,6 +71,10 @@ class Ranks(Protocol):
 
     def parts(self, stacked: jax.Array) -> list[jax.Array]:
         """This process's parts of an array of :meth:`stack`, rank after rank."""
+        ...
+
+    def constant(self, value: np.ndarray) -> jax.Array:
+        """A small array that every rank has; all processes give the same."""
         ...
 
     def own_slice(self, flat: jax.Array, numel: int) -> jax.Array:
@@ -158,6 +166,8 @@ class MeshAxis:
         """A global array, whole on every device."""
         return self.put(value, REPLICATED)
 
+    constant = replicate
+
     def stack(self, parts: Sequence[Any]) -> jax.Array:
         """A global array of one part for each rank, end to end; this process gives the parts of its ranks.
 
@@ -209,6 +219,10 @@ class LoneDevice:
 
     def parts(self, stacked: jax.Array) -> list[jax.Array]:
         return [stacked]
+
+    def constant(self, value: np.ndarray) -> jax.Array:
+        with jax.default_device(self.devices[0]):
+            return jax.device_put(value)
 
     def compile(self, function: Any, **options: Any) -> Any:
         compiled = jax.jit(function, **options)
@@ -292,14 +306,61 @@ class MeshGradient:
     numel: int
     travels_as: ElementType
     """The element type in which it travels: the array's. A mean does not travel and has its parameter's."""
+    used: Callable[[int], None] | None = None
+    """Called when so many elements more have been read."""
+
+
+class Donated:
+    """Arrays of one gradient, which are deleted as soon as all of its elements have been read."""
+
+    def __init__(self, arrays: Sequence[Any], numel: int) -> None:
+        self._arrays, self._left = arrays, numel
+
+    def use(self, numel: int) -> None:
+        """So many elements more are read by programs that were launched. Memory lives as long as these need it."""
+        self._left -= numel
+        if self._left <= 0:
+            delete(self._arrays)
+
+
+def delete(arrays: Iterable[Any]) -> None:
+    """Delete those that are JAX's."""
+    for array in arrays:
+        if isinstance(array, jax.Array) and not array.is_deleted():
+            array.delete()
+
+
+class _Arrival:
+    """The event of shards that arrive on the host. Their device memory is free when it has been waited for."""
+
+    def __init__(self, finish: Callable[[], None]) -> None:
+        self._finish: Callable[[], None] | None = finish
+        self._lock = threading.Lock()
+
+    def wait(self) -> None:
+        with self._lock:
+            if self._finish is not None:
+                self._finish()
+                self._finish = None
+
+    order = wait
+
+    def done(self) -> bool:
+        return False
 
 
 class _Run(NamedTuple):
-    """A piece of a bucket: elements ``[start, start + numel)`` of an array, at ``offset`` in the bucket."""
+    """A piece of a bucket: elements of an array, at ``offset`` in the bucket."""
 
-    start: int
+    start: int | None
+    """The first element; None: an argument of the program says it, so that all buckets of a large array share one."""
     numel: int
     offset: int
+
+    @classmethod
+    def of(cls, piece: Piece, size: int) -> "_Run":
+        """A piece of an array of so many elements. JAX's indices have 32 bits."""
+        return cls(None if size < 2**31 else piece.start, piece.numel, piece.offset)
 
 
 class _Write(NamedTuple):
@@ -359,10 +420,12 @@ class JaxMeshDevice:
         self.sent_bytes = 0
         self._native = native
         self._threads = threads
+        self._leaving: deque[_Arrival] = deque()
+        """Gradients that were last on their way to the host."""
         # Made here, once: each compiles once for every layout of a bucket.
-        self._reduce_unreduced = axis.compile(self._reduction(self._exchange, axis.split), static_argnums=(1, 2, 3))
-        self._reduce_mean = axis.compile(self._reduction(self._own_slice, REPLICATED), static_argnums=(1, 2, 3))
-        self._gather = axis.compile(self._gather_and_write, static_argnums=2, donate_argnums=1)
+        self._reduce_unreduced = axis.compile(self._reduction(self._exchange, axis.split), static_argnums=(2, 3, 4))
+        self._reduce_mean = axis.compile(self._reduction(self._own_slice, REPLICATED), static_argnums=(2, 3, 4))
+        self._gather = axis.compile(self._gather_and_write, static_argnums=3, donate_argnums=1)
         self._of_rank_0 = axis.compile(axis.map(self._take_rank_0s, REPLICATED, REPLICATED))
 
     # --- parameters ----------------------------------------------------------------------------------
@@ -429,7 +492,7 @@ class JaxMeshDevice:
     ) -> Event:
         pieces = [piece for piece in bucket.pieces if piece.param in gradients]
         arrays = [gradients[piece.param].array for piece in pieces]
-        runs = tuple(_Run(piece.start, piece.numel, piece.offset) for piece in pieces)
+        runs = tuple(_Run.of(piece, gradients[piece.param].numel) for piece in pieces)
         unreduced = any(gradients[piece.param].unreduced for piece in pieces)
         if not pieces:
             out[:] = 0
@@ -439,13 +502,19 @@ class JaxMeshDevice:
             program = self._reduce_unreduced if unreduced else self._reduce_mean
             if not unreduced:
                 wire = max((BY_NUMPY[array.dtype] for array in arrays), key=lambda dtype: dtype.itemsize)
-            shards = self.axis.parts(program(arrays, runs, bucket.shard_numel, wire.numpy))
+            starts = self.axis.constant(_starts(pieces))
+            shards = self.axis.parts(program(arrays, starts, runs, bucket.shard_numel, wire.numpy))
         if unreduced:
             self._count_sent(bucket.shard_numel * wire.itemsize)
+        for piece in pieces:
+            if (used := gradients[piece.param].used) is not None:
+                used(piece.numel)
         return self._receive(shards, out, what)
 
     def _receive(self, shards: Sequence[jax.Array], out: np.ndarray, what: str) -> Event:
         """Start the copies of this process's shards to the host."""
+        while len(self._leaving) >= _LEAVE_AT_ONCE:
+            self._leaving.popleft().wait()
         for shard in shards:
             shard.copy_to_host_async()
 
@@ -456,15 +525,21 @@ class JaxMeshDevice:
             rows = [(kernels.address(a), kernels.address(b), a.size) for a, b in zip(hosts, parts, strict=True)]
             kernels.cast(kernels.spans_of(rows), BY_NUMPY[hosts[0].dtype], FLOAT32, threads=self._threads)
 
-        return Waiting(finish)
+        self._leaving.append(arrival := _Arrival(finish))
+        return arrival
 
     def _reduction(self, to_shard: Any, spec: PartitionSpec) -> Any:
-        def reduce(arrays: list[jax.Array], runs: tuple[_Run, ...], shard_numel: int, wire: np.dtype) -> jax.Array:
-            def each(arrays: list[jax.Array]) -> jax.Array:
-                cuts = [array.reshape(-1)[r.start : r.start + r.numel] for array, r in zip(arrays, runs, strict=True)]
+        def reduce(
+            arrays: list[jax.Array], starts: jax.Array, runs: tuple[_Run, ...], shard_numel: int, wire: np.dtype
+        ) -> jax.Array:
+            def each(arrays: list[jax.Array], starts: jax.Array) -> jax.Array:
+                cuts = []
+                for array, run, start in zip(arrays, runs, starts, strict=True):
+                    begin = start if run.start is None else run.start
+                    cuts.append(lax.dynamic_slice_in_dim(array.reshape(-1), begin, run.numel))
                 return to_shard(cuts, runs, shard_numel, wire)
 
-            return self.axis.map(each, spec, self.axis.split)(arrays)
+            return self.axis.map(each, (spec, REPLICATED), self.axis.split)(arrays, starts)
 
         return reduce
 
@@ -503,13 +578,14 @@ class JaxMeshDevice:
         written = [tensors[piece.param] for piece in pieces]
         writes = []
         for piece, tensor in zip(pieces, written, strict=True):
-            run = _Run(piece.start, piece.numel, piece.offset)
+            run = _Run.of(piece, tensor.array.size)
             writes.append(_Write(run, tensor.array.shape, piece.numel == tensor.array.size))
         what = f"bucket {bucket.index}: gathering of parameters"
         with meeting(self.ranks[0], what):
             # It may share the staging memory; nothing reads it any more when the results are there.
             stacked = self.axis.stack(list(shards.reshape(len(self.ranks), -1)))
-            results = self._gather(stacked, [tensor.partial for tensor in written], tuple(writes))
+            starts = self.axis.constant(_starts(pieces))
+            results = self._gather(stacked, [tensor.partial for tensor in written], starts, tuple(writes))
         for piece, tensor, result in zip(pieces, written, results, strict=True):
             tensor.received += piece.numel
             tensor.partial = result  # the partial value before was donated
@@ -525,24 +601,30 @@ class JaxMeshDevice:
         return Waiting(finish)
 
     def _gather_and_write(
-        self, shards: jax.Array, partials: list[jax.Array | None], writes: tuple[_Write, ...]
+        self, shards: jax.Array, partials: list[jax.Array | None], starts: jax.Array, writes: tuple[_Write, ...]
     ) -> list[jax.Array]:
-        def each(shard: jax.Array, partials: list[jax.Array | None]) -> list[jax.Array]:
+        def each(shard: jax.Array, partials: list[jax.Array | None], starts: jax.Array) -> list[jax.Array]:
             flat = self.axis.gather(shard)
             results = []
-            for (run, shape, is_whole), partial in zip(writes, partials, strict=True):
+            for (run, shape, is_whole), partial, start in zip(writes, partials, starts, strict=True):
                 value = flat[run.offset : run.offset + run.numel]
                 if partial is not None or not is_whole:
                     into = jnp.zeros(math.prod(shape), flat.dtype) if partial is None else partial.reshape(-1)
-                    value = lax.dynamic_update_slice_in_dim(into, value, run.start, axis=0)
+                    begin = start if run.start is None else run.start
+                    value = lax.dynamic_update_slice_in_dim(into, value, begin, axis=0)
                 results.append(value.reshape(shape))
             return results
 
-        return self.axis.map(each, (self.axis.split, REPLICATED), REPLICATED)(shards, partials)
+        return self.axis.map(each, (self.axis.split, REPLICATED, REPLICATED), REPLICATED)(shards, partials, starts)
 
     def _count_sent(self, shard_bytes: int) -> None:
         """Count that each of this process's ranks sent a shard of this size to every other rank."""
         self.sent_bytes += len(self.ranks) * (self.world_size - 1) * shard_bytes
+
+
+def _starts(pieces: Sequence[Piece]) -> np.ndarray:
+    """As :attr:`_Run.start` leaves them out; 0 where it does not."""
+    return np.array([piece.start if piece.start < 2**31 else 0 for piece in pieces], np.int32)
 
 
 def _pack(cuts: Sequence[jax.Array], runs: Sequence[_Run], numel: int) -> jax.Array:

@@ -22,7 +22,7 @@ from offload_core.ranks.collectives import Collectives, SingleRank, merge
 from offload_core.step.bucket_terms import GRADIENTS, PARAMETERS
 
 from ..device import DEVICE_MEMORY, JaxDevice, ParameterBuffers
-from ..mesh.mesh import JaxProcesses, MeshAxis, MeshGradient, MeshParameter
+from ..mesh.mesh import Donated, JaxProcesses, MeshAxis, MeshGradient, MeshParameter
 from ..mesh.places import Places
 from ..tree.shards import Shard, local_shards, on_devices
 from ..tree.trees import from_numpy, put, to_numpy
@@ -42,6 +42,10 @@ class AsPlaced:
     """
 
     gradients_per_rank = False
+
+    @property
+    def alone(self) -> bool:
+        return self.device.collectives.world_size == 1
 
     def __init__(self, leaves: Sequence[Any], threads: int, *, on_host: bool) -> None:
         self.on_host = on_host
@@ -64,7 +68,7 @@ class AsPlaced:
     # --- where parameters lie ------------------------------------------------------------------------
 
     def place(self, path: str, leaf: Any) -> jax.Array:
-        array = leaf if isinstance(leaf, jax.Array) else jax.device_put(np.asarray(leaf))
+        array = leaf if isinstance(leaf, jax.Array) else jax.device_put(np.array(leaf))  # which it may alias
         if self._several and array.sharding.device_set != set(self._everywhere):
             raise ParameterError(
                 f"{path} lies on {_names(array.devices())}, and other parameters on {_names(self._everywhere)}; "
@@ -143,15 +147,17 @@ class AsPlaced:
             f"{_names(like.devices())}; expected both on the same devices: compute the gradients of offloaded.params"
         )
 
-    def as_gradient(self, leaf: Leaf, gradient: Any, like: jax.Array, *, unreduced: bool) -> list[Any]:
-        parts = self._parts(leaf, self._beside(gradient, like))
+    def as_gradient(self, leaf: Leaf, gradient: Any, like: jax.Array, *, unreduced: bool, donate: bool) -> list[Any]:
+        array = self._beside(gradient, like)
+        parts = self._parts(leaf, array)
         if self.on_host:
-            return list(parts)
+            return list(parts)  # they are read when the update is made
         if not self._several:
             # An array of this device alone, since arrays of different meshes cannot be packed together. It is not
             # copied if it lies on the device already.
             parts = [jax.device_put(part.addressable_data(0), self._places[0]) for part in parts]
-        return [MeshGradient(part, False, part.size, BY_NUMPY[np.dtype(like.dtype)]) for part in parts]
+        used = Donated((gradient, array, *parts), sum(part.size for part in parts)).use if donate else None
+        return [MeshGradient(part, False, part.size, BY_NUMPY[np.dtype(like.dtype)], used) for part in parts]
 
     def _beside(self, gradient: Any, like: jax.Array) -> jax.Array:
         """The gradient, on the devices of its parameter and cut as it is."""

@@ -21,7 +21,7 @@ from offload_core.memory.plan import PlanRow
 from offload_core.step.bucket_terms import GRADIENTS, PARAMETERS
 
 from ..context import without_context_mesh
-from ..mesh.mesh import REPLICATED, JaxMeshDevice, MeshAxis, MeshGradient, MeshParameter, ordered_mean
+from ..mesh.mesh import REPLICATED, Donated, JaxMeshDevice, MeshAxis, MeshGradient, MeshParameter, ordered_mean
 from ..tree.shard_layout import ShardLayout
 from ..tree.trees import from_numpy, to_numpy
 from ..tree.wrapped_tree import Leaf
@@ -61,6 +61,7 @@ class OnMesh:
     """Parameters are replicated along a mesh axis, whose devices are the ranks."""
 
     gradients_per_rank = True
+    alone = False
 
     def __init__(self, axis: MeshAxis, config: OffloadConfig) -> None:
         self.device: Device = JaxMeshDevice(axis, native=config.reduction == "native", threads=config.threads)
@@ -118,11 +119,13 @@ class OnMesh:
     def check_gradient(self, leaf: Leaf, gradient: Any, like: jax.Array, *, unreduced: bool) -> None:
         pass
 
-    def as_gradient(self, leaf: Leaf, gradient: Any, like: jax.Array, *, unreduced: bool) -> list[Any]:
-        if not unreduced:
-            return [MeshGradient(self._axis.replicate(gradient), False, like.size, BY_NUMPY[np.dtype(like.dtype)])]
-        gradient = self._axis.put(gradient, self._axis.split)
-        return [MeshGradient(gradient, True, like.size, BY_NUMPY[np.dtype(gradient.dtype)])]
+    def as_gradient(self, leaf: Leaf, gradient: Any, like: jax.Array, *, unreduced: bool, donate: bool) -> list[Any]:
+        if unreduced:
+            array, dtype = self._axis.put(gradient, self._axis.split), gradient.dtype
+        else:
+            array, dtype = self._axis.replicate(gradient), like.dtype
+        used = Donated((gradient, array), like.size).use if donate else None
+        return [MeshGradient(array, unreduced, like.size, BY_NUMPY[np.dtype(dtype)], used)]
 
     def written(self, leaf: Leaf, targets: Sequence[Any], like: jax.Array) -> jax.Array:
         [target] = targets

@@ -93,8 +93,12 @@ class Placement(Protocol):
         """Raise :class:`GradientError` if a gradient of ``like`` cannot be taken from where it lies."""
         ...
 
-    def as_gradient(self, leaf: Leaf, gradient: Any, like: jax.Array, *, unreduced: bool) -> list[Any]:
-        """A gradient of ``like`` as the pipeline takes it, one for each of the core's parameters."""
+    def as_gradient(self, leaf: Leaf, gradient: Any, like: jax.Array, *, unreduced: bool, donate: bool) -> list[Any]:
+        """A gradient of ``like`` as the pipeline takes it, one for each of the core's parameters.
+
+        Args:
+            donate: delete it when the pipeline has read it.
+        """
         ...
 
     def targets(self, leaves: Sequence[Leaf], arrays: Sequence[jax.Array]) -> list[Any]:
@@ -107,6 +111,11 @@ class Placement(Protocol):
 
     def compile(self, compute: Compute, *, in_specs: Any, check_vma: bool) -> Compiled:
         """Compile a computation for these devices."""
+        ...
+
+    @property
+    def alone(self) -> bool:
+        """True if an update exchanges nothing with other ranks and processes."""
         ...
 
     gradients_per_rank: bool

@@ -29,7 +29,7 @@ from offload_core.ranks.collectives import merge
 from ..device import HOST_MEMORY, in_host_memory, read
 from ..launch import meeting
 from ..mesh.gather import Gathering, Shard
-from ..mesh.mesh import JaxMeshDevice, MeshAxis, MeshGradient, MeshParameter
+from ..mesh.mesh import Donated, JaxMeshDevice, MeshAxis, MeshGradient, MeshParameter
 from ..tree.shard_layout import ShardLayout
 from ..tree.wrapped_tree import Leaf
 from .on_mesh import SMALLER, Differentiated, OnMesh, names, replicated_rows
@@ -89,6 +89,8 @@ class ShardedMeshDevice(JaxMeshDevice):
         assert isinstance(array.sharding, NamedSharding)
         with meeting(self.ranks[0], what):
             shards = self._cut(array, at, array.sharding.spec, valid, bucket.shard_numel)
+        if gradient.used is not None:
+            gradient.used(bucket.padded_numel)
         return self._receive(self.axis.parts(shards), out, what)
 
     def _cut_from_slice(
@@ -281,11 +283,12 @@ class ShardedOnMesh(OnMesh):
 
     # --- gradients -----------------------------------------------------------------------------------
 
-    def as_gradient(self, leaf: Leaf, gradient: Any, like: jax.Array, *, unreduced: bool) -> list[Any]:
+    def as_gradient(self, leaf: Leaf, gradient: Any, like: jax.Array, *, unreduced: bool, donate: bool) -> list[Any]:
         if leaf.layout is None:
-            return super().as_gradient(leaf, gradient, like, unreduced=unreduced)
-        gradient = self._axis.put(gradient, self._cut_along(leaf.layout.dim))
-        return [MeshGradient(gradient, False, leaf.layout.numel, BY_NUMPY[np.dtype(like.dtype)])]
+            return super().as_gradient(leaf, gradient, like, unreduced=unreduced, donate=donate)
+        array = self._axis.put(gradient, self._cut_along(leaf.layout.dim))
+        used = Donated((gradient, array), leaf.layout.numel).use if donate else None
+        return [MeshGradient(array, False, leaf.layout.numel, BY_NUMPY[np.dtype(like.dtype)], used)]
 
     def _on_axis(self, trained: Sequence[Any]) -> list[jax.Array]:
         return [
