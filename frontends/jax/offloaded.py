@@ -28,12 +28,13 @@ from offload_core.step.pipeline import Pipeline, StepReport
 from offload_core.step.state_lock import changes, whole
 from offload_core.support.launchers import warn_if_launched
 
-from .context import without_context_mesh
+from .context import is_traced, without_context_mesh
 from .differentiate import value_and_grad
 from .files.checkpoint import TreeCheckpoints
 from .files.export import export_safetensors
 from .files.states import TreeStates
 from .gradients import check_alike, given_gradients
+from .loss_scale import DeviceScale
 from .numbers import beside_the_accelerator, bias_correction
 from .optax_bridge.updates import transformation
 from .placement.memory import checked_plan, held_bytes
@@ -133,6 +134,8 @@ class OffloadedParams:
             leaves[i] = self._placement.pass_through(leaves[i])
         for leaf, array in zip(tree.trained, arrays, strict=True):
             leaves[leaf.position] = self._placement.cast(leaf, array)
+        first = leaves[tree.trained[0].position]
+        self._loss_scale = None if scaler is None else DeviceScale(scaler, first)
         self._targets: list[Any] = []
         """The tensors to which the pipeline writes the next parameters; empty when the leaves are made of them."""
         self._followed = self._pipeline.publications
@@ -146,7 +149,16 @@ class OffloadedParams:
     @property
     @without_context_mesh
     def params(self) -> Any:
-        """The parameters, with the structure that was wrapped."""
+        """The parameters, with the structure that was wrapped.
+
+        Raises:
+            StateError: under jit, where they would be constants of the program.
+        """
+        if is_traced():
+            raise StateError(
+                "offloaded.params under jit: the program would keep these values, and know of no update; expected the "
+                "parameters as an argument: jax.jit(lambda params, x: ...)(offloaded.params, x)"
+            )
         return self._state_lock.whole("params", self._now)
 
     def _now(self) -> Any:
@@ -193,7 +205,7 @@ class OffloadedParams:
             fun,
             self._tree,
             self._placement,
-            self._pipeline.scaler,
+            self._loss_scale,
             has_aux=has_aux,
             in_specs=in_specs,
             check_vma=check_vma,
@@ -272,6 +284,8 @@ class OffloadedParams:
         All that read leaves call this first, because an interrupt may have ended the call that had them written. It
         may be interrupted itself: the next call begins anew.
         """
+        if self._loss_scale is not None:
+            self._loss_scale.follow()
         publications = self._pipeline.publications
         if publications != self._followed:
             if not self._pipeline.finished:
@@ -404,8 +418,9 @@ class OffloadedParams:
         """Load a pytree of :meth:`to_pytree`, and return the parameters. Any number of ranks may have written it.
 
         Raises:
-            StateError: a key or a leaf is missing, or has another shape; nothing has changed.
+            StateError: a key or a leaf is missing, or has another shape; nothing has changed. Under jit.
         """
+        refuse_jit("load_pytree()")
         self._state_lock.change("load_pytree()", partial(self._states.load_pytree, tree, self._flush))
         return self.params
 

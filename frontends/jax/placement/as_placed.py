@@ -64,7 +64,7 @@ class AsPlaced:
     # --- where parameters lie ------------------------------------------------------------------------
 
     def place(self, path: str, leaf: Any) -> jax.Array:
-        array = leaf if isinstance(leaf, jax.Array) else jax.device_put(np.asarray(leaf))
+        array = leaf if isinstance(leaf, jax.Array) else jax.device_put(np.array(leaf))  # which it may share
         if self._several and array.sharding.device_set != set(self._everywhere):
             raise ParameterError(
                 f"{path} lies on {_names(array.devices())}, and other parameters on {_names(self._everywhere)}; "
@@ -243,7 +243,11 @@ class AsPlaced:
             return of_one
         compiled: dict[Any, Any] = {}  # one for each way in which parameters lie: gradients lie as they do
 
+        in_jit = jax.jit(compute, static_argnums=2)  # the user's, which decides where gradients lie
+
         def call(trained: list[Any], traced: Any, static: Any, scale: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+            if any(isinstance(array, jax.core.Tracer) for array in trained):
+                return in_jit(trained, traced, static, scale, args, kwargs)
             shardings = tuple(
                 array.sharding.with_memory_kind(DEVICE_MEMORY)
                 if array.sharding.memory_kind not in (None, DEVICE_MEMORY)

@@ -301,8 +301,9 @@ class ShardedOnMesh(OnMesh):
     def _differentiated(self, trained: Sequence[jax.Array], *, varying: bool) -> Differentiated:
         def leaf_of(array: jax.Array, layout: ShardLayout | None) -> jax.Array:
             # Only its gradient is used. The value is NaN, so that a model which computes with it, and has not gathered
-            # the parameter, gives NaN.
-            leaf = array if layout is None else jnp.full(array.shape, jnp.nan, jnp.float32)
+            # the parameter, gives NaN. Under jax.debug_nans that would be the first NaN that JAX finds.
+            unusable = jnp.inf if jax.config.jax_debug_nans else jnp.nan  # type: ignore[attr-defined]
+            leaf = array if layout is None else jnp.full(array.shape, unusable, jnp.float32)
             return self._axis.vary(leaf) if varying else leaf
 
         def seen(leaves: Sequence[Any]) -> list[Any]:

@@ -363,3 +363,50 @@ def devices_with_memory_of_their_own_give_the_same_bits():
                 assert there.report == here.report
             assert_same_tree(whole(there.flush()), whole(here.flush()))
         assert_same_tree(there.to_pytree(), here.to_pytree())
+
+
+@one_process
+@two_processes
+def a_function_that_the_user_has_compiled_follows_the_loss_scale():
+    """It falls while gradients overflow, and rises again."""
+    shape, names, specs = MESHES["data x fsdp"]
+    mesh, line = mesh_of(shape, names), Mesh(np.array(jax.devices()[:4]), ("x",))
+    explicit = mesh_of(shape, names, AxisType.Explicit)
+    kinds = {
+        "one device": (lambda tree: jax.device_put(tree, jax.local_devices()[1]), None, {}),
+        "sharded": (lambda tree: on(mesh, specs, tree), NamedSharding(mesh, P()), {}),
+        "explicit": (lambda tree: on(explicit, specs, tree), NamedSharding(explicit, P()), {}),
+        "stage 2": (lambda tree: tree, NamedSharding(line, P("x")), {"mesh": line, "stage": 2}),
+        "stage 3": (
+            lambda tree: tree,
+            NamedSharding(line, P("x")),
+            {"mesh": line, "stage": 3, "param_persistence_threshold": 0},
+        ),
+    }
+    fields = {"param_dtype": "float16", "initial_loss_scale": 2.0**16, "loss_scale_window": 2, **HYPER}
+    for kind, (make, batches, arguments) in kinds.items():
+        batch = np.full((4, 4), 0.5, np.float32)
+        batch = jax.device_put(batch, jax.local_devices()[1]) if batches is None else placed(batch, batches)
+        specs_of_batch = {"in_specs": P("x")} if "mesh" in arguments else {}
+        ours, theirs = (wrap(make(tree_of(0)), **arguments, **fields) for _ in range(2))
+
+        def loss_fn(params, x):
+            return (x @ gather_params(params)["b"].astype(x.dtype)).sum()
+
+        compiled = jax.jit(ours.value_and_grad(loss_fn, **specs_of_batch))
+        plain = theirs.value_and_grad(loss_fn, **specs_of_batch)
+        scales = []
+        for _ in range(7):
+            ours.update(compiled(ours.params, batch)[1])
+            theirs.update(plain(theirs.params, batch)[1])
+            assert ours.report == theirs.report, kind
+            scales.append(ours.report.loss_scale)
+        assert sorted(set(scales)) != scales, kind
+        assert ours.count > 2, kind
+        assert_same_tree(ours.to_pytree(), theirs.to_pytree())
+        before = compiled(ours.params, batch)[1]
+        ours.load_pytree({**ours.to_pytree(), "loss_scale": {"scale": 2.0, "good_steps": 0, "tolerated": 0}})
+        with refuses(GradientError, "expected 2: they are from before"):
+            ours.update(before)
+        ours.update(compiled(ours.params, batch)[1])
+        assert ours.report.loss_scale == 2
