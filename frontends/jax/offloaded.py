@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from offload_core.checkpoint.checkpoints import Names
 from offload_core.checkpoint.export import MAX_SHARD_BYTES
 from offload_core.checkpoint.on_signal import SaveOnSignal
-from offload_core.config.options import ConfigLike, OffloadConfig, check_hyperparameters
+from offload_core.config.options import ConfigLike, check_hyperparameters
 from offload_core.device.trace import COMPUTE
 from offload_core.dtypes import BY_NUMPY
 from offload_core.errors import ConfigError, GradientError, StateError
@@ -41,6 +41,7 @@ from .placement.memory import checked_plan, held_bytes
 from .placement.placement import placement_for
 from .tree.trees import Mask, check_nnx, mask_leaves, parameter_positions, refuse_jit
 from .tree.wrapped_tree import WrappedTree
+from .words import resolved
 
 
 def wrap(
@@ -71,6 +72,8 @@ def wrap(
             the shards in ``pinned_host`` memory.
         axis: the name of this axis; None: the mesh's only axis.
         overrides: fields of ``OffloadConfig``; ``lr`` may be an optax schedule, any function of the number of updates.
+            Optax's words ``learning_rate``, ``b1`` and ``b2``, and element types such as ``jnp.bfloat16``, are
+            understood beside them, also in ``config``.
 
     Raises:
         ConfigError, ParameterError, HostMemoryError, StateError (under jit): before anything is allocated.
@@ -100,7 +103,7 @@ class OffloadedParams:
         refuse_jit("wrap()")
         check_nnx(params, chosen=trainable is not None)
         ranks = mesh.size if isinstance(mesh, Mesh) else 1
-        self.config = OffloadConfig.resolve(config, world_size=ranks, **overrides)
+        self.config = resolved(config, overrides, world_size=ranks)
         self.config = replace(self.config, op_order=self.config.op_order or "optax")
         self.report: StepReport | None = None
         """The report of the last :meth:`update`."""
