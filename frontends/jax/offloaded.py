@@ -400,7 +400,7 @@ class OffloadedParams:
 
     @without_context_mesh
     @whole("to_pytree()")
-    def to_pytree(self) -> dict[str, Any]:
+    def to_pytree(self, *, sharded: bool = False) -> dict[str, Any]:
         """A copy of everything that training needs to go on, as a pytree of NumPy arrays.
 
         Keys: ``count``; ``params``; ``master``, ``exp_avg``, ``exp_avg_sq`` (fp32) and ``steps``, each with the
@@ -408,17 +408,25 @@ class OffloadedParams:
         processes each gets all of them from the others, so all must call this. With ``schedule="delayed"`` it begins
         with :meth:`flush`.
 
+        Args:
+            sharded: True: ``params`` are the arrays themselves, and ``master``, ``exp_avg`` and ``exp_avg_sq`` are
+                ``jax.Array`` s that lie as their parameters, in ``pinned_host`` memory if the devices have it. No
+                process then has a whole array of what is sharded; orbax saves such a tree from several processes. It
+                takes 12 bytes for each element of a parameter and each device that holds the element.
+
         Raises:
             StateError: an array of ``params`` was donated.
         """
         self.flush()
         self._tree.check_alive("to_pytree")
-        return self._states.to_pytree(self.count)
+        return self._states.to_pytree(self.count, sharded=sharded)
 
     @without_context_mesh
     @whole("load_pytree()")
     def load_pytree(self, tree: Mapping[str, Any]) -> Any:
         """Load a pytree of :meth:`to_pytree`, and return the parameters. Any number of ranks may have written it.
+
+        Arrays of several processes must be cut as their parameters; of these each process reads its own part.
 
         Raises:
             StateError: a key or a leaf is missing, or has another shape; nothing has changed. Under jit.

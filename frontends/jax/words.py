@@ -1,4 +1,4 @@
-"""Settings in the words of JAX and optax: ``learning_rate``, ``b1``, ``b2``, and element types such as ``jnp.bfloat16``."""
+"""Settings in the words of JAX and optax: ``learning_rate``, ``b1``, ``b2``, element types such as ``jnp.bfloat16``."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -63,6 +63,19 @@ class Placement(Protocol):
         """The states of each of a leaf's parameters, in the core's order: the inverse of :meth:`joined`."""
         ...
 
+    def spread(self, leaf: Leaf, parts: Sequence[np.ndarray], like: jax.Array) -> jax.Array:
+        """States of a leaf as an array that lies as its parameter ``like``, in host memory if there is such an array.
+
+        Args:
+            parts: those that this process has: of each of the leaf's parameters, or of each of its ranks if the leaf
+                has a layout.
+        """
+        ...
+
+    def parts(self, leaf: Leaf, array: jax.Array) -> list[jax.Array]:
+        """The parts of an array that lies as its parameter: the inverse of :meth:`spread`."""
+        ...
+
     def pass_through(self, leaf: Any) -> Any:
         """A leaf that is not trained, put where functions of :meth:`compile` need not move it."""
         ...

@@ -26,7 +26,7 @@ from offload_core.memory.host_memory import HostMemory
 from offload_core.memory.plan import PlanRow
 from offload_core.ranks.collectives import merge
 
-from ..device import HOST_MEMORY, in_host_memory, read
+from ..device import HOST_MEMORY, beside_its_device, in_host_memory, read
 from ..launch import meeting
 from ..mesh.gather import Gathering, Shard
 from ..mesh.mesh import JaxMeshDevice, MeshAxis, MeshGradient, MeshParameter
@@ -267,6 +267,14 @@ class ShardedOnMesh(OnMesh):
         if leaf.layout is None:
             return super().restored(leaf, value, like)
         return self._axis.put(value.astype(like.dtype), self._cut_along(leaf.layout.dim), self._memory_kind)
+
+    def spread(self, leaf: Leaf, parts: Sequence[np.ndarray], like: jax.Array) -> jax.Array:
+        if leaf.layout is None:
+            return super().spread(leaf, parts, like)
+        return self._axis.of_parts(leaf.shape, beside_its_device(like.sharding), parts)
+
+    def parts(self, leaf: Leaf, array: jax.Array) -> list[jax.Array]:
+        return super().parts(leaf, array) if leaf.layout is None else self._axis.parts(array)
 
     def to_numpy(self, leaf: Leaf | None, array: jax.Array) -> np.ndarray:
         collectives = self.device.collectives

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as orbax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,8 +17,11 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from frontends.jax import gather_params, wrap
+from frontends.jax.device import lies_as
 from frontends.jax.mesh.places import Places
 from frontends.jax.placement import placement
+from frontends.jax.placement.as_placed import AsPlaced
+from frontends.jax.tree.shard_layout import ShardLayout
 from offload_core.errors import GradientError, ParameterError, StateError
 from tests.support.jax_laws.common import (
     HYPER,
@@ -410,3 +414,64 @@ def a_function_that_the_user_has_compiled_follows_the_loss_scale():
             ours.update(before)
         ours.update(compiled(ours.params, batch)[1])
         assert ours.report.loss_scale == 2
+
+
+@one_process
+@two_processes
+def a_sharded_tree_of_states_is_saved_by_orbax_and_nobody_has_it_whole():
+    def refuse(*_, **__):
+        raise AssertionError("a whole array")
+
+    def values(seed):
+        return {name: value for name, value in tree_of(seed).items() if value.size}  # orbax saves no empty arrays
+
+    folder = Path(tempfile.gettempdir()) / f"orbax-{jax.process_count()}"  # all processes share it
+    shape, names, specs = MESHES["fsdp x tensor"]
+    mesh, line = mesh_of(shape, names), Mesh(np.array(jax.devices()[:4]), ("x",))
+    stage3 = {"mesh": line, "stage": 3, "param_persistence_threshold": 40, "reduce_bucket_size": 64}
+    kinds = {
+        "placed": (lambda tree: on(mesh, specs, tree), {}),
+        "bfloat16": (lambda tree: on(mesh, specs, tree), {"param_dtype": "bfloat16"}),
+        "stage 3": (lambda tree: on(line, {}, tree), stage3),
+        "offload_param": (lambda tree: on(line, {}, tree), {**stage3, "offload_param": "cpu"}),
+        "stage 2": (lambda tree: on(line, {}, tree), {"mesh": line, "stage": 2}),
+    }
+    for kind, (make, fields) in kinds.items():
+        ours, other = wrap(make(values(0)), **fields, **HYPER), wrap(make(values(9)), **fields, **HYPER)
+        for step in range(2):
+            ours.update(make(values(step + 1)))
+        other.update(make(values(5)))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(AsPlaced, "_whole", refuse)
+            patch.setattr(AsPlaced, "cut", refuse)
+            patch.setattr(ShardLayout, "from_core", refuse)
+            patch.setattr(ShardLayout, "to_core", refuse)
+            tree = ours.to_pytree(sharded=True)
+            for name in ("params", "master", "exp_avg", "exp_avg_sq"):
+                for path, array in tree[name].items():
+                    like = ours.params[path]
+                    assert lies_as(array, like), (kind, name, path)
+                    assert all(
+                        a.data.shape == b.data.shape
+                        for a, b in zip(array.addressable_shards, like.addressable_shards, strict=True)
+                    )
+                    assert name == "params" or array.sharding.memory_kind == "pinned_host"
+            with orbax.StandardCheckpointer() as checkpointer:
+                checkpointer.save(folder / kind, tree, force=True)
+            target = other.to_pytree(sharded=True)
+            with orbax.StandardCheckpointer() as checkpointer:
+                restored = checkpointer.restore(folder / kind, target)
+            other.load_pytree(restored)
+        assert_same_tree(other.to_pytree(), ours.to_pytree())
+        jax.tree.map(lambda leaf: isinstance(leaf, jax.Array) and leaf.delete(), restored)
+        for offloaded in (ours, other):
+            offloaded.update(make(values(7)))
+        assert_same_tree(other.to_pytree(), ours.to_pytree())
+        if kind == "placed" and jax.process_count() == 2:
+            back = wrap(on(line, {"w": P("x")}, values(0)), **HYPER)
+            with refuses(StateError, "is cut over several processes, and not as its parameter"):
+                back.load_pytree(ours.to_pytree(sharded=True))
+        elif jax.process_count() == 1:
+            back = wrap(values(0), **({"param_dtype": "bfloat16"} if kind == "bfloat16" else {}), **HYPER)
+            back.load_pytree(ours.to_pytree(sharded=True))
+            assert_same_tree(back.to_pytree(), ours.to_pytree())
