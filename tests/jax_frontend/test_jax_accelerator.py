@@ -524,8 +524,11 @@ def test_checkpoints_are_those_of_the_direct_way(tmp_path, device, schedule, mon
 def test_threads_work_near_the_devices_of_the_parameters(monkeypatch):
     asked = []
     monkeypatch.setattr(placement, "work_near", lambda config, ordinals, drivers: asked.append(list(ordinals)))
-    kinds = [SimpleNamespace(platform=kind, local_hardware_id=i) for i, kind in enumerate(("gpu", "cpu", "gpu"))]
-    monkeypatch.setattr(placement, "_gpus", lambda devices, real=placement._gpus: real(kinds))
+    kinds = [
+        SimpleNamespace(platform=kind, local_hardware_id=i, process_index=process)
+        for i, (kind, process) in enumerate((("gpu", 0), ("cpu", 0), ("gpu", 0), ("gpu", 1)))
+    ]
+    monkeypatch.setattr(placement, "_work_near", lambda config, _, real=placement._work_near: real(config, kinds))
     wrap({"w": jnp.ones(3)}, **HYPER)
     for stage in (2, 3):
         wrap({"w": jnp.ones(3)}, mesh=jax.make_mesh((1,), ("dp",)), stage=stage, **HYPER)

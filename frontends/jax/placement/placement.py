@@ -154,8 +154,11 @@ def _work_near(config: OffloadConfig, devices: Iterable[jax.Device]) -> None:
 def _is_placed(mesh: Any, config: OffloadConfig, arrays: Sequence[jax.Array]) -> bool:
     """Whether parameters stay as they lie on the mesh.
 
-    They do if they are sharded, except in stage 3 on a mesh of one axis: the model may gather those itself.
+    They do if they are sharded, and all on the mesh, except in stage 3 on a mesh of one axis: the model may gather
+    those itself.
     """
     if not isinstance(mesh, Mesh) or all(array.is_fully_replicated for array in arrays):
+        return False
+    if any(array.sharding.device_set != set(mesh.devices.flat) for array in arrays):
         return False
     return config.stage < 3 or sum(size > 1 for size in mesh.shape.values()) > 1
