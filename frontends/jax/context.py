@@ -1,10 +1,11 @@
-"""The mesh that a caller has set with ``jax.set_mesh`` is for the caller's code, not for ours."""
+"""The context that a caller's code runs in: the mesh set with ``jax.set_mesh``, which is not for ours; tracing."""
 
 from collections.abc import Callable
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, get_abstract_mesh
 
@@ -29,3 +30,9 @@ def without_context_mesh(function: Callable[P, T]) -> Callable[P, T]:
             return function(*args, **kwargs)
 
     return call
+
+
+def is_traced() -> bool:
+    """True while JAX traces the caller (``jit``, ``scan``): what Python does then is not done again by the program."""
+    with jax.transfer_guard("allow"):
+        return isinstance(jnp.zeros(()), jax.core.Tracer)

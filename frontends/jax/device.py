@@ -93,6 +93,23 @@ def in_host_memory(array: jax.Array) -> bool:
     return array.sharding.memory_kind == HOST_MEMORY
 
 
+def beside_its_device(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
+    """The sharding with host memory in place of its devices' own, if they have any."""
+    device: jax.Device = next(iter(sharding.addressable_devices))
+    kinds = [memory.kind for memory in device.addressable_memories()]
+    return sharding.with_memory_kind(HOST_MEMORY) if HOST_MEMORY in kinds else sharding
+
+
+def lies_as(value: Any, like: Any) -> bool:
+    """True if both are arrays, cut alike over the same devices; the kinds of memory may differ."""
+    if not (isinstance(value, jax.Array) and isinstance(like, jax.Array)):
+        return False
+    of_value, kind = value.sharding, like.sharding.memory_kind
+    if kind is not None and of_value.memory_kind != kind:
+        of_value = of_value.with_memory_kind(kind)
+    return value.shape == like.shape and of_value.is_equivalent_to(like.sharding, like.ndim)
+
+
 def read(array: jax.Array, start: int, stop: int) -> np.ndarray:
     """Elements ``[start, stop)`` of an array, flattened. It lies on one device, or replicated on several."""
     if in_host_memory(array) or on_cpu(array):

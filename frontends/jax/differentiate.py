@@ -9,9 +9,9 @@ import numpy as np
 
 from offload_core.device.trace import COMPUTE
 from offload_core.errors import ParameterError
-from offload_core.step.loss_scale import LossScaler
 
 from .gradients import RankGradients, ScaledGradients
+from .loss_scale import DeviceScale
 from .placement.on_mesh import Compute
 from .placement.placement import Placement
 from .tree.trees import Static
@@ -22,7 +22,7 @@ def value_and_grad(
     fun: Callable[..., Any],
     tree: WrappedTree,
     placement: Placement,
-    scaler: LossScaler | None,
+    loss_scale: DeviceScale | None,
     *,
     has_aux: bool,
     in_specs: Any,
@@ -31,7 +31,7 @@ def value_and_grad(
     """As ``OffloadedParams.value_and_grad``.
 
     Args:
-        scaler: multiplies the loss; None: nothing does.
+        loss_scale: multiplies the loss; None: nothing does.
     """
     positions = [leaf.position for leaf in tree.trained]
     is_trained = frozenset(positions)
@@ -43,8 +43,8 @@ def value_and_grad(
         leaves, treedef = tree.leaves_like(params, ParameterError, "value_and_grad: params")
         trained = [leaves[i] for i in positions]
         static, traced = Static.split(treedef, [None if i in is_trained else leaf for i, leaf in enumerate(leaves)])
-        scale = scaler.scale if scaler else None
-        factor = None if scale is None else np.float32(scale)
+        scale = loss_scale.read() if loss_scale else None
+        factor = np.float32(scale) if isinstance(scale, float) else scale
         with placement.device.trace.span(COMPUTE, "value_and_grad"):
             out, gradients = compiled(trained, traced, static, factor, args, kwargs)
         found: list[Any] = [None] * len(leaves)

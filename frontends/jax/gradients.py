@@ -13,6 +13,7 @@ from offload_core.ranks.collectives import Collectives
 from offload_core.ranks.consistency import combine
 from offload_core.step.loss_scale import LossScaler
 
+from .loss_scale import check_scale
 from .tree.trees import ARRAY
 from .tree.wrapped_tree import WrappedTree
 
@@ -41,18 +42,21 @@ class RankGradients:
 class ScaledGradients:
     """Gradients of a loss that was multiplied by ``scale`` (float16 parameters).
 
-    ``tree`` has the parameters' structure.
+    ``tree`` has the parameters' structure. ``scale`` is a number; from a function that the user has compiled it comes
+    as an array, and is a leaf, too.
     """
 
     tree: Any
-    scale: float
+    scale: Any
 
-    def tree_flatten(self) -> tuple[tuple[Any], float]:
-        return (self.tree,), self.scale
+    def tree_flatten(self) -> tuple[tuple[Any, ...], float | None]:
+        if isinstance(self.scale, int | float):
+            return (self.tree,), self.scale
+        return (self.tree, self.scale), None
 
     @classmethod
-    def tree_unflatten(cls, scale: float, children: tuple[Any]) -> "ScaledGradients":
-        return cls(children[0], scale)
+    def tree_unflatten(cls, scale: float | None, children: tuple[Any, ...]) -> "ScaledGradients":
+        return cls(*children) if scale is None else cls(children[0], scale)
 
 
 def given_gradients(
@@ -64,12 +68,7 @@ def given_gradients(
         GradientError: they do not fit the tree's parameters, or were computed with another loss scale.
     """
     if isinstance(grads, ScaledGradients):
-        scale = scaler.scale if scaler else 1.0
-        if grads.scale != scale:
-            raise GradientError(
-                f"gradients scaled by {grads.scale:g}, expected {scale:g}: they are from "
-                "before the last update, or of other parameters; compute them anew"
-            )
+        check_scale(grads.scale, scaler)
         grads = grads.tree
     elif scaler is not None:
         raise GradientError(

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from offload_core.checkpoint.checkpoints import Names
 from offload_core.checkpoint.export import MAX_SHARD_BYTES
 from offload_core.checkpoint.on_signal import SaveOnSignal
-from offload_core.config.options import ConfigLike, OffloadConfig, check_hyperparameters
+from offload_core.config.options import ConfigLike, check_hyperparameters
 from offload_core.device.trace import COMPUTE
 from offload_core.dtypes import BY_NUMPY
 from offload_core.errors import ConfigError, GradientError, StateError
@@ -31,12 +31,13 @@ from offload_core.step.state_lock import changes, whole
 from offload_core.support.launchers import warn_if_launched
 from offload_core.support.threads import Task, TaskThread
 
-from .context import without_context_mesh
+from .context import is_traced, without_context_mesh
 from .differentiate import value_and_grad
 from .files.checkpoint import TreeCheckpoints
 from .files.export import export_safetensors
 from .files.states import TreeStates
 from .gradients import check_alike, given_gradients
+from .loss_scale import DeviceScale
 from .mesh.mesh import delete
 from .numbers import beside_the_accelerator, bias_correction
 from .optax_bridge.updates import transformation
@@ -44,6 +45,7 @@ from .placement.memory import checked_plan, held_bytes
 from .placement.placement import placement_for
 from .tree.trees import Mask, check_nnx, mask_leaves, parameter_positions, refuse_jit
 from .tree.wrapped_tree import WrappedTree
+from .words import resolved
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -77,6 +79,8 @@ def wrap(
             the shards in ``pinned_host`` memory.
         axis: the name of this axis; None: the mesh's only axis.
         overrides: fields of ``OffloadConfig``; ``lr`` may be an optax schedule, any function of the number of updates.
+            Optax's words ``learning_rate``, ``b1`` and ``b2``, and element types such as ``jnp.bfloat16``, are
+            understood beside them, also in ``config``.
 
     Raises:
         ConfigError, ParameterError, HostMemoryError, StateError (under jit): before anything is allocated.
@@ -123,7 +127,7 @@ class OffloadedParams:
         refuse_jit("wrap()")
         check_nnx(params, chosen=trainable is not None)
         ranks = mesh.size if isinstance(mesh, Mesh) else 1
-        self.config = OffloadConfig.resolve(config, world_size=ranks, **overrides)
+        self.config = resolved(config, overrides, world_size=ranks)
         self.config = replace(self.config, op_order=self.config.op_order or "optax")
         self._report: StepReport | None = None
         self._asked: Task[None] | None = None
@@ -162,6 +166,8 @@ class OffloadedParams:
             leaves[i] = self._placement.pass_through(leaves[i])
         for leaf, array in zip(tree.trained, arrays, strict=True):
             leaves[leaf.position] = self._placement.cast(leaf, array)
+        first = leaves[tree.trained[0].position]
+        self._loss_scale = None if scaler is None else DeviceScale(scaler, first)
         self._targets: list[Any] = []
         """The tensors to which the pipeline writes the next parameters; empty when the leaves are made of them."""
         self._followed = self._pipeline.publications
@@ -175,7 +181,16 @@ class OffloadedParams:
     @property
     @_public("params")
     def params(self) -> Any:
-        """The parameters, with the structure that was wrapped."""
+        """The parameters, with the structure that was wrapped.
+
+        Raises:
+            StateError: under jit, where they would be constants of the program.
+        """
+        if is_traced():
+            raise StateError(
+                "offloaded.params under jit: the program would keep these values, and know of no update; expected the "
+                "parameters as an argument: jax.jit(lambda params, x: ...)(offloaded.params, x)"
+            )
         return self._now()
 
     def _now(self) -> Any:
@@ -229,7 +244,7 @@ class OffloadedParams:
             fun,
             self._tree,
             self._placement,
-            self._pipeline.scaler,
+            self._loss_scale,
             has_aux=has_aux,
             in_specs=in_specs,
             check_vma=check_vma,
@@ -351,6 +366,8 @@ class OffloadedParams:
         All that read leaves call this first, because an interrupt may have ended the call that had them written. It
         may be interrupted itself: the next call begins anew.
         """
+        if self._loss_scale is not None:
+            self._loss_scale.follow()
         publications = self._pipeline.publications
         if publications != self._followed:
             if not self._pipeline.finished:
@@ -462,7 +479,7 @@ class OffloadedParams:
     # --- states ------------------------------------------------------------------------------------
 
     @_public("to_pytree()")
-    def to_pytree(self) -> dict[str, Any]:
+    def to_pytree(self, *, sharded: bool = False) -> dict[str, Any]:
         """A copy of everything that training needs to go on, as a pytree of NumPy arrays.
 
         Keys: ``count``; ``params``; ``master``, ``exp_avg``, ``exp_avg_sq`` (fp32) and ``steps``, each with the
@@ -470,20 +487,29 @@ class OffloadedParams:
         processes each gets all of them from the others, so all must call this. With ``schedule="delayed"`` it begins
         with :meth:`flush`.
 
+        Args:
+            sharded: True: ``params`` are the arrays themselves, and ``master``, ``exp_avg`` and ``exp_avg_sq`` are
+                ``jax.Array`` s that lie as their parameters, in ``pinned_host`` memory if the devices have it. No
+                process then has a whole array of what is sharded; orbax saves such a tree from several processes. It
+                takes 12 bytes for each element of a parameter and each device that holds the element.
+
         Raises:
             StateError: an array of ``params`` was donated.
         """
         self.flush()
         self._tree.check_alive("to_pytree")
-        return self._states.to_pytree(self.count)
+        return self._states.to_pytree(self.count, sharded=sharded)
 
     @_public("load_pytree()")
     def load_pytree(self, tree: Mapping[str, Any]) -> Any:
         """Load a pytree of :meth:`to_pytree`, and return the parameters. Any number of ranks may have written it.
 
+        Arrays of several processes must be cut as their parameters; of these each process reads its own part.
+
         Raises:
-            StateError: a key or a leaf is missing, or has another shape; nothing has changed.
+            StateError: a key or a leaf is missing, or has another shape; nothing has changed. Under jit.
         """
+        refuse_jit("load_pytree()")
         self._state_lock.change("load_pytree()", partial(self._states.load_pytree, tree, self._flush))
         return self.params
 

@@ -18,8 +18,8 @@ ROOMS = {
     "frontends.torch": """
         tensors casting data_writes groups pending ranks stage3 registration intake state_io optimizer files engine
         deepspeed_weights integrations""",
-    "frontends.jax": """
-        launch context numbers device tree mesh gradients placement differentiate optax_bridge files offloaded""",
+    "frontends.jax": """launch context numbers words device tree mesh loss_scale gradients placement differentiate
+        optax_bridge files offloaded""",
     "bench": "record markdown plots fits headers peers harness virtual train screens parts gpu report run",
 }
 """The rooms of each package and the modules beside them, lowest first: imports go down this list, and never round

@@ -296,6 +296,28 @@ def test_the_default_loss_scale_suits_an_fp32_loss():
     assert offloaded.report.updated
 
 
+def test_a_function_that_the_user_has_compiled_reads_the_scale_anew():
+    """Also inside another program's loop. Its scale is an array, and not to be donated before the update."""
+    offloaded = wrap({"w": jnp.ones(4, jnp.float16)}, loss_scale="dynamic", initial_loss_scale=2.0**17)
+    grad = offloaded.value_and_grad(lambda p: p["w"].astype(jnp.float32).sum())
+
+    @jax.jit
+    def step(params):
+        return jax.lax.scan(lambda _, __: (grad(params)[1], None), grad(params)[1], length=2)[0]
+
+    found = []
+    for _ in range(4):
+        grads = step(offloaded.params)
+        offloaded.update(grads)
+        found.append((float(grads.scale), offloaded.report.updated))
+    assert found == [(2.0**17, False), (2.0**16, False), (2.0**15, True), (2.0**15, True)]
+    before, grads = offloaded.to_pytree(), step(offloaded.params)
+    grads.scale.delete()
+    with pytest.raises(GradientError, match="loss scale was donated or deleted"):
+        offloaded.update(grads)
+    assert_same_tree(offloaded.to_pytree(), before)
+
+
 def test_scaled_gradients_are_a_pytree():
     grads = ScaledGradients({"w": jnp.ones(3)}, 8.0)
     doubled = jax.jit(functools.partial(jax.tree.map, lambda g: 2 * g))(grads)
@@ -349,7 +371,9 @@ def test_other_leaves_pass_through_and_the_rest_keep_type_and_place():
 
 
 def test_the_wrapped_arrays_are_not_touched():
-    tree = {"numpy": np.ones(4096, np.float32), "w": jnp.ones((4, 3))}
+    room = np.ones(4096 + 16, np.float32)
+    aligned = room[-room.ctypes.data % 64 // 4 :][:4096]  # JAX shares such memory if it may
+    tree = {"numpy": aligned, "w": jnp.ones((4, 3))}
     offloaded = wrap(tree, **HYPER)
     offloaded.update(jax.tree.map(jnp.ones_like, tree))
     assert_same_tree(tree, {"numpy": np.ones(4096, np.float32), "w": np.ones((4, 3), np.float32)})

@@ -269,6 +269,27 @@ def test_update_inside_a_transformation_is_refused(transform):
         transform(offloaded.update)(grads_or_batch)
 
 
+def test_a_read_of_the_parameters_under_jit_is_refused():
+    """The program would keep their values. Outside jit, also while others are differentiated, it is a plain read."""
+    offloaded = wrap({"w": jnp.ones(3)})
+    for traced in (
+        lambda: jax.jit(lambda x: offloaded.params["w"] * x)(2.0),
+        lambda: jax.lax.map(lambda x: offloaded.params["w"] * x, jnp.ones(2)),
+        lambda: offloaded.value_and_grad(lambda p: (p["w"] * offloaded.params["w"]).sum())(offloaded.params),
+        lambda: jax.jit(lambda x: offloaded.flush()["w"] * x)(2.0),
+    ):
+        with pytest.raises(StateError, match="under jit.*expected"):
+            traced()
+    with pytest.raises(StateError, match=re.escape("parameters as an argument: jax.jit(lambda params, x: ...)")):
+        jax.jit(lambda: offloaded.params)()
+    assert jax.jit(lambda params, x: params["w"] * x)(offloaded.params, 2.0).tolist() == [2, 2, 2]
+    assert jax.grad(lambda x: (offloaded.params["w"] * x).sum())(1.0) == 3
+    assert jax.vmap(lambda x: offloaded.params["w"] * x)(jnp.ones(2)).shape == (2, 3)
+    tree = offloaded.to_pytree()
+    with pytest.raises(StateError, match=re.escape("load_pytree() under jit")):
+        jax.jit(lambda x: offloaded.load_pytree(tree)["w"] * x)(2.0)
+
+
 def test_jit_of_what_closes_over_concrete_arrays_is_refused_too():
     offloaded, grads, params = trained(), make_grads(), make_params()
     with refused(offloaded, StateError, "update() under jit"):

@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from offload_core.config.options import OffloadConfig
@@ -15,6 +16,7 @@ from offload_core.step.pipeline import Pipeline
 from offload_core.step.state_access import StateAccess, checked_count
 from offload_core.support.threads import uninterrupted
 
+from ..device import in_host_memory, lies_as
 from ..optax_bridge.state import adam_of, state_of
 from ..placement.placement import Placement
 from ..tree.trees import check_form, from_numpy, is_array, is_key, numpy_shape, to_numpy
@@ -38,14 +40,19 @@ class TreeStates:
 
     # --- read ----------------------------------------------------------------------------------------
 
-    def to_pytree(self, count: int) -> dict[str, Any]:
+    def to_pytree(self, count: int, *, sharded: bool) -> dict[str, Any]:
         """As ``OffloadedParams.to_pytree``, after so many updates."""
         steps = {position: self._pipeline.steps[leaf.params[0]].copy() for position, leaf in self._trained.items()}
         scaler = self._pipeline.scaler
         return {
             "count": count,
-            "params": self._tree.of({i: self._as_numpy(i, leaf) for i, leaf in enumerate(self._tree.leaves)}),
-            **self._whole_trees(STATE_NAMES),
+            "params": self._tree.of(
+                {
+                    i: leaf if sharded and _is_numbers(leaf) else self._as_numpy(i, leaf)
+                    for i, leaf in enumerate(self._tree.leaves)
+                }
+            ),
+            **self._trees(STATE_NAMES, self._spread_states if sharded else self._whole_states),
             "steps": self._tree.of(steps),
             **({} if scaler is None else {"loss_scale": scaler.state_dict()}),
         }
@@ -60,7 +67,7 @@ class TreeStates:
                 f"to_optax_state: {names[0]} has had {steps[0]} updates and {names[1]} {steps[other]}; expected the "
                 "same of all parameters, as optax counts them together: a gradient was None; use to_pytree()"
             )
-        moments = self._whole_trees(["exp_avg", "exp_avg_sq"])
+        moments = self._trees(["exp_avg", "exp_avg_sq"], self._whole_states)
         return state_of(
             config, masked=masked, steps=steps[0], count=count, mu=moments["exp_avg"], nu=moments["exp_avg_sq"]
         )
@@ -78,17 +85,32 @@ class TreeStates:
 
     def _as_numpy(self, position: int, value: Any) -> Any:
         """The value of a leaf, or another value that lies as it does."""
-        if not isinstance(value, jax.Array) or is_key(value):
+        if not _is_numbers(value):
             return to_numpy(value)
         return self._placement.to_numpy(self._trained.get(position), value)
 
-    def _whole_trees(self, names: Collection[str]) -> dict[str, Any]:
+    def _trees(
+        self, names: Collection[str], states_of: Callable[[Leaf, Collection[str]], Mapping[str, Any]]
+    ) -> dict[str, Any]:
         """States of all parameters, each name's as a tree."""
-        states: dict[str, dict[int, np.ndarray]] = {name: {} for name in names}
+        states: dict[str, dict[int, Any]] = {name: {} for name in names}
         for position, leaf in self._trained.items():
-            for name, state in self._whole_states(leaf, names).items():
+            for name, state in states_of(leaf, names).items():
                 states[name][position] = state
         return {name: self._tree.of(leaves) for name, leaves in states.items()}
+
+    def _spread_states(self, leaf: Leaf, names: Collection[str]) -> dict[str, jax.Array]:
+        """The states of a parameter as arrays that lie as it does; each process gives the parts that it holds."""
+        like = self._tree.leaves[leaf.position]
+        if leaf.layout is None:
+            of_each = [self._states.whole_states(i, names) for i in leaf.params]
+            parts = {name: [states[name] for states in of_each] for name in names}
+        else:
+            [param] = leaf.params
+            runs = self._states.states(param)
+            slices = {name: leaf.layout.slices((start, views[name]) for start, views in runs) for name in names}
+            parts = {name: [of_name[rank] for rank in sorted(of_name)] for name, of_name in slices.items()}
+        return {name: self._placement.spread(leaf, parts[name], like) for name in names}
 
     def _whole_states(self, leaf: Leaf, names: Collection[str]) -> dict[str, np.ndarray]:
         """The states of a parameter, in its shape; other processes send the parts that they hold."""
@@ -181,6 +203,10 @@ class TreeStates:
     def _placed(self, position: int, value: Any) -> Any:
         """A NumPy value in the type and place of the leaf that it replaces."""
         like, leaf = self._tree.leaves[position], self._trained.get(position)
+        if _is_numbers(value) and lies_as(value, like):
+            moved = jax.device_put(value, like.sharding).astype(like.dtype)
+            shared = in_host_memory(value) == in_host_memory(like) and not in_host_memory(like)
+            return jnp.copy(moved) if shared else moved  # the caller may donate its own
         if leaf is None:
             return self._placement.pass_through(from_numpy(value, like))
         return self._placement.restored(leaf, np.asarray(value), like)
@@ -188,12 +214,19 @@ class TreeStates:
     def _restore(self, states: Mapping[str, Mapping[int, Any]], steps: Mapping[int, Any]) -> None:
         """Take over states and update counts, given by position and checked before."""
         for leaf in self._tree.trained:
-            parts = {
-                name: self._placement.cut(leaf, np.asarray(values[leaf.position])) for name, values in states.items()
-            }
+            parts = {name: self._cut(leaf, values[leaf.position]) for name, values in states.items()}
             for place, i in enumerate(leaf.params):
                 self._states.set_states(i, {name: of_each[place] for name, of_each in parts.items()})
                 self._pipeline.steps[i][...] = steps[leaf.position]
+
+    def _cut(self, leaf: Leaf, value: Any) -> list[np.ndarray]:
+        """States of each of a leaf's parameters; of an array that lies as the leaf only what this process has."""
+        if not lies_as(value, self._tree.leaves[leaf.position]):
+            return self._placement.cut(leaf, np.asarray(value))
+        parts = [np.asarray(part) for part in self._placement.parts(leaf, value)]
+        if leaf.layout is None:
+            return [part.reshape(-1) for part in parts]
+        return [leaf.layout.of_slices(dict(zip(self._pipeline.device.ranks, parts, strict=True)))]
 
     def _checked(self, what: str, states: Mapping[str, Mapping[int, Any]], counts: Iterable[Any]) -> list[int]:
         """Check states and numbers of updates before anything changes, and return the numbers."""
@@ -222,7 +255,17 @@ class TreeStates:
             if value is None or np.shape(value) != shape:
                 got = "None" if value is None else list(np.shape(value))
                 raise StateError(f"{what}: {name}{self._tree.paths[position]} is {got}, expected shape {list(shape)}")
+            here = not isinstance(value, jax.Array) or value.is_fully_addressable or value.is_fully_replicated
+            if not here and not lies_as(value, self._tree.leaves[position]):
+                raise StateError(
+                    f"{what}: {name}{self._tree.paths[position]} is cut over several processes, and not as its "
+                    "parameter; expected the sharding of the parameter, as to_pytree(sharded=True) has it"
+                )
         return {position: leaves[position] for position in shapes}
+
+
+def _is_numbers(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and not is_key(leaf)
 
 
 def _missing(name: str, tree: Mapping[str, Any]) -> StateError:

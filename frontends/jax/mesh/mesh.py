@@ -109,9 +109,9 @@ class MeshAxis:
         if others:
             sizes = ", ".join(f"{name!r} of size {size}" for name, size in others.items())
             raise ConfigError(
-                f"mesh: besides {self.name!r} it has the axis {sizes}; expected size 1: parameters sharded over other "
-                "axes are not built yet in this version, and replicated states would take their memory for each of "
-                "its devices; wrap on a mesh of one axis"
+                f"mesh: besides {self.name!r} it has the axis {sizes}; expected size 1, since states would take their "
+                "memory for each of its devices, or sharded parameters and no mesh=: wrap(params) takes them as they "
+                "lie, over any axes"
             )
         self.mesh = mesh
         self.devices: list[jax.Device] = list(mesh.devices.flat)

@@ -21,7 +21,7 @@ from offload_core.memory.plan import PlanRow
 from offload_core.ranks.collectives import Collectives, SingleRank, merge
 from offload_core.step.bucket_terms import GRADIENTS, PARAMETERS
 
-from ..device import DEVICE_MEMORY, JaxDevice, ParameterBuffers
+from ..device import DEVICE_MEMORY, JaxDevice, ParameterBuffers, beside_its_device
 from ..mesh.mesh import Donated, JaxProcesses, MeshAxis, MeshGradient, MeshParameter
 from ..mesh.places import Places
 from ..tree.shards import Shard, local_shards, on_devices
@@ -178,8 +178,7 @@ class AsPlaced:
         """The array's part of each of the leaf's parameters."""
         if not self._several:
             return [array]
-        on = on_devices(array)
-        return [on[shard.primary] for shard in leaf.shards]
+        return self.parts(leaf, array)
 
     def targets(self, leaves: Sequence[Leaf], arrays: Sequence[jax.Array]) -> list[Any]:
         return self.buffers.take() if self.on_host else self.start(leaves, arrays)
@@ -233,6 +232,17 @@ class AsPlaced:
     def cut(self, leaf: Leaf, whole: np.ndarray) -> list[np.ndarray]:
         return [whole.reshape(leaf.shape)[shard.index].reshape(-1) for shard in leaf.shards]
 
+    def spread(self, leaf: Leaf, parts: Sequence[np.ndarray], like: jax.Array) -> jax.Array:
+        sharding = beside_its_device(like.sharding)
+        pairs = zip(leaf.shards, parts, strict=True)
+        on = {device: part.reshape(shard.local_shape) for shard, part in pairs for device in shard.devices}
+        places = [SingleDeviceSharding(device, memory_kind=sharding.memory_kind) for device in on]
+        return jax.make_array_from_single_device_arrays(like.shape, sharding, jax.device_put(list(on.values()), places))
+
+    def parts(self, leaf: Leaf, array: jax.Array) -> list[jax.Array]:
+        on = on_devices(array)
+        return [on[shard.primary] for shard in leaf.shards]
+
     # --- gradients -----------------------------------------------------------------------------------
 
     def compile(self, compute: Compute, *, in_specs: Any, check_vma: bool) -> Compiled:
@@ -249,7 +259,11 @@ class AsPlaced:
             return of_one
         compiled: dict[Any, Any] = {}  # one for each way in which parameters lie: gradients lie as they do
 
+        in_jit = jax.jit(compute, static_argnums=2)  # the user's, which decides where gradients lie
+
         def call(trained: list[Any], traced: Any, static: Any, scale: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+            if any(isinstance(array, jax.core.Tracer) for array in trained):
+                return in_jit(trained, traced, static, scale, args, kwargs)
             shardings = tuple(
                 array.sharding.with_memory_kind(DEVICE_MEMORY)
                 if array.sharding.memory_kind not in (None, DEVICE_MEMORY)

@@ -21,6 +21,7 @@ from offload_core.memory.plan import PlanRow
 from offload_core.step.bucket_terms import GRADIENTS, PARAMETERS
 
 from ..context import without_context_mesh
+from ..device import beside_its_device
 from ..mesh.mesh import REPLICATED, Donated, JaxMeshDevice, MeshAxis, MeshGradient, MeshParameter, ordered_mean
 from ..tree.shard_layout import ShardLayout
 from ..tree.trees import from_numpy, to_numpy
@@ -106,6 +107,14 @@ class OnMesh:
 
     def cut(self, leaf: Leaf, whole: np.ndarray) -> list[np.ndarray]:
         return [whole.reshape(-1) if leaf.layout is None else leaf.layout.to_core(whole)]
+
+    def spread(self, leaf: Leaf, parts: Sequence[np.ndarray], like: jax.Array) -> jax.Array:
+        [whole] = parts
+        kind = beside_its_device(like.sharding).memory_kind
+        return self._axis.put(whole.reshape(leaf.shape), REPLICATED, kind)
+
+    def parts(self, leaf: Leaf, array: jax.Array) -> list[jax.Array]:
+        return [array.addressable_data(0)]
 
     def restored(self, leaf: Leaf, value: np.ndarray, like: jax.Array) -> jax.Array:
         return self._axis.replicate(from_numpy(value, like))

@@ -63,6 +63,19 @@ class Placement(Protocol):
         """The states of each of a leaf's parameters, in the core's order: the inverse of :meth:`joined`."""
         ...
 
+    def spread(self, leaf: Leaf, parts: Sequence[np.ndarray], like: jax.Array) -> jax.Array:
+        """States of a leaf as an array that lies as its parameter ``like``, in host memory if there is such an array.
+
+        Args:
+            parts: those that this process has: of each of the leaf's parameters, or of each of its ranks if the leaf
+                has a layout.
+        """
+        ...
+
+    def parts(self, leaf: Leaf, array: jax.Array) -> list[jax.Array]:
+        """The parts of an array that lies as its parameter: the inverse of :meth:`spread`."""
+        ...
+
     def pass_through(self, leaf: Any) -> Any:
         """A leaf that is not trained, put where functions of :meth:`compile` need not move it."""
         ...
@@ -150,8 +163,11 @@ def _work_near(config: OffloadConfig, devices: Iterable[jax.Device]) -> None:
 def _is_placed(mesh: Any, config: OffloadConfig, arrays: Sequence[jax.Array]) -> bool:
     """Whether parameters stay as they lie on the mesh.
 
-    They do if they are sharded, except in stage 3 on a mesh of one axis: the model may gather those itself.
+    They do if they are sharded, and all on the mesh, except in stage 3 on a mesh of one axis: the model may gather
+    those itself.
     """
     if not isinstance(mesh, Mesh) or all(array.is_fully_replicated for array in arrays):
+        return False
+    if any(array.sharding.device_set != set(mesh.devices.flat) for array in arrays):
         return False
     return config.stage < 3 or sum(size > 1 for size in mesh.shape.values()) > 1

@@ -26,7 +26,7 @@ from offload_core.memory.host_memory import HostMemory
 from offload_core.memory.plan import PlanRow
 from offload_core.ranks.collectives import merge
 
-from ..device import HOST_MEMORY, in_host_memory, read
+from ..device import HOST_MEMORY, beside_its_device, in_host_memory, read
 from ..launch import meeting
 from ..mesh.gather import Gathering, Shard
 from ..mesh.mesh import Donated, JaxMeshDevice, MeshAxis, MeshGradient, MeshParameter
@@ -270,6 +270,14 @@ class ShardedOnMesh(OnMesh):
             return super().restored(leaf, value, like)
         return self._axis.put(value.astype(like.dtype), self._cut_along(leaf.layout.dim), self._memory_kind)
 
+    def spread(self, leaf: Leaf, parts: Sequence[np.ndarray], like: jax.Array) -> jax.Array:
+        if leaf.layout is None:
+            return super().spread(leaf, parts, like)
+        return self._axis.of_parts(leaf.shape, beside_its_device(like.sharding), parts)
+
+    def parts(self, leaf: Leaf, array: jax.Array) -> list[jax.Array]:
+        return super().parts(leaf, array) if leaf.layout is None else self._axis.parts(array)
+
     def to_numpy(self, leaf: Leaf | None, array: jax.Array) -> np.ndarray:
         collectives = self.device.collectives
         if leaf is None or leaf.layout is None or collectives.world_size == 1:
@@ -304,8 +312,9 @@ class ShardedOnMesh(OnMesh):
     def _differentiated(self, trained: Sequence[jax.Array], *, varying: bool) -> Differentiated:
         def leaf_of(array: jax.Array, layout: ShardLayout | None) -> jax.Array:
             # Only its gradient is used. The value is NaN, so that a model which computes with it, and has not gathered
-            # the parameter, gives NaN.
-            leaf = array if layout is None else jnp.full(array.shape, jnp.nan, jnp.float32)
+            # the parameter, gives NaN. Under jax.debug_nans that would be the first NaN that JAX finds.
+            unusable = jnp.inf if jax.config.jax_debug_nans else jnp.nan  # type: ignore[attr-defined]
+            leaf = array if layout is None else jnp.full(array.shape, unusable, jnp.float32)
             return self._axis.vary(leaf) if varying else leaf
 
         def seen(leaves: Sequence[Any]) -> list[Any]:

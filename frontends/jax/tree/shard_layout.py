@@ -1,6 +1,7 @@
 """The slice of a parameter that each rank has, and its elements' places in the core's order, in integers and NumPy."""
 
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -64,6 +65,30 @@ class ShardLayout:
         parts = np.split(whole.reshape(self.shape), self.world_size, axis=self.dim)
         slices[:, : self.local_numel] = [part.reshape(-1) for part in parts]
         return np.concatenate([slices[:, start:stop].reshape(-1) for start, stop in self._buckets()])
+
+    def slices(self, runs: Iterable[tuple[int, np.ndarray]]) -> dict[int, np.ndarray]:
+        """The slices, by rank, of which these are the elements: ``(start, elements)`` in the core's order."""
+        found: dict[int, np.ndarray] = {}
+        for start, run in runs:
+            at = 0
+            for rank, low, high in self.locate(start, run.size, self.world_size):
+                into = found.setdefault(rank, np.empty(self.padded_numel, run.dtype))
+                into[low:high] = run[at : at + high - low]
+                at += high - low
+        return {rank: padded[: self.local_numel].reshape(self.local_shape) for rank, padded in found.items()}
+
+    def of_slices(self, slices: Mapping[int, np.ndarray]) -> np.ndarray:
+        """The elements in the core's order, of which only those of these ranks are set: the inverse of
+        :meth:`slices`."""
+        first = next(iter(slices.values()))
+        flat = np.empty(self.numel, first.dtype)  # memory that nobody writes to is not taken
+        for start, stop in self._buckets():
+            for rank, part in slices.items():
+                run = flat[self.world_size * start + rank * (stop - start) :][: stop - start]
+                valid = min(stop, self.local_numel) - start
+                run[:valid] = part.reshape(-1)[start : start + valid]
+                run[valid:] = 0
+        return flat
 
     def locate(self, start: int, numel: int, n_ranks: int) -> list[tuple[int, int, int]]:
         """The places of a run of elements among those that a process holds of the parameter (``Bucket.in_tensor``).

@@ -13,6 +13,7 @@ from jax.sharding import SingleDeviceSharding
 from offload_core.dtypes import BY_NUMPY
 from offload_core.errors import OffloadError, ParameterError, StateError
 
+from ..context import is_traced
 from ..device import in_host_memory, on_cpu
 
 Mask = Any
@@ -79,9 +80,7 @@ def check_paths(expected: Sequence[str], flat: Sequence[tuple[str, Any]], error:
 
 def refuse_jit(what: str, why: str = "the states are in host memory") -> None:
     """Raise :class:`StateError` under jit: it would run the caller once only, while it traces."""
-    with jax.transfer_guard("allow"):
-        traced = isinstance(jnp.zeros(()), jax.core.Tracer)
-    if traced:
+    if is_traced():
         raise StateError(f"{what} under jit; expected a call outside: {why}")
 
 

@@ -119,6 +119,38 @@ def aux_is_averaged_where_it_is_floating_point_and_rank_0s_elsewhere():
 
 
 @one_process
+def jax_may_look_for_nans_or_run_without_jit():
+    """In stage 3 the values of ungathered parameters, which nobody may use, are not what it finds."""
+    mesh = mesh_of(2)
+    x = split(batch_of(5, 4)[:, :8], mesh)
+    params = {"w": np.linspace(-1, 1, 64, dtype=np.float32).reshape(8, 8)}
+    body = gathered(lambda w, x: x @ w)
+
+    def squares(params, x):
+        return (body(params["w"], x) ** 2).sum()
+
+    def wrong(params, x):
+        return jnp.log(-1 - squares(params, x))
+
+    def trained():
+        offloaded = wrap(params, **HYPER, **STAGE3, mesh=mesh)
+        grad = offloaded.value_and_grad(squares)
+        for _ in range(2):
+            offloaded.update(grad(offloaded.params, x)[1])
+        return offloaded
+
+    expected = trained()
+    with jax.debug_nans(True):
+        assert_same_tree(trained().to_pytree(), expected.to_pytree())
+        with refuses(FloatingPointError, "nan"):
+            expected.value_and_grad(wrong)(expected.params, x)
+    with jax.disable_jit():
+        slowly = trained().to_pytree()
+    np.testing.assert_allclose(slowly["master"]["w"], expected.to_pytree()["master"]["w"], rtol=1e-6)
+    assert slowly["count"] == 2
+
+
+@one_process
 def loss_scaling_works_on_a_mesh():
     mesh = mesh_of(4)
     offloaded = wrap(tree_of(4, scale=0.1), mesh=mesh, param_dtype="float16", initial_loss_scale=1024.0)

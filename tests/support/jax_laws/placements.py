@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as orbax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,8 +17,11 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from frontends.jax import gather_params, wrap
+from frontends.jax.device import lies_as
 from frontends.jax.mesh.places import Places
 from frontends.jax.placement import placement
+from frontends.jax.placement.as_placed import AsPlaced
+from frontends.jax.tree.shard_layout import ShardLayout
 from offload_core.errors import GradientError, ParameterError, StateError
 from tests.support.jax_laws.common import (
     HYPER,
@@ -363,3 +367,111 @@ def devices_with_memory_of_their_own_give_the_same_bits():
                 assert there.report == here.report
             assert_same_tree(whole(there.flush()), whole(here.flush()))
         assert_same_tree(there.to_pytree(), here.to_pytree())
+
+
+@one_process
+@two_processes
+def a_function_that_the_user_has_compiled_follows_the_loss_scale():
+    """It falls while gradients overflow, and rises again."""
+    shape, names, specs = MESHES["data x fsdp"]
+    mesh, line = mesh_of(shape, names), Mesh(np.array(jax.devices()[:4]), ("x",))
+    explicit = mesh_of(shape, names, AxisType.Explicit)
+    kinds = {
+        "one device": (lambda tree: jax.device_put(tree, jax.local_devices()[1]), None, {}),
+        "sharded": (lambda tree: on(mesh, specs, tree), NamedSharding(mesh, P()), {}),
+        "explicit": (lambda tree: on(explicit, specs, tree), NamedSharding(explicit, P()), {}),
+        "stage 2": (lambda tree: tree, NamedSharding(line, P("x")), {"mesh": line, "stage": 2}),
+        "stage 3": (
+            lambda tree: tree,
+            NamedSharding(line, P("x")),
+            {"mesh": line, "stage": 3, "param_persistence_threshold": 0},
+        ),
+    }
+    fields = {"param_dtype": "float16", "initial_loss_scale": 2.0**16, "loss_scale_window": 2, **HYPER}
+    for kind, (make, batches, arguments) in kinds.items():
+        batch = np.full((4, 4), 0.5, np.float32)
+        batch = jax.device_put(batch, jax.local_devices()[1]) if batches is None else placed(batch, batches)
+        specs_of_batch = {"in_specs": P("x")} if "mesh" in arguments else {}
+        ours, theirs = (wrap(make(tree_of(0)), **arguments, **fields) for _ in range(2))
+
+        def loss_fn(params, x):
+            return (x @ gather_params(params)["b"].astype(x.dtype)).sum()
+
+        compiled = jax.jit(ours.value_and_grad(loss_fn, **specs_of_batch))
+        plain = theirs.value_and_grad(loss_fn, **specs_of_batch)
+        scales = []
+        for _ in range(7):
+            ours.update(compiled(ours.params, batch)[1])
+            theirs.update(plain(theirs.params, batch)[1])
+            assert ours.report == theirs.report, kind
+            scales.append(ours.report.loss_scale)
+        assert sorted(set(scales)) != scales, kind
+        assert ours.count > 2, kind
+        assert_same_tree(ours.to_pytree(), theirs.to_pytree())
+        before = compiled(ours.params, batch)[1]
+        ours.load_pytree({**ours.to_pytree(), "loss_scale": {"scale": 2.0, "good_steps": 0, "tolerated": 0}})
+        with refuses(GradientError, "expected 2: they are from before"):
+            ours.update(before)
+        ours.update(compiled(ours.params, batch)[1])
+        assert ours.report.loss_scale == 2
+
+
+@one_process
+@two_processes
+def a_sharded_tree_of_states_is_saved_by_orbax_and_nobody_has_it_whole():
+    def refuse(*_, **__):
+        raise AssertionError("a whole array")
+
+    def values(seed):
+        return {name: value for name, value in tree_of(seed).items() if value.size}  # orbax saves no empty arrays
+
+    folder = Path(tempfile.gettempdir()) / f"orbax-{jax.process_count()}"  # all processes share it
+    shape, names, specs = MESHES["fsdp x tensor"]
+    mesh, line = mesh_of(shape, names), Mesh(np.array(jax.devices()[:4]), ("x",))
+    stage3 = {"mesh": line, "stage": 3, "param_persistence_threshold": 40, "reduce_bucket_size": 64}
+    kinds = {
+        "placed": (lambda tree: on(mesh, specs, tree), {}),
+        "bfloat16": (lambda tree: on(mesh, specs, tree), {"param_dtype": "bfloat16"}),
+        "stage 3": (lambda tree: on(line, {}, tree), stage3),
+        "offload_param": (lambda tree: on(line, {}, tree), {**stage3, "offload_param": "cpu"}),
+        "stage 2": (lambda tree: on(line, {}, tree), {"mesh": line, "stage": 2}),
+    }
+    for kind, (make, fields) in kinds.items():
+        ours, other = wrap(make(values(0)), **fields, **HYPER), wrap(make(values(9)), **fields, **HYPER)
+        for step in range(2):
+            ours.update(make(values(step + 1)))
+        other.update(make(values(5)))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(AsPlaced, "_whole", refuse)
+            patch.setattr(AsPlaced, "cut", refuse)
+            patch.setattr(ShardLayout, "from_core", refuse)
+            patch.setattr(ShardLayout, "to_core", refuse)
+            tree = ours.to_pytree(sharded=True)
+            for name in ("params", "master", "exp_avg", "exp_avg_sq"):
+                for path, array in tree[name].items():
+                    like = ours.params[path]
+                    assert lies_as(array, like), (kind, name, path)
+                    assert all(
+                        a.data.shape == b.data.shape
+                        for a, b in zip(array.addressable_shards, like.addressable_shards, strict=True)
+                    )
+                    assert name == "params" or array.sharding.memory_kind == "pinned_host"
+            with orbax.StandardCheckpointer() as checkpointer:
+                checkpointer.save(folder / kind, tree, force=True)
+            target = other.to_pytree(sharded=True)
+            with orbax.StandardCheckpointer() as checkpointer:
+                restored = checkpointer.restore(folder / kind, target)
+            other.load_pytree(restored)
+        assert_same_tree(other.to_pytree(), ours.to_pytree())
+        jax.tree.map(lambda leaf: isinstance(leaf, jax.Array) and leaf.delete(), restored)
+        for offloaded in (ours, other):
+            offloaded.update(make(values(7)))
+        assert_same_tree(other.to_pytree(), ours.to_pytree())
+        if kind == "placed" and jax.process_count() == 2:
+            back = wrap(on(line, {"w": P("x")}, values(0)), **HYPER)
+            with refuses(StateError, "is cut over several processes, and not as its parameter"):
+                back.load_pytree(ours.to_pytree(sharded=True))
+        elif jax.process_count() == 1:
+            back = wrap(values(0), **({"param_dtype": "bfloat16"} if kind == "bfloat16" else {}), **HYPER)
+            back.load_pytree(ours.to_pytree(sharded=True))
+            assert_same_tree(back.to_pytree(), ours.to_pytree())

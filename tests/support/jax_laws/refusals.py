@@ -142,7 +142,7 @@ def a_rank_lost_in_mid_update_is_an_error_whatever_the_pipeline_refuses_then():
     def lost(*arguments):
         calls.append(arguments)
         if len(calls) == 3:
-            raise ValueError("connection closed by peer")
+            raise ValueError("UNKNOWN: connection closed by peer")
         return gather(*arguments)
 
     def refuse(params=None):

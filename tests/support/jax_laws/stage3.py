@@ -83,8 +83,8 @@ def assert_placed(params, mesh, memory_kind="device"):
 
 def whole(tree, offloaded):
     """In NumPy, what other processes hold included; ``tree`` is or was ``offloaded.params``."""
-    layouts = jax.tree.unflatten(jax.tree.structure(tree), [leaf.layout for leaf in offloaded._tree.trained])
-    return jax.tree.map(offloaded._placement.to_numpy, tree, layouts)
+    leaves = jax.tree.unflatten(jax.tree.structure(tree), offloaded._tree.trained)
+    return jax.tree.map(offloaded._placement.to_numpy, leaves, tree)
 
 
 def loss_fn(params, x):

@@ -1,0 +1,69 @@
+"""Settings in the words of JAX and optax: ``learning_rate``, ``b1``, ``b2``, element types such as ``jnp.bfloat16``."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from offload_core.config import deepspeed
+from offload_core.config.options import FIELDS, ConfigLike, OffloadConfig
+from offload_core.dtypes import BY_NUMPY
+from offload_core.errors import ConfigError
+from offload_core.support import checks
+
+WORDS = {"learning_rate": "lr", "b1": "betas", "b2": "betas"}
+"""The field that each stands for."""
+_BETAS = ("b1", "b2")
+
+
+def resolved(config: ConfigLike, overrides: Mapping[str, Any], *, world_size: int) -> OffloadConfig:
+    """As ``OffloadConfig.resolve``, in JAX's words and in ours.
+
+    Raises:
+        ConfigError: also if a setting is given in both.
+    """
+    if isinstance(config, Mapping):
+        config = _in_our_words(config, lambda: OffloadConfig().betas)
+
+    def betas() -> Any:
+        return OffloadConfig.resolve(config, world_size=world_size).betas
+
+    return OffloadConfig.resolve(config, world_size=world_size, **_in_our_words(overrides, betas))
+
+
+def _in_our_words(given: Mapping[str, Any], betas_of: Any) -> dict[str, Any]:
+    """The fields that are meant; ``betas_of()`` are those of which only one may be replaced."""
+    found = {name: value for name, value in given.items() if name not in WORDS}
+    for name, value in given.items():
+        field = WORDS.get(name)
+        if field in found:
+            raise ConfigError(
+                f"{name}={checks.shown(value)} beside {field}={checks.shown(found[field])}: they are one setting; "
+                "expected one of the two"
+            )
+        if field is None and name not in FIELDS:
+            hint = checks.nearest(name, FIELDS, also=[*deepspeed.KEYS, *WORDS])
+            if any(repr(word) in hint for word in WORDS):
+                raise ConfigError(f"unknown configuration field {checks.shown(name)}; {hint}")
+        if name.endswith("_dtype"):
+            found[name] = _name_of(value)
+    if "learning_rate" in given:
+        found["lr"] = given["learning_rate"]
+    if any(name in given for name in _BETAS):
+        both = all(name in given for name in _BETAS)
+        others = (None, None) if both else betas_of()
+        if callable(others):
+            raise ConfigError("b1 or b2 beside betas that are a function; expected one of them")
+        found["betas"] = tuple(given.get(name, other) for name, other in zip(_BETAS, others, strict=True))
+    return found
+
+
+def _name_of(dtype: Any) -> Any:
+    """The name of an element type; what is none is left to the checks of ``OffloadConfig``."""
+    if dtype is None or isinstance(dtype, str):
+        return dtype
+    try:
+        known = BY_NUMPY.get(np.dtype(dtype))
+    except (TypeError, ValueError):
+        return dtype
+    return dtype if known is None else known.name
