@@ -167,7 +167,7 @@ def test_parameters_of_another_dtype_are_refused():
     with pytest.raises(ParameterError, match=r"float32\[32, 16\], expected bfloat16\[32, 16\], as in offloaded.params"):
         offloaded.as_optax().init(params)
     offloaded.as_optax().init(offloaded.params)
-    offloaded.as_optax().init(jax.eval_shape(lambda: offloaded.params))
+    offloaded.as_optax().init(jax.eval_shape(lambda params: params, offloaded.params))
 
 
 def close_to(expected, got):
