@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from frontends.jax import RankGradients, gather_params, gathered, wrap
 from frontends.jax.mesh.mesh import JaxMeshDevice, MeshAxis, MeshParameter, _Run
+from frontends.jax.mesh.places import Places
 from frontends.jax.placement import placement
 from offload_core.device.events import Done
 from offload_core.dtypes import FLOAT32
