@@ -1,0 +1,45 @@
+"""Bias corrections and schedules where JAX has no CPU (``JAX_PLATFORMS=cuda``)."""
+
+from decimal import Decimal, localcontext
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from frontends.jax import numbers, wrap
+
+
+@pytest.fixture
+def no_cpu(monkeypatch):
+    """Our code asks in vain for the CPU backend; JAX itself has no other here."""
+    asked = jax.local_devices
+
+    def local_devices(*args, **kwargs):
+        if kwargs.get("backend") == "cpu":
+            raise RuntimeError("Unknown backend cpu")
+        return asked(*args, **kwargs)
+
+    monkeypatch.setattr(jax, "local_devices", local_devices)
+
+
+@pytest.mark.parametrize("beta", [0.9, 0.95, 0.999])
+def test_without_a_cpu_the_power_is_rounded_once(beta, no_cpu):
+    with localcontext() as context:
+        context.prec = 60
+        for t in (1, 2, 3, 10, 99, 1000, 4000):
+            power = np.float32(Decimal(float(np.float32(beta))) ** t)
+            assert numbers.bias_correction(beta, t) == float(np.float32(1) - power)
+
+
+def test_updates_without_a_cpu_have_the_same_bits(no_cpu, monkeypatch):
+    params = {"w": jnp.linspace(-1.0, 1.0, 40)}
+    schedule = optax.cosine_decay_schedule(1e-2, 20)
+    without = wrap(params, lr=schedule)
+    found = [np.asarray(without.update({"w": jnp.sin(step + params["w"])})["w"]) for step in range(5)]
+    monkeypatch.undo()
+    with_cpu = wrap(params, lr=schedule)
+    for step, got in enumerate(found):
+        expected = np.asarray(with_cpu.update({"w": jnp.sin(step + params["w"])})["w"])
+        assert got.tobytes() == expected.tobytes()
