@@ -15,6 +15,10 @@ PARAMS = {"w": np.ones(3, np.float32)}
 SCHEDULE = optax.constant_schedule(0.1)
 
 
+ADDRESS = re.compile(r" at 0x\w+")
+"""A function's, which differs between processes."""
+
+
 @pytest.mark.parametrize(
     ("theirs", "ours"),
     [
@@ -36,7 +40,7 @@ SCHEDULE = optax.constant_schedule(0.1)
         ({"param_dtype": jnp.ones(1).dtype}, {"param_dtype": "float32"}),
         ({"config": {"communication_dtype": jnp.float32}}, {"communication_dtype": "float32"}),
     ],
-    ids=str,
+    ids=lambda value: ADDRESS.sub("", str(value)),
 )
 def test_a_setting_in_jax_words_is_the_same_setting(theirs, ours):
     assert wrap(PARAMS, **theirs).config == wrap(PARAMS, **ours).config
@@ -58,7 +62,7 @@ def test_a_setting_in_jax_words_is_the_same_setting(theirs, ours):
         ({"param_dtype": int}, "param_dtype: got <class 'int'>"),
         ({"communication_dtype": 3}, "communication_dtype: got 3"),
     ],
-    ids=str,
+    ids=lambda value: ADDRESS.sub("", str(value)),
 )
 def test_a_wrong_setting_is_refused_by_name(fields, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
