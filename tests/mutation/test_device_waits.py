@@ -498,9 +498,9 @@ def test_the_sound_front_end_passes(scenario):
 
 
 def at_every_change(mutant):
-    """Those of the device's own code; the others are slow."""
+    """Those of the device's own code; the others are played in make soak."""
     fast = name_of(mutant).startswith(("ranks.", "stage3."))
-    return pytest.param(mutant, marks=() if fast else pytest.mark.slow, id=name_of(mutant))
+    return pytest.param(mutant, marks=() if fast else pytest.mark.soak, id=name_of(mutant))
 
 
 @pytest.mark.parametrize("mutant", [at_every_change(m) for m in MUTANTS if name_of(m) not in UNNOTICED])
@@ -509,7 +509,7 @@ def test_a_wait_of_the_torch_front_end_that_is_taken_out_is_noticed(mutant):
     assert_noticed(mutant, by)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("mutant", [m for m in MUTANTS if name_of(m) in UNNOTICED], ids=name_of)
 def test_what_nothing_notices_is_known(mutant):
     with made(mutant):
