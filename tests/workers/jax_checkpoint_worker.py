@@ -51,7 +51,7 @@ def gradients_of(offloaded, xs):
     scale = offloaded._pipeline.loss_scale
     tree = [None] * len(offloaded._tree.leaves)
     for leaf in offloaded._tree.trained:
-        param = offloaded._placement.to_numpy(offloaded._tree.leaves[leaf.position], leaf.layout).astype(np.float32)
+        param = offloaded._placement.to_numpy(leaf, offloaded._tree.leaves[leaf.position]).astype(np.float32)
         slope = np.round(np.clip(param, -1, 1) * 4) / 4
         with np.errstate(over="ignore"):
             each = np.stack([((slope + x) * np.float32(scale)).astype(dtype) for x in xs])
@@ -103,7 +103,7 @@ def outcome(offloaded, loader):
     """Everything that training goes on from, by name."""
     tree = offloaded._tree
     params = [
-        offloaded._placement.to_numpy(tree.leaves[leaf.position], leaf.layout) for leaf in tree.trained
+        offloaded._placement.to_numpy(leaf, tree.leaves[leaf.position]) for leaf in tree.trained
     ]  # before to_pytree() brings them level
     saved = offloaded.to_pytree()
     found = {f"param {i}": param.tobytes() for i, param in enumerate(params)}
