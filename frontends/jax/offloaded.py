@@ -302,7 +302,9 @@ class OffloadedParams:
             if not wait and self._placement.alone:
                 if self._thread is None:
                     self._thread = TaskThread("offload-core update")
-                self._asked = self._thread.submit(partial(self._take_later, gradients, hypers, donated))
+                # It is noted, then asked for: after an interrupt between the two, whoever waits for it does it.
+                self._asked = Task(partial(self._take_later, gradients, hypers, donated))
+                self._thread.submit(self._asked.run)
                 return None
             self._take(gradients, hypers, donated)
         return self._now() if wait else None
@@ -321,6 +323,7 @@ class OffloadedParams:
         if task is None or task.thread == threading.get_ident():
             return
         try:
+            task.run()  # unless the thread has begun it
             task.result()
         finally:
             if task.done():  # else an interrupt ended the wait

@@ -6,6 +6,7 @@ Vendors have names here alone.
 import ctypes
 import mmap
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -65,7 +66,7 @@ class Registered:
         return array
 
 
-class Driver:
+class Driver(ABC):
     """A vendor's library, loaded at run time: building needs none of its tools."""
 
     vendor: str
@@ -76,9 +77,9 @@ class Driver:
     def __init__(self, library: str) -> None:
         self.library = library
 
+    @abstractmethod
     def register(self, address: int, n_bytes: int) -> Callable[[], None]:
         """As :attr:`Registered.register`."""
-        raise NotImplementedError
 
     def start(self) -> bool:
         """Start the driver in a process where no framework has; True if it is there."""

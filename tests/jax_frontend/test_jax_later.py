@@ -91,6 +91,20 @@ def test_whatever_follows_sees_the_update_made(use, make, arrived, tmp_path):
     assert_same(offloaded.params, twin.params)
 
 
+def test_an_interrupt_before_the_thread_is_asked_loses_no_update(make, monkeypatch):
+    offloaded, twin = make(tree_of(0)), make(tree_of(0))
+
+    def interrupted(thread, act):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("frontends.jax.offloaded.TaskThread.submit", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            offloaded.update(tree_of(1), wait=False)
+    assert_same(offloaded.params, twin.update(tree_of(1)))
+    assert offloaded.count == 1
+
+
 def test_errors_of_the_gradients_are_raised_at_once(make):
     offloaded = make(tree_of(0))
     with pytest.raises(GradientError, match=r"\['b'\]"):
