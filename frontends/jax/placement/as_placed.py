@@ -117,7 +117,7 @@ class AsPlaced:
             self.buffer_memory = HostMemory(self._threads)
             self.buffers = ParameterBuffers(self.buffer_memory, specs)
             return rows
-        # JAX allocates this, so that the pipeline does not count it. It is a bound: two buckets leave a device at a time.
+        # JAX allocates this, so that the pipeline does not count it. A bound: two buckets at a time leave a device.
         return [PlanRow("gradients on their way", "host", once, SMALLER, brief=True), *rows]
 
     # --- the pipeline's tensors ----------------------------------------------------------------------
