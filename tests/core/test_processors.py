@@ -379,6 +379,13 @@ two_processors = pytest.mark.skipif(
     not hasattr(os, "sched_getaffinity") or len(mine()) < 2, reason="it takes Linux and two processors"
 )
 
+
+def wrapped(folder, fields, **environment):
+    """``in_process``, after one step of a torch model wrapped with ``fields``."""
+    pytest.importorskip("torch")
+    return in_process(WRAP.replace("FIELDS", str(fields)), folder, **environment)
+
+
 WRAP = """
 import torch
 from frontends.torch import wrap
@@ -392,8 +399,7 @@ print(json.dumps(affinity()))
 @two_processors
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_an_engines_workers_are_bound_to_the_ranks_share_and_its_caller_is_not(rank, tmp_path):
-    code = WRAP.replace("FIELDS", "{}")
-    found = in_process(code, tmp_path, LOCAL_RANK=rank, LOCAL_WORLD_SIZE="2")
+    found = wrapped(tmp_path, {}, LOCAL_RANK=rank, LOCAL_WORLD_SIZE="2")
     cores = Topology.read().cores(mine())
     if len(cores) < 2:
         pytest.skip("it takes two physical cores")
@@ -408,7 +414,7 @@ def test_an_engines_workers_are_bound_to_the_ranks_share_and_its_caller_is_not(r
     ids=["not bound", "more threads than processors"],
 )
 def test_workers_may_run_wherever_the_process_may(fields, tmp_path):
-    found = in_process(WRAP.replace("FIELDS", str(fields)), tmp_path, **RANK_1_OF_2)
+    found = wrapped(tmp_path, fields, **RANK_1_OF_2)
     assert found == {"workers": [ranges(mine())], "others": [ranges(mine())]}
 
 
@@ -426,7 +432,6 @@ from offload_core.config.options import OffloadConfig
 from offload_core.memory import near
 from offload_core.memory.pinning import Cuda
 from offload_core.memory.host_memory import HostMemory
-from offload_core.memory.pinning import Cuda
 from offload_core.native import kernels
 from offload_core.support import topology
 import numpy as np
