@@ -34,9 +34,9 @@ from .state_io import (
     check_partition,
     hide_state,
     partition,
-    plain_entries,
     torch_state_dict,
 )
+from .state_views import plain_entries
 from .tensors import ELEMENT_TYPES
 
 

@@ -11,6 +11,7 @@ import xxhash
 
 from ..errors import CheckpointError
 from ..layout.regions import Region, common
+from ..rules.adam import STATE_NAMES
 from ..support.checks import shown
 from ..support.disks import begin_reading
 from ..support.files import open_regular
@@ -298,6 +299,9 @@ def _scatter(data: np.ndarray, places: np.ndarray, out: np.ndarray) -> None:
     out[np.repeat(to, numel) + within] = data[np.repeat(at, numel) + within].astype(out.dtype)
 
 
+_FP32_STATES = dict.fromkeys(STATE_NAMES, "float32")
+
+
 class Loaded:
     """The content of a checkpoint besides its tensors.
 
@@ -314,6 +318,9 @@ class Loaded:
         self._types = types
         try:
             self.step: int = content["step"]
+            self.state_formats = _FP32_STATES | content.get("state_formats", {})
+            """The format in which each state was kept."""
+            _check_types(self.state_formats, dict.fromkeys(_FP32_STATES, str))
             self.parameters: dict[str, dict[str, Any]] = content["parameters"]
             """Of each trained parameter: shape, dtype, step, group, behind (older than its master weight)."""
             self.others: dict[str, dict[str, Any]] = content["others"]

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..config.options import OffloadConfig
+from ..config.state_formats import StateFormat
 from ..device.protocols import Arrival, DeviceTerms
 from ..dtypes import BY_NAME, FLOAT32, ElementType
-from ..layout.partition import Bucket, ParamSpec, build_buckets
+from ..layout.partition import Bucket, ParamSpec, cut
 from ..memory.plan import MemoryPlan, PlanRow
 from ..rules.adam import STATE_NAMES
 from .worker import Background, Inline
@@ -86,9 +87,8 @@ class BucketTerms:
         host: dict[str, int] = dict.fromkeys((*STATE_NAMES, "gradients on the host", STAGING), 0)
         for bucket in buckets:
             numel = len(self._terms.ranks) * bucket.shard_numel
-            for name in STATE_NAMES:
-                if not (name == "master" and self.without_master(bucket)):
-                    host[name] += 4 * numel
+            for name, format in self.state_formats(bucket).items():
+                host[name] += format.n_bytes(numel)
             if self.has_home:
                 host["gradients on the host"] += self.home_dtype(bucket).itemsize * numel
         if not self.direct:
@@ -200,10 +200,10 @@ class BucketTerms:
     def traffic(self, specs: Sequence[ParamSpec]) -> tuple[Traffic, Traffic]:
         """What a step moves, and what its last bucket does.
 
-        An update reads a gradient, reads and writes three fp32 states (a parameter that is its own master weight is
-        one of them), and writes the parameter: 28 bytes an element in bf16, and in fp32 where parameters are updated
-        in place. Gradients cross to the host in every micro-step, parameters back once, or, from shards on the host,
-        for each forward and each backward; for one of them where they may stay whole in between.
+        An update reads a gradient, reads and writes three states (a parameter that is its own master weight is one of
+        them), and writes the parameter: with fp32 states 28 bytes an element in bf16, and in fp32 where parameters
+        are updated in place. Gradients cross to the host in every micro-step, parameters back once, or, from shards on
+        the host, for each forward and each backward; for one of them where they may stay whole in between.
         """
         partitioned = sum(spec.numel for spec in specs if spec.partitioned)
         each = [self._traffic_of(bucket, partitioned) for bucket in self.cut(specs)]
@@ -213,10 +213,11 @@ class BucketTerms:
     def _traffic_of(self, bucket: Bucket, partitioned: int) -> Traffic:
         steps = self.config.gradient_accumulation_steps
         gradient = self.home_dtype(bucket) if self.has_home else bucket.dtype
-        states = 2 * FLOAT32.itemsize * len(STATE_NAMES)
-        rounded = 0 if self.without_master(bucket) else bucket.dtype.itemsize
+        own_master = self.without_master(bucket)
         numel = len(self._terms.ranks) * bucket.shard_numel
-        update = numel * (gradient.itemsize + states + rounded)
+        states = sum(format.n_bytes(numel) for format in self.config.state_formats(bucket.dtype).values())
+        rounded = 0 if own_master else bucket.dtype.itemsize
+        update = numel * (gradient.itemsize + rounded) + 2 * states
         if self._terms.addressable:
             return Traffic(update, 0, 0)
         crossing = self._terms.sizes.link_numel(bucket)
@@ -231,13 +232,21 @@ class BucketTerms:
 
     def cut(self, specs: Sequence[ParamSpec]) -> list[Bucket]:
         """The buckets of parameters that are alone."""
-        return build_buckets(specs, world_size=self._terms.world_size, bucket_numel=self.config.reduce_bucket_size)
+        return cut(self.config, specs, world_size=self._terms.world_size)
 
     def without_master(self, bucket: Bucket) -> bool:
         """Whether the bucket's parameters are their own master weights."""
         apart = self.config.schedule == "delayed" or self.sends_early  # the two may be of different steps
         in_place = self.host_shards if bucket.partitioned else self._terms.updates_in_place
-        return in_place and bucket.dtype is FLOAT32 and not apart
+        master = self.config.state_formats(bucket.dtype)["master"]
+        return in_place and bucket.dtype is master.values and not apart
+
+    def state_formats(self, bucket: Bucket) -> dict[str, StateFormat]:
+        """The formats of the states that a bucket's parameters have; no master weight where they are their own."""
+        formats = self.config.state_formats(bucket.dtype)
+        if self.without_master(bucket):
+            del formats["master"]
+        return formats
 
     @property
     def overlaps(self) -> bool:

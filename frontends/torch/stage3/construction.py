@@ -113,7 +113,7 @@ class Shards(Cut):
         self.home = home
         self.device = home.device(param.device)
         spec = spec_of(name, param, 0, partitioned=True)
-        super().__init__(spec, self.device.ranks, self.device.world_size, home.config.reduce_bucket_size)
+        super().__init__(spec, self.device.ranks, self.device.world_size, home.config)
         self.device.start_alike([spec], [flat(param)], source)
         self.values = home.allocate(self.shard_numel, param)
         self.cut(param, self.values)
