@@ -6,12 +6,13 @@ what comes and goes on the device follow from the order in which gradients are e
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from ..config.options import OffloadConfig
 from ..config.state_formats import StateFormat
 from ..device.protocols import Arrival, DeviceTerms
-from ..dtypes import BY_NAME, FLOAT32, ElementType
+from ..dtypes import BFLOAT16, BY_NAME, FLOAT32, ElementType
 from ..layout.partition import Bucket, ParamSpec, cut
 from ..memory.plan import MemoryPlan, PlanRow
 from ..rules.adam import STATE_NAMES
@@ -25,6 +26,25 @@ GATHERED = "gathered parameters"
 GRADIENTS = "gradients"
 _NARROWER = "param_dtype='bfloat16'"
 _RANKS = "more ranks, on other machines"
+
+
+NARROWER: dict[str, dict[str, Any]] = {
+    "state_format='bf16'": {"state_format": "bf16"},
+    "state_format='8bit'": {"state_format": "8bit"},
+    "state_format='8bit', master_dtype='bfloat16'": {"state_format": "8bit", "master_dtype": "bfloat16"},
+}
+"""Settings that store states in fewer bytes, most bytes first."""
+_AS_STATE_FORMAT_SAYS: dict[str, Any] = {"master_dtype": None, "exp_avg_dtype": None, "exp_avg_sq_dtype": None}
+
+
+def _narrower_states(config: OffloadConfig, specs: Sequence[ParamSpec]) -> dict[str, str]:
+    """By state the setting that stores it in fewer bytes."""
+    formats = {state: str(format) for state, format in config.state_formats(BFLOAT16).items()}
+    next_one = {"float32": "state_format='bf16'", "bfloat16": "state_format='8bit'"}
+    narrower = {state: next_one[formats[state]] for state in ("exp_avg", "exp_avg_sq") if formats[state] in next_one}
+    if formats["master"] == FLOAT32.name and any(spec.dtype is BFLOAT16 for spec in specs):
+        narrower["master"] = "master_dtype='bfloat16'"
+    return narrower
 
 
 @dataclass(frozen=True)
@@ -79,7 +99,23 @@ class BucketTerms:
             gradients_stay: all gradients are on the device till the update, whatever becomes of them.
         """
         rows = [*self.host_rows(specs, frozen=frozen), *self._device_rows(specs, frozen, besides, gradients_stay)]
-        return MemoryPlan(tuple(rows), sum(spec.numel for spec in specs), shared=self._terms.addressable)
+        return MemoryPlan(
+            tuple(rows),
+            sum(spec.numel for spec in specs),
+            shared=self._terms.addressable,
+            savings=self.savings(specs, frozen=frozen),
+        )
+
+    def savings(self, specs: Sequence[ParamSpec], *, frozen: Sequence[ParamSpec] = ()) -> tuple[tuple[str, int], ...]:
+        """Formats of states in fewer bytes than these: ``(setting, bytes of the host that it saves)``, least first."""
+        mine = sum(row.n_bytes for row in self.host_rows(specs, frozen=frozen))
+        found = []
+        for setting, fields in NARROWER.items():
+            config = replace(self.config, **{**_AS_STATE_FORMAT_SAYS, **fields})
+            terms = BucketTerms(config, self._terms)
+            terms.ring_was_made(self._ring_bytes)
+            found.append((setting, mine - sum(row.n_bytes for row in terms.host_rows(specs, frozen=frozen))))
+        return tuple((setting, saved) for setting, saved in found if saved > 0)
 
     def host_rows(self, specs: Sequence[ParamSpec], *, frozen: Sequence[ParamSpec] = ()) -> list[PlanRow]:
         """What is allocated on the host when ``specs`` are taken on, and for the shards of ``frozen``."""
@@ -97,6 +133,7 @@ class BucketTerms:
             host[PARAMETER_SHARDS] = _shard_bytes([*buckets, *self.cut(frozen)])
         smaller = _NARROWER if any(spec.dtype is FLOAT32 for spec in (*specs, *frozen)) else _RANKS
         remedies = {
+            **_narrower_states(self.config, specs),
             "gradients on the host": "gradient_accumulation_steps=1" if self._accumulates else smaller,
             STAGING: "reduce_bucket_size",
             PARAMETER_SHARDS: smaller,
