@@ -1,6 +1,6 @@
 """The formats in which optimizer states are kept: names, bytes, and which states of a parameter have which."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -20,6 +20,8 @@ class StateFormat:
     """The narrowest element type that holds each value exactly."""
     block: int = 1
     """Elements that share a scale of one byte; 1: there are no scales."""
+    has_sign: bool = True
+    """False: values of 8 bits have one more exponent bit in its place."""
 
     @property
     def scaled(self) -> bool:
@@ -60,4 +62,6 @@ def formats_of(
     names = [own or other for own, other in zip(given, SHORT_NAMES[short], strict=True)]
     if dtype is not BFLOAT16:  # a master weight is at least as exact as its parameter
         names[0] = FLOAT32.name
-    return {state: FORMATS[name] for state, name in zip(("master", "exp_avg", "exp_avg_sq"), names, strict=True)}
+    formats = {state: FORMATS[name] for state, name in zip(("master", "exp_avg", "exp_avg_sq"), names, strict=True)}
+    formats["exp_avg_sq"] = replace(formats["exp_avg_sq"], has_sign=False)
+    return formats

@@ -101,7 +101,14 @@ class StateArray:
         assert self._scales is not None
         out = np.empty(stop - start, np.float32)
         scales = self._scales[start // BLOCK : -(-stop // BLOCK)]
-        kernels.decode(self.format.name, self._data[start:stop], out, scales=scales, threads=self._threads)
+        kernels.decode(
+            self.format.name,
+            self._data[start:stop],
+            out,
+            scales=scales,
+            has_sign=self.format.has_sign,
+            threads=self._threads,
+        )
         return out
 
     def write(self, values: np.ndarray) -> None:
@@ -119,7 +126,9 @@ class StateArray:
             part = np.ascontiguousarray(values[start : start + _DECODED], np.float32)
             at = self._first + start
             data, scales = self._data[at : at + part.size], self._scales[at // BLOCK : -(-(at + part.size) // BLOCK)]
-            kernels.encode(self.format.name, part, data, scales=scales, threads=self._threads)
+            kernels.encode(
+                self.format.name, part, data, scales=scales, has_sign=self.format.has_sign, threads=self._threads
+            )
 
     def clear(self) -> None:
         """Set the run, whole blocks, to 0."""
