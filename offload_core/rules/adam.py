@@ -56,6 +56,7 @@ class AdamHyper:
             self.eps,
             self.eps_root,
             step_size,
+            t,
         )
 
 
