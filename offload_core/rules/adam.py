@@ -58,6 +58,7 @@ class AdamHyper:
             self.eps,
             self.eps_root,
             step_size,
+            t,
         )
 
 
