@@ -88,13 +88,17 @@ static int least_scaled(int scale) { return scale < OC_LEAST_SCALE ? OC_LEAST_SC
 
 static float power(int biased_exponent) { return bits_float((uint32_t)biased_exponent << 23); }
 
-static uint8_t scale_of(const float *values, int64_t n) {
+/* What is rounded at random may double, and gets room for it. What is rounded to nearest needs none: with the smallest
+ * scale that holds the largest value, those that were decoded come back as they were. */
+static uint8_t scale_of(const float *values, int64_t n, int at_random) {
     uint32_t largest = 0;
     for (int64_t i = 0; i < n; i++) {
         uint32_t magnitude = float_bits(values[i]) & 0x7fffffff;
         largest = magnitude > largest ? magnitude : largest;
     }
-    return (uint8_t)least_scaled((int)(largest >> 23));
+    if (!at_random && largest < 0x7f800000)
+        largest += 0x7ffff + (largest >> OC_DROPPED & 1) - (1 << 23);
+    return (uint8_t)least_scaled((int)largest >> 23);
 }
 
 /* With random, below 2^20, rounded up with the probability of the part that is dropped; without, to nearest even. */
@@ -158,7 +162,7 @@ static float decoded(const oc_state *s, int64_t i) {
  * format drops, for each; NULL: to nearest even. */
 static void encode_block(const oc_state *s, int64_t begin, int64_t n, const float *values, const uint32_t *random) {
     if (s->format == OC_FLOAT8)
-        s->scales[begin / OC_STATE_BLOCK] = scale_of(values, n);
+        s->scales[begin / OC_STATE_BLOCK] = scale_of(values, n, random != NULL);
     for (int64_t k = 0; k < n; k++) {
         int64_t i = begin + k;
         const uint32_t *r = random ? random + k : NULL;

@@ -126,8 +126,13 @@ def to_float8(values: np.ndarray, has_sign: bool, random: np.ndarray | None) -> 
             scales[block] = 255
             continue
         largest = magnitudes.max()
-        scales[block] = max(52, 126 + np.frexp(largest)[1]) if largest else 52
-        table = code_values(int(scales[block]), has_sign)
+        scale = int(max(52, 126 + np.frexp(largest)[1])) if largest else 52
+        if random is None and scale > 52:  # the least scale that has a code near the largest value
+            below = code_values(scale - 1, has_sign)
+            scale -= bool(largest < 1.5 * below[-1] - 0.5 * below[-2])
+        scales[block] = scale
+        table = code_values(scale, has_sign)
+        table = np.append(table, 2 * table[-1] - table[-2])
         code = np.searchsorted(table, magnitudes, side="right") - 1
         between = (magnitudes - table[code]) / (table[code + 1] - table[code])
         if random is None:
