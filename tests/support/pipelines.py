@@ -29,6 +29,11 @@ def as_float32(values):
     return values if values.dtype == np.float32 else values.astype(np.float32)
 
 
+def held_states(pipeline, i):
+    """A parameter's states as they are now, in fp32: nothing is waited for."""
+    return {name: as_float32(array.values()) for name, array in StateAccess(pipeline)._local_states(i).items()}
+
+
 class Naive:
     """Unsharded AdamW by the definition: one parameter at a time, whole, in NumPy."""
 
