@@ -24,8 +24,9 @@ from jax.sharding import (
 )
 
 from offload_core.device.events import Done, Event, Waiting, traced
+from offload_core.device.exchange_sizes import MeshSizes
 from offload_core.device.host import fill
-from offload_core.device.protocols import Arrival, Copy, HostArray
+from offload_core.device.protocols import Copy, HostArray
 from offload_core.device.trace import TO_DEVICE, TO_HOST, Trace
 from offload_core.dtypes import BY_NUMPY, FLOAT32, ElementType
 from offload_core.errors import ConfigError
@@ -33,12 +34,13 @@ from offload_core.layout.partition import Bucket, ParamSpec, Piece
 from offload_core.memory.host_memory import Lease
 from offload_core.native import kernels
 from offload_core.ranks.collectives import Collectives
+from offload_core.step.worker import Background
 
 from ..device import free_bytes
 from ..launch import meeting
 
 REPLICATED = PartitionSpec()
-_LEAVE_AT_ONCE = 2
+_LEAVE_AT_ONCE = Background.depth
 """The most packed buckets of gradients on a device: so many are on their way to the host."""
 
 
@@ -373,27 +375,6 @@ class _Write(NamedTuple):
     """True if the piece is the whole parameter."""
 
 
-@dataclass(frozen=True)
-class MeshSizes:
-    """The core's ``ExchangeSizes`` where slices are exchanged and summed on the devices."""
-
-    n_ranks: int
-    """The number of ranks that this process holds."""
-    staging_slots = 1  # that of the pipeline
-
-    def arrival(self, wire: ElementType) -> Arrival:
-        return Arrival(1, FLOAT32, 1.0)
-
-    def slot_bytes(self, bucket: Bucket, wire: ElementType) -> int:
-        return self.link_numel(bucket) * FLOAT32.itemsize
-
-    def link_numel(self, bucket: Bucket) -> int:
-        return self.n_ranks * bucket.shard_numel
-
-    def way_bytes(self, bucket: Bucket, wire: ElementType) -> int:
-        return self.slot_bytes(bucket, wire)  # the sums
-
-
 class JaxMeshDevice:
     """The core's ``Device`` on a mesh axis.
 
@@ -414,7 +395,7 @@ class JaxMeshDevice:
         self.axis = axis
         self.ranks = axis.ranks
         self.world_size = axis.world_size
-        self.sizes = MeshSizes(len(axis.ranks))
+        self.sizes = MeshSizes(len(axis.ranks), summed=axis.world_size > 1)
         self.collectives: Collectives = JaxProcesses(axis)
         self.trace = Trace(self.ranks[0], self.collectives.world_size)
         self.sent_bytes = 0
@@ -485,6 +466,8 @@ class JaxMeshDevice:
         out: np.ndarray,
         staging: Lease,
     ) -> Event:
+        while len(self._leaving) >= _LEAVE_AT_ONCE:  # before another one is packed
+            self._leaving.popleft().wait()
         return traced(self.trace, TO_HOST, bucket.index, out.nbytes, lambda: self._reduce(bucket, wire, gradients, out))
 
     def _reduce(
@@ -513,8 +496,6 @@ class JaxMeshDevice:
 
     def _receive(self, shards: Sequence[jax.Array], out: np.ndarray, what: str) -> Event:
         """Start the copies of this process's shards to the host."""
-        while len(self._leaving) >= _LEAVE_AT_ONCE:
-            self._leaving.popleft().wait()
         for shard in shards:
             shard.copy_to_host_async()
 

@@ -22,9 +22,8 @@ from offload_core.device.protocols import Copy
 from offload_core.dtypes import BY_NUMPY, FLOAT32, ElementType
 from offload_core.errors import ConfigError
 from offload_core.layout.partition import ALIGNMENT, Bucket, ParamSpec, round_up
-from offload_core.memory.host_memory import HostMemory
-from offload_core.memory.plan import PlanRow
 from offload_core.ranks.collectives import merge
+from offload_core.step.at_once import SHARDS, Held
 
 from ..device import HOST_MEMORY, beside_its_device, in_host_memory, read
 from ..launch import meeting
@@ -32,7 +31,7 @@ from ..mesh.gather import Gathering, Shard
 from ..mesh.mesh import Donated, JaxMeshDevice, MeshAxis, MeshGradient, MeshParameter
 from ..tree.shard_layout import ShardLayout
 from ..tree.wrapped_tree import Leaf
-from .on_mesh import SMALLER, Differentiated, OnMesh, names, replicated_rows
+from .on_mesh import Differentiated, OnMesh, names
 
 
 @dataclass
@@ -171,9 +170,6 @@ class ShardedMeshDevice(JaxMeshDevice):
         self._count_received(bucket, tensor)
 
 
-SHARDS = "shards of parameters"
-
-
 class ShardedOnMesh(OnMesh):
     """Large parameters are cut along a dimension that the mesh axis divides; others are replicated."""
 
@@ -229,20 +225,16 @@ class ShardedOnMesh(OnMesh):
         dim = self._dim_of(leaf)
         return None if dim is None else ShardLayout(leaf.shape, dim, self._axis.world_size, self._bucket_numel)
 
-    def plan(self, leaves: Sequence[Leaf], specs: Sequence[ParamSpec], memory: HostMemory) -> list[PlanRow]:
-        self._layouts = layouts = [leaf.layout for leaf in leaves]
-        n = len(self._axis.ranks)
-        numels = [(spec, layout.local_numel) for spec, layout in zip(specs, layouts, strict=True) if layout is not None]
-        parameters = n * sum(numel * spec.dtype.itemsize for spec, numel in numels)
-        gradients = n * sum(numel * FLOAT32.itemsize for _, numel in numels)
+    def held(self, leaves: Sequence[Leaf], specs: Sequence[ParamSpec]) -> list[Held]:
+        self._layouts = [leaf.layout for leaf in leaves]
+        return [self._replicated(leaf, specs) if leaf.layout is None else self._cut(leaf, specs) for leaf in leaves]
+
+    def _cut(self, leaf: Leaf, specs: Sequence[ParamSpec]) -> Held:
+        assert leaf.layout is not None
+        numel = len(self._axis.ranks) * leaf.layout.local_numel
+        n_bytes = numel * specs[leaf.params[0]].dtype.itemsize
         where = "device" if self._memory_kind is None else "host"
-        smaller = f"{SMALLER}, or more devices"
-        return [
-            *replicated_rows([spec for spec, layout in zip(specs, layouts, strict=True) if layout is None], n),
-            PlanRow(SHARDS, where, parameters, smaller),
-            PlanRow(f"next {SHARDS}", where, parameters, smaller, brief=True),
-            PlanRow("gradients of shards", "device", gradients, "more devices", brief=True),
-        ]
+        return Held(leaf.params, n_bytes, n_bytes, numel * FLOAT32.itemsize, SHARDS, where)
 
     def start(self, leaves: Sequence[Leaf], arrays: Sequence[jax.Array]) -> list[Any]:
         return [
