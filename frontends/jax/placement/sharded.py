@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from offload_core.config.options import OffloadConfig
@@ -29,6 +28,7 @@ from ..device import HOST_MEMORY, beside_its_device, in_host_memory, read
 from ..launch import meeting
 from ..mesh.gather import Gathering, Shard
 from ..mesh.mesh import Donated, JaxMeshDevice, MeshAxis, MeshGradient, MeshParameter
+from ..runs import cut_run, split_places, write_run
 from ..tree.shard_layout import ShardLayout
 from ..tree.wrapped_tree import Leaf
 from .on_mesh import Differentiated, OnMesh, names
@@ -84,7 +84,7 @@ class ShardedMeshDevice(JaxMeshDevice):
         array, start, stop = gradient.array, bucket.shard_start, bucket.shard_start + bucket.shard_numel
         what = f"bucket {bucket.index}: copies of gradients"
         valid = min(stop, array.size // self.world_size) - start
-        at = self._mesh_axis.replicate(np.int32(start))
+        at = self._mesh_axis.replicate(split_places([start]))
         assert isinstance(array.sharding, NamedSharding)
         with meeting(self.ranks[0], what):
             shards = self._cut(array, at, array.sharding.spec, valid, bucket.shard_numel)
@@ -96,7 +96,7 @@ class ShardedMeshDevice(JaxMeshDevice):
         self, array: jax.Array, start: jax.Array, spec: PartitionSpec, numel: int, shard_numel: int
     ) -> jax.Array:
         def each(local: jax.Array, start: jax.Array) -> jax.Array:
-            run = lax.dynamic_slice_in_dim(local.reshape(-1), start, numel)
+            run = cut_run(local.reshape(-1), start[0], numel)
             return jnp.concatenate([run, jnp.zeros(shard_numel - numel, run.dtype)])
 
         return self.axis.map(each, (spec, PartitionSpec()), self.axis.split)(array, start)
@@ -119,7 +119,7 @@ class ShardedMeshDevice(JaxMeshDevice):
             result = self._write(
                 stacked,
                 tensor.partial,
-                self._mesh_axis.replicate(np.int32(bucket.shard_start)),
+                self._mesh_axis.replicate(split_places([bucket.shard_start])),
                 spec,
                 valid,
                 layout.local_shape,
@@ -152,7 +152,7 @@ class ShardedMeshDevice(JaxMeshDevice):
             value = shard[:numel]
             if numel < math.prod(local_shape):
                 into = jnp.zeros(math.prod(local_shape), shard.dtype) if partial is None else partial.reshape(-1)
-                value = lax.dynamic_update_slice_in_dim(into, value, start, axis=0)
+                value = write_run(into, start[0], value)
             return value.reshape(local_shape)
 
         return self.axis.map(each, (self.axis.split, spec, PartitionSpec()), spec)(stacked, partial, start)
