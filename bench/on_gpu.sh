@@ -4,7 +4,7 @@
 #     a  the tests of both frameworks that need a device, and a short training with each
 #     b  a step's time and memory beside AdamW on the device, DeepSpeed, FSDP2 and torchao
 #     c  the largest model that trains under 32 GB of device memory
-#     d  JAX beside optax, on the device and with its states in pinned_host
+#     d  JAX beside optax, on the device and with its states in pinned_host; on a mesh where there are several
 # Every result goes to OUT_DIR/results.jsonl as soon as it is there; a second call goes on from there. Options, such as
 # --again and --only WORDS: python3 -m bench.gpu --help. It builds the kernels if they have not been built.
 # PyTorch and JAX must be installed (another Python: PYTHON=...), and missing pure wheels (cffi, pycparser, pytest,

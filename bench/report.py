@@ -255,7 +255,10 @@ ABOUT = {
         "window is one sequence; each rank takes so many a step."
     ),
     "jax_step": "The same in JAX, beside optax with its states in host memory.",
-    "jax_mesh": "JAX on several devices, which are the host's here: parameters sharded over both axes of a mesh.",
+    "jax_mesh": (
+        "JAX on one device and on meshes, whose devices are the host's here: parameters sharded over both axes, beside "
+        "optax on the devices and with its moments in host memory."
+    ),
     "cpu_adam": "The update alone: the C kernel beside other implementations and the machine's memory bandwidth.",
     "memory": "Bytes a parameter: those that are planned, and those that processes hold.",
     "profile": "Samples of the processor during training steps, sorted by what it was doing.",

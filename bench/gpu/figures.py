@@ -103,7 +103,10 @@ def _jax(record: Record, only: Sequence[str]) -> list[str]:
         for name in _names(record, size=size):
             time = _cell(_median(rows, "total", name=name, size=size), "ms")
             lines.append([f"{name}, {size}", time, *_memory(rows, name=name, size=size)])
-    return [*table(["in JAX", "a step", "device", "host"], lines), *_absent(record)] if lines else []
+    steps = table(["in JAX", "a step", "device", "host"], lines) if lines else []
+    ratios = [[row["name"], number(row["p50"])] for row in rows if row["metric"] == "ratio"]
+    sharded = ["", *table(["in JAX, parameters sharded over all devices, and on one", ""], ratios)] if ratios else []
+    return [*steps, *sharded, *_absent(record)] if lines or ratios else []
 
 
 _TABLES = {"gpu_step": _steps, "gpu_largest": _largest, "gpu_jax": _jax}

@@ -37,6 +37,7 @@ BESIDE = (
 LARGEST = (contenders.OURS, contenders.ON_HOST, contenders.FUSED)
 OF_JAX = (jax_step.OURS, *jax_step.OTHERS, contenders.LATE)
 THREE_STEPS = (1, 1)
+SHARDED = "JAX on one device and on a mesh of all"
 _OUTCOME = re.compile(r"^(\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b", re.MULTILINE)
 
 
@@ -179,6 +180,11 @@ _FULL = {
 
 
 def in_jax(session: Session) -> None:
+    with TemporaryDirectory() as out:
+        path = Path(out) / "jax_mesh.jsonl"
+        where = "--quick" if session.rehearsal else "--accelerator"
+        arguments = ["bench.parts.jax_mesh", where, "--json", str(path)]
+        session.command(SHARDED, arguments, 150, partial(_recorded, SHARDED, path))
     sizes, counts = session.sizes, (session.sizes.warm_up, session.sizes.steps)
     compiled = os.environ.get("JAX_COMPILATION_CACHE_DIR", f"{gettempdir()}/offload-core-xla-{os.getuid()}")
     environment = {
@@ -200,6 +206,15 @@ def in_jax(session: Session) -> None:
                 workloads = {f"{name}, {size}, round {number}": {"micro_batch": windows}}
                 fits = partial(does_not_fit, f"{name}, {size}")
                 session.steps(name, start, workloads, 150, settings, counts, fits, round=number, size=size)
+
+
+def _recorded(name: str, path: Path, words: str, why: str, seconds: float) -> Read:
+    """Of a part of ``bench.parts``, its ratios as rows."""
+    if not path.exists():
+        return _words(name, words, why or "it wrote no record", seconds)
+    known = json.loads(path.read_text().splitlines()[-1])
+    ratios = [record.row(of["name"], "ratio", "", [of["p20"], of["p50"], of["p80"]]) for of in known["ratios"]]
+    return [*ratios, *known["rows"]], known["missing"], known["notes"]
 
 
 class Part(NamedTuple):

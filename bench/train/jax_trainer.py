@@ -223,7 +223,7 @@ class Offloaded(JaxTrainer):
         losses = []
         for batch in batches:
             loss, grads = self.value_and_grad(self.offloaded.params, self.on_devices(batch))
-            self.offloaded.update(grads)
+            self.offloaded.update(grads, donate=True)
             losses.append(loss)
         report = self.offloaded.report
         assert report is not None

@@ -36,3 +36,8 @@ def is_traced() -> bool:
     """True while JAX traces the caller (``jit``, ``scan``): what Python does then is not done again by the program."""
     with jax.transfer_guard("allow"):
         return isinstance(jnp.zeros(()), jax.core.Tracer)
+
+
+def is_manual() -> bool:
+    """True inside ``shard_map``, where programs see one device's part of arrays."""
+    return bool(get_abstract_mesh().manual_axes)

@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax import lax
 
 from offload_core.device.events import Done, Event
 from offload_core.device.host import fill
@@ -24,6 +23,8 @@ from offload_core.dtypes import BY_NUMPY, ElementType
 from offload_core.errors import HostMemoryError
 from offload_core.layout.partition import ParamSpec, round_up
 from offload_core.memory.host_memory import HostMemory, available_bytes, format_bytes
+
+from .runs import cut_run, split_places
 
 _ALIGNMENT = 64
 DEVICE_MEMORY = "device"
@@ -115,12 +116,14 @@ def read(array: jax.Array, start: int, stop: int) -> np.ndarray:
     if in_host_memory(array) or on_cpu(array):
         return np.asarray(array).reshape(-1)[start:stop]
     # Cut on the device, because an array keeps the host copy that NumPy made of it.
-    return np.asarray(_cut(array, start, stop - start))
+    array = array.addressable_data(0)
+    place = jax.device_put(split_places([start])[0], array.sharding)
+    return np.asarray(_cut(array, place, stop - start))
 
 
 @partial(jax.jit, static_argnums=2)
-def _cut(array: jax.Array, start: int, numel: int) -> jax.Array:
-    return lax.dynamic_slice_in_dim(array.reshape(-1), start, numel)
+def _cut(array: jax.Array, place: jax.Array, numel: int) -> jax.Array:
+    return cut_run(array.reshape(-1), place, numel)
 
 
 def _is_row_major(array: jax.Array) -> bool:

@@ -53,7 +53,9 @@ def value_and_grad(
         grads = jax.tree_util.tree_unflatten(treedef, found)
         if placement.gradients_per_rank:
             grads = RankGradients(grads)
-        return out, (grads if scale is None else ScaledGradients(grads, scale))
+        if scale is None:
+            return out, grads
+        return out, ScaledGradients(grads, scale, 1.0 if isinstance(scale, float) else jnp.ones_like(scale))
 
     return call
 

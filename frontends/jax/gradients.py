@@ -43,16 +43,18 @@ class ScaledGradients:
     """Gradients of a loss that was multiplied by ``scale`` (float16 parameters).
 
     ``tree`` has the parameters' structure. ``scale`` is a number; from a function that the user has compiled it comes
-    as an array, and is a leaf, too.
+    as an array, and is a leaf, too. ``unit`` is then a leaf as well: a one, which sums and means of several such trees
+    change as they change the scale, so that ``scale / unit`` stays the scale.
     """
 
     tree: Any
     scale: Any
+    unit: Any = 1.0
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], float | None]:
         if isinstance(self.scale, int | float):
             return (self.tree,), self.scale
-        return (self.tree, self.scale), None
+        return (self.tree, self.scale, self.unit), None
 
     @classmethod
     def tree_unflatten(cls, scale: float | None, children: tuple[Any, ...]) -> "ScaledGradients":
@@ -68,7 +70,7 @@ def given_gradients(
         GradientError: they do not fit the tree's parameters, or were computed with another loss scale.
     """
     if isinstance(grads, ScaledGradients):
-        check_scale(grads.scale, scaler)
+        check_scale(grads.scale, grads.unit, scaler)
         grads = grads.tree
     elif scaler is not None:
         raise GradientError(

@@ -6,11 +6,14 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from offload_core.errors import GradientError
+from offload_core.errors import GradientError, StateError
 from offload_core.step.loss_scale import LossScaler
 
-from .context import is_traced
+from .context import is_manual, is_traced
 from .tree.trees import put
+
+_ROUNDING = 1e-5
+"""Of sums and means in fp32."""
 
 
 class DeviceScale:
@@ -26,7 +29,17 @@ class DeviceScale:
         self._variable = jax.new_ref(self._on_devices(scaler.scale))
 
     def read(self) -> Any:
-        """The present scale: a number, and under jit a traced scalar."""
+        """The present scale: a number, and under jit a traced scalar.
+
+        Raises:
+            StateError: inside ``shard_map``, where programs read no variables.
+        """
+        if is_manual():
+            raise StateError(
+                "value_and_grad of float16 parameters inside shard_map: a program of one device's part cannot read the "
+                "loss scale; expected value_and_grad around it, jax.jit of value_and_grad with sharded arguments, or "
+                "wrap(params, mesh=mesh), whose value_and_grad is a shard_map itself"
+            )
         return self._variable[...] if is_traced() else self._scaler.scale
 
     def follow(self) -> None:
@@ -45,18 +58,23 @@ class DeviceScale:
         return put(value, NamedSharding(mesh, PartitionSpec()))
 
 
-def check_scale(given: Any, scaler: LossScaler | None) -> None:
-    """Raise :class:`GradientError` unless gradients were computed with the present loss scale."""
+def check_scale(given: Any, unit: Any, scaler: LossScaler | None) -> None:
+    """Raise :class:`GradientError` unless gradients were computed with the present loss scale, ``given / unit``."""
     expected = scaler.scale if scaler else 1.0
     if isinstance(given, jax.core.Tracer):
         return  # so are the gradients, and they are refused
     if isinstance(given, jax.Array):
-        if given.is_deleted():
-            raise GradientError("the gradients' loss scale was donated or deleted; expected one that is alive")
-        given = float(jax.device_get(given.addressable_data(0)))
-        expected = float(np.float32(expected))
-    if given != expected:
+        given = float(np.float64(_number(given)) / np.float64(_number(unit)))
+    if not abs(given - expected) <= _ROUNDING * expected:  # it changes by factors of two
         raise GradientError(
             f"gradients scaled by {given:g}, expected {expected:g}: they are from "
             "before the last update, or of other parameters; compute them anew"
         )
+
+
+def _number(array: Any) -> Any:
+    if not isinstance(array, jax.Array):
+        return array
+    if array.is_deleted():
+        raise GradientError("the gradients' loss scale was donated or deleted; expected one that is alive")
+    return jax.device_get(array.addressable_data(0))

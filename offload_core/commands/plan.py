@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -9,14 +10,16 @@ from textwrap import fill
 from typing import Any
 
 from ..config.options import OffloadConfig
-from ..device.exchange_sizes import REFUSED_DEVICES, planned_device
+from ..device.exchange_sizes import REFUSED_DEVICES, planned_device, planned_jax_device
 from ..dtypes import BFLOAT16, BY_NAME, ElementType
 from ..errors import ConfigError
 from ..memory.host_memory import available_bytes, format_bytes
 from ..memory.plan import MemoryPlan, PlanRow, format_table
+from ..step.at_once import rows_at_once
 from ..step.bucket_terms import BucketTerms
 from ..support.processors import default_threads
-from ..support.units import count, rate, size
+from ..support.units import count, mesh, rate, size
+from .jax_shapes import MeshPart
 from .machine import measure_bandwidths
 from .model_shapes import GPTS, LEAST, MOST, Shapes, gpt_of, shapes_of, specs_of
 from .prediction import Speeds, StepTime, predict
@@ -26,6 +29,8 @@ EXAMPLE = """example: does a 7 B model train on a GPU of 24 GB?
   python -m offload_core plan --parameters 7B --device-memory 24GB --host-memory 128GB
 the same of a model's files, or of its Hugging Face configuration:
   python -m offload_core plan --model Qwen3-8B/config.json --device-memory 24GB --host-memory 128GB
+in JAX, parameters sharded over a mesh of 4 x 2 devices of one process:
+  python -m offload_core plan --frontend jax --mesh 4x2 --parameters 7B --device-memory 24GB
 
 Sizes may be given in GB (10^9 bytes) or GiB (2^30); they are printed in GiB, so that 64GB is 59.6 GiB.
 The exit status is 0 if a stage fits, 1 if none does."""
@@ -48,9 +53,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a .safetensors file, an index of several, a Hugging Face config.json, or the folder of one of these",
     )
     add("--param-dtype", choices=tuple(BY_NAME), help="of the device parameters (default: the file's, else bfloat16)")
+    add("--frontend", choices=("torch", "jax"), default="torch", help="what trains the model (default: torch)")
+    add(
+        "--mesh",
+        type=mesh,
+        metavar="AxB",
+        help="in JAX: shard parameters over a mesh of devices; each of its axes cuts the largest dimension of a "
+        "parameter that it divides and no other axis cuts (default: one device a process)",
+    )
     add("--stage", type=int, choices=(1, 2, 3), help="ask for this stage alone")
     add("--offload-param", choices=("cpu", "none"), help="ask for this tier of stage 3 alone")
-    add("--world-size", type=count, default=1, metavar="W", help="ranks (default: 1)")
+    add("--world-size", type=count, default=1, metavar="W", help="ranks, in JAX processes (default: 1)")
     add("--local-world-size", type=count, metavar="W", help="of them on one machine, whose memory they share (all)")
     add(
         "--device",
@@ -74,17 +87,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class _Tier:
-    """The plan for one stage."""
+    """The plan for one stage; in JAX for one way to give gradients."""
 
-    stage: int
-    offload_param: str | None
+    about: dict[str, Any]
+    """The settings that it is of."""
     plan: MemoryPlan
     missing: dict[str, int]
     step: StepTime
 
     @property
     def name(self) -> str:
-        return f"stage {self.stage}" + (f", offload_param={self.offload_param!r}" if self.offload_param else "")
+        if "donate" in self.about:
+            return "update(grads, donate=True)" if self.about["donate"] else "update(grads)"
+        stage, tier = self.about["stage"], self.about["offload_param"]
+        return f"stage {stage}" + (f", offload_param={tier!r}" if tier else "")
 
     @property
     def fits(self) -> bool:
@@ -98,18 +114,27 @@ def run(args: argparse.Namespace) -> int:
     host = available_bytes() if args.host_memory is None else args.host_memory
     dram = args.dram_bandwidth or measure_bandwidths(default_threads()).dram
     speeds = Speeds(dram, args.link_bandwidth, args.flops)
-    tiers = [
-        _plan(args, stage, tier, shapes, dtypes, host, processes, speeds)
-        for stage, tier in _TIERS
-        if args.stage in (None, stage) and args.offload_param in (None, tier or "none")
-    ]
+    in_jax = args.frontend == "jax"
+    if in_jax:
+        part = MeshPart(args.mesh or (args.world_size,), args.world_size)
+        devices = part.devices
+        tiers = [_jax_plan(args, part, donate, shapes, dtypes, host, processes, speeds) for donate in (True, False)]
+    else:
+        devices = 1
+        tiers = [
+            _plan(args, stage, tier, shapes, dtypes, host, processes, speeds)
+            for stage, tier in _TIERS
+            if args.stage in (None, stage) and args.offload_param in (None, tier or "none")
+        ]
     fitting = [tier for tier in tiers if tier.fits]
-    numel = tiers[0].plan.numel
+    numel = sum(map(math.prod, shapes.values()))
     if args.json:
         print(
             json.dumps(
                 {
                     "model": what,
+                    "frontend": args.frontend,
+                    "mesh": args.mesh,
                     "parameters": numel,
                     "world_size": args.world_size,
                     "local_world_size": processes,
@@ -125,18 +150,22 @@ def run(args: argparse.Namespace) -> int:
     else:
         measured = "measured here" if args.dram_bandwidth is None else "as given"
         link = "not known" if speeds.link is None else f"{speeds.link / 1e9:.1f} GB/s each way"
-        print(f"{what}: {numel:,} parameters, {args.world_size} rank(s), {processes} a machine, on {args.device}")
+        ranks = "rank(s)"
+        if in_jax:
+            ranks = f"process(es) of {devices} device(s)"
+        print(f"{what}: {numel:,} parameters, {args.world_size} {ranks}, {processes} a machine, on {args.device}")
         print(f"memory: host {format_bytes(host)} a machine, device {_or(args.device_memory, format_bytes, 'any')}")
         print(f"bandwidth: host {speeds.dram / 1e9:.1f} GB/s ({measured}), link {link}")
         counted = "as given" if args.activation_memory else "not counted (--activation-memory)"
-        print(f"sizes are a rank's; activations: {counted}\n")
+        whose = "a rank's" if not in_jax else "a process's" + ", its devices together" * (devices > 1)
+        print(f"sizes are {whose}; activations: {counted}\n")
         print(f"{_memory_table(tiers)}\n\n{_time_table(tiers)}")
         for alike in _alike(tiers):
             print(f"\n{' and '.join(tier.name for tier in alike)}\n{alike[0].plan.table()}")
         if not fitting:
             print("\nnothing fits:")
             for tier in tiers:
-                needs = "; ".join(_short(tier, where, host, args) for where in tier.missing)
+                needs = "; ".join(_short(tier, where, host, args, devices) for where in tier.missing)
                 print(fill(f"  {tier.name}: {needs}", _COLUMNS, subsequent_indent="    ", break_on_hyphens=False))
     return 0 if fitting else 1
 
@@ -156,6 +185,20 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError(f"--parameters {args.parameters:,}: expected at least {LEAST:,}, at most {MOST:,}")
     if (args.flops is None) != (args.tokens is None):
         raise ConfigError("--flops and --tokens predict the compute time together; expected both or neither")
+    if args.frontend == "jax":
+        of_torch = [
+            name for name in ("stage", "offload_param", "max_live_parameters") if getattr(args, name) is not None
+        ]
+        if of_torch:
+            name = of_torch[0].replace("_", "-")
+            raise ConfigError(f"--{name} is torch's; expected --mesh, which says how JAX's parameters are sharded")
+        if args.mesh and math.prod(args.mesh) % ranks:
+            sizes = "x".join(map(str, args.mesh))
+            raise ConfigError(
+                f"--mesh {sizes} has {math.prod(args.mesh)} devices; expected as many in each of {ranks} processes"
+            )
+    elif args.mesh:
+        raise ConfigError("--mesh is JAX's; expected --frontend jax beside it, or --world-size")
     if args.offload_param == "cpu" and args.stage not in (None, 3):
         raise ConfigError(f"--offload-param cpu is of stage 3; expected no --stage {args.stage}")
 
@@ -196,7 +239,42 @@ def _plan(
         tokens=args.tokens,
         checkpointing=args.activation_checkpointing,
     )
-    return _Tier(stage, tier, plan, plan.missing(host, args.device_memory, processes=processes), step)
+    about = {"stage": stage, "offload_param": tier}
+    return _Tier(about, plan, plan.missing(host, args.device_memory, processes=processes), step)
+
+
+def _jax_plan(
+    args: argparse.Namespace,
+    part: MeshPart,
+    donate: bool,
+    shapes: Shapes,
+    dtypes: ElementType | dict[str, ElementType],
+    host: int,
+    processes: int,
+    speeds: Speeds,
+) -> _Tier:
+    given = {name: getattr(args, name) for name in _FIELDS if getattr(args, name) is not None}
+    config = OffloadConfig(param_dtype=args.param_dtype, **given)
+    on_host = args.device == "cpu"
+    terms = BucketTerms(config, planned_jax_device(on_host=on_host))
+    specs, arrays = part.specs_of(shapes, dtypes, config, on_host=on_host)
+    rows = [*terms.host_rows(specs), *rows_at_once(terms, specs, arrays, on_host=on_host, donate=donate)]
+    if args.activation_memory:
+        n_bytes = part.devices * args.activation_memory
+        rows.append(PlanRow("activations", "device", n_bytes, "smaller micro-batches"))
+    plan = MemoryPlan(tuple(rows), sum(spec.numel for spec in specs), shared=on_host)
+    step = predict(
+        terms,
+        specs,
+        speeds,
+        processes=processes,
+        devices=part.devices,
+        numel=sum(map(math.prod, shapes.values())),
+        tokens=args.tokens,
+        checkpointing=args.activation_checkpointing,
+    )
+    device = None if args.device_memory is None else part.devices * args.device_memory
+    return _Tier({"donate": donate}, plan, plan.missing(host, device, processes=processes), step)
 
 
 def _memory_table(tiers: Sequence[_Tier]) -> str:
@@ -232,8 +310,8 @@ def _alike(tiers: Sequence[_Tier]) -> list[list[_Tier]]:
     return list(found.values())
 
 
-def _short(tier: _Tier, where: str, host: int, args: argparse.Namespace) -> str:
-    has = host if where == "host" else args.device_memory
+def _short(tier: _Tier, where: str, host: int, args: argparse.Namespace, devices: int) -> str:
+    has = host if where == "host" else devices * args.device_memory
     return f"{format_bytes(tier.missing[where])} of {where} memory, of {format_bytes(has)}: {tier.plan.largest(where)}"
 
 
@@ -247,8 +325,7 @@ def _or(value: Any, to_text: Any, otherwise: str) -> str:
 
 def _as_json(tier: _Tier) -> dict[str, Any]:
     return {
-        "stage": tier.stage,
-        "offload_param": tier.offload_param,
+        **tier.about,
         "fits": tier.fits,
         "missing": tier.missing,
         "host_bytes": tier.plan.host_bytes,

@@ -48,6 +48,8 @@ def predict(
     speeds: Speeds,
     *,
     processes: int = 1,
+    devices: int = 1,
+    numel: int | None = None,
     tokens: int | None = None,
     checkpointing: bool = False,
 ) -> StepTime:
@@ -66,13 +68,15 @@ def predict(
 
     Args:
         processes: the number of processes that share the host's memory.
-        tokens: the tokens of a rank's whole step.
+        devices: those of a process, each with a link of its own that carries an equal part.
+        numel: the model's parameters; None: ``specs`` are all of them.
+        tokens: the tokens of a rank's whole step, or of each device's.
         checkpointing: True if activations are computed again in backward.
     """
     whole, last = terms.traffic(specs)
 
     def over_link(n_bytes: float) -> float | None:
-        return 0.0 if not n_bytes else None if speeds.link is None else n_bytes / speeds.link
+        return 0.0 if not n_bytes else None if speeds.link is None else n_bytes / (devices * speeds.link)
 
     def update(traffic: Traffic) -> float:
         return processes * traffic.update / speeds.dram
@@ -80,6 +84,7 @@ def predict(
     compute = None
     if speeds.flops is not None and tokens is not None:
         each = _FLOPS_A_TOKEN_CHECKPOINTED if checkpointing else _FLOPS_A_TOKEN
-        compute = each * sum(spec.numel for spec in specs) * tokens / speeds.flops
+        numel = sum(spec.numel for spec in specs) if numel is None else numel
+        compute = each * numel * tokens / speeds.flops
     tail = update(last) + sum(over_link(n) or 0.0 for n in (last.to_host, last.to_device))
     return StepTime(compute, update(whole), over_link(whole.to_host), over_link(whole.to_device), tail, terms.overlaps)

@@ -32,6 +32,10 @@ class OnHost:
         """As :meth:`ExchangeSizes.arrival`."""
         return Arrival(1 if self.native else self.world_size, wire, float(self.world_size))
 
+    def leaves_as(self, wire: ElementType) -> ElementType:
+        """As :meth:`ExchangeSizes.leaves_as`."""
+        return wire
+
     def slot_bytes(self, bucket: Bucket, wire: ElementType) -> int:
         """As :meth:`ExchangeSizes.slot_bytes`."""
         return bucket.padded_numel * max(wire.itemsize, bucket.dtype.itemsize)
@@ -62,6 +66,10 @@ class OnDevice:
         """As :meth:`ExchangeSizes.arrival`."""
         return Arrival(1, wire, float(self.world_size)) if self.native else Arrival(1, FLOAT32, 1.0)
 
+    def leaves_as(self, wire: ElementType) -> ElementType:
+        """As :meth:`ExchangeSizes.leaves_as`."""
+        return self.arrival(wire).dtype
+
     def slot_bytes(self, bucket: Bucket, wire: ElementType) -> int:
         """As :meth:`ExchangeSizes.slot_bytes`."""
         return bucket.shard_numel * max(bucket.dtype.itemsize, self.arrival(wire).dtype.itemsize)
@@ -76,6 +84,38 @@ class OnDevice:
         if self.native:
             return sent + bucket.shard_numel * wire.itemsize
         return 2 * sent + 2 * bucket.shard_numel * FLOAT32.itemsize  # the received parts, the sum, and one part in fp32
+
+
+@dataclass(frozen=True)
+class MeshSizes:
+    """Slices are exchanged and summed by compiled programs, as in JAX, and widened to fp32 on the host if they were not
+    summed."""
+
+    n_ranks: int
+    """The number of ranks that this process holds."""
+    summed: bool
+    """True if there are several ranks, whose gradients are summed in fp32."""
+    staging_slots = 1  # that of the pipeline
+
+    def arrival(self, wire: ElementType) -> Arrival:
+        """As :meth:`ExchangeSizes.arrival`."""
+        return Arrival(1, FLOAT32, 1.0)
+
+    def leaves_as(self, wire: ElementType) -> ElementType:
+        """As :meth:`ExchangeSizes.leaves_as`."""
+        return FLOAT32 if self.summed else wire
+
+    def slot_bytes(self, bucket: Bucket, wire: ElementType) -> int:
+        """As :meth:`ExchangeSizes.slot_bytes`."""
+        return self.link_numel(bucket) * FLOAT32.itemsize
+
+    def link_numel(self, bucket: Bucket) -> int:
+        """As :meth:`ExchangeSizes.link_numel`."""
+        return self.n_ranks * bucket.shard_numel
+
+    def way_bytes(self, bucket: Bucket, wire: ElementType) -> int:
+        """As :meth:`ExchangeSizes.way_bytes`."""
+        return self.link_numel(bucket) * self.leaves_as(wire).itemsize  # what leaves
 
 
 @dataclass(frozen=True)
@@ -94,3 +134,9 @@ def planned_device(world_size: int, *, addressable: bool, native: bool = False) 
     meets_on_host = addressable or world_size == 1
     sizes = OnHost(world_size, native, addressable) if meets_on_host else OnDevice(world_size, native)
     return PlannedDevice(world_size, addressable, updates_in_place=addressable, sizes=sizes)
+
+
+def planned_jax_device(*, on_host: bool) -> PlannedDevice:
+    """A process's devices in JAX where parameters stay as they were placed: CPU devices (``on_host``), or others."""
+    sizes = OnHost(1, native=False, addressable=True) if on_host else MeshSizes(1, summed=False)
+    return PlannedDevice(1, on_host, updates_in_place=False, sizes=sizes)

@@ -125,6 +125,10 @@ class ExchangeSizes(Protocol):
         """The form in which :meth:`Device.reduce` delivers a shard."""
         ...
 
+    def leaves_as(self, wire: ElementType) -> ElementType:
+        """The element type in which gradients are copied to the host."""
+        ...
+
     def slot_bytes(self, bucket: Bucket, wire: ElementType) -> int:
         """Bytes of a staging buffer that suffice for every use of one for this bucket."""
         ...

@@ -167,13 +167,8 @@ class BucketTerms:
             PlanRow(what, "device", n_bytes, remedy, brief=what != PARAMETERS)
             for what, (n_bytes, remedy) in rows.items()
         ]
-        return [*rows_of, self.way_row(buckets, self.depth)]
-
-    def way_row(self, buckets: Sequence[Bucket], at_once: int) -> PlanRow:
-        """What so many buckets on their way take on the device."""
-        each = max((self._terms.sizes.way_bytes(bucket, self.wire(bucket)) for bucket in buckets), default=0)
-        n_bytes = min(at_once, len(buckets)) * each
-        return PlanRow("buckets on their way", "device", n_bytes, "reduce_bucket_size", brief=True)
+        on_way = min(self.depth, len(buckets)) * max(map(self.way_bytes, buckets), default=0)
+        return [*rows_of, PlanRow("buckets on their way", "device", on_way, "reduce_bucket_size", brief=True)]
 
     def _most_together(
         self,
@@ -258,7 +253,7 @@ class BucketTerms:
         if self._terms.addressable:
             return Traffic(update, 0, 0)
         crossing = self._terms.sizes.link_numel(bucket)
-        to_host = steps * crossing * self._terms.sizes.arrival(self.wire(bucket)).dtype.itemsize
+        to_host = steps * crossing * self._terms.sizes.leaves_as(self.wire(bucket)).itemsize
         times = 1
         if bucket.partitioned and self.config.offload_param is not None:
             stays = partitioned <= min(self.config.max_live_parameters, self.config.max_reuse_distance)
@@ -311,6 +306,10 @@ class BucketTerms:
         """The element type in which gradients travel."""
         asked = self.config.communication_dtype
         return bucket.dtype if asked is None or self._terms.world_size == 1 else BY_NAME[asked]
+
+    def way_bytes(self, bucket: Bucket) -> int:
+        """What the bucket takes on the device on its way, besides gradients and parameters."""
+        return self._terms.sizes.way_bytes(bucket, self.wire(bucket))
 
     def home_dtype(self, bucket: Bucket) -> ElementType:
         return FLOAT32 if self.sums else self._terms.sizes.arrival(self.wire(bucket)).dtype

@@ -12,6 +12,7 @@ for _power, _letter in enumerate("KMGT", 1):
 _COUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
 _MOST = 1e36
 """Products of some of them are finite floats."""
+_MOST_DEVICES = 2**12
 _NUMBER = re.compile(r"\s*(\d+(?:\.\d*)?(?:[eE][+-]?\d+)?)\s*([A-Za-z]*)\s*")
 
 
@@ -32,6 +33,15 @@ def count(text: str) -> int:
     if value != round(value):
         raise argparse.ArgumentTypeError(f"got {text!r}, expected {expected}: a whole number")
     return round(value)
+
+
+def mesh(text: str) -> tuple[int, ...]:
+    """The sizes of a mesh's axes: ``"8"``, ``"4x2"``."""
+    sizes = text.split("x")
+    if not all(re.fullmatch(r"[1-9]\d{0,5}", part) for part in sizes) or math.prod(map(int, sizes)) > _MOST_DEVICES:
+        expected = f"the sizes of a mesh's axes, such as 8 or 4x2, of at most {_MOST_DEVICES:,} devices"
+        raise argparse.ArgumentTypeError(f"got {shown(text)}, expected {expected}")
+    return tuple(map(int, sizes))
 
 
 def _scaled(text: str, units: dict[str, int], expected: str) -> float:

@@ -121,7 +121,9 @@ def test_the_whole_script_leaves_records_of_every_part(rehearse, tmp_path):
     assert ran | absent == set(BESIDE)
     assert absent <= set(ABSENT)
     assert all(results.is_absent(each["why"]) for each in known["gpu_step"]["missing"])
-    assert {row["name"] for row in known["gpu_jax"]["rows"]} == set(OF_JAX)
+    assert {row["name"] for row in known["gpu_jax"]["rows"] if row["metric"] == "total"} == set(OF_JAX)
+    ratios = {row["name"] for row in known["gpu_jax"]["rows"] if row["metric"] == "ratio"}
+    assert len([name for name in ratios if "one jit" in name]) == 5  # three meshes, two sizes on one device
 
     outcomes = {}
     for trial in known["gpu_largest"]["trials"]:
@@ -144,7 +146,7 @@ def test_the_whole_script_leaves_records_of_every_part(rehearse, tmp_path):
     assert before == after
     assert report.main([str(path)]) == 0
     page = path.with_suffix(".md").read_text()
-    for name in (*ran, *OF_JAX):
+    for name in (*ran, *OF_JAX, *ratios):
         assert f"| {name}" in page
 
 

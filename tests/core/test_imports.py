@@ -18,7 +18,7 @@ ROOMS = {
     "frontends.torch": """
         tensors casting data_writes groups pending ranks stage3 registration intake state_io optimizer files engine
         deepspeed_weights integrations""",
-    "frontends.jax": """launch context numbers words device tree mesh loss_scale gradients placement differentiate
+    "frontends.jax": """launch context numbers words runs device tree mesh loss_scale gradients placement differentiate
         optax_bridge files offloaded""",
     "bench": "record markdown plots fits headers peers harness virtual train screens parts gpu report run",
 }

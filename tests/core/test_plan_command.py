@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -22,18 +23,21 @@ from bench.train.gpt_jax import init_params
 from bench.train.gpt_torch import GPT
 from frontends.jax import wrap as wrap_jax
 from frontends.jax.placement import placement as jax_placement
+from frontends.jax.tree.shards import local_shards
 from frontends.torch import registration, wrap
 from offload_core import DeviceMemoryError, HostMemoryError
 from offload_core.__main__ import READER_GONE, main
+from offload_core.commands.jax_shapes import MeshPart, cuts_of
 from offload_core.commands.model_shapes import GPTS, LEAST, GPTConfig, gpt_of
 from offload_core.commands.prediction import Speeds, predict
 from offload_core.config.options import OffloadConfig
-from offload_core.device.exchange_sizes import planned_device
+from offload_core.device.exchange_sizes import planned_device, planned_jax_device
 from offload_core.device.host_ranks import HostRanks
 from offload_core.dtypes import BFLOAT16, FLOAT32
 from offload_core.layout.partition import ParamSpec
 from offload_core.memory.host_memory import HostMemory
 from offload_core.memory.plan import MemoryPlan, PlanRow
+from offload_core.step.at_once import held_shards, rows_at_once
 from offload_core.step.bucket_terms import BucketTerms
 from offload_core.support.units import count, rate, size
 from tests.support.slow_torch_device import SlowTorchDevice
@@ -191,6 +195,95 @@ def test_it_is_the_plan_of_wrap(dtype: str, checked, tmp_path: Path, capsys: pyt
         assert ours == {(row["where"], row["what"]): row["n_bytes"] for row in tier["rows"]}
 
 
+def test_jax_takes_parameters_gradients_and_two_buckets_where_they_are_given_away() -> None:
+    """By hand: a bucket of 160 holds two parameters of 80, or half of one of 320."""
+
+    def rows(numels: list[int], copies: int = 1, **fields: object) -> dict[str, int]:
+        specs = [ParamSpec(str(i), numel, BFLOAT16) for i, numel in enumerate(numels)]
+        config = OffloadConfig(reduce_bucket_size=160, schedule="serial" if "depth" in fields else "overlap")
+        terms = BucketTerms(config, planned_jax_device(on_host=fields.get("on_host", False)))
+        arrays = [held_shards([i], [spec], [copies], on_host=False) for i, spec in enumerate(specs)]
+        found = rows_at_once(terms, specs, arrays, on_host=False, donate=fields.get("donate", True))
+        return {row.what: row.n_bytes // 2 for row in found if row.n_bytes}
+
+    def held(parameters: int, gradients: int, on_way: int, arriving: int = 320) -> dict[str, int]:
+        of = {"parameters": parameters, "gradients": gradients, "buckets on their way": on_way}
+        return {**of, "gradients on their way": arriving}
+
+    assert rows([320, 320]) == held(640, 640, 320)  # the second half of the first is packed beside all
+    assert rows([320], copies=3) == held(960, 960, 320)  # on three devices, and read from one
+    assert rows([80] * 8) == held(640, 640, 160)  # each bucket frees as much as it takes
+    assert rows([320, 320], depth=1) == held(640, 640, 160, 160)
+    assert rows([320], donate=False) == {**held(320, 320, 160), "next parameters": 320}
+    assert rows([320], on_host=True) == {"parameters": 320, "next parameters": 320, "gradients": 320}
+
+
+@pytest.mark.parametrize(
+    ("shape", "mesh", "cuts"),
+    [
+        ((8, 12), (2, 2), ((1,), (0,))),
+        ((8, 12), (4, 1), ((), (0,))),
+        ((12, 8), (2, 8), ((0,), (1,))),
+        ((7, 6), (2, 3), ((), (0,))),
+        ((5,), (2,), ((),)),
+        ((), (2,), ()),
+        ((4, 4), (2,), ((0,), ())),
+    ],
+)
+def test_each_axis_of_a_mesh_cuts_the_largest_dimension_that_is_left(shape, mesh, cuts) -> None:
+    assert cuts_of(shape, mesh) == cuts
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_shards_are_those_that_jax_has(processes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which device's gradient is read, and which processes have a part, on a mesh of eight."""
+    mesh, n = (2, 4), 8 // processes
+    part = MeshPart(mesh, processes)
+    for number, cuts in enumerate([((0,), (1,)), ((1,), ()), ((), (0,)), ((), ())]):
+        shape = (16, 16)
+        counts = [math.prod(mesh[axis] for axis in axes) for axes in cuts]
+
+        def index(device: int, counts=counts, cuts=cuts) -> tuple[slice, ...]:
+            at = divmod(device, mesh[1])
+            steps = [(sum(at[axis] for axis in axes), 16 // n) for axes, n in zip(cuts, counts, strict=True)]
+            return tuple(slice(k * step, (k + 1) * step) for k, step in steps)
+
+        devices = [SimpleNamespace(id=i, process_index=i // n) for i in range(8)]
+        places = {_Hashable(device): index(device.id) for device in devices}
+        sharding = SimpleNamespace(devices_indices_map=lambda shape, places=places: places)
+        found = local_shards.__wrapped__(sharding, shape, number)
+        assert [(len(shard.devices), shard.primary.id) for shard in found] == list(part.shards_of(cuts, number))
+
+
+class _Hashable(SimpleNamespace):
+    def __init__(self, device: SimpleNamespace) -> None:
+        super().__init__(id=device.id, process_index=device.process_index)
+
+    def __hash__(self) -> int:
+        return self.id
+
+
+def test_the_devices_of_a_mesh_share_what_is_sharded(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["--frontend=jax", "--preset=gpt2-10b", "--host-memory=400GB", "--device-memory=24GB"]
+    alone = plan(capsys, *asked, status=1)
+    [donated, kept] = alone["tiers"]
+    assert (donated["donate"], kept["donate"]) == (True, False)
+    assert donated["missing"] == {"device": donated["device_bytes"]}
+    assert 4 < donated["device_bytes"] / alone["parameters"] < 4.2 < 6 < kept["device_bytes"] / alone["parameters"]
+    several = plan(capsys, *asked, "--mesh=4x2")  # 8 devices have 24 GB each
+    assert several["parameters"] == alone["parameters"]
+    assert several["tiers"][1]["fits"]
+    assert several["tiers"][0]["host_bytes"] == pytest.approx(donated["host_bytes"], rel=0.01)
+    assert several["tiers"][0]["step"]["to_host"] == pytest.approx(donated["step"]["to_host"] / 8, rel=0.01)
+    half = plan(capsys, *asked, "--mesh=4x2", "--world-size=2")
+    assert half["parameters"] == alone["parameters"]
+    assert half["tiers"][0]["host_bytes"] == pytest.approx(donated["host_bytes"] / 2, rel=0.01)
+    assert main(["plan", *asked, "--mesh=4x2", *RATES]) == 0
+    shown = capsys.readouterr().out
+    for words in ("1 process(es) of 8 device(s)", "its devices together", "next parameters"):
+        assert words in shown
+
+
 def test_gradients_are_counted_for_as_long_as_they_are_on_the_device() -> None:
     """Ten parameters of a bucket each: by hand."""
     specs = [ParamSpec(str(i), 160, BFLOAT16) for i in range(10)]
@@ -286,6 +379,11 @@ def test_activations_are_counted_where_they_are_given(capsys: pytest.CaptureFixt
         (["plan", "--preset=tiny", "--device=cuda:0"], "expected cpu or an accelerator's name"),
         (["plan", "--preset=tiny", "--stage=2", "--offload-param=cpu"], "of stage 3"),
         (["plan", "--preset=tiny", "--world-size=1e300"], "expected a count"),
+        (["plan", "--preset=tiny", "--mesh=2x2"], "expected --frontend jax beside it"),
+        (["plan", "--preset=tiny", "--frontend=jax", "--mesh=2x0"], "the sizes of a mesh's axes, such as 8 or 4x2"),
+        (["plan", "--preset=tiny", "--frontend=jax", "--mesh=64x65"], "at most 4,096 devices"),
+        (["plan", "--preset=tiny", "--frontend=jax", "--mesh=2x2", "--world-size=3"], "2x2 has 4 devices"),
+        (["plan", "--preset=tiny", "--frontend=jax", "--stage=2"], "--stage is torch's"),
         (["plan", "--preset=gpt2-124m", "--reduce-bucket-size=3700"], "expected at most 32,768: give at least 3,799"),
         (["info", "--fast"], "--fast"),
     ],
@@ -412,13 +510,13 @@ def test_ranks_on_a_machine_share_what_is_available(monkeypatch: pytest.MonkeyPa
 
 def test_jax_on_a_small_device_is_refused_before_anything_is_placed(monkeypatch: pytest.MonkeyPatch, allocated) -> None:
     params, fields = {"w": np.ones((300, 1000), np.float32)}, {"reduce_bucket_size": 16_000}
-    needed = 3 * 4 * 300_000 + 4 * 16_000  # parameters, the next ones, gradients; the bucket that leaves last
+    needed = 2 * 4 * 300_000 + 2 * 4 * 16_000  # parameters, gradients, which are given away, and two packed buckets
     monkeypatch.setattr(jax_placement, "on_cpu", lambda array: False)
     placed = []
     place = jax_placement.AsPlaced.place
     monkeypatch.setattr(jax_placement.AsPlaced, "place", lambda *args: placed.append(args) or place(*args))
     monkeypatch.setattr("frontends.jax.mesh.places.free_bytes", lambda devices: needed - 1)
-    with pytest.raises(DeviceMemoryError, match=r"(?s)3\.5 MiB of device memory for 300,000.*gradients 1\.1 MiB"):
+    with pytest.raises(DeviceMemoryError, match=r"(?s)2\.4 MiB of device memory for 300,000.*gradients 1\.1 MiB"):
         wrap_jax(params, **fields)
     assert not allocated
     assert not placed

@@ -318,6 +318,40 @@ def test_a_function_that_the_user_has_compiled_reads_the_scale_anew():
     assert_same_tree(offloaded.to_pytree(), before)
 
 
+@pytest.mark.parametrize("compiled", [True, False])
+def test_scaled_gradients_may_be_added_and_averaged_as_trees(compiled):
+    """The scale comes along, compiled or not, and one from before an overflow is still told apart."""
+    params = {"w": jnp.ones(4, jnp.float16)}
+    offloaded, twin = (wrap(params, **HYPER, initial_loss_scale=1536.0) for _ in range(2))
+    grad = offloaded.value_and_grad(lambda p, x: (x * p["w"]).astype(jnp.float32).sum())
+    grad = jax.jit(grad) if compiled else grad
+    of = [grad(offloaded.params, jnp.full(4, k, jnp.float16))[1] for k in (1, 2, 3)]
+    total = jax.tree.map(lambda *leaves: sum(leaves), *of)
+    mean = jax.tree.map(lambda leaf: leaf / 3, total)
+    for grads, expected in ((total, 6), (mean, 2)):
+        offloaded.update(grads)
+        twin.update(ScaledGradients({"w": jnp.full(4, expected * 1536, jnp.float16)}, 1536.0))
+        assert_same_tree(offloaded.params, twin.params)
+    offloaded.update(jax.tree.map(lambda leaf: leaf * jnp.inf if leaf.ndim else leaf, total))
+    with pytest.raises(GradientError, match="scaled by 1536, expected 768"):
+        offloaded.update(mean)
+
+
+@pytest.mark.parametrize("inner", [lambda f: f, jax.jit], ids=["plain", "compiled"])
+@pytest.mark.parametrize("outer", [lambda f: f, jax.jit], ids=["eager", "in jit"])
+def test_the_loss_scale_inside_shard_map_is_refused_by_name(inner, outer):
+    offloaded = wrap({"w": jnp.ones(4, jnp.float16)}, initial_loss_scale=2.0)
+    grad = inner(offloaded.value_and_grad(lambda p: p["w"].astype(jnp.float32).sum()))
+    mesh = jax.make_mesh((1,), ("dp",))
+    each = jax.shard_map(
+        lambda p: grad(p)[1].tree, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False
+    )
+    with pytest.raises(StateError, match=r"value_and_grad of float16 parameters inside shard_map.*wrap\(params, mesh"):
+        outer(each)(offloaded.params)
+    offloaded.update(grad(offloaded.params)[1])
+    assert offloaded.report.updated
+
+
 def test_scaled_gradients_are_a_pytree():
     grads = ScaledGradients({"w": jnp.ones(3)}, 8.0)
     doubled = jax.jit(functools.partial(jax.tree.map, lambda g: 2 * g))(grads)

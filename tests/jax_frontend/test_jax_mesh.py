@@ -35,7 +35,7 @@ def run_workers(folder, laws, n_devices, n_processes):
             workers.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
     try:
         for worker in workers:
-            worker.wait(timeout=900)
+            worker.wait(timeout=1800)
     finally:
         for worker in workers:
             worker.kill()

@@ -24,21 +24,24 @@ from jax.sharding import (
 )
 
 from offload_core.device.events import Done, Event, Waiting, traced
+from offload_core.device.exchange_sizes import MeshSizes
 from offload_core.device.host import fill
-from offload_core.device.protocols import Arrival, Copy, HostArray
+from offload_core.device.protocols import Copy, HostArray
 from offload_core.device.trace import TO_DEVICE, TO_HOST, Trace
 from offload_core.dtypes import BY_NUMPY, FLOAT32, ElementType
 from offload_core.errors import ConfigError
-from offload_core.layout.partition import Bucket, ParamSpec, Piece
+from offload_core.layout.partition import Bucket, ParamSpec
 from offload_core.memory.host_memory import Lease
 from offload_core.native import kernels
 from offload_core.ranks.collectives import Collectives
+from offload_core.step.worker import Background
 
-from ..device import free_bytes
+from ..device import free_bytes, read
 from ..launch import meeting
+from ..runs import cut_run, split_places, write_run
 
 REPLICATED = PartitionSpec()
-_LEAVE_AT_ONCE = 2
+_LEAVE_AT_ONCE = Background.depth
 """The most packed buckets of gradients on a device: so many are on their way to the host."""
 
 
@@ -350,17 +353,11 @@ class _Arrival:
 
 
 class _Run(NamedTuple):
-    """A piece of a bucket: elements of an array, at ``offset`` in the bucket."""
+    """A piece of a bucket: elements of an array, at ``offset`` in the bucket. An argument of the program is their place
+    in the array."""
 
-    start: int | None
-    """The first element; None: an argument of the program says it, so that all buckets of a large array share one."""
     numel: int
     offset: int
-
-    @classmethod
-    def of(cls, piece: Piece, size: int) -> "_Run":
-        """A piece of an array of so many elements. JAX's indices have 32 bits."""
-        return cls(None if size < 2**31 else piece.start, piece.numel, piece.offset)
 
 
 class _Write(NamedTuple):
@@ -371,27 +368,6 @@ class _Write(NamedTuple):
     """The parameter's shape."""
     is_whole: bool
     """True if the piece is the whole parameter."""
-
-
-@dataclass(frozen=True)
-class MeshSizes:
-    """The core's ``ExchangeSizes`` where slices are exchanged and summed on the devices."""
-
-    n_ranks: int
-    """The number of ranks that this process holds."""
-    staging_slots = 1  # that of the pipeline
-
-    def arrival(self, wire: ElementType) -> Arrival:
-        return Arrival(1, FLOAT32, 1.0)
-
-    def slot_bytes(self, bucket: Bucket, wire: ElementType) -> int:
-        return self.link_numel(bucket) * FLOAT32.itemsize
-
-    def link_numel(self, bucket: Bucket) -> int:
-        return self.n_ranks * bucket.shard_numel
-
-    def way_bytes(self, bucket: Bucket, wire: ElementType) -> int:
-        return self.slot_bytes(bucket, wire)  # the sums
 
 
 class JaxMeshDevice:
@@ -414,7 +390,7 @@ class JaxMeshDevice:
         self.axis = axis
         self.ranks = axis.ranks
         self.world_size = axis.world_size
-        self.sizes = MeshSizes(len(axis.ranks))
+        self.sizes = MeshSizes(len(axis.ranks), summed=axis.world_size > 1)
         self.collectives: Collectives = JaxProcesses(axis)
         self.trace = Trace(self.ranks[0], self.collectives.world_size)
         self.sent_bytes = 0
@@ -442,9 +418,8 @@ class JaxMeshDevice:
         raise TypeError("parameters of a mesh are not in host memory")
 
     def to_host(self, copies: Sequence[Copy], host: np.ndarray) -> Event:
-        local = [(c, c.tensor.array.addressable_data(0).reshape(-1)) for c in copies]
-        # Cut on the device, because an array keeps the host copy that NumPy made of it.
-        fill(host, [(c.offset, np.asarray(flat[c.start : c.start + c.numel])) for c, flat in local])
+        local = [(c, c.tensor.array.addressable_data(0)) for c in copies]
+        fill(host, [(c.offset, read(array, c.start, c.start + c.numel)) for c, array in local])
         return Done()
 
     def mark(self) -> Event:
@@ -485,6 +460,8 @@ class JaxMeshDevice:
         out: np.ndarray,
         staging: Lease,
     ) -> Event:
+        while len(self._leaving) >= _LEAVE_AT_ONCE:  # before another one is packed
+            self._leaving.popleft().wait()
         return traced(self.trace, TO_HOST, bucket.index, out.nbytes, lambda: self._reduce(bucket, wire, gradients, out))
 
     def _reduce(
@@ -492,7 +469,7 @@ class JaxMeshDevice:
     ) -> Event:
         pieces = [piece for piece in bucket.pieces if piece.param in gradients]
         arrays = [gradients[piece.param].array for piece in pieces]
-        runs = tuple(_Run.of(piece, gradients[piece.param].numel) for piece in pieces)
+        runs = tuple(_Run(piece.numel, piece.offset) for piece in pieces)
         unreduced = any(gradients[piece.param].unreduced for piece in pieces)
         if not pieces:
             out[:] = 0
@@ -502,8 +479,8 @@ class JaxMeshDevice:
             program = self._reduce_unreduced if unreduced else self._reduce_mean
             if not unreduced:
                 wire = max((BY_NUMPY[array.dtype] for array in arrays), key=lambda dtype: dtype.itemsize)
-            starts = self.axis.constant(_starts(pieces))
-            shards = self.axis.parts(program(arrays, starts, runs, bucket.shard_numel, wire.numpy))
+            places = self.axis.constant(split_places(piece.start for piece in pieces))
+            shards = self.axis.parts(program(arrays, places, runs, bucket.shard_numel, wire.numpy))
         if unreduced:
             self._count_sent(bucket.shard_numel * wire.itemsize)
         for piece in pieces:
@@ -513,8 +490,6 @@ class JaxMeshDevice:
 
     def _receive(self, shards: Sequence[jax.Array], out: np.ndarray, what: str) -> Event:
         """Start the copies of this process's shards to the host."""
-        while len(self._leaving) >= _LEAVE_AT_ONCE:
-            self._leaving.popleft().wait()
         for shard in shards:
             shard.copy_to_host_async()
 
@@ -530,16 +505,14 @@ class JaxMeshDevice:
 
     def _reduction(self, to_shard: Any, spec: PartitionSpec) -> Any:
         def reduce(
-            arrays: list[jax.Array], starts: jax.Array, runs: tuple[_Run, ...], shard_numel: int, wire: np.dtype
+            arrays: list[jax.Array], places: jax.Array, runs: tuple[_Run, ...], shard_numel: int, wire: np.dtype
         ) -> jax.Array:
-            def each(arrays: list[jax.Array], starts: jax.Array) -> jax.Array:
-                cuts = []
-                for array, run, start in zip(arrays, runs, starts, strict=True):
-                    begin = start if run.start is None else run.start
-                    cuts.append(lax.dynamic_slice_in_dim(array.reshape(-1), begin, run.numel))
+            def each(arrays: list[jax.Array], places: jax.Array) -> jax.Array:
+                given = zip(arrays, places, runs, strict=True)
+                cuts = [cut_run(array.reshape(-1), place, run.numel) for array, place, run in given]
                 return to_shard(cuts, runs, shard_numel, wire)
 
-            return self.axis.map(each, (spec, REPLICATED), self.axis.split)(arrays, starts)
+            return self.axis.map(each, (spec, REPLICATED), self.axis.split)(arrays, places)
 
         return reduce
 
@@ -578,14 +551,13 @@ class JaxMeshDevice:
         written = [tensors[piece.param] for piece in pieces]
         writes = []
         for piece, tensor in zip(pieces, written, strict=True):
-            run = _Run.of(piece, tensor.array.size)
-            writes.append(_Write(run, tensor.array.shape, piece.numel == tensor.array.size))
+            writes.append(_Write(_Run(piece.numel, piece.offset), tensor.array.shape, piece.numel == tensor.array.size))
         what = f"bucket {bucket.index}: gathering of parameters"
         with meeting(self.ranks[0], what):
             # It may share the staging memory; nothing reads it any more when the results are there.
             stacked = self.axis.stack(list(shards.reshape(len(self.ranks), -1)))
-            starts = self.axis.constant(_starts(pieces))
-            results = self._gather(stacked, [tensor.partial for tensor in written], starts, tuple(writes))
+            places = self.axis.constant(split_places(piece.start for piece in pieces))
+            results = self._gather(stacked, [tensor.partial for tensor in written], places, tuple(writes))
         for piece, tensor, result in zip(pieces, written, results, strict=True):
             tensor.received += piece.numel
             tensor.partial = result  # the partial value before was donated
@@ -601,30 +573,24 @@ class JaxMeshDevice:
         return Waiting(finish)
 
     def _gather_and_write(
-        self, shards: jax.Array, partials: list[jax.Array | None], starts: jax.Array, writes: tuple[_Write, ...]
+        self, shards: jax.Array, partials: list[jax.Array | None], places: jax.Array, writes: tuple[_Write, ...]
     ) -> list[jax.Array]:
-        def each(shard: jax.Array, partials: list[jax.Array | None], starts: jax.Array) -> list[jax.Array]:
+        def each(shard: jax.Array, partials: list[jax.Array | None], places: jax.Array) -> list[jax.Array]:
             flat = self.axis.gather(shard)
             results = []
-            for (run, shape, is_whole), partial, start in zip(writes, partials, starts, strict=True):
+            for (run, shape, is_whole), partial, place in zip(writes, partials, places, strict=True):
                 value = flat[run.offset : run.offset + run.numel]
                 if partial is not None or not is_whole:
                     into = jnp.zeros(math.prod(shape), flat.dtype) if partial is None else partial.reshape(-1)
-                    begin = start if run.start is None else run.start
-                    value = lax.dynamic_update_slice_in_dim(into, value, begin, axis=0)
+                    value = write_run(into, place, value)
                 results.append(value.reshape(shape))
             return results
 
-        return self.axis.map(each, (self.axis.split, REPLICATED, REPLICATED), REPLICATED)(shards, partials, starts)
+        return self.axis.map(each, (self.axis.split, REPLICATED, REPLICATED), REPLICATED)(shards, partials, places)
 
     def _count_sent(self, shard_bytes: int) -> None:
         """Count that each of this process's ranks sent a shard of this size to every other rank."""
         self.sent_bytes += len(self.ranks) * (self.world_size - 1) * shard_bytes
-
-
-def _starts(pieces: Sequence[Piece]) -> np.ndarray:
-    """As :attr:`_Run.start` leaves them out; 0 where it does not."""
-    return np.array([piece.start if piece.start < 2**31 else 0 for piece in pieces], np.int32)
 
 
 def _pack(cuts: Sequence[jax.Array], runs: Sequence[_Run], numel: int) -> jax.Array:

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from offload_core.device.events import Done, Event
+from offload_core.device.exchange_sizes import MeshSizes
 from offload_core.device.protocols import HostArray
 from offload_core.device.trace import Trace
 from offload_core.dtypes import ElementType
@@ -15,7 +16,7 @@ from offload_core.memory.host_memory import Lease
 from offload_core.ranks.collectives import Collectives
 
 from ..device import free_bytes
-from .mesh import JaxMeshDevice, LoneDevice, MeshSizes
+from .mesh import JaxMeshDevice, LoneDevice
 
 
 class Places:
@@ -37,7 +38,7 @@ class Places:
         self.lone = [LoneDevice(device) for device in devices]
         self.places = [JaxMeshDevice(lone, threads=threads) for lone in self.lone]
         self.collectives = processes
-        self.sizes = MeshSizes(1)
+        self.sizes = MeshSizes(1, summed=False)
         self.trace = Trace(processes.rank, processes.world_size)
         for device in self.places:
             device.trace = self.trace

@@ -17,9 +17,8 @@ from offload_core.dtypes import BY_NUMPY, ElementType
 from offload_core.errors import ConfigError, GradientError, ParameterError
 from offload_core.layout.partition import ParamSpec
 from offload_core.memory.host_memory import HostMemory
-from offload_core.memory.plan import PlanRow
 from offload_core.ranks.collectives import Collectives, SingleRank, merge
-from offload_core.step.bucket_terms import GRADIENTS, PARAMETERS
+from offload_core.step.at_once import Held, held_shards
 
 from ..device import DEVICE_MEMORY, JaxDevice, ParameterBuffers, beside_its_device
 from ..mesh.mesh import Donated, JaxProcesses, MeshAxis, MeshGradient, MeshParameter
@@ -27,7 +26,7 @@ from ..mesh.places import Places
 from ..tree.shards import Shard, local_shards, on_devices
 from ..tree.trees import from_numpy, put, to_numpy
 from ..tree.wrapped_tree import Leaf
-from .on_mesh import NEXT, SMALLER, Compiled, Compute
+from .on_mesh import Compiled, Compute
 
 
 class AsPlaced:
@@ -104,21 +103,16 @@ class AsPlaced:
 
     # --- memory --------------------------------------------------------------------------------------
 
-    def plan(self, leaves: Sequence[Leaf], specs: Sequence[ParamSpec], memory: HostMemory) -> list[PlanRow]:
-        held = [len(shard.devices) for leaf in leaves for shard in leaf.shards]
-        n_bytes = sum(n * spec.numel * spec.dtype.itemsize for n, spec in zip(held, specs, strict=True))
-        once = sum(spec.numel * spec.dtype.itemsize for spec in specs)
-        rows = [
-            PlanRow(what, "device", size, SMALLER, brief=what != PARAMETERS)
-            for what, size in ((PARAMETERS, n_bytes), (NEXT, once if self.on_host else n_bytes), (GRADIENTS, n_bytes))
-        ]
+    def held(self, leaves: Sequence[Leaf], specs: Sequence[ParamSpec]) -> list[Held]:
         if self.on_host:
             # The buffers are the parameters themselves, so that they count as device memory.
             self.buffer_memory = HostMemory(self._threads)
             self.buffers = ParameterBuffers(self.buffer_memory, specs)
-            return rows
-        # JAX allocates this, so that the pipeline does not count it. A bound: two buckets at a time leave a device.
-        return [PlanRow("gradients on their way", "host", once, SMALLER, brief=True), *rows]
+        found = []
+        for leaf in leaves:
+            copies = [len(shard.devices) for shard in leaf.shards]
+            found.append(held_shards(leaf.params, [specs[i] for i in leaf.params], copies, on_host=self.on_host))
+        return found
 
     # --- the pipeline's tensors ----------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ import jax
 from offload_core.layout.partition import ParamSpec
 from offload_core.memory.host_memory import available_bytes
 from offload_core.memory.plan import MemoryPlan, PlanRow
+from offload_core.step.at_once import SHARDS, rows_at_once
 from offload_core.step.bucket_terms import PARAMETERS
 from offload_core.step.pipeline import Pipeline
 from offload_core.support.launchers import local_processes
@@ -17,7 +18,6 @@ from ..device import in_host_memory
 from ..tree.wrapped_tree import Leaf, WrappedTree
 from .on_mesh import NOT_TRAINED
 from .placement import Placement
-from .sharded import SHARDS
 
 
 def checked_plan(
@@ -37,11 +37,8 @@ def checked_plan(
         HostMemoryError: it does not fit into the memory that is available.
     """
     terms, device = pipeline.terms, placement.device
-    planned = placement.plan(trained, specs, pipeline.memory)
+    planned = rows_at_once(terms, specs, placement.held(trained, specs), on_host=placement.on_host)
     positions = {leaf.position for leaf in trained}
-    # All buckets that leave together take no more than the next parameters, which come after them. The last bucket
-    # is held until then.
-    planned.append(terms.way_row(terms.cut(specs), 1))
     others = [leaf for i, leaf in enumerate(leaves) if i not in positions and isinstance(leaf, jax.Array)]
     n_bytes = len(device.ranks) * sum(array.nbytes for array in others)
     planned.append(PlanRow(NOT_TRAINED, "device", n_bytes, "fewer of them in the tree"))

@@ -16,9 +16,7 @@ from offload_core.dtypes import BY_NUMPY, ElementType
 from offload_core.errors import ConfigError, ParameterError, StateError
 from offload_core.layout.partition import ParamSpec
 from offload_core.layout.regions import InMemory
-from offload_core.memory.host_memory import HostMemory
-from offload_core.memory.plan import PlanRow
-from offload_core.step.bucket_terms import GRADIENTS, PARAMETERS
+from offload_core.step.at_once import Held, held_shards
 
 from ..context import without_context_mesh
 from ..device import beside_its_device
@@ -50,10 +48,6 @@ class Compute(Protocol):
 
 
 NOT_TRAINED = "arrays that are not trained"
-NEXT = "next parameters"
-"""Before them gradients that were packed in buckets take as much of the same memory."""
-SMALLER = "param_dtype='bfloat16'"
-
 Compiled = Callable[[list[Any], list[Any], Any, Any, tuple, dict[str, Any]], Any]
 """A compiled :class:`Compute`, without ``seen``."""
 
@@ -122,8 +116,12 @@ class OnMesh:
     def pass_through(self, leaf: Any) -> Any:
         return self._axis.replicate(leaf) if isinstance(leaf, jax.Array) else leaf
 
-    def plan(self, leaves: Sequence[Leaf], specs: Sequence[ParamSpec], memory: HostMemory) -> list[PlanRow]:
-        return replicated_rows(specs, len(self._axis.ranks))
+    def held(self, leaves: Sequence[Leaf], specs: Sequence[ParamSpec]) -> list[Held]:
+        return [self._replicated(leaf, specs) for leaf in leaves]
+
+    def _replicated(self, leaf: Leaf, specs: Sequence[ParamSpec]) -> Held:
+        [param] = leaf.params
+        return held_shards(leaf.params, [specs[param]], [len(self._axis.ranks)], on_host=False)
 
     def check_gradient(self, leaf: Leaf, gradient: Any, like: jax.Array, *, unreduced: bool) -> None:
         pass
@@ -256,14 +254,6 @@ class OnMesh:
             return ordered_mean(parts).astype(result.dtype)
 
         return jax.tree.map(one, stacked)
-
-
-def replicated_rows(specs: Sequence[ParamSpec], devices: int) -> list[PlanRow]:
-    """The memory of parameters and gradients that are whole on each of so many devices."""
-    n_bytes = devices * sum(spec.numel * spec.dtype.itemsize for spec in specs)
-    return [
-        PlanRow(what, "device", n_bytes, SMALLER, brief=what != PARAMETERS) for what in (PARAMETERS, NEXT, GRADIENTS)
-    ]
 
 
 class _Split(NamedTuple):

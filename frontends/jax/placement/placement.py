@@ -12,10 +12,9 @@ from offload_core.device.protocols import Device
 from offload_core.dtypes import ElementType
 from offload_core.errors import ConfigError
 from offload_core.layout.partition import ParamSpec
-from offload_core.memory.host_memory import HostMemory
 from offload_core.memory.near import work_near
 from offload_core.memory.pinning import DRIVERS
-from offload_core.memory.plan import PlanRow
+from offload_core.step.at_once import Held
 
 from ..device import on_cpu
 from ..mesh.mesh import MeshAxis
@@ -83,15 +82,8 @@ class Placement(Protocol):
     on_host: bool
     """True if the devices' memory is the host's."""
 
-    def plan(self, leaves: Sequence[Leaf], specs: Sequence[ParamSpec], memory: HostMemory) -> list[PlanRow]:
-        """The memory that training these parameters takes besides the pipeline's host memory.
-
-        It is called first of all. Gradients come all at once. New parameters are other arrays than the old ones, which
-        live until all new ones are there.
-
-        Args:
-            memory: the host memory to allocate in, if not all is device memory.
-        """
+    def held(self, leaves: Sequence[Leaf], specs: Sequence[ParamSpec]) -> list[Held]:
+        """What the arrays of these parameters will take on this process's devices. It is called first of all."""
         ...
 
     def start(self, leaves: Sequence[Leaf], arrays: Sequence[jax.Array]) -> list[Any]:

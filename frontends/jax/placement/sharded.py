@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from offload_core.config.options import OffloadConfig
@@ -22,17 +21,17 @@ from offload_core.device.protocols import Copy
 from offload_core.dtypes import BY_NUMPY, FLOAT32, ElementType
 from offload_core.errors import ConfigError
 from offload_core.layout.partition import Bucket, ParamSpec, round_up, shard_unit
-from offload_core.memory.host_memory import HostMemory
-from offload_core.memory.plan import PlanRow
 from offload_core.ranks.collectives import merge
+from offload_core.step.at_once import SHARDS, Held
 
 from ..device import HOST_MEMORY, beside_its_device, in_host_memory, read
 from ..launch import meeting
 from ..mesh.gather import Gathering, Shard
 from ..mesh.mesh import Donated, JaxMeshDevice, MeshAxis, MeshGradient, MeshParameter
+from ..runs import cut_run, split_places, write_run
 from ..tree.shard_layout import ShardLayout
 from ..tree.wrapped_tree import Leaf
-from .on_mesh import SMALLER, Differentiated, OnMesh, names, replicated_rows
+from .on_mesh import Differentiated, OnMesh, names
 
 
 @dataclass
@@ -85,7 +84,7 @@ class ShardedMeshDevice(JaxMeshDevice):
         array, start, stop = gradient.array, bucket.shard_start, bucket.shard_start + bucket.shard_numel
         what = f"bucket {bucket.index}: copies of gradients"
         valid = min(stop, array.size // self.world_size) - start
-        at = self._mesh_axis.replicate(np.int32(start))
+        at = self._mesh_axis.replicate(split_places([start]))
         assert isinstance(array.sharding, NamedSharding)
         with meeting(self.ranks[0], what):
             shards = self._cut(array, at, array.sharding.spec, valid, bucket.shard_numel)
@@ -97,7 +96,7 @@ class ShardedMeshDevice(JaxMeshDevice):
         self, array: jax.Array, start: jax.Array, spec: PartitionSpec, numel: int, shard_numel: int
     ) -> jax.Array:
         def each(local: jax.Array, start: jax.Array) -> jax.Array:
-            run = lax.dynamic_slice_in_dim(local.reshape(-1), start, numel)
+            run = cut_run(local.reshape(-1), start[0], numel)
             return jnp.concatenate([run, jnp.zeros(shard_numel - numel, run.dtype)])
 
         return self.axis.map(each, (spec, PartitionSpec()), self.axis.split)(array, start)
@@ -120,7 +119,7 @@ class ShardedMeshDevice(JaxMeshDevice):
             result = self._write(
                 stacked,
                 tensor.partial,
-                self._mesh_axis.replicate(np.int32(bucket.shard_start)),
+                self._mesh_axis.replicate(split_places([bucket.shard_start])),
                 spec,
                 valid,
                 layout.local_shape,
@@ -153,7 +152,7 @@ class ShardedMeshDevice(JaxMeshDevice):
             value = shard[:numel]
             if numel < math.prod(local_shape):
                 into = jnp.zeros(math.prod(local_shape), shard.dtype) if partial is None else partial.reshape(-1)
-                value = lax.dynamic_update_slice_in_dim(into, value, start, axis=0)
+                value = write_run(into, start[0], value)
             return value.reshape(local_shape)
 
         return self.axis.map(each, (self.axis.split, spec, PartitionSpec()), spec)(stacked, partial, start)
@@ -169,9 +168,6 @@ class ShardedMeshDevice(JaxMeshDevice):
             parts = [part.reshape(layout.local_shape) for part in tensor.partial]  # nobody writes them again
             tensor.partial = self._mesh_axis.of_parts(layout.shape, tensor.array.sharding, parts)
         self._count_received(bucket, tensor)
-
-
-SHARDS = "shards of parameters"
 
 
 class ShardedOnMesh(OnMesh):
@@ -232,20 +228,16 @@ class ShardedOnMesh(OnMesh):
             return None
         return ShardLayout(leaf.shape, dim, self._axis.world_size, self._bucket_numel, self._unit)
 
-    def plan(self, leaves: Sequence[Leaf], specs: Sequence[ParamSpec], memory: HostMemory) -> list[PlanRow]:
-        self._layouts = layouts = [leaf.layout for leaf in leaves]
-        n = len(self._axis.ranks)
-        numels = [(spec, layout.local_numel) for spec, layout in zip(specs, layouts, strict=True) if layout is not None]
-        parameters = n * sum(numel * spec.dtype.itemsize for spec, numel in numels)
-        gradients = n * sum(numel * FLOAT32.itemsize for _, numel in numels)
+    def held(self, leaves: Sequence[Leaf], specs: Sequence[ParamSpec]) -> list[Held]:
+        self._layouts = [leaf.layout for leaf in leaves]
+        return [self._replicated(leaf, specs) if leaf.layout is None else self._cut(leaf, specs) for leaf in leaves]
+
+    def _cut(self, leaf: Leaf, specs: Sequence[ParamSpec]) -> Held:
+        assert leaf.layout is not None
+        numel = len(self._axis.ranks) * leaf.layout.local_numel
+        n_bytes = numel * specs[leaf.params[0]].dtype.itemsize
         where = "device" if self._memory_kind is None else "host"
-        smaller = f"{SMALLER}, or more devices"
-        return [
-            *replicated_rows([spec for spec, layout in zip(specs, layouts, strict=True) if layout is None], n),
-            PlanRow(SHARDS, where, parameters, smaller),
-            PlanRow(f"next {SHARDS}", where, parameters, smaller, brief=True),
-            PlanRow("gradients of shards", "device", gradients, "more devices", brief=True),
-        ]
+        return Held(leaf.params, n_bytes, n_bytes, numel * FLOAT32.itemsize, SHARDS, where)
 
     def start(self, leaves: Sequence[Leaf], arrays: Sequence[jax.Array]) -> list[Any]:
         return [
