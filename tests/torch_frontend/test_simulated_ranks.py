@@ -5,9 +5,11 @@ import re
 import pytest
 
 from frontends.torch import wrap
+from offload_core.device.trace import TO_HOST, UPDATE
 from tests.support import simulated
 from tests.support.processes import run
 from tests.support.torch_rank import batch, make, whole_bits
+from tests.support.traces import read
 
 pytestmark = pytest.mark.skipif((missing := simulated.why_not()) is not None, reason=missing or "")
 
@@ -37,6 +39,21 @@ def test_what_two_ranks_on_devices_saved_one_on_the_host_resumes_to_the_same_bit
             engine.backward(engine(batch(seed, 0)).float().pow(2).mean())
             engine.step()
         assert whole_bits(engine) == expected[name], name
+
+
+def test_models_that_ranks_build_in_shards_on_their_devices_are_those_built_whole_and_each_rank_has_its_trace(tmp_path):
+    simulated.prepare()
+    first, second = run("built", 2, tmp_path, "simulated_worker.py")
+    for name, ((whole, held), (in_shards, nothing)) in first.items():
+        assert whole == in_shards == second[name][0][0] == second[name][1][0]
+        assert held > nothing == 0
+        for rank in range(2):
+            spans = read(tmp_path / f"{name}, 2.rank{rank}.json")
+            assert {s["pid"] for s in spans} == {rank}
+            updates = [s["args"]["bucket"] for s in spans if s["cat"] == UPDATE]
+            arrived = [s["args"]["bucket"] for s in spans if s["cat"] == TO_HOST]
+            assert sorted(arrived) == [*range(len(arrived))]
+            assert sorted(updates) == sorted({*updates} & {*arrived}) != []  # a shard may be empty
 
 
 @pytest.mark.parametrize("group", ["gloo", "late"])

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import offload_core.step.worker
-from frontends.torch import wrap
+from frontends.torch import init, wrap
 from frontends.torch.ranks import device_ranks
 from frontends.torch.ranks.own_group import timeout_of
 from tests.support import simulated
@@ -71,6 +71,28 @@ def saved(rank, world_size):
         engine.wait_for_checkpoint()
         result[name] = whole_bits(engine)
         engine.close()
+    return result
+
+
+def built(rank, world_size):
+    """Models that are built on devices, whole and in shards; the second step of each is traced."""
+    device, result = torch.device(simulated.NAME, rank), {}
+    torch.accelerator.set_device_index(device)
+    for name in ("stage 3", "streamed"):
+        fields = {"lr": 1e-2, "reduce_bucket_size": 1000, **SETTINGS[name]}
+        result[name] = []
+        for in_shards in (False, True):
+            with device, init(**fields, enabled=in_shards):
+                model = make()
+            with torch._C.DisableTorchFunctionSubclass():  # no read
+                held = sum(p.untyped_storage().nbytes() for p in model.parameters())
+            engine = wrap(model, **fields)
+            for seed in range(3):
+                with engine.trace(Path(sys.argv[4]) / f"{name}, {seed}.json"):
+                    engine.backward(engine(batch(seed, rank).to(device)).float().pow(2).mean())
+                    engine.step()
+            result[name].append([whole_bits(engine), held])
+            engine.close()
     return result
 
 
@@ -195,7 +217,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     collectives.register()
     assert device_ranks.dist.get_default_backend_for_device(simulated.NAME) == collectives.BACKEND
-    scenarios = {f.__name__: f for f in (everywhere, saved, without_waits, mutants)}
+    scenarios = {f.__name__: f for f in (everywhere, saved, built, without_waits, mutants)}
     if sys.argv[1].startswith("failing"):
         scenarios = {f"failing, {group}": failing_on_the_way_back for group in (collectives.BACKEND, "gloo")}
     main(scenarios, timeout=60, backend=sys.argv[1].split(", ")[1] if "," in sys.argv[1] else collectives.BACKEND)
