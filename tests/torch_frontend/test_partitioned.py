@@ -29,6 +29,10 @@ NARROW = {**STAGE_3, "max_live_parameters": 4000, "prefetch_bucket_size": 2500, 
 
 
 everywhere = pytest.mark.usefixtures("device")
+rarely = pytest.mark.parametrize(
+    "device", ["host", pytest.param("simulated, delays 0", marks=pytest.mark.slow)], indirect=True
+)
+"""Laws to which others hold on the simulated device at every change: compiled blocks in stage 3, and a GPT."""
 
 
 def live(engine):
@@ -556,6 +560,7 @@ def test_torch_s_own_modules_train_and_evaluate_alike():
         assert loss_of(plain.eval(), 9) == loss_of(parted.eval(), 9)
 
 
+@rarely
 @everywhere
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated")
 def test_a_llama_generates_and_recomputes_its_activations():
@@ -630,6 +635,7 @@ def test_what_a_graph_may_read_again_is_kept_over_other_forwards(between):
         assert released(parted)
 
 
+@rarely
 @everywhere
 def test_backward_goes_through_a_kept_graph_again():
     plain, parted = pair(gpt)
@@ -642,6 +648,7 @@ def test_backward_goes_through_a_kept_graph_again():
     assert_same(plain, parted)
 
 
+@rarely
 @everywhere
 def test_generation_of_varying_length_is_the_same():
     def generate(engine):
@@ -716,6 +723,7 @@ def test_afterwards_the_parameters_are_whole(way):
     wrap(model, **STAGE_3)
 
 
+@rarely
 @everywhere
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of dynamo's own making
 @pytest.mark.parametrize("way", ["model", "engine", "in place"])

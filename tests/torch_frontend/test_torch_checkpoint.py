@@ -82,9 +82,12 @@ WAYS = {
 }
 
 
-@everywhere
-@pytest.mark.parametrize("way", WAYS)
-def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, way):
+@pytest.mark.parametrize(
+    ("device", "way"),
+    [*(("host", way) for way in WAYS), *(("simulated, delays 0", way) for way in ("plain", "float16", "stage 3"))],
+    indirect=["device"],
+)
+def test_a_resumed_run_is_the_uninterrupted_one(device, tmp_path, way):
     def new(seed):
         engine = wrap(mixed(seed), **{"lr": 1e-2, "gradient_clipping": 0.1, **WAYS[way]})
         schedules = [] if way == "function" else [CosineAnnealingLR(engine.optimizer, 7)]

@@ -18,6 +18,10 @@ from offload_core.errors import CheckpointError, ConfigError, StateError
 from tests.support.torch_models import place, same_bits
 
 everywhere = pytest.mark.usefixtures("device")
+rarely = pytest.mark.parametrize(
+    "device", ["host", pytest.param("simulated, delays 0", marks=pytest.mark.slow)], indirect=True
+)
+"""Laws to which others hold on the simulated device at every change: a file is refused before it is moved there."""
 
 
 class Remembers(nn.Linear):
@@ -137,6 +141,7 @@ FORGERIES = {
 }
 
 
+@rarely
 @everywhere
 @pytest.mark.parametrize("forgery", FORGERIES)
 def test_what_cannot_be_taken_is_refused_before_anything_changes(saved, forgery):

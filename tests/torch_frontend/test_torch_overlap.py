@@ -65,7 +65,9 @@ def assert_equal(engine, other):
     [{}, {"gradient_clipping": 0.05}, {"gradient_accumulation_steps": 2}, {"param_dtype": "float16"}],
     ids=str,
 )
-@everywhere
+@pytest.mark.parametrize(
+    "device", ["late", pytest.param(SIMULATED, marks=pytest.mark.slow)], indirect=True
+)  # test_devices.py has settings like these
 @pytest.mark.parametrize("schedule", ["overlap", "serial"])
 def test_twelve_steps_equal_those_in_place(device, monkeypatch, options, schedule):
     engine = wrap(make(), **{**OPTIONS, "schedule": schedule, **options})
