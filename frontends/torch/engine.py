@@ -221,8 +221,9 @@ class Engine(nn.Module):
         update, gather and copies to the device. Entering and leaving the context wait for the last update. Each of
         several ranks writes a file of its own, ``step.rank0.json`` and so on.
 
-        Times are the host's. On CUDA, forward and backward therefore last as long as the host takes to launch them, and
-        a copy lasts until the thread that waits for it sees its end.
+        Times are the host's. On an accelerator, forward and backward therefore last as long as the host takes to launch
+        them, and a copy lasts until the thread that waits for it sees its end. A copy for which the device alone waits,
+        as for parameters that are gathered in stage 3, is not in the file.
 
         Raises:
             StateError: another trace is being recorded.

@@ -93,6 +93,8 @@ class Pipeline:
         """The last step's."""
         self._unusable: str | None = None
         """The reason why states are to be used no more: an update or a load broke off."""
+        self._last_step: str | None = None
+        """The reason why no step is to follow: other ranks have parameters that this one has not."""
         self._lost_a_rank = False
         self.left_behind = False
         """True if a step broke off on one rank, and parameters are of the step before until they are sent anew."""
@@ -140,7 +142,7 @@ class Pipeline:
     def replacing_states(self) -> Iterator[None]:
         """Replace all states inside. After an error there every call raises until they have been replaced."""
         if not self._lost_a_rank:
-            self._unusable = None
+            self._unusable = self._last_step = None
         self.drop_gradients()
         self.finish()
         try:
@@ -188,7 +190,7 @@ class Pipeline:
         """Before a step's first gradient, wait until parameters are written: ranks exchange one thing at a time."""
         if self._reduction.arrivals.present:
             return
-        self.refuse_if_unusable()
+        self._refuse_after_the_last()
         if self._updates.publishes and not self.holds_gradients:
             self.finish_publications()
 
@@ -293,7 +295,7 @@ class Pipeline:
         """
         given = self._given(hypers, tensors, divisor, groups)
         self._refuse_other(given)
-        self.refuse_if_unusable()
+        self._refuse_after_the_last()
         after = self.device.mark()
         self._early.begin_step(given.tensors, self._reduction.last)
         if not self._updates.finished:
@@ -512,7 +514,7 @@ class Pipeline:
     @changes("flush()")
     def flush(self, tensors: Sequence[Any]) -> None:
         """Wait for everything, and write to the parameters what ``schedule="delayed"`` still holds back."""
-        self.refuse_if_unusable()
+        self._refuse_after_the_last()
         self.recall()
         after = self.device.mark()
 
@@ -598,6 +600,10 @@ class Pipeline:
         if self._unusable is not None:
             raise StateError(self._unusable)
 
+    def _refuse_after_the_last(self) -> None:
+        if (reason := self._unusable or self._last_step) is not None:
+            raise StateError(reason)
+
     def _abort(self, error: BaseException) -> None:
         """The step broke off: states are updated all the same, and parameters that did not arrive are sent anew."""
         if isinstance(error, CollectiveError):  # other ranks went another way: there is no going on
@@ -619,6 +625,11 @@ class Pipeline:
         )
         completed = [] if self._lost_a_rank else self._updates.complete()
         self.left_behind = bool(lost or completed) and self.device.world_size == 1
+        if (lost or completed) and self.device.world_size > len(self.device.ranks):
+            self._last_step = (  # other processes have sent their parameters, and will not do so again
+                f"the last update broke off on this rank alone ({error}): its states are of that step, its parameters "
+                "partly of the one before; expected no further step: resume from the last checkpoint"
+            )
         self._reduction.begin()
         for work in self.buckets.all:
             work.take()

@@ -1,6 +1,5 @@
 """Traces: what is in the file, in which order, and nothing where nobody asked."""
 
-import json
 from itertools import pairwise
 
 import numpy as np
@@ -18,6 +17,7 @@ from offload_core.step.pipeline import Pipeline
 from offload_core.step.state_access import StateAccess
 from offload_core.testing.fake_device import FakeDevice, FakeTensor
 from offload_core.testing.thread_ranks import run_ranks
+from tests.support.traces import ends, read
 
 N_BUCKETS, NUMEL = 3, 64
 
@@ -41,30 +41,6 @@ class Model:
             self.pipeline.add_gradient(param, self.gradients[param])
         self.pipeline.end_micro_step()
         assert self.pipeline.step([AdamHyper(1e-2)], self.tensors).updated
-
-
-def read(path):
-    """The spans of a trace file, as ``(lane, name, bucket)`` by their ends; what else must be in it is checked."""
-    content = json.loads(path.read_text())
-    events = content["traceEvents"]
-    lanes = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    assert tuple(lanes.values()) == LANES
-    assert [e["name"] for e in events if e["ph"] == "M"].count("process_name") == 1
-    spans = [e for e in events if e["ph"] == "X"]
-    assert len(spans) + len(lanes) + 1 == len(events)
-    for span in spans:
-        assert span["dur"] >= 0
-        assert lanes[span["tid"]] == span["cat"]
-    return spans
-
-
-def ends(spans, bucket):
-    """What was done to a bucket, in the order in which it ended, less what waited for it."""
-    of_bucket = [s for s in spans if s["args"].get("bucket") == bucket and s["cat"] != COMPUTE]
-    prefix = f"bucket {bucket}"
-    assert all(s["name"].startswith(prefix) for s in of_bucket)
-    in_order = sorted(of_bucket, key=lambda s: s["ts"] + s["dur"])
-    return [(s["cat"], s["name"].removeprefix(prefix).removeprefix(": ")) for s in in_order]
 
 
 @pytest.mark.parametrize("schedule", ["overlap", "serial"])
@@ -192,76 +168,6 @@ def test_one_trace_at_a_time_and_where_it_can_be_written(tmp_path):
 
 
 # --- front ends ----------------------------------------------------------------------------------------
-
-
-def nested(spans, inner, outer):
-    return all(
-        any(o["ts"] <= i["ts"] and i["ts"] + i["dur"] <= o["ts"] + o["dur"] + 1e-2 for o in outer) for i in inner
-    )
-
-
-def test_an_engine_shows_forward_backward_and_step(tmp_path, monkeypatch):
-    torch = pytest.importorskip("torch")
-    from frontends.torch import wrap
-    from frontends.torch.ranks import device_ranks
-    from tests.support.slow_torch_device import SlowTorchDevice
-
-    monkeypatch.setattr(device_ranks, "memory_of", lambda device: SlowTorchDevice())
-    layers = [torch.nn.Linear(8, 8, bias=False) for _ in range(3)]
-    engine = wrap(torch.nn.Sequential(*layers), param_dtype="bfloat16", reduce_bucket_size=64, gradient_clipping=1.0)
-
-    def step():
-        engine.backward(engine(torch.ones(2, 8)).sum())
-        engine.step()
-
-    step()
-    with engine.trace(str(tmp_path / "step.json")):
-        step()
-        step()
-    step()
-    spans = read(tmp_path / "step.json")
-    compute = [s for s in spans if s["cat"] == COMPUTE]
-    calls = [s for s in compute if s["name"] in ("forward", "backward", "step")]
-    assert [s["name"] for s in calls] == ["forward", "backward", "step"] * 2
-    waits = [s for s in compute if s["name"].endswith("wait")]
-    in_forward = [s for s in waits if nested(spans, [s], [c for c in calls if c["name"] == "forward"])]
-    # the second forward reads one layer after the other
-    assert list(dict.fromkeys(s["args"]["bucket"] for s in in_forward)) == [2, 1, 0]
-    assert not engine._forward_hooks
-    assert not engine._forward_pre_hooks
-
-
-def test_a_forward_that_fails_is_in_the_trace_and_leaves_no_hook(tmp_path):
-    torch = pytest.importorskip("torch")
-    from frontends.torch import wrap
-
-    engine = wrap(torch.nn.Linear(4, 4))
-    with engine.trace(tmp_path / "step.json"):
-        with pytest.raises(RuntimeError):
-            engine(torch.ones(3, 5))
-        engine.backward(engine(torch.ones(3, 4)).sum())
-        engine.step()
-    assert [s["name"] for s in read(tmp_path / "step.json") if s["cat"] == COMPUTE] == [
-        "forward", "forward", "backward", "step",
-    ]  # fmt: skip
-    assert not engine._forward_hooks
-
-
-def test_a_compiled_engine_can_be_traced(tmp_path):
-    torch = pytest.importorskip("torch")
-    from frontends.torch import wrap
-
-    torch._dynamo.reset()
-    engine = wrap(torch.nn.Linear(4, 4))
-    forward = torch.compile(engine, backend="eager")
-    for _ in range(2):
-        with engine.trace(tmp_path / "step.json"):
-            engine.backward(forward(torch.ones(3, 4)).sum())
-            engine.step()
-        names = [s["name"] for s in read(tmp_path / "step.json") if s["cat"] == COMPUTE]
-        assert names[-2:] == ["backward", "step"]
-    engine.backward(forward(torch.ones(3, 4)).sum())
-    assert engine.step().updated
 
 
 def test_jax_parameters_show_their_calls(tmp_path):

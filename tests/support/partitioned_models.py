@@ -7,16 +7,23 @@ from torch import nn
 from bench.train.gpt_torch import GPT
 from frontends.torch import register_external_parameter
 from offload_core.commands.model_shapes import GPTConfig
+from tests.support.torch_models import place
+
+
+def ids(length, seed):
+    """Two texts of so many tokens."""
+    return torch.randint(0, 64, (2, length), generator=torch.Generator().manual_seed(seed)).to(place())
 
 
 def gpt(activation_checkpointing=False):
     """Its head is its embedding's weight, used by the parent (tied)."""
     torch.manual_seed(0)
-    return GPT(GPTConfig(vocabulary=64, width=32, heads=2, layers=3, positions=16), activation_checkpointing)
+    with place():
+        return GPT(GPTConfig(vocabulary=64, width=32, heads=2, layers=3, positions=16), activation_checkpointing)
 
 
 def gpt_loss(model, seed):
-    x = torch.randint(0, 64, (2, 17), generator=torch.Generator().manual_seed(seed))
+    x = ids(17, seed)
     return model(x[:, :-1], x[:, 1:])
 
 
@@ -59,9 +66,14 @@ class External(nn.Module):
         return F.linear(x, self.embedding.weight)
 
 
+def external():
+    with place():
+        return External()
+
+
 def external_loss(model, seed):
-    ids = torch.randint(0, 64, (2, 17), generator=torch.Generator().manual_seed(seed))
-    return F.cross_entropy(model(ids[:, :-1]).flatten(0, 1).float(), ids[:, 1:].flatten())
+    x = ids(17, seed)
+    return F.cross_entropy(model(x[:, :-1]).flatten(0, 1).float(), x[:, 1:].flatten())
 
 
 def llama():
@@ -72,12 +84,13 @@ def llama():
         vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=32,
     )  # fmt: skip
-    return LlamaForCausalLM(config)
+    with place():
+        return LlamaForCausalLM(config)
 
 
 def llama_loss(model, seed):
-    ids = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(seed))
-    return model(input_ids=ids, labels=ids).loss
+    x = ids(16, seed)
+    return model(input_ids=x, labels=x).loss
 
 
-MODELS = {"gpt": (gpt, gpt_loss), "external": (External, external_loss), "llama": (llama, llama_loss)}
+MODELS = {"gpt": (gpt, gpt_loss), "external": (external, external_loss), "llama": (llama, llama_loss)}

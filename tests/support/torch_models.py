@@ -22,6 +22,11 @@ def on(device):
         _device = before
 
 
+def place():
+    """The device on which models and batches are made."""
+    return torch.device(_device)
+
+
 def make(dtype=torch.float32, seed=0, device=None):
     with _SEED:
         torch.manual_seed(seed)

@@ -8,7 +8,9 @@ import torch
 from torch import nn
 
 from frontends.torch import wrap
-from tests.support.torch_models import same_bits
+from tests.support.torch_models import place, same_bits
+
+everywhere = pytest.mark.usefixtures("device")
 
 
 class Rotary(nn.Module):
@@ -31,11 +33,12 @@ class Rotary(nn.Module):
 
 def convolutions(seed=0, norm=nn.BatchNorm2d):
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Conv2d(3, 8, 3), norm(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4))
+    with place():
+        return nn.Sequential(nn.Conv2d(3, 8, 3), norm(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4))
 
 
 def images(seed):
-    return torch.randn(6, 3, 8, 8, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(6, 3, 8, 8, generator=torch.Generator().manual_seed(seed)).to(place())
 
 
 def step(engine, seed):
@@ -43,25 +46,27 @@ def step(engine, seed):
     assert engine.step().skipped in (None, "overflow")
 
 
+@everywhere
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_buffers_keep_their_bits_under_another_param_dtype(dtype):
-    model, plain = Rotary(), Rotary()
+    with place():
+        model, plain, positions = Rotary(), Rotary(), torch.arange(1000.0)
     engine = wrap(model, param_dtype=dtype, cast_inputs=False)
-    positions = torch.arange(1000.0)
     assert same_bits(model.inv_freq, plain.inv_freq)
     assert same_bits(model.angles(positions), plain.angles(positions))
-    x = torch.randn(1000, 16, dtype=getattr(torch, dtype))
+    x = torch.randn(1000, 16, dtype=getattr(torch, dtype), device=place())
     assert engine(x, positions).dtype is x.dtype
 
 
+@everywhere
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_statistics_in_a_narrow_model_are_those_in_fp32(dtype):
-    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
-    reference = nn.BatchNorm1d(8)
+    with place():
+        model, reference = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), nn.BatchNorm1d(8)
     engine = wrap(model, param_dtype=dtype)
     with torch.no_grad():
         for seed in range(50):
-            x = torch.randn(16, 8, generator=torch.Generator().manual_seed(seed))
+            x = torch.randn(16, 8, generator=torch.Generator().manual_seed(seed)).to(place())
             engine(x)
             reference(model[0](x.to(model[0].weight.dtype)).float())
     assert model[1].running_var.dtype is torch.float32
@@ -72,6 +77,7 @@ def test_statistics_in_a_narrow_model_are_those_in_fp32(dtype):
 @pytest.mark.parametrize(
     "fields", [{}, {"stage": 3, "offload_param": "cpu", "param_persistence_threshold": 8}], ids=str
 )
+@everywhere
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize(("buffers", "norm"), [(None, "float32"), ("float32", "float32"), ("bfloat16", "bfloat16")])
 def test_layers_with_fp32_statistics_keep_fp32_parameters_and_all_others_are_cast(buffers, norm, frozen, fields):
@@ -90,6 +96,7 @@ def test_layers_with_fp32_statistics_keep_fp32_parameters_and_all_others_are_cas
     assert row.planned == row.held
 
 
+@everywhere
 def test_normalisation_without_fp32_statistics_is_cast_like_any_layer():
     narrow = convolutions()
     narrow[1].to(torch.bfloat16)
@@ -99,6 +106,7 @@ def test_normalisation_without_fp32_statistics_is_cast_like_any_layer():
         assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
 
 
+@everywhere
 def test_a_model_that_is_not_cast_keeps_every_type():
     model = convolutions().to(torch.bfloat16)
     model[1].running_mean.data = model[1].running_mean.float()
@@ -107,10 +115,12 @@ def test_a_model_that_is_not_cast_keeps_every_type():
     assert [t.dtype for t in (*model.parameters(), *model.buffers())] == before
 
 
+@everywhere
 def test_buffer_dtype_casts_floating_point_buffers_alone_and_without_param_dtype():
-    model = Rotary()
-    model.register_buffer("mask", torch.ones(3, dtype=torch.bool))
-    model.register_buffer("wide", torch.ones(3, dtype=torch.float64))
+    with place():
+        model = Rotary()
+        model.register_buffer("mask", torch.ones(3, dtype=torch.bool))
+        model.register_buffer("wide", torch.ones(3, dtype=torch.float64))
     wrap(model, buffer_dtype="float16")
     assert [b.dtype for b in model.buffers()] == [torch.float16, torch.bool, torch.float16]
     assert model.linear.weight.dtype is torch.float32
@@ -119,6 +129,7 @@ def test_buffer_dtype_casts_floating_point_buffers_alone_and_without_param_dtype
 @pytest.mark.parametrize(
     "how", [copy.deepcopy, lambda engine: pickle.loads(pickle.dumps(engine))], ids=["copy", "pickle"]
 )
+@everywhere
 def test_a_copied_engine_keeps_the_types(how):
     engine = wrap(convolutions(), param_dtype="bfloat16", lr=1e-2)
     step(engine, 0)
@@ -139,12 +150,12 @@ class Echo(nn.Module):
         return self.weight.sum()
 
 
+@everywhere
 @pytest.mark.parametrize("cast", [True, False])
 def test_floating_point_arguments_are_cast_unless_that_is_turned_off(cast):
-    model, label, ids = Echo(), torch.tensor([1001.0]), torch.tensor([1001])
-    wrap(model, param_dtype="bfloat16", cast_inputs=cast)(
-        {"x": (torch.ones(2), torch.ones(1)), "ids": ids}, label=label
-    )
+    with place():
+        model, label, ids, x = Echo(), torch.tensor([1001.0]), torch.tensor([1001]), (torch.ones(2), torch.ones(1))
+    wrap(model, param_dtype="bfloat16", cast_inputs=cast)({"x": x, "ids": ids}, label=label)
     expected = torch.bfloat16 if cast else torch.float32
     assert [seen.dtype for seen in model.seen] == [expected, expected, torch.int64, expected]
     assert float(model.seen[-1]) == (1000.0 if cast else 1001.0)

@@ -22,7 +22,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from frontends.torch import OffloadedAdamW, wrap
 from offload_core import ConfigError, GradientError, StateError
-from tests.support.torch_models import assert_same, batch, loss_of, make, same_bits, train
+from tests.support.torch_models import assert_same, batch, loss_of, make, place, same_bits, train
+
+everywhere = pytest.mark.usefixtures("device")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -107,9 +109,13 @@ def advance(schedule, n_step):
     schedule.step(*([abs(n_step - 4.0)] if isinstance(schedule, lr_scheduler.ReduceLROnPlateau) else []))
 
 
-@pytest.mark.parametrize("kind", ["alone", "engine", "tensors", "resumed"])
+@pytest.mark.parametrize(
+    ("device", "kind"),
+    [*(("host", kind) for kind in ("alone", "engine", "tensors", "resumed")), ("simulated, delays 0", "engine")],
+    indirect=["device"],
+)
 @pytest.mark.parametrize("name", FOUND)
-def test_a_schedule_does_step_by_step_what_it_does_to_torchs_optimizer(name, kind):
+def test_a_schedule_does_step_by_step_what_it_does_to_torchs_optimizer(name, device, kind):
     """Alone, of an Engine, with a learning rate that is a tensor, and where both are loaded half-way."""
     ours, theirs = make(), make()
     tensors = kind == "tensors"
@@ -138,6 +144,7 @@ def test_a_schedule_does_step_by_step_what_it_does_to_torchs_optimizer(name, kin
     assert_same(ours, theirs, mine, yours)
 
 
+@everywhere
 def test_copies_of_model_optimizer_and_schedule_go_on_together():
     for how in (copy.deepcopy, lambda all: pickle.loads(pickle.dumps(all))):
         model = make()
@@ -157,13 +164,14 @@ def test_copies_of_model_optimizer_and_schedule_go_on_together():
         assert public[0] == public[1]
 
 
+@everywhere
 @pytest.mark.parametrize("early_copy", [False, True])
 def test_averaged_models_are_those_of_torchs_optimizer(early_copy):
     """Stochastic weight averaging with its schedule, an exponential average, and the batch norm's new statistics."""
     results = []
     for new in (lambda p: OffloadedAdamW(p, lr=0.01, early_copy=early_copy), lambda p: torchs(p, lr=0.01)):
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(32, 16), nn.BatchNorm1d(16), nn.Linear(16, 16))
+        model = nn.Sequential(nn.Linear(32, 16), nn.BatchNorm1d(16), nn.Linear(16, 16)).to(place())
         optimizer = new(model.parameters())
         schedule = swa_utils.SWALR(optimizer, 0.05, anneal_epochs=2)
         mean = swa_utils.AveragedModel(model)
@@ -240,6 +248,7 @@ def state_dict_hooks(optimizer, model):
     return [*said, saved["name"]]
 
 
+@everywhere
 @pytest.mark.parametrize("say", [step_hooks, state_dict_hooks])
 def test_hooks_are_called_when_and_with_what_torchs_optimizer_calls_them(say):
     ours, theirs = make(), make()
@@ -251,6 +260,7 @@ def test_hooks_are_called_when_and_with_what_torchs_optimizer_calls_them(say):
 # --- groups, and what they are made of ----------------------------------------------------------------
 
 
+@everywhere
 @pytest.mark.parametrize("early_copy", [False, True])
 def test_groups_added_before_the_first_step_and_after_it(early_copy):
     ours, theirs = make(), make()
@@ -266,12 +276,13 @@ def test_groups_added_before_the_first_step_and_after_it(early_copy):
     assert mine.param_groups[2]["param_names"] == ["2.weight", "2.bias"]
 
 
+@everywhere
 def test_a_group_may_be_empty_and_a_single_tensor():
-    ours, theirs = nn.Parameter(torch.ones(16)), nn.Parameter(torch.ones(16))
+    ours, theirs = (nn.Parameter(torch.ones(16, device=place())) for _ in range(2))
     mine, yours = (new([{"params": []}, {"params": p}]) for new, p in ((alone, ours), (torchs, theirs)))
     for p, optimizer in ((ours, mine), (theirs, yours)):
         optimizer.add_param_group({"params": []})
-        p.grad = torch.arange(16.0)
+        p.grad = torch.arange(16.0, device=place())
         optimizer.step()
         optimizer.load_state_dict(optimizer.state_dict())
         optimizer.step()
@@ -279,12 +290,13 @@ def test_a_group_may_be_empty_and_a_single_tensor():
     assert len(mine.param_groups) == 3
 
 
+@everywhere
 def test_groups_of_several_element_types_are_each_updated_in_their_own():
     """As torch would the float32 masters, from the same gradients; rounded once."""
     torch.manual_seed(0)
     dtypes = [torch.float32, torch.bfloat16, torch.float16, torch.float32]
-    ours = [nn.Parameter(torch.randn(48).to(dtype)) for dtype in dtypes]
-    theirs = [nn.Parameter(p.detach().float()) for p in ours]
+    ours = [nn.Parameter(torch.randn(48).to(place(), dtype)) for dtype in dtypes]
+    theirs = [nn.Parameter(p.detach().float().clone()) for p in ours]
 
     def groups(params):
         return [{"params": params[:2], "lr": 0.01}, {"params": params[2:], "lr": 0.03, "weight_decay": 0.5}]
@@ -292,7 +304,7 @@ def test_groups_of_several_element_types_are_each_updated_in_their_own():
     mine, yours = alone(groups(ours)), torchs(groups(theirs))
     for _ in range(4):
         for p, q in zip(ours, theirs, strict=True):
-            p.grad = torch.randn(48).to(p.dtype)
+            p.grad = torch.randn(48).to(p)
             q.grad = p.grad.float()
         mine.step()
         yours.step()
@@ -301,6 +313,7 @@ def test_groups_of_several_element_types_are_each_updated_in_their_own():
         assert same_bits(mine.state[p].get("master", p), q)
 
 
+@everywhere
 def test_tensors_as_learning_rate_and_betas_mean_their_value_at_each_step():
     ours, theirs = make(), make()
     runs = []
@@ -320,6 +333,7 @@ def test_tensors_as_learning_rate_and_betas_mean_their_value_at_each_step():
         OffloadedAdamW(make().parameters(), betas=(torch.zeros(2), 0.9))
 
 
+@everywhere
 def test_a_parameter_that_is_given_twice_is_warned_of_and_is_one():
     """torch warns too, and says that it will be an error; it would update it twice at a step."""
     ours, theirs = make(), make()
@@ -405,6 +419,7 @@ def test_options_of_torchs_adamw_that_change_nothing_are_taken():
 # --- gradients and closures ---------------------------------------------------------------------------
 
 
+@everywhere
 @pytest.mark.parametrize("early_copy", [False, True])
 @pytest.mark.parametrize("how", ["closure", "closure, by name, no gradient", "engine"])
 def test_closures_are_called_once_and_their_loss_is_returned(how, early_copy):
@@ -431,6 +446,7 @@ def test_closures_are_called_once_and_their_loss_is_returned(how, early_copy):
     assert_same(ours, theirs, mine, yours)
 
 
+@everywhere
 def test_gradients_that_are_zero_count_and_those_that_are_none_do_not():
     ours, theirs = make(), make()
     mine, yours = alone(ours.parameters(), lr=0.01), torchs(theirs.parameters(), lr=0.01)
@@ -446,6 +462,7 @@ def test_gradients_that_are_zero_count_and_those_that_are_none_do_not():
     assert_same(ours, theirs, mine, yours)
 
 
+@everywhere
 def test_gradients_that_have_left_are_none_after_zero_grad_and_never_zero():
     model = make()
     optimizer = wrap(model, lr=0.01).optimizer
@@ -456,11 +473,12 @@ def test_gradients_that_have_left_are_none_after_zero_grad_and_never_zero():
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_grad_scaler_unscales_by_itself_and_what_an_engine_took_cannot_be():
+@everywhere
+def test_grad_scaler_unscales_by_itself_and_what_an_engine_took_cannot_be(device):
     ours, theirs = make(), make()
     mine, yours = alone(ours.parameters()), torchs(theirs.parameters())
     for model, optimizer in ((ours, mine), (theirs, yours)):
-        scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
+        scaler = torch.amp.GradScaler(device, init_scale=256.0, growth_interval=2)
         for seed in range(5):
             optimizer.zero_grad()
             scaler.scale(loss_of(model, seed)).backward()
@@ -472,7 +490,7 @@ def test_grad_scaler_unscales_by_itself_and_what_an_engine_took_cannot_be():
     assert float(mine.state[ours[0].weight]["step"]) == 4
     assert_same(ours, theirs, mine, yours)
     engine = wrap(make())
-    scaler = torch.amp.GradScaler("cpu")
+    scaler = torch.amp.GradScaler(device)
     scaler.scale(loss_of(engine, 0)).backward()
     with pytest.raises(GradientError, match="already left for the host"):
         scaler.step(engine.optimizer)
@@ -529,6 +547,7 @@ def test_a_state_dict_has_the_entries_of_torchs_and_is_loaded_by_copy():
     assert all(same_bits(other["state"][i][k], kept["state"][i][k]) for i in range(4) for k in kept["state"][i])
 
 
+@everywhere
 def test_states_as_older_versions_of_torch_wrote_them_are_loaded():
     """A step count that is a number, and groups without what has been added since."""
     ours, theirs = make(), make()
@@ -547,6 +566,7 @@ def test_states_as_older_versions_of_torch_wrote_them_are_loaded():
     assert mine.param_groups[0]["amsgrad"] is False
 
 
+@everywhere
 def test_each_class_keeps_its_way_to_decay_weights_whatever_it_loads():
     ours, theirs = make(), make()
     mine = OffloadedAdamW(ours.parameters(), lr=0.01, adam_mode="adam")
@@ -563,6 +583,7 @@ def test_each_class_keeps_its_way_to_decay_weights_whatever_it_loads():
     assert_same(ours, third, mine, adam)
 
 
+@everywhere
 def test_names_are_saved_and_a_hook_can_map_states_by_them():
     """As torch's documentation has it: a state dict in another order is brought in this one's."""
     first, second = make(), make()
@@ -616,6 +637,7 @@ def test_a_state_dict_that_does_not_fit_changes_nothing(damage):
     assert pickle.dumps(optimizer.state_dict()) == before
 
 
+@everywhere
 def test_looking_for_states_that_are_not_there_finds_an_empty_entry_and_harms_nothing():
     model = make()
     model[0].requires_grad_(False)
@@ -675,6 +697,7 @@ def popped_one_by_one(optimizer):
 RESETS = [cleared, replaced, emptied, popped, deleted, cleared_one_by_one, popped_one_by_one]
 
 
+@everywhere
 @pytest.mark.parametrize("reset", RESETS)
 @pytest.mark.parametrize("early_copy", [False, True])
 def test_states_that_are_taken_away_begin_anew(reset, early_copy):
@@ -690,6 +713,7 @@ def test_states_that_are_taken_away_begin_anew(reset, early_copy):
     assert mine.state_dict()["state"].keys() == yours.state_dict()["state"].keys()
 
 
+@everywhere
 def test_states_that_are_assigned_are_copied_to_where_they_are_held():
     ours, theirs = make(), make()
     mine, yours = alone(ours.parameters(), lr=0.01), torchs(theirs.parameters(), lr=0.01)
@@ -698,14 +722,15 @@ def test_states_that_are_assigned_are_copied_to_where_they_are_held():
         first, second = optimizer.state[model[0].weight], optimizer.state[model[2].weight]
         address = first["exp_avg"].data_ptr()
         first["exp_avg"] = torch.full_like(first["exp_avg"], 0.25)
-        first["step"] = torch.tensor(7.0)
+        first["step"] = torch.full_like(first["step"], 7.0)
         second["exp_avg_sq"].mul_(4)
         optimizer.state[model[2].bias] = {k: v.clone() for k, v in optimizer.state[model[2].bias].items()}
         optimizer.state = {p: {k: v * 1 for k, v in entry.items()} for p, entry in optimizer.state.items()}
-        optimizer.state[model[0].bias].update(exp_avg=torch.ones(64))
+        optimizer.state[model[0].bias].update(exp_avg=torch.ones(64, device=first["exp_avg"].device))
         entry = optimizer.state[model[0].bias]
-        entry |= {"exp_avg_sq": torch.full((64,), 0.5)}
-        optimizer.state |= {model[2].bias: {**copy.copy(optimizer.state)[model[2].bias], "step": torch.tensor(5.0)}}
+        entry |= {"exp_avg_sq": torch.full_like(entry["exp_avg_sq"], 0.5)}
+        step = torch.full_like(first["step"], 5.0)
+        optimizer.state |= {model[2].bias: {**copy.copy(optimizer.state)[model[2].bias], "step": step}}
         assert optimizer is yours or optimizer.state[model[0].weight]["exp_avg"].data_ptr() == address
         train(model, optimizer, range(3, 5))
     assert float(mine.state[ours[0].weight]["step"]) == 9
@@ -719,6 +744,7 @@ def test_states_that_are_assigned_are_copied_to_where_they_are_held():
     assert type(copied["exp_avg"]) is torch.Tensor
 
 
+@everywhere
 def test_master_weights_keep_what_rounding_hid_when_moments_begin_anew():
     model = make(torch.bfloat16)
     optimizer = alone(model.parameters(), lr=1e-4)
@@ -740,15 +766,18 @@ def of_kind(kind, model):
 
 @pytest.mark.parametrize("flatten", [False, True])
 @pytest.mark.parametrize(
-    ("saver", "loader", "dtype"),
+    ("device", "saver", "loader", "dtype"),
     [
-        ("alone", "alone", torch.bfloat16),
-        ("engine", "engine", torch.bfloat16),
-        ("torch", "alone", torch.float32),
-        ("alone", "torch", torch.float32),
+        ("host", "alone", "alone", torch.bfloat16),
+        ("host", "engine", "engine", torch.bfloat16),
+        ("host", "torch", "alone", torch.float32),
+        ("host", "alone", "torch", torch.float32),
+        ("simulated, delays 0", "engine", "engine", torch.bfloat16),
+        ("simulated, delays 0", "alone", "torch", torch.float32),
     ],
+    indirect=["device"],
 )
-def test_torchs_distributed_checkpoint_saves_and_loads(tmp_path, flatten, saver, loader, dtype):
+def test_torchs_distributed_checkpoint_saves_and_loads(tmp_path, flatten, device, saver, loader, dtype):
     """By parameters' names; from torch's optimizer and to it, too."""
     options = StateDictOptions(flatten_optimizer_state_dict=flatten)
     straight, model = make(dtype), make(dtype, seed=7)
@@ -777,6 +806,7 @@ def test_torchs_distributed_checkpoint_saves_and_loads(tmp_path, flatten, saver,
             assert same_bits(first.state[p]["master"], second.state[q]["master"])
 
 
+@everywhere
 def test_a_full_state_dict_by_names_is_a_copy_on_the_host():
     model = make()
     optimizer = alone(model.parameters())

@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import hashlib
 import pickle
 from functools import partial
 
@@ -18,13 +17,22 @@ from frontends.torch import OffloadedAdamW, gathered_parameters, wrap
 from frontends.torch.pending import PendingParameter
 from frontends.torch.ranks import device_ranks
 from offload_core import ConfigError, ParameterError, StateError
-from tests.support.partitioned_models import External, external_loss, gpt, gpt_loss, llama, llama_loss
+from tests.support.partitioned_models import external, external_loss, gpt, gpt_loss, llama, llama_loss
 from tests.support.slow_torch_device import SlowTorchDevice
 from tests.support.strategies import law
+from tests.support.torch_models import place
 
 WIDTH = 4
 STAGE_3 = {"stage": 3, "offload_param": "cpu", "param_persistence_threshold": 1}
+SIMULATED = "simulated, delays 0"
 NARROW = {**STAGE_3, "max_live_parameters": 4000, "prefetch_bucket_size": 2500, "max_reuse_distance": 3000}
+
+
+everywhere = pytest.mark.usefixtures("device")
+rarely = pytest.mark.parametrize(
+    "device", ["host", pytest.param("simulated, delays 0", marks=pytest.mark.slow)], indirect=True
+)
+"""Laws to which others hold on the simulated device at every change: compiled blocks in stage 3, and a GPT."""
 
 
 def live(engine):
@@ -46,10 +54,6 @@ def released(engine):
 def values(engine):
     with gathered_parameters(engine.module.parameters()):
         return [p.detach().clone() for p in engine.parameters()]
-
-
-def digest(engine):
-    return hashlib.sha256(b"".join(v.view(torch.uint8).numpy().tobytes() for v in values(engine))).hexdigest()
 
 
 def train(engine, loss_of, steps, first=0):
@@ -223,9 +227,15 @@ def test_any_tree_trains_to_the_same_bits_within_its_window(tree, fields, skips,
 
 def pair(make, **fields):
     """The same model in stage 2 and in stage 3."""
-    return wrap(make(), lr=1e-2, **fields), wrap(
-        make(), lr=1e-2, **NARROW | {"param_persistence_threshold": 40}, **fields
-    )
+    with place():
+        models = make(), make()
+    parted = NARROW | {"param_persistence_threshold": 40} | fields
+    return wrap(models[0], lr=1e-2, **fields), wrap(models[1], lr=1e-2, **parted)
+
+
+def inputs(*shape, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(place()).requires_grad_()
 
 
 def assert_same(plain, parted):
@@ -237,19 +247,21 @@ def assert_same(plain, parted):
 
 
 @pytest.mark.parametrize(
-    ("slow", "fields"),
+    ("device", "fields"),
     [
-        (False, {"param_dtype": "bfloat16", "gradient_clipping": 0.1}),
-        (False, {"schedule": "delayed", "delay_warmup_steps": 2}),
-        (True, {"schedule": "delayed", "delay_warmup_steps": 2, "param_dtype": "float16"}),
-        (True, {"update_in_backward": True, "param_dtype": "bfloat16"}),
-        (True, {"schedule": "serial", "adam_mode": "adam"}),
+        ("host", {"param_dtype": "bfloat16", "gradient_clipping": 0.1}),
+        ("host", {"schedule": "delayed", "delay_warmup_steps": 2}),
+        ("late", {"schedule": "delayed", "delay_warmup_steps": 2, "param_dtype": "float16"}),
+        ("late", {"update_in_backward": True, "param_dtype": "bfloat16"}),
+        ("late", {"schedule": "serial", "adam_mode": "adam"}),
+        (SIMULATED, {"gradient_clipping": 0.1}),
+        (SIMULATED, {"schedule": "delayed", "delay_warmup_steps": 2, "param_dtype": "float16"}),
+        (SIMULATED, {"update_in_backward": True, "param_dtype": "bfloat16"}),
     ],
+    indirect=["device"],
     ids=str,
 )
-def test_every_schedule_and_element_type_gives_the_bits_of_stage_2(slow, fields, monkeypatch):
-    if slow:
-        monkeypatch.setattr(device_ranks, "memory_of", lambda device: SlowTorchDevice(delay=1e-4))
+def test_every_schedule_and_element_type_gives_the_bits_of_stage_2(device, fields):
     plain, parted = pair(gpt, **fields)
     assert train(plain, gpt_loss, 6) == train(parted, gpt_loss, 6)
     plain.flush()
@@ -261,10 +273,8 @@ def raising(*args):
     raise ZeroDivisionError
 
 
-@pytest.mark.parametrize("slow", [False, True])
-def test_after_an_error_in_forward_or_backward_nothing_is_whole_and_training_goes_on(slow, monkeypatch):
-    if slow:
-        monkeypatch.setattr(device_ranks, "memory_of", lambda device: SlowTorchDevice(delay=1e-4))
+@pytest.mark.parametrize("device", ["host", "late", SIMULATED], indirect=True)
+def test_after_an_error_in_forward_or_backward_nothing_is_whole_and_training_goes_on(device):
     plain, parted = pair(gpt)
     train(parted, gpt_loss, 1)
     hook = parted.module.blocks[1].mlp_norm.register_forward_hook(raising)
@@ -317,13 +327,14 @@ def test_who_touches_a_released_parameter_is_told_which_and_what_to_do():
     assert released(engine)
 
 
+@everywhere
 def test_whole_parameters_can_be_read_and_what_was_read_stays():
     engine, model = wrap(gpt(), **STAGE_3), gpt()
     with gathered_parameters(engine.module.parameters()):
         found = engine.module.state_dict()
         with gathered_parameters(engine.module.embedding.weight):
             pass
-        engine(torch.zeros(1, 4, dtype=torch.int64))
+        engine(torch.zeros(1, 4, dtype=torch.int64, device=place()))
         engine.backward(gpt_loss(engine, 0))
         with pytest.raises(StateError, match="inside gathered_parameters"):
             engine.step()
@@ -333,8 +344,9 @@ def test_whole_parameters_can_be_read_and_what_was_read_stays():
     assert all(torch.equal(value, found[name]) for name, value in model.state_dict().items())
 
 
+@everywhere
 def test_changes_are_kept_where_a_modifier_is_named_and_refused_where_not():
-    plain, parted = pair(External, param_dtype="bfloat16")
+    plain, parted = pair(external, param_dtype="bfloat16")
     train(plain, external_loss, 2)
     train(parted, external_loss, 2)
 
@@ -362,6 +374,7 @@ def test_changes_are_kept_where_a_modifier_is_named_and_refused_where_not():
     assert_same(plain, parted)
 
 
+@everywhere
 @pytest.mark.parametrize("modifier_rank", [None, 0])
 def test_a_change_that_is_lost_is_read_by_nobody(modifier_rank):
     plain, parted = wrap(gpt(), lr=1e-2), wrap(gpt(), lr=1e-2, **STAGE_3)
@@ -401,11 +414,11 @@ class Gathers(nn.Module):
         return checkpoint(self.run, x, use_reentrant=False) if self.checkpoints else self.run(x)
 
 
+@everywhere
 @pytest.mark.parametrize("checkpoints", [False, True])
 def test_backward_reads_what_was_gathered_by_hand(checkpoints):
     def penalised(engine, seed):
-        x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(seed), requires_grad=True)
-        loss = engine(x).sum()
+        loss = engine(inputs(3, WIDTH, seed=seed)).sum()
         with gathered_parameters(engine.module.parameters()):
             return loss + sum(p.pow(2).sum() for p in engine.module.parameters())
 
@@ -426,6 +439,7 @@ def test_the_modifier_must_be_a_rank():
     assert released(engine)
 
 
+@everywhere
 def test_what_was_gathered_in_inference_mode_can_be_trained():
     plain, parted = pair(gpt)
     train(plain, gpt_loss, 2)
@@ -463,7 +477,7 @@ def test_another_engine_cannot_take_a_frozen_parameter_that_is_in_shards():
 
 
 def test_a_parameter_of_another_module_is_noticed_once_and_then_known():
-    engine = wrap(External(), **STAGE_3)
+    engine = wrap(external(), **STAGE_3)
     touched = []
     touch = engine.optimizer.partitioned.runs.touch
     engine.optimizer.partitioned.runs.touch = lambda param: (touched.append(param), touch(param))
@@ -474,6 +488,7 @@ def test_a_parameter_of_another_module_is_noticed_once_and_then_known():
     assert released(engine)
 
 
+@everywhere
 def test_hooks_of_the_user_see_whole_parameters():
     def run(engine):
         sums = []
@@ -545,6 +560,8 @@ def test_torch_s_own_modules_train_and_evaluate_alike():
         assert loss_of(plain.eval(), 9) == loss_of(parted.eval(), 9)
 
 
+@rarely
+@everywhere
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated")
 def test_a_llama_generates_and_recomputes_its_activations():
     plain, parted = pair(llama)
@@ -552,7 +569,7 @@ def test_a_llama_generates_and_recomputes_its_activations():
         engine.module.gradient_checkpointing_enable()
         engine.train()
     assert train(plain, llama_loss, 2) == train(parted, llama_loss, 2)
-    prompt = torch.tensor([[1, 2, 3]])
+    prompt = torch.tensor([[1, 2, 3]], device=place())
     for engine in (plain, parted):
         engine.eval()
     texts = [engine.module.generate(prompt, max_new_tokens=5, do_sample=False).tolist() for engine in (plain, parted)]
@@ -579,13 +596,13 @@ class Hides(nn.Module):
 
 
 def penalised(engine, seed, between):
-    x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(seed), requires_grad=True)
+    x = inputs(3, WIDTH, seed=seed)
     (gradient,) = torch.autograd.grad(engine(x).sum(), x, create_graph=True)
     return between(engine, x) + gradient.pow(2).sum()
 
 
 def hidden(engine, seed, between):
-    x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(seed), requires_grad=True)
+    x = inputs(3, WIDTH, seed=seed)
     output = engine(x)
     return between(engine, x) + output.tensor.sum()
 
@@ -601,6 +618,7 @@ def evaluated_between(engine, x):
     return 0
 
 
+@everywhere
 @pytest.mark.parametrize("between", [trained_between, evaluated_between, lambda engine, x: 0])
 def test_what_a_graph_may_read_again_is_kept_over_other_forwards(between):
     """Where no hook tells: a gradient penalty is differentiated twice, and an output is hidden."""
@@ -617,6 +635,8 @@ def test_what_a_graph_may_read_again_is_kept_over_other_forwards(between):
         assert released(parted)
 
 
+@rarely
+@everywhere
 def test_backward_goes_through_a_kept_graph_again():
     plain, parted = pair(gpt)
     for engine in (plain, parted):
@@ -628,9 +648,11 @@ def test_backward_goes_through_a_kept_graph_again():
     assert_same(plain, parted)
 
 
+@rarely
+@everywhere
 def test_generation_of_varying_length_is_the_same():
     def generate(engine):
-        x = torch.zeros(1, 1, dtype=torch.int64)
+        x = torch.zeros(1, 1, dtype=torch.int64, device=place())
         with torch.no_grad():
             for length in (3, 1, 5):
                 for _ in range(length):
@@ -645,6 +667,7 @@ def test_generation_of_varying_length_is_the_same():
         assert released(parted)
 
 
+@everywhere
 def test_frozen_parameters_are_partitioned_too_and_can_be_unfrozen():
     def make():
         model = gpt()
@@ -665,6 +688,7 @@ def test_frozen_parameters_are_partitioned_too_and_can_be_unfrozen():
     assert any(p is parted.module.blocks[0].qkv.weight for p in parted.optimizer.state)
 
 
+@everywhere
 def test_states_go_through_a_dictionary_and_torch_s_own_are_taken():
     plain, parted = pair(gpt)
     train(plain, gpt_loss, 2)
@@ -683,6 +707,7 @@ def test_states_go_through_a_dictionary_and_torch_s_own_are_taken():
     assert_same(plain, parted)
 
 
+@everywhere
 @pytest.mark.parametrize("way", ["close", "collected"])
 def test_afterwards_the_parameters_are_whole(way):
     engine, plain = wrap(gpt(), lr=1e-2, **STAGE_3), wrap(gpt(), lr=1e-2)
@@ -698,6 +723,8 @@ def test_afterwards_the_parameters_are_whole(way):
     wrap(model, **STAGE_3)
 
 
+@rarely
+@everywhere
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of dynamo's own making
 @pytest.mark.parametrize("way", ["model", "engine", "in place"])
 def test_a_compiled_model_gathers_what_it_needs(way):
@@ -729,9 +756,11 @@ def test_an_optimizer_alone_cannot_partition():
 
 def deep(layers):
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 32), *(nn.Linear(32, 32) for _ in range(layers)))
+    with place():
+        return nn.Sequential(nn.Linear(8, 32), *(nn.Linear(32, 32) for _ in range(layers)))
 
 
+@everywhere
 def test_device_memory_does_not_grow_with_depth_and_is_as_planned():
     peaks = {}
     for layers in (12, 48):
@@ -741,8 +770,7 @@ def test_device_memory_does_not_grow_with_depth_and_is_as_planned():
             module.register_forward_hook(lambda *args: seen.append(held(engine.module)))  # noqa: B023
             module.weight.register_hook(lambda g: seen.append(held(engine.module)))  # noqa: B023
         for seed in range(3):
-            x = torch.randn(2, 8, generator=torch.Generator().manual_seed(seed))
-            engine.backward(engine(x).pow(2).mean())
+            engine.backward(engine(inputs(2, 8, seed=seed)).pow(2).mean())
             engine.step()
         peaks[layers] = max(seen)
         assert released(engine)

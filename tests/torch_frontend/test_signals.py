@@ -302,11 +302,6 @@ def become_whole(params):
     return not pending
 
 
-# Garbage of other tests' engines may be collected in it, too: of those in stage 3, on a device that is no longer there.
-@pytest.mark.filterwarnings(
-    r"ignore:Exception ignored in thread started by. functools.partial\(<function _abandon:"
-    "pytest.PytestUnraisableExceptionWarning"
-)
 def test_garbage_of_an_engine_that_its_own_thread_collects_does_not_wait_there(monkeypatch):
     """Python collects in whatever thread allocates; the thread would wait for itself."""
     collect, collected, armed = threading.Event(), threading.Event(), []

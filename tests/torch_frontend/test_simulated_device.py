@@ -229,19 +229,47 @@ def test_a_wait_that_is_missing_shows(mutant):
     assert not all(same_bits(a, b) for a, b in zip(found, expected(), strict=True))
 
 
-def test_memory_that_cannot_be_pinned_is_pageable_with_one_warning(monkeypatch):
+@pytest.mark.parametrize("allocator", ["a driver's registration", "torch's own"])
+@pytest.mark.parametrize(
+    "fields", [{}, {"stage": 3, "offload_param": "cpu", "param_persistence_threshold": 0}], ids=str
+)
+def test_memory_that_cannot_be_pinned_is_pageable_with_one_warning_and_gives_the_same_bits(
+    fields, allocator, monkeypatch
+):
     from frontends.torch.ranks import pinning
     from offload_core.errors import HostMemoryError
 
     def refuses(address, n_bytes):
         raise HostMemoryError("no more locked memory")
 
-    monkeypatch.setitem(pinning.REGISTERED, D, pinning.Registered(refuses))
+    zeros = torch.zeros
+
+    def unpinned(*arguments, pin_memory=False, **options):
+        if pin_memory:
+            raise RuntimeError("no more locked memory")
+        return zeros(*arguments, **options)
+
+    if allocator == "torch's own":
+        monkeypatch.delitem(pinning.REGISTERED, D)
+        monkeypatch.setattr(torch, "zeros", unpinned)
+    else:
+        monkeypatch.setitem(pinning.REGISTERED, D, pinning.Registered(refuses))
+    fields = {"lr": 1e-2, "reduce_bucket_size": 500, "gradient_clipping": 0.05, **fields}
     with pytest.warns(HostMemoryWarning, match=r"could not be pinned \(no more locked memory\)") as warned:
-        engine = wrap(make().to(D), lr=1e-2, reduce_bucket_size=500)
+        found = three_steps(make().to(D), fields)
     assert len(warned) == 1
-    engine.backward(engine(batch(0).to(D)).pow(2).mean())
-    assert engine.step().updated
+    assert all(map(same_bits, found, three_steps(make(), fields)))
+
+
+def three_steps(model, fields):
+    """The parameters and the states after them."""
+    engine = wrap(model, **fields)
+    for seed in range(3):
+        engine.backward(engine(batch(seed).to(next(engine.module.parameters()).device)).pow(2).mean())
+        assert engine.step().updated
+    states = [state[key].clone() for state in engine.optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+    engine.close()
+    return [*(p.detach().cpu() for p in engine.module.parameters()), *states]
 
 
 def test_the_pinned_memory_of_torchs_own_allocator_serves_devices_whose_driver_registers_none(monkeypatch):
@@ -250,6 +278,21 @@ def test_the_pinned_memory_of_torchs_own_allocator_serves_devices_whose_driver_r
     monkeypatch.delitem(pinning.REGISTERED, D)
     for a, b in zip(step_beside(late(0.1)), expected(), strict=True):
         assert same_bits(a, b)
+
+
+def test_an_engine_that_is_collected_after_its_device_was_hidden_makes_its_parameters_whole():
+    """As garbage of a test may be: the device is found by name."""
+    engine = wrap(make().to(D), lr=1e-2, stage=3, offload_param="cpu", param_persistence_threshold=0)
+    engine.backward(engine(batch(0).to(D)).pow(2).mean())
+    engine.step()
+    model = engine.module
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(simulated, "_available", False)
+        assert torch.accelerator.current_accelerator() is None
+        del engine
+        gc.collect()
+        whole = [p.detach().cpu() for p in model.parameters()]
+    assert all(map(same_bits, whole, expected()[1:]))
 
 
 def test_threads_work_near_the_device_of_the_parameters(monkeypatch):

@@ -1,11 +1,15 @@
 """Ranks that exchange buckets between simulated devices, by a group that is as late as nccl."""
 
+import re
+
 import pytest
 
 from frontends.torch import wrap
+from offload_core.device.trace import TO_HOST, UPDATE
 from tests.support import simulated
 from tests.support.processes import run
 from tests.support.torch_rank import batch, make, whole_bits
+from tests.support.traces import read
 
 pytestmark = pytest.mark.skipif((missing := simulated.why_not()) is not None, reason=missing or "")
 
@@ -35,6 +39,43 @@ def test_what_two_ranks_on_devices_saved_one_on_the_host_resumes_to_the_same_bit
             engine.backward(engine(batch(seed, 0)).float().pow(2).mean())
             engine.step()
         assert whole_bits(engine) == expected[name], name
+
+
+def test_models_that_ranks_build_in_shards_on_their_devices_are_those_built_whole_and_each_rank_has_its_trace(tmp_path):
+    simulated.prepare()
+    first, second = run("built", 2, tmp_path, "simulated_worker.py")
+    for name, ((whole, held), (in_shards, nothing)) in first.items():
+        assert whole == in_shards == second[name][0][0] == second[name][1][0]
+        assert held > nothing == 0
+        for rank in range(2):
+            spans = read(tmp_path / f"{name}, 2.rank{rank}.json")
+            assert {s["pid"] for s in spans} == {rank}
+            updates = [s["args"]["bucket"] for s in spans if s["cat"] == UPDATE]
+            arrived = [s["args"]["bucket"] for s in spans if s["cat"] == TO_HOST]
+            assert sorted(arrived) == [*range(len(arrived))]
+            assert sorted(updates) == sorted({*updates} & {*arrived}) != []  # a shard may be empty
+
+
+@pytest.mark.parametrize("group", ["gloo", "late"])
+def test_a_copy_to_one_ranks_device_that_fails_ends_the_engines_of_all_within_the_groups_time(group, tmp_path):
+    simulated.prepare()
+    first, second = run(f"failing, {group}", 2, tmp_path, "simulated_worker.py")
+    expected = first.pop("expected")
+    assert second.pop("expected") == expected
+    assert first.pop("seconds") == second.pop("seconds") == 7.0
+    for name, (said, _) in second.items():
+        assert said[0] == "RuntimeError: simulated device: the copy failed, as asked", name
+        assert said[1] is None  # zero_grad
+        assert all(re.match("(Collective|State)Error", step) for step in said[2:4]), name
+    for name, (said, _) in first.items():
+        assert said[0] is None or re.match("(Collective|Runtime)Error", said[0]), name
+        assert all(re.match("(Collective|State)Error", step) for step in said[2:4]), name
+    if group == "gloo":  # the last bucket was there, on this rank: the step is whole
+        assert first["stage 1"][0][0] is None
+        assert first["stage 1"][1] == expected != second["stage 1"][1]
+        for said, _ in second.values():
+            assert said[2].startswith("StateError: the last update broke off on this rank alone (simulated device: the")
+            assert said[5] is None  # its states can be read
 
 
 def test_an_exchange_that_is_not_waited_for_shows(tmp_path):

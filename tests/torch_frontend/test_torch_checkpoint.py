@@ -14,7 +14,9 @@ from frontends.torch import gathered_parameters, wrap
 from frontends.torch.files.checkpoint import load_weights
 from offload_core.checkpoint.reader import Checkpoint
 from offload_core.errors import CheckpointError, StateError
-from tests.support.torch_models import batch, loss_of, make, same_bits
+from tests.support.torch_models import batch, loss_of, make, place, same_bits
+
+everywhere = pytest.mark.usefixtures("device")
 
 
 class Mixed(nn.Module):
@@ -41,9 +43,14 @@ class Mixed(nn.Module):
         return (self.tied(x) @ self.frozen) * self.scale
 
 
+def mixed(seed=0):
+    with place():
+        return Mixed(seed)
+
+
 def train(engine, steps, *schedules):
     for _ in range(steps):
-        x = torch.randn(4, 3, 6, 6)
+        x = torch.randn(4, 3, 6, 6).to(place())
         x = x + np.random.rand() + random.random()
         engine.backward(engine(x).float().pow(2).mean())
         engine.step()
@@ -75,10 +82,14 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, way):
+@pytest.mark.parametrize(
+    ("device", "way"),
+    [*(("host", way) for way in WAYS), *(("simulated, delays 0", way) for way in ("plain", "float16", "stage 3"))],
+    indirect=["device"],
+)
+def test_a_resumed_run_is_the_uninterrupted_one(device, tmp_path, way):
     def new(seed):
-        engine = wrap(Mixed(seed), **{"lr": 1e-2, "gradient_clipping": 0.1, **WAYS[way]})
+        engine = wrap(mixed(seed), **{"lr": 1e-2, "gradient_clipping": 0.1, **WAYS[way]})
         schedules = [] if way == "function" else [CosineAnnealingLR(engine.optimizer, 7)]
         return engine, schedules
 
@@ -106,17 +117,18 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, way):
     assert "param/cache" not in stored
 
 
+@everywhere
 @pytest.mark.parametrize("other", [way for way in WAYS if way not in ("delayed", "plain")])
 def test_another_configuration_loads_it(tmp_path, other):
     """Another stage, element type, tier: master weights and moments are the same bits."""
-    engine = wrap(Mixed(), lr=1e-2)
+    engine = wrap(mixed(), lr=1e-2)
     train(engine, 3)
     engine.save_checkpoint(tmp_path)
-    loaded = wrap(Mixed(1), **{"lr": 1e-2, **WAYS[other]})
+    loaded = wrap(mixed(1), **{"lr": 1e-2, **WAYS[other]})
     loaded.load_checkpoint(tmp_path)
     again = tmp_path / "again"
     loaded.save_checkpoint(again)
-    third = wrap(Mixed(2), lr=1e-2)
+    third = wrap(mixed(2), lr=1e-2)
     third.load_checkpoint(again)
     mine, theirs = everything(third), everything(engine)
     narrow = loaded.config.param_dtype
@@ -129,11 +141,12 @@ def test_another_configuration_loads_it(tmp_path, other):
         assert same_bits(mine[name], theirs[name].to(getattr(torch, narrow)).float())
 
 
+@everywhere
 def test_a_parameter_that_is_frozen_or_trained_now_only(tmp_path):
-    engine = wrap(Mixed(), lr=1e-2)
+    engine = wrap(mixed(), lr=1e-2)
     train(engine, 2)
     engine.save_checkpoint(tmp_path)
-    model = Mixed(1)
+    model = mixed(1)
     model.frozen.requires_grad_(True)
     model.head.weight.requires_grad_(False)
     other = wrap(model, lr=1e-2, param_dtype="bfloat16")
@@ -147,9 +160,10 @@ def test_a_parameter_that_is_frozen_or_trained_now_only(tmp_path):
     train(other, 1)
 
 
+@everywhere
 def test_a_parameter_that_was_unfrozen_on_the_way_keeps_its_states(tmp_path):
     def new(seed):
-        model = Mixed(seed)
+        model = mixed(seed)
         model.head.requires_grad_(False)
         engine = wrap(model, lr=1e-2, param_dtype="bfloat16")
         return model, engine
@@ -185,44 +199,50 @@ class Adapted(nn.Module):
         return self.base(x) + self.up(self.down(x))
 
 
+def adapted(seed):
+    with place():
+        return Adapted(seed)
+
+
 def adapt(engine, seeds):
     for seed in seeds:
-        x = torch.randn(4, 256, generator=torch.Generator().manual_seed(seed))
+        x = torch.randn(4, 256, generator=torch.Generator().manual_seed(seed)).to(place())
         engine.backward(engine(x).pow(2).mean())
         engine.step()
 
 
+@everywhere
 @pytest.mark.parametrize("way", ["plain", "stage 3"])
 def test_a_checkpoint_without_the_frozen_base_resumes_on_the_same_base(tmp_path, way):
-    engine = wrap(Adapted(1), lr=1e-2, **WAYS[way])
+    engine = wrap(adapted(1), lr=1e-2, **WAYS[way])
     adapt(engine, range(3))
     path = engine.save_checkpoint(tmp_path, frozen=False)
     n_trained = sum(p.numel() for p in engine.module.parameters() if p.requires_grad)
     assert sum(file.stat().st_size for file in path.iterdir()) < 12 * n_trained + 2**15  # of 2**18
     adapt(engine, range(3, 6))
-    other = wrap(Adapted(2), lr=1e-2, **WAYS["plain"])
+    other = wrap(adapted(2), lr=1e-2, **WAYS["plain"])
     other.load_checkpoint(tmp_path)
     adapt(other, range(3, 6))
     engine.close()
     for (name, p), q in zip(other.module.named_parameters(), engine.module.parameters(), strict=True):
         assert same_bits(p, q), name
-    weights = Adapted(3)
+    weights = adapted(3)
     load_weights(weights, path)
     assert same_bits(weights.base.weight, other.module.base.weight)
-    assert not same_bits(weights.up.weight, Adapted(3).up.weight)
+    assert not same_bits(weights.up.weight, adapted(3).up.weight)
 
 
 def test_a_checkpoint_without_the_frozen_base_fits_no_other_model(tmp_path):
-    engine = wrap(Adapted(1), lr=1e-2)
+    engine = wrap(adapted(1), lr=1e-2)
     adapt(engine, range(2))
     engine.save_checkpoint(tmp_path, frozen=False)
-    unfrozen, smaller = Adapted(2), Adapted(2)
+    unfrozen, smaller = adapted(2), adapted(2)
     unfrozen.base.weight.requires_grad_(True)
     smaller.base = nn.Linear(256, 128).requires_grad_(False)
     for model, said in (
         (unfrozen, r"saved without 'base.weight', which was frozen and is trained now; expected it frozen"),
         (smaller, r"'base.weight' has shape \[256, 256\] in it, expected \[128, 256\]"),
-        (Adapted(2).down, "this model lacks"),
+        (adapted(2).down, "this model lacks"),
     ):
         before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         other = wrap(model, lr=1e-2)
@@ -274,6 +294,7 @@ def test_a_compiled_model_is_the_same_model(tmp_path):
     engine.load_checkpoint(tmp_path)
 
 
+@everywhere
 def test_a_schedule_that_counts_its_milestones_comes_back(tmp_path):
     def new():
         engine = wrap(make(), lr=1e-2)
@@ -301,6 +322,7 @@ def test_two_tensors_of_one_name_are_refused_before_anything_is_written(tmp_path
     assert not list(tmp_path.iterdir())
 
 
+@everywhere
 def test_parameters_that_are_changed_by_hand_right_after_the_call_are_saved_as_they_were(tmp_path):
     """They may be: weights are swapped for their average, then evaluated."""
     engine = wrap(make(), lr=1e-2)
@@ -355,6 +377,7 @@ def test_what_cannot_be_saved_is_named_and_nothing_is_left(tmp_path):
         engine.load_checkpoint(tmp_path, stateful={"x": LambdaLR(engine.optimizer, lambda step: 1.0)})
 
 
+@everywhere
 def test_gradients_that_wait_are_discarded_by_loading(tmp_path):
     engine, straight = (wrap(make(), lr=1e-2, gradient_accumulation_steps=2) for _ in range(2))
     engine.save_checkpoint(tmp_path)
@@ -368,6 +391,7 @@ def test_gradients_that_wait_are_discarded_by_loading(tmp_path):
     assert_same(everything(engine), everything(straight))
 
 
+@everywhere
 def test_an_engine_that_saves_can_be_copied_and_a_checkpoint_stays_as_it_is(tmp_path):
     engine = wrap(make(), lr=1e-2)
     engine.save_checkpoint(tmp_path, wait=False)

@@ -49,6 +49,10 @@ def step(engine, seed):
 
 
 everywhere = pytest.mark.usefixtures("device")
+rarely = pytest.mark.parametrize(
+    "device", ["host", pytest.param("simulated, delays 0", marks=pytest.mark.slow)], indirect=True
+)
+"""Laws to which others hold on the simulated device at every change: tests/gpu watches memory there."""
 
 
 @everywhere
@@ -380,6 +384,7 @@ def test_a_deepcopied_engine_goes_on_like_the_original():
     assert everything(engine) == everything(twin)
 
 
+@rarely
 @everywhere
 def test_nothing_grows_with_the_number_of_steps():
     engine = wrap(make(), gradient_clipping=1.0, param_dtype="bfloat16", gradient_accumulation_steps=2)

@@ -15,7 +15,13 @@ from frontends.torch.integrations.shards import Shards
 from offload_core.checkpoint.folder import MANIFEST
 from offload_core.checkpoint.manifest import read_manifest, write_manifest
 from offload_core.errors import CheckpointError, ConfigError, StateError
-from tests.support.torch_models import same_bits
+from tests.support.torch_models import place, same_bits
+
+everywhere = pytest.mark.usefixtures("device")
+rarely = pytest.mark.parametrize(
+    "device", ["host", pytest.param("simulated, delays 0", marks=pytest.mark.slow)], indirect=True
+)
+"""Laws to which others hold on the simulated device at every change: a file is refused before it is moved there."""
 
 
 class Remembers(nn.Linear):
@@ -49,14 +55,14 @@ class Loader:
 
 def new(seed, **fields):
     torch.manual_seed(seed)
-    model = nn.Sequential(Remembers(seed), nn.Linear(4, 2))
+    model = nn.Sequential(Remembers(seed), nn.Linear(4, 2)).to(place())
     engine = wrap(model, lr=1e-2, **{"param_dtype": "bfloat16", **fields})
     return engine, {"schedule": LambdaLR(engine.optimizer, lambda n: 1 / (1 + n)), "loader": Loader(seed)}
 
 
 def train(engine, stateful, steps=2):
     for _ in range(steps):
-        engine.backward(engine(torch.ones(2, 4)).float().square().mean())
+        engine.backward(engine(torch.ones(2, 4, device=place())).float().square().mean())
         engine.step()
         stateful["schedule"].step()
 
@@ -135,6 +141,8 @@ FORGERIES = {
 }
 
 
+@rarely
+@everywhere
 @pytest.mark.parametrize("forgery", FORGERIES)
 def test_what_cannot_be_taken_is_refused_before_anything_changes(saved, forgery):
     forge(saved, FORGERIES[forgery])
@@ -178,6 +186,7 @@ def test_without_the_random_state_a_wrong_one_does_not_matter(saved):
         ("loader", {"'0._extra_state'", "stateful['schedule']"}, {"the random generators"}),
     ],
 )
+@everywhere
 def test_code_of_others_runs_last_and_its_failure_says_what_is_loaded(saved, what, done, left):
     engine, stateful = new(2)
     train(engine, stateful)
@@ -199,8 +208,9 @@ def test_code_of_others_runs_last_and_its_failure_says_what_is_loaded(saved, wha
     train(engine, stateful)
 
 
+@everywhere
 def test_weights_alone_come_before_the_states_of_modules(saved):
-    model = nn.Sequential(Remembers(), nn.Linear(4, 2)).bfloat16()
+    model = nn.Sequential(Remembers(), nn.Linear(4, 2)).to(place(), torch.bfloat16)
     model[0].refuses = True
     with pytest.raises(CheckpointError, match=r"broke off in set_extra_state\(\) of '0._extra_state'"):
         load_weights(model, saved)
@@ -210,13 +220,14 @@ def test_weights_alone_come_before_the_states_of_modules(saved):
         assert same_bits(mine.detach(), theirs.detach())
 
 
+@everywhere
 def test_weights_alone_of_a_damaged_file_say_that_they_are_mixed(saved):
     [shard] = saved.glob("*.safetensors")
     data = bytearray(shard.read_bytes())
     data[-1] ^= 1
     shard.write_bytes(data)
     with pytest.raises(CheckpointError, match=r"loading broke off \(.*are not those that were written"):
-        load_weights(nn.Sequential(Remembers(), nn.Linear(4, 2)).bfloat16(), saved)
+        load_weights(nn.Sequential(Remembers(), nn.Linear(4, 2)).to(place(), torch.bfloat16), saved)
 
 
 @pytest.mark.parametrize("extras", [None, 3, {}, {"global_step": "3"}, {"global_step": 4}])
@@ -313,6 +324,7 @@ BAD_STATES = {
 }
 
 
+@everywhere
 @pytest.mark.parametrize("bad", BAD_STATES)
 def test_a_state_dict_that_cannot_be_taken_changes_nothing(bad):
     engine, stateful = new(1)
@@ -338,6 +350,7 @@ def test_a_state_dict_with_a_wrong_loss_scale_changes_nothing(scale):
     assert_unchanged(before, everything(engine, stateful))
 
 
+@everywhere
 def test_a_hook_after_loading_finds_everything_loaded():
     """It may fail: then all of the states are the loaded ones, the number of updates too."""
     engine, stateful = new(1)

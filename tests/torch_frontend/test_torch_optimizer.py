@@ -529,9 +529,9 @@ def test_loading_a_model_after_wrapping_is_followed():
     ],
     ids=["rate", "eps", "weight decay", "clip factor"],
 )
-def test_a_caller_that_flushes_subnormals_to_zero_gets_the_bits_of_one_that_does_not(fields, gradient):
+def test_a_caller_that_flushes_subnormals_to_zero_gets_the_bits_of_one_that_does_not(fields, gradient, device):
     def states(*, flush):
-        param = nn.Parameter(torch.tensor([0.0, 1.0]))
+        param = nn.Parameter(torch.tensor([0.0, 1.0], device=device))
         optimizer = OffloadedAdamW([param], **fields)
         param.grad = torch.full_like(param, gradient)
         if flush and not torch.set_flush_denormal(True):

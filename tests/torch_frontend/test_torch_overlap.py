@@ -20,13 +20,16 @@ from frontends.torch.pending import PendingParameter
 from frontends.torch.ranks import device_ranks
 from offload_core import StateError
 from tests.support.slow_torch_device import SlowTorchDevice
-from tests.support.torch_models import batch, loss_of, make, same_bits
+from tests.support.torch_models import batch, loss_of, make, on, place, same_bits
 
 OPTIONS = {"lr": 1e-2, "param_dtype": "bfloat16", "reduce_bucket_size": 64}
+SIMULATED = "simulated, delays 0"
+everywhere = pytest.mark.parametrize("device", ["late", SIMULATED], indirect=True)
 
 
 @pytest.fixture
-def device(monkeypatch):
+def slow(monkeypatch):
+    """The device of the process, which a test may hold back or let fail."""
     slow = SlowTorchDevice()
     monkeypatch.setattr(device_ranks, "memory_of", lambda device: slow)
     return slow
@@ -42,8 +45,8 @@ def one_step(engine, seed=0):
 
 
 def reference(steps, **options):
-    """The same run with everything in place."""
-    engine = wrap(make(), **{**OPTIONS, "schedule": "serial", **options})
+    """The same run on the host, with everything in place."""
+    engine = wrap(make(device="cpu"), **{**OPTIONS, "schedule": "serial", **options})
     reports = [one_step(engine, seed) for seed in range(steps)]
     return engine, reports
 
@@ -62,6 +65,9 @@ def assert_equal(engine, other):
     [{}, {"gradient_clipping": 0.05}, {"gradient_accumulation_steps": 2}, {"param_dtype": "float16"}],
     ids=str,
 )
+@pytest.mark.parametrize(
+    "device", ["late", pytest.param(SIMULATED, marks=pytest.mark.slow)], indirect=True
+)  # test_devices.py has settings like these
 @pytest.mark.parametrize("schedule", ["overlap", "serial"])
 def test_twelve_steps_equal_those_in_place(device, monkeypatch, options, schedule):
     engine = wrap(make(), **{**OPTIONS, "schedule": schedule, **options})
@@ -87,7 +93,7 @@ READS = {
     "torch.save": saved,
     "deepcopy": lambda model: list(copy.deepcopy(model).parameters()),
     "data": lambda model: [p.data.clone() for p in model.parameters()],
-    "numpy": lambda model: [torch.from_numpy(p.detach().float().numpy()) for p in model.parameters()],
+    "numpy": lambda model: [torch.from_numpy(p.detach().float().cpu().numpy()) for p in model.parameters()],
     "a list of them": lambda model: list(torch._foreach_mul(list(model.parameters()), 1.0)),
     "functional_call": lambda model: [
         torch.func.functional_call(model, dict(model.named_parameters()), (batch(0, torch.bfloat16),))
@@ -100,6 +106,7 @@ READS = {
 }
 
 
+@everywhere
 @pytest.mark.parametrize("read", READS.values(), ids=READS)
 def test_a_read_by_hand_after_a_step_sees_finished_values(device, read):
     engine = wrap(make(), **OPTIONS)
@@ -113,9 +120,9 @@ def test_a_read_by_hand_after_a_step_sees_finished_values(device, read):
         assert same_bits(a, b)
 
 
-def test_what_sees_no_values_does_not_wait(device):
+def test_what_sees_no_values_does_not_wait(slow):
     engine = wrap(make(), **OPTIONS)
-    device.gate.clear()
+    slow.gate.clear()
     one_step(engine)
     for p in engine.module.parameters():
         assert p.grad is None
@@ -125,21 +132,21 @@ def test_what_sees_no_values_does_not_wait(device):
     engine.zero_grad()
     engine.module.zero_grad()
     assert all(pending(engine))
-    device.gate.set()
+    slow.gate.set()
     engine.module.state_dict()
 
 
-def test_a_layer_waits_for_its_own_parameters_only(device):
+def test_a_layer_waits_for_its_own_parameters_only(slow):
     model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
     engine = wrap(model, lr=1e-2, param_dtype="bfloat16", reduce_bucket_size=64)
     x = torch.ones(2, 8, dtype=torch.bfloat16)
     for _ in range(2):  # the order is learnt
         engine.backward(engine(x).sum())
-        device.gate.clear()
+        slow.gate.clear()
         engine.step()
         assert all(pending(engine))
         written = [engine.optimizer.pipeline.buckets.of[i][0] for i in range(3)]
-        device.gate.set()
+        slow.gate.set()
         model[0].weight.sum()
         assert pending(engine) == [False, True, True]
         model[1].weight.sum()
@@ -183,11 +190,14 @@ UNSEEN = {
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-@pytest.mark.parametrize("layer", UNSEEN.values(), ids=UNSEEN)
+@pytest.mark.parametrize(
+    ("device", "layer"), [*(("late", layer) for layer in UNSEEN), (SIMULATED, "an extension")], indirect=["device"]
+)
 def test_a_module_waits_for_parameters_that_its_code_reads_unseen(device, monkeypatch, layer):
     def train():
         torch.manual_seed(0)
-        engine = wrap(nn.Sequential(*(layer() for _ in range(3))), **{**OPTIONS, "param_dtype": None})
+        model = nn.Sequential(*(UNSEEN[layer]() for _ in range(3))).to(place())
+        engine = wrap(model, **{**OPTIONS, "param_dtype": None})
         for seed in range(4):
             loss = engine(batch(seed)[:, :16]).pow(2).mean()
             engine.backward(loss)
@@ -197,7 +207,8 @@ def test_a_module_waits_for_parameters_that_its_code_reads_unseen(device, monkey
 
     late = [*train()]
     monkeypatch.undo()
-    assert late == [*train()]
+    with on("cpu"):
+        assert late == [*train()]
 
 
 def layer_of_attention():
@@ -214,25 +225,27 @@ ATTENTION = {
 }
 
 
+@everywhere
 @pytest.mark.parametrize(("make_model", "call"), ATTENTION.values(), ids=ATTENTION)
-def test_attention_in_evaluation_is_the_same_function_while_an_update_runs(device, monkeypatch, make_model, call):
+def test_attention_in_evaluation_is_the_same_function_while_an_update_runs(device, make_model, call):
     """torch computes it in one function, with bits of its own, if the weights are plain parameters."""
-    x = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(1)).to(place())
 
-    def evaluated():
+    def evaluated(schedule):
         torch.manual_seed(0)
-        engine = wrap(make_model(), **{**OPTIONS, "param_dtype": None})
+        engine = wrap(make_model().to(place()), **{**OPTIONS, "param_dtype": None, "schedule": schedule})
+        found = []
         for _ in range(2):
             engine.train()
             engine.backward(call(engine, x).pow(2).mean())
             engine.step()
+            assert any(pending(engine)) == (schedule == "overlap")
             engine.eval()
             with torch.no_grad():
-                yield call(engine, x)
+                found.append(call(engine, x))
+        return found
 
-    late = [*evaluated()]
-    monkeypatch.undo()
-    assert all(map(same_bits, late, evaluated()))
+    assert all(map(same_bits, evaluated("overlap"), evaluated("serial")))
 
 
 READER = """
@@ -274,7 +287,7 @@ def reader(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
-def test_an_extension_in_cpp_reads_finished_values_inside_a_module_and_after_a_flush(device, reader):
+def test_an_extension_in_cpp_reads_finished_values_inside_a_module_and_after_a_flush(slow, reader):
     class Layer(nn.Linear):
         def forward(self, x):
             self.seen = reader(self.weight)
@@ -296,9 +309,9 @@ def test_an_extension_in_cpp_reads_finished_values_inside_a_module_and_after_a_f
         assert same_bits(outside, layer.weight * 2)
 
 
-def test_states_are_finished_when_they_are_read(device):
+def test_states_are_finished_when_they_are_read(slow):
     engine = wrap(make(), **OPTIONS)
-    device.delay = 0.02
+    slow.delay = 0.02
     one_step(engine)
     state = engine.optimizer.state[engine.module[0].weight]
     assert engine.optimizer.pipeline.finished
@@ -309,6 +322,7 @@ def test_states_are_finished_when_they_are_read(device):
     assert saved["state"][0]["step"] == 2
 
 
+@everywhere
 def test_the_optimizer_alone_has_finished_when_step_returns(device):
     model = make().to(torch.bfloat16)
     optimizer = OffloadedAdamW(model.parameters(), lr=1e-2, reduce_bucket_size=64)
@@ -319,15 +333,15 @@ def test_the_optimizer_alone_has_finished_when_step_returns(device):
     assert all(p.isfinite().all() for p in model.parameters())
 
 
-def test_a_failed_copy_is_an_error_of_the_next_forward_once(device):
+def test_a_failed_copy_is_an_error_of_the_next_forward_once(slow):
     engine = wrap(make(), **OPTIONS)
     one_step(engine)
     engine.optimizer.pipeline.finish()
-    device.fails = True
+    slow.fails = True
     one_step(engine, 1)
     with pytest.raises(OSError, match="the copy failed"):
         engine(batch(2, torch.bfloat16))
-    device.fails = False
+    slow.fails = False
     assert not any(pending(engine)) or engine.module.state_dict()
     engine.optimizer.zero_grad()
     for p in engine.module.parameters():
@@ -338,6 +352,7 @@ def test_a_failed_copy_is_an_error_of_the_next_forward_once(device):
         assert same_bits(p, states[p]["master"].to(torch.bfloat16))
 
 
+@everywhere
 def test_activation_checkpointing_reads_finished_values(device):
     class Checkpointed(nn.Module):
         def __init__(self, model):
@@ -358,7 +373,17 @@ def test_activation_checkpointing_reads_finished_values(device):
         assert same_bits(a, b)
 
 
-@pytest.mark.parametrize("how", ["the engine", "the model", "a layer", "a function"])
+@pytest.mark.parametrize(
+    ("device", "how"),
+    [
+        ("late", "the engine"),
+        ("late", "the model"),
+        ("late", "a layer"),
+        ("late", "a function"),
+        (SIMULATED, "a layer"),
+    ],
+    indirect=["device"],
+)
 def test_compiled_models_do_not_compile_again_and_see_finished_values(device, monkeypatch, how):
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounter()
@@ -383,6 +408,7 @@ def test_compiled_models_do_not_compile_again_and_see_finished_values(device, mo
         assert same_bits(a, b)
 
 
+@everywhere
 def test_compiled_code_outside_of_modules_reads_finished_values(device, monkeypatch):
     """It is compiled once while a parameter is pending, and once for good: from then on steps wait."""
     monkeypatch.setattr("frontends.torch.pending.compiled_code_reads", False)
@@ -396,10 +422,10 @@ def test_compiled_code_outside_of_modules_reads_finished_values(device, monkeypa
     assert counter.frame_count == 2
 
 
-def test_an_engine_can_be_dropped_or_closed_while_an_update_runs(device):
+def test_an_engine_can_be_dropped_or_closed_while_an_update_runs(slow):
     engine = wrap(make(), **OPTIONS)
     model = engine.module
-    device.delay = 0.02
+    slow.delay = 0.02
     one_step(engine)
     engine.close()
     assert not any(isinstance(p, PendingParameter) for p in model.parameters())
@@ -439,6 +465,7 @@ def emit(engine, seed=0):
     ],
     ids=str,
 )
+@everywhere
 def test_updating_in_backward_gives_the_same_bits(device, monkeypatch, options, state):
     engine = wrap(make(), **{**EARLY, **options})
     reports, seen = [], set()
@@ -459,6 +486,7 @@ def test_updating_in_backward_gives_the_same_bits(device, monkeypatch, options, 
     assert_equal(engine, expected)
 
 
+@everywhere
 def test_what_was_emitted_tentatively_is_read_and_discarded_as_if_it_were_not(device):
     engine = wrap(make(), **TENTATIVE)
     for act in (lambda: engine.module.state_dict(), engine.zero_grad, engine.optimizer.state_dict):
@@ -472,6 +500,7 @@ def test_what_was_emitted_tentatively_is_read_and_discarded_as_if_it_were_not(de
             assert not any(same_bits(p, old) for p, old in zip(engine.parameters(), before, strict=True))
 
 
+@everywhere
 @pytest.mark.parametrize("options", [EARLY, TENTATIVE], ids=["at once", "tentatively"])
 def test_autograd_does_not_read_what_was_written_under_it(device, options):
     engine = wrap(make(), **options)
@@ -481,6 +510,7 @@ def test_autograd_does_not_read_what_was_written_under_it(device, options):
         loss.backward()
 
 
+@everywhere
 def test_a_layer_that_is_checkpointed_twice_reads_its_parameters_before_the_step(device):
     """Reentrant checkpoints bring a gradient each, and run the layer again in between."""
 
@@ -494,18 +524,19 @@ def test_a_layer_that_is_checkpointed_twice_reads_its_parameters_before_the_step
             x = x.requires_grad_()
             return checkpoint(self.layer, checkpoint(self.layer, x, use_reentrant=True).relu(), use_reentrant=True)
 
-    engines = [wrap(Twice(), **options) for options in (TENTATIVE, {**OPTIONS, "schedule": "serial"})]
+    engines = [wrap(Twice().to(place()), **options) for options in (TENTATIVE, {**OPTIONS, "schedule": "serial"})]
     for seed in range(3):
         for engine in engines:
-            torch.manual_seed(seed)
-            engine.backward(engine(torch.randn(4, 8)).float().pow(2).mean())
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed)).to(place())
+            engine.backward(engine(x).float().pow(2).mean())
             assert engine.step().updated
     assert_equal(*engines)
-    engine = wrap(Twice(), **EARLY)
+    engine = wrap(Twice().to(place()), **EARLY)
     with pytest.raises(StateError, match="its gradient has been used, for update_in_backward=True"):
-        engine.backward(engine(torch.ones(4, 8)).sum())
+        engine.backward(engine(torch.ones(4, 8, device=place())).sum())
 
 
+@everywhere
 def test_parameters_whose_readers_cannot_be_made_to_wait_are_not_emitted(device):
     class Mine(nn.Parameter):
         pass
@@ -516,8 +547,9 @@ def test_parameters_whose_readers_cannot_be_made_to_wait_are_not_emitted(device)
     assert emit(wrap(torch.compile(make(), backend="eager"), **TENTATIVE)) == {NOT_SENT}
 
 
+@everywhere
 def test_a_change_from_outside_before_the_backward_is_part_of_what_is_emitted(device):
-    model = nn.Sequential(nn.Conv2d(3, 8, 3)).to(memory_format=torch.channels_last)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3)).to(place(), memory_format=torch.channels_last)
     engines = [
         wrap(copy.deepcopy(model), **options) for options in (TENTATIVE, EARLY, {**OPTIONS, "schedule": "serial"})
     ]
@@ -525,14 +557,15 @@ def test_a_change_from_outside_before_the_backward_is_part_of_what_is_emitted(de
         for seed in range(3):
             with torch.no_grad():
                 engine.module[0].weight.copy_(torch.full((8, 3, 3, 3), 0.1 * seed))
-            torch.manual_seed(seed)
-            engine.backward(engine(torch.randn(2, 3, 5, 5)).float().pow(2).mean())
+            x = torch.randn(2, 3, 5, 5, generator=torch.Generator().manual_seed(seed)).to(place())
+            engine.backward(engine(x).float().pow(2).mean())
             engine.optimizer.pipeline.buckets.run(lambda: None)
             assert engine.step().updated
     assert_equal(engines[0], engines[2])
     assert_equal(engines[1], engines[2])
 
 
+@everywhere
 def test_what_was_used_in_backward_cannot_be_discarded_or_joined(device):
     engine = wrap(make(), **OPTIONS, update_in_backward=True)
     engine.backward(loss_of(engine, 0))
@@ -547,12 +580,10 @@ def test_what_was_used_in_backward_cannot_be_discarded_or_joined(device):
     assert engine.step().updated
 
 
-@pytest.mark.parametrize("where", ["slow", "in place"])
+@pytest.mark.parametrize("device", ["late", "host", SIMULATED], indirect=True)
 @pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
-def test_delayed_parameters_are_a_step_behind_until_they_are_flushed(device, monkeypatch, where, param_dtype):
+def test_delayed_parameters_are_a_step_behind_until_they_are_flushed(device, param_dtype):
     """Against a loop by hand: gradients of the parameters one step old, from the warm-up on."""
-    if where == "in place":
-        monkeypatch.undo()
     dtype = getattr(torch, param_dtype)
     engine = wrap(make(), **{**OPTIONS, "param_dtype": param_dtype}, schedule="delayed", delay_warmup_steps=3)
     masters, seen = make(), make().to(dtype)

@@ -1,17 +1,20 @@
 """One rank on a simulated device, run by test_simulated_ranks.py: SCENARIO RANK WORLD_SIZE FOLDER."""
 
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 import offload_core.step.worker
-from frontends.torch import wrap
+from frontends.torch import init, wrap
 from frontends.torch.ranks import device_ranks
+from frontends.torch.ranks.own_group import timeout_of
 from tests.support import simulated
 from tests.support.one_thread import Threads
 from tests.support.simulated import collectives
-from tests.support.torch_rank import batch, main, make, whole_bits
+from tests.support.torch_rank import batch, bits, main, make, whole_bits
 from tests.support.wait_mutants import Change, keepers_of, made, orders_of, pins_of, waits_of
 
 STREAMED = {"stage": 3, "offload_param": "cpu", "param_persistence_threshold": 0}
@@ -71,6 +74,28 @@ def saved(rank, world_size):
     return result
 
 
+def built(rank, world_size):
+    """Models that are built on devices, whole and in shards; the second step of each is traced."""
+    device, result = torch.device(simulated.NAME, rank), {}
+    torch.accelerator.set_device_index(device)
+    for name in ("stage 3", "streamed"):
+        fields = {"lr": 1e-2, "reduce_bucket_size": 1000, **SETTINGS[name]}
+        result[name] = []
+        for in_shards in (False, True):
+            with device, init(**fields, enabled=in_shards):
+                model = make()
+            with torch._C.DisableTorchFunctionSubclass():  # no read
+                held = sum(p.untyped_storage().nbytes() for p in model.parameters())
+            engine = wrap(model, **fields)
+            for seed in range(3):
+                with engine.trace(Path(sys.argv[4]) / f"{name}, {seed}.json"):
+                    engine.backward(engine(batch(seed, rank).to(device)).float().pow(2).mean())
+                    engine.step()
+            result[name].append([whole_bits(engine), held])
+            engine.close()
+    return result
+
+
 def without_waits(rank, world_size):
     """An exchange that the stream of copies does not wait for."""
     change = Change(collectives.__name__, "_Exchange.wait", "torch.accelerator.current_stream(self._device).wait_event(self._ended)", "None")  # fmt: skip # noqa: E501
@@ -117,9 +142,82 @@ def mutants(rank, world_size):
     return result
 
 
+def failing_on_the_way_back(rank, world_size):
+    """A copy of parameters to the device fails on rank 1; both ranks catch what they are told, and go on."""
+    device = torch.device(simulated.NAME, rank)
+    torch.accelerator.set_device_index(device)
+    reference = wrap(make(), lr=1e-2, reduce_bucket_size=1000)
+    for seed in range(2):
+        reference.backward(reference(batch(seed, rank)).pow(2).mean())
+        reference.step()
+    result = {"expected": bits(reference.module), "seconds": seconds_of_its_own(device)}
+    store = dist.group.WORLD.get_group_store()
+    for name, last in (("stage 1", True), ("stage 2", False)):
+        store.set(f"{name} {rank}", "here")
+        store.wait([f"{name} {other}" for other in range(world_size)])  # one is done sooner with the case before
+        group = dist.new_group(backend=dist.get_backend(), timeout=timedelta(seconds=1))
+        engine = wrap(make().to(device), lr=1e-2, reduce_bucket_size=1000, process_group=group, **SETTINGS[name])
+        said = []
+
+        def tried(act, said=said):
+            try:
+                act()
+            except Exception as error:
+                said.append(f"{type(error).__name__}: {error}".partition("\n")[0])
+                while_it_fails(torch.accelerator.synchronize)
+            else:
+                said.append(None)
+
+        def step(seed, engine=engine):
+            engine.backward(engine(batch(seed, rank).to(device)).float().pow(2).mean())
+            engine.step()
+
+        step(0)
+        engine.flush()
+        engine.backward(engine(batch(1, rank).to(device)).float().pow(2).mean())
+        engine.optimizer.pipeline.buckets.run(lambda: None)  # the gradients have left
+        torch.accelerator.synchronize()
+        simulated.fail_copy(rank * (len(engine.optimizer.pipeline.buckets.all) if last else 1))  # none on rank 0
+
+        def update(engine=engine):
+            engine.step()
+            engine.flush()
+
+        tried(update)
+        simulated.fail_copy(0)
+        tried(engine.zero_grad)
+        for seed in (2, 3):
+            tried(lambda seed=seed: step(seed))
+        tried(engine.flush)
+        tried(engine.optimizer.state.values)
+        tried(engine.close)
+        result[name] = [said, bits(engine.module)]
+    return result
+
+
+def seconds_of_its_own(device):
+    """The timeout of the group that an engine makes for its gathers, beside one of seven seconds."""
+    group = dist.new_group(backend=collectives.BACKEND, timeout=timedelta(seconds=7))
+    engine = wrap(make().to(device), process_group=group, **SETTINGS["stage 3"])
+    found = timeout_of(engine.optimizer.partitioned._world._group()).total_seconds()
+    engine.close()
+    return found
+
+
+def while_it_fails(act):
+    for _ in range(16):
+        try:
+            return act()
+        except RuntimeError:
+            pass
+    raise AssertionError("the device does not go on")
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     collectives.register()
     assert device_ranks.dist.get_default_backend_for_device(simulated.NAME) == collectives.BACKEND
-    scenarios = (everywhere, saved, without_waits, mutants)
-    main({f.__name__: f for f in scenarios}, timeout=60, backend=collectives.BACKEND)
+    scenarios = {f.__name__: f for f in (everywhere, saved, built, without_waits, mutants)}
+    if sys.argv[1].startswith("failing"):
+        scenarios = {f"failing, {group}": failing_on_the_way_back for group in (collectives.BACKEND, "gloo")}
+    main(scenarios, timeout=60, backend=sys.argv[1].split(", ")[1] if "," in sys.argv[1] else collectives.BACKEND)

@@ -26,6 +26,7 @@ from offload_core.ranks.consistency import agree
 from ..tensors import TORCH_DTYPES
 from .collectives import TorchRanks, all_gather, reduce_scatter
 from .device import TorchDevice, as_torch, fill, memory_of, spread
+from .own_group import timeout_of
 from .pinning import drivers_of
 
 
@@ -180,7 +181,13 @@ def device_for(device: torch.device, group: Any, config: OffloadConfig, *, apart
     collectives = TorchRanks(group)
     agree(collectives, replace(config, op_order=config.op_order or "torch"))
     if device.type != "cpu" and _moves(group, device):
-        another = partial(dist.new_group, dist.get_process_group_ranks(group), use_local_synchronization=True)
+        another = partial(
+            dist.new_group,
+            dist.get_process_group_ranks(group),
+            timeout_of(group or dist.group.WORLD),
+            dist.get_backend(group),
+            use_local_synchronization=True,
+        )
         if apart:
             group = another()
         publishing = another() if config.update_in_backward and not apart else None

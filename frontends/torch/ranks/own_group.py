@@ -54,7 +54,7 @@ class OwnGroup:
         self._of = weakref.ref(group)  # a reference kept after destroy_process_group() can abort the exit
         self._lock = threading.Lock()
         self._failure: str | None = None
-        timeout, store = _timeout(group), group.get_group_store()
+        timeout, store = timeout_of(group), group.get_group_store()
         self._failures = dist.PrefixStore("offload-core/failures/", store)
         with suppress(RuntimeError):
             self._failures.delete_key(str(self.rank))  # of an engine before
@@ -228,7 +228,7 @@ def _end(gloo: list[Any], line: HeaderLine) -> None:
     line.close()
 
 
-def _timeout(group: Any) -> timedelta:
+def timeout_of(group: Any) -> timedelta:
     """The time that a group's ranks wait for each other; gloo's own if its backend does not tell."""
     for device in (torch.device("cpu"), torch.accelerator.current_accelerator()):
         with suppress(AttributeError, RuntimeError):

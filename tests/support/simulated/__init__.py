@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.accelerator import _utils, memory
 
 from frontends.torch.ranks import pinning
 from offload_core.memory.pinning import Registered
@@ -94,10 +95,22 @@ def load() -> ctypes.CDLL:
 
 
 def _hide() -> None:
-    """Let torch's own libraries, too, find the accelerator only while it is available."""
-    current, get = torch.accelerator.current_accelerator, torch._C._get_accelerator
+    """Let torch's own libraries, too, find the accelerator only while it is available.
+
+    One that is named is there all the same: garbage of engines may be collected at any time.
+    """
+    current, get, index_of = torch.accelerator.current_accelerator, torch._C._get_accelerator, _utils._get_device_index
+
+    def index(place: Any, optional: bool = False) -> int:
+        given = torch.device(place) if isinstance(place, str) else place
+        if isinstance(given, torch.device) and given.type == NAME:
+            return _index(given)
+        return index_of(place, optional)
+
     torch.accelerator.current_accelerator = lambda *options, **named: current(*options, **named) if _available else None
     torch._C._get_accelerator = lambda: get() if _available else torch.device("cpu")
+    for module in (torch.accelerator, memory):
+        module._get_device_index = index
 
 
 def _end() -> None:
@@ -275,8 +288,14 @@ def copies_waited_for() -> int:
     return load().simulated_copies_waited_for()
 
 
+def allocations() -> int:
+    """Tensors that were given memory of the devices so far."""
+    stats = map(torch.accelerator.memory_stats, range(_DEVICES))
+    return sum(each["allocation.all.allocated"] for each in stats)
+
+
 def call(stream: torch.Stream, act: Callable[[], object]) -> None:
-    """Have this called in the stream's order."""
+    """Have this called in the stream's order, unless the stream has failed by then; with an error of it, it fails."""
     number = next(_NUMBERS)
     _CALLS[number] = act
     load().simulated_call(stream.device_index, stream.stream_id, _call, ctypes.c_size_t(number))
@@ -287,9 +306,13 @@ _CALLS: dict[int, Callable[[], object]] = {}
 """What streams will call."""
 
 
-@ctypes.CFUNCTYPE(None, ctypes.c_size_t)
-def _call(number: int) -> None:
-    _CALLS.pop(number)()
+@ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_size_t)
+def _call(number: int) -> bool:
+    try:
+        _CALLS.pop(number)()
+    except Exception:
+        return False
+    return True
 
 
 def fail_copy(n: int) -> None:

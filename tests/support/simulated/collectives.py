@@ -69,6 +69,7 @@ class LateGroup(dist.ProcessGroup):
                 start(to, of).wait()
             except BaseException as error:
                 self._failure = error
+                raise
 
         with stream:
             of.copy_(sent, non_blocking=True)

@@ -172,6 +172,12 @@ class Queue {
         TORCH_CHECK(failure.empty(), failure);
     }
 
+    // Raise if it has failed, and no one was told yet.
+    void check() {
+        std::lock_guard lock(mutex_);
+        TORCH_CHECK(failure_.empty(), failure_);
+    }
+
     // In turn: does what comes next.
     void do_next() {
         std::lock_guard mine(turn);
@@ -1060,8 +1066,8 @@ std::optional<torch::jit::Stack> shapes(const c10::OperatorHandle &op, const tor
         return std::nullopt; // values decide, there is no meta kernel, or the call is wrong, which the CPU kernel says
     }
     const auto &name = op.schema().name();
-    if (name == "aten::native_layer_norm" ||
-        name == "aten::native_group_norm") { // meta's statistics are CUDA's, in fp32
+    if (name == "aten::native_layer_norm" || name == "aten::native_group_norm" ||
+        name == "aten::native_batch_norm") { // meta's statistics are CUDA's, in fp32
         const auto input = arguments[0].toTensor().scalar_type();
         const auto &weight = arguments[name == "aten::native_layer_norm" ? 2 : 1];
         const bool is_mixed =
@@ -1156,8 +1162,9 @@ void any_operator(const c10::OperatorHandle &op, torch::jit::Stack *stack) {
         kernel.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &inputs);
         for (size_t i = 0; i < targets.size(); ++i) {
             if (targets[i].isTensor()) {
-                if (targets[i].toTensor().defined() && inputs[i].toTensor().defined()) // a mask may leave it out
-                    targets[i].toTensor().copy_(inputs[i].toTensor());
+                const auto target = targets[i].toTensor(), made = inputs[i].toTensor();
+                if (target.defined() && made.defined() && made.numel() >= target.numel()) // it may have been left out
+                    target.copy_(made);
             } else if (targets[i].isTensorList()) {
                 auto made = inputs[i].toTensorVector();
                 auto wanted = targets[i].toTensorVector();
@@ -1246,9 +1253,13 @@ void simulated_keep_busy(int device, int stream, double seconds) {
     queue(device, stream).put([] {}, 0, seconds);
 }
 
-// The function is called, in the stream's order.
-void simulated_call(int device, int stream, void (*act)(size_t), size_t argument) {
-    queue(device, stream).put([act, argument] { act(argument); });
+// The function is called, in the stream's order, unless that has failed; where it returns false, the stream fails.
+void simulated_call(int device, int stream, bool (*act)(size_t), size_t argument) {
+    auto &queue_ = queue(device, stream);
+    queue_.put([&queue_, act, argument] {
+        queue_.check();
+        TORCH_CHECK(act(argument), "simulated device: what the stream called has failed");
+    });
 }
 
 // Copies between host and device for which the host has waited: blocking ones, and of memory that is not pinned.
