@@ -10,13 +10,14 @@ from textwrap import fill
 from typing import Any
 
 from ..config.options import OffloadConfig
+from ..config.state_formats import SHORT_NAMES
 from ..device.exchange_sizes import REFUSED_DEVICES, planned_device, planned_jax_device
 from ..dtypes import BFLOAT16, BY_NAME, ElementType
 from ..errors import ConfigError
 from ..memory.host_memory import available_bytes, format_bytes
 from ..memory.plan import MemoryPlan, PlanRow, format_table
 from ..step.at_once import rows_at_once
-from ..step.bucket_terms import BucketTerms
+from ..step.bucket_terms import NARROWER, BucketTerms
 from ..support.processors import default_threads
 from ..support.units import count, mesh, rate, size
 from .jax_shapes import MeshPart
@@ -280,7 +281,8 @@ def _jax_plan(
     if args.activation_memory:
         n_bytes = part.devices * args.activation_memory
         rows.append(PlanRow("activations", "device", n_bytes, "smaller micro-batches"))
-    plan = MemoryPlan(tuple(rows), sum(spec.numel for spec in specs), shared=on_host)
+    numel = sum(spec.numel for spec in specs)
+    plan = MemoryPlan(tuple(rows), numel, shared=on_host, savings=terms.savings(specs))
     step = predict(
         terms,
         specs,
