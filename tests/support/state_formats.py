@@ -93,9 +93,9 @@ def random_bits(seed: int, update: int, start: int, n: int) -> np.ndarray:
     blocks = range(start // BLOCK, (start + n + BLOCK - 1) // BLOCK)
     keys = np.repeat(np.array([key(block) for block in blocks], np.uint64), BLOCK)
     x = (keys + np.tile(np.arange(BLOCK, dtype=np.uint64), len(blocks))) & low32
-    x = (x ^ x >> 16) * 0x21F0AAAD & low32
+    x = x * 0x21F0AAAD & low32
     x = (x ^ x >> 15 ^ keys >> 32) * 0xD35A2D97 & low32
-    return (x ^ x >> 15)[start % BLOCK :][:n].astype(np.uint32)
+    return (x ^ x >> 16)[start % BLOCK :][:n].astype(np.uint32)
 
 
 def random_of(state: str, state_format: str, bits: np.ndarray) -> np.ndarray:
@@ -133,7 +133,7 @@ def to_float8(values: np.ndarray, has_sign: bool, random: np.ndarray | None) -> 
         if random is None:
             code += (between > 0.5) | ((between == 0.5) & (code % 2 == 1))
         else:
-            code += np.floor(between * 2**20) + random[part] >= 2**20
+            code += np.where(code < 8, np.rint(between * 2**20), between * 2**20) + random[part] >= 2**20
         codes[part] = code + 128 * (np.signbit(values[part]) & has_sign)
     return codes, scales
 
