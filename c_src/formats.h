@@ -15,8 +15,8 @@
  * up: nothing is clamped. */
 enum { OC_MANTISSA = 3, OC_DROPPED = 23 - OC_MANTISSA, OC_TOP_SIGNED = 14, OC_TOP_UNSIGNED = 30 };
 
-/* A block's scale is the biased exponent of its largest value, and at least OC_LEAST_SCALE: 2^(149 + top - scale) is a
- * float. OC_NAN_SCALE, where a value was inf or NaN. */
+/* A block's scale is the biased exponent of its largest value, and at least OC_LEAST_SCALE, so that no code stands for
+ * a subnormal float. OC_NAN_SCALE, where a value was inf or NaN. */
 enum { OC_LEAST_SCALE = 22 + OC_TOP_UNSIGNED, OC_NAN_SCALE = 255 };
 
 /* splitmix64's finalizer (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014). */

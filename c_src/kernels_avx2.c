@@ -72,28 +72,30 @@ static inline vbits v_bits_or(vbits a, vbits b) { return _mm256_or_si256(a, b); 
 static inline vbits v_bits_xor(vbits a, vbits b) { return _mm256_xor_si256(a, b); }
 #define v_bits_left(a, n) _mm256_slli_epi32(a, n)
 #define v_bits_right(a, n) _mm256_srli_epi32(a, n)
-static inline vbits v_truncated(v32 a) { return _mm256_cvttps_epi32(a); }
-static inline v32 v_from_int(vbits a) { return _mm256_cvtepi32_ps(a); }
+static inline vbits v_min32(vbits a, vbits b) { return _mm256_min_epu32(a, b); }
 static inline uint32_t v_top(vbits a) {
     __m128i b = _mm_max_epu32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
     b = _mm_max_epu32(b, _mm_shuffle_epi32(b, 0x4e));
     return (uint32_t)_mm_cvtsi128_si32(_mm_max_epu32(b, _mm_shuffle_epi32(b, 0xb1)));
 }
-static inline __m128i v_to_u16(vbits x) {
-    return _mm_packus_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
-}
 static inline vbits v_load_u8(const uint8_t *a) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)a)); }
 static inline void v_store_u8(uint8_t *a, vbits x) {
-    __m128i halves = v_to_u16(x);
+    __m128i halves = _mm_packus_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
     _mm_storel_epi64((__m128i *)a, _mm_packus_epi16(halves, halves));
 }
-static inline vbits v_load_u16(const uint16_t *a) { return _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)a)); }
-static inline void v_store_u16(uint16_t *a, vbits x) { _mm_storeu_si128((__m128i *)a, v_to_u16(x)); }
+static inline vbits v_load_s16(const uint16_t *a) { return _mm256_cvtepi16_epi32(_mm_loadu_si128((const __m128i *)a)); }
+static inline void v_store_upper(uint16_t *array, vbits a, vbits b) {
+    __m256i packed = _mm256_packus_epi32(_mm256_srli_epi32(a, 16), _mm256_srli_epi32(b, 16));
+    _mm256_storeu_si256((__m256i *)array, _mm256_permute4x64_epi64(packed, 0xd8));
+}
+static inline void v_store_lower(uint16_t *array, vbits a, vbits b) {
+    v_store_upper(array, _mm256_slli_epi32(a, 16), _mm256_slli_epi32(b, 16));
+}
 typedef __m256i vmask; /* all bits of a part set, or none */
 static inline vmask v_less(vbits a, vbits b) { return _mm256_cmpgt_epi32(b, a); }
 static inline vmask v_equal(vbits a, vbits b) { return _mm256_cmpeq_epi32(a, b); }
-static inline vmask v_mask_and(vmask a, vmask b) { return _mm256_and_si256(a, b); }
-static inline vmask v_mask_or(vmask a, vmask b) { return _mm256_or_si256(a, b); }
+static inline vmask v_ordered(v32 a) { return _mm256_castps_si256(_mm256_cmp_ps(a, a, _CMP_ORD_Q)); }
+static inline vmask v_mask_clear(vmask a, vmask b) { return _mm256_andnot_si256(b, a); }
 static inline vbits v_pick(vmask where, vbits a, vbits b) { return _mm256_blendv_epi8(b, a, where); }
 static inline vmask v_mask_load(const uint8_t *bytes, int64_t i) {
     const vbits each = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);

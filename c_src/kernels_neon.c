@@ -67,8 +67,7 @@ static inline vbits v_bits_or(vbits a, vbits b) { return vorrq_u32(a, b); }
 static inline vbits v_bits_xor(vbits a, vbits b) { return veorq_u32(a, b); }
 #define v_bits_left(a, n) vshlq_n_u32(a, n)
 #define v_bits_right(a, n) vshrq_n_u32(a, n)
-static inline vbits v_truncated(v32 a) { return vreinterpretq_u32_s32(vcvtq_s32_f32(a)); }
-static inline v32 v_from_int(vbits a) { return vcvtq_f32_u32(a); }
+static inline vbits v_min32(vbits a, vbits b) { return vminq_u32(a, b); }
 static inline uint32_t v_top(vbits a) { return vmaxvq_u32(a); }
 static inline vbits v_load_u8(const uint8_t *a) {
     uint32_t four;
@@ -80,13 +79,20 @@ static inline void v_store_u8(uint8_t *a, vbits x) {
     uint32_t four = vget_lane_u32(vreinterpret_u32_u8(vmovn_u16(vcombine_u16(halves, halves))), 0);
     memcpy(a, &four, sizeof four);
 }
-static inline vbits v_load_u16(const uint16_t *a) { return vmovl_u16(vld1_u16(a)); }
-static inline void v_store_u16(uint16_t *a, vbits x) { vst1_u16(a, vmovn_u32(x)); }
+static inline vbits v_load_s16(const uint16_t *a) {
+    return vreinterpretq_u32_s32(vmovl_s16(vreinterpret_s16_u16(vld1_u16(a))));
+}
+static inline void v_store_upper(uint16_t *array, vbits a, vbits b) {
+    vst1q_u16(array, vuzp2q_u16(vreinterpretq_u16_u32(a), vreinterpretq_u16_u32(b)));
+}
+static inline void v_store_lower(uint16_t *array, vbits a, vbits b) {
+    vst1q_u16(array, vuzp1q_u16(vreinterpretq_u16_u32(a), vreinterpretq_u16_u32(b)));
+}
 typedef uint32x4_t vmask; /* all bits of a part set, or none */
 static inline vmask v_less(vbits a, vbits b) { return vcltq_s32(vreinterpretq_s32_u32(a), vreinterpretq_s32_u32(b)); }
 static inline vmask v_equal(vbits a, vbits b) { return vceqq_u32(a, b); }
-static inline vmask v_mask_and(vmask a, vmask b) { return vandq_u32(a, b); }
-static inline vmask v_mask_or(vmask a, vmask b) { return vorrq_u32(a, b); }
+static inline vmask v_ordered(v32 a) { return vceqq_f32(a, a); }
+static inline vmask v_mask_clear(vmask a, vmask b) { return vbicq_u32(a, b); }
 static inline vbits v_pick(vmask where, vbits a, vbits b) { return vbslq_u32(where, a, b); }
 static const uint32_t each_bit[4] = {1, 2, 4, 8};
 static inline vmask v_mask_load(const uint8_t *bytes, int64_t i) {

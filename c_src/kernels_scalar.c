@@ -74,9 +74,9 @@ static void store(void *array, int dtype, int64_t i, float x) {
 static uint32_t random_of(const oc_segment *segment, uint64_t update, int64_t i) {
     uint64_t element = (uint64_t)(segment->start + i), key = oc_key(segment->seed, update, element / OC_STATE_BLOCK);
     uint32_t x = (uint32_t)key + (uint32_t)(element % OC_STATE_BLOCK);
-    x = (x ^ x >> 16) * OC_HASH_FIRST;
+    x *= OC_HASH_FIRST;
     x = (x ^ x >> 15 ^ (uint32_t)(key >> 32)) * OC_HASH_SECOND;
-    return x ^ x >> 15;
+    return x ^ x >> 16;
 }
 
 /* random is below 2^16. The sum of an infinity and it is still one. */
@@ -104,18 +104,19 @@ static uint8_t scale_of(const float *values, int64_t n, int at_random) {
 /* With random, below 2^20, rounded up with the probability of the part that is dropped; without, to nearest even. */
 static uint8_t to_float8(float x, int scale, int has_sign, const uint32_t *random) {
     int top = has_sign ? OC_TOP_SIGNED : OC_TOP_UNSIGNED;
-    uint32_t bits = float_bits(x), magnitude = bits & 0x7fffffff, code;
+    float magnitude = fabsf(x), least = power(scale - top + 1); /* the least with an exponent of its own */
+    uint32_t bits, code, offset = (uint32_t)(scale - top) << OC_MANTISSA;
     if (scale == OC_NAN_SCALE)
         return 0;
-    if ((int)(magnitude >> 23) > scale - top) {
-        uint32_t up = random ? *random : 0x7ffff + (magnitude >> OC_DROPPED & 1);
-        code = ((magnitude + up) >> OC_DROPPED) - ((uint32_t)(scale - top) << OC_MANTISSA);
-    } else if (random) { /* fixed point; the products are exact */
-        code = ((uint32_t)(bits_float(magnitude) * power(127 + 149 + top - scale)) + *random) >> OC_DROPPED;
-    } else {
-        code = (uint32_t)rintf(bits_float(magnitude) * power(127 + 129 + top - scale));
-    }
-    return (uint8_t)(code | (has_sign ? bits >> 31 << 7 : 0));
+    /* Below, fixed point: the mean with `least` has as many bits more than least / 2. */
+    bits = float_bits(magnitude < least ? fmaf(magnitude, 0.5f, least * 0.5f) : magnitude);
+    if (random)
+        code = ((bits + *random) >> OC_DROPPED) - offset;
+    else if (magnitude < least)
+        code = (uint32_t)rintf(magnitude * power(127 + 129 + top - scale));
+    else
+        code = ((bits + 0x7ffff + (bits >> OC_DROPPED & 1)) >> OC_DROPPED) - offset;
+    return (uint8_t)(code | (has_sign ? float_bits(x) >> 31 << 7 : 0));
 }
 
 static float from_float8(uint8_t byte, int scale, int has_sign) {

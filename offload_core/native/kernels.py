@@ -208,7 +208,7 @@ def encode(
     has_sign: bool = True,
     threads: int,
 ) -> None:
-    """The state in this format = ``values`` (float32), rounded to nearest even; arguments as of ``decode``."""
+    """The state = ``values`` (float32), rounded to nearest even. The other arguments are those of ``decode``."""
     assert values.dtype == np.float32
     state = _state(state_format, data, values.size, scales, high, ties, has_sign)
     _check("oc_encode", lib.oc_encode(state, _pointer("float *", values), threads))
