@@ -50,7 +50,7 @@ _TURNS = 200
 def allocated(fields: Mapping[str, Any], numel: int) -> float:
     """Measured: bytes a parameter that states take of the host."""
     config = OffloadConfig(op_order="torch", **fields)
-    pipeline = Pipeline(config, HostRanks(HostDevice()))
+    pipeline = Pipeline(config, HostRanks(HostDevice()), None)
     tensor = np.zeros(numel, BFLOAT16.numpy)
     pipeline.add_parameters([ParamSpec("w", numel, BFLOAT16)], [tensor])
     states = {name: n for name, n in pipeline.memory.report().items() if name in Adam.state_names}
