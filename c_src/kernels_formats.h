@@ -38,7 +38,7 @@ INLINE float8_block float8_block_of(const void *codes, const uint8_t *scale, int
 
 INLINE v32 from_float8(const float8_block *block, int64_t i, int has_sign) {
     vbits byte = v_load_u8(block->codes + i), code = has_sign ? v_bits_and(byte, v_bits_set(127)) : byte;
-    vbits value = v_bits_add(v_bits_left(code, 20), block->offset);
+    vbits value = v_bits_add(v_bits_left(code, OC_DROPPED), block->offset);
     value = v_min32(value, v_bits_of(v_fma(v_of_bits(value), v_set(2), block->minus_least)));
     vbits sign = v_bits_and(v_bits_left(byte, 24), v_bits_set(0x80000000));
     return v_of_bits(has_sign ? v_bits_or(sign, value) : value);
@@ -145,9 +145,9 @@ INLINE void round_to_float8(const float *values, uint8_t *codes, uint8_t *scale,
     const vbits offset = v_bits_set((uint32_t)(biased - top) << OC_MANTISSA);
     for (int64_t i = 0; i < n; i += LANES) {
         vbits bits = v_bits_of(v_load(values + i)), magnitude = v_bits_and(bits, absolute), r = v_bits_load(random + i);
-        r = has_sign ? v_bits_and(r, v_bits_set(0xfffff)) : v_bits_right(r, 12);
+        r = has_sign ? v_bits_and(r, v_bits_set((1 << OC_DROPPED) - 1)) : v_bits_right(r, 32 - OC_DROPPED);
         vbits exact = v_max32(magnitude, v_bits_of(v_fma(v_of_bits(magnitude), half, half_least)));
-        vbits code = v_bits_sub(v_bits_right(v_bits_add(exact, r), 20), offset);
+        vbits code = v_bits_sub(v_bits_right(v_bits_add(exact, r), OC_DROPPED), offset);
         vbits sign = v_bits_and(v_bits_right(bits, 24), v_bits_set(0x80));
         v_store_u8(codes + i, has_sign ? v_bits_or(sign, code) : code);
     }
