@@ -33,7 +33,7 @@ CACHED_TARGETS = {"bf16 moments": 1.4, "8-bit moments": 1.9}
 def update(
     memory: HostMemory, threads: int, shared: dict[str, np.ndarray], names: tuple[str, ...], times: int
 ) -> Callable[[], None]:
-    """So many updates of states in these formats, in a row; the gradient and the parameter are shared."""
+    """One call that updates states in these formats so often; all share the gradient and the parameter."""
     n = shared["grad"].size
     arrays = dict(shared)
     for state, name in zip(STATE_NAMES, names, strict=True):
@@ -53,21 +53,21 @@ def update(
             has_sign=state != "exp_avg_sq",
             threads=threads,
         )
-    segments = kernels.segments_of([{name: kernels.address(array) for name, array in arrays.items()} | {"numel": n}])
+    row = {name: kernels.address(array) for name, array in arrays.items()} | {"numel": n}
+    segments = kernels.segments_of([row] * times)
     scalars = np.array([AdamHyper(1e-3).scalars(10, op_order="torch", grad_scale=0.5)], kernels.SCALARS)
 
     def run(held: object = arrays) -> None:
-        for _ in range(times):
-            kernels.adam(
-                segments,
-                scalars,
-                grad_dtype=BFLOAT16,
-                param_dtype=BFLOAT16,
-                op_order="torch",
-                adam_mode="adamw",
-                threads=threads,
-                **{f"{state}_format": name for state, name in zip(STATE_NAMES, names, strict=True)},
-            )
+        kernels.adam(
+            segments,
+            scalars,
+            grad_dtype=BFLOAT16,
+            param_dtype=BFLOAT16,
+            op_order="torch",
+            adam_mode="adamw",
+            threads=threads,
+            **{f"{state}_format": name for state, name in zip(STATE_NAMES, names, strict=True)},
+        )
 
     return run
 
