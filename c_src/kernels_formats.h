@@ -38,7 +38,7 @@ INLINE float8_block float8_block_of(const void *codes, const uint8_t *scale, int
 
 INLINE v32 from_float8(const float8_block *block, int64_t i, int has_sign) {
     vbits byte = v_load_u8(block->codes + i), code = has_sign ? v_bits_and(byte, v_bits_set(127)) : byte;
-    vbits value = v_bits_add(v_bits_left(code, 20), block->offset);
+    vbits value = v_bits_add(v_bits_left(code, OC_DROPPED), block->offset);
     value = v_min32(value, v_bits_of(v_fma(v_of_bits(value), v_set(2), block->minus_least)));
     vbits sign = v_bits_and(v_bits_left(byte, 24), v_bits_set(0x80000000));
     return v_of_bits(has_sign ? v_bits_or(sign, value) : value);
@@ -126,16 +126,18 @@ INLINE void round_to_bf16(const float *values, uint16_t *rounded, const uint32_t
                       rounded_to_bf16(values + i + LANES, random_16(random + i + LANES, whose)));
 }
 
-INLINE void round_to_float8(const float *values, uint8_t *codes, uint8_t *scale, const uint32_t *random, int has_sign,
+INLINE vbits magnitudes(const float *values) { return v_bits_and(v_bits_of(v_load(values)), v_bits_set(0x7fffffff)); }
+
+/* The scale of a block whose largest absolute value has these bits. */
+static int scale_of(uint32_t largest) {
+    int biased = (int)(largest >> 23);
+    return biased < OC_LEAST_SCALE ? OC_LEAST_SCALE : biased;
+}
+
+INLINE void round_to_float8(const float *values, uint8_t *codes, int biased, const uint32_t *random, int has_sign,
                             int64_t n) {
     const vbits absolute = v_bits_set(0x7fffffff);
     const int top = has_sign ? OC_TOP_SIGNED : OC_TOP_UNSIGNED;
-    vbits largest = v_bits_zero();
-    for (int64_t i = 0; i < n; i += LANES)
-        largest = v_max32(largest, v_bits_and(v_bits_of(v_load(values + i)), absolute));
-    int biased = (int)(v_top(largest) >> 23);
-    biased = biased < OC_LEAST_SCALE ? OC_LEAST_SCALE : biased;
-    *scale = (uint8_t)biased;
     if (biased == OC_NAN_SCALE) {
         memset(codes, 0, (size_t)n);
         return;
@@ -145,9 +147,9 @@ INLINE void round_to_float8(const float *values, uint8_t *codes, uint8_t *scale,
     const vbits offset = v_bits_set((uint32_t)(biased - top) << OC_MANTISSA);
     for (int64_t i = 0; i < n; i += LANES) {
         vbits bits = v_bits_of(v_load(values + i)), magnitude = v_bits_and(bits, absolute), r = v_bits_load(random + i);
-        r = has_sign ? v_bits_and(r, v_bits_set(0xfffff)) : v_bits_right(r, 12);
+        r = has_sign ? v_bits_and(r, v_bits_set((1 << OC_DROPPED) - 1)) : v_bits_right(r, 32 - OC_DROPPED);
         vbits exact = v_max32(magnitude, v_bits_of(v_fma(v_of_bits(magnitude), half, half_least)));
-        vbits code = v_bits_sub(v_bits_right(v_bits_add(exact, r), 20), offset);
+        vbits code = v_bits_sub(v_bits_right(v_bits_add(exact, r), OC_DROPPED), offset);
         vbits sign = v_bits_and(v_bits_right(bits, 24), v_bits_set(0x80));
         v_store_u8(codes + i, has_sign ? v_bits_or(sign, code) : code);
     }
@@ -176,10 +178,9 @@ INLINE void store_param(void *param, int dtype, int64_t i, v32 x, int stream) {
 
 INLINE void adam_values(const oc_segment *a, adam_results to, int64_t n, const adam_constants *constants,
                         const oc_adam_kind *kind, int order, int grad_dtype, int exp_avg_format, int exp_avg_sq_format,
-                        int stream) {
+                        int master_format, int param_dtype, int stream) {
     const adam_constants c = *constants;
-    const int master_format = kind->master_format;
-    const int split = master_format == OC_SPLIT && !kind->keep_states, param_dtype = kind->param_dtype;
+    const int split = master_format == OC_SPLIT && !kind->keep_states;
     const int has_param = param_dtype != OC_NO_PARAM && master_format != OC_BFLOAT16 && !(split && a->param == a->high);
     const float8_block m_block = float8_block_of(a->exp_avg, a->exp_avg_scale, exp_avg_format, OC_TOP_SIGNED);
     const float8_block v_block =
@@ -205,14 +206,18 @@ INLINE void adam_values(const oc_segment *a, adam_results to, int64_t n, const a
     }
 }
 
-/* One instance for each type of gradients and common pair of formats, and one for all other pairs. */
-#define VALUES(G, M, V) adam_values(a, to, n, c, kind, order, G, M, V, stream)
+/* Instances for each type of gradients with common formats, and one for all others. */
+#define VALUES(G, M, V)                                                                                                \
+    if (kind->master_format == OC_FLOAT32 && kind->param_dtype == OC_BFLOAT16)                                         \
+        adam_values(a, to, n, c, kind, order, G, M, V, OC_FLOAT32, OC_BFLOAT16, stream);                               \
+    else                                                                                                               \
+        adam_values(a, to, n, c, kind, order, G, M, V, kind->master_format, kind->param_dtype, stream);
 #define VALUES_OF_MOMENTS(G)                                                                                           \
     switch (kind->exp_avg_format == kind->exp_avg_sq_format ? kind->exp_avg_format : -1) {                             \
-    case OC_FLOAT8: VALUES(G, OC_FLOAT8, OC_FLOAT8); break;                                                            \
-    case OC_BFLOAT16: VALUES(G, OC_BFLOAT16, OC_BFLOAT16); break;                                                      \
-    case OC_FLOAT32: VALUES(G, OC_FLOAT32, OC_FLOAT32); break;                                                         \
-    default: VALUES(G, kind->exp_avg_format, kind->exp_avg_sq_format); break;                                          \
+    case OC_FLOAT8: VALUES(G, OC_FLOAT8, OC_FLOAT8) break;                                                             \
+    case OC_BFLOAT16: VALUES(G, OC_BFLOAT16, OC_BFLOAT16) break;                                                       \
+    case OC_FLOAT32: VALUES(G, OC_FLOAT32, OC_FLOAT32) break;                                                          \
+    default: VALUES(G, kind->exp_avg_format, kind->exp_avg_sq_format) break;                                           \
     }
 
 INLINE void adam_values_of(const oc_segment *a, adam_results to, int64_t n, const adam_constants *c,
@@ -235,25 +240,39 @@ static void adam_block(const oc_segment *a, int64_t n, int64_t count, const adam
     adam_results to = {keep || master_format != OC_FLOAT32 ? master : a->master,
                        keep || exp_avg_format != OC_FLOAT32 ? exp_avg : a->exp_avg,
                        keep || exp_avg_sq_format != OC_FLOAT32 ? exp_avg_sq : a->exp_avg_sq};
-    if (master_format == OC_BFLOAT16 || (!keep && (exp_avg_format != OC_FLOAT32 || exp_avg_sq_format != OC_FLOAT32))) {
-        random_source s = random_source_of(a, update);
-        fill_random(random, s.key, s.number, s.next_from < n ? s.next_from : n);
-        if (s.next_from < n)
-            fill_random(random + s.next_from, s.next_key, 0, n - s.next_from);
-    }
     if (kind->op_order == OC_ORDER_TORCH)
         adam_values_of(a, to, n, c, kind, OC_ORDER_TORCH, stream);
     else
         adam_values_of(a, to, n, c, kind, OC_ORDER_OPTAX, stream);
     for (int64_t i = count; i < n; i++) /* padding has no part in a block's largest value */
         to.exp_avg[i] = to.exp_avg_sq[i] = 0;
-    if (!keep && exp_avg_format == OC_FLOAT8)
-        round_to_float8(exp_avg, a->exp_avg, a->exp_avg_scale, random, 1, n);
-    else if (!keep && exp_avg_format == OC_BFLOAT16)
+    int exp_avg_scale = 0, exp_avg_sq_scale = 0;
+    if (!keep && (exp_avg_format == OC_FLOAT8 || exp_avg_sq_format == OC_FLOAT8)) {
+        vbits m_largest = v_bits_zero(), v_largest = v_bits_zero();
+        for (int64_t i = 0; i < n; i += LANES) {
+            m_largest = v_max32(m_largest, magnitudes(to.exp_avg + i));
+            v_largest = v_max32(v_largest, magnitudes(to.exp_avg_sq + i));
+        }
+        exp_avg_scale = scale_of(v_top(m_largest));
+        exp_avg_sq_scale = scale_of(v_top(v_largest));
+    }
+    if (master_format == OC_BFLOAT16 || (!keep && (exp_avg_format != OC_FLOAT32 || exp_avg_sq_format != OC_FLOAT32))) {
+        random_source s = random_source_of(a, update);
+        fill_random(random, s.key, s.number, s.next_from < n ? s.next_from : n);
+        if (s.next_from < n)
+            fill_random(random + s.next_from, s.next_key, 0, n - s.next_from);
+    }
+    if (!keep && exp_avg_format == OC_FLOAT8) {
+        *a->exp_avg_scale = (uint8_t)exp_avg_scale;
+        round_to_float8(exp_avg, a->exp_avg, exp_avg_scale, random, 1, n);
+    }
+    if (!keep && exp_avg_format == OC_BFLOAT16)
         round_to_bf16(exp_avg, a->exp_avg, random, FOR_EXP_AVG, n);
-    if (!keep && exp_avg_sq_format == OC_FLOAT8)
-        round_to_float8(exp_avg_sq, a->exp_avg_sq, a->exp_avg_sq_scale, random, 0, n);
-    else if (!keep && exp_avg_sq_format == OC_BFLOAT16)
+    if (!keep && exp_avg_sq_format == OC_FLOAT8) {
+        *a->exp_avg_sq_scale = (uint8_t)exp_avg_sq_scale;
+        round_to_float8(exp_avg_sq, a->exp_avg_sq, exp_avg_sq_scale, random, 0, n);
+    }
+    if (!keep && exp_avg_sq_format == OC_BFLOAT16)
         round_to_bf16(exp_avg_sq, a->exp_avg_sq, random, FOR_EXP_AVG_SQ, n);
     if (!keep && master_format == OC_SPLIT)
         split_masters(master, a, n);

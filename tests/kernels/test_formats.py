@@ -167,12 +167,14 @@ def test_conversions_equal_the_numpy_oracle(name, values, has_sign, threads):
 @our.law(300)
 @given(st.sampled_from(sorted(kernels.FORMATS)), values, signed)
 def test_a_state_that_is_decoded_and_encoded_is_itself(name, values, has_sign):
-    if name == "float8":  # where the largest floats round to infinity, and infinity is NaN
-        values = np.where(np.abs(values) < 2.0**127, values, np.float32(1))
     once = formats.kernel_encode(name, values, has_sign=has_sign)
     decoded = formats.kernel_decode(once)
     twice = formats.kernel_encode(name, decoded, has_sign=has_sign)
-    oracles.assert_same_bits("decoded twice", formats.kernel_decode(twice), decoded)
+    kept = np.ones(values.size, bool)
+    if name == "float8":  # a largest value that was rounded up to the next power of two has another scale
+        kept = np.repeat(once.scales == twice.scales, BLOCK)[: values.size]
+        assert (twice.scales.astype(int) <= once.scales.astype(int) + 1).all()
+    oracles.assert_same_bits("decoded twice", formats.kernel_decode(twice)[kept], decoded[kept])
 
 
 @our.law(300)

@@ -191,8 +191,12 @@ MUTANTS = [
             "default: return v_bits_right(bits, 16);",
             "default: return v_bits_and(bits, v_bits_set(0xffff));",
         ),
-        ("8-bit moments have the same random bits", ": v_bits_right(r, 12);", ": v_bits_and(r, v_bits_set(0xfffff));"),
-        ("8 bits truncate", "v_bits_right(v_bits_add(exact, r), 20)", "v_bits_right(exact, 20)"),
+        (
+            "8-bit moments have the same random bits",
+            ": v_bits_right(r, 32 - OC_DROPPED);",
+            ": v_bits_and(r, v_bits_set((1 << OC_DROPPED) - 1));",
+        ),
+        ("8 bits truncate", "v_bits_right(v_bits_add(exact, r), OC_DROPPED)", "v_bits_right(exact, OC_DROPPED)"),
         (
             "8 bits lose small values",
             "vbits exact = v_max32(magnitude,",
@@ -214,7 +218,8 @@ MUTANTS = [
         ("a tie was always rounded up", "v_pick(down, v_bits_add(sum, v_bits_set(0x10000)), sum)", "sum"),
         ("a tie is not noted", "odd_tie = v_bits_set(0x18000)", "odd_tie = v_bits_set(0x28000)"),
         ("the bits after the last element change", "ours = (uint8_t)((1 << bits) - 1)", "ours = 255"),
-        ("states are not kept", "if (!kind->keep_states) {\n        memcpy", "if (1) {\n        memcpy"),
+        ("fp32 moments are not kept", "keep || exp_avg_format != OC_FLOAT32", "exp_avg_format != OC_FLOAT32"),
+        ("narrow moments are not kept", "!keep && exp_avg_sq_format == OC_FLOAT8", "exp_avg_sq_format == OC_FLOAT8"),
     ),
     *mutants(
         "formats.h",
@@ -254,7 +259,7 @@ MUTANTS = [
 COUNTS = {
     "kernels_scalar.c": 35,
     "kernels_simd.h": 26,
-    "kernels_formats.h": 19,
+    "kernels_formats.h": 20,
     "formats.h": 5,
     "sum_squares.h": 2,
     "kernels_avx2.c": 2,
