@@ -81,24 +81,47 @@ class StatePart(HostState):
         )
 
 
+_OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
+_IN_PLACE = {"__setitem__", *(f"__i{name}__" for name in _OPERATORS)}
+
+
+def _flat(values: Any) -> Iterator[Any]:
+    """The values, and those in lists and tuples among them."""
+    for value in values:
+        if isinstance(value, tuple | list):
+            yield from _flat(value)
+        else:
+            yield value
+
+
 class _Decoded(HostState):
-    """A copy of a state: nothing may be written to it, for that would be lost."""
+    """A copy of a state: nothing may be written to it or to a view of it, for that would be lost."""
 
     @classmethod
     def __torch_function__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        name = getattr(func, "__name__", "")
-        written = [args[0]] if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) else []
-        out = (kwargs or {}).get("out")
-        written += out if isinstance(out, tuple | list) else [out]
-        if any(isinstance(each, _Decoded) for each in written):
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        in_place = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__") and name != "requires_grad_")
+        written = [kwargs.get("out"), *([*args, *kwargs.values()][:1] if in_place else [])]
+        if any(isinstance(each, _Decoded) for each in _flat(written)):
             raise StateError(
                 f"{name}: this state is kept in a format that torch has no tensors of, and what was read is a copy; "
                 'expected an assignment of new values: state[p]["exp_avg"] = values'
             )
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+            result = func(*args, **kwargs)
+            if name == "as_subclass":
+                return result
+            own = {each.untyped_storage().data_ptr() for each in _flat(args) if isinstance(each, _Decoded)}
+
+            def like_its_base(value: Any) -> Any:
+                if isinstance(value, tuple | list) and type(value) in (tuple, list):
+                    return type(value)(map(like_its_base, value))
+                is_view = type(value) is torch.Tensor and value.untyped_storage().data_ptr() in own
+                return value.as_subclass(cls) if is_view else value
+
+            return like_its_base(result)
 
 
 class DecodedState(_Decoded):

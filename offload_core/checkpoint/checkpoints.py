@@ -379,7 +379,8 @@ class Checkpoints:
             UserLine.now().warn(
                 CheckpointWarning(
                     f"{loaded.checkpoint.path}: states are converted once, each value to the nearest: "
-                    f"{', '.join(differ)}. Load it with the state_format that it was saved with to go on exactly"
+                    f"{', '.join(differ)}. To go on exactly, expected the settings that it was saved with: "
+                    "state_format, master_dtype, exp_avg_dtype, exp_avg_sq_dtype"
                 )
             )
 

@@ -318,7 +318,7 @@ def _format_table(formats: Mapping[str, Sequence[_Tier]]) -> str:
         fitting = [tier.name for tier in tiers if tier.fits]
         fits = "nowhere" if not fitting else "everywhere" if len(fitting) == len(tiers) else "; ".join(fitting)
         lines.append([setting, format_bytes(least.plan.host_bytes), _seconds(least.step.update), fits])
-    return format_table(lines, ["states (docs/formats.md)", "host, at least", "update", "fits"])
+    return format_table(lines, ["states (docs/formats.md)", "host, at least", "update, by bytes", "fits"])
 
 
 def _time_table(tiers: Sequence[_Tier]) -> str:

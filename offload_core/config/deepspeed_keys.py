@@ -230,7 +230,7 @@ _OPTIMIZER: dict[str, Key] = {
             "bias_correction": _refused(_ADAM_VARIANT, True),
             "amsgrad": _refused(_ADAM_VARIANT),
             "maximize": _refused(_ADAM_VARIANT),
-            "fp32_optimizer_states": _ignored("`state_format` says it", True),
+            "fp32_optimizer_states": _ignored('`state_format="bf16"` is what false means', True),
             "foreach": _ignored(_ONE_KERNEL),
             "fused": _ignored(_ONE_KERNEL),
             "capturable": _ignored(_ONE_KERNEL),

@@ -38,12 +38,15 @@ class ParamSpec:
     """Parameters of different places share no bucket."""
     counted: bool = True
     """False: another process holds the same elements, and counts and saves them."""
+    seed_name: str | None = None
+    """The name that :attr:`seed` follows from; None: ``name``."""
 
     @property
     def seed(self) -> int:
-        """Of the random numbers that round its states, 64 bits. It follows from the name, so that every rank and every
+        """Of the random numbers that round its states, 64 bits. It follows from a name, so that every rank and every
         later run has the same."""
-        return int.from_bytes(hashlib.blake2b(self.name.encode(), digest_size=8).digest(), "little")
+        name = self.name if self.seed_name is None else self.seed_name
+        return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
 
 
 @dataclass(frozen=True)

@@ -130,10 +130,6 @@ class StateArray:
                 self.format.name, part, data, scales=scales, has_sign=self.format.has_sign, threads=self._threads
             )
 
-    def clear(self) -> None:
-        """Set the run, whole blocks, to 0."""
-        self._data[self._first : self._first + self.size] = 0
-
 
 _DECODED = 2**20
 """Elements that are decoded at a time, whole blocks."""

@@ -34,14 +34,19 @@ NARROWER: dict[str, dict[str, Any]] = {
     "state_format='8bit', master_dtype='bfloat16'": {"state_format": "8bit", "master_dtype": "bfloat16"},
 }
 """Settings that store states in fewer bytes, most bytes first."""
-_AS_STATE_FORMAT_SAYS: dict[str, Any] = {"master_dtype": None, "exp_avg_dtype": None, "exp_avg_sq_dtype": None}
+_NEXT = {"float32": ("bf16", "bfloat16"), "bfloat16": ("8bit", "float8")}
+"""The next narrower format of a moment: its short name, and its own."""
 
 
 def _narrower_states(config: OffloadConfig, specs: Sequence[ParamSpec]) -> dict[str, str]:
     """By state the setting that stores it in fewer bytes."""
     formats = {state: str(format) for state, format in config.state_formats(BFLOAT16).items()}
-    next_one = {"float32": "state_format='bf16'", "bfloat16": "state_format='8bit'"}
-    narrower = {state: next_one[formats[state]] for state in ("exp_avg", "exp_avg_sq") if formats[state] in next_one}
+    narrower = {}
+    for state in ("exp_avg", "exp_avg_sq"):
+        if formats[state] in _NEXT:
+            short, long = _NEXT[formats[state]]
+            alone = getattr(config, f"{state}_dtype") is not None
+            narrower[state] = f"{state}_dtype='{long}'" if alone else f"state_format='{short}'"
     if formats["master"] == FLOAT32.name and any(spec.dtype is BFLOAT16 for spec in specs):
         narrower["master"] = "master_dtype='bfloat16'"
     return narrower
@@ -107,12 +112,12 @@ class BucketTerms:
         )
 
     def savings(self, specs: Sequence[ParamSpec], *, frozen: Sequence[ParamSpec] = ()) -> tuple[tuple[str, int], ...]:
-        """Formats of states in fewer bytes than these: ``(setting, bytes of the host that it saves)``, least first."""
+        """Settings that store states in fewer bytes, the others kept: ``(setting, bytes of the host that it saves)``,
+        least first."""
         mine = sum(row.n_bytes for row in self.host_rows(specs, frozen=frozen))
         found = []
         for setting, fields in NARROWER.items():
-            config = replace(self.config, **{**_AS_STATE_FORMAT_SAYS, **fields})
-            terms = BucketTerms(config, self._terms)
+            terms = BucketTerms(replace(self.config, **fields), self._terms)
             terms.ring_was_made(self._ring_bytes)
             found.append((setting, mine - sum(row.n_bytes for row in terms.host_rows(specs, frozen=frozen))))
         return tuple((setting, saved) for setting, saved in found if saved > 0)

@@ -14,7 +14,7 @@ from offload_core.config.state_formats import BLOCK, FORMATS
 from offload_core.device.exchange_sizes import planned_device
 from offload_core.device.host import HostDevice
 from offload_core.dtypes import BFLOAT16, FLOAT16, FLOAT32
-from offload_core.errors import CheckpointWarning, ConfigError, HostMemoryError
+from offload_core.errors import CheckpointError, CheckpointWarning, ConfigError, HostMemoryError
 from offload_core.layout.partition import ParamSpec, build_buckets
 from offload_core.states.arrays import StateArray
 from offload_core.step.bucket_terms import BucketTerms
@@ -149,6 +149,29 @@ def test_a_checkpoint_in_another_format_is_converted_once_and_says_so(tmp_path, 
                 assert_same_bits(name, mine, state_formats.decode(stored))
 
 
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"master": "float32", "exp_avg": "float4", "exp_avg_sq": "float8"}, "exp_avg was kept as 'float4', and this"),
+        ({"master": "float32", "exp_avg": "\x1b[2J\n", "exp_avg_sq": "float8"}, r"exp_avg was kept as '\\x1b[2J\\n'"),
+        ({"master": "float32", "exp_avg": 8, "exp_avg_sq": "float8"}, "exp_avg was kept as 8, and this"),
+        ({"master": "float32"}, "state_formats is {'master': 'float32'}"),
+        ([], "state_formats is []"),
+    ],
+)
+def test_a_checkpoint_of_a_format_that_is_not_known_is_refused(tmp_path, monkeypatch, given, told):
+    subject = make(FakeDevice(), op_order="torch")
+    one_step(subject)
+    before = [values.tobytes() for values in subject.states(0)]
+    monkeypatch.setattr("offload_core.checkpoint.checkpoints._format_names", lambda pipeline: given)
+    path, _ = save(subject, tmp_path)
+    with pytest.raises(CheckpointError) as error:
+        load(subject, path)
+    assert told in str(error.value)
+    assert "\x1b" not in str(error.value)
+    assert [values.tobytes() for values in subject.states(0)] == before
+
+
 @pytest.mark.filterwarnings("error::offload_core.errors.CheckpointWarning")
 @pytest.mark.parametrize("fields", [fields for fields, _ in BYTES])
 def test_in_the_same_format_training_goes_on_bit_for_bit_and_nothing_is_said(tmp_path, fields):
@@ -198,3 +221,5 @@ def test_states_name_the_format_that_makes_them_smaller():
     smallest = remedies({"state_format": "8bit", "master_dtype": "bfloat16"})
     assert set(smallest.values()) == {"more ranks, on other machines"}
     assert remedies({}, FLOAT16)["master"] == "more ranks, on other machines"
+    own = remedies({"state_format": "8bit", "exp_avg_sq_dtype": "float32"})
+    assert own["exp_avg_sq"] == "exp_avg_sq_dtype='bfloat16'", "state_format would not change it"

@@ -90,10 +90,21 @@ def test_8_bit_states_are_read_as_copies_and_replaced_by_assignment():
         lambda: read.__setitem__(0, 1.0),
         lambda: torch.add(read, 1, out=read),
         lambda: read.copy_(read * 2),
+        lambda: read.__imul__(2),
+        lambda: read.data.zero_(),
+        lambda: read.view(-1).zero_(),
+        lambda: read[0].zero_(),
+        lambda: read.T.zero_(),
+        lambda: read.detach().mul_(0),
+        lambda: read.unbind()[0].fill_(1),
+        lambda: torch._foreach_zero_([read]),
+        lambda: torch.nn.init.normal_(read),
+        lambda: torch.zero_(input=read),
     ):
         with pytest.raises(StateError, match=r"what was read is a copy; expected an assignment of new values: state"):
             write()
-    assert type(read * 2) is torch.Tensor
+    assert {type(each) for each in (read * 2, read.clone(), read.float(), copy.deepcopy(read))} == {torch.Tensor}
+    read.requires_grad_(False)
     assert torch.equal(state["exp_avg"], read)
     state["exp_avg"] = read * 4
     assert torch.equal(state["exp_avg"], read * 4), "a power of two changes the scales alone"
@@ -123,6 +134,19 @@ def test_a_state_dict_resumes_bit_for_bit(fields, through):
     for each in (engine, other):
         go_on(each, range(5, 8))
     assert_equal(result(other), result(engine))
+
+
+def test_random_numbers_follow_a_parameters_name_without_wrappers():
+    """A model that is compiled later, or no more, goes on with the same numbers; another name draws others."""
+
+    def seeds(model):
+        return [spec.seed for spec in OffloadedAdamW(model.named_parameters()).pipeline.params]
+
+    plain = model()
+    compiled = torch.nn.Sequential(torch.compile(plain[0], backend="eager"), plain[1], plain[2])
+    assert any("_orig_mod" in name for name, _ in compiled.named_parameters())
+    assert seeds(compiled) == seeds(plain)
+    assert len({*seeds(plain), *seeds(torch.nn.Sequential(plain))}) == 8
 
 
 def test_fp32_states_of_torch_are_rounded_to_nearest():
