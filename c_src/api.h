@@ -8,6 +8,14 @@
 /* Element types; offload_core/dtypes.py has the same codes. OC_NO_PARAM: no device parameter output. */
 enum { OC_FLOAT32 = 0, OC_BFLOAT16 = 1, OC_FLOAT16 = 2, OC_NO_PARAM = 3 };
 
+/* Formats of states beside OC_FLOAT32 and OC_BFLOAT16 (docs/numerics.md). OC_FLOAT8, of moments: a byte an element, and
+ * a byte of scale for every 256. OC_SPLIT, of masters: the lower 16 bits; the bf16 parameter and a bit an element say
+ * the upper ones. */
+enum { OC_FLOAT8 = 4, OC_SPLIT = 5 };
+
+/* Elements that have one scale, or one key of random bits. */
+enum { OC_STATE_BLOCK = 256 };
+
 /* The library whose rounding an update reproduces (docs/numerics.md). */
 enum { OC_ORDER_TORCH = 0, OC_ORDER_OPTAX = 1 };
 
@@ -39,17 +47,25 @@ typedef struct {
     double eps;
     double eps_root;  /* optax only */
     double step_size; /* optax: -lr; torch: -lr / (1 - beta1^t) */
+    int64_t update;   /* t, counted from 1; stochastic rounding depends on it */
 } oc_adam_scalars;
 
-/* A run of elements of one parameter. param may be NULL if the kind's param_dtype is OC_NO_PARAM. */
+/* A run of elements of one parameter. param may be NULL if the kind's param_dtype is OC_NO_PARAM; it may be the memory
+ * of `high`, or of a bf16 master, unless the states are kept. */
 typedef struct {
     const void *grad;
-    float *master;
-    float *exp_avg;
-    float *exp_avg_sq;
+    void *master;
+    void *exp_avg;
+    void *exp_avg_sq;
     void *param;
+    void *high;                /* OC_SPLIT: the master rounded to bf16, read, and written unless the states are kept */
+    uint8_t *ties;             /* OC_SPLIT: bit i & 7 of byte i >> 3 is element i's */
+    uint8_t *exp_avg_scale;    /* OC_FLOAT8: a byte for every 256 elements of the segment */
+    uint8_t *exp_avg_sq_scale; /* the same */
     int64_t numel;
     int64_t scalars; /* index into the array of oc_adam_scalars */
+    int64_t start;   /* number of the first element within the parameter; with OC_FLOAT8 a multiple of 256 */
+    uint64_t seed;   /* the parameter's, for stochastic rounding */
 } oc_segment;
 
 typedef struct {
@@ -57,8 +73,22 @@ typedef struct {
     int32_t param_dtype;
     int32_t op_order;
     int32_t adam_mode;
-    int32_t keep_states; /* read the states, write the device parameter only */
+    int32_t keep_states;       /* read the states, write the device parameter only */
+    int32_t master_format;     /* OC_FLOAT32, OC_BFLOAT16 or OC_SPLIT */
+    int32_t exp_avg_format;    /* OC_FLOAT32, OC_BFLOAT16 or OC_FLOAT8 */
+    int32_t exp_avg_sq_format; /* the same */
 } oc_adam_kind;
+
+/* A run of one state in some format. */
+typedef struct {
+    void *data;
+    uint8_t *scales; /* OC_FLOAT8 */
+    void *high;      /* OC_SPLIT */
+    uint8_t *ties;   /* OC_SPLIT */
+    int64_t numel;
+    int32_t format;
+    int32_t has_sign; /* OC_FLOAT8: 1 for exp_avg, 0 for exp_avg_sq, whose bytes have an exponent bit instead */
+} oc_state;
 
 /* A run of elements, read from src and, if the operation has an output, written to dst. */
 typedef struct {
@@ -94,6 +124,12 @@ int oc_reduce(const oc_reduction *reduction, int threads);
 
 /* dst = src, rounded to nearest even; a NaN stays a NaN. */
 int oc_cast(const oc_span *spans, int64_t n_spans, int src_dtype, int dst_dtype, int threads);
+
+/* out = the state's values. */
+int oc_decode(const oc_state *state, float *out, int threads);
+
+/* The state = values, rounded to nearest even. */
+int oc_encode(const oc_state *state, const float *values, int threads);
 
 /* Touch every page of fresh memory from the threads that will use it. */
 int oc_first_touch(void *memory, int64_t n_bytes, int threads);

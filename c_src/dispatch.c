@@ -8,6 +8,7 @@
 #include <cpuid.h>
 #endif
 
+#include "formats.h"
 #include "offload_core.h"
 #include "sum_squares.h"
 
@@ -160,6 +161,7 @@ static oc_rounded_scalars rounded(const oc_adam_scalars *s) {
         .eps = (float)s->eps,
         .eps_root = (float)s->eps_root,
         .step_size = (float)s->step_size,
+        .update = (uint64_t)s->update,
     };
 }
 
@@ -171,19 +173,36 @@ static void adam_chunk(void *context, int64_t chunk) {
     job->kernels->adam(segment, begin, begin + chunk_length(segment->numel, begin), &scalars, &job->kind, job->stream);
 }
 
+static int is_moment(int format) { return format == OC_FLOAT32 || format == OC_BFLOAT16 || format == OC_FLOAT8; }
+
+static int is_good_kind(const oc_adam_kind *k) {
+    return is_float(k->grad_dtype) && (is_float(k->param_dtype) || k->param_dtype == OC_NO_PARAM) && k->op_order >= 0 &&
+           k->op_order <= OC_ORDER_OPTAX && k->adam_mode >= 0 && k->adam_mode <= OC_ADAM && k->keep_states >= 0 &&
+           k->keep_states <= 1 && !(k->keep_states && k->param_dtype == OC_NO_PARAM) && is_moment(k->exp_avg_format) &&
+           is_moment(k->exp_avg_sq_format) &&
+           (k->master_format == OC_FLOAT32 || k->master_format == OC_BFLOAT16 || k->master_format == OC_SPLIT);
+}
+
+static int is_good_segment(const oc_segment *s, const oc_adam_kind *k, int64_t n_scalars) {
+    int has_param = k->param_dtype != OC_NO_PARAM, split = k->master_format == OC_SPLIT;
+    int blocks = k->exp_avg_format == OC_FLOAT8 || k->exp_avg_sq_format == OC_FLOAT8;
+    if (s->scalars < 0 || s->scalars >= n_scalars || !s->grad || !s->master || !s->exp_avg || !s->exp_avg_sq ||
+        (!s->param && has_param) || (split && (!s->high || !s->ties)) || s->start < 0 ||
+        (k->exp_avg_format == OC_FLOAT8 && !s->exp_avg_scale) ||
+        (k->exp_avg_sq_format == OC_FLOAT8 && !s->exp_avg_sq_scale) || (blocks && s->start % OC_STATE_BLOCK))
+        return 0;
+    /* A parameter in the master's memory has the master's type, and cannot be written without it. */
+    const void *shared = split ? s->high : k->master_format == OC_BFLOAT16 ? s->master : NULL;
+    return !has_param || s->param != shared || (k->param_dtype == OC_BFLOAT16 && !k->keep_states);
+}
+
 int oc_adam(const oc_segment *segments, int64_t n_segments, const oc_adam_scalars *scalars, int64_t n_scalars,
             oc_adam_kind kind, int threads) {
-    if (n_segments < 0 || !is_float(kind.grad_dtype) ||
-        !(is_float(kind.param_dtype) || kind.param_dtype == OC_NO_PARAM) || kind.op_order < 0 ||
-        kind.op_order > OC_ORDER_OPTAX || kind.adam_mode < 0 || kind.adam_mode > OC_ADAM || kind.keep_states < 0 ||
-        kind.keep_states > 1 || (kind.keep_states && kind.param_dtype == OC_NO_PARAM))
+    if (n_segments < 0 || !is_good_kind(&kind))
         return OC_EARGUMENT;
-    for (int64_t i = 0; i < n_segments; i++) {
-        const oc_segment *s = segments + i;
-        if (s->scalars < 0 || s->scalars >= n_scalars || !s->grad || !s->master || !s->exp_avg || !s->exp_avg_sq ||
-            (!s->param && kind.param_dtype != OC_NO_PARAM))
+    for (int64_t i = 0; i < n_segments; i++)
+        if (!is_good_segment(segments + i, &kind, n_scalars))
             return OC_EARGUMENT;
-    }
     adam_job job = {.kernels = oc_current_kernels(), .segments = segments, .scalars = scalars, .kind = kind};
     int error =
         chunk_runs(&job.chunks, (const char *)segments, sizeof *segments, offsetof(oc_segment, numel), n_segments);
@@ -288,6 +307,46 @@ int oc_reduce(const oc_reduction *reduction, int threads) {
     reduce_job job = {oc_current_kernels(), reduction};
     oc_parallel_for(reduce_chunk, &job, (r->numel + CHUNK - 1) / CHUNK, threads);
     return 0;
+}
+
+/* --- conversions of states ----------------------------------------------------------------------- */
+
+typedef struct {
+    const oc_state *state;
+    float *out;
+    const float *values;
+} state_job;
+
+static int run_state(oc_task *task, state_job *job, int threads) {
+    const oc_state *s = job->state;
+    if (s->numel < 0 || !s->data || (!job->out && !job->values) || (s->has_sign != 0 && s->has_sign != 1) ||
+        !(is_moment(s->format) || s->format == OC_SPLIT) || (s->format == OC_FLOAT8 && !s->scales) ||
+        (s->format == OC_SPLIT && (!s->high || !s->ties)))
+        return OC_EARGUMENT;
+    oc_parallel_for(task, job, (s->numel + CHUNK - 1) / CHUNK, threads);
+    return 0;
+}
+
+static void decode_chunk(void *context, int64_t chunk) {
+    const state_job *job = context;
+    int64_t begin = chunk * CHUNK;
+    oc_decode_run(job->state, begin, begin + chunk_length(job->state->numel, begin), job->out);
+}
+
+int oc_decode(const oc_state *state, float *out, int threads) {
+    state_job job = {.state = state, .out = out};
+    return run_state(decode_chunk, &job, threads);
+}
+
+static void encode_chunk(void *context, int64_t chunk) {
+    const state_job *job = context;
+    int64_t begin = chunk * CHUNK;
+    oc_encode_run(job->state, begin, begin + chunk_length(job->state->numel, begin), job->values);
+}
+
+int oc_encode(const oc_state *state, const float *values, int threads) {
+    state_job job = {.state = state, .values = values};
+    return run_state(encode_chunk, &job, threads);
 }
 
 /* --- first touch --------------------------------------------------------------------------------- */

@@ -62,6 +62,49 @@ static inline vbits v_max32(vbits a, vbits b) { return _mm256_max_epu32(a, b); }
 static inline vbits v_max16(vbits a, vbits b) { return _mm256_max_epu16(a, b); }
 static inline void v_bits_store(void *a, vbits x) { _mm256_storeu_si256(a, x); }
 
+static inline v32 v_of_bits(vbits a) { return _mm256_castsi256_ps(a); }
+static inline vbits v_bits_set(uint32_t x) { return _mm256_set1_epi32((int)x); }
+static inline vbits v_bits_add(vbits a, vbits b) { return _mm256_add_epi32(a, b); }
+static inline vbits v_bits_sub(vbits a, vbits b) { return _mm256_sub_epi32(a, b); }
+static inline vbits v_bits_mul(vbits a, vbits b) { return _mm256_mullo_epi32(a, b); }
+static inline vbits v_bits_and(vbits a, vbits b) { return _mm256_and_si256(a, b); }
+static inline vbits v_bits_or(vbits a, vbits b) { return _mm256_or_si256(a, b); }
+static inline vbits v_bits_xor(vbits a, vbits b) { return _mm256_xor_si256(a, b); }
+#define v_bits_left(a, n) _mm256_slli_epi32(a, n)
+#define v_bits_right(a, n) _mm256_srli_epi32(a, n)
+static inline vbits v_min32(vbits a, vbits b) { return _mm256_min_epu32(a, b); }
+static inline uint32_t v_top(vbits a) {
+    __m128i b = _mm_max_epu32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+    b = _mm_max_epu32(b, _mm_shuffle_epi32(b, 0x4e));
+    return (uint32_t)_mm_cvtsi128_si32(_mm_max_epu32(b, _mm_shuffle_epi32(b, 0xb1)));
+}
+static inline vbits v_load_u8(const uint8_t *a) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)a)); }
+static inline void v_store_u8(uint8_t *a, vbits x) {
+    __m128i halves = _mm_packus_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+    _mm_storel_epi64((__m128i *)a, _mm_packus_epi16(halves, halves));
+}
+static inline vbits v_load_s16(const uint16_t *a) { return _mm256_cvtepi16_epi32(_mm_loadu_si128((const __m128i *)a)); }
+static inline void v_store_upper(uint16_t *array, vbits a, vbits b) {
+    __m256i packed = _mm256_packus_epi32(_mm256_srli_epi32(a, 16), _mm256_srli_epi32(b, 16));
+    _mm256_storeu_si256((__m256i *)array, _mm256_permute4x64_epi64(packed, 0xd8));
+}
+static inline void v_store_lower(uint16_t *array, vbits a, vbits b) {
+    v_store_upper(array, _mm256_slli_epi32(a, 16), _mm256_slli_epi32(b, 16));
+}
+typedef __m256i vmask; /* all bits of a part set, or none */
+static inline vmask v_less(vbits a, vbits b) { return _mm256_cmpgt_epi32(b, a); }
+static inline vmask v_equal(vbits a, vbits b) { return _mm256_cmpeq_epi32(a, b); }
+static inline vmask v_ordered(v32 a) { return _mm256_castps_si256(_mm256_cmp_ps(a, a, _CMP_ORD_Q)); }
+static inline vmask v_mask_clear(vmask a, vmask b) { return _mm256_andnot_si256(b, a); }
+static inline vbits v_pick(vmask where, vbits a, vbits b) { return _mm256_blendv_epi8(b, a, where); }
+static inline vmask v_mask_load(const uint8_t *bytes, int64_t i) {
+    const vbits each = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+    return v_equal(v_bits_and(v_bits_set(bytes[i / 8]), each), each);
+}
+static inline void v_mask_store(uint8_t *bytes, int64_t i, vmask mask) {
+    bytes[i / 8] = (uint8_t)_mm256_movemask_ps(_mm256_castsi256_ps(mask));
+}
+
 static inline v64 w_load(const float *a) { return _mm256_cvtps_pd(_mm_loadu_ps(a)); }
 static inline v64 w_set(double x) { return _mm256_set1_pd(x); }
 static inline v64 w_add(v64 a, v64 b) { return _mm256_add_pd(a, b); }

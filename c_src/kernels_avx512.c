@@ -62,6 +62,46 @@ static inline vbits v_max32(vbits a, vbits b) { return _mm512_max_epu32(a, b); }
 static inline vbits v_max16(vbits a, vbits b) { return _mm512_max_epu16(a, b); }
 static inline void v_bits_store(void *a, vbits x) { _mm512_storeu_si512(a, x); }
 
+static inline v32 v_of_bits(vbits a) { return _mm512_castsi512_ps(a); }
+static inline vbits v_bits_set(uint32_t x) { return _mm512_set1_epi32((int)x); }
+static inline vbits v_bits_add(vbits a, vbits b) { return _mm512_add_epi32(a, b); }
+static inline vbits v_bits_sub(vbits a, vbits b) { return _mm512_sub_epi32(a, b); }
+static inline vbits v_bits_mul(vbits a, vbits b) { return _mm512_mullo_epi32(a, b); }
+static inline vbits v_bits_and(vbits a, vbits b) { return _mm512_and_si512(a, b); }
+static inline vbits v_bits_or(vbits a, vbits b) { return _mm512_or_si512(a, b); }
+static inline vbits v_bits_xor(vbits a, vbits b) { return _mm512_xor_si512(a, b); }
+#define v_bits_left(a, n) _mm512_slli_epi32(a, n)
+#define v_bits_right(a, n) _mm512_srli_epi32(a, n)
+static inline vbits v_min32(vbits a, vbits b) { return _mm512_min_epu32(a, b); }
+static inline uint32_t v_top(vbits a) { return _mm512_reduce_max_epu32(a); }
+static inline vbits v_load_u8(const uint8_t *a) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)a)); }
+static inline void v_store_u8(uint8_t *a, vbits x) { _mm_storeu_si128((__m128i *)a, _mm512_cvtepi32_epi8(x)); }
+static inline vbits v_load_s16(const uint16_t *a) {
+    return _mm512_cvtepi16_epi32(_mm256_loadu_si256((const __m256i *)a));
+}
+static const uint16_t every_other[64] = {0,  2,  4,  6,  8,  10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30,
+                                         32, 34, 36, 38, 40, 42, 44, 46, 48, 50, 52, 54, 56, 58, 60, 62,
+                                         1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31,
+                                         33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
+static inline void v_store_lower(uint16_t *array, vbits a, vbits b) {
+    _mm512_storeu_si512(array, _mm512_permutex2var_epi16(a, _mm512_loadu_si512(every_other), b));
+}
+static inline void v_store_upper(uint16_t *array, vbits a, vbits b) {
+    _mm512_storeu_si512(array, _mm512_permutex2var_epi16(a, _mm512_loadu_si512(every_other + 32), b));
+}
+typedef __mmask16 vmask;
+static inline vmask v_less(vbits a, vbits b) { return _mm512_cmplt_epi32_mask(a, b); }
+static inline vmask v_equal(vbits a, vbits b) { return _mm512_cmpeq_epi32_mask(a, b); }
+static inline vmask v_ordered(v32 a) { return _mm512_cmp_ps_mask(a, a, _CMP_ORD_Q); }
+static inline vmask v_mask_clear(vmask a, vmask b) { return (vmask)(a & ~b); }
+static inline vbits v_pick(vmask where, vbits a, vbits b) { return _mm512_mask_mov_epi32(b, where, a); }
+static inline vmask v_mask_load(const uint8_t *bytes, int64_t i) {
+    vmask mask;
+    memcpy(&mask, bytes + i / 8, sizeof mask);
+    return mask;
+}
+static inline void v_mask_store(uint8_t *bytes, int64_t i, vmask mask) { memcpy(bytes + i / 8, &mask, sizeof mask); }
+
 static inline v64 w_load(const float *a) { return _mm512_cvtps_pd(_mm256_loadu_ps(a)); }
 static inline v64 w_set(double x) { return _mm512_set1_pd(x); }
 static inline v64 w_add(v64 a, v64 b) { return _mm512_add_pd(a, b); }

@@ -57,6 +57,52 @@ static inline vbits v_max16(vbits a, vbits b) {
 }
 static inline void v_bits_store(void *a, vbits x) { vst1q_u8(a, vreinterpretq_u8_u32(x)); }
 
+static inline v32 v_of_bits(vbits a) { return vreinterpretq_f32_u32(a); }
+static inline vbits v_bits_set(uint32_t x) { return vdupq_n_u32(x); }
+static inline vbits v_bits_add(vbits a, vbits b) { return vaddq_u32(a, b); }
+static inline vbits v_bits_sub(vbits a, vbits b) { return vsubq_u32(a, b); }
+static inline vbits v_bits_mul(vbits a, vbits b) { return vmulq_u32(a, b); }
+static inline vbits v_bits_and(vbits a, vbits b) { return vandq_u32(a, b); }
+static inline vbits v_bits_or(vbits a, vbits b) { return vorrq_u32(a, b); }
+static inline vbits v_bits_xor(vbits a, vbits b) { return veorq_u32(a, b); }
+#define v_bits_left(a, n) vshlq_n_u32(a, n)
+#define v_bits_right(a, n) vshrq_n_u32(a, n)
+static inline vbits v_min32(vbits a, vbits b) { return vminq_u32(a, b); }
+static inline uint32_t v_top(vbits a) { return vmaxvq_u32(a); }
+static inline vbits v_load_u8(const uint8_t *a) {
+    uint32_t four;
+    memcpy(&four, a, sizeof four);
+    return vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(four))));
+}
+static inline void v_store_u8(uint8_t *a, vbits x) {
+    uint16x4_t halves = vmovn_u32(x);
+    uint32_t four = vget_lane_u32(vreinterpret_u32_u8(vmovn_u16(vcombine_u16(halves, halves))), 0);
+    memcpy(a, &four, sizeof four);
+}
+static inline vbits v_load_s16(const uint16_t *a) {
+    return vreinterpretq_u32_s32(vmovl_s16(vreinterpret_s16_u16(vld1_u16(a))));
+}
+static inline void v_store_upper(uint16_t *array, vbits a, vbits b) {
+    vst1q_u16(array, vuzp2q_u16(vreinterpretq_u16_u32(a), vreinterpretq_u16_u32(b)));
+}
+static inline void v_store_lower(uint16_t *array, vbits a, vbits b) {
+    vst1q_u16(array, vuzp1q_u16(vreinterpretq_u16_u32(a), vreinterpretq_u16_u32(b)));
+}
+typedef uint32x4_t vmask; /* all bits of a part set, or none */
+static inline vmask v_less(vbits a, vbits b) { return vcltq_s32(vreinterpretq_s32_u32(a), vreinterpretq_s32_u32(b)); }
+static inline vmask v_equal(vbits a, vbits b) { return vceqq_u32(a, b); }
+static inline vmask v_ordered(v32 a) { return vceqq_f32(a, a); }
+static inline vmask v_mask_clear(vmask a, vmask b) { return vbicq_u32(a, b); }
+static inline vbits v_pick(vmask where, vbits a, vbits b) { return vbslq_u32(where, a, b); }
+static const uint32_t each_bit[4] = {1, 2, 4, 8};
+static inline vmask v_mask_load(const uint8_t *bytes, int64_t i) {
+    return vtstq_u32(vdupq_n_u32((uint32_t)bytes[i / 8] >> (i & 4)), vld1q_u32(each_bit));
+}
+static inline void v_mask_store(uint8_t *bytes, int64_t i, vmask mask) {
+    uint8_t four = (uint8_t)vaddvq_u32(vandq_u32(mask, vld1q_u32(each_bit)));
+    bytes[i / 8] = i & 4 ? (uint8_t)((bytes[i / 8] & 15) | four << 4) : (uint8_t)((bytes[i / 8] & 0xf0) | four);
+}
+
 static inline v64 w_load(const float *a) { return vcvt_f64_f32(vld1_f32(a)); }
 static inline v64 w_set(double x) { return vdupq_n_f64(x); }
 static inline v64 w_add(v64 a, v64 b) { return vaddq_f64(a, b); }

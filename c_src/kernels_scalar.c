@@ -6,6 +6,7 @@
 #include <math.h>
 #include <string.h>
 
+#include "formats.h"
 #include "offload_core.h"
 #include "sum_squares.h"
 
@@ -67,43 +68,198 @@ static void store(void *array, int dtype, int64_t i, float x) {
         ((uint16_t *)array)[i] = dtype == OC_BFLOAT16 ? to_bfloat16(x) : to_float16(x);
 }
 
+/* --- states in narrow formats ---------------------------------------------------------------------------- */
+
+/* The 32 random bits of an element. */
+static uint32_t random_of(const oc_segment *segment, uint64_t update, int64_t i) {
+    uint64_t element = (uint64_t)(segment->start + i), key = oc_key(segment->seed, update, element / OC_STATE_BLOCK);
+    uint32_t x = (uint32_t)key + (uint32_t)(element % OC_STATE_BLOCK);
+    x *= OC_HASH_FIRST;
+    x = (x ^ x >> 15 ^ (uint32_t)(key >> 32)) * OC_HASH_SECOND;
+    return x ^ x >> 16;
+}
+
+/* random is below 2^16. The sum of an infinity and it is still one. */
+static uint16_t to_bfloat16_at_random(float x, uint32_t random) {
+    return x != x ? 0x7fc0 : (uint16_t)((float_bits(x) + random) >> 16);
+}
+
+static int least_scaled(int scale) { return scale < OC_LEAST_SCALE ? OC_LEAST_SCALE : scale; }
+
+static float power(int biased_exponent) { return bits_float((uint32_t)biased_exponent << 23); }
+
+/* What is rounded at random may double, and gets room for it. What is rounded to nearest needs none: with the smallest
+ * scale that holds the largest value, those that were decoded come back as they were. */
+static uint8_t scale_of(const float *values, int64_t n, int at_random) {
+    uint32_t largest = 0;
+    for (int64_t i = 0; i < n; i++) {
+        uint32_t magnitude = float_bits(values[i]) & 0x7fffffff;
+        largest = magnitude > largest ? magnitude : largest;
+    }
+    if (!at_random && largest < 0x7f800000)
+        largest += 0x7ffff + (largest >> OC_DROPPED & 1) - (1 << 23);
+    return (uint8_t)least_scaled((int)largest >> 23);
+}
+
+/* With random, below 2^20, rounded up with the probability of the part that is dropped; without, to nearest even. */
+static uint8_t to_float8(float x, int scale, int has_sign, const uint32_t *random) {
+    int top = has_sign ? OC_TOP_SIGNED : OC_TOP_UNSIGNED;
+    float magnitude = fabsf(x), least = power(scale - top + 1); /* the least with an exponent of its own */
+    uint32_t bits, code, offset = (uint32_t)(scale - top) << OC_MANTISSA;
+    if (scale == OC_NAN_SCALE)
+        return 0;
+    /* Below, fixed point: the mean with `least` has as many bits more than least / 2. */
+    bits = float_bits(magnitude < least ? fmaf(magnitude, 0.5f, least * 0.5f) : magnitude);
+    if (random)
+        code = ((bits + *random) >> OC_DROPPED) - offset;
+    else if (magnitude < least)
+        code = (uint32_t)rintf(magnitude * power(127 + 129 + top - scale));
+    else
+        code = ((bits + 0x7ffff + (bits >> OC_DROPPED & 1)) >> OC_DROPPED) - offset;
+    return (uint8_t)(code | (has_sign ? float_bits(x) >> 31 << 7 : 0));
+}
+
+static float from_float8(uint8_t byte, int scale, int has_sign) {
+    int top = has_sign ? OC_TOP_SIGNED : OC_TOP_UNSIGNED;
+    uint32_t sign = has_sign ? (uint32_t)byte >> 7 << 31 : 0, code = has_sign ? byte & 127 : byte, bits;
+    scale = least_scaled(scale);
+    if (scale == OC_NAN_SCALE)
+        return bits_float(0x7fc00000);
+    if (code >> OC_MANTISSA)
+        bits = (code << OC_DROPPED) + ((uint32_t)(scale - top) << 23);
+    else
+        bits = float_bits((float)code * power(scale - top - 2));
+    return bits_float(sign | bits);
+}
+
+/* high is x rounded to nearest even. Where low is just half of its last bit, the tie's bit says whether x was below. */
+static void split(const oc_state *s, int64_t i, float x) {
+    uint32_t bits = x != x ? 0x7fc00000 : float_bits(x);
+    uint8_t tie = (uint8_t)(1 << (i & 7));
+    ((uint16_t *)s->data)[i] = (uint16_t)bits;
+    ((uint16_t *)s->high)[i] = to_bfloat16(x);
+    if ((bits & 0x1ffff) == 0x18000)
+        s->ties[i >> 3] |= tie;
+    else
+        s->ties[i >> 3] &= (uint8_t)~tie;
+}
+
+static float join(const oc_state *s, int64_t i) {
+    uint32_t low = ((const uint16_t *)s->data)[i], high = ((const uint16_t *)s->high)[i];
+    int tie = s->ties[i >> 3] >> (i & 7) & 1;
+    int was_rounded_up = low > 0x8000 || (low == 0x8000 && tie);
+    return bits_float(((high - (uint32_t)was_rounded_up) << 16) | low);
+}
+
+static float decoded(const oc_state *s, int64_t i) {
+    switch (s->format) {
+    case OC_FLOAT8: return from_float8(((const uint8_t *)s->data)[i], s->scales[i / OC_STATE_BLOCK], s->has_sign);
+    case OC_SPLIT: return join(s, i);
+    default: return load(s->data, s->format, i);
+    }
+}
+
+/* Elements [begin, begin + n) of a state, which lie in one block, become these values. random: as many bits as the
+ * format drops, for each; NULL: to nearest even. */
+static void encode_block(const oc_state *s, int64_t begin, int64_t n, const float *values, const uint32_t *random) {
+    if (s->format == OC_FLOAT8)
+        s->scales[begin / OC_STATE_BLOCK] = scale_of(values, n, random != NULL);
+    for (int64_t k = 0; k < n; k++) {
+        int64_t i = begin + k;
+        const uint32_t *r = random ? random + k : NULL;
+        if (s->format == OC_FLOAT8)
+            ((uint8_t *)s->data)[i] = to_float8(values[k], s->scales[i / OC_STATE_BLOCK], s->has_sign, r);
+        else if (s->format == OC_SPLIT)
+            split(s, i, values[k]);
+        else if (s->format == OC_BFLOAT16 && r)
+            ((uint16_t *)s->data)[i] = to_bfloat16_at_random(values[k], *r);
+        else
+            store(s->data, s->format, i, values[k]);
+    }
+}
+
+void oc_decode_run(const oc_state *s, int64_t begin, int64_t end, float *out) {
+    for (int64_t i = begin; i < end; i++)
+        out[i] = decoded(s, i);
+}
+
+void oc_encode_run(const oc_state *s, int64_t begin, int64_t end, const float *values) {
+    for (int64_t i = begin; i < end; i += OC_STATE_BLOCK)
+        encode_block(s, i, end - i < OC_STATE_BLOCK ? end - i : OC_STATE_BLOCK, values + i, NULL);
+}
+
+/* --- Adam ------------------------------------------------------------------------------------------------ */
+
+/* One element's new values in place of its old ones. */
+static void update_element(float g, float *master, float *exp_avg, float *exp_avg_sq, const oc_rounded_scalars *s,
+                           const oc_adam_kind *kind) {
+    int l2 = kind->adam_mode == OC_ADAM && s->weight_decay != 0;
+    float p = *master, m = *exp_avg, v = *exp_avg_sq;
+    if (s->grad_scale != 1)
+        g = g * s->grad_scale;
+    if (kind->op_order == OC_ORDER_TORCH) {
+        if (kind->adam_mode == OC_ADAMW)
+            p = p * s->decay;
+        if (l2)
+            g = fmaf(p, s->weight_decay, g);
+        float difference = g - m;
+        m = s->one_minus_beta1 < 0.5f ? fmaf(s->one_minus_beta1, difference, m)
+                                      : fmaf(s->one_minus_beta1 - 1, difference, g);
+        v = fmaf(s->one_minus_beta2 * g, g, v * s->beta2);
+        p = p + s->step_size * m / (sqrtf(v) / s->correction2 + s->eps);
+    } else {
+        if (l2)
+            g = g + s->weight_decay * p;
+        m = s->one_minus_beta1 * g + s->beta1 * m;
+        v = s->one_minus_beta2 * (g * g) + s->beta2 * v;
+        float update = m / s->correction1 / (sqrtf(v / s->correction2 + s->eps_root) + s->eps);
+        if (kind->adam_mode == OC_ADAMW && s->weight_decay != 0)
+            update = update + s->weight_decay * p;
+        p = p + update * s->step_size;
+    }
+    *master = p;
+    *exp_avg = m;
+    *exp_avg_sq = v;
+}
+
+static void adam_block(const oc_segment *segment, int64_t begin, int64_t n, const oc_rounded_scalars *s,
+                       const oc_adam_kind *kind) {
+    oc_state master = {.data = segment->master, .high = segment->high, .ties = segment->ties};
+    oc_state exp_avg = {.data = segment->exp_avg, .scales = segment->exp_avg_scale, .has_sign = 1};
+    oc_state exp_avg_sq = {.data = segment->exp_avg_sq, .scales = segment->exp_avg_sq_scale};
+    float p[OC_STATE_BLOCK] = {0}, m[OC_STATE_BLOCK] = {0}, v[OC_STATE_BLOCK] = {0};
+    uint32_t random_m[OC_STATE_BLOCK] = {0}, random_v[OC_STATE_BLOCK] = {0};
+    int narrow = kind->master_format || kind->exp_avg_format || kind->exp_avg_sq_format;
+    master.format = kind->master_format;
+    exp_avg.format = kind->exp_avg_format;
+    exp_avg_sq.format = kind->exp_avg_sq_format;
+    for (int64_t k = 0; k < n; k++) {
+        int64_t i = begin + k;
+        uint32_t random = narrow ? random_of(segment, s->update, i) : 0;
+        random_m[k] = kind->exp_avg_format == OC_FLOAT8 ? random & 0xfffff : random & 0xffff;
+        random_v[k] = kind->exp_avg_sq_format == OC_FLOAT8 ? random >> 12 : random >> 16;
+        p[k] = decoded(&master, i);
+        m[k] = decoded(&exp_avg, i);
+        v[k] = decoded(&exp_avg_sq, i);
+        update_element(load(segment->grad, kind->grad_dtype, i), p + k, m + k, v + k, s, kind);
+        if (kind->master_format == OC_BFLOAT16)
+            p[k] = load((uint16_t[]){to_bfloat16_at_random(p[k], random * OC_HASH_MASTER >> 16)}, OC_BFLOAT16, 0);
+    }
+    if (!kind->keep_states) {
+        encode_block(&master, begin, n, p, NULL); /* a bf16 master is rounded already */
+        encode_block(&exp_avg, begin, n, m, random_m);
+        encode_block(&exp_avg_sq, begin, n, v, random_v);
+    }
+    for (int64_t k = 0; k < n; k++)
+        if (kind->param_dtype != OC_NO_PARAM)
+            store(segment->param, kind->param_dtype, begin + k, p[k]);
+}
+
 static void adam(const oc_segment *segment, int64_t begin, int64_t end, const oc_rounded_scalars *s,
                  const oc_adam_kind *kind, int stream) {
     (void)stream;
-    int l2 = kind->adam_mode == OC_ADAM && s->weight_decay != 0;
-    for (int64_t i = begin; i < end; i++) {
-        float g = load(segment->grad, kind->grad_dtype, i);
-        float p = segment->master[i], m = segment->exp_avg[i], v = segment->exp_avg_sq[i];
-        if (s->grad_scale != 1)
-            g = g * s->grad_scale;
-        if (kind->op_order == OC_ORDER_TORCH) {
-            if (kind->adam_mode == OC_ADAMW)
-                p = p * s->decay;
-            if (l2)
-                g = fmaf(p, s->weight_decay, g);
-            float difference = g - m;
-            m = s->one_minus_beta1 < 0.5f ? fmaf(s->one_minus_beta1, difference, m)
-                                          : fmaf(s->one_minus_beta1 - 1, difference, g);
-            v = fmaf(s->one_minus_beta2 * g, g, v * s->beta2);
-            p = p + s->step_size * m / (sqrtf(v) / s->correction2 + s->eps);
-        } else {
-            if (l2)
-                g = g + s->weight_decay * p;
-            m = s->one_minus_beta1 * g + s->beta1 * m;
-            v = s->one_minus_beta2 * (g * g) + s->beta2 * v;
-            float update = m / s->correction1 / (sqrtf(v / s->correction2 + s->eps_root) + s->eps);
-            if (kind->adam_mode == OC_ADAMW && s->weight_decay != 0)
-                update = update + s->weight_decay * p;
-            p = p + update * s->step_size;
-        }
-        if (!kind->keep_states) {
-            segment->master[i] = p;
-            segment->exp_avg[i] = m;
-            segment->exp_avg_sq[i] = v;
-        }
-        if (kind->param_dtype != OC_NO_PARAM)
-            store(segment->param, kind->param_dtype, i, p);
-    }
+    for (int64_t i = begin; i < end; i += OC_STATE_BLOCK)
+        adam_block(segment, i, end - i < OC_STATE_BLOCK ? end - i : OC_STATE_BLOCK, s, kind);
 }
 
 static void sum_squares(const void *src, int dtype, int64_t n, int64_t *bins) {

@@ -10,6 +10,7 @@
  *   w_bits_add(vint, v64)   integer sum with the bits of a double
  *   w_int_zero, w_int_sum(vint) -> uint64_t
  *   v_fence                 after streaming stores
+ *   what kernels_formats.h names
  *
  * A tail shorter than a vector, or in the norm than a block, is copied to a padded one and takes the same path, so an
  * element's bits do not depend on its position.
@@ -96,6 +97,7 @@ INLINE v32 adam_element(v32 g, v32 p, v32 *m, v32 *v, const adam_constants *c, i
 INLINE void adam_range(const oc_segment *a, int64_t begin, int64_t end, const adam_constants *constants, int grad_dtype,
                        int param_dtype, int op_order, int stream, int keep_states) {
     const adam_constants c = *constants;
+    float *all_masters = a->master, *all_exp_avgs = a->exp_avg, *all_exp_avg_sqs = a->exp_avg_sq;
     int64_t i = begin;
     /* main loop */
     for (; i + LANES <= end; i += LANES) {
@@ -103,12 +105,12 @@ INLINE void adam_range(const oc_segment *a, int64_t begin, int64_t end, const ad
         fetch(a->master, OC_FLOAT32, i + FETCH_AHEAD);
         fetch(a->exp_avg, OC_FLOAT32, i + FETCH_AHEAD);
         fetch(a->exp_avg_sq, OC_FLOAT32, i + FETCH_AHEAD);
-        v32 g = load_as_f32(a->grad, grad_dtype, i), m = v_load(a->exp_avg + i), v = v_load(a->exp_avg_sq + i);
-        v32 p = adam_element(g, v_load(a->master + i), &m, &v, &c, op_order);
+        v32 g = load_as_f32(a->grad, grad_dtype, i), m = v_load(all_exp_avgs + i), v = v_load(all_exp_avg_sqs + i);
+        v32 p = adam_element(g, v_load(all_masters + i), &m, &v, &c, op_order);
         if (!keep_states) {
-            v_store(a->master + i, p);
-            v_store(a->exp_avg + i, m);
-            v_store(a->exp_avg_sq + i, v);
+            v_store(all_masters + i, p);
+            v_store(all_exp_avgs + i, m);
+            v_store(all_exp_avg_sqs + i, v);
         }
         store_from_f32(a->param, param_dtype, i, p, stream);
     }
@@ -139,6 +141,8 @@ INLINE void adam_range(const oc_segment *a, int64_t begin, int64_t end, const ad
     if (stream)
         v_fence();
 }
+
+#include "kernels_formats.h"
 
 /* One instance for each pair of element types: the switches turn run-time codes into constants. */
 #define ADAM_PARAM(G, ORDER)                                                                                           \
@@ -188,7 +192,10 @@ static void adam(const oc_segment *a, int64_t begin, int64_t end, const oc_round
         int64_t size = oc_itemsize(kind->param_dtype);
         stream = stream && ((uintptr_t)a->param + (uintptr_t)(begin * size)) % (uintptr_t)(LANES * size) == 0;
     }
-    if (kind->op_order == OC_ORDER_TORCH) {
+    if (kind->master_format != OC_FLOAT32 || kind->exp_avg_format != OC_FLOAT32 ||
+        kind->exp_avg_sq_format != OC_FLOAT32) {
+        adam_blocks(a, begin, end, &c, s->update, kind, stream);
+    } else if (kind->op_order == OC_ORDER_TORCH) {
         ADAM_GRAD(OC_ORDER_TORCH)
     } else {
         ADAM_GRAD(OC_ORDER_OPTAX)

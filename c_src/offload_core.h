@@ -10,6 +10,7 @@
 typedef struct {
     float grad_scale, weight_decay, decay, beta1, beta2, one_minus_beta1, one_minus_beta2, correction1, correction2,
         eps, eps_root, step_size;
+    uint64_t update;
 } oc_rounded_scalars;
 
 /* One instruction set's kernels. Each does the same IEEE operations in the same order on every element, at any
@@ -32,6 +33,10 @@ typedef struct {
 } oc_kernels;
 
 extern const oc_kernels oc_scalar_kernels;
+/* Elements [begin, end) of a state to and from fp32, begin being a multiple of 256. One element at a time, whatever the
+ * instruction set: checkpoints and views of states need them, no step does. */
+void oc_decode_run(const oc_state *state, int64_t begin, int64_t end, float *out);
+void oc_encode_run(const oc_state *state, int64_t begin, int64_t end, const float *values);
 #if defined(__x86_64__)
 extern const oc_kernels oc_avx2_kernels;
 extern const oc_kernels oc_avx512_kernels;
@@ -48,6 +53,6 @@ const oc_kernels *oc_current_kernels(void);
 typedef void oc_task(void *context, int64_t item);
 void oc_parallel_for(oc_task *task, void *context, int64_t n_items, int threads);
 
-static inline int64_t oc_itemsize(int dtype) { return dtype == OC_FLOAT32 ? 4 : 2; }
+static inline int64_t oc_itemsize(int dtype) { return dtype == OC_FLOAT32 ? 4 : dtype == OC_FLOAT8 ? 1 : 2; }
 
 #endif

@@ -33,7 +33,7 @@ from offload_core.dtypes import BFLOAT16, FLOAT16, FLOAT32, ElementType
 from offload_core.memory.host_memory import HostMemory, available_bytes, format_bytes
 from offload_core.native import kernels
 from offload_core.native.grad_norm import SumOfSquares, clip_coefficient
-from offload_core.rules.adam import AdamHyper
+from offload_core.rules.adam import STATE_NAMES, AdamHyper
 from offload_core.support.processors import available_cpus
 
 _STREAM_CDEF = """
@@ -106,7 +106,7 @@ class Buffers:
         runs = [
             partial(
                 kernels.adam,
-                np.array([self._segment(grad, out, start, start + self.n)], kernels.SEGMENT),
+                kernels.segments_of([self._segment(grad, out, start, start + self.n)]),
                 scalars,
                 grad_dtype=grad,
                 param_dtype=out,
@@ -127,10 +127,11 @@ class Buffers:
 
         return run
 
-    def _segment(self, grad: ElementType, out: ElementType | None, start: int, end: int) -> tuple[int, ...]:
-        states = (kernels.address(state[start:]) for state in self.states)
-        param = 0 if out is None else kernels.address(self.outs[out][start:])
-        return (kernels.address(self.grads[grad][start:]), *states, param, end - start, 0)
+    def _segment(self, grad: ElementType, out: ElementType | None, start: int, end: int) -> dict[str, int]:
+        arrays = dict(zip(STATE_NAMES, self.states, strict=True)) | {"grad": self.grads[grad]}
+        if out is not None:
+            arrays["param"] = self.outs[out]
+        return {name: kernels.address(array[start:]) for name, array in arrays.items()} | {"numel": end - start}
 
     def norm(self, grad: ElementType) -> Run:
         """The exact sum of squares of each set's gradient."""
@@ -179,7 +180,7 @@ class Buffers:
         """Norm, clipping, AdamW and cast of one set, as so many tensors: gradients are read twice."""
         ends = [self.n * i // _HOST_STEP_TENSORS for i in range(_HOST_STEP_TENSORS + 1)]
         tensors = list(itertools.pairwise(ends))
-        segments = np.array([self._segment(BFLOAT16, BFLOAT16, *tensor) for tensor in tensors], kernels.SEGMENT)
+        segments = kernels.segments_of([self._segment(BFLOAT16, BFLOAT16, *tensor) for tensor in tensors])
         source = self.grads[BFLOAT16]
         spans = kernels.spans_of([(kernels.address(source[a:]), 0, b - a) for a, b in tensors])
 

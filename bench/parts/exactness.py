@@ -31,12 +31,13 @@ def this(threads: int) -> Update:
         param = arrays[0].copy()
         exp_avg, exp_avg_sq = np.zeros_like(param), np.zeros_like(param)
         for t, grad in enumerate(arrays[1:], 1):
+            given = {"grad": grad, "master": param, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
             rows = [
-                (*(kernels.address(a[part]) for a in (grad, param, exp_avg, exp_avg_sq)), 0, param[part].size, 0)
+                {name: kernels.address(array[part]) for name, array in given.items()} | {"numel": param[part].size}
                 for part in parts
             ]
             kernels.adam(
-                np.array(rows, kernels.SEGMENT),
+                kernels.segments_of(rows),
                 np.array([_HYPER.scalars(t, op_order="torch", grad_scale=1.0)], kernels.SCALARS),
                 grad_dtype=FLOAT32,
                 param_dtype=None,

@@ -205,6 +205,8 @@ class Offloaded(JaxTrainer):
             param_dtype=settings.param_dtype,
             stage=settings.stage,
             offload_param=settings.offload_param,
+            state_format=settings.state_format,
+            master_dtype=settings.master_dtype,
             param_persistence_threshold=settings.persistence_threshold,
             schedule=settings.schedule,
             mesh=self.mesh,

@@ -41,6 +41,7 @@ from bench.train.picture import curve
 from bench.train.presets import PRESETS
 from bench.train.ranks import Ranks
 from bench.train.trainer import OffloadTrainer, Settings, Step, Trainer
+from offload_core.config.state_formats import SHORT_NAMES
 from offload_core.dtypes import BY_NAME
 from offload_core.errors import CollectiveError, ConfigError, OffloadError
 from offload_core.memory.host_memory import format_bytes
@@ -213,6 +214,8 @@ def parse(arguments: list[str] | None) -> tuple[Settings, Files, Saving]:
     )
     add("--stage", type=int, choices=(1, 2, 3), default=2, help="ZeRO stage (default: 2)")
     add("--offload-param", choices=("cpu",), help="stage 3: parameters wait in host memory")
+    add("--state-format", choices=tuple(SHORT_NAMES), default="fp32", help="of the optimizer's states (default: fp32)")
+    add("--master-dtype", choices=("float32", "bfloat16"), help="of master weights (default: float32)")
     add("--init", action="store_true", help="stage 3: build the model in shards, never whole on a rank (torch)")
     add(
         "--persistence-threshold",
@@ -277,7 +280,7 @@ def parse(arguments: list[str] | None) -> tuple[Settings, Files, Saving]:
     files = {name: chosen.pop(name, None) for name in ("out", "log", "tensorboard", "trace", "checkpoints")}
     saving = Saving(*(chosen.pop(name, None) for name in ("save_every", "keep", "resume")))
     text = chosen.pop("text", None)
-    chosen = {"offload_param": None, "timeout": None} | chosen
+    chosen = {"offload_param": None, "master_dtype": None, "timeout": None} | chosen
     if given["compare"] is None and (chosen["param_dtype"] == "float16" or saving.resume is not None):
         chosen["compare"] = 0
     chosen["clip"] = chosen["clip"] or None

@@ -82,6 +82,8 @@ def partitioning(settings: Settings) -> dict[str, Any]:
     return {
         "stage": settings.stage,
         "offload_param": settings.offload_param,
+        "state_format": settings.state_format,
+        "master_dtype": settings.master_dtype,
         "param_persistence_threshold": settings.persistence_threshold,
     }
 

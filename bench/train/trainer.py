@@ -35,6 +35,8 @@ class Settings:
     param_dtype: str
     stage: int
     offload_param: str | None
+    state_format: str
+    master_dtype: str | None
     init: bool
     """True if the model is built in shards."""
     persistence_threshold: int
@@ -126,6 +128,8 @@ def terms_and_specs(settings: Settings, world_size: int, on_host: bool) -> tuple
     config = OffloadConfig(
         stage=settings.stage,
         offload_param=settings.offload_param,
+        state_format=settings.state_format,
+        master_dtype=settings.master_dtype,
         param_persistence_threshold=settings.persistence_threshold,
         param_dtype=settings.param_dtype,
         schedule=settings.schedule,

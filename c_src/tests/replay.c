@@ -26,7 +26,13 @@ int main(void) {
         float *master = read_array(n_bytes), *exp_avg = read_array(n_bytes), *exp_avg_sq = read_array(n_bytes);
         void *param = malloc((size_t)n_bytes);
         for (int64_t step = 0; step < steps; step++) {
-            oc_segment segment = {grad, master, exp_avg, exp_avg_sq, param_bytes ? param : NULL, numel, step};
+            oc_segment segment = {.grad = grad,
+                                  .master = master,
+                                  .exp_avg = exp_avg,
+                                  .exp_avg_sq = exp_avg_sq,
+                                  .param = param_bytes ? param : NULL,
+                                  .numel = numel,
+                                  .scalars = step};
             if (oc_adam(&segment, 1, scalars, steps, kind, 2))
                 return 1;
         }

@@ -1,6 +1,7 @@
 /* Checks every instruction set's kernels against the scalar oracle, bit for bit, and the thread pool.
  *
- *     test_kernels [--bench] [isa] [adam] [cast] [accumulate] [reduce] [norm] [entry] [stream] [fork] [pool] [bind]
+ *     test_kernels [--bench] [isa] [adam] [formats] [cast] [accumulate] [reduce] [norm] [entry] [stream] [fork] [pool]
+ * [bind]
  *
  * Without names, every section runs. One randomised body for each kernel is its check and, with --bench, its
  * benchmark (as in dav1d's checkasm), so only code that was checked is timed. Stops at the first failing case and
@@ -12,6 +13,7 @@
 #include <sched.h>
 #include <stdarg.h>
 #include <stdatomic.h>
+#include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -330,17 +332,18 @@ static oc_adam_scalars adam_scalars(double beta1, double weight_decay, double gr
         .eps = random_below(2) ? 1e-8 : 1e-40, /* the second is subnormal as a float */
         .eps_root = random_below(2) ? 1e-12 : 0,
         .step_size = torch ? -lr / unbias1 : -lr,
+        .update = (int64_t)t,
     };
 }
 
 static oc_rounded_scalars rounded(const oc_adam_scalars *scalars) {
-    double each[sizeof *scalars / sizeof(double)];
+    double each[offsetof(oc_adam_scalars, update) / sizeof(double)];
     float nearest[COUNT(each)];
-    oc_rounded_scalars result;
+    oc_rounded_scalars result = {.update = (uint64_t)scalars->update};
     memcpy(each, scalars, sizeof each);
     for (int i = 0; i < COUNT(each); i++)
         nearest[i] = (float)each[i];
-    memcpy(&result, nearest, sizeof result);
+    memcpy(&result, nearest, sizeof nearest);
     return result;
 }
 
@@ -443,6 +446,117 @@ static void test_adam(void) {
                 now.begin = now.offset[0] ? random_below(20) : 16 * random_below(2);
                 for_each_isa(check_adam);
             }
+}
+
+/* --- states in narrow formats -------------------------------------------------------------------- */
+
+/* The arrays of a segment, and their types: a byte is as wide as an OC_FLOAT8. */
+enum { HIGH = ARRAYS, TIES, EXP_AVG_SCALE, EXP_AVG_SQ_SCALE, FORMAT_ARRAYS };
+static const char *const format_names[] = {"grad", "master", "exp_avg",       "exp_avg_sq",      "param",
+                                           "high", "ties",   "exp_avg_scale", "exp_avg_sq_scale"};
+
+static int format_type(int array) {
+    switch (array) {
+    case GRAD: return now.kind.grad_dtype;
+    case MASTER: return now.kind.master_format;
+    case EXP_AVG: return now.kind.exp_avg_format;
+    case EXP_AVG_SQ: return now.kind.exp_avg_sq_format;
+    case PARAM: return now.kind.param_dtype;
+    case HIGH: return OC_BFLOAT16;
+    default: return OC_FLOAT8;
+    }
+}
+
+static int64_t format_length(int array, int64_t n) {
+    return array == TIES ? (n + 7) / 8 : array >= EXP_AVG_SCALE ? (n + 255) / 256 : n;
+}
+
+/* Any bytes are a state: what they stand for is the same to all instruction sets. */
+static buffer format_array(int array, int64_t n) {
+    int type = format_type(array);
+    buffer b = new_buffer(type, format_length(array, n), 0);
+    if (type == OC_FLOAT32 || array == GRAD)
+        fill(b.data, type, n, any_value);
+    else
+        for (size_t i = 0; i < b.bytes; i++)
+            ((uint8_t *)b.data)[i] =
+                (uint8_t)(array >= EXP_AVG_SCALE && random_below(4) ? 100 + random_below(30) : random_below(256));
+    return b;
+}
+
+static oc_segment format_segment(const buffer *b, int64_t numel, int64_t start) {
+    oc_segment segment = segment_of(b, numel);
+    segment.high = b[HIGH].data;
+    segment.ties = b[TIES].data;
+    segment.exp_avg_scale = b[EXP_AVG_SCALE].data;
+    segment.exp_avg_sq_scale = b[EXP_AVG_SQ_SCALE].data;
+    segment.start = start;
+    segment.seed = 7;
+    return segment;
+}
+
+static void check_format(void) {
+    buffer expected[FORMAT_ARRAYS], got[FORMAT_ARRAYS];
+    int blocks = now.kind.exp_avg_format == OC_FLOAT8 || now.kind.exp_avg_sq_format == OC_FLOAT8;
+    int64_t start = blocks ? now.begin * 256 : now.begin;
+    for (int i = 0; i < FORMAT_ARRAYS; i++) {
+        expected[i] = format_array(i, now.n);
+        got[i] = copy_of(expected[i].data, format_type(i), format_length(i, now.n), now.offset[i % ARRAYS]);
+    }
+    oc_segment oracle = format_segment(expected, now.n, start), segment = format_segment(got, now.n, start);
+    kernels_of(OC_SCALAR);
+    int error = oc_adam(&oracle, 1, &now.scalars, 1, now.kind, 1);
+    kernels_of(now.isa);
+    error |= oc_adam(&segment, 1, &now.scalars, 1, now.kind, now.threads);
+    check(error == 0, "the calls succeed");
+    for (int i = 0; i < FORMAT_ARRAYS; i++) {
+        int64_t length = format_length(i, now.n);
+        if (i <= PARAM && format_type(i) <= OC_FLOAT16)
+            check_same(format_names[i], got[i].data, expected[i].data, format_type(i), length);
+        else if (memcmp(got[i].data, expected[i].data, expected[i].bytes))
+            fail("%s differs from the oracle's", format_names[i]);
+        release(expected + i, format_names[i]);
+        release(got + i, format_names[i]);
+    }
+}
+
+static void bench_format(void) {
+    buffer b[FORMAT_ARRAYS];
+    const oc_kernels *kernels = kernels_of(now.isa);
+    for (int i = 0; i < FORMAT_ARRAYS; i++) {
+        b[i] = new_buffer(format_type(i), format_length(i, now.n), 0);
+        memset(b[i].data, 0, b[i].bytes);
+    }
+    fill(b[GRAD].data, now.kind.grad_dtype, now.n, ordinary_value);
+    oc_segment segment = format_segment(b, now.n, 0);
+    oc_rounded_scalars scalars = rounded(&now.scalars);
+    BENCH(0, kernels->adam(&segment, 0, now.n, &scalars, &now.kind, 0));
+    for (int i = 0; i < FORMAT_ARRAYS; i++)
+        release(b + i, format_names[i]);
+}
+
+static void test_formats(void) {
+    static const int masters[] = {OC_FLOAT32, OC_BFLOAT16, OC_SPLIT};
+    static const int moments[] = {OC_FLOAT32, OC_BFLOAT16, OC_FLOAT8};
+    for (int combination = 0; combination < 27; combination++) {
+        static char name[64];
+        int master = masters[combination / 9], exp_avg = moments[combination / 3 % 3],
+            exp_avg_sq = moments[combination % 3];
+        snprintf(name, sizeof name, "adam %d %d %d", master, exp_avg, exp_avg_sq);
+        now.kernel = name;
+        for (int repeat = 0; repeat < (benchmark ? 1 : 150); repeat++) {
+            unsigned options = benchmark ? 0x10 : (unsigned)random_below(128);
+            set_adam_case(options, benchmark ? 1 : (int)random_below(3), benchmark ? 1 : (int)random_below(4));
+            now.kind.master_format = master;
+            now.kind.exp_avg_format = exp_avg;
+            now.kind.exp_avg_sq_format = exp_avg_sq;
+            now.begin = random_below(600);
+            now.threads = 1 + (int)random_below(3);
+            now.n = benchmark ? 1 << 14 : repeat < 140 ? random_below(700) : lengths[random_below(COUNT(lengths))];
+            random_offsets();
+            for_each_isa(benchmark ? bench_format : check_format);
+        }
+    }
 }
 
 /* --- casts and accumulation ---------------------------------------------------------------------- */
@@ -848,8 +962,15 @@ static void call_on_two_runs(int64_t n_elements) {
     int64_t bins[OC_NORM_BINS] = {0}, half = n_elements / 2, rest = n_elements - half;
     oc_span sums[] = {{src, sum, half}, {src + half, sum + half, rest}};
     oc_span casts[] = {{src, param, half}, {src + half, param + half, rest}};
-    oc_segment segments[] = {{src, sum, exp_avg, exp_avg_sq, param, half, 0},
-                             {src + half, sum + half, exp_avg + half, exp_avg_sq + half, param + half, rest, 0}};
+    oc_segment first = {.grad = src, .master = sum, .exp_avg = exp_avg, .exp_avg_sq = exp_avg_sq, .param = param};
+    oc_segment segments[] = {first, first};
+    segments[0].numel = half;
+    segments[1] = (oc_segment){.grad = src + half,
+                               .master = sum + half,
+                               .exp_avg = exp_avg + half,
+                               .exp_avg_sq = exp_avg_sq + half,
+                               .param = param + half,
+                               .numel = rest};
     oc_adam_scalars scalars = adam_scalars(0.9, 0, 1, OC_ORDER_TORCH);
     int error = oc_adam(segments, 2, &scalars, 1, (oc_adam_kind){0}, 2) | oc_cast(casts, 2, 0, 0, 2) |
                 oc_accumulate(sums, 2, 0, 2) | oc_sum_squares(sums, 2, 0, bins, 2);
@@ -879,8 +1000,13 @@ static void entry_refusals(void) {
                                {.adam_mode = -1},
                                {.keep_states = 2},
                                {.keep_states = -1},
-                               {.param_dtype = OC_NO_PARAM, .keep_states = 1}};
-    oc_segment good = {x, x + 1, x + 2, x + 3, x, 1, 0}, bad[7];
+                               {.param_dtype = OC_NO_PARAM, .keep_states = 1},
+                               {.master_format = OC_FLOAT16},
+                               {.master_format = OC_FLOAT8},
+                               {.exp_avg_format = OC_SPLIT},
+                               {.exp_avg_sq_format = OC_NO_PARAM}};
+    oc_segment good = {.grad = x, .master = x + 1, .exp_avg = x + 2, .exp_avg_sq = x + 3, .param = x, .numel = 1},
+               bad[8];
     oc_span span = {x, x + 1, 1}, no_src = {NULL, x, 1}, no_dst = {x, NULL, 1}, negative = {x, x + 1, -1};
     oc_adam_scalars scalars = {0};
     const oc_reduction sum = {x, x + 2, 2, 1, 1, 1, 0, 0};
@@ -893,7 +1019,7 @@ static void entry_refusals(void) {
     for (int i = 0; i < COUNT(bad); i++)
         bad[i] = good;
     bad[0].grad = bad[1].master = bad[2].exp_avg = bad[3].exp_avg_sq = bad[4].param = NULL;
-    bad[5].numel = bad[6].scalars = -1;
+    bad[5].numel = bad[6].scalars = bad[7].start = -1;
     for (int i = 0; i < COUNT(bad); i++)
         check(oc_adam(bad + i, 1, &scalars, 1, kind, 1) == OC_EARGUMENT, "a bad segment is refused");
     for (int i = 0; i < COUNT(bad_kind); i++)
@@ -1156,9 +1282,18 @@ static void test_reduce(void) { spans("reduce", check_reduce, 1); }
 static const struct {
     const char *name;
     void (*run)(void);
-} sections[] = {{"isa", test_isa},       {"adam", test_adam}, {"cast", test_cast},   {"accumulate", test_accumulate},
-                {"reduce", test_reduce}, {"norm", test_norm}, {"entry", test_entry}, {"stream", test_stream},
-                {"fork", test_fork},     {"pool", test_pool}, {"bind", test_bind}};
+} sections[] = {{"isa", test_isa},
+                {"adam", test_adam},
+                {"formats", test_formats},
+                {"cast", test_cast},
+                {"accumulate", test_accumulate},
+                {"reduce", test_reduce},
+                {"norm", test_norm},
+                {"entry", test_entry},
+                {"stream", test_stream},
+                {"fork", test_fork},
+                {"pool", test_pool},
+                {"bind", test_bind}};
 
 int main(int argc, char **argv) {
     int first = 1, named = 0;

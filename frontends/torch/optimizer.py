@@ -34,9 +34,9 @@ from .state_io import (
     check_partition,
     hide_state,
     partition,
-    plain_entries,
     torch_state_dict,
 )
+from .state_views import plain_entries
 from .tensors import ELEMENT_TYPES
 
 
@@ -66,8 +66,9 @@ class OffloadedAdamW(torch.optim.Optimizer):
     states when they first have a gradient. Changes from outside are followed: ``p.copy_(...)`` and the like under
     ``no_grad``, ``load_state_dict``, ``p.data = ...`` and in-place writes through ``p.data``.
 
-    ``state[p]`` holds ``step``, ``exp_avg``, ``exp_avg_sq`` and ``master``, in fp32 on the host: shaped as ``p``, or
-    with several ranks this rank's part, one-dimensional. An fp32 parameter on the CPU is its own master weight.
+    ``state[p]`` holds ``step``, ``exp_avg``, ``exp_avg_sq`` and ``master`` on the host, in fp32 unless ``state_format``
+    says otherwise: shaped as ``p``, or with several ranks this rank's part, one-dimensional. An fp32 parameter on the
+    CPU is its own master weight, and with ``master_dtype="bfloat16"`` a bfloat16 one, too.
 
     Args:
         params: as any torch optimizer takes them: tensors, ``(name, tensor)`` pairs, or parameter groups.
@@ -503,7 +504,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
     @whole("load_state_dict()")
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load states of this class or of ``torch.optim.AdamW``; they are kept in fp32 on the host.
+        """Load states of this class or of ``torch.optim.AdamW``; they stay on the host, each
+        rounded to nearest if it is kept in a narrower format.
 
         Each rank loads its own part, or takes it from whole states. Schedules continue from the saved number of
         updates, or else from the step counts in the states.

@@ -1,9 +1,8 @@
 """An optimizer's states in torch's terms: views of host memory, saved and loaded by ``state_dict``."""
 
-import copy
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,66 +20,11 @@ from offload_core.support.threads import uninterrupted
 
 from .registration import Registration, Slot
 from .stage3.gathering import gathered_parameters
+from .state_views import Kept, Views, plain_entries, state_views
 from .tensors import ELEMENT_TYPES, flat_like, shaped_like
 
 
-class _Kept(dict):
-    """A dict of which some entries stay: every write goes through ``__setitem__`` and ``__delitem__``."""
-
-    popitem: Any = None  # an entry that stays would be popped forever
-    update = MutableMapping.update
-
-    def __ior__(self, other: Any) -> Any:  # type: ignore[misc]  # dict's own | makes another dict
-        self.update(other)
-        return self
-
-    def clear(self) -> None:
-        for key in [*self]:
-            del self[key]
-
-    def pop(self, key: Any, *default: Any) -> Any:
-        if key not in self:
-            return super().pop(key, *default)
-        value = copy.deepcopy(self[key])
-        del self[key]
-        return value
-
-
-class Views(_Kept):
-    """A parameter's states by name, in host memory: assigning copies the value there, and deleting sets the state to
-    0, but leaves a master weight as it is."""
-
-    def __init__(self, views: Mapping[str, torch.Tensor], changing: Callable[[], None]) -> None:
-        super().__init__(views)
-        self.held = frozenset(views)
-        """The names of the optimizer's states; other entries are the user's."""
-        self._changing = changing
-
-    def __delitem__(self, name: str) -> None:
-        if name not in self.held:
-            super().__delitem__(name)
-        elif name != "master":
-            self._changing()
-            self[name].zero_()
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        if name not in self.held:
-            super().__setitem__(name, value)
-            return
-        value = torch.as_tensor(value)
-        if value.shape != self[name].shape:
-            raise StateError(
-                f"state[p][{name!r}] = a tensor of shape {tuple(value.shape)}, expected {tuple(self[name].shape)}"
-            )
-        self._changing()
-        with torch.no_grad():
-            self[name].copy_(value)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return dict, (dict(self),)
-
-
-class States(_Kept, defaultdict):
+class States(Kept, defaultdict):
     """States by parameter. Reading an entry waits for the last update to end.
 
     Args:
@@ -176,7 +120,7 @@ class TorchStates:
         slot, held = self._registration.slots[param], self.views[param]
         if entry:
             entry = own_part(self._pipeline, slot.index, param, entry)
-            check_entry(slot.name, held["exp_avg"], entry)
+            check_entry(slot.name, held.shape_of("exp_avg"), entry)
         self._registration.flush()
         entry = {name: held[name] for name in ("master",) if name in held} | dict(entry)
         self._replace("an assignment to optimizer.state", partial(self._load, slot, entry))
@@ -191,10 +135,10 @@ class TorchStates:
         for param, entry in entries.items():
             slot = self._registration.slots.get(param)
             if slot is None:
-                check_entry("?", param, entry)
+                check_entry("?", param.shape, entry)
             else:
                 entry = own_part(self._pipeline, slot.index, param, entry)
-                check_entry(slot.name, self.views[param]["exp_avg"], entry)
+                check_entry(slot.name, self.views[param].shape_of("exp_avg"), entry)
             own[param] = entry
         return own
 
@@ -231,13 +175,12 @@ class TorchStates:
         views = self.views[slot.param]
         self._states.will_change([slot.index])
         for name in views.held:
-            view = views[name]
             if name in entry:
-                view.copy_(torch.as_tensor(entry[name]))
+                views.put(name, entry[name])
             elif name == "master":
                 self._states.reload_master(slot.index, self._registration.tensor(slot))
             else:
-                view.zero_()
+                views.put(name, 0.0)
         if slot.partitioned:
             self._states.adopt(slot.index, self._registration.tensor(slot))
         slot.doubt()  # the model's weights may be loaded after this
@@ -259,73 +202,11 @@ class TorchStates:
         slot.note()
 
 
-def plain_entries(states: Mapping[Any, Any]) -> dict[Any, Any]:
-    """The same states with plain dicts as entries, for files."""
-    return {key: dict(entry) if isinstance(entry, Views) else entry for key, entry in states.items()}
-
-
 @dataclass(frozen=True)
 class Hidden:
     """Hides a state entry from ``Optimizer.load_state_dict``, which would cast bare tensors."""
 
     value: Any
-
-
-class HostState(torch.Tensor):
-    """A state that stays on the host although Accelerate and Lightning call ``to(device)`` on every state.
-
-    Copies, files and the results of functions are plain tensors.
-    """
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As ``Tensor.to``, but return this tensor if only a device is asked for."""
-        dtype = torch._C._nn._parse_to(*args, **{k: v for k, v in kwargs.items() if k != "copy"})[1]
-        if kwargs.get("copy") or dtype is not None:  # torch's own optimizers load states so
-            return self.as_subclass(torch.Tensor).to(*args, **kwargs)
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        memo[id(self)] = copied = copy.deepcopy(self.as_subclass(torch.Tensor), memo)
-        return copied
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
-
-
-class StatePart(HostState):
-    """A rank's part of a state; copies are plain tensors."""
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Raise: other libraries pickle the states of rank 0 alone, for all ranks, and no rank can go on from that."""
-        raise StateError(
-            "pickling (torch.save) of optimizer states of which each rank holds a part: a file for all ranks would "
-            "lack the others' parts; expected engine.save_checkpoint(folder), OffloadCallback (Trainer), "
-            "save_in_shards (Accelerate), OffloadStrategy (Lightning), or, where every rank's part is kept, copies: "
-            "copy.deepcopy(optimizer.state_dict())"
-        )
-
-    def __create_write_items__(self, name: str, value: object) -> list[Any]:
-        """Raise: ``torch.distributed.checkpoint`` calls this to save, and can only save a box of a tensor as a part."""
-        raise StateError(
-            f"torch.distributed.checkpoint of {name!r}, of which this rank holds a part, in the order of its memory; "
-            "expected engine.save_checkpoint(folder), which writes parts that any number of ranks can load"
-        )
-
-
-def state_views(pipeline: Pipeline, index: int, param: torch.Tensor) -> Views:
-    views: dict[str, torch.Tensor] = {"step": torch.from_numpy(pipeline.steps[index])}
-    access = StateAccess(pipeline)
-    states = access.local_states(index)
-    alone = pipeline.device.world_size == 1
-    if states:
-        runs = {name: torch.from_numpy(array) for name, array in states.items()}
-        views |= {name: shaped_like(run, param) for name, run in runs.items()} if alone else runs
-    else:  # a parameter of no elements, or none of them this rank's
-        views |= {name: torch.empty(param.shape if alone else 0, device="cpu") for name in ("exp_avg", "exp_avg_sq")}
-    kind = HostState if alone else StatePart
-    return Views({name: view.as_subclass(kind) for name, view in views.items()}, partial(access.will_change, [index]))
 
 
 def partition(device: Device) -> dict[str, int]:
@@ -382,20 +263,20 @@ def own_part(pipeline: Pipeline, index: int, param: torch.Tensor, entry: Mapping
         if not isinstance(value, torch.Tensor) or value.shape != param.shape or value.dim() == 0:
             return value
         whole = flat_like(value, param)
-        runs = [(start, views["exp_avg"].size) for start, views in StateAccess(pipeline).states(index)]
+        runs = StateAccess(pipeline).extents(index)
         return torch.cat([whole[start : start + numel] for start, numel in runs] or [whole[:0]])
 
     return {name: part(value) for name, value in entry.items()}
 
 
-def check_entry(name: str, expected: torch.Tensor, entry: Mapping[str, Any]) -> None:
+def check_entry(name: str, expected: torch.Size, entry: Mapping[str, Any]) -> None:
     for key in ("exp_avg", "exp_avg_sq", *(["master"] if "master" in entry else [])):
         value = entry.get(key)
-        if not isinstance(value, torch.Tensor) or value.shape != expected.shape:
+        if not isinstance(value, torch.Tensor) or value.shape != expected:
             got = tuple(value.shape) if isinstance(value, torch.Tensor) else value
             raise StateError(
                 f"load_state_dict: parameter {name!r}: {key} is {got}, expected a tensor of shape "
-                f"{tuple(expected.shape)}; is this the state of another model, or of another optimizer?"
+                f"{tuple(expected)}; is this the state of another model, or of another optimizer?"
             )
         if value.dtype not in ELEMENT_TYPES:
             raise StateError(

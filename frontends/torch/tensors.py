@@ -1,6 +1,7 @@
 """Torch tensors for the core: flattened and checked; and the stand-in for gradients that it has taken."""
 
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -72,12 +73,17 @@ def shaped_like(run: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     return run.view([param.shape[i] for i in order]).permute(inverse)
 
 
+_WRAPPERS = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module)\.")
+"""What ``torch.compile`` and ``checkpoint_wrapper`` add to names; the random numbers are the same without it."""
+
+
 def spec_of(
     name: str, param: torch.Tensor, group: int, target: ElementType | None = None, partitioned: bool = False
 ) -> ParamSpec:
     """The core's description of a parameter; ``target``: the element type that it will be cast to."""
     dtype = target or ELEMENT_TYPES[param.dtype]
-    return ParamSpec(name, param.numel(), dtype, group, elements_of(param), partitioned)
+    plain = _WRAPPERS.sub("", name)
+    return ParamSpec(name, param.numel(), dtype, group, elements_of(param), partitioned, seed_name=plain)
 
 
 def elements_of(tensor: torch.Tensor) -> InMemory:

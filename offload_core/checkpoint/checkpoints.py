@@ -21,16 +21,20 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import CheckpointError, StateError
+from ..config.state_formats import StateFormat
+from ..dtypes import FLOAT32
+from ..errors import CheckpointError, CheckpointWarning, StateError
 from ..layout.regions import Region
 from ..ranks.collectives import Collectives
 from ..ranks.consistency import combine, fingerprint, processes
+from ..states.arrays import StateArray
 from ..step.loss_scale import checked_state
 from ..step.pipeline import Pipeline
 from ..step.state_access import StateAccess
 from ..step.state_lock import StateLock, uses, whole
 from ..support.checks import LARGEST, shown
 from ..support.threads import await_sections, uninterrupted
+from ..support.user_line import UserLine
 from .folder import MANIFEST, file_name
 from .reader import Checkpoint, Loaded, Want
 from .safetensors import NAME_OF, NOT_AS_WRITTEN
@@ -245,6 +249,7 @@ class Checkpoints:
             part["step"] = step
             part["written"] = _written(pipeline, contents.front_end)
             part["state"] = encode(contents.state, arrays, contents.types, where="state")
+            part["state_formats"] = _format_names(pipeline)
             part["loss_scale"] = None if scaler is None else scaler.state_dict()
             part["parameters"] = {
                 name: {
@@ -279,7 +284,9 @@ class Checkpoints:
             for at, region in self._states.elements(i).regions(run.start, run.numel):
                 for kind, array in run.arrays.items():
                     fixed = kind == "master" and run.in_place
-                    found.append(Source.of(name, kind, region, array[at : at + region.numel], None if fixed else i))
+                    part = array[at : at + region.numel]
+                    dtype = part.format.values.numpy
+                    found.append(Source(name, kind, region, dtype, partial(part.read), None if fixed else i))
                 if behind:
                     dtype = self._pipeline.device.dtype(tensor).numpy
                     found.append(Source(name, "param", region, dtype, partial(_read_from, run.read_parameter, at)))
@@ -321,6 +328,7 @@ class Checkpoints:
             _check(loaded, {name: self._states.elements(i).shape for i, name in enumerate(names)}, targets)
             last = accept(loaded)
             scale = self._loss_scale(loaded)
+            self._say_conversions(loaded)
         assert loaded is not None
         content = fingerprint(json.dumps(loaded.content, sort_keys=True))
         differs = f"{loaded.checkpoint.path}: not the checkpoint that process 0 loads; expected the same"
@@ -332,10 +340,10 @@ class Checkpoints:
             entries = [loaded.parameters.get(name) for name in names]
             behind = {i for i, entry in enumerate(entries) if entry and entry["behind"] and delayed}
             with self.together("load"):
-                wants = []
+                read = _Reading(loaded.checkpoint)
                 for i, name in enumerate(names):
-                    wants += self._wants_of(loaded.checkpoint, i, name, tensors[i], i in behind)
-                loaded.checkpoint.read(wants)
+                    self._read_states(read, i, name, tensors[i], i in behind)
+                read.finish()
                 if self._collectives.rank == 0:  # check the blocks that no process reads, too
                     loaded.checkpoint.verify(besides=("master", *_MOMENTS, "param"))
                 _read_targets(loaded, targets)
@@ -347,7 +355,7 @@ class Checkpoints:
                     for run in self._states.runs(i, tensors[i]):
                         for at, region in self._states.elements(i).regions(run.start, run.numel):
                             part = run.arrays["master"][at : at + region.numel]
-                            wants.append(Want(names[i], "master", region, part))
+                            wants.append(Want(names[i], "master", region, part.view))
                 loaded.checkpoint.read(wants)
             self._states.publish_later(behind)
             for i, entry in enumerate(entries):
@@ -362,6 +370,20 @@ class Checkpoints:
                 run_last(loaded.checkpoint.path, users, ours)
         return loaded
 
+    def _say_conversions(self, loaded: Loaded) -> None:
+        """Warn if states were saved in another format than this run keeps them in."""
+        mine = _format_names(self._pipeline)
+        theirs = loaded.state_formats
+        differ = [f"{state} from {theirs[state]} to {mine[state]}" for state in mine if theirs[state] != mine[state]]
+        if differ:
+            UserLine.now().warn(
+                CheckpointWarning(
+                    f"{loaded.checkpoint.path}: states are converted once, each value to the nearest: "
+                    f"{', '.join(differ)}. To go on exactly, expected the settings that it was saved with: "
+                    "state_format, master_dtype, exp_avg_dtype, exp_avg_sq_dtype"
+                )
+            )
+
     def _loss_scale(self, loaded: Loaded) -> Mapping[str, Any] | None:
         """The state of the loss scaler, checked if there is one here."""
         try:
@@ -372,24 +394,61 @@ class Checkpoints:
         except NOT_AS_WRITTEN as error:
             raise CheckpointError(f"{loaded.checkpoint.path / MANIFEST}: the loss scale ({error!r})") from None
 
-    def _wants_of(self, checkpoint: Checkpoint, i: int, name: str, tensor: Any, behind: bool) -> list[Want]:
+    def _read_states(self, read: "_Reading", i: int, name: str, tensor: Any, behind: bool) -> None:
         elements = self._states.elements(i)
-        master = "master" if checkpoint.has(name, "master") and not behind else "param"
-        wants = []
+        master = "master" if read.checkpoint.has(name, "master") and not behind else "param"
         for run in self._states.runs(i, tensor):
-            for at, region in elements.regions(run.start, run.numel):
-                for kind in _MOMENTS:
-                    part = run.arrays[kind][at : at + region.numel]
-                    if checkpoint.has(name, kind):
-                        wants.append(Want(name, kind, region, part))
+            kinds = {kind: kind for kind in _MOMENTS} | ({} if run.in_place else {"master": master})
+            for state, kind in kinds.items():
+                values = read.values_of(run.arrays[state])
+                for at, region in elements.regions(run.start, run.numel):
+                    part = values[at : at + region.numel]
+                    if read.checkpoint.has(name, kind) or state == "master":
+                        read.want(Want(name, kind, region, part))
                     else:  # the parameter was not trained
                         part[:] = 0
-                if not run.in_place:
-                    wants.append(Want(name, master, region, run.arrays["master"][at : at + region.numel]))
+                read.go_on()
         for start, array in self._states.own_masters(i, tensor):
             for at, region in elements.regions(start, array.size):
-                wants.append(Want(name, master, region, array[at : at + region.numel]))
-        return wants
+                read.want(Want(name, master, region, array[at : at + region.numel]))
+
+
+class _Reading:
+    """Reads states into the memory in which they are kept, those that are kept encoded through a buffer.
+
+    A buffer is encoded as soon as ``_TARGET_BYTES`` are filled, so that no more are needed.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint = checkpoint
+        self._wants: list[Want] = []
+        self._encoded: list[tuple[StateArray, np.ndarray]] = []
+        self._n_bytes = 0
+
+    def values_of(self, array: StateArray) -> np.ndarray:
+        """An array for the values of a run, which are kept by the next :meth:`finish`."""
+        if not array.encoded:
+            return array.view
+        values = np.zeros(array.size, np.float32)
+        self._encoded.append((array, values))
+        self._n_bytes += values.nbytes
+        return values
+
+    def want(self, want: Want) -> None:
+        """Have this read by the next :meth:`finish`."""
+        self._wants.append(want)
+
+    def go_on(self) -> None:
+        """All of a run is wanted: read what there is if buffers are full."""
+        if self._n_bytes >= _TARGET_BYTES:
+            self.finish()
+
+    def finish(self) -> None:
+        """Read all that is wanted."""
+        self.checkpoint.read(self._wants)
+        for array, values in self._encoded:
+            array.write(values)
+        self._wants, self._encoded, self._n_bytes = [], [], 0
 
 
 def load_values(path: str | os.PathLike[str], targets: Sequence[Target], types: Sequence[ArrayType] = ()) -> Loaded:
@@ -506,6 +565,17 @@ def _written(pipeline: Pipeline, front_end: str | None) -> dict[str, Any]:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "config": config,
     }
+
+
+def _format_names(pipeline: Pipeline) -> dict[str, str]:
+    """The formats of the states by name; the narrowest where they depend on the parameter's type."""
+    types = {spec.dtype for spec in pipeline.params} or {FLOAT32}
+    of_each = [pipeline.config.state_formats(dtype) for dtype in types]
+    return {state: min((formats[state] for formats in of_each), key=_width).name for state in of_each[0]}
+
+
+def _width(format: StateFormat) -> int:
+    return format.n_bytes(format.block)
 
 
 def _read_from(read: Callable[[int, np.ndarray], None], at: int, start: int, out: np.ndarray) -> None:

@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from ..config.state_formats import FORMATS
 from ..errors import CheckpointError
 from ..layout.regions import Region, common
-from ..support.checks import shown
+from ..rules.adam import STATE_NAMES
+from ..support.checks import is_in, shown
 from ..support.disks import begin_reading
 from ..support.files import open_regular
 from ..support.processors import default_threads
@@ -298,6 +300,21 @@ def _scatter(data: np.ndarray, places: np.ndarray, out: np.ndarray) -> None:
     out[np.repeat(to, numel) + within] = data[np.repeat(at, numel) + within].astype(out.dtype)
 
 
+_FP32_STATES = dict.fromkeys(STATE_NAMES, "float32")
+
+
+def _state_formats(given: Any) -> dict[str, str]:
+    if type(given) is not dict or given.keys() != _FP32_STATES.keys():
+        raise TypeError(f"state_formats is {shown(given)}")
+    for state, name in given.items():
+        if not is_in(name, FORMATS):
+            raise ValueError(
+                f"{state} was kept as {shown(name)}, and this offload-core knows {', '.join(FORMATS)}; a newer one may "
+                "know it"
+            )
+    return given
+
+
 class Loaded:
     """The content of a checkpoint besides its tensors.
 
@@ -314,6 +331,8 @@ class Loaded:
         self._types = types
         try:
             self.step: int = content["step"]
+            self.state_formats = _state_formats(content.get("state_formats", _FP32_STATES))
+            """The format in which each state was kept."""
             self.parameters: dict[str, dict[str, Any]] = content["parameters"]
             """Of each trained parameter: shape, dtype, step, group, behind (older than its master weight)."""
             self.others: dict[str, dict[str, Any]] = content["others"]

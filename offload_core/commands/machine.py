@@ -44,7 +44,8 @@ def measure_bandwidths(threads: int) -> Bandwidths:
     memory = HostMemory(threads)
     arrays = [memory.allocate("measurement", _MEASURED, FLOAT32.numpy) for _ in range(4)]
     grad, master, exp_avg, exp_avg_sq = map(kernels.address, arrays)
-    segments = np.array([(grad, master, exp_avg, exp_avg_sq, 0, _MEASURED, 0)], kernels.SEGMENT)
+    row = {"grad": grad, "master": master, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "numel": _MEASURED}
+    segments = kernels.segments_of([row])
     scalars = np.array([AdamHyper(1e-3).scalars(1, op_order="torch", grad_scale=1.0)], kernels.SCALARS)
 
     def update() -> None:

@@ -3,20 +3,21 @@
 import argparse
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from textwrap import fill
 from typing import Any
 
 from ..config.options import OffloadConfig
+from ..config.state_formats import SHORT_NAMES
 from ..device.exchange_sizes import REFUSED_DEVICES, planned_device, planned_jax_device
 from ..dtypes import BFLOAT16, BY_NAME, ElementType
 from ..errors import ConfigError
 from ..memory.host_memory import available_bytes, format_bytes
 from ..memory.plan import MemoryPlan, PlanRow, format_table
 from ..step.at_once import rows_at_once
-from ..step.bucket_terms import BucketTerms
+from ..step.bucket_terms import NARROWER, BucketTerms
 from ..support.processors import default_threads
 from ..support.units import count, mesh, rate, size
 from .jax_shapes import MeshPart
@@ -37,7 +38,15 @@ The exit status is 0 if a stage fits, 1 if none does."""
 _COLUMNS = 100
 """Of what is printed, at most."""
 _TIERS: tuple[tuple[int, str | None], ...] = ((1, None), (2, None), (3, None), (3, "cpu"))
-_FIELDS = ("reduce_bucket_size", "gradient_accumulation_steps", "max_live_parameters", "schedule")
+_FIELDS = (
+    "reduce_bucket_size",
+    "gradient_accumulation_steps",
+    "max_live_parameters",
+    "schedule",
+    "state_format",
+    "master_dtype",
+)
+_FORMATS: dict[str, dict[str, Any]] = {"state_format='fp32'": {"state_format": "fp32", "master_dtype": None}} | NARROWER
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -77,6 +86,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name in _FIELDS[:3]:
         add(f"--{name.replace('_', '-')}", type=count, metavar="N", help=f"as OffloadConfig.{name}")
     add("--schedule", choices=("overlap", "serial", "delayed"), help="as OffloadConfig.schedule")
+    add("--state-format", choices=tuple(SHORT_NAMES), help="as OffloadConfig.state_format (default: fp32)")
+    add("--master-dtype", choices=("float32", "bfloat16"), help="as OffloadConfig.master_dtype")
     add("--dram-bandwidth", type=rate, metavar="RATE", help="of a machine, bytes a second (default: measured here)")
     add("--link-bandwidth", type=rate, metavar="RATE", help="between host and each device, each way")
     add("--flops", type=count, metavar="N", help="operations a second that each device reaches, such as 50T")
@@ -115,17 +126,21 @@ def run(args: argparse.Namespace) -> int:
     dram = args.dram_bandwidth or measure_bandwidths(default_threads()).dram
     speeds = Speeds(dram, args.link_bandwidth, args.flops)
     in_jax = args.frontend == "jax"
-    if in_jax:
-        part = MeshPart(args.mesh or (args.world_size,), args.world_size)
-        devices = part.devices
-        tiers = [_jax_plan(args, part, donate, shapes, dtypes, host, processes, speeds) for donate in (True, False)]
-    else:
-        devices = 1
-        tiers = [
-            _plan(args, stage, tier, shapes, dtypes, host, processes, speeds)
+    part = MeshPart(args.mesh or (args.world_size,), args.world_size)
+    devices = part.devices if in_jax else 1
+
+    def tiers_with(**fields: Any) -> list[_Tier]:
+        given = argparse.Namespace(**vars(args) | fields)
+        if in_jax:
+            return [_jax_plan(given, part, donate, shapes, dtypes, host, processes, speeds) for donate in (True, False)]
+        return [
+            _plan(given, stage, tier, shapes, dtypes, host, processes, speeds)
             for stage, tier in _TIERS
             if args.stage in (None, stage) and args.offload_param in (None, tier or "none")
         ]
+
+    tiers = tiers_with()
+    formats = {setting: tiers_with(**fields) for setting, fields in _FORMATS.items()}
     fitting = [tier for tier in tiers if tier.fits]
     numel = sum(map(math.prod, shapes.values()))
     if args.json:
@@ -144,6 +159,10 @@ def run(args: argparse.Namespace) -> int:
                     "speeds": asdict(speeds),
                     "tiers": [_as_json(tier) for tier in tiers],
                     "fits": bool(fitting),
+                    "formats": [
+                        {**_FORMATS[setting], "tiers": [_in_short(tier) for tier in each]}
+                        for setting, each in formats.items()
+                    ],
                 }
             )
         )
@@ -159,7 +178,7 @@ def run(args: argparse.Namespace) -> int:
         counted = "as given" if args.activation_memory else "not counted (--activation-memory)"
         whose = "a rank's" if not in_jax else "a process's" + ", its devices together" * (devices > 1)
         print(f"sizes are {whose}; activations: {counted}\n")
-        print(f"{_memory_table(tiers)}\n\n{_time_table(tiers)}")
+        print(f"{_memory_table(tiers)}\n\n{_time_table(tiers)}\n\n{_format_table(formats)}")
         for alike in _alike(tiers):
             print(f"\n{' and '.join(tier.name for tier in alike)}\n{alike[0].plan.table()}")
         if not fitting:
@@ -262,7 +281,8 @@ def _jax_plan(
     if args.activation_memory:
         n_bytes = part.devices * args.activation_memory
         rows.append(PlanRow("activations", "device", n_bytes, "smaller micro-batches"))
-    plan = MemoryPlan(tuple(rows), sum(spec.numel for spec in specs), shared=on_host)
+    numel = sum(spec.numel for spec in specs)
+    plan = MemoryPlan(tuple(rows), numel, shared=on_host, savings=terms.savings(specs))
     step = predict(
         terms,
         specs,
@@ -288,6 +308,17 @@ def _memory_table(tiers: Sequence[_Tier]) -> str:
         for tier in tiers
     ]
     return format_table(lines, ["memory", "host", "device", "fits"])
+
+
+def _format_table(formats: Mapping[str, Sequence[_Tier]]) -> str:
+    """What other formats of states take, in the tier that takes the least of the host."""
+    lines = []
+    for setting, tiers in formats.items():
+        least = min(tiers, key=lambda tier: tier.plan.host_bytes)
+        fitting = [tier.name for tier in tiers if tier.fits]
+        fits = "nowhere" if not fitting else "everywhere" if len(fitting) == len(tiers) else "; ".join(fitting)
+        lines.append([setting, format_bytes(least.plan.host_bytes), _seconds(least.step.update), fits])
+    return format_table(lines, ["states (docs/formats.md)", "host, at least", "update, by bytes", "fits"])
 
 
 def _time_table(tiers: Sequence[_Tier]) -> str:
@@ -321,6 +352,10 @@ def _seconds(value: float | None) -> str:
 
 def _or(value: Any, to_text: Any, otherwise: str) -> str:
     return otherwise if value is None else to_text(value)
+
+
+def _in_short(tier: _Tier) -> dict[str, Any]:
+    return {**tier.about, "fits": tier.fits, "host_bytes": tier.plan.host_bytes, "update": tier.step.update}
 
 
 def _as_json(tier: _Tier) -> dict[str, Any]:

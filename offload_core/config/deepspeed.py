@@ -239,6 +239,11 @@ class _Translation:
             self._loss_scaling(fp16, sure=dtype is not None)
         if bf16.get("enabled", False) and "check_grad_overflow" in bf16:
             self.fields["skip_nonfinite"] = bf16["check_grad_overflow"]
+        if bf16.get("enabled", False):
+            if bf16.get("bf16_master_weights_and_grads", False):
+                self.fields["master_dtype"] = "bfloat16"
+            if bf16.get("bf16_optimizer_states", False):
+                self.fields["state_format"] = "bf16"
         communication = given.get("communication_data_type")
         if given.get("fp32_allreduce", False):
             if communication not in (None, "float32"):

@@ -230,7 +230,7 @@ _OPTIMIZER: dict[str, Key] = {
             "bias_correction": _refused(_ADAM_VARIANT, True),
             "amsgrad": _refused(_ADAM_VARIANT),
             "maximize": _refused(_ADAM_VARIANT),
-            "fp32_optimizer_states": _ignored("states are always fp32", True),
+            "fp32_optimizer_states": _ignored('`state_format="bf16"` is what false means', True),
             "foreach": _ignored(_ONE_KERNEL),
             "fused": _ignored(_ONE_KERNEL),
             "capturable": _ignored(_ONE_KERNEL),
@@ -285,15 +285,15 @@ _FP16: dict[str, Key] = {
     "consecutive_hysteresis": _sets(boolean, "`loss_scale_consecutive_hysteresis`"),
     "min_loss_scale": _sets(number, "`min_loss_scale`; an overflow there skips its update and does not end the run"),
     "auto_cast": _ignored("floating-point arguments of forward are always cast", True, False),
-    "fp16_master_weights_and_grads": _ignored("master weights are always fp32"),
+    "fp16_master_weights_and_grads": _ignored("master weights of float16 parameters are always fp32"),
 }
 
 _BF16: dict[str, Key] = {
     "enabled": _sets(boolean, '`param_dtype="bfloat16"`', auto=_MODELS),
     "check_grad_overflow": _sets(boolean, "`skip_nonfinite`"),
     "immediate_grad_update": _ignored("gradients leave as they appear", True),
-    "bf16_master_weights_and_grads": _ignored("master weights are always fp32"),
-    "bf16_optimizer_states": _ignored("states are always fp32"),
+    "bf16_master_weights_and_grads": _sets(boolean, '`master_dtype="bfloat16"`, rounded stochastically'),
+    "bf16_optimizer_states": _sets(boolean, '`state_format="bf16"`, rounded stochastically'),
 }
 
 KEYS: dict[str, Key] = {

@@ -5,11 +5,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from ..dtypes import BY_NAME, ElementType
+from ..dtypes import BFLOAT16, BY_NAME, ElementType
 from ..errors import ConfigError
 from ..support import checks
 from ..support.processors import default_threads
 from . import deepspeed
+from .state_formats import FORMATS, SHORT_NAMES, StateFormat, formats_of
 
 _CHOICES: dict[str, tuple] = {
     "adam_mode": ("adamw", "adam"),
@@ -19,6 +20,10 @@ _CHOICES: dict[str, tuple] = {
     "communication_dtype": (None, *BY_NAME),
     "reduction": ("ordered", "native"),
     "schedule": ("overlap", "serial", "delayed"),
+    "state_format": tuple(SHORT_NAMES),
+    "master_dtype": (None, "float32", "bfloat16"),
+    "exp_avg_dtype": (None, *FORMATS),
+    "exp_avg_sq_dtype": (None, *FORMATS),
 }
 
 _MOST_THREADS = 2**31 - 1  # a C int
@@ -63,6 +68,18 @@ class OffloadConfig:
     """The library whose rounding is reproduced, ``"torch"`` or ``"optax"``; None: the front end's own."""
     stage: int = 2
     """ZeRO stage: 1 partitions optimizer states, 2 gradients too, 3 parameters too. On one rank they are the same."""
+    state_format: str = "fp32"
+    """The format of the optimizer's states on the host. ``"fp32"``: 12 bytes a parameter. ``"bf16"``: moments in
+    bfloat16, 8 bytes. ``"8bit"``: moments of 8 bits, with a scale for each 256 elements, 6.01 bytes. Narrower moments
+    are rounded stochastically, so that results are no longer those of fp32 AdamW; they are the same bits whatever the
+    ranks, buckets, threads, instruction sets and schedules. docs/formats.md compares them."""
+    master_dtype: str | None = None
+    """``"float32"``, or ``"bfloat16"``: master weights of bfloat16 parameters are these parameters themselves, rounded
+    stochastically, 2 bytes less (parameters of other types keep theirs in float32). None: as ``state_format`` says."""
+    exp_avg_dtype: str | None = None
+    """``"float32"``, ``"bfloat16"`` or ``"float8"``, of the first moment; None: as ``state_format`` says."""
+    exp_avg_sq_dtype: str | None = None
+    """The same of the second moment."""
     param_dtype: str | None = None
     """Element type of the device parameters; None keeps the model's. In torch, layers with running statistics in
     float32 (BatchNorm) keep their parameters in float32, too: torch computes with both, whatever the input's type."""
@@ -241,6 +258,16 @@ class OffloadConfig:
     def takes_apart(self, world_size: int) -> bool:
         """True if parameters of at least ``param_persistence_threshold`` elements are partitioned."""
         return self.stage == 3 and (world_size > 1 or self.offload_param is not None)
+
+    def state_formats(self, dtype: ElementType) -> dict[str, StateFormat]:
+        """The formats of the states of parameters of this element type, by name."""
+        asked = (self.master_dtype, self.exp_avg_dtype, self.exp_avg_sq_dtype)
+        return formats_of(self.state_format, *asked, dtype)
+
+    @property
+    def state_block(self) -> int:
+        """Parameters are cut at whole multiples of so many elements."""
+        return max(format.block for format in self.state_formats(BFLOAT16).values())
 
     @property
     def threads(self) -> int:

@@ -6,9 +6,12 @@ straddle buckets, and shards. A parameter that is itself partitioned (stage 3) s
 holds its own shards of that parameter's buckets, end to end.
 """
 
+import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..config.options import OffloadConfig
 from ..dtypes import ElementType
 from ..errors import ConfigError
 from .regions import Elements
@@ -35,6 +38,15 @@ class ParamSpec:
     """Parameters of different places share no bucket."""
     counted: bool = True
     """False: another process holds the same elements, and counts and saves them."""
+    seed_name: str | None = None
+    """The name that :attr:`seed` follows from; None: ``name``."""
+
+    @property
+    def seed(self) -> int:
+        """Of the random numbers that round its states, 64 bits. It follows from a name, so that every rank and every
+        later run has the same."""
+        name = self.name if self.seed_name is None else self.seed_name
+        return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
 
 
 @dataclass(frozen=True)
@@ -119,25 +131,52 @@ def round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
+def shard_unit(block: int) -> int:
+    """Shards are whole multiples of this many elements, if parameters are cut into whole blocks of ``block``."""
+    return math.lcm(ALIGNMENT, block)
+
+
+def cut(
+    config: OffloadConfig, params: Sequence[ParamSpec], *, world_size: int, first_param: int = 0, first_bucket: int = 0
+) -> list[Bucket]:
+    """:func:`build_buckets`, with the sizes that a configuration asks for."""
+    return build_buckets(
+        params,
+        world_size=world_size,
+        bucket_numel=config.reduce_bucket_size,
+        block=config.state_block,
+        first_param=first_param,
+        first_bucket=first_bucket,
+    )
+
+
 def build_buckets(
-    params: Sequence[ParamSpec], *, world_size: int, bucket_numel: int, first_param: int = 0, first_bucket: int = 0
+    params: Sequence[ParamSpec],
+    *,
+    world_size: int,
+    bucket_numel: int,
+    block: int = 1,
+    first_param: int = 0,
+    first_bucket: int = 0,
 ) -> list[Bucket]:
     """Cut ``params``, numbered from ``first_param``, into buckets numbered from ``first_bucket``.
 
     Args:
         bucket_numel: the most elements of a bucket; rounded up to whole shards.
+        block: parameters are cut at whole multiples of so many of their elements alone, and pieces begin at such
+            multiples in shards.
 
     Returns:
         The buckets in the order in which they fill when gradients arrive last parameter first. Every element
         of every parameter lies in exactly one piece; only the last bucket of a (group, dtype), and of a partitioned
-        parameter, has padding.
+        parameter, has padding, unless blocks of several elements leave gaps between pieces.
 
     Raises:
         ConfigError: buckets so small would be too many.
     """
-    unit = ALIGNMENT * world_size
+    unit = shard_unit(block) * world_size
     capacity = round_up(bucket_numel, unit)
-    numel = sum(spec.numel for spec in params)
+    numel = sum(round_up(spec.numel, block) for spec in params)
     if numel // capacity > _MOST_BUCKETS:
         raise ConfigError(
             f"reduce_bucket_size={bucket_numel:,} cuts {numel:,} parameters into {numel // capacity:,} buckets; "
@@ -158,11 +197,11 @@ def build_buckets(
         start = 0
         while start < spec.numel:
             pieces = filling.setdefault(key, [])
-            offset = pieces[-1].offset + pieces[-1].numel if pieces else 0
+            offset = round_up(pieces[-1].offset + pieces[-1].numel, block) if pieces else 0
             numel = min(spec.numel - start, capacity - offset)
             pieces.append(Piece(first_param + local, start, numel, offset))
             start += numel
-            if offset + numel == capacity or (spec.partitioned and start == spec.numel):
+            if round_up(offset + numel, block) == capacity or (spec.partitioned and start == spec.numel):
                 close(key, spec.dtype)
     by_name = {spec.dtype.name: spec.dtype for spec in params}
     for key in list(filling):

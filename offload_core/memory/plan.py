@@ -38,6 +38,8 @@ class MemoryPlan:
     """True if the device's memory is the host's."""
     held: int = 0
     """Bytes of the device that the model takes now; the plan's rows replace them."""
+    savings: tuple[tuple[str, int], ...] = ()
+    """Settings that store states in fewer bytes, and the bytes that each would save on the host, least first."""
 
     @property
     def host_bytes(self) -> int:
@@ -77,6 +79,7 @@ class MemoryPlan:
     def check(self, host: int, device: int | None = None, *, processes: int = 1) -> None:
         """Raise :class:`HostMemoryError` or :class:`DeviceMemoryError`, with the table, if a memory is
         :meth:`missing`."""
+        share = {"host": processes, "device": 1}
         for where, needed in self.missing(host, device, processes=processes).items():
             free = host if where == "host" else device
             of = f" on each of {processes} ranks of this machine" if processes > 1 and where == "host" else ""
@@ -87,8 +90,16 @@ class MemoryPlan:
             raise error(
                 f"training needs {format_bytes(needed)} of {where} memory for {self.numel:,} parameters{of}, and "
                 f"{format_bytes(free)} is available; nothing was allocated. The most is taken by "
-                f"{self.largest(where)}. Free memory, or change what is named:\n{self.table()}"
+                f"{self.largest(where)}. {self._enough(where, needed, free, share[where])}Free memory, or change what "
+                f"is named:\n{self.table()}"
             )
+
+    def _enough(self, where: str, needed: int, free: int, processes: int) -> str:
+        """The format of states with which there is enough host memory, as a sentence; empty if there is none."""
+        for setting, saved in self.savings if where == "host" else ():
+            if needed - processes * saved <= free:
+                return f"With {setting} it would fit, in {format_bytes(needed - processes * saved)} (docs/formats.md). "
+        return ""
 
     def largest(self, where: str) -> str:
         """The largest consumers of a memory as text, with the settings that shrink them."""

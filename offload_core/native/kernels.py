@@ -5,7 +5,7 @@ for one parameter and for a thousand.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,21 +23,20 @@ except ModuleNotFoundError as error:
         "pip install -e . or make setup there, or run the program from another folder"
     ) from error
 
-SEGMENT = np.dtype(
-    [
-        ("grad", np.uintp),
-        ("master", np.uintp),
-        ("exp_avg", np.uintp),
-        ("exp_avg_sq", np.uintp),
-        ("param", np.uintp),
-        ("numel", np.int64),
-        ("scalars", np.int64),
-    ]
-)
-SPAN = np.dtype([("src", np.uintp), ("dst", np.uintp), ("numel", np.int64)])
-SCALARS = np.dtype([(name, np.float64) for name, _ in ffi.typeof("oc_adam_scalars").fields])
-for _name, _dtype in (("oc_segment", SEGMENT), ("oc_span", SPAN), ("oc_adam_scalars", SCALARS)):
-    assert ffi.sizeof(_name) == _dtype.itemsize, f"{_name} differs between C and Python"
+_NUMPY = {"double": np.float64, "int64_t": np.int64, "uint64_t": np.uint64}
+
+
+def _record(struct: str) -> np.dtype:
+    """The NumPy type of a C struct; a pointer is an address."""
+    fields = ffi.typeof(struct).fields
+    dtype = np.dtype([(name, _NUMPY.get(field.type.cname, np.uintp)) for name, field in fields])
+    assert ffi.sizeof(struct) == dtype.itemsize, f"{struct} differs between C and Python"
+    return dtype
+
+
+SEGMENT = _record("oc_segment")
+SPAN = _record("oc_span")
+SCALARS = _record("oc_adam_scalars")
 
 NORM_BINS = lib.OC_NORM_BINS
 NORM_NONFINITE = lib.OC_NORM_NONFINITE
@@ -45,6 +44,11 @@ NORM_DIGITS = lib.OC_NORM_DIGITS
 
 OP_ORDERS = {"torch": lib.OC_ORDER_TORCH, "optax": lib.OC_ORDER_OPTAX}
 ADAM_MODES = {"adamw": lib.OC_ADAMW, "adam": lib.OC_ADAM}
+FORMATS = {"float32": lib.OC_FLOAT32, "bfloat16": lib.OC_BFLOAT16, "float8": lib.OC_FLOAT8, "split": lib.OC_SPLIT}
+"""Formats of states: masters are ``"float32"``, ``"bfloat16"`` or ``"split"``, moments ``"float32"``, ``"bfloat16"`` or
+``"float8"`` (docs/numerics.md)."""
+STATE_BLOCK = lib.OC_STATE_BLOCK
+"""Elements that have one scale in ``"float8"``."""
 INSTRUCTION_SETS = {
     "scalar": lib.OC_SCALAR,
     "avx2": lib.OC_AVX2,
@@ -114,12 +118,16 @@ def adam(
     adam_mode: str,
     threads: int,
     keep_states: bool = False,
+    master_format: str = "float32",
+    exp_avg_format: str = "float32",
+    exp_avg_sq_format: str = "float32",
 ) -> None:
     """Update every segment (dtype ``SEGMENT``) in place, with the ``scalars`` (dtype ``SCALARS``) it names.
 
     The kernel rounds the scalars to float32: NumPy would flush subnormal ones to zero in a thread that does.
     ``param_dtype=None`` writes no device parameter; ``keep_states`` writes nothing but the device parameter,
-    with the same bits. The caller keeps the memory at the addresses alive during the call.
+    with the same bits. The formats are of ``FORMATS``; ``c_src/api.h`` says what a segment of each needs. The caller
+    keeps the memory at the addresses alive during the call.
     """
     assert segments.dtype == SEGMENT
     assert scalars.dtype == SCALARS
@@ -129,6 +137,9 @@ def adam(
     kind.op_order = OP_ORDERS[op_order]
     kind.adam_mode = ADAM_MODES[adam_mode]
     kind.keep_states = keep_states
+    kind.master_format = FORMATS[master_format]
+    kind.exp_avg_format = FORMATS[exp_avg_format]
+    kind.exp_avg_sq_format = FORMATS[exp_avg_sq_format]
     code = lib.oc_adam(
         _pointer("oc_segment *", segments),
         len(segments),
@@ -138,6 +149,69 @@ def adam(
         threads,
     )
     _check("oc_adam", code)
+
+
+def _state(
+    state_format: str,
+    data: np.ndarray,
+    numel: int,
+    scales: np.ndarray | None,
+    high: np.ndarray | None,
+    ties: np.ndarray | None,
+    has_sign: bool,
+) -> Any:
+    for array, needed in ((data, numel), (scales, -(-numel // STATE_BLOCK)), (high, numel), (ties, -(-numel // 8))):
+        assert array is None or (array.flags.c_contiguous and array.size >= needed)
+    state = ffi.new("oc_state *")
+    state.data = _pointer("void *", data)
+    state.scales = ffi.NULL if scales is None else _pointer("uint8_t *", scales)
+    state.high = ffi.NULL if high is None else _pointer("void *", high)
+    state.ties = ffi.NULL if ties is None else _pointer("uint8_t *", ties)
+    state.numel = numel
+    state.format = FORMATS[state_format]
+    state.has_sign = has_sign
+    return state
+
+
+def decode(
+    state_format: str,
+    data: np.ndarray,
+    out: np.ndarray,
+    *,
+    scales: np.ndarray | None = None,
+    high: np.ndarray | None = None,
+    ties: np.ndarray | None = None,
+    has_sign: bool = True,
+    threads: int,
+) -> None:
+    """``out`` (float32) = the values of a state in this format.
+
+    Args:
+        scales: of ``"float8"``: a byte for every 256 elements.
+        high: of ``"split"``: the bfloat16 parameter, whose lower bits ``data`` is.
+        ties: of ``"split"``: a bit an element.
+        has_sign: of ``"float8"``: True for exp_avg, False for exp_avg_sq, whose bytes have one more exponent bit.
+    """
+    assert out.dtype == np.float32
+    state = _state(state_format, data, out.size, scales, high, ties, has_sign)
+    _check("oc_decode", lib.oc_decode(state, _pointer("float *", out), threads))
+
+
+def encode(
+    state_format: str,
+    values: np.ndarray,
+    data: np.ndarray,
+    *,
+    scales: np.ndarray | None = None,
+    high: np.ndarray | None = None,
+    ties: np.ndarray | None = None,
+    has_sign: bool = True,
+    threads: int,
+) -> None:
+    """The state = ``values`` (float32), rounded to nearest even. The other arguments are those of ``decode``."""
+    assert values.dtype == np.float32
+    state = _state(state_format, data, values.size, scales, high, ties, has_sign)
+    _check("oc_encode", lib.oc_encode(state, _pointer("float *", values), threads))
 
 
 def sum_squares(spans: np.ndarray, dtype: ElementType, bins: np.ndarray, *, threads: int) -> None:
@@ -203,6 +277,15 @@ def bind_workers(cpus: Sequence[int]) -> None:
 def first_touch(array: np.ndarray, *, threads: int) -> None:
     """Write one zero to each page of a fresh array, from the pool's threads."""
     _check("oc_first_touch", lib.oc_first_touch(_pointer("void *", array), array.nbytes, threads))
+
+
+def segments_of(rows: Sequence[Mapping[str, int]]) -> np.ndarray:
+    """An array of ``SEGMENT`` from the fields of each row; those that are not named are 0."""
+    segments = np.zeros(len(rows), SEGMENT)
+    for segment, row in zip(segments, rows, strict=True):
+        for name, value in row.items():
+            segment[name] = value
+    return segments
 
 
 def spans_of(rows: Sequence[tuple[int, int, int]]) -> np.ndarray:

@@ -3,9 +3,11 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
+from ..config.state_formats import StateFormat
 from ..dtypes import ElementType
 from ..native import kernels
 
@@ -56,6 +58,7 @@ class AdamHyper:
             self.eps,
             self.eps_root,
             step_size,
+            t,
         )
 
 
@@ -93,6 +96,21 @@ class Scalars:
         self.table = np.array(values, dtype=kernels.SCALARS)
 
 
+class States(Protocol):
+    """A run of a state in host memory."""
+
+    @property
+    def format(self) -> StateFormat: ...
+
+    def addresses(self, offsets: np.ndarray) -> np.ndarray:
+        """Where these elements lie."""
+        ...
+
+    def scale_addresses(self, offsets: np.ndarray) -> np.ndarray:
+        """Where the scales of the blocks lie that these elements begin."""
+        ...
+
+
 @dataclass(frozen=True)
 class Adam:
     """AdamW (Loshchilov and Hutter, arXiv:1711.05101) or Adam with L2 (Kingma and Ba, arXiv:1412.6980), as
@@ -104,14 +122,16 @@ class Adam:
     """``"adamw"`` or ``"adam"``."""
     state_names = STATE_NAMES
 
-    def segments(self, states: Mapping[str, np.ndarray], offsets: np.ndarray, numels: np.ndarray) -> np.ndarray:
+    def segments(self, states: Mapping[str, States], offsets: np.ndarray, numels: np.ndarray) -> np.ndarray:
         """Rows for the kernel: runs of the states at these offsets, of so many elements.
 
-        Gradients, device parameters and the rows of scalars are the caller's to fill in.
+        Gradients, device parameters, places in the parameters and the rows of scalars are the caller's to fill in.
         """
         rows = np.zeros(len(offsets), kernels.SEGMENT)
         for name, array in states.items():
-            rows[name] = kernels.address(array) + offsets * array.itemsize
+            rows[name] = array.addresses(offsets)
+            if array.format.scaled:
+                rows[f"{name}_scale"] = array.scale_addresses(offsets)
         rows["numel"] = numels
         return rows
 
@@ -119,6 +139,7 @@ class Adam:
         self,
         segments: np.ndarray,
         scalars: Scalars,
+        formats: Mapping[str, StateFormat],
         *,
         grad_dtype: ElementType,
         param_dtype: ElementType | None,
@@ -128,6 +149,7 @@ class Adam:
         """One pass over the segments: unscale, clip, update, and round to the device parameters.
 
         Args:
+            formats: of the states that the segments point to, by name.
             param_dtype: of the device parameters to write; None: none are written.
             keep_states: leave the states as they are, and write the device parameters only.
         """
@@ -140,4 +162,5 @@ class Adam:
             adam_mode=self.mode,
             threads=threads,
             keep_states=keep_states,
+            **{f"{name}_format": format.name for name, format in formats.items()},
         )

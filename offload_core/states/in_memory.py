@@ -1,24 +1,25 @@
-"""Optimizer states of a process's shards in fp32, in host memory."""
+"""Optimizer states of a process's shards, in host memory."""
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
-import numpy as np
-
+from ..config.state_formats import StateFormat
 from ..layout.partition import Bucket
 from ..memory.host_memory import HostMemory
+from .arrays import StateArray
 
 
 class StateBlock(NamedTuple):
     """The states of a process's shards of one bucket."""
 
     bucket: int
-    arrays: dict[str, np.ndarray]
-    """By name, fp32, one-dimensional, the shards end to end."""
+    arrays: dict[str, StateArray]
+    """By name, the shards end to end."""
 
 
 class StatesInMemory:
-    """Master weights and moments, fp32, of the shards of ``n_ranks`` ranks.
+    """Master weights and moments of the shards of ``n_ranks`` ranks.
 
     The shards of one (group, element type) lie end to end in one array a state, in bucket order, so that a
     process's part of a parameter is contiguous even if the parameter straddles buckets.
@@ -26,24 +27,26 @@ class StatesInMemory:
     An update loads a bucket's block, writes to it, and commits it.
     """
 
-    def __init__(self, memory: HostMemory, n_ranks: int, names: Collection[str]) -> None:
+    def __init__(self, memory: HostMemory, n_ranks: int, threads: int) -> None:
         self._memory = memory
         self._n_ranks = n_ranks
-        self._names = names
-        self._arena: dict[int, dict[str, np.ndarray]] = {}
+        self._threads = threads
+        self._arena: dict[int, dict[str, StateArray]] = {}
         self._offset: dict[int, int] = {}
         self._blocks: dict[int, StateBlock] = {}
         self._before_change: Callable[[Iterable[int]], None] | None = None
 
-    def allocate(self, buckets: Sequence[Bucket], *, without_master: Callable[[Bucket], bool]) -> None:
-        """Make the states of new buckets, zeroed; no master weights for those of which ``without_master`` is true."""
+    def allocate(self, buckets: Sequence[Bucket], formats: Callable[[Bucket], Mapping[str, StateFormat]]) -> None:
+        """Make the states of new buckets, zeroed: those that ``formats`` names, the same for all buckets of a key."""
         by_key: dict[tuple[int, str, bool, int], list[Bucket]] = {}
         for bucket in buckets:
             by_key.setdefault(bucket.key, []).append(bucket)
         for alike in by_key.values():
             numel = self._n_ranks * sum(bucket.shard_numel for bucket in alike)
-            names = [name for name in self._names if not (name == "master" and without_master(alike[0]))]
-            arena = {name: self._memory.allocate(name, numel, np.dtype(np.float32)) for name in names}
+            arena = {
+                name: StateArray.allocate(format, numel, partial(self._memory.allocate, name), self._threads)
+                for name, format in formats(alike[0]).items()
+            }
             start = 0
             for bucket in alike:
                 end = start + self._n_ranks * bucket.shard_numel
@@ -53,7 +56,7 @@ class StatesInMemory:
                 self._blocks[bucket.index] = StateBlock(bucket.index, block)
                 start = end
 
-    def locate(self, bucket: int, offset: int) -> tuple[dict[str, np.ndarray], int]:
+    def locate(self, bucket: int, offset: int) -> tuple[dict[str, StateArray], int]:
         """The arrays that hold the bucket's shards, by state name, and the index in them of its element ``offset``."""
         return self._arena[bucket], self._offset[bucket] + offset
 

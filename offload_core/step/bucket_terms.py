@@ -6,12 +6,14 @@ what comes and goes on the device follow from the order in which gradients are e
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from ..config.options import OffloadConfig
+from ..config.state_formats import StateFormat
 from ..device.protocols import Arrival, DeviceTerms
-from ..dtypes import BY_NAME, FLOAT32, ElementType
-from ..layout.partition import Bucket, ParamSpec, build_buckets
+from ..dtypes import BFLOAT16, BY_NAME, FLOAT32, ElementType
+from ..layout.partition import Bucket, ParamSpec, cut
 from ..memory.plan import MemoryPlan, PlanRow
 from ..rules.adam import STATE_NAMES
 from .worker import Background, Inline
@@ -24,6 +26,30 @@ GATHERED = "gathered parameters"
 GRADIENTS = "gradients"
 _NARROWER = "param_dtype='bfloat16'"
 _RANKS = "more ranks, on other machines"
+
+
+NARROWER: dict[str, dict[str, Any]] = {
+    "state_format='bf16'": {"state_format": "bf16"},
+    "state_format='8bit'": {"state_format": "8bit"},
+    "state_format='8bit', master_dtype='bfloat16'": {"state_format": "8bit", "master_dtype": "bfloat16"},
+}
+"""Settings that store states in fewer bytes, most bytes first."""
+_NEXT = {"float32": ("bf16", "bfloat16"), "bfloat16": ("8bit", "float8")}
+"""The next narrower format of a moment: its short name, and its own."""
+
+
+def _narrower_states(config: OffloadConfig, specs: Sequence[ParamSpec]) -> dict[str, str]:
+    """By state the setting that stores it in fewer bytes."""
+    formats = {state: str(format) for state, format in config.state_formats(BFLOAT16).items()}
+    narrower = {}
+    for state in ("exp_avg", "exp_avg_sq"):
+        if formats[state] in _NEXT:
+            short, long = _NEXT[formats[state]]
+            alone = getattr(config, f"{state}_dtype") is not None
+            narrower[state] = f"{state}_dtype='{long}'" if alone else f"state_format='{short}'"
+    if formats["master"] == FLOAT32.name and any(spec.dtype is BFLOAT16 for spec in specs):
+        narrower["master"] = "master_dtype='bfloat16'"
+    return narrower
 
 
 @dataclass(frozen=True)
@@ -78,7 +104,23 @@ class BucketTerms:
             gradients_stay: all gradients are on the device till the update, whatever becomes of them.
         """
         rows = [*self.host_rows(specs, frozen=frozen), *self._device_rows(specs, frozen, besides, gradients_stay)]
-        return MemoryPlan(tuple(rows), sum(spec.numel for spec in specs), shared=self._terms.addressable)
+        return MemoryPlan(
+            tuple(rows),
+            sum(spec.numel for spec in specs),
+            shared=self._terms.addressable,
+            savings=self.savings(specs, frozen=frozen),
+        )
+
+    def savings(self, specs: Sequence[ParamSpec], *, frozen: Sequence[ParamSpec] = ()) -> tuple[tuple[str, int], ...]:
+        """Settings that store states in fewer bytes, the others kept: ``(setting, bytes of the host that it saves)``,
+        least first."""
+        mine = sum(row.n_bytes for row in self.host_rows(specs, frozen=frozen))
+        found = []
+        for setting, fields in NARROWER.items():
+            terms = BucketTerms(replace(self.config, **fields), self._terms)
+            terms.ring_was_made(self._ring_bytes)
+            found.append((setting, mine - sum(row.n_bytes for row in terms.host_rows(specs, frozen=frozen))))
+        return tuple((setting, saved) for setting, saved in found if saved > 0)
 
     def host_rows(self, specs: Sequence[ParamSpec], *, frozen: Sequence[ParamSpec] = ()) -> list[PlanRow]:
         """What is allocated on the host when ``specs`` are taken on, and for the shards of ``frozen``."""
@@ -86,9 +128,8 @@ class BucketTerms:
         host: dict[str, int] = dict.fromkeys((*STATE_NAMES, "gradients on the host", STAGING), 0)
         for bucket in buckets:
             numel = len(self._terms.ranks) * bucket.shard_numel
-            for name in STATE_NAMES:
-                if not (name == "master" and self.without_master(bucket)):
-                    host[name] += 4 * numel
+            for name, format in self.state_formats(bucket).items():
+                host[name] += format.n_bytes(numel)
             if self.has_home:
                 host["gradients on the host"] += self.home_dtype(bucket).itemsize * numel
         if not self.direct:
@@ -97,6 +138,7 @@ class BucketTerms:
             host[PARAMETER_SHARDS] = _shard_bytes([*buckets, *self.cut(frozen)])
         smaller = _NARROWER if any(spec.dtype is FLOAT32 for spec in (*specs, *frozen)) else _RANKS
         remedies = {
+            **_narrower_states(self.config, specs),
             "gradients on the host": "gradient_accumulation_steps=1" if self._accumulates else smaller,
             STAGING: "reduce_bucket_size",
             PARAMETER_SHARDS: smaller,
@@ -195,10 +237,10 @@ class BucketTerms:
     def traffic(self, specs: Sequence[ParamSpec]) -> tuple[Traffic, Traffic]:
         """What a step moves, and what its last bucket does.
 
-        An update reads a gradient, reads and writes three fp32 states (a parameter that is its own master weight is
-        one of them), and writes the parameter: 28 bytes an element in bf16, and in fp32 where parameters are updated
-        in place. Gradients cross to the host in every micro-step, parameters back once, or, from shards on the host,
-        for each forward and each backward; for one of them where they may stay whole in between.
+        An update reads a gradient, reads and writes three states (a parameter that is its own master weight is one of
+        them), and writes the parameter: with fp32 states 28 bytes an element in bf16, and in fp32 where parameters
+        are updated in place. Gradients cross to the host in every micro-step, parameters back once, or, from shards on
+        the host, for each forward and each backward; for one of them where they may stay whole in between.
         """
         partitioned = sum(spec.numel for spec in specs if spec.partitioned)
         each = [self._traffic_of(bucket, partitioned) for bucket in self.cut(specs)]
@@ -208,10 +250,11 @@ class BucketTerms:
     def _traffic_of(self, bucket: Bucket, partitioned: int) -> Traffic:
         steps = self.config.gradient_accumulation_steps
         gradient = self.home_dtype(bucket) if self.has_home else bucket.dtype
-        states = 2 * FLOAT32.itemsize * len(STATE_NAMES)
-        rounded = 0 if self.without_master(bucket) else bucket.dtype.itemsize
+        own_master = self.without_master(bucket)
         numel = len(self._terms.ranks) * bucket.shard_numel
-        update = numel * (gradient.itemsize + states + rounded)
+        states = sum(format.n_bytes(numel) for format in self.config.state_formats(bucket.dtype).values())
+        rounded = 0 if own_master else bucket.dtype.itemsize
+        update = numel * (gradient.itemsize + rounded) + 2 * states
         if self._terms.addressable:
             return Traffic(update, 0, 0)
         crossing = self._terms.sizes.link_numel(bucket)
@@ -226,13 +269,21 @@ class BucketTerms:
 
     def cut(self, specs: Sequence[ParamSpec]) -> list[Bucket]:
         """The buckets of parameters that are alone."""
-        return build_buckets(specs, world_size=self._terms.world_size, bucket_numel=self.config.reduce_bucket_size)
+        return cut(self.config, specs, world_size=self._terms.world_size)
 
     def without_master(self, bucket: Bucket) -> bool:
         """Whether the bucket's parameters are their own master weights."""
         apart = self.config.schedule == "delayed" or self.sends_early  # the two may be of different steps
         in_place = self.host_shards if bucket.partitioned else self._terms.updates_in_place
-        return in_place and bucket.dtype is FLOAT32 and not apart
+        master = self.config.state_formats(bucket.dtype)["master"]
+        return in_place and bucket.dtype is master.values and not apart
+
+    def state_formats(self, bucket: Bucket) -> dict[str, StateFormat]:
+        """The formats of the states that a bucket's parameters have; no master weight where they are their own."""
+        formats = self.config.state_formats(bucket.dtype)
+        if self.without_master(bucket):
+            del formats["master"]
+        return formats
 
     @property
     def overlaps(self) -> bool:

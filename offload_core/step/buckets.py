@@ -10,7 +10,7 @@ from ..config.options import OffloadConfig
 from ..device.protocols import Copy, Device, HostArray
 from ..device.trace import COMPUTE
 from ..dtypes import BY_NUMPY, FLOAT32, ElementType
-from ..layout.partition import Bucket, ParamSpec, Piece, build_buckets
+from ..layout.partition import Bucket, ParamSpec, Piece, cut
 from ..memory.host_memory import HostMemory, StagingRing
 from ..memory.plan import PlanRow
 from ..native import kernels
@@ -46,7 +46,7 @@ class LocalBuckets:
         self.staging: StagingRing | None = None
         self.in_staging: deque[tuple[LocalBucket, Task[None]]] = deque()
         """Buckets on their way to the host that may still hold staging, and the end of it, oldest first."""
-        self.store = StatesInMemory(self.memory, len(device.ranks), rule.state_names)
+        self.store = StatesInMemory(self.memory, len(device.ranks), config.threads)
         self.worker = self.terms.worker()
 
     # --- parameters and states ---------------------------------------------------------------------
@@ -59,7 +59,7 @@ class LocalBuckets:
         planned = terms.host_rows(specs, frozen=frozen)
         self.run(lambda: self._agree_on_start(specs, tensors))
         buckets = self._build(specs)
-        self.store.allocate(buckets, without_master=terms.without_master)
+        self.store.allocate(buckets, terms.state_formats)
         slot_bytes = terms.slot_bytes(buckets)
         if not terms.direct and slot_bytes > (0 if self.staging is None else self.staging.slot_bytes):
             self.staging = None  # free before allocating its successor
@@ -74,6 +74,7 @@ class LocalBuckets:
             work = LocalBucket(
                 bucket,
                 bucket.shards(self.device.ranks),
+                {piece.param: specs[piece.param - first].seed for piece in bucket.pieces},
                 terms.wire(bucket),
                 home,
                 without_master=terms.without_master(bucket),
@@ -148,10 +149,10 @@ class LocalBuckets:
     # --- small decisions, each made here only --------------------------------------------------------
 
     def _build(self, specs: Sequence[ParamSpec]) -> list[Bucket]:
-        return build_buckets(
+        return cut(
+            self.config,
             specs,
             world_size=self.device.world_size,
-            bucket_numel=self.config.reduce_bucket_size,
             first_param=len(self.params),
             first_bucket=len(self.all),
         )
@@ -169,8 +170,8 @@ class LocalBuckets:
         arena, at = self.store.locate(work.bucket.index, piece.offset)
         master = arena["master"][at : at + piece.numel]
         source = self.read(work, piece, tensor)
-        rows = kernels.spans_of([(source.address, kernels.address(master), piece.numel)])
-        kernels.cast(rows, source.dtype, FLOAT32, threads=self.threads)
+        rows = kernels.spans_of([(source.address, kernels.address(master.view), piece.numel)])
+        kernels.cast(rows, source.dtype, master.format.values, threads=self.threads)
 
     def read(self, work: LocalBucket, piece: Piece, tensor: Any, at: int = 0, numel: int | None = None) -> HostArray:
         """A piece of a parameter's tensor, or ``numel`` elements of it from ``at`` on; of its own element type."""

@@ -1,7 +1,7 @@
 """One bucket as one process sees it: its shards, their gradients in this step, and what it is in the middle of."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,8 @@ class LocalBucket:
     bucket: Bucket
     pieces: tuple[Piece, ...]
     """The runs of parameters that this process's ranks own."""
+    seeds: InitVar[Mapping[int, int]]
+    """Of the random numbers of each parameter's states."""
     wire: ElementType
     """The element type in which gradients travel."""
     home: np.ndarray | None
@@ -54,7 +56,7 @@ class LocalBucket:
     lease: Lease | None = None
     """Staging memory of the bucket's last journey."""
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, seeds: Mapping[int, int]) -> None:
         self.gradient = gradient_of(self.bucket.index)
         self.publication = publication_of(self.bucket.index)
         self.owner = owner_of(self.bucket.index)
@@ -62,6 +64,10 @@ class LocalBucket:
         self.offsets = np.array([piece.offset for piece in self.pieces], np.int64)
         """Where each piece begins among this process's shards, in elements."""
         self.numels = np.array([piece.numel for piece in self.pieces], np.int64)
+        self.places = np.zeros(len(self.pieces), [("start", np.int64), ("seed", np.uint64)])
+        """The first element of each piece within its parameter, and that parameter's seed."""
+        for i, piece in enumerate(self.pieces):
+            self.places[i] = piece.start, seeds[piece.param]
         self.positions: dict[int, list[int]] = {}
         """The indices of a parameter's pieces: one, unless the process's ranks are not neighbours."""
         for i, piece in enumerate(self.pieces):

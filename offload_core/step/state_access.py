@@ -14,6 +14,7 @@ from ..layout.partition import Piece
 from ..layout.regions import Elements, InMemory
 from ..ranks.collectives import merge
 from ..rules.adam import STATE_NAMES
+from ..states.arrays import StateArray
 from ..support.checks import LARGEST, shown
 from .local_bucket import LocalBucket
 from .pipeline import Pipeline
@@ -36,7 +37,7 @@ class StateRun(NamedTuple):
 
     start: int
     numel: int
-    arrays: dict[str, np.ndarray]
+    arrays: dict[str, StateArray]
     """By name, those of ``rules.adam.STATE_NAMES``."""
     in_place: bool
     """True if the parameter is its own master weight: ``"master"`` is its memory."""
@@ -48,7 +49,7 @@ class StateAccess:
     """The states of one process's shards.
 
     Parameters are numbered as in the pipeline, and tensors are the device's, one-dimensional and contiguous. States
-    have the names of ``rules.adam.STATE_NAMES``; an fp32 parameter that is updated in place has no ``"master"``.
+    have the names of ``rules.adam.STATE_NAMES``; a parameter that is its own master weight has no ``"master"``.
     """
 
     def __init__(self, pipeline: Pipeline) -> None:
@@ -63,15 +64,24 @@ class StateAccess:
         return spec.elements or InMemory((spec.numel,))
 
     def states(self, param: int) -> list[tuple[int, dict[str, np.ndarray]]]:
-        """This process's states of a parameter: ``(start, {name: fp32 view})`` a contiguous run, ascending.
+        """This process's states of a parameter: ``(start, {name: values})`` a contiguous run, ascending.
 
-        Call :meth:`will_change` before you write to them.
+        Values in float32 and bfloat16 are the memory itself: call :meth:`will_change` before you write to them. Others
+        are copies that cannot be written to.
         """
         self._pipeline.finish()
-        return self._states(param)
+        return [(start, {name: a.values() for name, a in arrays.items()}) for start, arrays in self._states(param)]
+
+    def extents(self, param: int) -> list[tuple[int, int]]:
+        """``(start, elements)`` of each run of :meth:`states`."""
+        return [(start, next(iter(arrays.values())).size) for start, arrays in self._states(param)]
 
     def local_states(self, param: int) -> dict[str, np.ndarray]:
         """This process's part of a parameter's states, one-dimensional: the runs of :meth:`states`, end to end."""
+        return {name: array.values() for name, array in self.local_arrays(param).items()}
+
+    def local_arrays(self, param: int) -> dict[str, StateArray]:
+        """The memory of :meth:`local_states`."""
         self._pipeline.finish()
         return self._local_states(param)
 
@@ -85,7 +95,7 @@ class StateAccess:
         if not any(work.without_master for work in self._buckets.of[param]):
             return []
         if self._pipeline.params[param].partitioned:
-            return [(run.start, run.arrays["master"]) for run in self._runs(param, tensor)]
+            return [(run.start, run.arrays["master"].view) for run in self._runs(param, tensor)]
         return [(0, self._pipeline.device.host_array(tensor).view())]
 
     def whole_states(
@@ -120,9 +130,9 @@ class StateAccess:
         The caller then writes the device parameter, which may be its own master weights.
         """
         self.will_change([param])
-        for start, views in self._states(param):
-            for name in values.keys() & views.keys():
-                views[name][...] = values[name][start : start + views[name].size]
+        for start, arrays in self._states(param):
+            for name in values.keys() & arrays.keys():
+                arrays[name].write(values[name][start : start + arrays[name].size])
 
     def reload_master(self, param: int, tensor: Any) -> None:
         """Take a parameter's master weights from the device parameter."""
@@ -139,12 +149,12 @@ class StateAccess:
             if work.without_master:
                 continue
             arena, start = self._locate(work, piece)
-            master = arena["master"][start : start + piece.numel]
+            master = arena["master"][start : start + piece.numel].view
             source = self._buckets.read(work, piece, tensor)
             theirs = source.view()
             changed = master.astype(theirs.dtype).view(np.uint8).reshape(piece.numel, -1)
             changed = (changed != theirs.view(np.uint8).reshape(piece.numel, -1)).any(axis=1)
-            master[changed] = theirs[changed].astype(np.float32)
+            master[changed] = theirs[changed].astype(master.dtype)
 
     def publish_later(self, params: Iterable[int]) -> None:
         """Have the next ``flush`` write these master weights, which were replaced, to the device parameters."""
@@ -159,11 +169,11 @@ class StateAccess:
         found = [(work, work.pieces[i]) for work in self._buckets.of[param] for i in work.positions.get(param, ())]
         return sorted(found, key=lambda pair: pair[1].start)
 
-    def _locate(self, work: LocalBucket, piece: Piece) -> tuple[dict[str, np.ndarray], int]:
+    def _locate(self, work: LocalBucket, piece: Piece) -> tuple[dict[str, StateArray], int]:
         return self._buckets.store.locate(work.bucket.index, piece.offset)
 
-    def _states(self, param: int) -> list[tuple[int, dict[str, np.ndarray]]]:
-        runs: list[tuple[int, int, int, dict[str, np.ndarray]]] = []
+    def _states(self, param: int) -> list[tuple[int, dict[str, StateArray]]]:
+        runs: list[tuple[int, int, int, dict[str, StateArray]]] = []
         for work, piece in self._pieces_of(param):
             arena, at = self._locate(work, piece)
             start, numel = piece.start, piece.numel
@@ -173,7 +183,7 @@ class StateAccess:
             runs.append((start, numel, at, arena))
         return [(start, {name: a[at : at + numel] for name, a in arena.items()}) for start, numel, at, arena in runs]
 
-    def _local_states(self, param: int) -> dict[str, np.ndarray]:
+    def _local_states(self, param: int) -> dict[str, StateArray]:
         pieces = self._pieces_of(param)
         if not pieces:
             return {}
@@ -191,7 +201,7 @@ class StateAccess:
             arrays = {name: array[at : at + piece.numel] for name, array in arena.items()}
             in_place = work.without_master
             if in_place:
-                arrays["master"] = self._buckets.read(work, piece, tensor).view()
+                arrays["master"] = StateArray.of(self._buckets.read(work, piece, tensor).view())
             read = partial(self._read_parameter, work, piece, tensor)
             found.append(StateRun(piece.start, piece.numel, arrays, in_place, read))
         return found
@@ -207,7 +217,7 @@ class StateAccess:
         whole = {name: array.view(np.float32)[: spec.numel] for name, array in words.items()}
         for run in self._runs(param, tensor):
             for name, array in whole.items():
-                array[run.start : run.start + run.numel] = run.arrays[name]
+                run.arrays[name].read(0, array[run.start : run.start + run.numel])
         for name, mine in words.items() if self._pipeline.device.world_size > 1 else ():
             merge(self._pipeline.device.collectives.sum_integers, mine, f"{name} of {spec.name}")
         return whole

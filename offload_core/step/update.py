@@ -10,7 +10,7 @@ import numpy as np
 
 from ..device.events import Done, Event, Waiting
 from ..device.trace import COMPUTE, UPDATE
-from ..dtypes import FLOAT32
+from ..dtypes import BY_NUMPY
 from ..memory.host_memory import Lease
 from ..native import kernels
 from ..ranks.consistency import combine
@@ -158,12 +158,15 @@ class Updates:
         store = self._buckets.store
         states = store.read(work.bucket.index) if keep_states else store.load(work.bucket.index, work.members)
         in_place = work.without_master
+        formats = self._buckets.config.state_formats(work.bucket.dtype)
         for dtype, held in work.held().items():
             indices = [i for i, _ in held if work.pieces[i].param in present]
             pieces = [work.pieces[i] for i in indices]
             segments = self._rule.segments(states.arrays, work.offsets[indices], work.numels[indices])
             segments["grad"] = [gradient.address for i, gradient in held if work.pieces[i].param in present]
             segments["scalars"] = [scalars.row_of[piece.param] for piece in pieces]
+            segments["start"] = work.places["start"][indices]
+            segments["seed"] = work.places["seed"][indices]
             if tensors is not None and (in_place or out is None):
                 arrays = [self._buckets.in_place(work, piece, tensors) for piece in pieces]
                 segments["master" if in_place else "param"] = [array.address for array in arrays]
@@ -174,6 +177,7 @@ class Updates:
                 self._rule.update(
                     segments,
                     scalars,
+                    formats,
                     grad_dtype=dtype,
                     param_dtype=work.bucket.dtype if rounds else None,
                     threads=self._buckets.threads,
@@ -186,7 +190,7 @@ class Updates:
         self, work: LocalBucket, stale: frozenset[int], tensors: Sequence[Any], after: Event
     ) -> Event:
         pieces = [piece for piece in work.pieces if piece.param in stale]
-        master = self._buckets.store.read(work.bucket.index).arrays["master"]
+        master = self._buckets.store.read(work.bucket.index).arrays["master"].view
         out = None if work.written_by_kernel else self._borrow(work)
         rows = []
         for piece in pieces:
@@ -197,7 +201,7 @@ class Updates:
             rows.append((kernels.address(master) + piece.offset * master.itemsize, address, piece.numel))
         threads = self._buckets.threads
         with self._buckets.trace.span(UPDATE, "round", work.bucket.index):
-            kernels.cast(kernels.spans_of(rows), FLOAT32, work.bucket.dtype, threads=threads)
+            kernels.cast(kernels.spans_of(rows), BY_NUMPY[master.dtype], work.bucket.dtype, threads=threads)
         if out is None:
             return Done()
         return self._buckets.device.publish(work.bucket, out, tensors, set(stale), self._lease(work), after)

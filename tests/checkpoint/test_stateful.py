@@ -15,7 +15,7 @@ from offload_core.step.state_access import StateAccess
 from offload_core.testing.fake_device import FakeDevice, FakeTensor
 from tests.support.one_thread import Threads
 from tests.support.oracles import assert_same_bits
-from tests.support.pipelines import STATES, Naive, Subject
+from tests.support.pipelines import STATES, Naive, Subject, formats, held_states
 from tests.support.strategies import element_types
 
 SIZES = (1, 3, 16, 33, 70)
@@ -37,8 +37,9 @@ class Anything(RuleBasedStateMachine):
         accumulation=st.integers(1, 2),
         bucket=st.sampled_from([1, 20, 1000]),
         early=st.booleans(),
+        kept_in=formats,
     )
-    def begin(self, schedule, threads, models, clipping, skip, scale, accumulation, bucket, early):
+    def begin(self, schedule, threads, models, clipping, skip, scale, accumulation, bucket, early, kept_in):
         self.patch = pytest.MonkeyPatch()
         Threads(threads).play(self.patch)
         self.rng = np.random.default_rng(0)
@@ -47,6 +48,7 @@ class Anything(RuleBasedStateMachine):
             schedule=schedule, op_order="torch", gradient_clipping=clipping, skip_nonfinite=skip, num_threads=1,
             gradient_accumulation_steps=accumulation, reduce_bucket_size=bucket,
             update_in_backward=early and bool(clipping or skip or scale),  # else much is an error
+            **kept_in,
         )  # fmt: skip
         self.scalers = [LossScaler(scale, window=2) if scale else None for _ in range(2)]
         dtypes, groups = [dtype for dtype, _ in models], [0] * len(models)
@@ -236,7 +238,7 @@ class Anything(RuleBasedStateMachine):
             same = [True, True]
             for piece in work.bucket.pieces:
                 run = slice(piece.start, piece.start + piece.numel)
-                mine = StateAccess(self.pipeline)._local_states(piece.param)
+                mine = held_states(self.pipeline, piece.param)
                 for k, theirs in enumerate((self.before, self.naive.states)):
                     pairs = zip(STATES, theirs[piece.param], strict=True)
                     same[k] &= all(np.array_equal(mine[name][run], a[run], equal_nan=True) for name, a in pairs)
@@ -245,7 +247,7 @@ class Anything(RuleBasedStateMachine):
                 done.append(same[1])
         assert done == sorted(done, reverse=True), "a bucket was updated after one that was not"
         for i in range(len(self.naive.states)):
-            mine = StateAccess(self.pipeline)._local_states(i)
+            mine = held_states(self.pipeline, i)
             self.naive.states[i] = [mine[name].copy() for name in STATES]
 
     def whole_step(self):
@@ -264,7 +266,7 @@ class Anything(RuleBasedStateMachine):
             self.compare_states(i)
 
     def compare_states(self, i):
-        mine = StateAccess(self.pipeline)._local_states(i)
+        mine = held_states(self.pipeline, i)
         for name, theirs in zip(STATES, self.naive.states[i], strict=True):
             assert_same_bits(f"{name} of parameter {i}", mine[name], theirs)
         assert self.pipeline.steps[i] == self.naive.steps[i]

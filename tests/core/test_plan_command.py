@@ -332,8 +332,15 @@ def test_a_machine_is_enough_or_it_is_said_what_is_not(capsys: pytest.CaptureFix
     assert main(["plan", *asked, *RATES]) == 1
     shown = capsys.readouterr().out
     last = " ".join(shown.partition("nothing fits:")[2].partition("stage 2")[0].split())
-    for what in ("master", "exp_avg", "exp_avg_sq"):
-        assert re.search(rf"{what} 38\.3 GiB \(more ranks", last), shown
+    for what, remedy in (("master", "master_dtype"), ("exp_avg", "state_format"), ("exp_avg_sq", "state_format")):
+        assert re.search(rf"{what} 38\.3 GiB \({remedy}=", last), shown
+
+    *_, narrowest = found["formats"]
+    assert narrowest["state_format"] == "8bit"
+    assert narrowest["master_dtype"] == "bfloat16"
+    assert [tier["fits"] for tier in narrowest["tiers"]] == [True] * 4
+    fits = plan(capsys, *asked, "--state-format=8bit", "--master-dtype=bfloat16")
+    assert [tier["host_bytes"] for tier in fits["tiers"]] == [tier["host_bytes"] for tier in narrowest["tiers"]]
 
     enough = plan(capsys, *asked, "--host-memory=200GB")
     assert enough["fits"]

@@ -16,7 +16,7 @@ import pytest
 from tests.support.jax_laws import ONE_PROCESS, TWO_PROCESSES
 from tests.support.processes import ROOT
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2000)]
 
 WORKER = ROOT / "tests" / "workers" / "jax_mesh_worker.py"
 

@@ -262,10 +262,8 @@ def test_casts_of_every_half_and_round_every_tie_equal_ml_dtypes_and_numpy(instr
 )
 def test_a_bad_segment_is_refused_and_nothing_is_written(damage):
     x = np.ones(5, np.float32)
-    segments = np.zeros(1, kernels.SEGMENT)
-    segments[0] = (*(x[i:].ctypes.data for i in range(5)), 1, 0)
-    for name, value in damage.items():
-        segments[name] = value
+    row = {name: x[i:].ctypes.data for i, name in enumerate(("grad", "master", "exp_avg", "exp_avg_sq", "param"))}
+    segments = kernels.segments_of([row | {"numel": 1} | damage])
     with pytest.raises(KernelError, match=r"oc_adam failed: an argument is out of range or a pointer is null"):
         kernels.adam(
             segments,

@@ -18,6 +18,7 @@ from offload_core.native import kernels
 from tests.support.c_build import C_SRC, KERNELS, compile_objects, run
 from tests.support.kernel_calls import INSTRUCTION_SETS
 from tests.support.oracles import check_kernels
+from tests.support.state_formats import check_formats
 
 # Bits depend on no optimisation level, and this one takes half the compiler's time. cffi finds functions by name.
 FLAGS = ("-O0", "-fPIC", "-fvisibility=default")
@@ -48,13 +49,13 @@ MUTANTS = [
         ("scalar",),
         (
             "update does nothing",
-            "i = begin; i < end; i++) {\n        float g",
-            "i = begin; i < begin; i++) {\n        float g",
+            "i = begin; i < end; i += OC_STATE_BLOCK)\n        adam_block",
+            "i = begin; i < begin; i += OC_STATE_BLOCK)\n        adam_block",
         ),
         (
             "tail skipped",
-            "i < end; i++) {\n        float g",
-            "i < begin + (end - begin) / 8 * 8; i++) {\n        float g",
+            "k < n; k++) {\n        int64_t i = begin + k;\n        uint32_t random",
+            "k < n / 8 * 8; k++) {\n        int64_t i = begin + k;\n        uint32_t random",
         ),
         ("torch: betas swapped", "v * s->beta2)", "v * s->beta1)"),
         ("optax: betas swapped", "+ s->beta1 * m", "+ s->beta2 * m"),
@@ -73,27 +74,52 @@ MUTANTS = [
             "fmaf(s->one_minus_beta2 * g, g, v * s->beta2)",
             "fmaf(v, s->beta2, s->one_minus_beta2 * g * g)",
         ),
-        ("device parameter not written", "store(segment->param, kind->param_dtype, i, p);", ";"),
+        ("device parameter not written", "store(segment->param, kind->param_dtype, begin + k, p[k]);", ";"),
         ("states not kept", "if (!kind->keep_states)", "if (1)"),
         ("norm misses its tail", "i < n; i++) {\n        float x", "i < n / 8 * 8; i++) {\n        float x"),
         ("accumulation misses its tail", "i < n; i++)\n        dst[i] =", "i < n / 8 * 8; i++)\n        dst[i] ="),
         ("bf16 truncates", "(bits + 0x7fff + ((bits >> 16) & 1)) >> 16", "bits >> 16"),
         ("bf16 ties go up", "0x7fff + ((bits >> 16) & 1)", "0x8000"),
         ("fp16 truncates", "magnitude += 0xfff + ((magnitude >> 13) & 1);", ";"),
+        ("elements share random bits", "(uint32_t)(element % OC_STATE_BLOCK)", "0"),
+        ("elements are counted from the segment's first", "(uint64_t)(segment->start + i)", "(uint64_t)i"),
+        ("half of the key is not used", " ^ (uint32_t)(key >> 32)", ""),
+        ("bf16 is rounded to nearest", "(float_bits(x) + random) >> 16", "(float_bits(x) + 0x8000) >> 16"),
+        ("bf16 moments have the same random bits", "random >> 16;", "random & 0xffff;"),
+        ("8-bit moments have the same random bits", "random >> 12 :", "random & 0xfffff :"),
+        ("a master has its moment's random bits", "random * OC_HASH_MASTER >> 16", "random & 0xffff"),
+        ("8 bits truncate", "((bits + *random) >> OC_DROPPED)", "(bits >> OC_DROPPED)"),
+        (
+            "8 bits lose small values",
+            "magnitude < least ? fmaf(magnitude, 0.5f, least * 0.5f)",
+            "magnitude < least ? least * 0.5f",
+        ),
+        ("8 bits lose the sign", "float_bits(x) >> 31 << 7", "0"),
+        ("the largest value has no sign to ignore", "float_bits(values[i]) & 0x7fffffff", "float_bits(values[i])"),
+        (
+            "a block with inf is not NaN",
+            "scale == OC_NAN_SCALE)\n        return bits_float",
+            "0)\n        return bits_float",
+        ),
+        ("scales have no least", "scale < OC_LEAST_SCALE ? OC_LEAST_SCALE : scale", "scale"),
+        ("a tie is not noted", "s->ties[i >> 3] |= tie;", ";"),
+        ("a tie is not forgotten", "s->ties[i >> 3] &= (uint8_t)~tie;", ";"),
+        ("a tie was always rounded up", "(low == 0x8000 && tie)", "low == 0x8000"),
+        ("a parameter is not its narrow master", "if (kind->master_format == OC_BFLOAT16)", "if (0)"),
     ),
     *mutants(
         "kernels_simd.h",
         VECTOR_SETS,
         (
             "update does nothing",
-            "const adam_constants c = *constants;\n    int64_t i = begin;",
-            "const adam_constants c = *constants;\n    int64_t i = end;",
+            "*all_exp_avg_sqs = a->exp_avg_sq;\n    int64_t i = begin;",
+            "*all_exp_avg_sqs = a->exp_avg_sq;\n    int64_t i = end;",
         ),
-        ("main loop does nothing", "v_store(a->master + i, p);", ";"),
+        ("main loop does nothing", "v_store(all_masters + i, p);", ";"),
         (
             "main loop does not keep states",
-            "if (!keep_states) {\n            v_store(a->",
-            "if (1) {\n            v_store(a->",
+            "if (!keep_states) {\n            v_store(all_",
+            "if (1) {\n            v_store(all_",
         ),
         ("tail does not keep states", "if (!keep_states) {\n            v_store((", "if (1) {\n            v_store(("),
         ("tail skipped", "if (i < end) {\n        lanes grad,", "if (0) {\n        lanes grad,"),
@@ -144,6 +170,67 @@ MUTANTS = [
         ("reduction does not divide", "divisor == 1 ?", "1 ?"),
     ),
     *mutants(
+        "kernels_formats.h",
+        VECTOR_SETS,
+        ("a run in two blocks has one key", "s.next_key, 0, n - s.next_from", "s.key, 0, n - s.next_from"),
+        ("a run's first block is not counted on", "s.key, s.number,", "s.key, 0,"),
+        (
+            "half of the key is not used",
+            "v_bits_xor(v_bits_xor(x, v_bits_right(x, 15)), upper)",
+            "v_bits_xor(x, v_bits_right(x, 15))",
+        ),
+        ("vectors share random bits", "count = v_bits_add(count, many);", ";"),
+        ("bf16 truncates", "v_bits_add(v_bits_of(value), random)", "v_bits_of(value)"),
+        (
+            "a NaN becomes something else",
+            "v_pick(v_ordered(value), v_bits_add",
+            "v_pick(v_equal(random, random), v_bits_add",
+        ),
+        (
+            "bf16 moments have the same random bits",
+            "default: return v_bits_right(bits, 16);",
+            "default: return v_bits_and(bits, v_bits_set(0xffff));",
+        ),
+        (
+            "8-bit moments have the same random bits",
+            ": v_bits_right(r, 32 - OC_DROPPED);",
+            ": v_bits_and(r, v_bits_set((1 << OC_DROPPED) - 1));",
+        ),
+        ("8 bits truncate", "v_bits_right(v_bits_add(exact, r), OC_DROPPED)", "v_bits_right(exact, OC_DROPPED)"),
+        (
+            "8 bits lose small values",
+            "vbits exact = v_max32(magnitude,",
+            "vbits exact = v_max32(v_bits_of(half_least),",
+        ),
+        ("8 bits lose the sign", "has_sign ? v_bits_or(sign, code) : code", "code"),
+        (
+            "small codes stand for large values",
+            "value = v_min32(value, v_bits_of(",
+            "value = v_max32(value, v_bits_of(",
+        ),
+        ("decoding loses the sign", "has_sign ? v_bits_or(sign, value) : value", "value"),
+        ("a block with inf is not NaN", "if (biased == OC_NAN_SCALE)\n        return", "if (0)\n        return"),
+        (
+            "padding has a part in the scale",
+            "to.exp_avg[i] = to.exp_avg_sq[i] = 0;",
+            "to.exp_avg[i] = to.exp_avg_sq[i] = 1e30f;",
+        ),
+        ("a tie was always rounded up", "v_pick(down, v_bits_add(sum, v_bits_set(0x10000)), sum)", "sum"),
+        ("a tie is not noted", "odd_tie = v_bits_set(0x18000)", "odd_tie = v_bits_set(0x28000)"),
+        ("the bits after the last element change", "ours = (uint8_t)((1 << bits) - 1)", "ours = 255"),
+        ("fp32 moments are not kept", "keep || exp_avg_format != OC_FLOAT32", "exp_avg_format != OC_FLOAT32"),
+        ("narrow moments are not kept", "!keep && exp_avg_sq_format == OC_FLOAT8", "exp_avg_sq_format == OC_FLOAT8"),
+    ),
+    *mutants(
+        "formats.h",
+        INSTRUCTION_SETS,
+        ("updates share random bits", "seed + update * golden", "seed"),
+        ("parameters share random bits", "oc_mix(seed + update * golden)", "oc_mix(update * golden)"),
+        ("blocks share random bits", " + block * golden", ""),
+        ("no room to round up the largest", "OC_TOP_SIGNED = 14", "OC_TOP_SIGNED = 15"),
+        ("one exponent less", "OC_TOP_UNSIGNED = 30", "OC_TOP_UNSIGNED = 29"),
+    ),
+    *mutants(
         "sum_squares.h",
         INSTRUCTION_SETS,
         ("norm misses the top digit", "digits[at + 2] += (int64_t)(shifted >> 64);", ";"),
@@ -170,8 +257,10 @@ MUTANTS = [
 
 # How many mutants each source has; a row that is lost or dropped with a renamed file shows here.
 COUNTS = {
-    "kernels_scalar.c": 18,
+    "kernels_scalar.c": 35,
     "kernels_simd.h": 26,
+    "kernels_formats.h": 20,
+    "formats.h": 5,
     "sum_squares.h": 2,
     "kernels_avx2.c": 2,
     "kernels_avx512.c": 2,
@@ -207,6 +296,12 @@ def use_library(monkeypatch, tmp_path):
     return use
 
 
+def check(instruction_set: str) -> None:
+    """Compare all that an instruction set's kernels do with the oracles."""
+    check_kernels(instruction_set)
+    check_formats(instruction_set)
+
+
 def test_every_source_with_kernels_has_its_mutants():
     assert dict(Counter(mutant.file for mutant in MUTANTS)) == COUNTS
     assert len({(mutant.file, mutant.old, mutant.new) for mutant in MUTANTS}) == len(MUTANTS), "a mutant stands twice"
@@ -219,7 +314,7 @@ def test_every_source_with_kernels_has_its_mutants():
 def test_the_sound_kernels_pass(sound_objects, use_library):
     use_library(sound_objects)
     for instruction_set in INSTRUCTION_SETS:
-        check_kernels(instruction_set)
+        check(instruction_set)
 
 
 def cases() -> Iterator[Any]:
@@ -230,7 +325,7 @@ def cases() -> Iterator[Any]:
             skipped = pytest.mark.skip("this processor lacks the instruction set")
             yield pytest.param(mutant, "", marks=skipped, id=str(mutant))
         for name in mutant.instruction_sets:
-            slow = mutant.file == "kernels_simd.h"
+            slow = mutant.file in ("kernels_simd.h", "kernels_formats.h")
             yield pytest.param(mutant, name, marks=[pytest.mark.slow] * slow, id=f"{mutant}, {name}")
 
 
@@ -245,4 +340,4 @@ def test_the_check_fails_on_a_mutant(mutant, instruction_set, sound_objects, use
     assert includes(source, mutant.file)
     use_library(sound_objects | compile_objects([source], tmp_path, *FLAGS))
     with pytest.raises(AssertionError):
-        check_kernels(instruction_set)
+        check(instruction_set)

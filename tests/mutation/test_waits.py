@@ -28,7 +28,7 @@ from offload_core.testing.thread_ranks import run_ranks
 from tests.support import live_models
 from tests.support.one_thread import Threads
 from tests.support.oracles import assert_same_bits
-from tests.support.pipelines import STATES, Delayed, Naive, Subject
+from tests.support.pipelines import STATES, Delayed, Naive, Subject, held_states
 from tests.support.wait_mutants import Change, assert_noticed, modules_of, waits_of
 
 DELAYED = {"schedule": "delayed", "delay_warmup_steps": 1}
@@ -133,7 +133,7 @@ class Twin:
         """The pipeline has finished what it was asked for, whether or not somebody waits."""
         for i in params or range(len(self.tensors)):
             assert_same_bits(f"parameter {i}", self.tensors[i].memory, self.naive.params()[i])
-            self.check_states(i, StateAccess(self.pipeline)._local_states(i))
+            self.check_states(i, held_states(self.pipeline, i))
             assert self.pipeline.steps[i] == self.naive.steps[i]
 
     def check_states(self, i, states):
@@ -667,7 +667,7 @@ def a_parameter_that_does_not_arrive():
             twin.pipeline.finish()  # it is said once
             twin.naive.step(1.0)
             for i in (0, 1):
-                twin.check_states(i, StateAccess(twin.pipeline)._local_states(i))
+                twin.check_states(i, held_states(twin.pipeline, i))
             begun = number + (call is not None)  # the next one was asked for before the failure was seen
             for place, work in enumerate(order):
                 for piece in work.bucket.pieces if place != number else ():

@@ -75,6 +75,7 @@ class Hyper:
             "eps": self.eps,
             "eps_root": self.eps_root,
             "step_size": -self.lr / unbias1 if torch else -self.lr,
+            "update": self.step,
         }.items():
             record[name] = value
         return record

@@ -16,7 +16,7 @@ from offload_core.rules.adam import AdamHyper
 from offload_core.step.pipeline import Pipeline
 from offload_core.step.state_access import StateAccess
 from offload_core.testing.fake_device import FakeDevice, FakeTensor
-from tests.support import oracles
+from tests.support import oracles, state_formats
 from tests.support.kernel_calls import AdamState
 from tests.support.oracles import assert_same_bits
 from tests.support.strategies import element_types
@@ -24,14 +24,36 @@ from tests.support.strategies import element_types
 STATES = ("master", "exp_avg", "exp_avg_sq")
 
 
+def as_float32(values):
+    """The same array if its values are in fp32, else a copy."""
+    return values if values.dtype == np.float32 else values.astype(np.float32)
+
+
+def held_states(pipeline, i):
+    """A parameter's states as they are now, in fp32: nothing is waited for."""
+    return {name: as_float32(array.values()) for name, array in StateAccess(pipeline)._local_states(i).items()}
+
+
 class Naive:
     """Unsharded AdamW by the definition: one parameter at a time, whole, in NumPy."""
 
     def __init__(self, masters, dtypes, groups, config, hypers):
-        self.states = [[m.copy(), np.zeros_like(m), np.zeros_like(m)] for m in masters]
         self.dtypes, self.groups, self.config, self.hypers = dtypes, groups, config, hypers
+        self.states = [self.kept(i, [m, np.zeros_like(m), np.zeros_like(m)], None) for i, m in enumerate(masters)]
         self.steps = [0] * len(masters)
         self.sums = [None] * len(masters)
+
+    def kept(self, i, values, update):
+        """States as their formats keep them, rounded at random for this update; None: to nearest."""
+        formats = self.config.state_formats(self.dtypes[i])
+        seed = ParamSpec(f"p{i}", values[0].size, self.dtypes[i]).seed
+        bits = None if update is None else state_formats.random_bits(seed, update, 0, values[0].size)
+        found = []
+        for name, value in zip(STATES, values, strict=True):
+            kind, has_sign = formats[name].name, name != "exp_avg_sq"
+            random = None if bits is None else state_formats.random_of(name, kind, bits)
+            found.append(state_formats.decode(state_formats.encode(kind, value, has_sign=has_sign, random=random)))
+        return found
 
     def add_gradient(self, i, gradient):
         gradient = gradient.astype(np.float32)
@@ -64,7 +86,7 @@ class Naive:
                 adam_mode=self.config.adam_mode,
                 param_dtype=None,
             )
-            self.states[i] = [after.master, after.exp_avg, after.exp_avg_sq]
+            self.states[i] = self.kept(i, [after.master, after.exp_avg, after.exp_avg_sq], self.steps[i])
         self.sums = [None] * len(self.sums)
         return norm
 
@@ -100,7 +122,7 @@ class Subject:
     def states(self, i):
         [(start, views)] = StateAccess(self.pipeline).states(i)
         assert start == 0
-        return [views.get(name, self.params()[i]) for name in STATES]
+        return [as_float32(views.get(name, self.params()[i])) for name in STATES]
 
 
 @dataclass(frozen=True)
@@ -112,6 +134,18 @@ class Case:
     hypers: list
     steps: list
     """For each step a list of micro-steps: a list of (parameter, gradient) in order of arrival."""
+
+
+formats = st.fixed_dictionaries(
+    {},
+    optional={
+        "state_format": st.sampled_from(["fp32", "bf16", "8bit"]),
+        "master_dtype": st.sampled_from([None, "bfloat16"]),
+        "exp_avg_dtype": st.sampled_from([None, "float8"]),
+        "exp_avg_sq_dtype": st.sampled_from([None, "bfloat16"]),
+    },
+)
+"""Formats of states, as fields of a configuration."""
 
 
 @st.composite
@@ -131,6 +165,7 @@ def cases(draw):
         reduce_bucket_size=draw(st.sampled_from([1, 17, 100, 1 << 20])),
         num_threads=draw(st.integers(1, 3)),
         schedule=draw(st.sampled_from(["serial", "overlap"])),
+        **draw(formats),
     )
     hypers = [AdamHyper(1e-2, (0.9, 0.99), 1e-8, 0.1), AdamHyper(1e-3, (0.5, 0.95), 1e-6, 0.0)]
     steps = []

@@ -20,7 +20,7 @@ from offload_core.device.host import fill
 from offload_core.device.protocols import Copy
 from offload_core.dtypes import BY_NUMPY, FLOAT32, ElementType
 from offload_core.errors import ConfigError
-from offload_core.layout.partition import ALIGNMENT, Bucket, ParamSpec, round_up
+from offload_core.layout.partition import Bucket, ParamSpec, round_up, shard_unit
 from offload_core.ranks.collectives import merge
 from offload_core.step.at_once import SHARDS, Held
 
@@ -186,8 +186,9 @@ class ShardedOnMesh(OnMesh):
                     f"offload_param={config.offload_param!r}: the {axis.devices[0].platform} backend has the memory "
                     f"kinds {', '.join(map(repr, kinds))} and no {HOST_MEMORY!r}; expected offload_param=None here"
                 )
-        unit = ALIGNMENT * axis.world_size
-        self._bucket_numel = round_up(config.reduce_bucket_size, unit) // axis.world_size
+        self._unit = shard_unit(config.state_block)
+        world_size = axis.world_size
+        self._bucket_numel = round_up(config.reduce_bucket_size, self._unit * world_size) // world_size
         self._layouts: list[ShardLayout | None] = []
 
     # --- where parameters lie ------------------------------------------------------------------------
@@ -223,7 +224,9 @@ class ShardedOnMesh(OnMesh):
 
     def layout(self, leaf: Any) -> ShardLayout | None:
         dim = self._dim_of(leaf)
-        return None if dim is None else ShardLayout(leaf.shape, dim, self._axis.world_size, self._bucket_numel)
+        if dim is None:
+            return None
+        return ShardLayout(leaf.shape, dim, self._axis.world_size, self._bucket_numel, self._unit)
 
     def held(self, leaves: Sequence[Leaf], specs: Sequence[ParamSpec]) -> list[Held]:
         self._layouts = [leaf.layout for leaf in leaves]

@@ -15,7 +15,7 @@ class ShardLayout:
     """A parameter cut along a dimension, and the places of its elements in the core's order.
 
     To the core a partitioned parameter is a run of buckets, each with one shard for each rank. A rank's slice,
-    flattened and padded to whole units of :data:`ALIGNMENT`, consists of its shards of these buckets, end to end.
+    flattened and padded to whole ``unit``s, consists of its shards of these buckets, end to end.
     """
 
     shape: tuple[int, ...]
@@ -24,6 +24,8 @@ class ShardLayout:
     world_size: int
     bucket_numel: int
     """Elements of one rank's shard of a full bucket."""
+    unit: int = ALIGNMENT
+    """Shards are whole multiples of so many elements."""
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -38,7 +40,7 @@ class ShardLayout:
     @property
     def padded_numel(self) -> int:
         """Elements of a rank's slice, padded."""
-        return round_up(self.local_numel, ALIGNMENT)
+        return round_up(self.local_numel, self.unit)
 
     @property
     def numel(self) -> int:

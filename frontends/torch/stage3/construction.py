@@ -67,7 +67,8 @@ def init(
     Args:
         module: an existing module, to be cut now. Its tensors on the meta device are first given memory on torch's
             default device, one module at a time.
-        config: the configuration for ``wrap`` (``stage=3``); ``reduce_bucket_size`` must be the same there.
+        config: the configuration for ``wrap`` (``stage=3``); ``reduce_bucket_size`` and the formats of
+            states must be the same there.
         init_fn: a function of a module that was on the meta device, which sets the module's own parameters and buffers
             but not its children's; None: the module's ``reset_parameters()``.
         process_group: as in ``wrap``.
@@ -113,7 +114,7 @@ class Shards(Cut):
         self.home = home
         self.device = home.device(param.device)
         spec = spec_of(name, param, 0, partitioned=True)
-        super().__init__(spec, self.device.ranks, self.device.world_size, home.config.reduce_bucket_size)
+        super().__init__(spec, self.device.ranks, self.device.world_size, home.config)
         self.device.start_alike([spec], [flat(param)], source)
         self.values = home.allocate(self.shard_numel, param)
         self.cut(param, self.values)
@@ -153,8 +154,9 @@ class Shards(Cut):
         if [(b.pieces, b.shard_numel) for b in cut.buckets] != [(b.pieces, b.shard_numel) for b in self.buckets]:
             raise ConfigError(
                 f"parameter {cut.spec.name!r} was cut for {self.device.world_size} ranks with reduce_bucket_size="
-                f"{self.home.config.reduce_bucket_size} by init(), and wrap() would cut it otherwise; expected the "
-                "same process group and reduce_bucket_size: give both the same configuration"
+                f"{self.home.config.reduce_bucket_size} and state_format={self.home.config.state_format!r} by "
+                "init(), and wrap() would cut it otherwise; expected the same process group, reduce_bucket_size and "
+                "formats of states: give both the same configuration"
             )
         return self.values
 

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
-from offload_core.layout.partition import Bucket, ParamSpec, build_buckets
+from offload_core.config.options import OffloadConfig
+from offload_core.layout.partition import Bucket, ParamSpec, cut
 
 from ..tensors import flat
 
@@ -16,9 +17,9 @@ class Cut:
         ranks: the ranks whose shards this process holds.
     """
 
-    def __init__(self, spec: ParamSpec, ranks: Sequence[int], world_size: int, bucket_numel: int) -> None:
+    def __init__(self, spec: ParamSpec, ranks: Sequence[int], world_size: int, config: OffloadConfig) -> None:
         self.spec = spec
-        self.buckets: list[Bucket] = build_buckets([spec], world_size=world_size, bucket_numel=bucket_numel)
+        self.buckets: list[Bucket] = cut(config, [spec], world_size=world_size)
         self._pieces = [(b, p) for b in self.buckets for p in b.shards(ranks)]
 
     @property

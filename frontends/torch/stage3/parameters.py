@@ -11,6 +11,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from offload_core.config.options import OffloadConfig
 from offload_core.device.protocols import GatheringDevice
 from offload_core.layout.partition import ParamSpec
 from offload_core.memory.plan import PlanRow
@@ -31,8 +32,10 @@ class PartitionedParameter(Cut):
     """A parameter of the model and this rank's shards of it; its storage while it is whole ([Note: storages of
     partitioned parameters])."""
 
-    def __init__(self, live: LiveParams, spec: ParamSpec, param: torch.Tensor, module: str, bucket_numel: int) -> None:
-        super().__init__(spec, live.device.ranks, live.device.world_size, bucket_numel)
+    def __init__(
+        self, live: LiveParams, spec: ParamSpec, param: torch.Tensor, module: str, config: OffloadConfig
+    ) -> None:
+        super().__init__(spec, live.device.ranks, live.device.world_size, config)
         self.param = param
         self.module = module
         """Type and name of the module that has it, for errors."""
@@ -144,7 +147,7 @@ class PartitionedParameters:
         n_bytes = 0
         for spec, param in entries:
             if spec.partitioned and id(param) not in self.records and not in_shards(param):
-                cut = Cut(spec, self._world.ranks, self._world.world_size, self._config.reduce_bucket_size)
+                cut = Cut(spec, self._world.ranks, self._world.world_size, self._config)
                 n_bytes += cut.shard_numel * param.element_size()
         where = "host" if self._shards_device.type == "cpu" else "device"
         return PlanRow("shards as they were given", where, n_bytes, "init()", passing=True)
@@ -161,7 +164,7 @@ class PartitionedParameters:
         with torch.no_grad():
             for spec, param in new:
                 words, built = self._owners[id(param)][2], shards_of(param)
-                record = PartitionedParameter(self.live, spec, param, words, self._config.reduce_bucket_size)
+                record = PartitionedParameter(self.live, spec, param, words, self._config)
                 if built is not None:
                     record.shard = built.for_engine(record).to(self._shards_device)
                 else:

@@ -3,7 +3,17 @@
 A law is a function without arguments that is in one list of ``common.py`` or in both.
 """
 
-from tests.support.jax_laws import bits, differentiation, placements, programs, refusals, states
+from tests.support.jax_laws import bits, differentiation, formats, placements, programs, refusals, states
 from tests.support.jax_laws.common import ONE_PROCESS, TWO_PROCESSES
 
-__all__ = ["ONE_PROCESS", "TWO_PROCESSES", "bits", "differentiation", "placements", "programs", "refusals", "states"]
+__all__ = [
+    "ONE_PROCESS",
+    "TWO_PROCESSES",
+    "bits",
+    "differentiation",
+    "formats",
+    "placements",
+    "programs",
+    "refusals",
+    "states",
+]

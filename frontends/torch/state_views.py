@@ -1,0 +1,257 @@
+"""A parameter's optimizer states as torch tensors over host memory: what ``optimizer.state[p]`` holds."""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from offload_core.errors import StateError
+from offload_core.states.arrays import StateArray
+from offload_core.step.pipeline import Pipeline
+from offload_core.step.state_access import StateAccess
+
+from .ranks.device import as_torch
+from .tensors import flat_like, memory, shaped_like
+
+
+class Kept(dict):
+    """A dict of which some entries stay: every write goes through ``__setitem__`` and ``__delitem__``."""
+
+    popitem: Any = None  # an entry that stays would be popped forever
+    update = MutableMapping.update
+
+    def __ior__(self, other: Any) -> Any:  # type: ignore[misc]  # dict's own | makes another dict
+        self.update(other)
+        return self
+
+    def clear(self) -> None:
+        for key in [*self]:
+            del self[key]
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        if key not in self:
+            return super().pop(key, *default)
+        value = copy.deepcopy(self[key])
+        del self[key]
+        return value
+
+
+class HostState(torch.Tensor):
+    """A state that stays on the host although Accelerate and Lightning call ``to(device)`` on every state.
+
+    Copies, files and the results of functions are plain tensors.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As ``Tensor.to``, but return this tensor if only a device is asked for."""
+        dtype = torch._C._nn._parse_to(*args, **{k: v for k, v in kwargs.items() if k != "copy"})[1]
+        if kwargs.get("copy") or dtype is not None:  # torch's own optimizers load states so
+            return self.as_subclass(torch.Tensor).to(*args, **kwargs)
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        memo[id(self)] = copied = copy.deepcopy(self.as_subclass(torch.Tensor), memo)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
+
+
+class StatePart(HostState):
+    """A rank's part of a state; copies are plain tensors."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Raise: other libraries pickle the states of rank 0 alone, for all ranks, and no rank can go on from that."""
+        raise StateError(
+            "pickling (torch.save) of optimizer states of which each rank holds a part: a file for all ranks would "
+            "lack the others' parts; expected engine.save_checkpoint(folder), OffloadCallback (Trainer), "
+            "save_in_shards (Accelerate), OffloadStrategy (Lightning), or, where every rank's part is kept, copies: "
+            "copy.deepcopy(optimizer.state_dict())"
+        )
+
+    def __create_write_items__(self, name: str, value: object) -> list[Any]:
+        """Raise: ``torch.distributed.checkpoint`` calls this to save, and can only save a box of a tensor as a part."""
+        raise StateError(
+            f"torch.distributed.checkpoint of {name!r}, of which this rank holds a part, in the order of its memory; "
+            "expected engine.save_checkpoint(folder), which writes parts that any number of ranks can load"
+        )
+
+
+_OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
+_IN_PLACE = {"__setitem__", *(f"__i{name}__" for name in _OPERATORS)}
+
+
+def _flat(values: Any) -> Iterator[Any]:
+    """The values, and those in lists and tuples among them."""
+    for value in values:
+        if isinstance(value, tuple | list):
+            yield from _flat(value)
+        else:
+            yield value
+
+
+class _Decoded(HostState):
+    """A copy of a state: nothing may be written to it or to a view of it, for that would be lost."""
+
+    @classmethod
+    def __torch_function__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        in_place = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__") and name != "requires_grad_")
+        written = [kwargs.get("out"), *([*args, *kwargs.values()][:1] if in_place else [])]
+        if any(isinstance(each, _Decoded) for each in _flat(written)):
+            raise StateError(
+                f"{name}: this state is kept in a format that torch has no tensors of, and what was read is a copy; "
+                'expected an assignment of new values: state[p]["exp_avg"] = values'
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+            if name == "as_subclass":
+                return result
+            own = {each.untyped_storage().data_ptr() for each in _flat(args) if isinstance(each, _Decoded)}
+
+            def like_its_base(value: Any) -> Any:
+                if isinstance(value, tuple | list) and type(value) in (tuple, list):
+                    return type(value)(map(like_its_base, value))
+                is_view = type(value) is torch.Tensor and value.untyped_storage().data_ptr() in own
+                return value.as_subclass(cls) if is_view else value
+
+            return like_its_base(result)
+
+
+class DecodedState(_Decoded):
+    """A copy of a parameter's whole state."""
+
+
+class DecodedPart(_Decoded, StatePart):
+    """A copy of a rank's part of a state."""
+
+
+class Encoded:
+    """A state in a format that torch has no tensors of: it is read as a copy, and replaced whole.
+
+    Args:
+        array: this process's part of it.
+        param: the parameter of which it is the whole state; None: it is a part, one-dimensional.
+    """
+
+    def __init__(self, array: StateArray, param: torch.Tensor | None) -> None:
+        self._array = array
+        self._param = param
+        self.shape = torch.Size([array.size]) if param is None else param.shape
+
+    def read(self) -> torch.Tensor:
+        """The values, exactly, in the narrowest type that holds them."""
+        run = torch.empty(self._array.size, dtype=torch.bfloat16)
+        self._array.read(0, memory(run))
+        if self._param is None:
+            return run.as_subclass(DecodedPart)
+        return shaped_like(run, self._param).as_subclass(DecodedState)
+
+    def write(self, value: torch.Tensor) -> None:
+        """Take these values, each rounded to nearest."""
+        run = value.detach().to("cpu", torch.float32)
+        self._array.write((run.contiguous() if self._param is None else flat_like(run, self._param)).numpy())
+
+
+class Views(Kept):
+    """A parameter's states by name, in host memory: assigning copies the value there, and deleting sets the state to
+    0, but leaves a master weight as it is.
+
+    Args:
+        encoded: states that have no view. Each read makes a copy.
+        changing: called before states change.
+    """
+
+    def __init__(
+        self, views: Mapping[str, torch.Tensor], encoded: Mapping[str, Encoded], changing: Callable[[], None]
+    ) -> None:
+        super().__init__({**views, **encoded})
+        self.held = frozenset(self)
+        """The names of the optimizer's states; other entries are the user's."""
+        self._changing = changing
+
+    def shape_of(self, name: str) -> torch.Size:
+        """The shape of a state."""
+        return super().__getitem__(name).shape
+
+    def put(self, name: str, value: Any) -> None:
+        """Give a state these values; a number is that of every element."""
+        target = super().__getitem__(name)
+        value = torch.as_tensor(value)
+        with torch.no_grad():
+            if isinstance(target, Encoded):
+                target.write(value.expand(target.shape))
+            else:
+                target.copy_(value)
+
+    def __delitem__(self, name: str) -> None:
+        if name not in self.held:
+            super().__delitem__(name)
+        elif name != "master":
+            self._changing()
+            self.put(name, 0.0)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name not in self.held:
+            super().__setitem__(name, value)
+            return
+        value = torch.as_tensor(value)
+        if value.shape != self.shape_of(name):
+            raise StateError(
+                f"state[p][{name!r}] = a tensor of shape {tuple(value.shape)}, expected {tuple(self.shape_of(name))}"
+            )
+        self._changing()
+        self.put(name, value)
+
+    # dict's own methods would give what stands for an encoded state.
+
+    def __getitem__(self, name: str) -> Any:
+        value = super().__getitem__(name)
+        return value.read() if isinstance(value, Encoded) else value
+
+    def __iter__(self) -> Iterator[str]:  # also tells dict(self) to call __getitem__
+        return super().__iter__()
+
+    get = MutableMapping.get  # type: ignore[assignment]
+    items = MutableMapping.items  # type: ignore[assignment]
+    values = MutableMapping.values  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+    def copy(self) -> dict[str, Any]:
+        return dict(self)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return dict, (dict(self),)
+
+
+def state_views(pipeline: Pipeline, index: int, param: torch.Tensor) -> Views:
+    """The states of a parameter, and the number of its updates."""
+    views: dict[str, torch.Tensor] = {"step": torch.from_numpy(pipeline.steps[index])}
+    encoded: dict[str, Encoded] = {}
+    access = StateAccess(pipeline)
+    arrays = access.local_arrays(index)
+    alone = pipeline.device.world_size == 1
+    for name, array in arrays.items():
+        if array.encoded:
+            encoded[name] = Encoded(array, param if alone else None)
+        else:
+            run = as_torch(array.view)
+            views[name] = shaped_like(run, param) if alone else run
+    if not arrays:  # a parameter of no elements, or none of them this rank's
+        views |= {name: torch.empty(param.shape if alone else 0, device="cpu") for name in ("exp_avg", "exp_avg_sq")}
+    kind = HostState if alone else StatePart
+    own = {name: view.as_subclass(kind) for name, view in views.items()}
+    return Views(own, encoded, partial(access.will_change, [index]))
+
+
+def plain_entries(states: Mapping[Any, Any]) -> dict[Any, Any]:
+    """The same states with plain dicts as entries, for files."""
+    return {key: dict(entry) if isinstance(entry, Views) else entry for key, entry in states.items()}

@@ -1,0 +1,54 @@
+"""States in formats of fewer bytes, on a mesh."""
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from frontends.jax import wrap
+from tests.support.jax_laws.common import HYPER, assert_same_tree, mesh_of, one_process, replicated, two_processes
+from tests.support.jax_laws.stage2 import tree_of
+
+FORMATS = [{"state_format": "bf16"}, {"state_format": "8bit", "master_dtype": "bfloat16"}]
+
+
+@one_process
+@two_processes
+def narrow_states_have_the_bits_of_one_device():
+    """At stages 1 and 2, where parameters are whole on every rank: none of their elements has another number."""
+    mesh = mesh_of(4)
+    for fields in FORMATS:
+        given = {**HYPER, **fields, "param_dtype": "bfloat16"}
+        ours = wrap(tree_of(1), **given, mesh=mesh, reduce_bucket_size=300)
+        with jax.default_device(jax.local_devices()[0]):
+            theirs = wrap(tree_of(1), **given)
+        for seed in range(3):
+            grads = tree_of(seed)
+            assert_same_tree(ours.update(replicated(grads, mesh)), theirs.update(grads))
+        assert_same_tree(ours.to_pytree(), theirs.to_pytree())
+
+
+@one_process
+@two_processes
+def narrow_states_of_sharded_parameters_resume_bit_for_bit():
+    """On the same mesh with the same shardings, from whole states in fp32."""
+    mesh = mesh_of(4)
+    sharding = NamedSharding(mesh, P("dp"))
+
+    def placed(values):
+        return {"w": jax.make_array_from_callback(values.shape, sharding, lambda at: values[at])}
+
+    rng = np.random.default_rng(0)
+    start, *gradients = (rng.standard_normal((64, 33)).astype(np.float32) for _ in range(5))
+    for fields in FORMATS:
+        given = {**HYPER, **fields, "param_dtype": "bfloat16"}
+        for placement in ({}, {"mesh": mesh, "stage": 3, "param_persistence_threshold": 0}):
+            one, other = (wrap(placed(start), **given, **placement) for _ in range(2))
+            for gradient in gradients[:2]:
+                one.update(placed(gradient))
+            other.load_pytree(one.to_pytree())
+            assert_same_tree(other.to_pytree(), one.to_pytree())
+            for gradient in gradients[2:]:
+                one.update(placed(gradient))
+                other.update(placed(gradient))
+            assert_same_tree(other.to_pytree(), one.to_pytree())
