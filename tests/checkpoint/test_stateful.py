@@ -56,8 +56,8 @@ class Anything(RuleBasedStateMachine):
         self.subject = Subject(self.device, masters, dtypes, groups, self.config, self.scalers[0])
         self.pipeline = self.subject.pipeline
         self.naive = Naive(masters, dtypes, groups, self.config, HYPERS)
-        self.before = None
-        """The states before the last update."""
+        self.before = [[a.copy() for a in states] for states in self.naive.states]
+        """The states before the last update; at first those that there are."""
         self.failing = False
 
     def teardown(self):
@@ -186,8 +186,10 @@ class Anything(RuleBasedStateMachine):
         self.subject.specs.append(ParamSpec(f"p{len(self.naive.states)}", size, dtype))
         self.subject.tensors.append(FakeTensor(master.astype(dtype.numpy)))
         self.pipeline.add_parameters(self.subject.specs[-1:], [FakeTensor(master)])
-        self.naive.states.append([master.copy(), np.zeros_like(master), np.zeros_like(master)])
         self.naive.dtypes = [*self.naive.dtypes, dtype]
+        states = self.naive.kept(len(self.naive.states), [master, np.zeros_like(master), np.zeros_like(master)], None)
+        self.naive.states.append(states)
+        self.before.append([a.copy() for a in states])
         self.naive.groups = [*self.naive.groups, 0]
         self.naive.steps.append(0)
         self.naive.sums.append(None)

@@ -252,7 +252,7 @@ def all_states_are_replaced(twin):
         for param in range(2):
             for run in StateAccess(twin.pipeline)._runs(param, twin.tensors[param]):
                 for array in run.arrays.values():
-                    array[:] = 7
+                    array.write(np.full(array.size, 7, np.float32))
             twin.naive.states[param] = [np.full_like(state, 7) for state in twin.naive.states[param]]
     StateAccess(twin.pipeline).publish_later([0, 1])
     twin.flush()
@@ -265,7 +265,7 @@ def all_states_are_replaced(twin):
 def runs_are_read(twin):
     for run in StateAccess(twin.pipeline).runs(1, twin.tensors[1]):
         for name, state in zip(STATES, twin.naive.states[1], strict=True):
-            assert_same_bits(name, run.arrays[name], state[run.start : run.start + run.numel])
+            assert_same_bits(name, run.arrays[name].values(), state[run.start : run.start + run.numel])
 
 
 @reads

@@ -314,7 +314,8 @@ def small():
         (lambda m: wrap(m, params=[m[1].bias], stage=2), StateError, "'0.weight' was built in shards"),
         (lambda m: OffloadedAdamW(m.parameters()), StateError, "was built in shards"),
         (lambda m: wrap(m, **{**STAGE_3, "reduce_bucket_size": 500}), ConfigError,
-         "'0.weight' was cut for 1 ranks with reduce_bucket_size=1000 by init"),
+         "'0.weight' was cut for 1 ranks with reduce_bucket_size=1000 and state_format='fp32' by init"),
+        (lambda m: wrap(m, **STAGE_3, state_format="8bit"), ConfigError, "expected the same .* and formats of states"),
     ],
 )  # fmt: skip
 def test_an_engine_that_would_not_cut_alike_is_refused_and_another_takes_the_shards(act, kind, match):
