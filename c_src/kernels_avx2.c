@@ -92,7 +92,6 @@ static inline void v_store_lower(uint16_t *array, vbits a, vbits b) {
     v_store_upper(array, _mm256_slli_epi32(a, 16), _mm256_slli_epi32(b, 16));
 }
 typedef __m256i vmask; /* all bits of a part set, or none */
-static inline vmask v_less(vbits a, vbits b) { return _mm256_cmpgt_epi32(b, a); }
 static inline vmask v_equal(vbits a, vbits b) { return _mm256_cmpeq_epi32(a, b); }
 static inline vmask v_ordered(v32 a) { return _mm256_castps_si256(_mm256_cmp_ps(a, a, _CMP_ORD_Q)); }
 static inline vmask v_mask_clear(vmask a, vmask b) { return _mm256_andnot_si256(b, a); }

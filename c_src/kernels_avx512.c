@@ -90,7 +90,6 @@ static inline void v_store_upper(uint16_t *array, vbits a, vbits b) {
     _mm512_storeu_si512(array, _mm512_permutex2var_epi16(a, _mm512_loadu_si512(every_other + 32), b));
 }
 typedef __mmask16 vmask;
-static inline vmask v_less(vbits a, vbits b) { return _mm512_cmplt_epi32_mask(a, b); }
 static inline vmask v_equal(vbits a, vbits b) { return _mm512_cmpeq_epi32_mask(a, b); }
 static inline vmask v_ordered(v32 a) { return _mm512_cmp_ps_mask(a, a, _CMP_ORD_Q); }
 static inline vmask v_mask_clear(vmask a, vmask b) { return (vmask)(a & ~b); }

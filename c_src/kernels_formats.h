@@ -9,7 +9,7 @@
  *   v_bits_left(a, n), v_bits_right(a, n) (n a literal), v_min32 (unsigned), v_top(vbits)
  *   v_load_u8, v_store_u8, v_load_s16
  *   v_store_upper, v_store_lower(array, a, b)   the upper and the lower 16 bits of the parts of two vectors
- *   vmask, v_less(a, b) (signed), v_equal, v_ordered(v32): not a NaN, v_pick(mask, a, b): a where it is set
+ *   vmask, v_equal, v_ordered(v32): not a NaN, v_pick(mask, a, b): a where it is set
  *   v_mask_load(bytes, i), v_mask_store, v_mask_clear(a, b): a where b is not. Bit i & 7 of byte i >> 3 and the next
  *   LANES - 1, i being a multiple of LANES
  */

@@ -89,7 +89,6 @@ static inline void v_store_lower(uint16_t *array, vbits a, vbits b) {
     vst1q_u16(array, vuzp1q_u16(vreinterpretq_u16_u32(a), vreinterpretq_u16_u32(b)));
 }
 typedef uint32x4_t vmask; /* all bits of a part set, or none */
-static inline vmask v_less(vbits a, vbits b) { return vcltq_s32(vreinterpretq_s32_u32(a), vreinterpretq_s32_u32(b)); }
 static inline vmask v_equal(vbits a, vbits b) { return vceqq_u32(a, b); }
 static inline vmask v_ordered(v32 a) { return vceqq_f32(a, a); }
 static inline vmask v_mask_clear(vmask a, vmask b) { return vbicq_u32(a, b); }

@@ -72,7 +72,7 @@ def the_programs_hold_the_collectives_they_should():
     offloaded = wrap(tree_of(0), **HYPER, mesh=mesh)
     device = offloaded._pipeline.device
     grads = [split(np.ones((4, 100), np.float32), mesh)]
-    starts, runs = device.axis.constant(np.zeros(1, np.int32)), (_Run(None, 100, 0),)
+    starts, runs = device.axis.constant(np.zeros((1, 2), np.int32)), (_Run(100, 0),)
     reduce = device._reduce_unreduced.lower(grads, starts, runs, 32, np.dtype(np.float32)).compile().as_text()
     assert "all-to-all" in reduce
     assert "all-reduce" not in reduce
