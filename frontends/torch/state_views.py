@@ -113,7 +113,11 @@ class _Decoded(HostState):
             result = func(*args, **kwargs)
             if name == "as_subclass":
                 return result
-            own = {each.untyped_storage().data_ptr() for each in _flat(args) if isinstance(each, _Decoded)}
+            own = {
+                each.untyped_storage().data_ptr()
+                for each in _flat([*args, *kwargs.values()])
+                if isinstance(each, _Decoded)
+            }
 
             def like_its_base(value: Any) -> Any:
                 if isinstance(value, tuple | list) and type(value) in (tuple, list):

@@ -7,6 +7,8 @@ import numpy as np
 from ..config.state_formats import BLOCK, FORMATS, StateFormat
 from ..native import kernels
 
+assert BLOCK == kernels.STATE_BLOCK, "Python and C differ in the elements of a block"
+
 
 class StateArray:
     """A one-dimensional run of a state.

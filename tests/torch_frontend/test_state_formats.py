@@ -100,6 +100,7 @@ def test_8_bit_states_are_read_as_copies_and_replaced_by_assignment():
         lambda: torch._foreach_zero_([read]),
         lambda: torch.nn.init.normal_(read),
         lambda: torch.zero_(input=read),
+        lambda: torch.reshape(input=read, shape=(-1,)).zero_(),
     ):
         with pytest.raises(StateError, match=r"what was read is a copy; expected an assignment of new values: state"):
             write()
