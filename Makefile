@@ -134,7 +134,7 @@ $(VENV)/.has-torch: $(VENV)/.torch
 $(VENV)/.has-jax: private WHAT = jax and 15 small packages (200 MB, 600 MB on disk)
 $(VENV)/.has-jax: private NEEDS = -e '.[jax,bench]'
 $(VENV)/.has-jax: $(VENV)/.python
-$(VENV)/.has-test: private WHAT = torch, jax and the libraries that tests combine them with (130 packages, 600 MB, 2 GB on disk)
+$(VENV)/.has-test: private WHAT = torch, jax and the libraries that tests combine them with (136 packages, 680 MB, 2.3 GB on disk)
 $(VENV)/.has-test: private NEEDS = -e '.[torch,jax,test,bench]'
 $(VENV)/.has-test: $(VENV)/.torch
 $(VENV)/.has-lint: private WHAT = ruff, mypy and clang-format (50 MB)

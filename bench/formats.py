@@ -1,8 +1,10 @@
-"""The formats of optimizer states: bytes, time of an update (``bench.parts.state_formats``), and the loss.
+"""The formats of optimizer states: bytes, time of an update (``bench.parts.state_formats``), where many cores share the
+memory (``many_cores``) and beside other libraries (``eight_bit``), and the loss.
 
 ``python -m bench.formats`` prints the tables and appends to ``bench/results/formats.jsonl``; with ``--write`` it draws
-``docs/pictures/formats.svg`` too. ``--only bytes``, ``update`` or ``loss`` does one part. Losses are those of ``python
--m bench.train`` on the same data, a run for each format and seed.
+``docs/pictures/formats.svg`` and ``formats-curves.svg`` too. ``--only PART`` does one part. Losses are those of
+``python -m bench.train`` on the same data, a run for each format and seed; curves are of a larger model, with fp32 and
+8-bit states, in few steps of few tokens.
 """
 
 import argparse
@@ -12,13 +14,14 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from bench.parts import state_formats
+from bench.parts import eight_bit, many_cores, state_formats
 from bench.plots import pyplot
 from bench.record import commit, machine
 from offload_core.config.options import OffloadConfig
@@ -31,13 +34,18 @@ from offload_core.rules.adam import STATE_NAMES
 from offload_core.step.pipeline import Pipeline
 
 RESULTS = Path(__file__).resolve().parent / "results" / "formats.jsonl"
-PICTURE = Path(__file__).resolve().parent.parent / "docs" / "pictures" / "formats.svg"
+PICTURES = Path(__file__).resolve().parent.parent / "docs" / "pictures"
 FORMATS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16": {"state_format": "bf16"},
     "8bit": {"state_format": "8bit"},
     "8bit, bf16 masters": {"state_format": "8bit", "master_dtype": "bfloat16"},
 }
+IN_CURVES = ("fp32", "8bit")
+CURVES = ["--preset", "gpt2-124m", "--steps", "150", "--micro-batch", "2", "--context", "64", "--eval-batches", "64"]
+"""A step takes 0.7 s on two cores."""
+AVERAGED = 10
+"""Steps of a curve that are drawn as their mean."""
 
 
 def allocated(fields: Mapping[str, Any], numel: int) -> float:
@@ -51,21 +59,36 @@ def allocated(fields: Mapping[str, Any], numel: int) -> float:
     return (sum(states.values()) + own) / numel
 
 
-def losses(seeds: int, arguments: Sequence[str]) -> dict[str, list[float]]:
-    """Held-out losses by format, one a seed, in nats a byte. Runs of one seed differ in nothing but the format."""
-    found: dict[str, list[float]] = {name: [] for name in FORMATS}
+@dataclass(frozen=True)
+class Trained:
+    """A run of ``bench.train``: its losses, in nats a byte."""
+
+    training: list[float]
+    """Of each step."""
+    held_out: float
+
+
+def train(name: str, seed: int, arguments: Sequence[str]) -> Trained:
+    """Train with one format. Runs of one seed differ in nothing but the format."""
+    with tempfile.TemporaryDirectory() as folder:
+        options = [item for k, v in FORMATS[name].items() for item in (f"--{k.replace('_', '-')}", v)]
+        command = [sys.executable, "-m", "bench.train", "--param-dtype", "bfloat16", "--compare", "0"]
+        command += ["--sample-bytes", "0", "--seed", str(seed), "--out", folder, *options, *arguments]
+        env = os.environ | {"OMP_WAIT_POLICY": "passive"}
+        subprocess.run(command, check=True, env=env, stdout=subprocess.DEVNULL)
+        held_out = json.loads((Path(folder) / "summary.json").read_text())["held_out_loss"]
+        lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
+    print(f"seed {seed}, {name}: held-out loss {held_out:.4f}", flush=True)
+    return Trained([round(json.loads(line)["loss"], 4) for line in lines], held_out)
+
+
+def train_all(formats: Iterable[str], seeds: int, arguments: Sequence[str]) -> dict[str, list[Trained]]:
+    """By format a run for each seed. Those of one seed are made after each other."""
+    runs: dict[str, list[Trained]] = {name: [] for name in formats}
     for seed in range(seeds):
-        for name, fields in FORMATS.items():
-            with tempfile.TemporaryDirectory() as folder:
-                options = [item for k, v in fields.items() for item in (f"--{k.replace('_', '-')}", v)]
-                command = [sys.executable, "-m", "bench.train", "--param-dtype", "bfloat16", "--compare", "0"]
-                command += ["--sample-bytes", "0", "--seed", str(seed), "--out", folder, *options, *arguments]
-                env = os.environ | {"OMP_WAIT_POLICY": "passive"}
-                subprocess.run(command, check=True, env=env, stdout=subprocess.DEVNULL)
-                summary = json.loads((Path(folder) / "summary.json").read_text())
-            found[name].append(summary["held_out_loss"])
-            print(f"seed {seed}, {name}: held-out loss {found[name][-1]:.4f}", flush=True)
-    return found
+        for name, found in runs.items():
+            found.append(train(name, seed, arguments))
+    return runs
 
 
 def draw(found: Mapping[str, Sequence[float]], picture: Path) -> None:
@@ -83,16 +106,41 @@ def draw(found: Mapping[str, Sequence[float]], picture: Path) -> None:
     figure.savefig(picture)
 
 
-def main() -> None:
+def draw_curves(found: Mapping[str, Sequence[Trained]], picture: Path) -> None:
+    """The training loss in each format over the seeds' mean, and its distance from fp32's for each seed."""
+    plt = pyplot()
+    figure, (above, below) = plt.subplots(2, 1, figsize=(6.5, 4), sharex=True, height_ratios=(2, 1))
+
+    def smooth(losses: np.ndarray) -> np.ndarray:
+        return losses[: len(losses) // AVERAGED * AVERAGED].reshape(-1, AVERAGED).mean(1)
+
+    curves = {name: np.array([smooth(np.array(run.training)) for run in runs]) for name, runs in found.items()}
+    steps = (np.arange(next(iter(curves.values())).shape[1]) + 1) * AVERAGED
+    for (name, each), color in zip(curves.items(), ("#2a6f97", "#f4a259"), strict=True):
+        above.plot(steps, each.mean(0), color=color, label=name)
+    (first, base), *others = curves.items()
+    for name, each in others:
+        below.plot(steps, (each - base).T, color="#f4a259", alpha=0.6)
+        below.set(ylabel=f"{name} - {first}")
+    below.axhline(0, color="#2a6f97", linewidth=0.8)
+    below.set(xlabel="step")
+    above.set(ylabel="training loss, nats a byte")
+    above.legend(frameon=False)
+    above.set_title(f"mean of {len(base)} seeds and {AVERAGED} steps; below, a line a seed", loc="left", fontsize=8)
+    figure.savefig(picture)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.formats", description=(__doc__ or "").partition("\n\n")[0])
-    parser.add_argument("--only", choices=("bytes", "update", "loss"), help="one part (default: all)")
+    parts = ("bytes", "update", "cores", "peers", "loss", "curves")
+    parser.add_argument("--only", choices=parts, help="one part (default: all)")
     parser.add_argument("--numel", type=int, default=100_000_000, metavar="N", help="of the update (default: 100 M)")
     parser.add_argument("--threads", type=int, default=2, metavar="N", help="of the update (default: 2)")
     parser.add_argument("--rounds", type=int, default=9, metavar="N", help="of the update (default: 9)")
     parser.add_argument("--seeds", type=int, default=5, metavar="N", help="runs of each format (default: 5)")
     parser.add_argument("--train", default="", metavar="ARGUMENTS", help="more arguments for bench.train")
-    parser.add_argument("--write", action="store_true", help="draw docs/pictures/formats.svg")
-    args = parser.parse_args()
+    parser.add_argument("--write", action="store_true", help="draw docs/pictures/formats*.svg")
+    args = parser.parse_args(arguments)
     record: dict[str, Any] = {"bench": "formats", "machine": machine(), "commit": commit(), "config": vars(args)}
 
     def wanted(part: str) -> bool:
@@ -105,8 +153,15 @@ def main() -> None:
     if wanted("update"):
         state_formats.main(["--numel", str(args.numel), "--threads", str(args.threads), "--rounds", str(args.rounds)])
         print()
+    if wanted("cores"):
+        many_cores.main([])
+        print()
+    if wanted("peers"):
+        eight_bit.main(["--threads", str(args.threads)])
+        print()
     if wanted("loss"):
-        record["loss"] = found = losses(args.seeds, args.train.split())
+        runs = train_all(FORMATS, args.seeds, args.train.split())
+        record["loss"] = found = {name: [run.held_out for run in each] for name, each in runs.items()}
         fp32 = found["fp32"]
         spread = statistics.stdev(fp32) if len(fp32) > 1 else float("nan")
         rows = [
@@ -115,7 +170,14 @@ def main() -> None:
         ]
         print(format_table(rows, ["format", "held-out loss, mean", "from fp32's, in its standard deviations"]))
         if args.write:
-            draw(found, PICTURE)
+            draw(found, PICTURES / "formats.svg")
+    if wanted("curves"):
+        runs = train_all(IN_CURVES, args.seeds, [*CURVES, *args.train.split()])
+        record["curves"] = {name: [asdict(run) for run in each] for name, each in runs.items()}
+        rows = [[name, *(f"{run.held_out:.4f}" for run in each)] for name, each in runs.items()]
+        print(format_table(rows, ["held-out loss", *(f"seed {seed}" for seed in range(args.seeds))]))
+        if args.write:
+            draw_curves(runs, PICTURES / "formats-curves.svg")
     with RESULTS.open("a") as out:
         out.write(json.dumps(record) + "\n")
 

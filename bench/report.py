@@ -260,6 +260,10 @@ ABOUT = {
         "optax on the devices and with its moments in host memory."
     ),
     "cpu_adam": "The update alone: the C kernel beside other implementations and the machine's memory bandwidth.",
+    "small_params": (
+        "Models of thousands of small parameters, where Python counts and not the update: the optimizer alone beside "
+        "torch's, and what an engine's hooks add to backward."
+    ),
     "memory": "Bytes a parameter: those that are planned, and those that processes hold.",
     "profile": "Samples of the processor during training steps, sorted by what it was doing.",
     "exactness": "How many parameters change a bit when the same training is cut into other shards.",
@@ -367,6 +371,9 @@ def missed(records: Records) -> list[str]:
     return [*lines, *table(["what", "measured", "wanted", "how far"], rows)]
 
 
+FORMATS = "- States may take fewer bytes: [formats](formats.md) has losses, curves of training and times of the update."
+
+
 def document(
     records: Records,
     pictures: dict[str, list[str]],
@@ -386,6 +393,7 @@ def document(
         "In words:",
         "",
         *meanings(records),
+        *([FORMATS] if rest else []),
         "",
         "## How to read the figures",
         "",

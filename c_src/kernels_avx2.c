@@ -31,13 +31,15 @@ static inline v32 v_load_bf16(const uint16_t *a) {
 }
 static inline v32 v_load_f16(const uint16_t *a) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)a)); }
 
-static inline __m128i v_to_bf16(v32 x) {
+static inline __m256i v_nearest_bf16(v32 x) {
     __m256i bits = _mm256_castps_si256(x);
     __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
     __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
     __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
-    rounded = _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc00000), nan);
-    rounded = _mm256_srli_epi32(rounded, 16);
+    return _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc00000), nan);
+}
+static inline __m128i v_to_bf16(v32 x) {
+    __m256i rounded = _mm256_srli_epi32(v_nearest_bf16(x), 16);
     return _mm_packus_epi32(_mm256_castsi256_si128(rounded), _mm256_extracti128_si256(rounded, 1));
 }
 static inline __m128i v_to_f16(v32 x) { return _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT); }
@@ -79,14 +81,33 @@ static inline uint32_t v_top(vbits a) {
     return (uint32_t)_mm_cvtsi128_si32(_mm_max_epu32(b, _mm_shuffle_epi32(b, 0xb1)));
 }
 static inline vbits v_load_u8(const uint8_t *a) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)a)); }
-static inline void v_store_u8(uint8_t *a, vbits x) {
-    __m128i halves = _mm_packus_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
-    _mm_storel_epi64((__m128i *)a, _mm_packus_epi16(halves, halves));
+static inline v32 v_load_e4m3(const uint8_t *a) {
+    __m128i wide = _mm_slli_epi16(_mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i *)a)), 7);
+    return _mm256_cvtph_ps(_mm_and_si128(wide, _mm_set1_epi16((short)0xbfff)));
 }
 static inline vbits v_load_s16(const uint16_t *a) { return _mm256_cvtepi16_epi32(_mm_loadu_si128((const __m128i *)a)); }
+static inline __m256i v_upper(vbits a, vbits b) { /* four parts of a, four of b, and the rest of both */
+    return _mm256_packus_epi32(_mm256_srli_epi32(a, 16), _mm256_srli_epi32(b, 16));
+}
 static inline void v_store_upper(uint16_t *array, vbits a, vbits b) {
-    __m256i packed = _mm256_packus_epi32(_mm256_srli_epi32(a, 16), _mm256_srli_epi32(b, 16));
-    _mm256_storeu_si256((__m256i *)array, _mm256_permute4x64_epi64(packed, 0xd8));
+    _mm256_storeu_si256((__m256i *)array, _mm256_permute4x64_epi64(v_upper(a, b), 0xd8));
+}
+static inline void v_stream_upper(uint16_t *array, vbits a, vbits b) {
+    __m256i upper = _mm256_permute4x64_epi64(v_upper(a, b), 0xd8);
+    _mm_stream_si128((__m128i *)array, _mm256_castsi256_si128(upper));
+    _mm_stream_si128((__m128i *)(array + 8), _mm256_extracti128_si256(upper, 1));
+}
+static inline __m256i v_codes(__m256i upper, int has_sign) {
+    __m256i code = _mm256_srli_epi16(upper, 4), sign = _mm256_set1_epi16(0x80);
+    if (has_sign)
+        code = _mm256_or_si256(_mm256_and_si256(code, _mm256_set1_epi16(0x7f)),
+                               _mm256_and_si256(_mm256_srli_epi16(upper, 8), sign));
+    return code;
+}
+static inline void v_store_codes(uint8_t *array, vbits a, vbits b, vbits c, vbits d, int has_sign) {
+    __m256i packed = _mm256_packus_epi16(v_codes(v_upper(a, b), has_sign), v_codes(v_upper(c, d), has_sign));
+    packed = _mm256_permutevar8x32_epi32(packed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+    _mm256_storeu_si256((__m256i *)array, packed);
 }
 static inline void v_store_lower(uint16_t *array, vbits a, vbits b) {
     v_store_upper(array, _mm256_slli_epi32(a, 16), _mm256_slli_epi32(b, 16));

@@ -32,14 +32,14 @@ static inline v32 v_load_bf16(const uint16_t *a) {
 }
 static inline v32 v_load_f16(const uint16_t *a) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)a)); }
 
-static inline __m256i v_to_bf16(v32 x) {
+static inline __m512i v_nearest_bf16(v32 x) {
     __m512i bits = _mm512_castps_si512(x);
     __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
     __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
     __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
-    rounded = _mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7fc00000));
-    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16));
+    return _mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7fc00000));
 }
+static inline __m256i v_to_bf16(v32 x) { return _mm512_cvtepi32_epi16(_mm512_srli_epi32(v_nearest_bf16(x), 16)); }
 static inline __m256i v_to_f16(v32 x) { return _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT); }
 static inline void v_store_bf16(uint16_t *a, v32 x) { _mm256_storeu_si256((__m256i *)a, v_to_bf16(x)); }
 static inline void v_stream_bf16(uint16_t *a, v32 x) { _mm256_stream_si256((__m256i *)a, v_to_bf16(x)); }
@@ -75,7 +75,10 @@ static inline vbits v_bits_xor(vbits a, vbits b) { return _mm512_xor_si512(a, b)
 static inline vbits v_min32(vbits a, vbits b) { return _mm512_min_epu32(a, b); }
 static inline uint32_t v_top(vbits a) { return _mm512_reduce_max_epu32(a); }
 static inline vbits v_load_u8(const uint8_t *a) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)a)); }
-static inline void v_store_u8(uint8_t *a, vbits x) { _mm_storeu_si128((__m128i *)a, _mm512_cvtepi32_epi8(x)); }
+static inline v32 v_load_e4m3(const uint8_t *a) {
+    __m256i wide = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)a)), 7);
+    return _mm512_cvtph_ps(_mm256_and_si256(wide, _mm256_set1_epi16((short)0xbfff)));
+}
 static inline vbits v_load_s16(const uint16_t *a) {
     return _mm512_cvtepi16_epi32(_mm256_loadu_si256((const __m256i *)a));
 }
@@ -86,8 +89,23 @@ static const uint16_t every_other[64] = {0,  2,  4,  6,  8,  10, 12, 14, 16, 18,
 static inline void v_store_lower(uint16_t *array, vbits a, vbits b) {
     _mm512_storeu_si512(array, _mm512_permutex2var_epi16(a, _mm512_loadu_si512(every_other), b));
 }
-static inline void v_store_upper(uint16_t *array, vbits a, vbits b) {
-    _mm512_storeu_si512(array, _mm512_permutex2var_epi16(a, _mm512_loadu_si512(every_other + 32), b));
+static inline __m512i v_upper(vbits a, vbits b) {
+    return _mm512_permutex2var_epi16(a, _mm512_loadu_si512(every_other + 32), b);
+}
+static inline void v_store_upper(uint16_t *array, vbits a, vbits b) { _mm512_storeu_si512(array, v_upper(a, b)); }
+static inline void v_stream_upper(uint16_t *array, vbits a, vbits b) {
+    __m512i upper = v_upper(a, b);
+    _mm256_stream_si256((__m256i *)array, _mm512_castsi512_si256(upper));
+    _mm256_stream_si256((__m256i *)(array + 16), _mm512_extracti64x4_epi64(upper, 1));
+}
+static inline __m512i v_codes(__m512i upper, int has_sign) {
+    __m512i code = _mm512_srli_epi16(upper, 4), magnitude = _mm512_set1_epi16(0x7f); /* 0xca: a choice */
+    return has_sign ? _mm512_ternarylogic_epi32(magnitude, code, _mm512_srli_epi16(upper, 8), 0xca) : code;
+}
+static inline void v_store_codes(uint8_t *array, vbits a, vbits b, vbits c, vbits d, int has_sign) {
+    static const uint64_t even_first[8] = {0, 2, 4, 6, 1, 3, 5, 7};
+    __m512i packed = _mm512_packus_epi16(v_codes(v_upper(a, b), has_sign), v_codes(v_upper(c, d), has_sign));
+    _mm512_storeu_si512(array, _mm512_permutexvar_epi64(_mm512_loadu_si512(even_first), packed));
 }
 typedef __mmask16 vmask;
 static inline vmask v_equal(vbits a, vbits b) { return _mm512_cmpeq_epi32_mask(a, b); }

@@ -1,15 +1,19 @@
 /* The Adam update of states in narrow formats, for kernels_simd.h: a block of 256 elements at a time.
  *
- * One loop decodes, updates as in fp32 and leaves fp32 results in the innermost cache; others round these. All in one
- * loop would take twice as long: a processor keeps a limited number of results until the divisions before them are
- * done, and divides only as fast as several elements are under way at once.
+ * One loop decodes, updates as in fp32 and leaves fp32 results in the innermost cache; others round these. The
+ * processor divides only as fast as several elements are under way at once, and keeps a limited number of results until
+ * the divisions before them are done. So the loop begins two vectors while it finishes the two before: no division
+ * waits for another of the same pass.
  *
  * Beside kernels_simd.h's names it uses, on the 32-bit parts of vbits:
  *   v_of_bits(vbits) -> v32, v_bits_set, v_bits_add, v_bits_sub, v_bits_mul, v_bits_and, v_bits_or, v_bits_xor,
  *   v_bits_left(a, n), v_bits_right(a, n) (n a literal), v_min32 (unsigned), v_top(vbits)
- *   v_load_u8, v_store_u8, v_load_s16
- *   v_store_upper, v_store_lower(array, a, b)   the upper and the lower 16 bits of the parts of two vectors
- *   vmask, v_equal, v_ordered(v32): not a NaN, v_pick(mask, a, b): a where it is set
+ *   v_load_u8, v_load_s16, v_load_e4m3   bytes as floats of a sign, 4 bits of exponent, whose bias is 15, and 3 of
+ *                                        mantissa
+ *   v_nearest_bf16(v32)                  to nearest even, in the upper 16 bits of the parts
+ *   v_store_upper, v_stream_upper, v_store_lower(array, a, b)   the upper or lower 16 bits of the parts of two vectors
+ *   v_store_codes(array, a, b, c, d, has_sign)   of the parts of four vectors, a byte each: bits 20 to 27, or bits 20
+ * to 26 below bit 31 vmask, v_equal, v_ordered(v32): not a NaN, v_pick(mask, a, b): a where it is set
  *   v_mask_load(bytes, i), v_mask_store, v_mask_clear(a, b): a where b is not. Bit i & 7 of byte i >> 3 and the next
  *   LANES - 1, i being a multiple of LANES
  */
@@ -17,31 +21,34 @@
 
 /* --- decoding -------------------------------------------------------------------------------------------- */
 
-/* A block of OC_FLOAT8 to decode. With exponents from 1 on, a code's bits and the block's offset are those of its
- * value. Below, they are those of its mean with the least such value, from which a float is exactly as far as the code
- * says. */
+/* A block of OC_FLOAT8 to decode. With a sign, a code is a float of 16 bits but for a factor, of which half is always a
+ * float of 32. Without, codes with exponents from 1 on and the block's offset have the bits of their values. Below,
+ * they have those of its mean with the least such value, from which a float is exactly as far as the code says. */
 typedef struct {
     const uint8_t *codes;
+    v32 half_factor;
     vbits offset;
     v32 minus_least;
 } float8_block;
 
-INLINE float8_block float8_block_of(const void *codes, const uint8_t *scale, int format, int top) {
-    static const uint8_t zeros[OC_STATE_BLOCK];
-    const vbits nan = v_bits_set(0x7fc00000);
-    int biased = format != OC_FLOAT8 || *scale < OC_LEAST_SCALE ? OC_LEAST_SCALE : *scale;
-    if (biased == OC_NAN_SCALE)
-        return (float8_block){zeros, nan, v_of_bits(nan)};
-    return (float8_block){codes, v_bits_set((uint32_t)(biased - top) << 23),
-                          v_of_bits(v_bits_set(0x80000000 | (uint32_t)(biased - top + 1) << 23))};
+INLINE float8_block float8_block_of(const void *codes, const uint8_t *scale, int format) {
+    uint32_t biased = format != OC_FLOAT8 || *scale < OC_LEAST_SCALE ? OC_LEAST_SCALE : *scale;
+    if (biased == OC_NAN_SCALE) {
+        const vbits nan = v_bits_set(0x7fc00000);
+        return (float8_block){codes, v_of_bits(nan), nan, v_of_bits(nan)};
+    }
+    return (float8_block){codes, v_of_bits(v_bits_set((biased + 14 - OC_TOP_SIGNED) << 23)),
+                          v_bits_set((biased - OC_TOP_UNSIGNED) << 23),
+                          v_of_bits(v_bits_set(0x80000000 | (biased - OC_TOP_UNSIGNED + 1) << 23))};
 }
 
 INLINE v32 from_float8(const float8_block *block, int64_t i, int has_sign) {
-    vbits byte = v_load_u8(block->codes + i), code = has_sign ? v_bits_and(byte, v_bits_set(127)) : byte;
-    vbits value = v_bits_add(v_bits_left(code, OC_DROPPED), block->offset);
-    value = v_min32(value, v_bits_of(v_fma(v_of_bits(value), v_set(2), block->minus_least)));
-    vbits sign = v_bits_and(v_bits_left(byte, 24), v_bits_set(0x80000000));
-    return v_of_bits(has_sign ? v_bits_or(sign, value) : value);
+    if (has_sign) {
+        v32 half = v_mul(v_load_e4m3(block->codes + i), block->half_factor);
+        return v_add(half, half);
+    }
+    vbits value = v_bits_add(v_bits_left(v_load_u8(block->codes + i), OC_DROPPED), block->offset);
+    return v_of_bits(v_min32(value, v_bits_of(v_fma(v_of_bits(value), v_set(2), block->minus_least))));
 }
 
 INLINE v32 load_moment(const void *array, int format, int64_t i, int has_sign, const float8_block *block) {
@@ -88,24 +95,29 @@ INLINE random_source random_source_of(const oc_segment *a, uint64_t update) {
                            OC_STATE_BLOCK - (int64_t)number, (uint32_t)number};
 }
 
-/* The random bits of n elements; what is written past them is not read. */
-INLINE void fill_random(uint32_t *random, uint64_t key, uint32_t number, int64_t n) {
+/* The hash of elements' numbers in their block and its key, vector by vector. */
+typedef struct {
+    vbits upper, count;
+} random_vectors;
+
+INLINE random_vectors random_from(uint64_t key, uint32_t number) {
     static const uint32_t counted[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    const vbits first = v_bits_set(OC_HASH_FIRST), second = v_bits_set(OC_HASH_SECOND);
-    const vbits upper = v_bits_set((uint32_t)(key >> 32)), many = v_bits_set(LANES);
-    vbits count = v_bits_add(v_bits_load(counted), v_bits_set((uint32_t)key + number));
-    for (int64_t i = 0; i < n; i += LANES) {
-        vbits x = v_bits_mul(count, first);
-        x = v_bits_mul(v_bits_xor(v_bits_xor(x, v_bits_right(x, 15)), upper), second);
-        v_bits_store(random + i, v_bits_xor(x, v_bits_right(x, 16)));
-        count = v_bits_add(count, many);
-    }
+    return (random_vectors){v_bits_set((uint32_t)(key >> 32)),
+                            v_bits_add(v_bits_load(counted), v_bits_set((uint32_t)key + number))};
 }
 
-/* random is below 2^16. The result is in the upper halves. */
-INLINE vbits rounded_to_bf16(const float *x, vbits random) {
-    v32 value = v_load(x);
-    return v_pick(v_ordered(value), v_bits_add(v_bits_of(value), random), v_bits_set(0x7fc00000));
+INLINE vbits next_random(random_vectors *s) {
+    vbits x = v_bits_mul(s->count, v_bits_set(OC_HASH_FIRST));
+    x = v_bits_mul(v_bits_xor(v_bits_xor(x, v_bits_right(x, 15)), s->upper), v_bits_set(OC_HASH_SECOND));
+    s->count = v_bits_add(s->count, v_bits_set(LANES));
+    return v_bits_xor(x, v_bits_right(x, 16));
+}
+
+/* The random bits of n elements; what is written past them is not read. */
+INLINE void fill_random(uint32_t *random, uint64_t key, uint32_t number, int64_t n) {
+    random_vectors s = random_from(key, number);
+    for (int64_t i = 0; i < n; i += LANES)
+        v_bits_store(random + i, next_random(&s));
 }
 
 /* What part of an element's random bits is its master's, exp_avg's or exp_avg_sq's. */
@@ -120,38 +132,48 @@ INLINE vbits random_16(const uint32_t *random, int whose) {
     }
 }
 
+/* What `round_to_bf16` takes for a NaN, in place of each. */
+INLINE void quiet_nans(float *values, int64_t n) {
+    for (int64_t i = 0; i < n; i += LANES) {
+        v32 x = v_load(values + i);
+        v_bits_store(values + i, v_pick(v_ordered(x), v_bits_of(x), v_bits_set(0x7fc00000)));
+    }
+}
+
 INLINE void round_to_bf16(const float *values, uint16_t *rounded, const uint32_t *random, int whose, int64_t n) {
     for (int64_t i = 0; i < n; i += 2 * LANES)
-        v_store_upper(rounded + i, rounded_to_bf16(values + i, random_16(random + i, whose)),
-                      rounded_to_bf16(values + i + LANES, random_16(random + i + LANES, whose)));
+        v_store_upper(rounded + i, v_bits_add(v_bits_load(values + i), random_16(random + i, whose)),
+                      v_bits_add(v_bits_load(values + i + LANES), random_16(random + i + LANES, whose)));
 }
-
-INLINE vbits magnitudes(const float *values) { return v_bits_and(v_bits_of(v_load(values)), v_bits_set(0x7fffffff)); }
 
 /* The scale of a block whose largest absolute value has these bits. */
-static int scale_of(uint32_t largest) {
-    int biased = (int)(largest >> 23);
-    return biased < OC_LEAST_SCALE ? OC_LEAST_SCALE : biased;
+static uint8_t scale_of(uint32_t largest) {
+    uint32_t biased = largest >> 23;
+    return (uint8_t)(biased < OC_LEAST_SCALE ? OC_LEAST_SCALE : biased);
 }
 
+/* Without a sign, values are not negative. */
 INLINE void round_to_float8(const float *values, uint8_t *codes, int biased, const uint32_t *random, int has_sign,
                             int64_t n) {
-    const vbits absolute = v_bits_set(0x7fffffff);
     const int top = has_sign ? OC_TOP_SIGNED : OC_TOP_UNSIGNED;
     if (biased == OC_NAN_SCALE) {
         memset(codes, 0, (size_t)n);
         return;
     }
     /* Below the least value with an exponent of its own, the mean with it has the code's bits. */
-    const v32 half_least = v_of_bits(v_bits_set((uint32_t)(biased - top) << 23)), half = v_set(0.5f);
-    const vbits offset = v_bits_set((uint32_t)(biased - top) << OC_MANTISSA);
-    for (int64_t i = 0; i < n; i += LANES) {
-        vbits bits = v_bits_of(v_load(values + i)), magnitude = v_bits_and(bits, absolute), r = v_bits_load(random + i);
-        r = has_sign ? v_bits_and(r, v_bits_set((1 << OC_DROPPED) - 1)) : v_bits_right(r, 32 - OC_DROPPED);
-        vbits exact = v_max32(magnitude, v_bits_of(v_fma(v_of_bits(magnitude), half, half_least)));
-        vbits code = v_bits_sub(v_bits_right(v_bits_add(exact, r), OC_DROPPED), offset);
-        vbits sign = v_bits_and(v_bits_right(bits, 24), v_bits_set(0x80));
-        v_store_u8(codes + i, has_sign ? v_bits_or(sign, code) : code);
+    const vbits offset = v_bits_set((uint32_t)(biased - top) << 23), sign = v_bits_set(0x80000000);
+    const v32 half = v_set(0.5f);
+    for (int64_t i = 0; i < n; i += 4 * LANES) {
+        vbits sums[4];
+        for (int k = 0; k < 4; k++) {
+            v32 value = v_load(values + i + k * LANES);
+            vbits bits = v_bits_of(value), r = v_bits_load(random + i + k * LANES);
+            r = has_sign ? v_bits_and(r, v_bits_set((1 << OC_DROPPED) - 1)) : v_bits_right(r, 32 - OC_DROPPED);
+            vbits half_least = has_sign ? v_bits_or(v_bits_and(bits, sign), offset) : offset;
+            vbits exact = v_max32(bits, v_bits_of(v_fma(value, half, v_of_bits(half_least))));
+            sums[k] = v_bits_sub(v_bits_add(exact, r), offset);
+        }
+        v_store_codes(codes + i, sums[0], sums[1], sums[2], sums[3], has_sign);
     }
 }
 
@@ -166,71 +188,177 @@ INLINE void split_masters(const float *values, const oc_segment *a, int64_t n) {
     }
 }
 
-INLINE void store_param(void *param, int dtype, int64_t i, v32 x, int stream) {
-    switch (dtype) {
-    case OC_BFLOAT16: store_from_f32(param, OC_BFLOAT16, i, x, stream); break;
-    case OC_FLOAT16: store_from_f32(param, OC_FLOAT16, i, x, stream); break;
-    default: store_from_f32(param, OC_FLOAT32, i, x, stream); break;
+/* Two vectors. */
+INLINE void store_params(void *param, int dtype, int64_t i, v32 x, v32 y, int stream) {
+    if (dtype == OC_BFLOAT16 && stream) {
+        v_stream_upper((uint16_t *)param + i, v_nearest_bf16(x), v_nearest_bf16(y));
+    } else if (dtype == OC_BFLOAT16) {
+        v_store_upper((uint16_t *)param + i, v_nearest_bf16(x), v_nearest_bf16(y));
+    } else if (dtype == OC_FLOAT16) {
+        store_from_f32(param, OC_FLOAT16, i, x, stream);
+        store_from_f32(param, OC_FLOAT16, i + LANES, y, stream);
+    } else {
+        store_from_f32(param, OC_FLOAT32, i, x, stream);
+        store_from_f32(param, OC_FLOAT32, i + LANES, y, stream);
     }
 }
 
 /* --- a block --------------------------------------------------------------------------------------------- */
 
-INLINE void adam_values(const oc_segment *a, adam_results to, int64_t n, const adam_constants *constants,
-                        const oc_adam_kind *kind, int order, int grad_dtype, int exp_avg_format, int exp_avg_sq_format,
-                        int master_format, int param_dtype, int stream) {
-    const adam_constants c = *constants;
-    const int split = master_format == OC_SPLIT && !kind->keep_states;
-    const int has_param = param_dtype != OC_NO_PARAM && master_format != OC_BFLOAT16 && !(split && a->param == a->high);
-    const float8_block m_block = float8_block_of(a->exp_avg, a->exp_avg_scale, exp_avg_format, OC_TOP_SIGNED);
-    const float8_block v_block =
-        float8_block_of(a->exp_avg_sq, a->exp_avg_sq_scale, exp_avg_sq_format, OC_TOP_UNSIGNED);
-    for (int64_t i = 0; i < n; i += LANES) {
-        fetch(a->grad, grad_dtype, i + FETCH_AHEAD);
-        fetch(a->master, master_format, i + FETCH_AHEAD);
-        fetch(a->exp_avg, exp_avg_format, i + FETCH_AHEAD);
-        fetch(a->exp_avg_sq, exp_avg_sq_format, i + FETCH_AHEAD);
-        if (master_format == OC_SPLIT)
-            fetch(a->high, OC_BFLOAT16, i + FETCH_AHEAD);
-        v32 g = load_as_f32(a->grad, grad_dtype, i);
-        v32 m = load_moment(a->exp_avg, exp_avg_format, i, 1, &m_block);
-        v32 v = load_moment(a->exp_avg_sq, exp_avg_sq_format, i, 0, &v_block);
-        v32 p = adam_element(g, load_master(a, master_format, i), &m, &v, &c, order);
-        v_store(to.master + i, p);
-        v_store(to.exp_avg + i, m);
-        v_store(to.exp_avg_sq + i, v);
-        if (split)
-            v_store_bf16((uint16_t *)a->high + i, p);
-        if (has_param)
-            store_param(a->param, param_dtype, i, p, stream);
-    }
+/* What the loop over a block works with. Types, formats and order are constants of an instance. */
+typedef struct {
+    oc_segment a;
+    adam_results to;
+    adam_constants c;
+    float8_block m_block, v_block;
+    int order, grad_dtype, exp_avg_format, exp_avg_sq_format, master_format, param_dtype, stream;
+    int splits, has_param;
+    uint32_t *random; /* where the loop leaves random bits, if it makes them */
+} block_loop;
+
+/* Elements whose moments are new, and whose masters are not. */
+typedef struct {
+    v32 m, root;
+} begun;
+
+/* What goes from vector to vector. The largest absolute bits of new moments say a block's scale, or that one is a NaN.
+ */
+typedef struct {
+    vbits largest_m, largest_v;
+    random_vectors random;
+} carried;
+
+INLINE begun begin_vector(const block_loop *b, int64_t i, carried *next) {
+    v32 g = load_as_f32(b->a.grad, b->grad_dtype, i);
+    v32 m = load_moment(b->a.exp_avg, b->exp_avg_format, i, 1, &b->m_block);
+    v32 v = load_moment(b->a.exp_avg_sq, b->exp_avg_sq_format, i, 0, &b->v_block);
+    v32 p = b->c.l2 ? load_master(&b->a, b->master_format, i) : g;
+    v32 root = adam_moments(g, p, &m, &v, &b->c, b->order);
+    v_store(b->to.exp_avg + i, m);
+    v_store(b->to.exp_avg_sq + i, v);
+    if (b->exp_avg_format != OC_FLOAT32)
+        next->largest_m = v_max32(next->largest_m, v_bits_and(v_bits_of(m), v_bits_set(0x7fffffff)));
+    if (b->exp_avg_sq_format != OC_FLOAT32)
+        next->largest_v = v_max32(next->largest_v, v_bits_and(v_bits_of(v), v_bits_set(0x7fffffff)));
+    if (b->random)
+        v_bits_store(b->random + i, next_random(&next->random));
+    return (begun){m, root};
 }
 
-/* Instances for each type of gradients with common formats, and one for all others. */
-#define VALUES(G, M, V)                                                                                                \
+INLINE v32 finish_vector(const block_loop *b, int64_t i, begun x) {
+    v32 p = adam_master(load_master(&b->a, b->master_format, i), x.m, x.root, &b->c, b->order);
+    v_store(b->to.master + i, p);
+    return p;
+}
+
+INLINE void store_pair(const block_loop *b, int64_t i, v32 p, v32 q) {
+    if (b->splits)
+        store_params(b->a.high, OC_BFLOAT16, i, p, q, 0);
+    if (b->has_param)
+        store_params(b->a.param, b->param_dtype, i, p, q, b->stream);
+}
+
+INLINE void fetch_pair(const block_loop *b, int64_t i) {
+    fetch(b->a.grad, b->grad_dtype, i);
+    fetch(b->a.master, b->master_format, i);
+    fetch(b->a.exp_avg, b->exp_avg_format, i);
+    fetch(b->a.exp_avg_sq, b->exp_avg_sq_format, i);
+    if (LANES == 16) { /* two cache lines */
+        if (b->grad_dtype == OC_FLOAT32)
+            fetch(b->a.grad, OC_FLOAT32, i + LANES);
+        if (b->master_format == OC_FLOAT32)
+            fetch(b->a.master, OC_FLOAT32, i + LANES);
+        if (b->exp_avg_format == OC_FLOAT32)
+            fetch(b->a.exp_avg, OC_FLOAT32, i + LANES);
+        if (b->exp_avg_sq_format == OC_FLOAT32)
+            fetch(b->a.exp_avg_sq, OC_FLOAT32, i + LANES);
+    }
+    if (b->master_format == OC_SPLIT)
+        fetch(b->a.high, OC_BFLOAT16, i);
+}
+
+INLINE carried adam_values(const oc_segment *a, adam_results to, int64_t n, const adam_constants *c,
+                           const oc_adam_kind *kind, int order, int grad_dtype, int exp_avg_format,
+                           int exp_avg_sq_format, int master_format, int param_dtype, uint32_t *random,
+                           const random_source *source, int stream) {
+    const int splits = master_format == OC_SPLIT && !kind->keep_states;
+    const block_loop b = {
+        .a = *a,
+        .to = to,
+        .c = *c,
+        .m_block = float8_block_of(a->exp_avg, a->exp_avg_scale, exp_avg_format),
+        .v_block = float8_block_of(a->exp_avg_sq, a->exp_avg_sq_scale, exp_avg_sq_format),
+        .order = order,
+        .grad_dtype = grad_dtype,
+        .exp_avg_format = exp_avg_format,
+        .exp_avg_sq_format = exp_avg_sq_format,
+        .master_format = master_format,
+        .param_dtype = param_dtype,
+        .stream = stream,
+        .random = random,
+        .splits = splits,
+        .has_param = param_dtype != OC_NO_PARAM && master_format != OC_BFLOAT16 && !(splits && a->param == a->high),
+    };
+    carried next = {v_bits_zero(), v_bits_zero(), random_from(source->key, source->number)};
+    begun first = begin_vector(&b, 0, &next), second = begin_vector(&b, LANES, &next);
+    for (int64_t i = 2 * LANES; i < n; i += 2 * LANES) {
+        const begun first_before = first, second_before = second;
+        fetch_pair(&b, i + FETCH_AHEAD);
+        first = begin_vector(&b, i, &next);
+        v32 p = finish_vector(&b, i - 2 * LANES, first_before);
+        second = begin_vector(&b, i + LANES, &next);
+        v32 q = finish_vector(&b, i - LANES, second_before);
+        store_pair(&b, i - 2 * LANES, p, q);
+    }
+    v32 p = finish_vector(&b, n - 2 * LANES, first), q = finish_vector(&b, n - LANES, second);
+    store_pair(&b, n - 2 * LANES, p, q);
+    return next;
+}
+
+/* Instances for common types and formats, and one for all others. */
+#define VALUES(G, M, V, MASTER, P) adam_values(a, to, n, c, kind, order, G, M, V, MASTER, P, random, source, stream)
+#define VALUES_OF_MASTERS(G, M)                                                                                        \
     if (kind->master_format == OC_FLOAT32 && kind->param_dtype == OC_BFLOAT16)                                         \
-        adam_values(a, to, n, c, kind, order, G, M, V, OC_FLOAT32, OC_BFLOAT16, stream);                               \
-    else                                                                                                               \
-        adam_values(a, to, n, c, kind, order, G, M, V, kind->master_format, kind->param_dtype, stream);
+        return VALUES(G, M, M, OC_FLOAT32, OC_BFLOAT16);                                                               \
+    return VALUES(G, M, M, kind->master_format, kind->param_dtype);
 #define VALUES_OF_MOMENTS(G)                                                                                           \
-    switch (kind->exp_avg_format == kind->exp_avg_sq_format ? kind->exp_avg_format : -1) {                             \
-    case OC_FLOAT8: VALUES(G, OC_FLOAT8, OC_FLOAT8) break;                                                             \
-    case OC_BFLOAT16: VALUES(G, OC_BFLOAT16, OC_BFLOAT16) break;                                                       \
-    case OC_FLOAT32: VALUES(G, OC_FLOAT32, OC_FLOAT32) break;                                                          \
-    default: VALUES(G, kind->exp_avg_format, kind->exp_avg_sq_format) break;                                           \
+    switch (kind->exp_avg_format) {                                                                                    \
+    case OC_FLOAT8: VALUES_OF_MASTERS(G, OC_FLOAT8)                                                                    \
+    case OC_BFLOAT16: VALUES_OF_MASTERS(G, OC_BFLOAT16)                                                                \
+    default: return VALUES(G, OC_FLOAT32, OC_FLOAT32, kind->master_format, kind->param_dtype);                         \
     }
 
-INLINE void adam_values_of(const oc_segment *a, adam_results to, int64_t n, const adam_constants *c,
-                           const oc_adam_kind *kind, int order, int stream) {
-    switch (kind->grad_dtype) {
-    case OC_BFLOAT16: VALUES_OF_MOMENTS(OC_BFLOAT16) break;
-    case OC_FLOAT16: VALUES_OF_MOMENTS(OC_FLOAT16) break;
-    default: VALUES_OF_MOMENTS(OC_FLOAT32) break;
+INLINE carried adam_values_of(const oc_segment *a, adam_results to, int64_t n, const adam_constants *c,
+                              const oc_adam_kind *kind, int order, uint32_t *random, const random_source *source,
+                              int stream) {
+    int moments_alike = kind->exp_avg_format == kind->exp_avg_sq_format;
+    if (moments_alike && kind->grad_dtype == OC_BFLOAT16) {
+        VALUES_OF_MOMENTS(OC_BFLOAT16)
+    } else if (moments_alike && kind->grad_dtype == OC_FLOAT32) {
+        VALUES_OF_MOMENTS(OC_FLOAT32)
+    }
+    return VALUES(kind->grad_dtype, kind->exp_avg_format, kind->exp_avg_sq_format, kind->master_format,
+                  kind->param_dtype);
+}
+
+/* Elements are a multiple of PASS: as many as round_to_float8 takes at once. */
+enum { PASS = 4 * LANES };
+
+/* A moment's results, rounded to its format. */
+INLINE void round_moment(float *values, uint32_t largest, void *array, uint8_t *scale, int format,
+                         const uint32_t *random, int whose, int64_t n) {
+    if (format == OC_FLOAT8) {
+        *scale = scale_of(largest);
+        round_to_float8(values, array, *scale, random, whose == FOR_EXP_AVG, n);
+    } else if (format == OC_BFLOAT16) {
+        if (largest > 0x7f800000)
+            quiet_nans(values, n);
+        round_to_bf16(values, array, random, whose, n);
     }
 }
 
-/* n is a multiple of 2 * LANES. Elements from `count` on are padding. */
-static void adam_block(const oc_segment *a, int64_t n, int64_t count, const adam_constants *c, uint64_t update,
+/* Padding is of zeros, and its new moments are zeros, unless another element's are NaN. */
+static void adam_block(const oc_segment *a, int64_t n, const adam_constants *c, uint64_t update,
                        const oc_adam_kind *kind, int stream) {
     _Alignas(64) float master[OC_STATE_BLOCK], exp_avg[OC_STATE_BLOCK], exp_avg_sq[OC_STATE_BLOCK];
     _Alignas(64) uint32_t random[OC_STATE_BLOCK + LANES];
@@ -240,52 +368,38 @@ static void adam_block(const oc_segment *a, int64_t n, int64_t count, const adam
     adam_results to = {keep || master_format != OC_FLOAT32 ? master : a->master,
                        keep || exp_avg_format != OC_FLOAT32 ? exp_avg : a->exp_avg,
                        keep || exp_avg_sq_format != OC_FLOAT32 ? exp_avg_sq : a->exp_avg_sq};
-    if (kind->op_order == OC_ORDER_TORCH)
-        adam_values_of(a, to, n, c, kind, OC_ORDER_TORCH, stream);
-    else
-        adam_values_of(a, to, n, c, kind, OC_ORDER_OPTAX, stream);
-    for (int64_t i = count; i < n; i++) /* padding has no part in a block's largest value */
-        to.exp_avg[i] = to.exp_avg_sq[i] = 0;
-    int exp_avg_scale = 0, exp_avg_sq_scale = 0;
-    if (!keep && (exp_avg_format == OC_FLOAT8 || exp_avg_sq_format == OC_FLOAT8)) {
-        vbits m_largest = v_bits_zero(), v_largest = v_bits_zero();
-        for (int64_t i = 0; i < n; i += LANES) {
-            m_largest = v_max32(m_largest, magnitudes(to.exp_avg + i));
-            v_largest = v_max32(v_largest, magnitudes(to.exp_avg_sq + i));
-        }
-        exp_avg_scale = scale_of(v_top(m_largest));
-        exp_avg_sq_scale = scale_of(v_top(v_largest));
+    const int rounds =
+        master_format == OC_BFLOAT16 || (!keep && (exp_avg_format != OC_FLOAT32 || exp_avg_sq_format != OC_FLOAT32));
+    const random_source source = random_source_of(a, update);
+    const int two_keys = source.next_from < n;
+    if (rounds && two_keys) {
+        fill_random(random, source.key, source.number, source.next_from);
+        fill_random(random + source.next_from, source.next_key, 0, n - source.next_from);
     }
-    if (master_format == OC_BFLOAT16 || (!keep && (exp_avg_format != OC_FLOAT32 || exp_avg_sq_format != OC_FLOAT32))) {
-        random_source s = random_source_of(a, update);
-        fill_random(random, s.key, s.number, s.next_from < n ? s.next_from : n);
-        if (s.next_from < n)
-            fill_random(random + s.next_from, s.next_key, 0, n - s.next_from);
+    uint32_t *to_fill = rounds && !two_keys ? random : NULL;
+    const carried last = kind->op_order == OC_ORDER_TORCH
+                             ? adam_values_of(a, to, n, c, kind, OC_ORDER_TORCH, to_fill, &source, stream)
+                             : adam_values_of(a, to, n, c, kind, OC_ORDER_OPTAX, to_fill, &source, stream);
+    if (!keep) {
+        round_moment(to.exp_avg, v_top(last.largest_m), a->exp_avg, a->exp_avg_scale, exp_avg_format, random,
+                     FOR_EXP_AVG, n);
+        round_moment(to.exp_avg_sq, v_top(last.largest_v), a->exp_avg_sq, a->exp_avg_sq_scale, exp_avg_sq_format,
+                     random, FOR_EXP_AVG_SQ, n);
     }
-    if (!keep && exp_avg_format == OC_FLOAT8) {
-        *a->exp_avg_scale = (uint8_t)exp_avg_scale;
-        round_to_float8(exp_avg, a->exp_avg, exp_avg_scale, random, 1, n);
-    }
-    if (!keep && exp_avg_format == OC_BFLOAT16)
-        round_to_bf16(exp_avg, a->exp_avg, random, FOR_EXP_AVG, n);
-    if (!keep && exp_avg_sq_format == OC_FLOAT8) {
-        *a->exp_avg_sq_scale = (uint8_t)exp_avg_sq_scale;
-        round_to_float8(exp_avg_sq, a->exp_avg_sq, exp_avg_sq_scale, random, 0, n);
-    }
-    if (!keep && exp_avg_sq_format == OC_BFLOAT16)
-        round_to_bf16(exp_avg_sq, a->exp_avg_sq, random, FOR_EXP_AVG_SQ, n);
     if (!keep && master_format == OC_SPLIT)
         split_masters(master, a, n);
     if (master_format == OC_BFLOAT16) { /* the device parameter is what the master was rounded to */
         uint16_t *narrow = keep ? rounded : a->master;
+        quiet_nans(master, n);
         round_to_bf16(master, narrow, random, FOR_MASTER, n);
         if (kind->param_dtype != OC_NO_PARAM && a->param != narrow)
-            for (int64_t i = 0; i < n; i += LANES)
-                store_param(a->param, kind->param_dtype, i, v_load_bf16(narrow + i), stream);
+            for (int64_t i = 0; i < n; i += 2 * LANES)
+                store_params(a->param, kind->param_dtype, i, v_load_bf16(narrow + i), v_load_bf16(narrow + i + LANES),
+                             stream);
     }
 }
 
-/* The arrays of a block that is no whole number of pairs of vectors, padded with zeros. */
+/* The arrays of a block that is no whole number of passes, padded with zeros. */
 typedef struct {
     _Alignas(64) float grad[OC_STATE_BLOCK], master[OC_STATE_BLOCK], exp_avg[OC_STATE_BLOCK];
     _Alignas(64) float exp_avg_sq[OC_STATE_BLOCK], param[OC_STATE_BLOCK];
@@ -312,7 +426,7 @@ static void adam_padded(const oc_segment *a, int64_t count, const adam_constants
         block.high = memcpy(pad.high, a->high, 2 * n);
         block.ties = memcpy(pad.ties, a->ties, tie_bytes);
     }
-    adam_block(&block, (count + 2 * LANES - 1) / (2 * LANES) * (2 * LANES), count, c, update, kind, 0);
+    adam_block(&block, (count + PASS - 1) / PASS * PASS, c, update, kind, 0);
     if (!kind->keep_states) {
         memcpy(a->master, pad.master, master);
         memcpy(a->exp_avg, pad.exp_avg, exp_avg);
@@ -350,10 +464,10 @@ static void adam_blocks(const oc_segment *a, int64_t begin, int64_t end, const a
                             .exp_avg_sq_scale = a->exp_avg_sq_scale ? a->exp_avg_sq_scale + i / OC_STATE_BLOCK : NULL,
                             .start = a->start + i,
                             .seed = a->seed};
-        if (count % (2 * LANES))
+        if (count % PASS)
             adam_padded(&block, count, c, update, kind);
         else
-            adam_block(&block, count, count, c, update, kind, stream);
+            adam_block(&block, count, c, update, kind, stream);
     }
     if (stream)
         v_fence();

@@ -23,13 +23,13 @@ static inline v32 v_fma(v32 a, v32 b, v32 c) { return vfmaq_f32(c, a, b); }
 
 static inline v32 v_load_bf16(const uint16_t *a) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(a), 16)); }
 static inline v32 v_load_f16(const uint16_t *a) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(a))); }
-static inline void v_store_bf16(uint16_t *a, v32 x) {
+static inline uint32x4_t v_nearest_bf16(v32 x) {
     uint32x4_t bits = vreinterpretq_u32_f32(x);
     uint32x4_t odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
     uint32x4_t rounded = vaddq_u32(bits, vaddq_u32(odd, vdupq_n_u32(0x7fff)));
-    rounded = vbslq_u32(vceqq_f32(x, x), rounded, vdupq_n_u32(0x7fc00000));
-    vst1_u16(a, vshrn_n_u32(rounded, 16));
+    return vbslq_u32(vceqq_f32(x, x), rounded, vdupq_n_u32(0x7fc00000));
 }
+static inline void v_store_bf16(uint16_t *a, v32 x) { vst1_u16(a, vshrn_n_u32(v_nearest_bf16(x), 16)); }
 static inline void v_store_f16(uint16_t *a, v32 x) { vst1_u16(a, vreinterpret_u16_f16(vcvt_f16_f32(x))); }
 
 /* No streaming stores: STNP is only a hint, and no gain was measured. */
@@ -74,16 +74,27 @@ static inline vbits v_load_u8(const uint8_t *a) {
     memcpy(&four, a, sizeof four);
     return vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(four))));
 }
-static inline void v_store_u8(uint8_t *a, vbits x) {
-    uint16x4_t halves = vmovn_u32(x);
-    uint32_t four = vget_lane_u32(vreinterpret_u32_u8(vmovn_u16(vcombine_u16(halves, halves))), 0);
-    memcpy(a, &four, sizeof four);
+static inline v32 v_load_e4m3(const uint8_t *a) {
+    uint32_t four;
+    memcpy(&four, a, sizeof four);
+    uint16x4_t wide = vget_low_u16(vreinterpretq_u16_s16(vmovl_s8(vcreate_s8(four))));
+    wide = vand_u16(vshl_n_u16(wide, 7), vdup_n_u16(0xbfff));
+    return vcvt_f32_f16(vreinterpret_f16_u16(wide));
 }
 static inline vbits v_load_s16(const uint16_t *a) {
     return vreinterpretq_u32_s32(vmovl_s16(vreinterpret_s16_u16(vld1_u16(a))));
 }
-static inline void v_store_upper(uint16_t *array, vbits a, vbits b) {
-    vst1q_u16(array, vuzp2q_u16(vreinterpretq_u16_u32(a), vreinterpretq_u16_u32(b)));
+static inline uint16x8_t v_upper(vbits a, vbits b) {
+    return vuzp2q_u16(vreinterpretq_u16_u32(a), vreinterpretq_u16_u32(b));
+}
+static inline void v_store_upper(uint16_t *array, vbits a, vbits b) { vst1q_u16(array, v_upper(a, b)); }
+static inline void v_stream_upper(uint16_t *array, vbits a, vbits b) { v_store_upper(array, a, b); }
+static inline uint8x8_t v_codes(uint16x8_t upper, int has_sign) {
+    uint8x8_t code = vshrn_n_u16(upper, 4);
+    return has_sign ? vbsl_u8(vdup_n_u8(0x80), vshrn_n_u16(upper, 8), code) : code;
+}
+static inline void v_store_codes(uint8_t *array, vbits a, vbits b, vbits c, vbits d, int has_sign) {
+    vst1q_u8(array, vcombine_u8(v_codes(v_upper(a, b), has_sign), v_codes(v_upper(c, d), has_sign)));
 }
 static inline void v_store_lower(uint16_t *array, vbits a, vbits b) {
     vst1q_u16(array, vuzp1q_u16(vreinterpretq_u16_u32(a), vreinterpretq_u16_u32(b)));

@@ -69,26 +69,34 @@ typedef struct {
     int scaled, l2, decoupled, small_w1;
 } adam_constants;
 
-INLINE v32 adam_element(v32 g, v32 p, v32 *m, v32 *v, const adam_constants *c, int op_order) {
+/* The first half of an element's update: the new moments. Returns the root that the second half divides by. p is read
+ * with l2 alone. */
+INLINE v32 adam_moments(v32 g, v32 p, v32 *m, v32 *v, const adam_constants *c, int op_order) {
     if (c->scaled)
         g = v_mul(g, c->grad_scale);
     if (op_order == OC_ORDER_TORCH) {
-        if (c->decoupled)
-            p = v_mul(p, c->decay);
         if (c->l2)
             g = v_fma(p, c->weight_decay, g);
         v32 difference = v_sub(g, *m);
         *m = v_fma(c->w1, difference, c->small_w1 ? *m : g);
         *v = v_fma(v_mul(c->w2, g), g, v_mul(*v, c->beta2));
-        v32 denominator = v_add(v_div(v_sqrt(*v), c->correction2), c->eps);
-        return v_add(p, v_div(v_mul(c->step_size, *m), denominator));
+        return v_sqrt(*v);
     }
     if (c->l2)
         g = v_add(g, v_mul(c->weight_decay, p));
     *m = v_add(v_mul(c->w1, g), v_mul(c->beta1, *m));
     *v = v_add(v_mul(c->w2, v_mul(g, g)), v_mul(c->beta2, *v));
-    v32 denominator = v_add(v_sqrt(v_add(v_div(*v, c->correction2), c->eps_root)), c->eps);
-    v32 update = v_div(v_div(*m, c->correction1), denominator);
+    return v_sqrt(v_add(v_div(*v, c->correction2), c->eps_root));
+}
+
+INLINE v32 adam_master(v32 p, v32 m, v32 root, const adam_constants *c, int op_order) {
+    if (op_order == OC_ORDER_TORCH) {
+        if (c->decoupled)
+            p = v_mul(p, c->decay);
+        v32 denominator = v_add(v_div(root, c->correction2), c->eps);
+        return v_add(p, v_div(v_mul(c->step_size, m), denominator));
+    }
+    v32 update = v_div(v_div(m, c->correction1), v_add(root, c->eps));
     if (c->decoupled)
         update = v_add(update, v_mul(c->weight_decay, p));
     return v_add(p, v_mul(update, c->step_size));
@@ -106,7 +114,8 @@ INLINE void adam_range(const oc_segment *a, int64_t begin, int64_t end, const ad
         fetch(a->exp_avg, OC_FLOAT32, i + FETCH_AHEAD);
         fetch(a->exp_avg_sq, OC_FLOAT32, i + FETCH_AHEAD);
         v32 g = load_as_f32(a->grad, grad_dtype, i), m = v_load(all_exp_avgs + i), v = v_load(all_exp_avg_sqs + i);
-        v32 p = adam_element(g, v_load(all_masters + i), &m, &v, &c, op_order);
+        v32 p = v_load(all_masters + i), root = adam_moments(g, p, &m, &v, &c, op_order);
+        p = adam_master(p, m, root, &c, op_order);
         if (!keep_states) {
             v_store(all_masters + i, p);
             v_store(all_exp_avgs + i, m);
@@ -124,7 +133,8 @@ INLINE void adam_range(const oc_segment *a, int64_t begin, int64_t end, const ad
         to_lanes(&exp_avg_sq, a->exp_avg_sq, OC_FLOAT32, i, n);
         v32 g = load_as_f32(grad.bytes, grad_dtype, 0);
         v32 m = v_load((float *)exp_avg.bytes), v = v_load((float *)exp_avg_sq.bytes);
-        v32 p = adam_element(g, v_load((float *)master.bytes), &m, &v, &c, op_order);
+        v32 p = v_load((float *)master.bytes), root = adam_moments(g, p, &m, &v, &c, op_order);
+        p = adam_master(p, m, root, &c, op_order);
         if (!keep_states) {
             v_store((float *)master.bytes, p);
             v_store((float *)exp_avg.bytes, m);

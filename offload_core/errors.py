@@ -30,7 +30,7 @@ class HostMemoryError(OffloadError, MemoryError):
 
 
 class HostMemoryWarning(UserWarning):
-    """Host memory is not pinned, so that a device's copies are slower."""
+    """Host memory is not pinned, so that a device's copies are slower, or more of it is taken than was planned."""
 
 
 class DeviceMemoryError(OffloadError, MemoryError):
@@ -49,7 +49,8 @@ class CollectiveError(OffloadError, RuntimeError):
         """
         return cls(
             f"rank {rank}: {what} failed ({error}){others and f'; {others}'}; a rank was lost, did not come in the "
-            "group's time, or made another number of backwards or steps: end this run and resume from the last "
+            "group's time, or made another number of backwards or steps (in stage 3: ran other modules or lacked a "
+            "gradient; leaf_modules names modules in which ranks may differ): end this run and resume from the last "
             "checkpoint"
         )
 

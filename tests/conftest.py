@@ -12,7 +12,20 @@ import pytest
 # time: interrupts of torch steps took 40 s and take 22. OpenMP reads it when torch is imported, here and in children.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-OPTIONAL = {"torch", "jax", "optax", "safetensors", "flax", "equinox", "orbax", "transformers", "accelerate"}
+OPTIONAL = {
+    "torch",
+    "jax",
+    "optax",
+    "safetensors",
+    "flax",
+    "equinox",
+    "orbax",
+    "transformers",
+    "accelerate",
+    "trl",
+    "peft",
+    "datasets",
+}
 """Without one of these, the tests that need it are skipped: so the rest runs on a Python for which it has no wheel."""
 LONGEST = (
     "bench/test_train.py",

@@ -12,5 +12,14 @@ PARTS = {
     "simulate": 250,
 }
 """After how many seconds each is given up; together they took 20 minutes on 2 cores in a slow hour."""
-ON_REQUEST = {"jax_mesh": 400, "checkpoint": 500, "profile": 300, "default_allocator": 500, "state_formats": 250}
+ON_REQUEST = {
+    "jax_mesh": 400,
+    "checkpoint": 500,
+    "profile": 300,
+    "default_allocator": 500,
+    "state_formats": 250,
+    "small_params": 120,
+    "many_cores": 250,
+    "eight_bit": 500,
+}
 """Parts that run where they are named only."""

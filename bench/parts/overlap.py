@@ -20,10 +20,11 @@ Where compute dominates (b and f are the longest) this is T_compute + c + n + u 
 max(T_compute, T_update, T_link) + the last bucket's tail. Where the update or the link does it is more, as what comes
 before the boundary cannot hide what comes after: about T_backward + T_update, or T_to_host + T_to_device.
 
-``in backward`` (``update_in_backward=True``) updates a bucket and sends its parameters as soon as its gradients are on
-the host. With clipping it sends them tentatively (e: 16 bytes, states are only read) and updates states after the
-boundary, behind the next forward and backward (a: 26 bytes). Once the last gradient is there, those that still wait for
-the host go as in ``overlap``. While the host keeps pace,
+``in backward`` (``update_in_backward=True``) updates a bucket and sends its parameters as soon as its gradients are
+on the host, where they take the memory of few buckets: backward waits for it. With clipping it sends them tentatively
+(e: 16 bytes, states are only read) and updates states after the boundary, behind the next forward and backward (a: 26
+bytes). Once the last gradient is there, those that still wait for the host go as in ``overlap``. While the host keeps
+pace,
 
     in backward = flow(b, c, n + e, c) + K f        (u for n + e without clipping)
 
@@ -59,6 +60,7 @@ from typing import Any
 
 from bench.record import append, parser, ratio, row, versions
 from bench.virtual.machine import GB, SCHEDULES, Case, Run, Times, slow_kernels, virtual
+from offload_core.step.bucket_terms import GRADIENT_SLOTS
 from offload_core.support.units import count
 
 TARGET = 0.08
@@ -93,6 +95,7 @@ def model(buckets: int, t: Times) -> dict[str, float]:
 def in_backward(buckets: int, t: Times) -> float:
     """Seconds of a step among others like it. Buckets are counted in the order of backward."""
     tentative = t.norm > 0
+    slots = buckets if tentative else min(GRADIENT_SLOTS, buckets)
     order = range(buckets)
     now = host = to_host = to_device = 0.0
     written, committed = [0.0] * buckets, [0.0] * buckets
@@ -106,13 +109,17 @@ def in_backward(buckets: int, t: Times) -> float:
     for _ in range(8):
         for i in reversed(order):
             now = max(now, written[i]) + t.forward
-        arrived = []
+        arrived: list[float] = []
         for i in order:
             now = max(now + t.backward, committed[i])
+            if i >= slots:
+                host = max(host, arrived[i - slots])
+                send(i - slots, t.update)
+                now = max(now, host)
             to_host = max(to_host, now) + t.copy
             arrived.append(to_host)
         waiting = []
-        for i in order:
+        for i in order[buckets - slots :]:
             host = max(host, arrived[i]) + t.norm
             if host < arrived[-1]:
                 send(i, t.emit if tentative else t.update)

@@ -30,7 +30,7 @@ from offload_core.config.options import OffloadConfig
 from offload_core.device.events import Event, traced
 from offload_core.device.exchange_sizes import OnDevice
 from offload_core.device.host_ranks import HostRanks
-from offload_core.device.protocols import Copy, HostArray
+from offload_core.device.protocols import Copy, HostArray, HostArrays
 from offload_core.device.trace import COMPUTE, TO_DEVICE, TO_HOST, Span
 from offload_core.dtypes import BY_NUMPY, FLOAT16, ElementType
 from offload_core.layout.partition import Bucket, ParamSpec
@@ -176,6 +176,9 @@ class Gpu:
 
     def host_array(self, tensor: np.ndarray) -> HostArray:
         raise TypeError("a GPU's tensor is not in host memory")
+
+    def host_arrays(self, tensors: Sequence[Any]) -> HostArrays:
+        return HostArrays.columns(map(self.host_array, tensors))
 
     def to_host(self, copies: Sequence[Copy], host: np.ndarray) -> Event:
         host.fill(0)

@@ -471,7 +471,8 @@ static int64_t format_length(int array, int64_t n) {
     return array == TIES ? (n + 7) / 8 : array >= EXP_AVG_SCALE ? (n + 255) / 256 : n;
 }
 
-/* Any bytes are a state: what they stand for is the same to all instruction sets. */
+/* Any bytes are a state: what they stand for is the same to all instruction sets. But with the scale 254 codes past
+ * that of infinity are none, and no update makes one. */
 static buffer format_array(int array, int64_t n) {
     int type = format_type(array);
     buffer b = new_buffer(type, format_length(array, n), 0);
@@ -481,6 +482,9 @@ static buffer format_array(int array, int64_t n) {
         for (size_t i = 0; i < b.bytes; i++)
             ((uint8_t *)b.data)[i] =
                 (uint8_t)(array >= EXP_AVG_SCALE && random_below(4) ? 100 + random_below(30) : random_below(256));
+    if (array >= EXP_AVG_SCALE)
+        for (size_t i = 0; i < b.bytes; i++)
+            ((uint8_t *)b.data)[i] -= ((uint8_t *)b.data)[i] == 254;
     return b;
 }
 

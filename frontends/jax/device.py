@@ -18,7 +18,7 @@ import numpy as np
 
 from offload_core.device.events import Done, Event
 from offload_core.device.host import fill
-from offload_core.device.protocols import Copy, HostArray
+from offload_core.device.protocols import Copy, HostArray, HostArrays
 from offload_core.dtypes import BY_NUMPY, ElementType
 from offload_core.errors import HostMemoryError
 from offload_core.layout.partition import ParamSpec, round_up
@@ -56,6 +56,9 @@ class JaxDevice:
             address = tensor.block_until_ready().unsafe_buffer_pointer()
             return HostArray(address, tensor.size, self.dtype(tensor), tensor)
         return HostArray.of(np.ascontiguousarray(tensor))
+
+    def host_arrays(self, tensors: Sequence[Any]) -> HostArrays:
+        return HostArrays.columns(map(self.host_array, tensors))
 
     def to_host(self, copies: Sequence[Copy], host: np.ndarray) -> Event:
         fill(host, [(c.offset, np.asarray(c.tensor).reshape(-1)[c.start : c.start + c.numel]) for c in copies])

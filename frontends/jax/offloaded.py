@@ -341,9 +341,14 @@ class OffloadedParams:
         if self._pipeline.micro_steps + 1 == steps:
             self._targets = self._new_targets()
         try:
-            for leaf, parts in zip(self._tree.trained, gradients, strict=True):
-                for i, gradient in zip(leaf.params, parts, strict=False):  # no parts: it has no gradient
-                    self._pipeline.add_gradient(i, gradient)
+            taken = zip(self._tree.trained, gradients, strict=True)
+            given = (pair for leaf, parts in taken for pair in zip(leaf.params, parts, strict=False))  # or it has none
+            if self._pipeline.terms.direct:
+                self._pipeline.add_gradients(dict(given))
+            else:  # one by one, so that each can leave
+                for i, gradient in given:
+                    self._pipeline.add_gradients({i: gradient})
+                    del gradient
             if self._pipeline.end_micro_step():
                 report = self._pipeline.step(hypers, self._targets, divisor=float(steps))
                 self._report = replace(report, step=number)

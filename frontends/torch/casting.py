@@ -10,6 +10,7 @@ from offload_core.config.options import OffloadConfig
 from offload_core.dtypes import BY_NAME, FLOAT32, ElementType
 
 from .tensors import ELEMENT_TYPES, TORCH_DTYPES, bytes_as, cast_param
+from .values import is_quantised
 
 
 class Casts:
@@ -48,5 +49,5 @@ class Casts:
         operations, and are cast like them."""
         of_buffers = self._of_buffers
         for tensor, target in [*((p, self.of_param(p)) for p in params), *((b, of_buffers) for b in buffers)]:
-            if target is not None and tensor.is_floating_point():
+            if target is not None and tensor.is_floating_point() and not is_quantised(tensor):
                 cast_param(tensor, TORCH_DTYPES[target])

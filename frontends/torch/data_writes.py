@@ -7,6 +7,7 @@ these tensors until it is asked whether one was written to, and those that someb
 
 import functools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,10 +21,22 @@ _MANY = 16
 
 
 class DataWrites:
-    """Tells of writes through ``param.data``, from now on. Whoever has it keeps the parameter, too."""
+    """Tells of writes through ``param.data``, from now on. Whoever has it keeps the parameter, too.
 
-    def __init__(self, param: torch.Tensor) -> None:
+    Args:
+        used: gets this object when ``param.data`` is used; :meth:`seen` takes it out when nobody can write any more.
+        replaced: called when the parameter gets other memory.
+    """
+
+    def __init__(
+        self,
+        param: torch.Tensor,
+        used: "set[DataWrites] | None" = None,
+        replaced: Callable[[], None] = lambda: None,
+    ) -> None:
         _watch_parameters()
+        self._used = used
+        self.replaced = replaced
         self._tensors: list[tuple[torch.Tensor, int]] = []
         """What ``data`` gave or got, and its version when it was last looked at."""
         self._many = _MANY
@@ -38,12 +51,22 @@ class DataWrites:
             self._look()
             self._many = _MANY + 2 * len(self._tensors)
         self._tensors.append((tensor, tensor._version))
+        if self._used is not None:
+            self._used.add(self)
 
     def seen(self) -> bool:
         """Return whether there was a write since :meth:`forget`."""
+        self.end()  # first: another thread may use the parameter while this one looks
         if self._tensors:
             self._look()
+        if self._used is not None and (self._tensors or self._written):
+            self._used.add(self)
         return self._written
+
+    def end(self) -> None:
+        """Be no more among those that were used."""
+        if self._used is not None:
+            self._used.discard(self)
 
     @property
     def possible(self) -> bool:
@@ -96,4 +119,5 @@ def _assign(param: torch.Tensor, values: torch.Tensor) -> None:
     _DATA.__set__(param, values)
     watched = _WATCHED.get(id(param))
     if watched is not None:
+        watched.replaced()
         watched.add(values)

@@ -1,6 +1,5 @@
 """``wrap(model) -> Engine``: a module, its offloaded optimizer, accumulation and loss scaling."""
 
-import itertools
 import os
 import signal
 from collections.abc import Iterable, Iterator, Mapping
@@ -25,9 +24,11 @@ from offload_core.step.pipeline import StepReport
 from . import pending
 from .files.checkpoint import ModelCheckpoints
 from .files.export import export_safetensors
+from .later_parameters import LaterParameters
 from .optimizer import OffloadedAdamW
 from .ranks.collectives import default_group
 from .tensors import TORCH_DTYPES
+from .values import packed_values
 
 
 def wrap(
@@ -66,6 +67,8 @@ class Engine(nn.Module):
     Gradients are copied to the host during backward; ``p.grad`` is then a stand-in that raises when used. To look at a
     gradient, register a hook on the parameter (``p.register_hook``). Run one backward at a time: torch (2.13) runs the
     hooks that take gradients outside its lock, so simultaneous backwards in several threads could lose some.
+
+    Public attributes that an engine lacks are those of its module: ``engine.generate(...)``, ``engine.config``.
     """
 
     def __init__(
@@ -96,25 +99,38 @@ class Engine(nn.Module):
             params, config=config, early_copy=True, model=model, process_group=group, **overrides
         )
         """The model's optimizer, for learning-rate schedulers and the like."""
-        self.config = self.optimizer.config
+        self.offload_config = self.optimizer.config
+        """The configuration."""
         self._start_alike(model)
         parted = self.optimizer.partitioned
         whole = [param for param in model.parameters() if parted is None or param not in parted]
         self.optimizer.casts.cast(whole, model.buffers())
         self.module = model
         """The wrapped module."""
+        self._later = LaterParameters(model)
         self._traced = False
         """True if code was compiled that calls the engine."""
         self._compiled = pending.have_compiled_modules_wait(model)
         """True if modules of the model are compiled; their backward may read a parameter whenever it likes."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("_") or "module" not in self._modules:
+                raise
+            return getattr(self.module, name)
 
     def _start_alike(self, model: nn.Module) -> None:
         """Give frozen parameters and buffers rank 0's values, too."""
         if self.optimizer.pipeline.device.world_size == 1:
             return
         parted = self.optimizer.partitioned
-        for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
-            if tensor not in self.optimizer.state and (parted is None or tensor not in parted):
+        packed = packed_values(model) if parted is None else parted.parameters.packed
+        given = [*model.named_parameters(), *model.named_buffers()]
+        rest = [(n, t) for n, t in given if t not in self.optimizer.state and (parted is None or t not in parted)]
+        for name, whole in rest:
+            for tensor in packed[id(whole)].tensors if id(whole) in packed else [whole]:
                 host = tensor.detach().cpu().contiguous()
                 values = host.view(-1).view(torch.uint8).numpy() if host.numel() else host.numpy()
                 self.optimizer.pipeline.device.collectives.broadcast(values, f"{name!r}: initial value")
@@ -129,16 +145,19 @@ class Engine(nn.Module):
         """
         if torch.compiler.is_compiling():
             self._traced = True
-        if self.config.target_dtype is not None and self.config.cast_inputs:
-            dtype = TORCH_DTYPES[self.config.target_dtype]
-            args, kwargs = tree_map_only(
-                torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, (args, kwargs)
-            )
+        args, kwargs = self.cast(args, kwargs)
         try:
             return self.module(*args, **kwargs)
         except BaseException:
             self._release()
             raise
+
+    def cast(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The arguments of a forward, with floating-point tensors in ``param_dtype``, as :meth:`forward` says."""
+        if self.offload_config.target_dtype is None or not self.offload_config.cast_inputs:
+            return args, kwargs
+        dtype = TORCH_DTYPES[self.offload_config.target_dtype]
+        return tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, (args, kwargs))
 
     def _release(self) -> None:
         """After an error no partitioned parameter stays whole."""
@@ -160,7 +179,7 @@ class Engine(nn.Module):
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             got = f"of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
             raise GradientError(f"backward: the loss is {got}, expected a tensor of one element: take its mean or sum")
-        if self.config.update_in_backward and self._reads_wait and not self._compiled:
+        if self.offload_config.update_in_backward and self._reads_wait and not self._compiled:
             self.optimizer.expect_step(average=average)
         parts = self.optimizer.parts
         span = parts.pipeline.device.trace.span(COMPUTE, "backward")
@@ -180,9 +199,11 @@ class Engine(nn.Module):
                 micro-steps), the same on all ranks; None: after every ``gradient_accumulation_steps`` micro-steps.
 
         Raises:
-            StateError: no gradient arrived since the last call.
+            StateError: no gradient arrived since the last call; the model has got parameters since ``wrap`` that are
+                to be trained and that the optimizer was not given.
             GradientError: averaged and summed gradients are mixed; nothing was updated.
         """
+        self._check_later()
         pipeline = self.optimizer.pipeline
         with pipeline.device.trace.span(COMPUTE, "step"):
             updates = pipeline.at_boundary if boundary is None else boundary
@@ -194,6 +215,22 @@ class Engine(nn.Module):
             except StateError:
                 self._check_parameters()
                 raise
+
+    def _check_later(self) -> None:
+        """Raise :class:`StateError` if a parameter that came after ``wrap`` is to be trained, and has no states."""
+        later = self._later.of(self.module)
+        names = [name for name, p in later.items() if p.requires_grad and not self.optimizer.has_states(p)]
+        if not names:
+            return
+        own = {id(param) for param in self.module.parameters()}
+        if not any(id(slot.param) in own for slot in self.optimizer.slots):
+            self._check_parameters()
+        raise StateError(
+            f"parameter {names[0]!r} and {len(names) - 1} others came to the model after wrap(), require a gradient, "
+            "and are not among those that the engine updates; expected them before wrap() (get_peft_model(), "
+            "add_adapter(), load_adapter(), resize_token_embeddings()), in engine.optimizer.add_param_group(), or "
+            "without requires_grad"
+        )
 
     def _check_parameters(self) -> None:
         """Raise :class:`StateError` if a trained parameter is the module's no more: its gradients go elsewhere."""
@@ -254,10 +291,10 @@ class Engine(nn.Module):
         Raises:
             StateError: in stages 2 and 3, which keep no whole gradients.
         """
-        if self.config.stage != 1:
+        if self.offload_config.stage != 1:
             raise StateError(
-                f"no_sync() in stage {self.config.stage}, which keeps no whole gradients; expected stage=1, or no "
-                "no_sync(): gradient_accumulation_steps then sums each rank's shard in fp32"
+                f"no_sync() in stage {self.offload_config.stage}, which keeps no whole gradients; expected stage=1, or "
+                "no no_sync(): gradient_accumulation_steps then sums each rank's shard in fp32"
             )
         alone = self.optimizer.pipeline.device.world_size == 1
         with nullcontext() if alone else self.optimizer.intake.deferring():

@@ -1,8 +1,9 @@
 """Takes gradients: during backward as they appear, or from ``p.grad`` at the step."""
 
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import is_
 from typing import Any
 
 import torch
@@ -31,7 +32,14 @@ class Intake:
         """Hooks may run in a thread of autograd."""
         self._registration = registration
         self._slots = registration.slots
+        self._columns = registration.columns
         self._early = early
+        self._arrived: dict[int, int] = {}
+        """Gradients taken in backwards since the last update, by parameter."""
+        self._averaged: dict[int, int] = {}
+        """The number of these that are averaged over the accumulation steps."""
+        self._deferred: dict[int, torch.Tensor] = {}
+        """The ``p.grad`` that the pipeline gets later, in addition to earlier gradients."""
         self.fresh = False
         """True if a gradient has arrived in this micro-step."""
         self._reduces = False
@@ -61,19 +69,21 @@ class Intake:
         def accumulated(param: torch.Tensor) -> None:
             intake = this()
             if intake is not None and param.grad is not slot.taken:
-                intake._arrived(slot, param.grad, first=True)
+                intake._arrive(slot, param.grad, first=True)
             elif slot.taken.requires_grad:  # create_graph=True attached its graph to the stand-in: use a new one
                 slot.taken.when_added(None)
                 slot.taken = TakenGradient(param, slot.name)
                 slot.taken.when_added(added)
+                if intake is not None:
+                    intake._columns.taken[slot.index] = slot.taken
                 param.grad = slot.taken
 
         def added(gradient: torch.Tensor) -> None:
             intake = this()
             if intake is not None and intake._deferring:
-                slot.deferred = param.grad = gradient.clone()
+                intake._deferred[slot.index] = param.grad = gradient.clone()
             elif intake is not None:
-                intake._arrived(slot, gradient, first=False)
+                intake._arrive(slot, gradient, first=False)
 
         slot.taken.when_added(added)
         frozen = not slot.param.requires_grad
@@ -85,30 +95,41 @@ class Intake:
 
     @torch._disable_dynamo
     @changes("backward()")
-    def _arrived(self, slot: Slot, gradient: torch.Tensor | None, *, first: bool) -> None:
+    def _arrive(self, slot: Slot, gradient: torch.Tensor | None, *, first: bool) -> None:
         assert gradient is not None
-        check_gradient(slot.name, slot.param, gradient)
-        if (slot.param.dtype, slot.param.device) != (slot.taken.dtype, slot.taken.device):
+        i = slot.index
+        if not self._columns.fits(i, gradient):
+            check_gradient(slot.name, slot.param, gradient)
             self._registration.check_unchanged()
         if self._pipeline.scaler is not None and not self._scaling:
             raise GradientError(
                 f"parameter {slot.name!r}: gradient of a plain loss.backward() under loss scaling, which would be "
                 "unscaled without having been scaled; expected engine.backward(loss)"
             )
-        if first and (slot.arrived or self._pipeline.has_gradient(slot.index)) and not slot.continues(gradient):
-            self._drop([slot])  # earlier ones were discarded or replaced by hand
+        if first and (i in self._arrived or self._pipeline.has_gradient(i)) and not self._continues(i, gradient):
+            self._drop([i])  # earlier ones were discarded or replaced by hand
         if self._deferring:
-            slot.deferred, self.fresh = gradient, True
+            self._deferred[i], self.fresh = gradient, True
         else:
-            self._take(slot, gradient)
-        slot.arrived += 1
-        slot.averaged += self._averaging
+            plain = self._pipeline.terms.direct and self._columns.lies_alike(gradient)
+            self._take({i: gradient if plain else flat_like(gradient, slot.param)})
+        self._arrived[i] = self._arrived.get(i, 0) + 1
+        if self._averaging:
+            self._averaged[i] = self._averaged.get(i, 0) + 1
 
-    def _take(self, slot: Slot, gradient: torch.Tensor) -> None:
-        self._pipeline.add_gradient(slot.index, flat_like(gradient, slot.param))
-        slot.param.grad = slot.taken
-        slot.deferred = None
-        self.fresh = self._reduces = True
+    def _take(self, given: Mapping[int, torch.Tensor]) -> None:
+        """Give the pipeline gradients that fit, and with ``early`` put stand-ins in their places."""
+        self._pipeline.add_gradients(given)
+        if self._early:
+            for i in given:
+                self._columns.params[i].grad = self._columns.taken[i]
+                self._deferred.pop(i, None)
+            self.fresh = self._reduces = True
+
+    def _continues(self, i: int, gradient: torch.Tensor | None) -> bool:
+        """True if this ``p.grad`` is the deferred gradient; with ``create_graph`` autograd replaces the tensor."""
+        deferred = self._deferred.get(i)
+        return gradient is not None and deferred is not None and (gradient is deferred or gradient.requires_grad)
 
     @contextmanager
     def scaled_backward(self, *, average: bool = True) -> Iterator[float | None]:
@@ -137,48 +158,56 @@ class Intake:
     @property
     def averages(self) -> bool:
         """True if gradients wait for the update that it averages over the accumulation steps."""
-        return any(slot.averaged for slot in self._slots.values())
+        return bool(self._averaged)
 
     @property
     def _mixes(self) -> bool:
         """True if the update would have to average some waiting gradients and sum others."""
-        return self.averages and any(slot.averaged != slot.arrived for slot in self._slots.values())
+        return self.averages and self._averaged != self._arrived
 
     @property
     def has_deferred(self) -> bool:
         """True if gradients wait in ``p.grad`` that the pipeline has not been given."""
-        return any(slot.deferred is not None for slot in self._slots.values())
+        return bool(self._deferred)
 
     # --- at a step -----------------------------------------------------------------------------------
 
-    def take_present(self, trained: Collection[torch.Tensor], *, boundary: bool) -> None:
+    def take_present(self, left_out: frozenset[int], *, boundary: bool) -> None:
         """Take the gradients in ``p.grad``, which decides: None or another tensor there replaces what has arrived.
 
+        The parameters are unchanged (:meth:`Registration.check_unchanged`).
+
         Args:
-            trained: the parameters that are in a group.
+            left_out: parameters that are in no group: theirs are not taken.
             boundary: True takes deferred gradients, too.
 
         Raises:
             GradientError: one does not fit its parameter; none was taken.
         """
-        present = [
-            (slot, slot.param.grad if slot.param in trained else None)
-            for slot in self._slots.values()
-            if (slot.param.grad is not slot.taken or slot.param not in trained)
-            and (boundary or not slot.continues(slot.param.grad))
-        ]
+        columns = self._columns
+        gradients = columns.gradients()
+        if any(map(is_, gradients, columns.taken)) or left_out or self._deferred:
+            present = [
+                i
+                for i, (gradient, taken) in enumerate(zip(gradients, columns.taken, strict=True))
+                if (gradient is not taken or i in left_out) and (boundary or not self._continues(i, gradient))
+            ]
+        else:  # the common case of an optimizer alone
+            present = [*range(len(gradients))]
         if not present:
             return
-        for slot, gradient in present:
-            if gradient is not None:
-                check_gradient(slot.name, slot.param, gradient)
-        self._drop([slot for slot, gradient in present if not slot.continues(gradient)])
-        for slot, gradient in present:
-            if gradient is not None:
-                if self._early:
-                    self._take(slot, gradient)
-                else:
-                    self._pipeline.add_gradient(slot.index, flat_like(gradient, slot.param))
+        asked = zip(present, map(gradients.__getitem__, present), strict=True)
+        given = {i: gradient for i, gradient in asked if gradient is not None and i not in left_out}
+        if not columns.fit(given):
+            slots = [*self._slots.values()]
+            for i, gradient in given.items():
+                check_gradient(slots[i].name, slots[i].param, gradient)
+        self._drop([i for i in present if not self._continues(i, given.get(i))] if self._deferred else present)
+        if self._pipeline.terms.direct and columns.lie_alike(given.values()):
+            self._take(given)
+        else:  # one by one, so that each can leave
+            for i, gradient in given.items():
+                self._take({i: flat_like(gradient, columns.params[i])})
 
     def end_micro_step(self, *, boundary: bool, may_be_empty: bool) -> None:
         """End an engine's micro-step in the pipeline.
@@ -209,9 +238,10 @@ class Intake:
     def forget(self) -> None:
         """Record that no gradient has arrived, and remove the stand-ins from the parameters."""
         self.fresh = self._reduces = False
-        for slot in self._slots.values():
-            slot.release()
-            slot.forget()
+        if self._early:
+            self._columns.remove_taken()
+        for record in (self._arrived, self._averaged, self._deferred):
+            record.clear()
 
     def discard(self) -> None:
         """Forget all gradients, those on the host included."""
@@ -221,12 +251,16 @@ class Intake:
             self._registration.flush()
         self.forget()
 
-    def _drop(self, slots: Sequence[Slot]) -> None:
-        present = [slot.index for slot in slots if self._pipeline.has_gradient(slot.index)]
-        if present:
-            self._pipeline.drop_gradients(present)
-        for slot in slots:
-            slot.forget()
+    def _drop(self, indices: Sequence[int]) -> None:
+        """Forget the gradients of these parameters that have arrived."""
+        if self._pipeline.holds_gradients:
+            present = [i for i in indices if self._pipeline.has_gradient(i)]
+            if present:
+                self._pipeline.drop_gradients(present)
+        if self._arrived or self._deferred:
+            for i in indices:
+                for record in (self._arrived, self._averaged, self._deferred):
+                    record.pop(i, None)
 
 
 def _remove(handles: list[Any]) -> None:

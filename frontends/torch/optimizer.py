@@ -26,6 +26,7 @@ from .intake import Intake
 from .ranks.device_ranks import device_for
 from .registration import NamedParam, Registration, Slot, check_new, named_params
 from .stage3.construction import check_finished, check_takes_none
+from .stage3.hooks import leaf_modules
 from .stage3.partitioned import PartitionedModel
 from .state_io import (
     Hidden,
@@ -165,6 +166,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
         check_finished()
         check_new(named, device)
         config = replace(self.config, op_order=self.config.op_order or "torch")
+        if model is None:  # only an Engine announces its steps
+            config = replace(config, update_in_backward=False)
         self.casts = casts = casts or Casts(config, model)
         """The element types of the model's tensors."""
         if model is not None:
@@ -175,6 +178,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
         if model is not None and config.takes_apart(pipeline.device.world_size):
             self.partitioned = PartitionedModel(model, device, process_group, pipeline, casts)
         else:
+            if model is not None:
+                leaf_modules(model, config.leaf_modules)
             check_takes_none(
                 [*(entry[:2] for entry in named), *(model.named_parameters() if model is not None else ())], config
             )
@@ -393,12 +398,13 @@ class OffloadedAdamW(torch.optim.Optimizer):
         parts = self.parts
         pipeline, intake, registration = parts.pipeline, parts.intake, parts.registration
         hypers, groups = self._prepare(parts, boundary=True)
+        tensors = registration.current_tensors()
+        divisor, number = self._divisor(intake.averages), pipeline.updates + 1
         if boundary is not None:
+            pipeline.confirm_step(hypers, tensors, divisor=divisor, groups=groups)
             intake.end_micro_step(boundary=True, may_be_empty=boundary.may_be_empty)
         gathered = 0 if self.partitioned is None else self.partitioned.before_change()
-        tensors = registration.current_tensors()
         try:
-            divisor, number = self._divisor(intake.averages), pipeline.updates + 1
             report = pipeline.step(hypers, tensors, divisor=divisor, groups=groups, gathered=gathered)
             if not self.reads_wait:
                 pipeline.finish()
@@ -412,7 +418,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
     def _end_broken_step(self) -> None:
         """After an error or an interrupt in a step: its gradients are gone, and no reader waits for parameters."""
         parts = self.parts
-        parts.registration.follow_update()  # first: further interrupts may end the waits below
+        parts.registration.follow_update(broken=True)  # first: further interrupts may end the waits below
         with suppress(Exception):  # the one that is being raised
             parts.pipeline.finish()
         with suppress(StateError):  # states that were updated in backward keep the gradients that they used
@@ -420,7 +426,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         if self.partitioned is not None:
             self.partitioned.live.forget_order()
         parts.intake.forget()
-        parts.registration.follow_update()
+        parts.registration.follow_update(broken=True)
 
     def _prepare(self, parts: Parts, *, boundary: bool) -> tuple[list[AdamHyper], list[int]]:
         """Check everything that an update needs, take the gradients that are in ``p.grad``, and return the
@@ -430,19 +436,19 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
         Raises as ``step`` does; nothing has changed then.
         """
-        hypers, group_of = self._hypers(), self.group_of()
-        slots = parts.registration.slots
+        hypers, registration = self._hypers(), parts.registration
         if boundary:
             if self.partitioned is not None:
                 self.partitioned.check_closed()
             if self.config.update_in_backward:  # else no gradient has been used yet
-                groups = [group_of.get(param, 0) for param in slots]
+                groups = registration.grouping(self.param_groups).groups
                 parts.pipeline.check_expected(hypers, divisor=self._divisor(parts.intake.averages), groups=groups)
         # Among ranks a gradient may be on one of them only; there ``requires_grad`` decides.
         self.take_on_unfrozen(with_gradient=parts.pipeline.device.world_size == 1)
-        parts.registration.check_unchanged()
-        parts.intake.take_present(group_of.keys(), boundary=boundary)
-        return hypers, [group_of.get(param, 0) for param in slots]
+        registration.check_unchanged()
+        grouping = registration.grouping(self.param_groups)
+        parts.intake.take_present(grouping.left_out, boundary=boundary)
+        return hypers, grouping.groups
 
     def expect_step(self, *, average: bool = True) -> None:
         """Announce that ``step`` follows the backward that now begins, so that parameters may be written during it.
@@ -451,8 +457,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         """
         pipeline, registration = self.parts.pipeline, self.parts.registration
         if registration.readers_can_wait:
-            tensors, group_of = registration.current_tensors(), self.group_of()
-            groups = [group_of.get(param, 0) for param in registration.slots]
+            tensors, groups = registration.current_tensors(), registration.grouping(self.param_groups).groups
             pipeline.expect_step(
                 self._hypers(),
                 tensors,
@@ -623,7 +628,7 @@ def _refuse_engine_fields(config: OffloadConfig) -> None:
     """Raise :class:`ConfigError` for fields that only an Engine follows."""
     default = OffloadConfig()
     engines = [name for name in FIELDS if "loss_scale" in name]
-    engines += ["gradient_accumulation_steps", "offload_param", "buffer_dtype", "cast_inputs"]
+    engines += ["gradient_accumulation_steps", "offload_param", "buffer_dtype", "cast_inputs", "leaf_modules"]
     engines += ["stage"] if config.stage == 3 else []
     for name in engines:
         if getattr(config, name) != getattr(default, name):

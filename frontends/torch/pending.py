@@ -11,10 +11,11 @@ gradient and the like do not wait. So state_dict(), evaluation or a read by hand
 
 import copy
 import sys
+import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -44,14 +45,15 @@ METADATA = _metadata()
 """Torch functions that do not see values."""
 
 
-class PendingParameter(nn.Parameter):
-    """An ``nn.Parameter`` until somebody reads it."""
+class _Pending:
+    """What a tensor's class is made of until somebody reads the tensor."""
 
-    def __new__(cls, data: Any = None, requires_grad: bool = True) -> nn.Parameter:  # type: ignore[misc]
-        return nn.Parameter(data, requires_grad)  # a new object of this type is a plain parameter
+    __slots__ = ()
+    settled: type = nn.Parameter
+    """The tensor's own class."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        settle(self)
+        settle(cast(torch.Tensor, self))
         return copy.deepcopy(self, memo)
 
     @classmethod
@@ -62,9 +64,25 @@ class PendingParameter(nn.Parameter):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, PendingParameter):
-                settle(leaf)
+            if isinstance(leaf, _Pending):
+                settle(cast(torch.Tensor, leaf))
         return func(*args, **(kwargs or {}))
+
+
+class PendingParameter(_Pending, nn.Parameter):
+    """An ``nn.Parameter`` until somebody reads it."""
+
+    def __new__(cls, data: Any = None, requires_grad: bool = True) -> nn.Parameter:  # type: ignore[misc]
+        return nn.Parameter(data, requires_grad)  # a new object of this type is a plain parameter
+
+
+_CLASSES: dict[type, type] = {nn.Parameter: PendingParameter}
+"""The class of pending tensors, by their own."""
+
+
+def settled_type(tensor: torch.Tensor) -> type:
+    """The tensor's own class, pending or not."""
+    return tensor.settled if isinstance(tensor, _Pending) else type(tensor)
 
 
 _READ_WHAT_IS_INSIDE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
@@ -195,10 +213,21 @@ def make_pending(param: torch.Tensor, wait: Callable[[], None], *, before_module
         wait()
 
 
+def guard(tensor: torch.Tensor, wait: Callable[[], None]) -> None:
+    """As :func:`make_pending`, for a tensor of any class that holds values itself, parameter or not."""
+    own = settled_type(tensor)
+    if own not in _CLASSES:
+        _CLASSES[own] = types.new_class(
+            f"Pending{own.__name__}", (_Pending, own), exec_body=lambda space: space.update(settled=own)
+        )
+    _WAITS[id(tensor)] = wait
+    tensor.__class__ = _CLASSES[own]
+
+
 @torch._disable_dynamo
 def settle(param: torch.Tensor) -> None:
     """Wait for the parameter, if it is pending."""
-    if isinstance(param, PendingParameter):
+    if isinstance(param, _Pending):
         wait = _WAITS.get(id(param))
         if wait is not None:  # else a signal handler has settled it just now
             wait()
@@ -207,8 +236,8 @@ def settle(param: torch.Tensor) -> None:
 
 def forget(param: torch.Tensor) -> None:
     """Record that the parameter is not pending."""
-    if isinstance(param, PendingParameter):
-        param.__class__ = nn.Parameter  # type: ignore[assignment]
+    if isinstance(param, _Pending):
+        param.__class__ = param.settled
     _WAITS.pop(id(param), None)
     if id(param) in _BEFORE_MODULES:
         _BEFORE_MODULES.discard(id(param))

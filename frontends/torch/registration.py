@@ -6,11 +6,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import is_
 from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import increment_version
 
 from offload_core.errors import ParameterError, StateError
 from offload_core.layout.partition import ParamSpec
@@ -24,6 +24,7 @@ from offload_core.support.launchers import local_processes
 from offload_core.support.threads import clear_up
 
 from .casting import Casts
+from .columns import Columns
 from .data_writes import DataWrites, data_of
 from .pending import can_wait, forget, make_pending, settle
 from .stage3.construction import shards_of
@@ -42,13 +43,15 @@ from .tensors import (
 OWNED: "weakref.WeakValueDictionary[int, Slot]" = weakref.WeakValueDictionary()
 """Slots by the ``id`` of their parameter; a slot keeps its parameter alive, so no id is reused."""
 
+_NOWHERE = torch.empty(0, device="cpu")
+
 NamedParam = tuple[str, torch.Tensor, int]
 """A parameter's name, the parameter, and the number of its group."""
 
 
 @dataclass(eq=False)
 class Slot:
-    """A parameter that has states: its number in the pipeline, and its version after the last update."""
+    """A parameter that has states, and its number in the pipeline and in :class:`Columns`."""
 
     name: str
     param: torch.Tensor
@@ -56,52 +59,37 @@ class Slot:
     taken: TakenGradient
     order: list[int] | None
     """The memory order of its states (``tensors.memory_order``)."""
-    arrived: int = 0
-    """Gradients taken in backwards since the last update. :class:`Intake` keeps this and the next two fields."""
-    averaged: int = 0
-    """The number of these that are averaged over the accumulation steps."""
-    deferred: torch.Tensor | None = None
-    """The ``p.grad`` that the pipeline gets later, in addition to earlier gradients; None: there is none."""
     partitioned: bool = False
     """True if the rank holds a shard of it; then only ``gathered_parameters`` changes it from outside."""
     data_writes: DataWrites | None = None
     """None where the rank holds a shard."""
-    version: int = 0
-    address: int = 0
-
-    @property
-    def changed(self) -> bool:
-        """Whether somebody else wrote to the parameter since :meth:`note`, as far as torch or ``data_writes`` tell."""
-        if self.data_writes is None:
-            return False
-        return self.data_writes.seen() or (self.version, self.address) != (self.param._version, self.param.data_ptr())
-
-    def note(self) -> None:
-        """Record that the parameter, as it is now, agrees with its master weights."""
-        if self.data_writes is not None:
-            self.data_writes.forget()
-            with torch._C.DisableTorchFunctionSubclass():  # no read: nobody has to wait
-                self.version, self.address = self.param._version, self.param.data_ptr()
-
-    def doubt(self) -> None:
-        """Record that the parameter may differ from its master weights: their next use compares them first."""
-        self.version = -1
-
-    def forget(self) -> None:
-        """Record that no gradient has arrived."""
-        self.arrived = self.averaged = 0
-        self.deferred = None
-
-    def continues(self, gradient: torch.Tensor | None) -> bool:
-        """True if this ``p.grad`` is the deferred gradient; with ``create_graph`` autograd replaces the tensor."""
-        return (
-            gradient is not None and self.deferred is not None and (gradient is self.deferred or gradient.requires_grad)
-        )
 
     def release(self) -> None:
         """Remove the stand-in from the parameter."""
         if self.param.grad is self.taken:
             self.param.grad = None
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """An optimizer's groups, as they were when this was made, and the parameters that have states."""
+
+    members: list[list[torch.Tensor]]
+    """The parameters of each group."""
+    groups: list[int]
+    """The group of each parameter that has states."""
+    left_out: frozenset[int]
+    """The numbers of those that are in no group; ``groups`` has 0 for them."""
+    without_states: list[torch.Tensor]
+    """Parameters in a group that have none."""
+
+    def holds(self, groups: Sequence[Mapping[str, Any]], n_slots: int) -> bool:
+        """Whether the groups have the same parameters still, and so many of them have states."""
+        return (
+            len(self.groups) == n_slots
+            and [len(group["params"]) for group in groups] == [len(params) for params in self.members]
+            and all(all(map(is_, group["params"], params)) for group, params in zip(groups, self.members, strict=True))
+        )
 
 
 class Registration:
@@ -126,6 +114,14 @@ class Registration:
         gradients_leave: bool,
     ) -> None:
         self.slots: dict[torch.Tensor, Slot] = {}
+        self.columns = Columns(device)
+        self._flat: list[torch.Tensor] = []
+        """The memory of parameters that are whole, where it was when they were last asked for."""
+        self._replaced: set[int] = set()
+        """Those that have other memory since: theirs is not kept alive."""
+        self._used: set[DataWrites] = set()
+        """Those of parameters whose ``data`` was used."""
+        self._grouping = Grouping([], [], frozenset(), [])
         self._pipeline = pipeline
         self._device = device
         self._partitioned = partitioned
@@ -143,10 +139,22 @@ class Registration:
         """As the function :func:`check_new`, for parameters to be added to those of this optimizer."""
         check_new(named, self._device, self.slots)
 
-    def unfrozen(self, groups: Iterable[Mapping[str, Any]], *, with_gradient: bool) -> list[NamedParam]:
+    def grouping(self, groups: Sequence[Mapping[str, Any]]) -> Grouping:
+        """These groups and the parameters that have states, made anew where one of the two has changed."""
+        if not self._grouping.holds(groups, len(self.slots)):
+            members = [list(group["params"]) for group in groups]
+            group_of = {param: g for g, params in enumerate(members) for param in params}
+            self._grouping = Grouping(
+                members,
+                [group_of.get(param, 0) for param in self.slots],
+                frozenset(slot.index for param, slot in self.slots.items() if param not in group_of),
+                [param for param in group_of if param not in self.slots],
+            )
+        return self._grouping
+
+    def unfrozen(self, groups: Sequence[Mapping[str, Any]], *, with_gradient: bool) -> list[NamedParam]:
         """Parameters of these groups without states that require a gradient (``with_gradient``: have one)."""
-        groups = list(groups)
-        unknown = [param for group in groups for param in group["params"] if param not in self.slots]
+        unknown = self.grouping(groups).without_states
         new = {param for param in unknown if (param.grad is not None if with_gradient else param.requires_grad)}
         if not new:
             return []
@@ -177,13 +185,13 @@ class Registration:
         tensors = [cut[p].shard if p in cut else flat(p) for _, p, _ in named]
         pipeline.add_parameters(specs, tensors, frozen=[spec for spec, _ in frozen])
         if parted is not None:
+            for i, (_, param, _) in enumerate(named):
+                if param in cut:
+                    parted.parameters.train(cut[param], first + i)
             parted.keep_shards(cut.values())
         new = []
         for i, (name, param, _) in enumerate(named):
-            if specs[i].partitioned:
-                assert parted is not None
-                parted.parameters.train(param, first + i)
-            elif (target := targets[i]) is not None:
+            if not specs[i].partitioned and (target := targets[i]) is not None:
                 cast_param(param, TORCH_DTYPES[target])
             slot = Slot(
                 name,
@@ -192,9 +200,12 @@ class Registration:
                 TakenGradient(param, name),
                 memory_order(param),
                 partitioned=specs[i].partitioned,
-                data_writes=None if specs[i].partitioned else DataWrites(param),
+                data_writes=None
+                if specs[i].partitioned
+                else DataWrites(param, self._used, partial(_let_go_of, self._flat, self._replaced, first + i)),
             )
-            slot.note()
+            self._flat.append(_NOWHERE if slot.partitioned else flat(data_of(param)))
+            self.columns.add(param, slot.taken)
             self.slots[param] = slot
             OWNED[id(param)] = slot
             new.append(slot)
@@ -213,17 +224,49 @@ class Registration:
 
     def current_tensors(self, slots: Collection[Slot] | None = None) -> list[torch.Tensor]:
         """As :meth:`tensors`, for all parameters or for these; master weights first follow changes from outside."""
-        slots = self.slots.values() if slots is None else slots
-        with torch._C.DisableTorchFunctionSubclass():  # no read: nobody has to wait
-            tensors = [self.tensor(slot) for slot in slots]
-            changed = [(slot, tensor) for slot, tensor in zip(slots, tensors, strict=True) if slot.changed]
-        for slot, tensor in changed:
+        written = self._written_from_outside()
+        if self._replaced:
+            with torch._C.DisableTorchFunctionSubclass():
+                for slot in self.slots.values():
+                    if slot.index in self._replaced:
+                        self._replaced.discard(slot.index)  # first: it may be replaced again
+                        self._flat[slot.index] = self.tensor(slot)
+        for slot in written if slots is None else set(slots).intersection(written):
+            with torch._C.DisableTorchFunctionSubclass():  # no read: nobody has to wait
+                tensor = self._flat[slot.index] = self.tensor(slot)
             StateAccess(self._pipeline).adopt(slot.index, tensor)
-            slot.note()
-        return tensors
+            self.note(slot)
+        if slots is None and self._partitioned is None:
+            return [*self._flat]
+        asked = self.slots.values() if slots is None else slots
+        return [self.tensor(slot) if slot.partitioned else self._flat[slot.index] for slot in asked]
+
+    def _written_from_outside(self) -> list[Slot]:
+        """Whole parameters that somebody else wrote to since :meth:`note`, as far as can be told."""
+        changed = {*self.columns.changed()}
+        used = {writes for writes in [*self._used] if writes.seen()}
+        if not changed and not used:
+            return []
+        return [
+            slot
+            for slot in self.slots.values()
+            if not slot.partitioned and (slot.index in changed or slot.data_writes in used)
+        ]
+
+    def note(self, slot: Slot) -> None:
+        """Record that the parameter, as it is now, agrees with its master weights."""
+        if slot.data_writes is not None:
+            slot.data_writes.forget()
+        self.columns.note(slot.index)
+
+    def doubt(self, slot: Slot) -> None:
+        """Record that the parameter may differ from its master weights: their next use compares them first."""
+        self.columns.doubt(slot.index)
 
     def check_unchanged(self) -> None:
         """Raise :class:`ParameterError` if a parameter has another size, type, device or order than its states."""
+        if self.columns.unchanged():
+            return
         for slot in self.slots.values():
             spec, param = self._pipeline.params[slot.index], slot.param
             got = (param.numel(), param.dtype, param.device)
@@ -245,24 +288,30 @@ class Registration:
             self._partitioned.before_change()
         self._pipeline.flush(self.tensors())
 
-    def follow_update(self) -> None:
-        """After a step has begun: tell autograd of the written parameters, and have their readers wait for them."""
-        written = [slot for slot in self.slots.values() if slot.index in self._pipeline.published]
-        for slot in written:
-            increment_version(slot.param)  # as after any in-place update
-        for slot in self.slots.values():
-            slot.note()
+    def follow_update(self, *, broken: bool = False) -> None:
+        """After a step has begun: tell autograd of the written parameters, and have their readers wait for them.
+
+        Args:
+            broken: an interrupt may have come between a write and its count.
+        """
+        written = [*self._pipeline.published]
+        self.columns.count_writes(written)
+        if broken:
+            self.columns.note_all()
+        for writes in [*self._used]:
+            writes.forget()
         if not self._pipeline.finished:
-            for slot in written:
+            slots = [*self.slots.values()]
+            for slot in [slots[index] for index in written]:
                 if not slot.partitioned:
                     _make_readers_wait(slot, self._pipeline)
 
     def follow_replaced(self, tensors: Sequence[torch.Tensor]) -> None:
         """After master weights were replaced: write them to the parameters."""
         self._pipeline.flush(tensors)
+        self.columns.count_writes(range(len(self.slots)))
         for slot in self.slots.values():
-            increment_version(slot.param)
-            slot.note()
+            self.note(slot)
 
     @property
     def readers_can_wait(self) -> bool:
@@ -275,9 +324,9 @@ class Registration:
     def before_send(self, params: Collection[int]) -> None:
         """The pipeline is about to write parameters during backward: tell autograd, and have their readers wait."""
         slots = list(self.slots.values())
+        self.columns.count_writes(params)
         for slot in (slots[param] for param in params):
-            increment_version(slot.param)
-            slot.note()
+            self.note(slot)
             _make_readers_wait(slot, self._pipeline)
 
     # --- memory --------------------------------------------------------------------------------------
@@ -337,6 +386,11 @@ class Registration:
         return replace(plan, rows=(*plan.rows, *rows), held=held)
 
 
+def _let_go_of(memory: list[torch.Tensor], replaced: set[int], index: int) -> None:
+    memory[index] = _NOWHERE
+    replaced.add(index)
+
+
 def named_params(g: int, group: Mapping[str, Any]) -> list[NamedParam]:
     """The parameters of group ``g``, each once."""
     names = group.get("param_names") or [f"group {g}, parameter {i}" for i in range(len(group["params"]))]
@@ -384,6 +438,8 @@ def let_go(slots: dict[torch.Tensor, Slot]) -> None:
             with suppress(StateError):  # it was sent early, for a step that is never made
                 settle(slot.param)
             forget(slot.param)
+        if slot.data_writes is not None:
+            slot.data_writes.end()
         slot.release()
         slot.taken.when_added(None)
         if OWNED.get(id(slot.param)) is slot:

@@ -173,6 +173,7 @@ class TorchStates:
 
     def _load(self, slot: Slot, entry: Mapping[str, Any]) -> None:
         views = self.views[slot.param]
+        shard = self._registration.tensor(slot).clone() if slot.partitioned else None  # its values stay
         self._states.will_change([slot.index])
         for name in views.held:
             if name in entry:
@@ -181,9 +182,9 @@ class TorchStates:
                 self._states.reload_master(slot.index, self._registration.tensor(slot))
             else:
                 views.put(name, 0.0)
-        if slot.partitioned:
-            self._states.adopt(slot.index, self._registration.tensor(slot))
-        slot.doubt()  # the model's weights may be loaded after this
+        if shard is not None:
+            self._states.adopt(slot.index, shard)
+        self._registration.doubt(slot)  # the model's weights may be loaded after this
 
     def whole(self, param: torch.Tensor, names: Collection[str] = STATE_NAMES) -> dict[str, torch.Tensor]:
         """As ``OffloadedAdamW.whole_states``."""
@@ -199,7 +200,7 @@ class TorchStates:
         self._states.set_states(slot.index, {"master": master})
         with gathered_parameters(param, modifier_rank=0), torch.no_grad():
             param.copy_(values)
-        slot.note()
+        self._registration.note(slot)
 
 
 @dataclass(frozen=True)

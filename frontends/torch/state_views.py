@@ -13,7 +13,7 @@ from offload_core.step.pipeline import Pipeline
 from offload_core.step.state_access import StateAccess
 
 from .ranks.device import as_torch
-from .tensors import flat_like, memory, shaped_like
+from .tensors import TORCH_DTYPES, flat_like, memory, shaped_like
 
 
 class Kept(dict):
@@ -151,7 +151,7 @@ class Encoded:
 
     def read(self) -> torch.Tensor:
         """The values, exactly, in the narrowest type that holds them."""
-        run = torch.empty(self._array.size, dtype=torch.bfloat16)
+        run = torch.empty(self._array.size, dtype=TORCH_DTYPES[self._array.format.values])
         self._array.read(0, memory(run))
         if self._param is None:
             return run.as_subclass(DecodedPart)

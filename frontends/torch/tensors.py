@@ -11,14 +11,17 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from offload_core.checkpoint.safetensors import NAME_OF
 from offload_core.device.exchange_sizes import REFUSED_DEVICES
-from offload_core.dtypes import BFLOAT16, FLOAT16, FLOAT32, ElementType
+from offload_core.dtypes import BFLOAT16, BYTE, FLOAT16, FLOAT32, ElementType
 from offload_core.errors import GradientError, ParameterError
 from offload_core.layout.partition import ParamSpec
 from offload_core.layout.regions import InMemory
 
 ELEMENT_TYPES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
+DTYPE: Any = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
 _ADDITIONS = (torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor)
-TORCH_DTYPES = {element_type: dtype for dtype, element_type in ELEMENT_TYPES.items()}
+MOVED_TYPES = ELEMENT_TYPES | {torch.uint8: BYTE}
+"""Of shards, which the engine moves; those of :data:`ELEMENT_TYPES` may train, too."""
+TORCH_DTYPES = {element_type: dtype for dtype, element_type in MOVED_TYPES.items()}
 NUMPY_DTYPES = {getattr(torch, dtype.name): dtype for dtype in NAME_OF}
 """NumPy types of all torch types that files can hold."""
 
@@ -101,8 +104,9 @@ def check_param(name: str, param: torch.Tensor) -> None:
         )
     if is_traceable_wrapper_subclass(param):
         raise ParameterError(
-            f"parameter {name!r} is a {type(param).__name__}, whose values are in other tensors; {expected}: do "
-            "without fully_shard and tensor parallelism, wrap(model, stage=3) shards parameters itself"
+            f"parameter {name!r} is a {type(param).__name__}, whose values are in other tensors; {expected}: freeze it "
+            "if it is quantised (requires_grad_(False)), and train adapters; do without fully_shard and tensor "
+            "parallelism, wrap(model, stage=3) shards parameters itself"
         )
     if param.is_inference():
         raise ParameterError(f"parameter {name!r} was made in inference mode and cannot train; {expected}")
@@ -206,6 +210,8 @@ class TakenGradient(torch.Tensor):
     the host, too; assigning a tensor replaces it.
     """
 
+    # What it is used for shows in dispatch, and its shape and type in no call of Python.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     _name: str
     _added: Callable[[torch.Tensor], None] | None
 

@@ -9,6 +9,7 @@ to a manifest (``saving.py``). So no process waits for another while training go
 """
 
 import json
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -520,7 +521,8 @@ def _check(loaded: Loaded, trained: Mapping[str, tuple[int, ...]], targets: Sequ
         )
     for target in targets:
         theirs = loaded.others.get(target.name, {}).get("dtype", "float32")
-        if target.dtype is not None and _KINDS.get(theirs) != _KINDS[str(target.dtype)]:
+        kept = target.dtype is None or target.name in loaded.left_out
+        if not kept and _KINDS.get(theirs) != _KINDS[str(target.dtype)]:
             raise CheckpointError(
                 f"{path}: {target.name!r} is of {theirs} in it, expected {target.dtype}: is it the checkpoint of "
                 "another model?"
@@ -549,7 +551,9 @@ class InOrder:
 def _written(pipeline: Pipeline, front_end: str | None) -> dict[str, Any]:
     """For information: versions, settings and date. Loading does not depend on it."""
     config = {
-        field.name: value if value is None or isinstance(value, bool | int | float | str) else repr(value)
+        field.name: value
+        if value is None or isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value))
+        else repr(value)
         for field in fields(pipeline.config)
         for value in [getattr(pipeline.config, field.name)]
     }

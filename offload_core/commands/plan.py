@@ -18,6 +18,7 @@ from ..memory.host_memory import available_bytes, format_bytes
 from ..memory.plan import MemoryPlan, PlanRow, format_table
 from ..step.at_once import rows_at_once
 from ..step.bucket_terms import NARROWER, BucketTerms
+from ..step.loss_scale import scaler_for
 from ..support.processors import default_threads
 from ..support.units import count, mesh, rate, size
 from .jax_shapes import MeshPart
@@ -43,6 +44,7 @@ _FIELDS = (
     "gradient_accumulation_steps",
     "max_live_parameters",
     "schedule",
+    "update_in_backward",
     "state_format",
     "master_dtype",
 )
@@ -83,9 +85,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--host-memory", type=size, metavar="SIZE", help="of a machine (default: what is available here)")
     add("--device-memory", type=size, metavar="SIZE", help="of each device")
     add("--activation-memory", type=size, default=0, metavar="SIZE", help="of each device; else it is not counted")
+    add(
+        "--host-activation-memory",
+        type=size,
+        default=0,
+        metavar="SIZE",
+        help="of each rank: activations that wait on the host (save_on_cpu); else it is not counted",
+    )
     for name in _FIELDS[:3]:
         add(f"--{name.replace('_', '-')}", type=count, metavar="N", help=f"as OffloadConfig.{name}")
     add("--schedule", choices=("overlap", "serial", "delayed"), help="as OffloadConfig.schedule")
+    add(
+        "--update-in-backward",
+        action="store_const",
+        const=True,
+        help="as OffloadConfig.update_in_backward, without clipping: few gradients are on the host at a time",
+    )
     add("--state-format", choices=tuple(SHORT_NAMES), help="as OffloadConfig.state_format (default: fp32)")
     add("--master-dtype", choices=("float32", "bfloat16"), help="as OffloadConfig.master_dtype")
     add("--dram-bandwidth", type=rate, metavar="RATE", help="of a machine, bytes a second (default: measured here)")
@@ -156,6 +171,7 @@ def run(args: argparse.Namespace) -> int:
                     "host_memory": host,
                     "device_memory": args.device_memory,
                     "activation_memory": args.activation_memory or None,
+                    "host_activation_memory": args.host_activation_memory or None,
                     "speeds": asdict(speeds),
                     "tiers": [_as_json(tier) for tier in tiers],
                     "fits": bool(fitting),
@@ -175,7 +191,9 @@ def run(args: argparse.Namespace) -> int:
         print(f"{what}: {numel:,} parameters, {args.world_size} {ranks}, {processes} a machine, on {args.device}")
         print(f"memory: host {format_bytes(host)} a machine, device {_or(args.device_memory, format_bytes, 'any')}")
         print(f"bandwidth: host {speeds.dram / 1e9:.1f} GB/s ({measured}), link {link}")
-        counted = "as given" if args.activation_memory else "not counted (--activation-memory)"
+        counted = (
+            "as given" if args.activation_memory or args.host_activation_memory else "not counted (--activation-memory)"
+        )
         whose = "a rank's" if not in_jax else "a process's" + ", its devices together" * (devices > 1)
         print(f"sizes are {whose}; activations: {counted}\n")
         print(f"{_memory_table(tiers)}\n\n{_time_table(tiers)}\n\n{_format_table(formats)}")
@@ -206,10 +224,14 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError("--flops and --tokens predict the compute time together; expected both or neither")
     if args.frontend == "jax":
         of_torch = [
-            name for name in ("stage", "offload_param", "max_live_parameters") if getattr(args, name) is not None
+            name
+            for name in ("stage", "offload_param", "max_live_parameters", "update_in_backward")
+            if getattr(args, name) is not None
         ]
         if of_torch:
             name = of_torch[0].replace("_", "-")
+            if name == "update-in-backward":
+                raise ConfigError(f"--{name} has no effect in JAX, whose gradients come at once; expected it left out")
             raise ConfigError(f"--{name} is torch's; expected --mesh, which says how JAX's parameters are sharded")
         if args.mesh and math.prod(args.mesh) % ranks:
             sizes = "x".join(map(str, args.mesh))
@@ -244,12 +266,11 @@ def _plan(
     given = {name: getattr(args, name) for name in _FIELDS if getattr(args, name) is not None}
     config = OffloadConfig(stage=stage, offload_param=tier, param_dtype=args.param_dtype, **given)
     on_host = args.device == "cpu"
-    terms = BucketTerms(config, planned_device(args.world_size, addressable=on_host))
     specs = specs_of(shapes, dtypes, config, args.world_size)
+    scaled = scaler_for(config, [spec.dtype for spec in specs]) is not None
+    terms = BucketTerms(config, planned_device(args.world_size, addressable=on_host), scaled=scaled)
     plan = terms.plan(specs)
-    if args.activation_memory:
-        row = PlanRow("activations", "device", args.activation_memory, "smaller micro-batches")
-        plan = replace(plan, rows=(*plan.rows, row))
+    plan = replace(plan, rows=(*plan.rows, *_activations(args)))
     step = predict(
         terms,
         specs,
@@ -260,6 +281,12 @@ def _plan(
     )
     about = {"stage": stage, "offload_param": tier}
     return _Tier(about, plan, plan.missing(host, args.device_memory, processes=processes), step)
+
+
+def _activations(args: argparse.Namespace, devices: int = 1) -> list[PlanRow]:
+    """What was declared of them, of a process with so many devices."""
+    declared = {"device": devices * args.activation_memory, "host": args.host_activation_memory}
+    return [PlanRow("activations", where, n, "smaller micro-batches") for where, n in declared.items() if n]
 
 
 def _jax_plan(
@@ -278,9 +305,7 @@ def _jax_plan(
     terms = BucketTerms(config, planned_jax_device(on_host=on_host))
     specs, arrays = part.specs_of(shapes, dtypes, config, on_host=on_host)
     rows = [*terms.host_rows(specs), *rows_at_once(terms, specs, arrays, on_host=on_host, donate=donate)]
-    if args.activation_memory:
-        n_bytes = part.devices * args.activation_memory
-        rows.append(PlanRow("activations", "device", n_bytes, "smaller micro-batches"))
+    rows += _activations(args, part.devices)
     numel = sum(spec.numel for spec in specs)
     plan = MemoryPlan(tuple(rows), numel, shared=on_host, savings=terms.savings(specs))
     step = predict(

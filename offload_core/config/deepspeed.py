@@ -294,6 +294,11 @@ class _Translation:
                 self.ignored[f"zero_optimization.{name}"] = "of stage 3 only"
             elif name in given:
                 self.fields[field] = given[name]
+        leaves = tuple(name for names in given.get("leaf_module", {}).values() for name in names)
+        if leaves and stage != 3:
+            self.ignored["zero_optimization.leaf_module"] = "of stage 3 only"
+        elif leaves:
+            self.fields["leaf_modules"] = leaves
         if "overlap_comm" in given:
             self.fields["schedule"] = "overlap" if given["overlap_comm"] else "serial"
 

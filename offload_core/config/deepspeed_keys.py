@@ -89,6 +89,12 @@ def text(name: str, value: Any) -> str:
     return value
 
 
+def texts(name: str, value: Any) -> list[str]:
+    if not isinstance(value, list | tuple):
+        raise ConfigError(f"{name}: got {checks.shown(value)}, expected a list of strings")
+    return [text(name, each) for each in value]
+
+
 _DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 
@@ -194,7 +200,13 @@ _ZERO: dict[str, Key] = {
     "stage3_module_granularity_threshold": _ignored(_GATHER, 0, old=("module_granularity_threshold",)),
     "stage3_use_all_reduce_for_fetch_params": _ignored(_GATHER, False, old=("use_all_reduce_for_fetch_params",)),
     "stage3_allgather_sequential": _ignored(_GATHER, False, old=("allgather_sequential",)),
-    "leaf_module": _ignored(_GATHER),
+    "leaf_module": _section(
+        {
+            "classes": _sets(texts, "`leaf_modules`"),
+            "names": _sets(texts, "`leaf_modules`"),
+            "name_suffixes": _sets(texts, "`leaf_modules`"),
+        }
+    ),
     "memory_efficient_linear": _ignored("`torch.nn.functional.linear` is left as it is"),
     "override_module_apply": _ignored("`Module.apply` is left as it is"),
     "pipeline_loading_checkpoint": _ignored("there is no pipeline"),

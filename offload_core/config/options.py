@@ -1,5 +1,6 @@
 """``OffloadConfig``: every setting, checked when it is made."""
 
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -92,7 +93,7 @@ class OffloadConfig:
     it. False passes them as they are, for labels, times and positions that 16 bits would round (in bfloat16, 1001 is
     1000)."""
     gradient_clipping: float | None = None
-    """Bound on the global L2 norm of the gradients, or None."""
+    """Bound on the global L2 norm of the gradients, or None. ``math.inf`` clips nothing, but has the norm computed."""
     gradient_accumulation_steps: int = 1
     """Micro-steps of an update; their gradients are accumulated in fp32 and averaged."""
     skip_nonfinite: bool | None = None
@@ -135,7 +136,8 @@ class OffloadConfig:
     ``engine.step()``. Otherwise states change at the step, and parameters are sent on the assumption that it neither
     clips nor skips; if it does, they are sent again. That takes 16 bytes a parameter more of the host's bandwidth, and
     is not tried right after a step that was clipped or skipped. In JAX, in stage 3, and on one rank on the CPU, it has
-    no effect."""
+    no effect. Where states are updated in backward, and gradients are not accumulated, gradients take the memory of at
+    most four buckets on the host (docs/choosing.md)."""
     offload_optimizer: str | None = "cpu"
     """The place of master weights and moments: host memory. This version has no other."""
     offload_param: str | None = None
@@ -150,6 +152,10 @@ class OffloadConfig:
     """Stage 3: the most elements that are gathered before they are needed."""
     max_reuse_distance: int = 1_000_000_000
     """Stage 3: a parameter stays whole if at most so many elements of others are used before it is used again."""
+    leaf_modules: tuple[str, ...] = ()
+    """Stage 3, torch: modules whose parameters, those of all modules inside included, become whole together when they
+    run: names of classes (``"MixtralSparseMoeBlock"``, or with the package), or of modules, whole or their end
+    (``"layers.0.mlp"``, ``"mlp"``). For mixtures of experts: ranks then need not run the same experts."""
     pin_memory: bool = field(default=True, metadata=_MAY_DIFFER)
     """Pin the staging buffers if the device copies from host memory."""
     num_threads: int | None = field(default=None, metadata=_MAY_DIFFER)
@@ -177,7 +183,7 @@ class OffloadConfig:
             checks.number(name, getattr(self, name), least=0.0)
         if self.eps_root and self.op_order == "torch":
             raise ConfigError(f"eps_root={self.eps_root!r} has no place in op_order='torch'; expected 0")
-        if self.gradient_clipping is not None:
+        if not checks.is_in(self.gradient_clipping, (None, math.inf)):
             checks.number("gradient_clipping", self.gradient_clipping, above=0.0)
         for name in (
             "gradient_accumulation_steps",
@@ -193,6 +199,11 @@ class OffloadConfig:
             "max_reuse_distance",
         ):
             checks.integer(name, getattr(self, name), least=0)
+        names = self.leaf_modules
+        if not isinstance(names, tuple | list) or not all(isinstance(name, str) and name for name in names):
+            raise ConfigError(
+                f"leaf_modules: got {checks.shown(names)}, expected a list of names of classes or of modules"
+            )
         if self.offload_param is not None and self.stage != 3:
             raise ConfigError(
                 f"offload_param={self.offload_param!r} with stage={self.stage}: only stage 3 takes parameters apart; "
@@ -259,7 +270,7 @@ class OffloadConfig:
         """True if parameters of at least ``param_persistence_threshold`` elements are partitioned."""
         return self.stage == 3 and (world_size > 1 or self.offload_param is not None)
 
-    def state_formats(self, dtype: ElementType) -> dict[str, StateFormat]:
+    def state_formats(self, dtype: ElementType) -> Mapping[str, StateFormat]:
         """The formats of the states of parameters of this element type, by name."""
         asked = (self.master_dtype, self.exp_avg_dtype, self.exp_avg_sq_dtype)
         return formats_of(self.state_format, *asked, dtype)
@@ -311,9 +322,9 @@ def _check_names(given: Mapping[str, Any]) -> None:
 
 
 def _converted(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields with ``betas`` as a tuple: JSON has only lists."""
-    betas = given.get("betas")
-    return {**given, "betas": tuple(betas)} if isinstance(betas, list) else dict(given)
+    """The fields with tuples for lists: JSON has only lists."""
+    lists = {name: given[name] for name in ("betas", "leaf_modules") if isinstance(given.get(name), list)}
+    return {**given, **{name: tuple(values) for name, values in lists.items()}}
 
 
 def check_betas(betas: object) -> None:

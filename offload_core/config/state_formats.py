@@ -1,6 +1,9 @@
 """The formats in which optimizer states are kept: names, bytes, and which states of a parameter have which."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
+from types import MappingProxyType
 
 import numpy as np
 
@@ -19,17 +22,20 @@ class StateFormat:
     values: ElementType
     """The narrowest element type that holds each value exactly."""
     block: int = 1
-    """Elements that share a scale of one byte; 1: there are no scales."""
+    """Elements that share one byte more: of float8 their scale, of split their ties. 1: there is no such byte."""
     has_sign: bool = True
     """False: values of 8 bits have one more exponent bit in its place."""
+    upper: ElementType | None = None
+    """The value rounded to this type is kept, too: it is the parameter. None: the state stands alone."""
 
     @property
-    def scaled(self) -> bool:
+    def encoded(self) -> bool:
+        """Whether the values do not lie in memory as they are."""
         return self.block > 1
 
     def n_bytes(self, numel: int) -> int:
-        """Bytes of so many elements."""
-        return numel * self.stored.itemsize + (-(-numel // self.block) if self.scaled else 0)
+        """Bytes of so many elements, without those of the parameter."""
+        return numel * self.stored.itemsize + (-(-numel // self.block) if self.encoded else 0)
 
     def __str__(self) -> str:
         return self.name
@@ -41,6 +47,9 @@ _ALL = (
     StateFormat("float8", np.dtype(np.uint8), BFLOAT16, BLOCK),
 )
 FORMATS = {each.name: each for each in _ALL}
+"""Those that a user can ask for, and that checkpoints name."""
+SPLIT = StateFormat("split", np.dtype(np.uint16), FLOAT32, 8, upper=BFLOAT16)
+"""A float32 master weight of which the parameter is the upper half: it has all bits of ``"float32"``."""
 
 SHORT_NAMES: dict[str, tuple[str, str, str]] = {
     "fp32": ("float32", "float32", "float32"),
@@ -50,9 +59,10 @@ SHORT_NAMES: dict[str, tuple[str, str, str]] = {
 """What each ``state_format`` says of master weights, first and second moments."""
 
 
+@cache  # a plan asks for each bucket
 def formats_of(
     short: str, master: str | None, exp_avg: str | None, exp_avg_sq: str | None, dtype: ElementType
-) -> dict[str, StateFormat]:
+) -> Mapping[str, StateFormat]:
     """The formats of the states of parameters of type ``dtype``, by the states' names.
 
     Args:
@@ -64,4 +74,4 @@ def formats_of(
         names[0] = FLOAT32.name
     formats = {state: FORMATS[name] for state, name in zip(("master", "exp_avg", "exp_avg_sq"), names, strict=True)}
     formats["exp_avg_sq"] = replace(formats["exp_avg_sq"], has_sign=False)
-    return formats
+    return MappingProxyType(formats)

@@ -6,7 +6,7 @@ import numpy as np
 
 from ..dtypes import BY_NUMPY, ElementType
 from .events import Done, Event
-from .protocols import Copy, HostArray
+from .protocols import Copy, HostArray, HostArrays
 
 
 class HostDevice:
@@ -27,6 +27,9 @@ class HostDevice:
 
     def host_array(self, tensor: np.ndarray) -> HostArray:
         return HostArray.of(tensor)
+
+    def host_arrays(self, tensors: Sequence[np.ndarray]) -> HostArrays:
+        return HostArrays.columns(map(self.host_array, tensors))
 
     def to_host(self, copies: Sequence[Copy], host: np.ndarray) -> Event:
         fill(host, [(c.offset, c.tensor[c.start : c.start + c.numel]) for c in copies])

@@ -51,6 +51,7 @@ class HostRanks:
         self.dtype = memory.dtype
         self.numel = memory.numel
         self.host_array = memory.host_array
+        self.host_arrays = memory.host_arrays
         self.to_host = memory.to_host
         self.mark = memory.mark
         self.synchronize = memory.synchronize

@@ -4,13 +4,13 @@ Tensors are the front end's: one-dimensional, contiguous, and opaque here. A pro
 (torch) or of several (JAX: one for each local device).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from ..dtypes import BY_NUMPY, ElementType
+from ..dtypes import BY_CODE, BY_NUMPY, ElementType
 from ..layout.partition import Bucket, ParamSpec
 from ..memory.host_memory import Lease
 from ..memory.pinning import Pinning
@@ -18,6 +18,8 @@ from ..native import kernels
 from ..ranks.collectives import Collectives
 from .events import Event
 from .trace import Trace
+
+_ITEMSIZES = np.array([BY_CODE[code].itemsize for code in range(len(BY_CODE))])
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,45 @@ class HostArray:
     def of(cls, array: np.ndarray) -> "HostArray":
         """A C-contiguous NumPy array."""
         return cls(kernels.address(array), array.size, BY_NUMPY[array.dtype], array)
+
+
+class HostArrays(NamedTuple):
+    """Contiguous runs of host memory, a column for each of their properties."""
+
+    addresses: np.ndarray
+    """0: there is no such run."""
+    codes: np.ndarray
+    """Of the element types."""
+    owners: Sequence[Any]
+    """What keeps the memory alive."""
+
+    @classmethod
+    def none(cls, n: int) -> "HostArrays":
+        """So many runs that are not there."""
+        return cls(np.zeros(n, np.uintp), np.zeros(n, np.uint8), [None] * n)
+
+    @classmethod
+    def columns(cls, arrays: Iterable[HostArray]) -> "HostArrays":
+        """The same runs."""
+        rows = [(array.address, array.dtype.code, array.owner) for array in arrays]
+        addresses, codes, owners = zip(*rows, strict=True) if rows else ((), (), ())
+        return cls(np.array(addresses, np.uintp), np.array(codes, np.uint8), owners)
+
+    def begin_at(self, elements: np.ndarray) -> "HostArrays":
+        """The rest of each run from this element on."""
+        offsets = elements * _ITEMSIZES[self.codes]
+        return self._replace(addresses=self.addresses + offsets.astype(np.uintp))
+
+    def of(self, rows: np.ndarray) -> "HostArrays":
+        """These runs alone."""
+        return HostArrays(self.addresses[rows], self.codes[rows], [self.owners[i] for i in rows])
+
+    def by_type(self, chosen: np.ndarray) -> Iterator[tuple[ElementType, np.ndarray]]:
+        """The numbers of those runs that are chosen (True), by element type."""
+        rows = np.flatnonzero(chosen)
+        codes = self.codes[rows]
+        for code in np.flatnonzero(np.bincount(codes)).tolist():
+            yield BY_CODE[code], rows[codes == code]
 
 
 class Copy(NamedTuple):
@@ -85,6 +126,10 @@ class TensorMemory(Protocol):
 
     def host_array(self, tensor: Any) -> HostArray:
         """The tensor's own memory. Only where ``addressable``."""
+        ...
+
+    def host_arrays(self, tensors: Sequence[Any]) -> HostArrays:
+        """The memory of each of these tensors. Only where ``addressable``."""
         ...
 
     def to_host(self, copies: Sequence[Copy], host: np.ndarray) -> Event:
@@ -196,6 +241,10 @@ class Device(DeviceTerms, Protocol):
 
     def host_array(self, tensor: Any) -> HostArray:
         """As :meth:`TensorMemory.host_array`."""
+        ...
+
+    def host_arrays(self, tensors: Sequence[Any]) -> HostArrays:
+        """As :meth:`TensorMemory.host_arrays`."""
         ...
 
     def to_host(self, copies: Sequence[Copy], host: np.ndarray) -> Event:

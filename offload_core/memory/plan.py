@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from ..errors import DeviceMemoryError, HostMemoryError
 from .host_memory import format_bytes
 
+PARAMETER_SHARDS = "parameters on the host"
+"""What ``offload_param`` keeps there: the label of their memory, and of their row in the plan."""
 _NAMED = 3
 """The number of consumers that an error names."""
 

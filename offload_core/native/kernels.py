@@ -293,6 +293,13 @@ def spans_of(rows: Sequence[tuple[int, int, int]]) -> np.ndarray:
     return np.array(rows, dtype=SPAN)
 
 
+def spans(src: np.ndarray, dst: np.ndarray | int, numel: np.ndarray) -> np.ndarray:
+    """An array of ``SPAN`` from its columns."""
+    rows = np.empty(len(numel), SPAN)
+    rows["src"], rows["dst"], rows["numel"] = src, dst, numel
+    return rows
+
+
 if os.environ.get(_ISA_VARIABLE):
     try:
         set_instruction_set(os.environ[_ISA_VARIABLE])

@@ -1,13 +1,12 @@
 """Adam and AdamW: the states that they keep, the scalars of a step, and the update."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
-from ..config.state_formats import StateFormat
 from ..dtypes import ElementType
 from ..native import kernels
 
@@ -69,7 +68,8 @@ class Scalars:
         rule: whose scalars they are.
         hypers: one for each parameter group.
         groups: the group of each parameter.
-        steps: the number of this update, counted from 1, of each parameter that has a gradient.
+        steps: updates that each parameter has had.
+        present: the parameters that have a gradient.
         grad_scale: the factor on the gradients.
     """
 
@@ -78,36 +78,31 @@ class Scalars:
         rule: "Adam",
         hypers: Sequence[AdamHyper],
         groups: Sequence[int],
-        steps: Mapping[int, int],
+        steps: np.ndarray,
+        present: Collection[int],
         *,
         grad_scale: float,
     ) -> None:
-        rows: dict[tuple[int, int], int] = {}
-        values: list[tuple[float, ...]] = []
-        self.row_of: dict[int, int] = {}
-        """The row of ``table`` that is each parameter's."""
-        for param, step in steps.items():
-            group = groups[param]
-            key = (group, step)
-            if key not in rows:
-                rows[key] = len(values)
-                values.append(hypers[group].scalars(step, op_order=rule.op_order, grad_scale=grad_scale))
-            self.row_of[param] = rows[key]
+        params = np.fromiter(present, np.int64, len(present))
+        counts, of_param = np.unique(steps[params], return_inverse=True)
+        pairs, of_param = np.unique(np.asarray(groups, np.int64)[params] * len(counts) + of_param, return_inverse=True)
+        self.rows = np.full(len(groups), -1)
+        """The row of ``table`` that is each parameter's; -1: it has no gradient."""
+        self.rows[params] = of_param
+        values = [
+            hypers[pair // len(counts)].scalars(
+                int(counts[pair % len(counts)]) + 1, op_order=rule.op_order, grad_scale=grad_scale
+            )
+            for pair in pairs.tolist()
+        ]
         self.table = np.array(values, dtype=kernels.SCALARS)
 
 
 class States(Protocol):
     """A run of a state in host memory."""
 
-    @property
-    def format(self) -> StateFormat: ...
-
-    def addresses(self, offsets: np.ndarray) -> np.ndarray:
-        """Where these elements lie."""
-        ...
-
-    def scale_addresses(self, offsets: np.ndarray) -> np.ndarray:
-        """Where the scales of the blocks lie that these elements begin."""
+    def point(self, rows: np.ndarray, name: str, offsets: np.ndarray) -> None:
+        """Have the kernel's rows point to these elements of state ``name``."""
         ...
 
 
@@ -129,9 +124,7 @@ class Adam:
         """
         rows = np.zeros(len(offsets), kernels.SEGMENT)
         for name, array in states.items():
-            rows[name] = array.addresses(offsets)
-            if array.format.scaled:
-                rows[f"{name}_scale"] = array.scale_addresses(offsets)
+            array.point(rows, name, offsets)
         rows["numel"] = numels
         return rows
 
@@ -139,7 +132,7 @@ class Adam:
         self,
         segments: np.ndarray,
         scalars: Scalars,
-        formats: Mapping[str, StateFormat],
+        formats: Mapping[str, str],
         *,
         grad_dtype: ElementType,
         param_dtype: ElementType | None,
@@ -149,7 +142,7 @@ class Adam:
         """One pass over the segments: unscale, clip, update, and round to the device parameters.
 
         Args:
-            formats: of the states that the segments point to, by name.
+            formats: the names of the formats of the states that the segments point to, by state.
             param_dtype: of the device parameters to write; None: none are written.
             keep_states: leave the states as they are, and write the device parameters only.
         """
@@ -162,5 +155,5 @@ class Adam:
             adam_mode=self.mode,
             threads=threads,
             keep_states=keep_states,
-            **{f"{name}_format": format.name for name, format in formats.items()},
+            **{f"{name}_format": format for name, format in formats.items()},
         )

@@ -1,12 +1,16 @@
 """The order in which partitioned parameters are used, learnt from the last round, and how far ahead a use is.
 
 A round is a forward and the backward that follows it. Predictions do not depend on time: ranks that use the same
-parameters in the same order predict the same.
+parameters in the same order predict the same. A parameter whose uses seldom come as predicted, such as an expert's that
+no token is routed to, is predicted no more.
 """
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from itertools import accumulate
+
+_SURE, _DOUBT = 4, 2
 
 
 class _Recording:
@@ -42,6 +46,8 @@ class UseOrder:
         self._uses: list[int] = []
         self._followed = _Recording([], [])
         self._position = 0
+        self._came: Counter[int] = Counter()
+        """How many more predicted uses of a parameter have come than have been skipped, within ``_SURE``."""
 
     def begin(self, kind: Hashable) -> None:
         """Begin a round. Rounds of the same ``kind`` are expected to use parameters in the same order."""
@@ -53,6 +59,7 @@ class UseOrder:
     def forget(self) -> None:
         """Drop all recordings."""
         self._recordings = {}
+        self._came.clear()
         self._uses, self._position = [], 0
         self._followed = _Recording([], [])
 
@@ -61,6 +68,9 @@ class UseOrder:
         self._uses.append(param)
         at = self._followed.next(param, self._position)
         if at is not None:
+            for skipped in self._followed.uses[self._position : at]:
+                self._came[skipped] = max(self._came[skipped] - 1, -_SURE)
+            self._came[param] = min(self._came[param] + 1, _SURE)
             self._position = at + 1
 
     def distance(self, param: int) -> int | None:
@@ -74,4 +84,5 @@ class UseOrder:
         for i in range(self._position, len(self._followed.uses)):
             if self._followed.before[i + 1] > end:
                 return
-            yield self._followed.uses[i]
+            if self._came[self._followed.uses[i]] > -_DOUBT:
+                yield self._followed.uses[i]

@@ -1,10 +1,12 @@
 """Runs of optimizer states in the format in which they are kept."""
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
-from ..config.state_formats import BLOCK, FORMATS, StateFormat
+from ..config.state_formats import BLOCK, FORMATS, SPLIT, StateFormat
+from ..dtypes import BY_NUMPY, FLOAT32
 from ..native import kernels
 
 assert BLOCK == kernels.STATE_BLOCK, "Python and C differ in the elements of a block"
@@ -14,13 +16,19 @@ class StateArray:
     """A one-dimensional run of a state.
 
     Its values lie in memory as they are (:attr:`view`), or encoded; :meth:`read` and :meth:`write` serve both.
+
+    Args:
+        data: the elements as they are stored.
+        beside: the bytes that blocks of elements share.
+        upper: the parameter whose lower bits ``data`` is; writing the state writes it, too.
     """
 
     def __init__(
         self,
         format: StateFormat,
         data: np.ndarray,
-        scales: np.ndarray | None = None,
+        beside: np.ndarray | None = None,
+        upper: np.ndarray | None = None,
         *,
         threads: int = 1,
         first: int = 0,
@@ -28,7 +36,8 @@ class StateArray:
     ) -> None:
         self.format = format
         self._data = data
-        self._scales = scales
+        self._beside = beside
+        self._upper = upper
         self._threads = threads
         self._first = first
         self.size = data.size - first if size is None else size
@@ -40,18 +49,26 @@ class StateArray:
 
     @classmethod
     def allocate(
-        cls, format: StateFormat, numel: int, allocate: Callable[[int, np.dtype], np.ndarray], threads: int
+        cls,
+        format: StateFormat,
+        numel: int,
+        allocate: Callable[[int, np.dtype], np.ndarray],
+        allocate_upper: Callable[[int, np.dtype], np.ndarray],
+        threads: int,
     ) -> "StateArray":
-        """So many elements, all 0; ``allocate(numel, dtype)`` makes arrays of zeros."""
-        scales = allocate(-(-numel // format.block), np.dtype(np.uint8)) if format.scaled else None
-        return cls(format, allocate(numel, format.stored), scales, threads=threads)
+        """So many elements, all 0; ``allocate(numel, dtype)`` makes arrays of zeros, the other one those of parameters
+        that are kept with their states."""
+        beside = allocate(-(-numel // format.block), np.dtype(np.uint8)) if format.encoded else None
+        upper = None if format.upper is None else allocate_upper(numel, format.upper.numpy)
+        return cls(format, allocate(numel, format.stored), beside, upper, threads=threads)
 
     def __getitem__(self, run: slice) -> "StateArray":
         start, stop, _ = run.indices(self.size)
         return StateArray(
             self.format,
             self._data,
-            self._scales,
+            self._beside,
+            self._upper,
             threads=self._threads,
             first=self._first + start,
             size=max(stop - start, 0),
@@ -60,7 +77,7 @@ class StateArray:
     @property
     def encoded(self) -> bool:
         """True if the values do not lie in memory as they are."""
-        return self.format.scaled
+        return self.format.encoded
 
     @property
     def view(self) -> np.ndarray:
@@ -68,14 +85,20 @@ class StateArray:
         assert not self.encoded
         return self._data[self._first : self._first + self.size]
 
-    def addresses(self, offsets: np.ndarray) -> np.ndarray:
-        """Where these elements lie."""
-        return kernels.address(self._data) + (self._first + offsets) * self._data.itemsize
+    @property
+    def upper(self) -> np.ndarray | None:
+        """The memory of the parameter that is kept with the state, to be read only; None: there is none."""
+        return None if self._upper is None else self._upper[self._first : self._first + self.size]
 
-    def scale_addresses(self, offsets: np.ndarray) -> np.ndarray:
-        """Where the scales of the blocks lie that these elements begin."""
-        assert self._scales is not None
-        return kernels.address(self._scales) + (self._first + offsets) // BLOCK
+    def point(self, rows: np.ndarray, name: str, offsets: np.ndarray) -> None:
+        """Have the kernel's rows point to these elements of state ``name``; each begins a block."""
+        at = self._first + offsets
+        rows[name] = kernels.address(self._data) + at * self._data.itemsize
+        if self._beside is not None:
+            field = "ties" if self.format is SPLIT else f"{name}_scale"
+            rows[field] = kernels.address(self._beside) + at // self.format.block
+        if self._upper is not None:
+            rows["high"] = kernels.address(self._upper) + at * self._upper.itemsize
 
     def values(self) -> np.ndarray:
         """The values, in the format's own type: memory, or a copy that cannot be written to."""
@@ -94,24 +117,10 @@ class StateArray:
         first, left = self._first + at, out.size
         done = 0
         while left:
-            numel = min(_DECODED - (first + done) % BLOCK, left)
-            start = (first + done) // BLOCK * BLOCK
+            numel = min(_DECODED - (first + done) % self.format.block, left)
+            start = (first + done) // self.format.block * self.format.block
             out[done : done + numel] = self._decoded(start, first + done + numel)[first + done - start :]
             done, left = done + numel, left - numel
-
-    def _decoded(self, start: int, stop: int) -> np.ndarray:
-        assert self._scales is not None
-        out = np.empty(stop - start, np.float32)
-        scales = self._scales[start // BLOCK : -(-stop // BLOCK)]
-        kernels.decode(
-            self.format.name,
-            self._data[start:stop],
-            out,
-            scales=scales,
-            has_sign=self.format.has_sign,
-            threads=self._threads,
-        )
-        return out
 
     def write(self, values: np.ndarray) -> None:
         """Replace the whole run, which begins with a block, and ends with one or with its parameter.
@@ -122,16 +131,52 @@ class StateArray:
         if not self.encoded:
             np.copyto(self.view, values)
             return
-        assert self._scales is not None
-        assert self._first % BLOCK == 0
         for start in range(0, self.size, _DECODED):
-            part = np.ascontiguousarray(values[start : start + _DECODED], np.float32)
-            at = self._first + start
-            data, scales = self._data[at : at + part.size], self._scales[at // BLOCK : -(-(at + part.size) // BLOCK)]
-            kernels.encode(
-                self.format.name, part, data, scales=scales, has_sign=self.format.has_sign, threads=self._threads
-            )
+            part = values[start : start + _DECODED]
+            self._encode(self._first + start, _as_float32(part, self._threads))
+
+    def follow(self, values: np.ndarray) -> None:
+        """Where the run, rounded to the type of ``values``, differs from them, it takes their elements. Others keep
+        all their bits."""
+        assert values.size == self.size
+        bits = f"u{values.itemsize}"
+        for start in range(0, self.size, _DECODED):
+            theirs = values[start : start + _DECODED]
+            mine = np.empty(theirs.size, np.float32)
+            self.read(start, mine)
+            changed = mine.astype(theirs.dtype).view(bits) != theirs.view(bits)
+            if changed.any():
+                mine[changed] = theirs[changed]
+                self[start : start + mine.size].write(mine)
+
+    def _decoded(self, start: int, stop: int) -> np.ndarray:
+        out = np.empty(stop - start, np.float32)
+        kernels.decode(self.format.name, out=out, **self._memory(start, stop), threads=self._threads)
+        return out
+
+    def _encode(self, start: int, values: np.ndarray) -> None:
+        memory = self._memory(start, start + values.size)
+        kernels.encode(self.format.name, values, **memory, threads=self._threads)
+
+    def _memory(self, start: int, stop: int) -> dict[str, Any]:
+        """What the kernels are told of these elements, the first of which begins a block."""
+        assert self._beside is not None
+        assert start % self.format.block == 0
+        beside = self._beside[start // self.format.block : -(-stop // self.format.block)]
+        kinds = {"ties": beside} if self.format is SPLIT else {"scales": beside}
+        if self._upper is not None:
+            kinds["high"] = self._upper[start:stop]
+        return {"data": self._data[start:stop], "has_sign": self.format.has_sign, **kinds}
 
 
 _DECODED = 2**20
 """Elements that are decoded at a time, whole blocks."""
+
+
+def _as_float32(values: np.ndarray, threads: int) -> np.ndarray:
+    values = np.ascontiguousarray(values)
+    if values.dtype == np.float32 or values.dtype not in BY_NUMPY:
+        return values.astype(np.float32, copy=False)
+    out = np.empty(values.size, np.float32)
+    kernels.cast_array(values, BY_NUMPY[values.dtype], out, FLOAT32, threads)
+    return out

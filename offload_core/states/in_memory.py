@@ -7,6 +7,7 @@ from typing import NamedTuple
 from ..config.state_formats import StateFormat
 from ..layout.partition import Bucket
 from ..memory.host_memory import HostMemory
+from ..memory.plan import PARAMETER_SHARDS
 from .arrays import StateArray
 
 
@@ -22,7 +23,8 @@ class StatesInMemory:
     """Master weights and moments of the shards of ``n_ranks`` ranks.
 
     The shards of one (group, element type) lie end to end in one array a state, in bucket order, so that a
-    process's part of a parameter is contiguous even if the parameter straddles buckets.
+    process's part of a parameter is contiguous even if the parameter straddles buckets. Master weights that are kept
+    split hold their parameters, too.
 
     An update loads a bucket's block, writes to it, and commits it.
     """
@@ -43,8 +45,9 @@ class StatesInMemory:
             by_key.setdefault(bucket.key, []).append(bucket)
         for alike in by_key.values():
             numel = self._n_ranks * sum(bucket.shard_numel for bucket in alike)
+            shards = partial(self._memory.allocate, PARAMETER_SHARDS, pinned=True)
             arena = {
-                name: StateArray.allocate(format, numel, partial(self._memory.allocate, name), self._threads)
+                name: StateArray.allocate(format, numel, partial(self._memory.allocate, name), shards, self._threads)
                 for name, format in formats(alike[0]).items()
             }
             start = 0

@@ -9,7 +9,7 @@ ABSENT      no gradient
 FILLING     device gradients of some parameters; host gradients of earlier micro-steps
 TRAVELLING  the bucket on its way to its owners' host memory
 LANDED      host gradients
-USED        host gradients, which an update reads or has read
+USED        host gradients, which an update reads; once an early update has read them, none
 ==========  ===========================================================================
 
 A rank without a gradient takes part in a bucket's reduction all the same. Gradients may be dropped until an update uses
@@ -44,7 +44,11 @@ from typing import Generic, TypeVar
 from ..errors import StateError
 
 
-class Gradient(Enum):
+class _Named(Enum):
+    __hash__ = object.__hash__  # in C; that of an enum is Python's, and each gradient asks for two
+
+
+class Gradient(_Named):
     ABSENT = "absent"
     FILLING = "filling"
     TRAVELLING = "travelling"
@@ -52,7 +56,7 @@ class Gradient(Enum):
     USED = "used"
 
 
-class GradientEvent(Enum):
+class GradientEvent(_Named):
     ADD = "add a gradient"
     LAUNCH = "launch"
     LAND = "land"
@@ -62,14 +66,14 @@ class GradientEvent(Enum):
     ABORT = "abort"
 
 
-class Publication(Enum):
+class Publication(_Named):
     CURRENT = "current"
     STALE = "stale"
     SENT = "sent"
     EARLY = "sent early"
 
 
-class PublicationEvent(Enum):
+class PublicationEvent(_Named):
     FALL_BEHIND = "fall behind the master weights"
     SEND = "send"
     ARRIVE = "arrive"
@@ -79,12 +83,12 @@ class PublicationEvent(Enum):
     LOSE = "lose"
 
 
-class Owner(Enum):
+class Owner(_Named):
     CALLER = "the caller's"
     WORKER = "the worker's"
 
 
-class OwnerEvent(Enum):
+class OwnerEvent(_Named):
     GIVE = "give to the worker"
     TAKE = "take back"
 

@@ -10,22 +10,24 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..config.options import OffloadConfig
-from ..config.state_formats import StateFormat
+from ..config.state_formats import SPLIT, StateFormat
 from ..device.protocols import Arrival, DeviceTerms
-from ..dtypes import BFLOAT16, BY_NAME, FLOAT32, ElementType
+from ..dtypes import BFLOAT16, BY_NAME, FLOAT16, FLOAT32, ElementType
 from ..layout.partition import Bucket, ParamSpec, cut
-from ..memory.plan import MemoryPlan, PlanRow
+from ..memory.plan import PARAMETER_SHARDS, MemoryPlan, PlanRow
 from ..rules.adam import STATE_NAMES
 from .worker import Background, Inline
 
-PARAMETER_SHARDS = "parameters on the host"
-"""What ``offload_param`` keeps there."""
 STAGING = "staging"
+GRADIENTS_ON_HOST = "gradients on the host"
 PARAMETERS = "parameters"
 GATHERED = "gathered parameters"
 GRADIENTS = "gradients"
 _NARROWER = "param_dtype='bfloat16'"
 _RANKS = "more ranks, on other machines"
+GRADIENT_SLOTS = 4
+"""Buckets whose gradients are on the host at a time, where memory is lent to them: one whose update is under way, two
+on their way, and one more, so that none waits for the others."""
 
 
 NARROWER: dict[str, dict[str, Any]] = {
@@ -63,11 +65,16 @@ class Traffic:
 
 
 class BucketTerms:
-    """The rules for one process."""
+    """The rules for one process.
 
-    def __init__(self, config: OffloadConfig, device: DeviceTerms) -> None:
+    Args:
+        scaled: True if losses are scaled.
+    """
+
+    def __init__(self, config: OffloadConfig, device: DeviceTerms, *, scaled: bool = False) -> None:
         self.config = config
         self._terms = device
+        self._scaled = scaled
         self.direct = device.addressable and device.world_size == 1
         """Nothing is moved: kernels read gradients and write parameters where they are."""
         self.sums = config.gradient_accumulation_steps > 1 or device.world_size > 1
@@ -78,13 +85,27 @@ class BucketTerms:
         """Parameters may leave for the device before their step."""
         if self.direct or config.stage == 3:  # stage 3 gathers them in backward
             self.sends_early = False
+        unlike = device.world_size > 1 and config.stage == 3 and bool(config.leaf_modules)
+        self.launches_in_backward = not unlike
+        """Buckets leave as soon as they are full. Not where a parameter may have its gradient on some ranks alone, and
+        backward gathers parameters: a rank would wait for a bucket of which another's turn comes after a gathering."""
         self.worker = Inline if self.direct or config.schedule == "serial" else Background
         """The kind of worker that the tasks of a step are given to."""
+        self.examines = _examines(config, device, scaled)
+        """A step looks at all gradients before it updates anything."""
+        self.lends_gradient_memory = self.sends_early and not (self.examines or config.gradient_accumulation_steps > 1)
+        """Gradients pass through a few slots on the host, for their update comes as soon as they arrive."""
         self._ring_bytes = 0
+        self.lent_bytes = 0
+        """The size of the slots of gradients that there are."""
 
     def ring_was_made(self, slot_bytes: int) -> None:
         """There are staging buffers of this size now: plans count what more would take."""
         self._ring_bytes = slot_bytes
+
+    def slots_were_made(self, slot_bytes: int) -> None:
+        """The same of slots of gradients."""
+        self.lent_bytes = slot_bytes
 
     # --- the plan ------------------------------------------------------------------------------------
 
@@ -103,7 +124,8 @@ class BucketTerms:
             besides: bytes on the device of what belongs to the model and stays as it is (buffers).
             gradients_stay: all gradients are on the device till the update, whatever becomes of them.
         """
-        rows = [*self.host_rows(specs, frozen=frozen), *self._device_rows(specs, frozen, besides, gradients_stay)]
+        host = self.host_rows(specs, frozen=frozen, one_by_one=not gradients_stay)
+        rows = [*host, *self._device_rows(specs, frozen, besides, gradients_stay)]
         return MemoryPlan(
             tuple(rows),
             sum(spec.numel for spec in specs),
@@ -117,21 +139,36 @@ class BucketTerms:
         mine = sum(row.n_bytes for row in self.host_rows(specs, frozen=frozen))
         found = []
         for setting, fields in NARROWER.items():
-            terms = BucketTerms(replace(self.config, **fields), self._terms)
-            terms.ring_was_made(self._ring_bytes)
+            terms = self._with(**fields)
             found.append((setting, mine - sum(row.n_bytes for row in terms.host_rows(specs, frozen=frozen))))
         return tuple((setting, saved) for setting, saved in found if saved > 0)
 
-    def host_rows(self, specs: Sequence[ParamSpec], *, frozen: Sequence[ParamSpec] = ()) -> list[PlanRow]:
-        """What is allocated on the host when ``specs`` are taken on, and for the shards of ``frozen``."""
+    def _with(self, **fields: Any) -> "BucketTerms":
+        """These terms with other settings."""
+        terms = BucketTerms(replace(self.config, **fields), self._terms, scaled=self._scaled)
+        terms.ring_was_made(self._ring_bytes)
+        terms.slots_were_made(self.lent_bytes)
+        return terms
+
+    def host_rows(
+        self, specs: Sequence[ParamSpec], *, frozen: Sequence[ParamSpec] = (), one_by_one: bool = False
+    ) -> list[PlanRow]:
+        """What is allocated on the host when ``specs`` are taken on, and for the shards of ``frozen``.
+
+        Args:
+            one_by_one: gradients come during backward, so that updates can follow them.
+        """
         buckets = self.cut(specs)
-        host: dict[str, int] = dict.fromkeys((*STATE_NAMES, "gradients on the host", STAGING), 0)
+        host: dict[str, int] = dict.fromkeys((*STATE_NAMES, GRADIENTS_ON_HOST, STAGING), 0)
         for bucket in buckets:
             numel = len(self._terms.ranks) * bucket.shard_numel
             for name, format in self.state_formats(bucket).items():
                 host[name] += format.n_bytes(numel)
-            if self.has_home:
-                host["gradients on the host"] += self.home_dtype(bucket).itemsize * numel
+        lent = self.gradient_slot_bytes(buckets)
+        if lent is not None:
+            host[GRADIENTS_ON_HOST] = GRADIENT_SLOTS * (lent - self.lent_bytes)
+        elif self.has_home:
+            host[GRADIENTS_ON_HOST] = sum(map(self.home_bytes, buckets))
         if not self.direct:
             host[STAGING] = self.staging_slots * max(self.slot_bytes(buckets) - self._ring_bytes, 0)
         if self.config.offload_param is not None:
@@ -139,11 +176,20 @@ class BucketTerms:
         smaller = _NARROWER if any(spec.dtype is FLOAT32 for spec in (*specs, *frozen)) else _RANKS
         remedies = {
             **_narrower_states(self.config, specs),
-            "gradients on the host": "gradient_accumulation_steps=1" if self._accumulates else smaller,
+            GRADIENTS_ON_HOST: self._fewer_gradients(one_by_one) or smaller,
             STAGING: "reduce_bucket_size",
             PARAMETER_SHARDS: smaller,
         }
         return [PlanRow(what, "host", n_bytes, remedies.get(what, _RANKS)) for what, n_bytes in host.items()]
+
+    def _fewer_gradients(self, one_by_one: bool) -> str | None:
+        """The setting with which gradients take less of the host, if there is one."""
+        if self.lends_gradient_memory:
+            return "reduce_bucket_size"
+        if self._accumulates:
+            return "gradient_accumulation_steps=1"
+        may_lend = one_by_one and self._with(update_in_backward=True).lends_gradient_memory
+        return "update_in_backward=True" if may_lend else None
 
     def _device_rows(
         self, specs: Sequence[ParamSpec], frozen: Sequence[ParamSpec], besides: int, gradients_stay: bool
@@ -210,7 +256,7 @@ class BucketTerms:
         One leaves when all buckets that hold a part of it have left: when they are full, or where copies take their
         time when as many others are as may be on their way.
         """
-        stay = stay or not self.has_home
+        stay = stay or not (self.has_home and self.launches_in_backward)
         missing = {bucket.index: {piece.param for piece in bucket.pieces} for bucket in buckets}
         of: dict[int, set[int]] = {}
         for bucket in buckets:
@@ -237,10 +283,11 @@ class BucketTerms:
     def traffic(self, specs: Sequence[ParamSpec]) -> tuple[Traffic, Traffic]:
         """What a step moves, and what its last bucket does.
 
-        An update reads a gradient, reads and writes three states (a parameter that is its own master weight is one of
-        them), and writes the parameter: with fp32 states 28 bytes an element in bf16, and in fp32 where parameters
-        are updated in place. Gradients cross to the host in every micro-step, parameters back once, or, from shards on
-        the host, for each forward and each backward; for one of them where they may stay whole in between.
+        An update reads a gradient, reads and writes three states, and writes the parameter, which it also reads where
+        that is a master weight or its upper half: with fp32 states 28 bytes an element in bf16 (26.25 from shards on
+        the host), and in fp32 where parameters are updated in place. Gradients cross to the host in every micro-step,
+        parameters back once, or, from shards on the host, for each forward and each backward; for one of them where
+        they may stay whole in between.
         """
         partitioned = sum(spec.numel for spec in specs if spec.partitioned)
         each = [self._traffic_of(bucket, partitioned) for bucket in self.cut(specs)]
@@ -250,11 +297,11 @@ class BucketTerms:
     def _traffic_of(self, bucket: Bucket, partitioned: int) -> Traffic:
         steps = self.config.gradient_accumulation_steps
         gradient = self.home_dtype(bucket) if self.has_home else bucket.dtype
-        own_master = self.without_master(bucket)
+        formats = self.state_formats(bucket)
+        apart = "master" in formats and formats["master"] is not SPLIT
         numel = len(self._terms.ranks) * bucket.shard_numel
-        states = sum(format.n_bytes(numel) for format in self.config.state_formats(bucket.dtype).values())
-        rounded = 0 if own_master else bucket.dtype.itemsize
-        update = numel * (gradient.itemsize + rounded) + 2 * states
+        states = sum(format.n_bytes(numel) for format in formats.values())
+        update = numel * (gradient.itemsize + (1 if apart else 2) * bucket.dtype.itemsize) + 2 * states
         if self._terms.addressable:
             return Traffic(update, 0, 0)
         crossing = self._terms.sizes.link_numel(bucket)
@@ -271,18 +318,19 @@ class BucketTerms:
         """The buckets of parameters that are alone."""
         return cut(self.config, specs, world_size=self._terms.world_size)
 
-    def without_master(self, bucket: Bucket) -> bool:
-        """Whether the bucket's parameters are their own master weights."""
-        apart = self.config.schedule == "delayed" or self.sends_early  # the two may be of different steps
-        in_place = self.host_shards if bucket.partitioned else self._terms.updates_in_place
-        master = self.config.state_formats(bucket.dtype)["master"]
-        return in_place and bucket.dtype is master.values and not apart
-
     def state_formats(self, bucket: Bucket) -> dict[str, StateFormat]:
-        """The formats of the states that a bucket's parameters have; no master weight where they are their own."""
-        formats = self.config.state_formats(bucket.dtype)
-        if self.without_master(bucket):
+        """The formats of the states that a bucket's parameters have; no master weight where they are their own.
+
+        Master weights are split where the parameters lie on the host, and nobody but this package writes to them.
+        """
+        formats = dict(self.config.state_formats(bucket.dtype))
+        if self.config.schedule == "delayed" or self.sends_early:  # parameter and master may be of different steps
+            return formats
+        in_place = self.host_shards if bucket.partitioned else self._terms.updates_in_place
+        if in_place and bucket.dtype is formats["master"].values:
             del formats["master"]
+        elif bucket.partitioned and self.config.offload_param == "cpu" and bucket.dtype is SPLIT.upper:
+            formats["master"] = SPLIT
         return formats
 
     @property
@@ -316,11 +364,31 @@ class BucketTerms:
         """What the bucket takes on the device on its way, besides gradients and parameters."""
         return self._terms.sizes.way_bytes(bucket, self.wire(bucket))
 
+    def home_bytes(self, bucket: Bucket) -> int:
+        """What the gradients of the bucket's shards take on the host."""
+        return len(self._terms.ranks) * bucket.shard_numel * self.home_dtype(bucket).itemsize
+
+    def gradient_slot_bytes(self, buckets: Sequence[Bucket]) -> int | None:
+        """The size of the slots that the gradients of these buckets pass through, as of the largest one; None: each has
+        memory of its own, which takes no more, or needs none."""
+        if not self.lends_gradient_memory:
+            return None
+        sizes = [self.home_bytes(bucket) for bucket in buckets]
+        largest = max([self.lent_bytes, *sizes])
+        return largest if GRADIENT_SLOTS * (largest - self.lent_bytes) < sum(sizes) else None
+
     def home_dtype(self, bucket: Bucket) -> ElementType:
         return FLOAT32 if self.sums else self._terms.sizes.arrival(self.wire(bucket)).dtype
 
     def slot_bytes(self, buckets: Sequence[Bucket]) -> int:
         return max((self._terms.sizes.slot_bytes(bucket, self.wire(bucket)) for bucket in buckets), default=0)
+
+
+def _examines(config: OffloadConfig, device: DeviceTerms, scaled: bool) -> bool:
+    skip = config.skip_nonfinite
+    narrow = config.communication_dtype == FLOAT16.name and device.world_size > 1  # may overflow
+    wanted = (skip is None and narrow) or bool(skip)
+    return wanted or config.gradient_clipping is not None or scaled
 
 
 def as_it_stays(home: ElementType) -> Arrival:

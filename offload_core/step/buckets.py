@@ -9,7 +9,7 @@ import numpy as np
 from ..config.options import OffloadConfig
 from ..device.protocols import Copy, Device, HostArray
 from ..device.trace import COMPUTE
-from ..dtypes import BY_NUMPY, FLOAT32, ElementType
+from ..dtypes import BY_NUMPY, FLOAT32
 from ..layout.partition import Bucket, ParamSpec, Piece, cut
 from ..memory.host_memory import HostMemory, StagingRing
 from ..memory.plan import PlanRow
@@ -18,7 +18,8 @@ from ..ranks.consistency import agree
 from ..rules.adam import Adam
 from ..states.in_memory import StatesInMemory
 from ..support.threads import Task
-from .bucket_terms import BucketTerms, as_it_stays
+from .bucket_terms import BucketTerms
+from .gradient_memory import GradientMemory
 from .local_bucket import LocalBucket
 
 T = TypeVar("T")
@@ -30,9 +31,9 @@ class LocalBuckets:
     A bucket that was given to the worker belongs to it until :meth:`claim`.
     """
 
-    def __init__(self, config: OffloadConfig, device: Device, rule: Adam) -> None:
+    def __init__(self, config: OffloadConfig, device: Device, rule: Adam, *, scaled: bool = False) -> None:
         self.config = config
-        self.terms = BucketTerms(config, device)
+        self.terms = BucketTerms(config, device, scaled=scaled)
         self.device = device
         self.trace = device.trace
         self.threads = config.threads
@@ -43,6 +44,7 @@ class LocalBuckets:
         self.memory = HostMemory(config.threads, device.pinning if config.pin_memory else None)
         self.planned: list[PlanRow] = []
         """What was to be allocated on the host, each time that parameters were taken on."""
+        self.gradient_memory = GradientMemory(self.memory, device, self.terms)
         self.staging: StagingRing | None = None
         self.in_staging: deque[tuple[LocalBucket, Task[None]]] = deque()
         """Buckets on their way to the host that may still hold staging, and the end of it, oldest first."""
@@ -69,15 +71,16 @@ class LocalBuckets:
         self.params += specs
         self.planned += planned
         self.of += [[] for _ in specs]
-        for bucket in buckets:
-            home = self._allocate_home(bucket, terms.home_dtype(bucket)) if terms.has_home else None
+        for bucket, own in zip(buckets, self.gradient_memory.take_on(buckets), strict=True):
+            states = self.store.read(bucket.index).arrays
             work = LocalBucket(
                 bucket,
                 bucket.shards(self.device.ranks),
-                {piece.param: specs[piece.param - first].seed for piece in bucket.pieces},
+                {piece.param: specs[piece.param - first] for piece in bucket.pieces},
                 terms.wire(bucket),
-                home,
-                without_master=terms.without_master(bucket),
+                own,
+                without_master="master" not in states,
+                parameters_apart="master" in states and states["master"].upper is None,
                 written_by_kernel=terms.direct or (bucket.partitioned and terms.host_shards),
             )
             self.all.append(work)
@@ -96,21 +99,21 @@ class LocalBuckets:
 
     # --- who may touch a bucket ----------------------------------------------------------------------
 
-    def claim(self, work: LocalBucket) -> None:
-        """Take the bucket back from the worker; raise the error of its tasks."""
+    def claim(self, work: LocalBucket, what: str = "wait") -> None:
+        """Take the bucket back from the worker; raise the error of its tasks. ``what`` names a wait in traces."""
         if work.task is None:
             return
         task = work.task
         try:
-            self.wait(task, work)
+            self.wait(task, work, what)
         finally:
             if task.done():
                 work.take()
 
-    def wait(self, task: Task[T], work: LocalBucket) -> T:
+    def wait(self, task: Task[T], work: LocalBucket, what: str = "wait") -> T:
         """The result of what was asked for on a bucket."""
         try:
-            return self._wait_for(task, "wait", work.bucket.index)
+            return self._wait_for(task, what, work.bucket.index)
         except BaseException:
             self.recover()
             raise
@@ -140,11 +143,20 @@ class LocalBuckets:
     def promote(self, work: LocalBucket) -> np.ndarray:
         """The fp32 home of gradients that are summed; where a sum was not announced, what is held moves there."""
         if work.home is None or work.home.dtype != FLOAT32.numpy:
-            home = self._allocate_home(work.bucket, FLOAT32)
+            home = self.gradient_memory.allocate(work.bucket, FLOAT32)
             if work.home is not None and work.has_landed:
                 kernels.cast_array(work.home, BY_NUMPY[work.home.dtype], home, FLOAT32, self.threads)
-            work.home = home
+            work.home = work.own = home
         return work.home
+
+    def await_home(self, work: LocalBucket) -> None:
+        """Have memory for the bucket's gradients. Where all slots are lent, this waits for updates that free one."""
+        if work.home is None:
+            for holder in self.gradient_memory.holders():
+                if self.gradient_memory.has_free:
+                    break
+                self.claim(holder, "wait for gradient memory")
+            self.gradient_memory.lend(work)
 
     # --- small decisions, each made here only --------------------------------------------------------
 
@@ -157,21 +169,20 @@ class LocalBuckets:
             first_bucket=len(self.all),
         )
 
-    def in_place(self, work: LocalBucket, piece: Piece, tensors: Sequence[Any]) -> HostArray:
-        """A piece of the parameters themselves, where they are host memory."""
-        return self.device.host_array(tensors[piece.param]).run(work.bucket.in_tensor(piece), piece.numel)
-
-    def _allocate_home(self, bucket: Bucket, dtype: ElementType) -> np.ndarray:
-        pinned = self.device.sizes.arrival(self.terms.wire(bucket)) == as_it_stays(dtype)
-        numel = len(self.device.ranks) * bucket.shard_numel
-        return self.memory.allocate("gradients on the host", numel, dtype.numpy, pinned=pinned)
+    def in_place(self, work: LocalBucket, pieces: np.ndarray, tensors: Sequence[Any]) -> np.ndarray:
+        """The addresses of pieces of the parameters themselves, where they are host memory."""
+        arrays = self.device.host_arrays([tensors[param] for param in work.params[pieces].tolist()])
+        return arrays.addresses + (work.in_tensor[pieces] * work.bucket.dtype.itemsize).astype(np.uintp)
 
     def load_master(self, work: LocalBucket, piece: Piece, tensor: Any) -> None:
         arena, at = self.store.locate(work.bucket.index, piece.offset)
         master = arena["master"][at : at + piece.numel]
         source = self.read(work, piece, tensor)
-        rows = kernels.spans_of([(source.address, kernels.address(master.view), piece.numel)])
-        kernels.cast(rows, source.dtype, master.format.values, threads=self.threads)
+        if master.encoded:
+            master.write(source.view())
+        else:
+            rows = kernels.spans_of([(source.address, kernels.address(master.view), piece.numel)])
+            kernels.cast(rows, source.dtype, master.format.values, threads=self.threads)
 
     def read(self, work: LocalBucket, piece: Piece, tensor: Any, at: int = 0, numel: int | None = None) -> HostArray:
         """A piece of a parameter's tensor, or ``numel`` elements of it from ``at`` on; of its own element type."""

@@ -61,6 +61,11 @@ class EarlyPublish:
         """Send buckets early from now on."""
         self.announced, self.tensors = announced, announced.given.tensors
 
+    def renew(self, given: Given, scalars: Scalars) -> None:
+        """The announced step comes with these arguments: what has not been sent yet is sent for them."""
+        assert self.announced is not None
+        self.announced.given, self.announced.scalars, self.tensors = given, scalars, given.tensors
+
     def begin_step(self, tensors: Sequence[Any], last: Event) -> None:
         """The step has come: early sends stop at the end of ``last``, and the rest go in the order of the next forward.
 
@@ -72,26 +77,28 @@ class EarlyPublish:
         if self.announced is not None:
             self.announced.close(last)
 
-    def follow(self, work: LocalBucket, full: bool, *, keep_states: bool) -> None:
-        """A bucket was launched: have it sent if a step was announced and all its gradients are there (``full``).
+    def follow(self, work: LocalBucket, present: frozenset[int], *, last: bool, keep_states: bool) -> None:
+        """A bucket was launched: have it sent if a step was announced and all its gradients are there.
 
         Args:
+            present: the parameters that had a gradient here.
+            last: True if the others will have none for this step.
             keep_states: leave the states to the step.
         """
-        announced = self.announced
+        announced, full = self.announced, last or present == work.members
         known = max(work.members) < len(self.tensors)  # a parameter may have been added since
         if not (announced is not None and full and known and announced.open):
             announced = None
         if announced is not None:
             self.asked[work] = None
-            announced.before_send(work.members)
+            announced.before_send(present if self._buckets.device.world_size == 1 else work.members)
         if announced is not None or self._buckets.device.world_size > 1:
             scalars = None if announced is None else announced.scalars
 
             def is_open() -> bool:
                 return announced is not None and announced.open
 
-            self._updates.send_early(work, scalars, self.tensors, is_open, keep_states=keep_states)
+            self._updates.send_early(work, present, scalars, self.tensors, is_open, keep_states=keep_states)
 
     def differs(self, given: Given) -> bool:
         """Whether a step was announced with other arguments."""

@@ -1,16 +1,17 @@
 """One bucket as one process sees it: its shards, their gradients in this step, and what it is in the middle of."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 import numpy as np
 
 from ..device.events import Event
-from ..device.protocols import HostArray
-from ..dtypes import ElementType
-from ..layout.partition import Bucket, Piece
+from ..device.protocols import HostArrays
+from ..dtypes import BY_NUMPY, ElementType
+from ..layout.partition import Bucket, ParamSpec, Piece
 from ..memory.host_memory import Lease
+from ..native import kernels
 from ..native.grad_norm import SumOfSquares
 from ..support.threads import Task
 from .bucket_states import (
@@ -30,25 +31,32 @@ class LocalBucket:
     bucket: Bucket
     pieces: tuple[Piece, ...]
     """The runs of parameters that this process's ranks own."""
-    seeds: InitVar[Mapping[int, int]]
-    """Of the random numbers of each parameter's states."""
+    specs: InitVar[Mapping[int, ParamSpec]]
+    """Of each parameter."""
     wire: ElementType
     """The element type in which gradients travel."""
-    home: np.ndarray | None
-    """The host memory in which gradients wait: fp32 if they are summed here, else of type ``wire``. None where they are
-    read in the device's own memory."""
+    own: np.ndarray | None
+    """The host memory of the bucket's own in which gradients wait: fp32 if they are summed here, else of type ``wire``.
+    None where they are read in the device's own memory, and where memory is lent to the bucket."""
     without_master: bool
     """The parameters are their own master weights."""
+    parameters_apart: bool
+    """The parameters are written from master weights, and may lag behind them. False: no update changes one without
+    the other."""
     written_by_kernel: bool
     """The update writes the new parameters where they are: nothing is left to publish."""
+    home: np.ndarray | None = field(init=False)
+    """Gradient: the memory in which gradients wait, its own or lent; None: it has none now."""
     waiting: dict[int, Any] = field(default_factory=dict)
     """Gradient: device gradients that arrived since the last launch, by parameter."""
-    gradients: list[HostArray | None] = field(init=False)
-    """Gradient: the host gradient of each piece."""
+    gradients: HostArrays = field(init=False)
+    """Gradient: the host gradient of each piece. It is replaced whole, so that an interrupt leaves one or the other."""
     squares: SumOfSquares | None = None
     """Gradient: the sum of squares; None where it was not taken since the gradients changed."""
     stale: set[int] = field(default_factory=set)
     """Publication: parameters whose master weights are to be sent."""
+    sent_early: frozenset[int] = frozenset()
+    """Publication: the parameters that were sent early last."""
     written: Task[Event] | None = None
     """Publication: the start of the last one that nobody has waited for; its result orders reads after it."""
     task: Task[Any] | None = None
@@ -56,51 +64,69 @@ class LocalBucket:
     lease: Lease | None = None
     """Staging memory of the bucket's last journey."""
 
-    def __post_init__(self, seeds: Mapping[int, int]) -> None:
+    def __post_init__(self, specs: Mapping[int, ParamSpec]) -> None:
         self.gradient = gradient_of(self.bucket.index)
         self.publication = publication_of(self.bucket.index)
         self.owner = owner_of(self.bucket.index)
         self.members = frozenset(piece.param for piece in self.bucket.pieces)
+        self.params = np.array([piece.param for piece in self.pieces], np.int64)
+        """The parameter of each piece."""
         self.offsets = np.array([piece.offset for piece in self.pieces], np.int64)
         """Where each piece begins among this process's shards, in elements."""
+        self.starts = np.array([piece.start for piece in self.pieces], np.int64)
+        """Where each piece begins within its parameter."""
+        self.in_tensor = np.array([self.bucket.in_tensor(piece) for piece in self.pieces], np.int64)
+        """Where each piece begins within its parameter's tensor."""
         self.numels = np.array([piece.numel for piece in self.pieces], np.int64)
-        self.places = np.zeros(len(self.pieces), [("start", np.int64), ("seed", np.uint64)])
-        """The first element of each piece within its parameter, and that parameter's seed."""
-        for i, piece in enumerate(self.pieces):
-            self.places[i] = piece.start, seeds[piece.param]
+        seeds = {param: specs[param].seed for param in self.members}
+        self.seeds = np.array([seeds[piece.param] for piece in self.pieces], np.uint64)
+        """Of the random numbers of each piece's states."""
+        self.counted = np.array([specs[piece.param].counted for piece in self.pieces], bool)
+        """The pieces whose gradients count in the norm."""
         self.positions: dict[int, list[int]] = {}
         """The indices of a parameter's pieces: one, unless the process's ranks are not neighbours."""
         for i, piece in enumerate(self.pieces):
             self.positions.setdefault(piece.param, []).append(i)
-        self.gradients = [None] * len(self.pieces)
+        self.give_back()
 
     # --- gradient --------------------------------------------------------------------------------------
 
     @property
     def has_landed(self) -> bool:
         """Whether gradients of this or of earlier micro-steps are on the host."""
-        return any(gradient is not None for gradient in self.gradients)
+        return bool(self.gradients.addresses.any())
 
-    def at_home(self, i: int) -> HostArray:
-        """The memory in which the gradient of piece ``i`` waits."""
+    def at_home(self) -> HostArrays:
+        """The memory in which the gradient of each piece waits."""
         assert self.home is not None
-        piece = self.pieces[i]
-        return HostArray.of(self.home[piece.offset : piece.offset + piece.numel])
+        addresses = kernels.address(self.home) + self.offsets * self.home.itemsize
+        codes = np.full(len(self.pieces), BY_NUMPY[self.home.dtype].code, np.uint8)
+        return HostArrays(addresses.astype(np.uintp), codes, [self.home] * len(self.pieces))
 
-    def held(self) -> dict[ElementType, list[tuple[int, HostArray]]]:
-        """The host gradients, with the index of their piece, by element type."""
-        by_dtype: dict[ElementType, list[tuple[int, HostArray]]] = {}
-        for i, gradient in enumerate(self.gradients):
-            if gradient is not None:
-                by_dtype.setdefault(gradient.dtype, []).append((i, gradient))
-        return by_dtype
+    def hold(self, pieces: Sequence[int], arrays: HostArrays) -> None:
+        """The host gradients of these pieces are these arrays."""
+        addresses, codes, owners = self.gradients
+        addresses, codes, owners = addresses.copy(), codes.copy(), list(owners)
+        addresses[pieces], codes[pieces] = arrays.addresses, arrays.codes
+        for i, owner in zip(pieces, arrays.owners, strict=True):
+            owners[i] = owner
+        self.gradients = HostArrays(addresses, codes, owners)
+
+    def held(self, among: np.ndarray) -> Iterator[tuple[ElementType, np.ndarray]]:
+        """Those of the pieces that are chosen (True) which have a host gradient, by its element type."""
+        return self.gradients.by_type((self.gradients.addresses != 0) & among)
 
     def forget_gradients(self, event: GradientEvent) -> None:
         """Let go of all gradients, for this reason."""
         self.waiting = {}
         self.squares = None
-        self.gradients = [None] * len(self.pieces)
+        self.give_back()
         self.gradient.on(event)
+
+    def give_back(self) -> None:
+        """Nobody reads the host gradients any more: memory that was lent is free."""
+        self.gradients = HostArrays.none(len(self.pieces))
+        self.home = self.own
 
     # --- publication -----------------------------------------------------------------------------------
 

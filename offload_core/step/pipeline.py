@@ -14,7 +14,7 @@ which they were asked for (``worker.py``), while the caller goes on. The caller 
 With ``update_in_backward`` a bucket's new parameters are published early (``early_publish.py``): during backward, as
 soon as its gradients are on the host. If no check of all gradients comes first, this updates its states, too. Otherwise
 the states stay as they are: the step updates them, or, after clipping or an overflow, sends the parameters again
-(:meth:`Pipeline.recall`).
+(:meth:`Pipeline.recall`). In the first case gradients need few buckets' memory on the host (``gradient_memory.py``).
 
 One rank whose tensors are host memory moves nothing (``BucketTerms.direct``): gradients are read and parameters written
 where they are. Only gradients that accumulate are copied, to fp32.
@@ -34,7 +34,6 @@ import numpy as np
 from ..config.options import OffloadConfig
 from ..device.events import Event
 from ..device.protocols import Device
-from ..dtypes import FLOAT16
 from ..errors import CollectiveError, StateError
 from ..layout.partition import ParamSpec
 from ..memory.plan import PlanRow
@@ -70,10 +69,11 @@ class Pipeline:
         self.device = device
         self.scaler = scaler
         self._state_lock = StateLock()
-        self._examines = _examines(config, device, scaler)
         self.rule = Adam(config.op_order or "torch", config.adam_mode)
         self.steps: list[np.ndarray] = []
         """Updates that each parameter has had: zero-dimensional float32 arrays, so that a front end can share them."""
+        self._counts: list[np.ndarray] = [np.zeros(0, np.float32)]
+        """The memory of ``steps``: an array for each :meth:`add_parameters`."""
         self.updates = 0
         """Updates made so far."""
         self.published: Mapping[int, bool] = {}
@@ -85,7 +85,8 @@ class Pipeline:
         """This rank was asked to save (by a signal); the next step tells the others."""
         self.save_agreed = False
         """Up to the last step a rank was asked to save; the same on all ranks."""
-        self.buckets = LocalBuckets(config, device, self.rule)
+        self.buckets = LocalBuckets(config, device, self.rule, scaled=scaler is not None)
+        self._examines = self.buckets.terms.examines
         self._reduction = Reduction(self.buckets)
         self._updates = Updates(self.buckets, self.rule)
         self._early = EarlyPublish(self.buckets, self._updates)
@@ -132,7 +133,8 @@ class Pipeline:
         """
         self.finish()
         self._reduction.take_on(self.buckets.add(specs, tensors, frozen))
-        self.steps += [np.zeros((), np.float32) for _ in specs]
+        self._counts.append(np.zeros(len(specs), np.float32))
+        self.steps += [self._counts[-1][i : i + 1].reshape(()) for i in range(len(specs))]
 
     def run_in_order(self, task: Callable[[], T]) -> T:
         """Do a task after all earlier ones, and return its result: ranks exchange one thing at a time, in one order."""
@@ -162,22 +164,29 @@ class Pipeline:
 
     @changes("backward()")
     def add_gradient(self, param: int, gradient: Any) -> None:
-        """Take a parameter's gradient of this micro-step; further ones before the next update are summed in fp32.
-
-        Where the device is addressable the gradient is not copied: it must stay as it is until the update.
-        """
+        """As :meth:`add_gradients`, of one that may not fit."""
         self._begin_gradients()
         self._reduction.check(param, gradient)
+        self.add_gradients({param: gradient})
+
+    @changes("backward()")
+    def add_gradients(self, gradients: Mapping[int, Any]) -> None:
+        """Take gradients of this micro-step, by parameter, which they fit (:meth:`check_gradient`).
+
+        Further ones of a parameter before the next update are summed in fp32. Where the device is addressable they are
+        not copied: they must stay as they are until the update.
+        """
+        self._begin_gradients()
         if self._early.asked:
             if self.device.world_size == 1:
-                self.recall([param])
-            elif self._reduction.begins_round(param):  # ranks exchange every bucket again
+                self.recall(gradients.keys())
+            elif self._reduction.begins_round(gradients):  # ranks exchange every bucket again
                 self.recall()
         try:
-            if self._reduction.has_left(param):
+            if self._reduction.has_left(gradients):
                 self._end_round()
-            self._reduction.fill(param, gradient)
-            self._launch()
+            if self._reduction.fill(gradients):
+                self._launch()
         except BaseException as error:
             self._break_off_announced(error)
             raise
@@ -194,16 +203,18 @@ class Pipeline:
         if self._updates.publishes and not self.holds_gradients:
             self.finish_publications()
 
-    def _launch(self, *, ending: bool = False) -> None:
+    def _launch(self, *, ending: bool = False, boundary: bool = False) -> None:
         """Launch the buckets whose turn it is; at the boundary, have their parameters sent early."""
+        terms = self.buckets.terms
         for work in self._reduction.ready(ending=ending):
             at_boundary = self._reduction.at_boundary
-            full = self._reduction.launch(work, examine=self._examines and at_boundary)
-            if full is not None and at_boundary and self.buckets.terms.sends_early:
-                self._early.follow(work, full, keep_states=self._examines)
+            present = self._reduction.launch(work, examine=self._examines and at_boundary)
+            if present is not None and at_boundary and terms.sends_early:
+                last = boundary and terms.lends_gradient_memory
+                self._early.follow(work, present, last=last, keep_states=self._examines)
 
-    def _end_round(self) -> None:
-        self._launch(ending=True)
+    def _end_round(self, *, boundary: bool = False) -> None:
+        self._launch(ending=True, boundary=boundary)
         self._reduction.end_round()
 
     @changes("zero_grad()")
@@ -239,16 +250,16 @@ class Pipeline:
             reduce: False where no gradient was added, on any rank alike: the ranks need not meet.
             boundary: True or False from a caller that counts itself; None: as ``gradient_accumulation_steps`` says.
         """
+        boundary = self.at_boundary if boundary is None else boundary
         if reduce:
             self._begin_gradients()
             if self._reduction.arrivals.round is None:
                 self.recall()
             try:
-                self._end_round()
+                self._end_round(boundary=boundary)
             except BaseException as error:
                 self._break_off_announced(error)
                 raise
-        boundary = self.at_boundary if boundary is None else boundary
         self._reduction.count_micro_step(boundary=boundary)
         return boundary
 
@@ -312,7 +323,7 @@ class Pipeline:
     def _collect(self, given: Given) -> None:
         """Have all gradients on the host; one that was lost on its way is an error here, before anything changes."""
         if self._reduction.arrivals.round is not None:
-            self._end_round()
+            self._end_round(boundary=True)
         for work in self.buckets.all:
             if work.task is not None:
                 self.buckets.claim(work)
@@ -399,8 +410,7 @@ class Pipeline:
 
     def _update(self, decision: Decision, after: Event) -> None:
         buckets, present, works = self.buckets, decision.present, decision.works
-        for param in present:
-            self.steps[param] += 1
+        self._count(present)
         self.updates += 1
         ahead = self._early.end()
         self._updates.owe([work for work in works if work not in ahead], decision)
@@ -411,7 +421,7 @@ class Pipeline:
             work.forget_gradients(GradientEvent.DROP)
         self._reduction.begin(decision.order)
         # A parameter that lies in no bucket (of no elements) is written at once.
-        now = [param for param in present if not decision.delayed or not buckets.of[param]]
+        now = [param for param in present if not buckets.of[param]] if decision.delayed else present
         self.published = {**self.published, **dict.fromkeys(now, True)}
         if decision.delayed:
             self._updates.publish(reversed(decision.order), decision.tensors, after)
@@ -455,6 +465,28 @@ class Pipeline:
         given = self._given(hypers, tensors, divisor, groups)
         scalars = self._scalars(given, range(len(self.params)), 1.0 / given.unscale)
         self._early.announce(Announcement(given, scalars, before_send))
+
+    def confirm_step(
+        self,
+        hypers: Sequence[AdamHyper],
+        tensors: Sequence[Any],
+        *,
+        divisor: float = 1.0,
+        groups: Sequence[int] | None = None,
+    ) -> None:
+        """The announced step has come, with these arguments of :meth:`step`: buckets that leave at the end of the
+        micro-step are updated and sent with them. Call it before :meth:`end_micro_step`.
+
+        If parameters were sent with other arguments, and states are as they were, :meth:`step` recalls them.
+
+        Raises :class:`StateError` where states were updated with other arguments.
+        """
+        if self._early.announced is None:
+            return
+        given = self._given(hypers, tensors, divisor, groups)
+        self._refuse_other(given)
+        if not (self._early.asked and self._early.differs(given)):
+            self._early.renew(given, self._scalars(given, range(len(self.params)), 1.0 / given.unscale))
 
     def _given(
         self, hypers: Sequence[AdamHyper], tensors: Sequence[Any], divisor: float, groups: Sequence[int] | None
@@ -505,9 +537,17 @@ class Pipeline:
         if self._early.recalled:
             self.flush(self._early.tensors)
 
-    def _scalars(self, given: Given, params: Iterable[int], grad_scale: float) -> Scalars:
-        steps = {param: int(self.steps[param]) + 1 for param in params}
-        return Scalars(self.rule, given.hypers, given.groups, steps, grad_scale=grad_scale)
+    def _scalars(self, given: Given, params: Collection[int], grad_scale: float) -> Scalars:
+        steps = np.concatenate(self._counts)
+        return Scalars(self.rule, given.hypers, given.groups, steps, params, grad_scale=grad_scale)
+
+    def _count(self, params: Collection[int]) -> None:
+        """These parameters have had an update more."""
+        had = np.zeros(len(self.params), np.float32)
+        had[np.fromiter(params, np.int64, len(params))] = 1
+        for counts in self._counts:
+            counts += had[: len(counts)]
+            had = had[len(counts) :]
 
     # --- waiting -------------------------------------------------------------------------------------
 
@@ -615,8 +655,7 @@ class Pipeline:
         self.buckets.recover()
         announced, used = self._early.announced, self._early.end()
         if announced is not None:  # their states have had the update: count it
-            for param in frozenset().union(*(work.members for work in used)):
-                self.steps[param] += 1
+            self._count(frozenset().union(*(work.sent_early for work in used)))
         lost = self._updates.forget()
         lost.update(
             work
@@ -635,7 +674,7 @@ class Pipeline:
             work.take()
             work.written = None
             work.forget_gradients(GradientEvent.ABORT)
-            if work in lost and not work.without_master:
+            if work in lost and work.parameters_apart:
                 work.fall_behind(work.members, PublicationEvent.LOSE)
             elif work.publication.state is Publication.SENT:
                 work.publication.on(PublicationEvent.ARRIVE)
@@ -665,11 +704,3 @@ class Pipeline:
         numel = sum(spec.numel for spec in self.params)
         own = {("host", what): n_bytes for what, n_bytes in self.memory.report().items()}
         return MemoryReport.of(numel, [*self.buckets.planned, *planned], {**own, **held})
-
-
-def _examines(config: OffloadConfig, device: Device, scaler: LossScaler | None) -> bool:
-    """True if a step looks at all gradients before it updates anything."""
-    skip = config.skip_nonfinite
-    narrow = config.communication_dtype == FLOAT16.name and device.world_size > 1  # may overflow
-    wanted = (skip is None and narrow) or bool(skip)
-    return wanted or config.gradient_clipping is not None or scaler is not None

@@ -1,15 +1,15 @@
 """A step's gradients: from the device, through the reduction over the ranks, to where they wait for the update."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from ..device.events import Done, Event
-from ..device.protocols import Arrival, HostArray
+from ..device.protocols import Arrival, HostArrays
 from ..device.trace import REDUCTION
-from ..dtypes import BY_NUMPY, FLOAT32, ElementType
+from ..dtypes import BY_NUMPY, FLOAT32
 from ..errors import GradientError
 from ..native import kernels
 from ..native.grad_norm import SumOfSquares
@@ -101,29 +101,43 @@ class Reduction:
                 f"rounded on its way; set communication_dtype={dtype.name!r}"
             )
 
-    def begins_round(self, param: int) -> bool:
-        """True if the parameter's next gradient is the first of another round."""
-        return self.arrivals.round is None or self.has_left(param)
+    def begins_round(self, gradients: Mapping[int, Any]) -> bool:
+        """True if these gradients, by parameter, are of another round."""
+        return self.arrivals.round is None or self.has_left(gradients)
 
-    def has_left(self, param: int) -> bool:
-        """True if the parameter had its gradient of this round, or its bucket was launched without it."""
+    def has_left(self, gradients: Mapping[int, Any]) -> bool:
+        """True if one of these parameters had its gradient of this round, or its bucket was launched without it."""
         round = self.arrivals.round
-        launched = set() if round is None else round.launched
-        return any(param in work.waiting or work in launched for work in self._buckets.of[param])
+        if round is not None:
+            for work in self._works_of(gradients):
+                if not gradients.keys().isdisjoint(work.members if work in round.launched else work.waiting.keys()):
+                    return True
+        return False
 
-    def fill(self, param: int, gradient: Any) -> None:
-        """Put a gradient into its parameter's buckets; those that are full are :meth:`ready`."""
-        if self.arrivals.round is None:
-            self.arrivals.round = _Round()
-        for work in self._buckets.of[param]:
+    def fill(self, gradients: Mapping[int, Any]) -> bool:
+        """Put gradients into their parameters' buckets. Return whether one of them is full, and so :meth:`ready`."""
+        arrivals, full = self.arrivals, False
+        if arrivals.round is None:
+            arrivals.round = _Round()
+        for work in self._works_of(gradients):
+            mine = work.members.intersection(gradients)
+            if not mine:
+                continue
             if work.task is not None:
                 self._buckets.claim(work)
             work.gradient.on(GradientEvent.ADD)
-            self.arrivals.begun = True
-            work.waiting[param] = gradient
+            arrivals.begun = True
+            all_mine = len(mine) == len(gradients)
+            work.waiting |= gradients if all_mine else {param: gradients[param] for param in mine}
             if len(work.waiting) == len(work.members):
-                self.arrivals.round.filled.append(work)
-        self.arrivals.present.add(param)
+                arrivals.round.filled.append(work)
+                full = True
+        arrivals.present.update(gradients)
+        return full
+
+    def _works_of(self, params: Collection[int]) -> Sequence[LocalBucket]:
+        """Buckets among which are those of these parameters."""
+        return self._buckets.of[next(iter(params))] if len(params) == 1 else self._buckets.all
 
     def ready(self, *, ending: bool = False) -> Iterable[LocalBucket]:
         """The buckets to launch now, in their order. Launch each before you take the next.
@@ -132,6 +146,8 @@ class Reduction:
             ending: the micro-step ends: all that were not launched, full or not, even where no gradient came.
         """
         round = self.arrivals.round
+        if not (ending or self._buckets.terms.launches_in_backward):
+            return ()
         if round is None:
             if not ending:
                 return ()
@@ -151,14 +167,14 @@ class Reduction:
     def _is_full(self, work: LocalBucket) -> bool:
         return len(work.waiting) == len(work.members)
 
-    def launch(self, work: LocalBucket, *, examine: bool) -> bool | None:
+    def launch(self, work: LocalBucket, *, examine: bool) -> frozenset[int] | None:
         """Bring the gradients of this bucket to their owners' host memory and keep them there.
 
         Args:
             examine: sum their squares when they have arrived, for the update looks at them.
 
         Returns:
-            True if every parameter of it had a gradient here; None if nothing had to travel.
+            The parameters of it that had a gradient here; None if nothing had to travel.
         """
         round = self.arrivals.round
         assert round is not None
@@ -172,9 +188,8 @@ class Reduction:
         work.squares = None
         gradients, work.waiting = work.waiting, {}
         if self._buckets.terms.direct:
-            tensors = {param: self._buckets.device.host_array(tensor) for param, tensor in gradients.items()}
-            arrived = [(i, p) for i, p in enumerate(work.pieces) if p.param in tensors]
-            self._keep(work, [(i, tensors[p.param].run(p.start, p.numel)) for i, p in arrived])
+            if gradients:  # they may have been dropped
+                self._keep(work, gradients)
             work.gradient.on(GradientEvent.LAND)
             return None
         try:
@@ -182,7 +197,7 @@ class Reduction:
         except BaseException:
             self._buckets.recover()
             raise
-        return len(gradients) == len(work.members)
+        return frozenset(gradients)
 
     def end_round(self) -> None:
         """The micro-step has ended: every bucket was launched."""
@@ -223,21 +238,23 @@ class Reduction:
         """Forget the gradients of these parameters; raise the errors of those that share a bucket with them."""
         # A gradient that only other ranks had stays with them.
         params = [param for param in params if param in self.arrivals.present]
-        touched = [work for param in params for work in self._buckets.of[param]]
+        touched = dict.fromkeys(work for param in params for work in self._buckets.of[param])
         for work in touched:
             self._buckets.claim(work)
-        for param in params:
-            self.arrivals.present.discard(param)
-            for work in self._buckets.of[param]:
+        self.arrivals.present.difference_update(params)
+        for work in touched:
+            dropped = work.members.intersection(params)
+            for param in dropped:
                 work.waiting.pop(param, None)
-                for i in work.positions.get(param, ()):
-                    if work.gradients[i] is not None and work.home is not None:
-                        work.at_home(i).view()[:] = 0  # others stay, and later micro-steps are added to this
-                    work.gradients[i] = None
-                work.squares = None
+            pieces = [i for param in dropped for i in work.positions.get(param, ())]
+            if work.home is not None:
+                for piece in (work.pieces[i] for i in pieces):
+                    work.home[piece.offset : piece.offset + piece.numel] = 0  # others stay, and later ones are added
+            work.hold(pieces, HostArrays.none(len(pieces)))
+            work.squares = None
         for work in touched:
             if not work.waiting and not work.has_landed:
-                work.gradient.on(GradientEvent.DROP)
+                work.forget_gradients(GradientEvent.DROP)
 
     # --- the way of a bucket -------------------------------------------------------------------------
 
@@ -245,6 +262,7 @@ class Reduction:
         """Have the device reduce the bucket, and sum the arrivals with earlier micro-steps'."""
         buckets = self._buckets
         assert buckets.staging is not None
+        buckets.await_home(work)
         assert work.home is not None
         bucket, arrival = work.bucket, buckets.device.sizes.arrival(work.wire)
         stays = arrival == as_it_stays(BY_NUMPY[work.home.dtype]) and not work.has_landed
@@ -262,7 +280,7 @@ class Reduction:
                 with buckets.trace.span(REDUCTION, "sum", bucket.index, received.nbytes):
                     self._sum(work, arrival, received)
             work.release()
-            work.gradients = [work.at_home(i) for i in range(len(work.pieces))]
+            work.gradients = work.at_home()
             if examine:
                 squares = SumOfSquares()
                 self._square(work, squares)
@@ -284,36 +302,35 @@ class Reduction:
                 parts, arrival.parts, arrival.dtype, shard, divisor=arrival.divisor, add=add, threads=threads
             )
 
-    def _keep(self, work: LocalBucket, arrived: Sequence[tuple[int, HostArray]]) -> None:
+    def _keep(self, work: LocalBucket, gradients: Mapping[int, Any]) -> None:
         """Keep first gradients where they are, unless more are to be added; sum further ones in fp32."""
-        copies: dict[ElementType, list[tuple[int, int, int]]] = {}
-        sums: dict[ElementType, list[tuple[int, int, int]]] = {}
-        kept: dict[int, HostArray] = {}  # held gradients stay alive until they have been read
-        for i, gradient in arrived:
-            held = work.gradients[i]
-            if held is None and not self._buckets.terms.sums and work.home is None:
-                kept[i] = gradient
-                continue
-            self._buckets.promote(work)
-            kept[i] = target = work.at_home(i)
-            if held is None or held.address != target.address:
-                first = gradient if held is None else held
-                copies.setdefault(first.dtype, []).append((first.address, target.address, first.numel))
-            if held is not None:
-                sums.setdefault(gradient.dtype, []).append((gradient.address, target.address, gradient.numel))
-        for dtype, rows in copies.items():
-            kernels.cast(kernels.spans_of(rows), dtype, FLOAT32, threads=self._buckets.threads)
-        for dtype, rows in sums.items():
-            kernels.accumulate(kernels.spans_of(rows), dtype, threads=self._buckets.threads)
-        for i, gradient in kept.items():
-            work.gradients[i] = gradient
+        pieces = [work.positions[param][0] for param in gradients]  # all of a parameter is this process's
+        arrived = self._buckets.device.host_arrays([*gradients.values()]).begin_at(work.starts[pieces])
+        held = work.gradients  # it stays alive until it has been read
+        waits = held.addresses[pieces] != 0
+        if work.home is None and not self._buckets.terms.sums and not waits.any():
+            work.hold(pieces, arrived)
+            return
+        self._buckets.promote(work)
+        home, threads = work.at_home().of(np.array(pieces)), self._buckets.threads
+        numels = work.numels[pieces]
+        first = HostArrays(
+            np.where(waits, held.addresses[pieces], arrived.addresses),
+            np.where(waits, held.codes[pieces], arrived.codes),
+            (),
+        )
+        for dtype, rows in first.by_type(first.addresses != home.addresses):
+            spans = kernels.spans(first.addresses[rows], home.addresses[rows], numels[rows])
+            kernels.cast(spans, dtype, FLOAT32, threads=threads)
+        for dtype, rows in arrived.by_type(waits):
+            spans = kernels.spans(arrived.addresses[rows], home.addresses[rows], numels[rows])
+            kernels.accumulate(spans, dtype, threads=threads)
+        work.hold(pieces, home)
 
     def _square(self, work: LocalBucket, total: SumOfSquares) -> None:
         with self._buckets.trace.span(REDUCTION, "norm", work.bucket.index):
-            params = self._buckets.params
-            for dtype, held in work.held().items():
-                own = [g for i, g in held if params[work.pieces[i].param].counted]
-                spans = kernels.spans_of([(g.address, 0, g.numel) for g in own])
+            for dtype, pieces in work.held(work.counted):
+                spans = kernels.spans(work.gradients.addresses[pieces], 0, work.numels[pieces])
                 total.add(spans, dtype, threads=self._buckets.threads)
 
     def add_squares(self, total: SumOfSquares) -> None:

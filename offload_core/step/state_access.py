@@ -98,6 +98,19 @@ class StateAccess:
             return [(run.start, run.arrays["master"].view) for run in self._runs(param, tensor)]
         return [(0, self._pipeline.device.host_array(tensor).view())]
 
+    def parameter_memory(self, param: int) -> np.ndarray | None:
+        """The memory of this process's part of a partitioned parameter whose master weight holds it, its padding
+        included; None: there is no such master weight, and the tensor is the caller's.
+
+        Only this package's own methods may write to it.
+        """
+        works = self._buckets.of[param]
+        if not works:
+            return None
+        arena, at = self._buckets.store.locate(works[0].bucket.index, 0)
+        numel = len(self._pipeline.device.ranks) * sum(work.bucket.shard_numel for work in works)
+        return arena["master"][at : at + numel].upper if "master" in arena else None
+
     def whole_states(
         self, param: int, names: Collection[str] = STATE_NAMES, *, tensor: Any = None
     ) -> dict[str, np.ndarray]:
@@ -143,24 +156,25 @@ class StateAccess:
 
     def adopt(self, param: int, tensor: Any) -> None:
         """Follow a change made to a device parameter from outside: an element that differs from its rounded master
-        weight replaces it. The other master weights keep their low bits."""
+        weight replaces it. The other master weights keep their low bits.
+
+        Args:
+            tensor: the parameter as it is, or as it is about to become. Memory of :meth:`parameter_memory` gets these
+                values here, and ``tensor`` must not lie there: what it was before tells which elements differ.
+        """
         self.will_change([param])
         for work, piece in self._pieces_of(param):
             if work.without_master:
                 continue
             arena, start = self._locate(work, piece)
-            master = arena["master"][start : start + piece.numel].view
-            source = self._buckets.read(work, piece, tensor)
-            theirs = source.view()
-            changed = master.astype(theirs.dtype).view(np.uint8).reshape(piece.numel, -1)
-            changed = (changed != theirs.view(np.uint8).reshape(piece.numel, -1)).any(axis=1)
-            master[changed] = theirs[changed].astype(master.dtype)
+            source = self._buckets.read(work, piece, tensor)  # it holds the memory
+            arena["master"][start : start + piece.numel].follow(source.view())
 
     def publish_later(self, params: Iterable[int]) -> None:
         """Have the next ``flush`` write these master weights, which were replaced, to the device parameters."""
         for param in params:
             for work in self._buckets.of[param]:
-                if not work.without_master:
+                if work.parameters_apart:
                     work.fall_behind([param])
 
     # --- where states lie ----------------------------------------------------------------------------

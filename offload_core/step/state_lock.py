@@ -50,6 +50,10 @@ class StateLock:
             await_sections()
             return act()
 
+    def is_changing(self) -> bool:
+        """Whether this thread is in the middle of a change, so that a part of it need not ask for the lock."""
+        return self._of_change.locked() and self._of_thread._is_owned() and not section_runs()  # type: ignore[attr-defined]
+
     def change(self, what: str, act: Callable[[], T]) -> T:
         """Do this, which changes states; it may be a part of another change."""
         return self.run(partial(self._alone, what, act, tears=True))
@@ -108,7 +112,17 @@ os.register_at_fork(after_in_child=_after_fork)
 
 def changes(what: str) -> Callable[[Callable[Concatenate[Any, P], T]], Callable[Concatenate[Any, P], T]]:
     """A method, of an object with a ``_state_lock``, that changes states: see :meth:`StateLock.change`."""
-    return partial(_locked, StateLock.change, what)
+
+    def decorate(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
+        @wraps(method)
+        def locked(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
+            if self._state_lock.is_changing():
+                return method(self, *args, **kwargs)
+            return self._state_lock.change(what, partial(method, self, *args, **kwargs))
+
+        return locked
+
+    return decorate
 
 
 def uses(what: str) -> Callable[[Callable[Concatenate[Any, P], T]], Callable[Concatenate[Any, P], T]]:

@@ -1,7 +1,7 @@
 """A step's updates: one C pass over each bucket's shards, and the new parameters on their way to the device."""
 
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -55,7 +55,7 @@ class Updates:
 
         def update(work: LocalBucket) -> Event:
             out = None if work.written_by_kernel else self._borrow(work)
-            self._run(work, decision.scalars, decision.present, decision.tensors, out)
+            self._run(work, decision.scalars, decision.tensors, out)
             self._owed.pop(work, None)
             work.forget_gradients(GradientEvent.END)
             if out is None:
@@ -77,7 +77,7 @@ class Updates:
         """Update states only. The parameters were sent early, or :meth:`publish` sends them later."""
 
         def update(work: LocalBucket) -> None:
-            self._run(work, decision.scalars, decision.present, None, None)
+            self._run(work, decision.scalars, None, None)
             self._owed.pop(work, None)
             work.forget_gradients(GradientEvent.END)
 
@@ -102,6 +102,7 @@ class Updates:
     def send_early(
         self,
         work: LocalBucket,
+        present: frozenset[int],
         scalars: Scalars | None,
         tensors: Sequence[Any],
         is_open: Callable[[], bool],
@@ -113,30 +114,43 @@ class Updates:
         All ranks call it alike, and nothing is sent unless all agree.
 
         Args:
+            present: the parameters that had a gradient on this rank.
             scalars: None: this rank does not agree.
             keep_states: leave the states as they are.
         """
 
         def start() -> Event:
-            if not self._all_ranks(is_open(), work):
+            sent = self._all_ranks(is_open(), present, work)
+            if sent is None:
                 return Done()
             assert scalars is not None
-            out = self._borrow(work)
             if not keep_states:
                 work.gradient.on(GradientEvent.USE)
+            work.sent_early = sent
             work.publication.on(PublicationEvent.SEND_EARLY)
-            self._run(work, scalars, work.members, None, out, keep_states=keep_states)
+            if not sent:  # no rank has a gradient of it
+                work.give_back()
+                return Done()
+            out = self._borrow(work)
+            self._run(work, scalars, None, out, among=sent, keep_states=keep_states)
+            if not keep_states:
+                work.give_back()
             after = Done()  # the gradients arrived after all earlier reads of these parameters
-            return self._buckets.device.publish(work.bucket, out, tensors, set(work.members), self._lease(work), after)
+            return self._buckets.device.publish(work.bucket, out, tensors, set(sent), self._lease(work), after)
 
         work.give(self._send(work, start))
 
-    def _all_ranks(self, send: bool, work: LocalBucket) -> bool:
-        """True if this process and all others would send the bucket early."""
+    def _all_ranks(self, send: bool, present: frozenset[int], work: LocalBucket) -> frozenset[int] | None:
+        """The parameters that have a gradient on any rank, if this process and all others would send the bucket early;
+        else None."""
         if self._buckets.device.world_size == 1:
-            return send
-        what = f"bucket {work.bucket.index}: sent early or not"
-        return bool(combine(self._buckets.device.collectives, what, of_each=[send]).of_each.all())
+            return present if send else None
+        what, members = f"bucket {work.bucket.index}: sent early or not", sorted(work.members)
+        flags = [param in present for param in members]
+        known = combine(self._buckets.device.collectives, what, sums=flags, of_each=[send])
+        if not known.of_each.all():
+            return None
+        return frozenset(param for param, n in zip(members, known.sums, strict=True) if n)
 
     # --- the way of a bucket -------------------------------------------------------------------------
 
@@ -144,35 +158,42 @@ class Updates:
         self,
         work: LocalBucket,
         scalars: Scalars,
-        present: Container[int],
         tensors: Sequence[Any] | None,
         out: np.ndarray | None,
         *,
+        among: frozenset[int] | None = None,
         keep_states: bool = False,
     ) -> None:
-        """Update the pieces that have a gradient.
+        """Update the pieces that have a gradient and scalars.
 
-        Parameters are written to ``out`` if given, else to ``tensors`` if given, else nowhere. A parameter that is its
-        own master weight is always written.
+        Parameters are written to ``out`` if given, else to ``tensors`` if given, else nowhere. One that is its own
+        master weight, or its upper half, is always written.
+
+        Args:
+            among: these parameters alone.
         """
         store = self._buckets.store
         states = store.read(work.bucket.index) if keep_states else store.load(work.bucket.index, work.members)
         in_place = work.without_master
-        formats = self._buckets.config.state_formats(work.bucket.dtype)
-        for dtype, held in work.held().items():
-            indices = [i for i, _ in held if work.pieces[i].param in present]
-            pieces = [work.pieces[i] for i in indices]
-            segments = self._rule.segments(states.arrays, work.offsets[indices], work.numels[indices])
-            segments["grad"] = [gradient.address for i, gradient in held if work.pieces[i].param in present]
-            segments["scalars"] = [scalars.row_of[piece.param] for piece in pieces]
-            segments["start"] = work.places["start"][indices]
-            segments["seed"] = work.places["seed"][indices]
-            if tensors is not None and (in_place or out is None):
-                arrays = [self._buckets.in_place(work, piece, tensors) for piece in pieces]
-                segments["master" if in_place else "param"] = [array.address for array in arrays]
+        formats = {name: array.format.name for name, array in states.arrays.items()}
+        if in_place:
+            formats["master"] = work.bucket.dtype.name
+        in_tensors = tensors if in_place or (out is None and work.parameters_apart) else None
+        rounds = out is not None or (in_tensors is not None and not in_place)
+        rows = scalars.rows[work.params]
+        chosen = rows >= 0
+        if among is not None and among != work.members:
+            chosen &= np.isin(work.params, list(among))
+        for dtype, pieces in work.held(chosen):
+            segments = self._rule.segments(states.arrays, work.offsets[pieces], work.numels[pieces])
+            segments["grad"] = work.gradients.addresses[pieces]
+            segments["scalars"] = rows[pieces]
+            segments["start"] = work.starts[pieces]
+            segments["seed"] = work.seeds[pieces]
+            if in_tensors is not None:
+                segments["master" if in_place else "param"] = self._buckets.in_place(work, pieces, in_tensors)
             if out is not None:
-                segments["param"] = kernels.address(out) + work.offsets[indices] * out.itemsize
-            rounds = out is not None or (tensors is not None and not in_place)
+                segments["param"] = kernels.address(out) + work.offsets[pieces] * out.itemsize
             with self._buckets.trace.span(UPDATE, "", work.bucket.index):
                 self._rule.update(
                     segments,
@@ -189,19 +210,17 @@ class Updates:
     def _round_and_publish(
         self, work: LocalBucket, stale: frozenset[int], tensors: Sequence[Any], after: Event
     ) -> Event:
-        pieces = [piece for piece in work.pieces if piece.param in stale]
+        pieces = np.array([i for i, piece in enumerate(work.pieces) if piece.param in stale], np.int64)
         master = self._buckets.store.read(work.bucket.index).arrays["master"].view
         out = None if work.written_by_kernel else self._borrow(work)
-        rows = []
-        for piece in pieces:
-            if out is None:
-                address = self._buckets.in_place(work, piece, tensors).address
-            else:
-                address = kernels.address(out) + piece.offset * out.itemsize
-            rows.append((kernels.address(master) + piece.offset * master.itemsize, address, piece.numel))
+        if out is None:
+            to = self._buckets.in_place(work, pieces, tensors)
+        else:
+            to = kernels.address(out) + work.offsets[pieces] * out.itemsize
+        spans = kernels.spans(kernels.address(master) + work.offsets[pieces] * master.itemsize, to, work.numels[pieces])
         threads = self._buckets.threads
         with self._buckets.trace.span(UPDATE, "round", work.bucket.index):
-            kernels.cast(kernels.spans_of(rows), BY_NUMPY[master.dtype], work.bucket.dtype, threads=threads)
+            kernels.cast(spans, BY_NUMPY[master.dtype], work.bucket.dtype, threads=threads)
         if out is None:
             return Done()
         return self._buckets.device.publish(work.bucket, out, tensors, set(stale), self._lease(work), after)
@@ -316,7 +335,7 @@ class Updates:
                 if work.gradient.state is not Gradient.USED:
                     work.gradient.on(GradientEvent.USE)
                 tensors = decision.tensors if work.written_by_kernel else None
-                self._run(work, decision.scalars, decision.present, tensors, None)
+                self._run(work, decision.scalars, tensors, None)
                 done.append(work)
         return done
 

@@ -269,7 +269,7 @@ def clear_up(act: Callable[[], object]) -> None:
 
 def in_section() -> bool:
     """True in the thread of a section of :func:`uninterrupted`."""
-    return any(task.thread == threading.get_ident() for task in _sections)
+    return bool(_sections) and any(task.thread == threading.get_ident() for task in _sections)
 
 
 def await_sections() -> None:

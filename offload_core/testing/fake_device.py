@@ -15,7 +15,7 @@ import numpy as np
 
 from ..device.events import Done, Event
 from ..device.host import fill
-from ..device.protocols import Copy, HostArray
+from ..device.protocols import Copy, HostArray, HostArrays
 from ..dtypes import BY_NUMPY, ElementType
 from ..support.threads import Task, TaskThread
 
@@ -109,6 +109,9 @@ class FakeDevice:
         if isinstance(tensor, FakeTensor):
             raise TypeError("a FakeTensor is not in host memory")
         return HostArray.of(tensor)
+
+    def host_arrays(self, tensors: Sequence[FakeTensor | np.ndarray]) -> HostArrays:
+        return HostArrays.columns(map(self.host_array, tensors))
 
     def to_host(self, copies: Sequence[Copy], host: np.ndarray) -> Event:
         after = self.mark()

@@ -138,7 +138,7 @@ SCHEDULES = {
     "delayed": {"schedule": "delayed", "delay_warmup_steps": 0},
 }
 RUNS = [(schedule, stage) for schedule in SCHEDULES for stage in (2, 3) if (schedule, stage) != ("in backward", 3)]
-HIDES_ALL = {("compute", "overlap"), ("compute", "in backward"), ("compute", "delayed"), ("update", "in backward")}
+HIDES_ALL = {("compute", "overlap"), ("compute", "in backward"), ("compute", "delayed")}
 """Where a step takes the limit, by what dominates and the schedule; ``bench.parts.overlap`` says why others do not."""
 
 

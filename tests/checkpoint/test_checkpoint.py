@@ -25,7 +25,7 @@ from offload_core.testing.fake_device import FakeDevice
 from offload_core.testing.thread_ranks import run_ranks
 from tests.support.checkpoints import Slow, load, one_step, save
 from tests.support.oracles import assert_same_bits
-from tests.support.pipelines import STATES, Subject, as_float32, bits, make
+from tests.support.pipelines import STATES, UNANNOUNCED, Subject, as_float32, bits, make
 from tests.support.rank_pipelines import averaged, rank_cases, run_naive, run_rank
 from tests.support.strategies import law
 
@@ -124,6 +124,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, device, dtype, schedul
     assert straight.pipeline.loss_scale == resumed.pipeline.loss_scale
 
 
+@pytest.mark.filterwarnings(UNANNOUNCED)
 @pytest.mark.parametrize("update_in_backward", [False, True])
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=str)
 def test_what_is_saved_while_training_goes_on_is_of_the_moment_of_the_call(

@@ -320,6 +320,10 @@ def half(**keys):
         (zero(stage=3, offload_param={"device": "cpu"}), {"stage": 3, "offload_param": "cpu"}),
         (zero(stage=3, offload_param={"device": "none"}), {"stage": 3}),
         (zero(stage=3, cpu_offload_param=True), {"stage": 3, "offload_param": "cpu"}),
+        (
+            zero(stage=3, leaf_module={"classes": ["Block"], "name_suffixes": ["mlp"], "names": []}),
+            {"stage": 3, "leaf_modules": ("Block", "mlp")},
+        ),
         (zero(stage=3, stage3_param_persistence_threshold=7), {"stage": 3, "param_persistence_threshold": 7}),
         (zero(stage=3, param_persistence_threshold=7), {"stage": 3, "param_persistence_threshold": 7}),
         (zero(stage=2, stage3_max_live_parameters=7), {}),
@@ -678,7 +682,7 @@ def test_a_file_trains_as_its_fields_do(tmp_path):
     ours, theirs = make(), make()
     mine = wrap(ours, path)
     yours = wrap(theirs, stage=1, lr=1e-2, weight_decay=0.0, gradient_clipping=0.5, param_dtype="bfloat16")
-    assert mine.config == yours.config
+    assert mine.offload_config == yours.offload_config
     for engine in (mine, yours):
         run(engine, range(3))
     assert_same(ours, theirs, mine.optimizer, yours.optimizer)
@@ -688,7 +692,7 @@ def test_a_file_trains_as_its_fields_do(tmp_path):
 def test_the_tutorial_of_stage_3_trains_as_stage_2_does(tmp_path):
     ours, theirs = make(), make()
     mine, yours = wrap(ours, written(tmp_path, STAGE_3_TUTORIAL)), wrap(theirs)
-    assert mine.config.offload_param == "cpu"
+    assert mine.offload_config.offload_param == "cpu"
     for engine in (mine, yours):
         run(engine, range(3))
         engine.close()

@@ -128,3 +128,23 @@ def test_an_order_is_followed_through_what_is_skipped_and_what_is_new():
     order.forget()
     assert list(order.upcoming(10**6)) == []
     assert order.distance(0) is None
+
+
+def test_what_seldom_comes_is_predicted_no_more_until_it_comes_again():
+    order = UseOrder()
+    order.sizes += SIZES
+
+    def round_with(*params):
+        order.begin("a")
+        predicted = list(order.upcoming(10**6))
+        for param in params:
+            order.use(param)
+        return predicted
+
+    round_with(0, 1, 3)
+    assert round_with(0, 2, 3) == [0, 1, 3]
+    assert round_with(0, 1, 3) == [0, 2, 3]
+    assert round_with(0, 2, 3) == [0, 1, 3]
+    assert round_with(0, 1, 3) == [0, 2, 3]
+    assert round_with(0, 1, 3) == [0, 3], "1 was skipped twice"
+    assert round_with(0, 1, 3) == [0, 1, 3], "and came again"

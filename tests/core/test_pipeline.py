@@ -25,7 +25,19 @@ from tests.support import oracles
 from tests.support.kernel_calls import INSTRUCTION_SETS, using
 from tests.support.one_thread import Threads
 from tests.support.oracles import assert_same_bits
-from tests.support.pipelines import STATES, Case, Delayed, Naive, Subject, assert_equal_runs, bits, cases, make, run
+from tests.support.pipelines import (
+    STATES,
+    UNANNOUNCED,
+    Case,
+    Delayed,
+    Naive,
+    Subject,
+    assert_equal_runs,
+    bits,
+    cases,
+    make,
+    run,
+)
 from tests.support.strategies import element_types, float_arrays, law
 
 
@@ -220,6 +232,7 @@ def test_the_delayed_schedule_is_what_its_definition_says(case, warmup, where):
         device.close()
 
 
+@pytest.mark.filterwarnings(UNANNOUNCED)
 @law(80)
 @given(cases(), st.integers(0, 2**32 - 1), st.data())
 def test_updating_in_backward_gives_the_bits_of_the_serial_schedule(case, seed, data):
@@ -310,7 +323,7 @@ def test_what_the_host_has_not_got_to_when_all_gradients_are_there_goes_in_the_o
 
     monkeypatch.setattr(Updates, "_run", noting)
     for gradients_are_there in (False, True):
-        subject = make(FakeDevice(), **EARLY)
+        subject = make(FakeDevice(), **{**EARLY, "reduce_bucket_size": 64})  # each has memory of its own
         subject.pipeline.expect_step(HYPER, subject.tensors)
         for i in (1, 0):
             subject.add_gradient(i, np.ones(subject.specs[i].numel, BFLOAT16.numpy))

@@ -361,6 +361,9 @@ def test_activations_are_counted_where_they_are_given(capsys: pytest.CaptureFixt
     assert "activations: not counted" in capsys.readouterr().out
     assert main([*asked, "--activation-memory=1GB"]) == 1
     assert re.search(r"device +activations +953.7 MiB", capsys.readouterr().out)
+    assert main([*asked, "--host-activation-memory=1GB"]) == 0
+    assert re.search(r"host +activations +953.7 MiB", capsys.readouterr().out)
+    assert main([*asked, "--host-activation-memory=7GB"]) == 1  # with the states it is too much
 
 
 @pytest.mark.parametrize(

@@ -357,7 +357,11 @@ def in_process(code, folder, **environment):
         def affinity():
             said = {}
             for task in Path("/proc/self/task").iterdir():
-                status = dict(line.split(":\\t", 1) for line in (task / "status").read_text().splitlines())
+                try:
+                    text = (task / "status").read_text()
+                except FileNotFoundError:  # the thread has ended
+                    continue
+                status = dict(line.split(":\\t", 1) for line in text.splitlines())
                 ours = "workers" if status["Name"].strip() == "offload-core" else "others"
                 said.setdefault(ours, set()).add(status["Cpus_allowed_list"].strip())
             return {name: sorted(masks) for name, masks in said.items()}

@@ -30,7 +30,7 @@ from offload_core.testing.fake_device import FakeDevice
 from offload_core.testing.thread_ranks import run_ranks
 from tests.support.one_thread import Threads, ThreadsOfRanks
 from tests.support.oracles import assert_same_bits
-from tests.support.pipelines import STATES, Case, Subject, as_float32
+from tests.support.pipelines import STATES, UNANNOUNCED, Case, Subject, as_float32
 from tests.support.rank_pipelines import averaged, rank_cases, run_naive, run_rank
 from tests.support.strategies import law
 
@@ -64,6 +64,7 @@ def test_ranks_on_a_device_of_late_copies_equal_it_too(ranks):
     assert_equals_the_unsharded_run(ranks, lambda rank: FakeDevice(max_delay=1e-4))
 
 
+@pytest.mark.filterwarnings(UNANNOUNCED)
 @law(60)
 @given(rank_cases(), st.none() | st.integers(0, 2**32 - 1), st.booleans())
 def test_whatever_the_order_in_which_threads_of_ranks_get_on_they_equal_it_too(ranks, seed, early):
@@ -291,6 +292,7 @@ OTHER_VALUES = {
     "loss_scale_consecutive_hysteresis": True, "reduce_bucket_size": 2, "communication_dtype": "bfloat16",
     "reduction": "native", "schedule": "serial", "delay_warmup_steps": 2, "update_in_backward": True,
     "offload_param": "cpu", "param_persistence_threshold": 2, "max_live_parameters": 2, "prefetch_bucket_size": 2,
+    "leaf_modules": ("Block",),
     "max_reuse_distance": 2, "pin_memory": False, "num_threads": 3, "buffer_dtype": "bfloat16", "cast_inputs": False,
     "bind_threads": False, "state_format": "8bit", "master_dtype": "bfloat16", "exp_avg_dtype": "float8",
     "exp_avg_sq_dtype": "bfloat16",

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload_core.config.options import OffloadConfig
-from offload_core.config.state_formats import BLOCK, FORMATS
+from offload_core.config.state_formats import BLOCK, FORMATS, SPLIT
 from offload_core.device.exchange_sizes import planned_device
 from offload_core.device.host import HostDevice
 from offload_core.dtypes import BFLOAT16, FLOAT16, FLOAT32
@@ -22,7 +22,7 @@ from offload_core.step.state_access import StateAccess
 from offload_core.testing.fake_device import FakeDevice
 from tests.support import state_formats
 from tests.support.checkpoints import load, one_step, save
-from tests.support.oracles import assert_same_bits
+from tests.support.oracles import assert_same_bits, cast
 from tests.support.pipelines import STATES, Subject, make
 from tests.support.strategies import law
 
@@ -103,7 +103,7 @@ def test_parameters_are_cut_at_whole_blocks_alone(sizes, partitioned, world_size
 
 @law(100)
 @given(
-    format=st.sampled_from(list(FORMATS.values())),
+    format=st.sampled_from([*FORMATS.values(), SPLIT]),
     sizes=st.lists(st.integers(1, 4 * BLOCK), min_size=1, max_size=4),
     part=st.tuples(st.floats(0, 1), st.floats(0, 1)),
     seed=st.integers(0, 2**32 - 1),
@@ -111,12 +111,13 @@ def test_parameters_are_cut_at_whole_blocks_alone(sizes, partitioned, world_size
 def test_an_array_of_states_reads_any_part_and_writes_whole_runs(format, sizes, part, seed):
     rng = np.random.default_rng(seed)
     starts = np.cumsum([0] + [-(-size // format.block) * format.block for size in sizes]).tolist()
-    whole = StateArray.allocate(format, starts[-1], lambda n, dtype: np.zeros(n, dtype), 2)
+    whole = StateArray.allocate(format, starts[-1], np.zeros, np.zeros, 2)
     expected = []
     for start, size in zip(starts, sizes, strict=False):
         values = (rng.standard_normal(size) * np.exp2(rng.uniform(-20, 5))).astype(np.float32)
         whole[start : start + size].write(values)
-        expected.append(state_formats.decode(state_formats.encode(format.name, values)))
+        lossless = format is SPLIT
+        expected.append(values if lossless else state_formats.decode(state_formats.encode(format.name, values)))
     for start, size, values in zip(starts, sizes, expected, strict=False):
         run = whole[start : start + size]
         low, high = sorted(int(share * size) for share in part)
@@ -126,6 +127,29 @@ def test_an_array_of_states_reads_any_part_and_writes_whole_runs(format, sizes, 
         assert_same_bits("all of it, in the format's own type", run.values().astype(np.float32), values)
         run.write(run.values().astype(np.float32))
         assert_same_bits("what was read is what is written", run.values().astype(np.float32), values)
+        if run.upper is not None:
+            assert_same_bits("the parameter", run.upper, cast(values, BFLOAT16))
+
+
+@law(100)
+@given(
+    format=st.sampled_from([FORMATS["float32"], SPLIT]),
+    change=st.lists(st.booleans(), min_size=1, max_size=3 * SPLIT.block),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_where_a_parameter_was_changed_its_master_follows_and_nowhere_else(format, change, seed):
+    rng = np.random.default_rng(seed)
+    masters = rng.standard_normal(len(change)).astype(np.float32)
+    array = StateArray.allocate(format, masters.size, np.zeros, np.zeros, 2)
+    array.write(masters)
+    param = cast(masters, BFLOAT16)
+    other = cast(rng.standard_normal(masters.size).astype(np.float32), BFLOAT16)
+    change = np.array(change) & (param != other)
+    param[change] = other[change]
+    array.follow(param)
+    assert_same_bits("masters", array.values(), np.where(change, param.astype(np.float32), masters))
+    if array.upper is not None:
+        assert_same_bits("the parameter", array.upper, param)
 
 
 @pytest.mark.parametrize("threshold", [1, 2**30], ids=["a run at a time", "all at once"])

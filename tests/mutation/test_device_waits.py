@@ -272,11 +272,29 @@ def memory_of_an_engine_that_ends():
         held.clear()
 
 
+def memory_of_a_shard_that_joins_its_master():
+    """Copies from the place that it had have ended before that is given back to the system."""
+    model = make().to(D)
+    model[0].requires_grad_(False)
+    engine = wrap(model, **OPTIONS, **STREAMED)
+    model[0].requires_grad_(True)
+    engine.backward(loss_on(engine, 0))
+
+    def join():
+        engine.optimizer.take_on_unfrozen()
+        torch.accelerator.synchronize(0)
+
+    assert not dies(join)
+
+
 def copies_that_the_host_does_not_wait_for():
-    for fields in ({}, {"reduce_bucket_size": 10_000}, {"torchs_own_pinned_memory": True}, STREAMED):
+    frozen = {**STREAMED, "frozen": True}
+    for fields in ({}, {"reduce_bucket_size": 10_000}, {"torchs_own_pinned_memory": True}, STREAMED, frozen):
         fields = dict(fields)
+        model = make().to(here())
+        model[0].requires_grad_(not fields.pop("frozen", False))
         with mock.patch.dict(pinning.REGISTERED, clear=fields.pop("torchs_own_pinned_memory", False)):
-            engine = on_device(**fields)
+            engine = wrap(model, **{**OPTIONS, **fields})
         x = batch(0, torch.bfloat16).to(D)
         before = simulated.copies_waited_for()
         engine.backward(engine(x).float().pow(2).mean())
@@ -419,6 +437,7 @@ SCENARIOS = [
     checkpoints,
     an_engine_that_is_closed_or_dropped,
     memory_of_an_engine_that_ends,
+    memory_of_a_shard_that_joins_its_master,
     copies_that_the_host_does_not_wait_for,
     gradients_that_leave_late,
     parameters_in_shards,
@@ -465,6 +484,7 @@ UNNOTICED = {
 ENDS = {
     "ranks.device.AcceleratorDevice.synchronize: self._to_device.synchronize()",
     "stage3.hooks._abandon: live.device.synchronize()",
+    "stage3.parameters.PartitionedParameters.join_master: self.live.device.synchronize()",
 }
 """Without these the process dies: only a scenario plays them whose end is in a child."""
 
@@ -518,5 +538,5 @@ def test_what_nothing_notices_is_known(mutant):
 
 def test_no_mutant_was_dropped():
     """A wait that is renamed, or a module that is moved, would take its mutants along without a word."""
-    assert len(MUTANTS) == 50
+    assert len(MUTANTS) == 52
     assert {*UNNOTICED} <= {name_of(mutant) for mutant in MUTANTS}

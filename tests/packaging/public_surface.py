@@ -25,9 +25,10 @@ MODULES = {
     "offload_core.memory_report": ["MemoryReport", "MemoryRow"],
     "frontends.torch": None,
     "frontends.jax": None,
-    "frontends.torch.integrations.accelerate": None,
+    "frontends.torch.integrations.accelerate": ["save_in_shards"],
     "frontends.torch.integrations.lightning": None,
-    "frontends.torch.integrations.shards": None,
+    "frontends.torch.integrations.shards": ["Shards"],
+    "frontends.torch.integrations.trainer": ["OffloadTrainer"],
     "frontends.torch.integrations.transformers": None,
 }
 """Public modules, and their public names where these are not the module's ``__all__`` or all that it defines."""
@@ -36,8 +37,9 @@ DOCUMENTED = {
         memory_report sent_bytes close""",
     "OffloadStrategy": "engine wrap",
     "OffloadPrecision": "",
+    "OffloadTrainer": "engine",
 }
-"""Of these classes only what docs/api/torch.md lists: the rest is for the front end itself or for Lightning."""
+"""Of these classes only what docs/api/torch.md lists: the rest is for the front end itself or for these libraries."""
 COMMANDS = ["offload_core", "bench.train"]
 OURS = ("offload_core", "frontends")
 

@@ -83,7 +83,9 @@ def outcomes(request, tmp_path_factory) -> dict[Job, tuple[int, str]]:
     for page, folder in shared.items():
         for name, code in files(page).items():
             (folder / name).write_text(code)
-    server = ForkServer("jax", "frontends.jax", *TORCH, options=["-W", "error"])
+    warnings = ["error", "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"]  # PEFT's
+    options = [part for rule in warnings for part in ("-W", rule)]
+    server = ForkServer("jax", "frontends.jax", *TORCH, options=options)
     try:
         for job in todo:
             folder = tmp_path_factory.mktemp("block") if job.output is None else shared[job.page]

@@ -28,7 +28,7 @@ def train(model: torch.nn.Module, batches: list[torch.Tensor], folder: Path) -> 
 
     assert_type(engine.optimizer, OffloadedAdamW)
     assert_type(engine.module, torch.nn.Module)
-    assert_type(engine.config, OffloadConfig)
+    assert_type(engine.offload_config, OffloadConfig)
     assert_type(engine.sent_bytes, int)
     assert_type(engine.memory_report().host_bytes, int)
     engine.save_checkpoint(folder, wait=False)

@@ -2,10 +2,12 @@
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from frontends.torch import OffloadedAdamW
+from frontends.torch.integrations.trainer import OffloadTrainer
 from frontends.torch.integrations.transformers import offloaded_adamw
+from tests.support.torch_models import same_bits
 
 STEPS, EPOCH, CLIP, LR = 8, 4, 0.5, 1e-2
 OFFLOADED = {"optimizer_cls_and_kwargs": (OffloadedAdamW, {"lr": LR})}
@@ -13,6 +15,15 @@ ARGUMENTS = lambda args: {"optimizer_cls_and_kwargs": offloaded_adamw(args)}  # 
 TORCHS = {"optimizer_cls_and_kwargs": (torch.optim.AdamW, {"lr": LR, "fused": True})}
 TOKENS = torch.randint(64, (4 * EPOCH, 12), generator=torch.Generator().manual_seed(1))
 DATA = [{"input_ids": row, "labels": row} for row in TOKENS]
+
+
+STAGES = {
+    "1": {"stage": 1},
+    "2": {"stage": 2},
+    "2, early": {"stage": 2, "update_in_backward": True},
+    "3": {"stage": 3, "offload_param": "cpu", "param_persistence_threshold": 100},
+}
+"""What ``OffloadTrainer`` is given."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -33,7 +44,34 @@ def llama(dtype=torch.float32):
     return LlamaForCausalLM(config).to(dtype)
 
 
-def trainer_of(folder, optimizer=OFFLOADED, *, model=None, callbacks=(), **settings):
+class Generated(TrainerCallback):
+    """Generates in the middle of the run, and notes what it got and where gradients are before an update."""
+
+    def __init__(self):
+        self.tokens, self.kinds = [], set()
+
+    def on_step_end(self, args, state, control, model, **kwargs):
+        model.eval()
+        prompt = torch.tensor([[3, 1, 4]])
+        self.tokens.append(model.generate(prompt, max_new_tokens=4, do_sample=False, pad_token_id=0).tolist())
+        model.train()
+
+    def on_pre_optimizer_step(self, args, state, control, model, **kwargs):
+        self.kinds |= {type(p.grad) for p in model.parameters()}
+
+
+class ExactNorm(Trainer):
+    """Clips by the norm of the sum of squares in float64, as an engine does."""
+
+    def _clip_grad_norm(self, model):
+        norm = sum(p.grad.double().square().sum() for p in model.parameters() if p.grad is not None).sqrt()
+        for p in model.parameters():
+            if p.grad is not None:
+                p.grad.mul_((self.args.max_grad_norm / (norm + 1e-6)).clamp(max=1.0).float())
+        return norm
+
+
+def trainer_of(folder, optimizer=OFFLOADED, *, kind=Trainer, model=None, callbacks=(), evaluated=None, **settings):
     """A Trainer that accumulates, clips, decays, warms up, and saves in the middle and at the end of an epoch.
 
     ``optimizer``: Trainer's arguments for it, or a function of the TrainingArguments that returns these.
@@ -46,10 +84,51 @@ def trainer_of(folder, optimizer=OFFLOADED, *, model=None, callbacks=(), **setti
     arguments = TrainingArguments(output_dir=str(folder), **settings)
     model = llama() if model is None else model
     optimizer = optimizer(arguments) if callable(optimizer) else optimizer
-    return Trainer(model, arguments, train_dataset=DATA, callbacks=list(callbacks), **optimizer)
+    data = {"train_dataset": DATA, "eval_dataset": evaluated}
+    return kind(model, arguments, **data, callbacks=list(callbacks), **optimizer)
 
 
 def trained(*args, resume=None, **kwargs):
     trainer = trainer_of(*args, **kwargs)
     trainer.train(resume_from_checkpoint=resume)
     return trainer
+
+
+def on_engine(folder, stage, *, resume=None, **settings):
+    """A run of ``OffloadTrainer`` with the same learning rate."""
+    fields = STAGES[stage] if isinstance(stage, str) else stage
+    settings = {"learning_rate": LR, "kind": OffloadTrainer, **settings}
+    return trained(folder, {"offload": fields}, resume=resume, **settings)
+
+
+def states_of(trainer):
+    """Master weights and moments of what is trained, by the model's names."""
+    found = {}
+    for name, p in trainer.model.named_parameters():
+        if not p.requires_grad:
+            continue
+        if isinstance(trainer, OffloadTrainer):
+            found[name] = trainer.engine.optimizer.whole_states(p)
+        else:
+            state = trainer.optimizer.state[p]
+            found[name] = {"master": p.detach(), "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
+    return found
+
+
+def logged(trainer):
+    """Norms apart: torch rounds them to float32."""
+    keys = ("step", "loss", "learning_rate", "eval_loss")
+    return [[entry[key] for key in keys if key in entry] for entry in trainer.state.log_history[:-1]]
+
+
+def norms(trainer):
+    return [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
+
+
+def assert_same_run(one, other):
+    assert logged(one) == logged(other)
+    mine, theirs = states_of(one), states_of(other)
+    assert mine.keys() == theirs.keys()
+    for name, states in mine.items():
+        for key, value in states.items():
+            assert same_bits(value, theirs[name][key]), (name, key)

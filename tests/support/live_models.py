@@ -14,6 +14,7 @@ from offload_core.layout.partition import ParamSpec, build_buckets
 from offload_core.rules.adam import AdamHyper
 from offload_core.stage3.live_params import LiveParams
 from offload_core.step.pipeline import Pipeline
+from offload_core.step.state_access import StateAccess
 from offload_core.step.state_lock import StateLock
 from offload_core.testing.fake_device import FakeDevice, FakeTensor
 from offload_core.testing.thread_ranks import ThreadRank, _Group, run_ranks
@@ -58,8 +59,9 @@ class Model:
         self.live = LiveParams(config, HostRanks(device, apart), StateLock())
         self.specs = [ParamSpec(f"p{i}", n, (FLOAT32, BFLOAT16)[i % 2], partitioned=True) for i, n in enumerate(SIZES)]
         rng = np.random.default_rng(0)
-        self.put, self.shards, self.params = put, [], []
-        for i, spec in enumerate(self.specs):
+        self.put, self.params = put, []
+        shards, wholes = [], []
+        for spec in self.specs:
             values = rng.standard_normal(spec.numel).astype(spec.dtype.numpy)
             buckets = build_buckets([spec], world_size=ranks.world_size, bucket_numel=config.reduce_bucket_size)
             shard = np.zeros(sum(b.shard_numel for b in buckets), spec.dtype.numpy)
@@ -67,13 +69,15 @@ class Model:
                 for piece in bucket.shards(ranks.ranks):
                     start = bucket.in_tensor(piece)
                     shard[start : start + piece.numel] = values[piece.start : piece.stop]
-            shard = shard if self.pipeline.host_shards else put(shard)
-            self.shards.append(shard)
-            memory = Whole(device, put, sum(b.padded_numel for b in buckets), spec.dtype)
+            shards.append(shard if self.pipeline.host_shards else put(shard))
+            wholes.append((buckets, Whole(device, put, sum(b.padded_numel for b in buckets), spec.dtype)))
+        self.pipeline.add_parameters(self.specs, shards)
+        kept = [StateAccess(self.pipeline).parameter_memory(i) for i in range(len(self.specs))]
+        self.shards = [own if memory is None else memory for own, memory in zip(shards, kept, strict=True)]
+        for i, (spec, shard, (buckets, memory)) in enumerate(zip(self.specs, self.shards, wholes, strict=True)):
             given = device.host_array(shard) if self.pipeline.host_shards else shard
             self.params.append(self.live.add(spec, buckets, given, memory))
             self.params[i].updated = lambda i=i: self.pipeline.update_of(i)
-        self.pipeline.add_parameters(self.specs, self.shards)
 
     def read_later(self, used):
         """What a module that uses these parameters sees; to be looked at when the device has computed."""

@@ -22,6 +22,8 @@ from tests.support.oracles import assert_same_bits
 from tests.support.strategies import element_types
 
 STATES = ("master", "exp_avg", "exp_avg_sq")
+UNANNOUNCED = "ignore:.*wait on the host for step:offload_core.HostMemoryWarning"
+"""A filter of warnings, for programs that add gradients before a step is announced."""
 
 
 def as_float32(values):

@@ -1,5 +1,6 @@
 """Stage 3 in torch on one rank, its parameters in host memory: the bits of stage 2, and bounded device memory."""
 
+import collections
 import copy
 import gc
 import pickle
@@ -17,6 +18,7 @@ from frontends.torch import OffloadedAdamW, gathered_parameters, wrap
 from frontends.torch.pending import PendingParameter
 from frontends.torch.ranks import device_ranks
 from offload_core import ConfigError, ParameterError, StateError
+from tests.support.experts import Experts, mixture, rows
 from tests.support.partitioned_models import external, external_loss, gpt, gpt_loss, llama, llama_loss
 from tests.support.slow_torch_device import SlowTorchDevice
 from tests.support.strategies import law
@@ -783,3 +785,82 @@ def test_device_memory_does_not_grow_with_depth_and_is_as_planned():
         assert 0.8 * 4 * 4000 < window.n_bytes <= 4 * 4000  # beside the most gradients
         assert peaks[layers] <= 4 * 4000
     assert abs(peaks[48] / peaks[12] - 1) < 0.05, peaks
+
+
+@everywhere
+@pytest.mark.parametrize("again", [None, "block", "expert"])
+@pytest.mark.parametrize("leaves", [(), ("Experts",)])
+def test_experts_without_tokens_change_no_bit(again, leaves):
+    plain = wrap(mixture(again), lr=1e-2)
+    parted = wrap(mixture(again), lr=1e-2, **NARROW, leaf_modules=leaves)
+    for engine in (plain, parted):
+        for step in range(6):
+            engine.backward(engine(rows(step)).square().mean())
+            engine.step()
+    assert_same(plain, parted)
+    assert released(parted)
+
+
+@everywhere
+def test_experts_are_gathered_when_tokens_are_routed_to_them():
+    engine = wrap(mixture(), lr=1e-2, **{**STAGE_3, "max_reuse_distance": 0})
+    gathered, routed = [], []
+    for name, param in engine.module.named_parameters():
+        record = engine.optimizer.partitioned.parameters.record_of(param)
+        if name.endswith("up.weight"):
+            allocate = record.live.memory.allocate
+            record.allocate = lambda name=name, allocate=allocate: gathered.append(name) or allocate()
+    for step in range(40):
+        if step == 20:
+            gathered.clear()
+            routed.clear()
+        engine.backward(engine(rows(step)).square().mean())
+        engine.step()
+        # once for forward, once for backward
+        routed += 2 * [f"{i}.experts.{number}.up.weight" for i in (1, 2) for number in engine.module[i].routed]
+    wasted = collections.Counter(gathered) - collections.Counter(routed)
+    assert not collections.Counter(routed) - collections.Counter(gathered)
+    assert wasted.total() < 0.2 * len(routed), (wasted, len(routed))
+
+
+@pytest.mark.parametrize("names", ["Experts", [1], [""], 3])
+def test_leaf_modules_are_a_list_of_names(names):
+    with pytest.raises(ConfigError, match="leaf_modules: got .*, expected a list of names of classes or of modules"):
+        wrap(mixture(), **STAGE_3, leaf_modules=names)
+
+
+@pytest.mark.parametrize("fields", [{"stage": 1}, {"stage": 2}, {"stage": 3}, STAGE_3])
+def test_a_leaf_module_that_is_not_there_is_named_in_every_stage(fields):
+    there = ["1", "experts.0", f"{Experts.__module__}.Experts"]
+    wrap(mixture(), **fields, leaf_modules=there).close()
+    with pytest.raises(ParameterError, match="leaf_modules: the model has no module 'Mixture'.*'Sequential'"):
+        wrap(mixture(), **fields, leaf_modules=[*there, "Mixture"])
+
+
+def test_an_optimizer_alone_has_no_leaf_modules():
+    with pytest.raises(ConfigError, match=r"leaf_modules=\('Experts',\) is what an Engine does"):
+        OffloadedAdamW(mixture().parameters(), leaf_modules=["Experts"])
+
+
+class KeepsLossAside(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 4, generator=torch.Generator().manual_seed(0)))
+
+    def forward(self, x):
+        self.aside = (torch.tanh(x @ self.weight) @ self.weight.T).square().mean()
+        return x
+
+
+@everywhere
+def test_a_leaf_module_s_parameters_are_there_for_a_loss_that_a_module_inside_keeps_aside():
+    plain, parted = (
+        wrap(nn.Sequential(nn.Sequential(KeepsLossAside())).to(place()), lr=0.1, **fields)
+        for fields in ({}, {**STAGE_3, "leaf_modules": ["0"]})
+    )
+    for engine in (plain, parted):
+        for step in range(2):
+            engine(torch.ones(2, 8, device=place()) * step)
+            engine.backward(engine.module[0][0].aside)
+            engine.step()
+    assert_same(plain, parted)

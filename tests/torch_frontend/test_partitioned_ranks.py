@@ -52,6 +52,26 @@ def test_ranks_that_run_other_modules_of_equal_size_get_one_error_instead_of_mix
         ]
 
 
+def test_ranks_run_other_experts_of_a_leaf_module_and_are_told_of_each_other_without(tmp_path):
+    first, second = worker("experts", tmp_path)
+    for name in ("plain", "blocks again", "experts again"):
+        expected, ours = first["runs"][f"{name}, stage 2"], first["runs"][f"{name}, leaves"]
+        theirs = second["runs"][f"{name}, leaves"]
+        assert ours["bits"] == theirs["bits"] == expected["bits"]
+        assert ours["routed"] != theirs["routed"], "the ranks' tokens went to the same experts"
+    for result in (first, second):
+        assert "ranks went different ways" in result["said"]
+
+
+def test_a_gradient_that_one_rank_lacks_is_no_matter_in_a_leaf_module_and_an_error_that_names_it_elsewhere(tmp_path):
+    """It comes when the group's time is over: each rank waits in another exchange."""
+    for result in worker("lacking", tmp_path):
+        assert result["leaf"] == result["stage 2"]
+        assert "none" not in result
+        assert "exchange of gradients" in result["said"]
+        assert "(in stage 3: ran other modules or lacked a gradient; leaf_modules names modules" in result["said"]
+
+
 def test_ranks_generate_to_other_lengths_with_synced_gpus_and_are_told_of_each_other_without(tmp_path):
     first, second = worker("generates", tmp_path)
     assert first["lengths"] == [7, 7]

@@ -69,7 +69,7 @@ def states(engine):
 def checkpoint(engine):
     with tempfile.TemporaryDirectory() as folder:
         path = engine.save_checkpoint(folder)
-        other = engine_of(engine.config.schedule)
+        other = engine_of(engine.offload_config.schedule)
         other.load_checkpoint(path)
         return state_dict(other)
 
@@ -197,7 +197,7 @@ def test_a_handler_that_saves_at_any_line_of_a_load_gets_the_states_before_or_th
 
     handled_at_each_line(lambda: engine.optimizer.load_state_dict(given), handler)
     assert seen == {0, 1}
-    assert any("in the middle of load_state_dict(), in the same thread" in error for error in refused)
+    assert any("in the same thread" in error for error in refused)
 
 
 def test_an_interrupt_at_any_line_of_taking_states_leaves_those_before_or_those_that_are_loaded():

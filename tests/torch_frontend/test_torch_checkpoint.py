@@ -131,7 +131,7 @@ def test_another_configuration_loads_it(tmp_path, other):
     third = wrap(mixed(2), lr=1e-2)
     third.load_checkpoint(again)
     mine, theirs = everything(third), everything(engine)
-    narrow = loaded.config.param_dtype
+    narrow = loaded.offload_config.param_dtype
     rounded = {"frozen"} if narrow else set()
     assert_same(
         {name: t for name, t in mine.items() if name not in rounded},

@@ -305,6 +305,43 @@ def test_bucket_size_and_threads_change_no_bits():
     assert all(run == runs[0] for run in runs)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_infinite_bound_has_the_norm_computed_and_clips_nothing(tmp_path, device, dtype):
+    free, normed = (wrap(make(), param_dtype=dtype, gradient_clipping=bound) for bound in (None, math.inf))
+    for seed in range(3):
+        squares = []
+        for p in normed.module.parameters():
+            p.register_hook(lambda g, squares=squares: squares.append(float(g.double().square().sum())))
+        reports = [step(engine, seed) for engine in (free, normed)]
+        assert reports[0].grad_norm is None
+        assert reports[1].grad_norm == pytest.approx(math.sqrt(sum(squares[: len([*normed.parameters()])])), rel=1e-12)
+        assert reports[1].clip_coefficient == 1.0
+    assert everything(free) == everything(normed)
+    normed.save_checkpoint(tmp_path)
+    free.load_checkpoint(tmp_path)
+    assert everything(free) == everything(normed)
+
+
+class Named(nn.Linear):
+    config = "of the module"
+
+    def generate(self, n):
+        return [self(torch.ones(1, 4, device=self.weight.device)) for _ in range(n)]
+
+
+def test_attributes_that_the_engine_lacks_are_its_modules(device):
+    engine = wrap(Named(4, 4).to(device), lr=0.5)
+    assert engine.config is Named.config
+    assert engine.offload_config.lr == 0.5
+    assert len(engine.generate(2)) == 2
+    assert engine.weight is engine.module.weight
+    assert not hasattr(engine, "nowhere")
+    with pytest.raises(AttributeError, match="'Named' object has no attribute 'nowhere'"):
+        engine.nowhere  # noqa: B018
+    engine.module.__dict__["_private"] = 1
+    assert not hasattr(engine, "_private")
+
+
 def test_inputs_are_cast_to_the_parameters_dtype(device):
     engine = wrap(make(), param_dtype="bfloat16")
     assert engine(batch(0)).dtype is torch.bfloat16

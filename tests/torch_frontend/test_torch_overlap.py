@@ -18,7 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from frontends.torch import OffloadedAdamW, wrap
 from frontends.torch.pending import PendingParameter
 from frontends.torch.ranks import device_ranks
-from offload_core import StateError
+from offload_core import HostMemoryWarning, StateError
+from offload_core.step.bucket_terms import GRADIENT_SLOTS
 from tests.support.slow_torch_device import SlowTorchDevice
 from tests.support.torch_models import batch, loss_of, make, on, place, same_bits
 
@@ -472,7 +473,7 @@ def test_updating_in_backward_gives_the_same_bits(device, monkeypatch, options, 
     for seed in range(12):
         states = emit(engine, seed)
         if state:
-            boundary = (seed + 1) % engine.config.gradient_accumulation_steps == 0
+            boundary = (seed + 1) % engine.offload_config.gradient_accumulation_steps == 0
             assert states == ({state} if boundary else {NOT_SENT})
         seen |= states
         reports.append(engine.step())
@@ -484,6 +485,31 @@ def test_updating_in_backward_gives_the_same_bits(device, monkeypatch, options, 
         assert 1.0 in (coefficients := {report.clip_coefficient for report in reports})
         assert len(coefficients) > 1
     assert_equal(engine, expected)
+
+
+@everywhere
+def test_gradients_take_the_memory_of_few_buckets_on_the_host(device):
+    engine = wrap(make(), **EARLY)
+    buckets = engine.optimizer.pipeline.buckets.all
+    assert len(buckets) > GRADIENT_SLOTS
+    for seed in range(3):
+        one_step(engine, seed)
+        report = engine.memory_report()
+        assert report.host["gradients on the host"] == GRADIENT_SLOTS * max(w.bucket.shard_numel for w in buckets) * 2
+        assert report.host_bytes == report.planned_host_bytes
+
+
+@everywhere
+def test_gradients_that_nobody_announced_wait_for_the_step_in_memory_that_was_not_planned(device):
+    engine, reference = wrap(make(), **EARLY), wrap(make(), **{**OPTIONS, "schedule": "serial"})
+    with pytest.warns(HostMemoryWarning, match="not announced"):
+        loss_of(engine, 0).backward()
+    loss_of(reference, 0).backward()
+    for each in (engine, reference):
+        each.step()
+        one_step(each, 1)
+    assert_equal(engine, reference)
+    assert engine.memory_report().host_bytes > engine.memory_report().planned_host_bytes
 
 
 @everywhere
@@ -614,3 +640,65 @@ def test_delayed_parameters_are_a_step_behind_until_they_are_flushed(device, par
             one_step(either, seed)
     for a, b in zip(engine.parameters(), resumed.parameters(), strict=True):
         assert same_bits(a, b)
+
+
+class Two(nn.Module):
+    """Two parameters in one bucket, of which a loss uses one."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.used = nn.Parameter(torch.randn(16))
+        self.other = nn.Parameter(torch.randn(16))
+        self.to(place())
+
+    def forward(self, x):
+        return (self.used * x).sum()
+
+
+def write(engine):
+    with torch.no_grad():
+        engine.module.used.mul_(0.5)
+
+
+def write_to_the_other(engine):
+    with torch.no_grad():
+        engine.module.other.mul_(0.5)
+
+
+def replace_memory(engine):
+    engine.module.used.data = engine.module.used.data * 0.5
+
+
+def change_lr(engine):
+    engine.optimizer.param_groups[0]["lr"] = 0.5
+
+
+def load_weights(engine):
+    engine.module.load_state_dict({name: 2 * value for name, value in engine.module.state_dict().items()})
+
+
+def load_states(engine):
+    engine.optimizer.load_state_dict(copy.deepcopy(engine.optimizer.state_dict()))
+
+
+@everywhere
+@pytest.mark.parametrize(
+    "change",
+    [write, write_to_the_other, replace_memory, change_lr, load_weights, load_states],
+    ids=lambda c: c.__name__,
+)
+@pytest.mark.parametrize("sent", ["nothing was", "all was, tentatively"])
+def test_changes_before_the_step_count_where_no_gradient_was_used_yet(device, change, sent):
+    clipping = None if sent == "nothing was" else 1e3
+    fields = {"lr": 0.1, "reduce_bucket_size": 64, "gradient_clipping": clipping}
+    engines = [wrap(Two(), **fields, update_in_backward=early) for early in (False, True)]
+    for engine in engines:
+        for step in range(4):
+            x = torch.arange(16.0, device=place()) / 16
+            engine.backward(engine(x) if clipping is None else engine(x) + engine.module.other.square().sum())
+            engine.optimizer.pipeline.buckets.run(lambda: None)
+            if step == 2:
+                change(engine)
+            assert engine.step().updated
+    assert_equal(*engines)

@@ -14,6 +14,7 @@ from frontends.torch.ranks.device import memory_of
 from frontends.torch.ranks.device_ranks import DeviceRanks
 from frontends.torch.stage3 import partitioned as partitioned_module
 from offload_core import CollectiveError
+from tests.support.experts import Experts, mixture, rows
 from tests.support.hugging_face import llama
 from tests.support.partitioned_models import MODELS, External, external_loss, gpt, gpt_loss
 from tests.support.torch_rank import bits, main, whole_bits
@@ -133,6 +134,61 @@ def other_order(rank):
     return said
 
 
+def experts(rank, world_size):
+    """Ranks whose tokens go to other experts: whole blocks are gathered together."""
+    results = {}
+    for name, checkpoint in (("plain", None), ("blocks again", "block"), ("experts again", "expert")):
+        runs = {"stage 2": {"stage": 2}, "leaves": {**STAGE_3, **NARROW, "leaf_modules": ["Experts"]}}
+        for stage, fields in runs.items():
+            engine = wrap(mixture(checkpoint), lr=1e-2, **fields)
+            routed = []
+            for step in range(6):
+                engine.backward(engine(rows(2 * step + rank)).square().mean())
+                engine.step()
+                routed.append([block.routed for block in engine.module if isinstance(block, Experts)])
+            results[f"{name}, {stage}"] = {"bits": whole_bits(engine), "routed": routed}
+    said = None
+    try:
+        engine = wrap(mixture(), lr=1e-2, **STAGE_3)
+        for step in range(6):
+            engine.backward(engine(rows(2 * step + rank)).square().mean())
+            engine.step()
+    except CollectiveError as error:
+        said = str(error)
+    return {"runs": results, "said": said}
+
+
+class Branches(nn.Module):
+    """Its loss may leave out a layer that has run."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.trunk = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+        self.side = nn.Linear(16, 16)
+
+    def forward(self, x, both):
+        x = self.trunk(x)
+        y = self.side(x).square().mean()
+        return x.square().mean() + y if both else x.square().mean()
+
+
+def lacking(rank, world_size):
+    """One rank lacks the gradient of a layer, in every second step; in a leaf module, and in none."""
+    result = {"said": None}
+    for name, fields in {"stage 2": {}, "leaf": {"leaf_modules": ["Branches"]}, "none": {}}.items():
+        engine = wrap(Branches(), lr=1e-2, **({} if name == "stage 2" else STAGE_3), **fields)
+        try:
+            for step in range(6):
+                x = torch.randn(4, 16, generator=torch.Generator().manual_seed(2 * step + rank))
+                engine.backward(engine(x, rank == 0 or step % 2 == 0))
+                engine.step()
+            result[name] = whole_bits(engine)
+        except CollectiveError as error:
+            result["said"] = str(error)
+    return result
+
+
 def generates(rank, world_size):
     """Each rank generates to another length, and trains on; then without waiting for the other."""
     engine = wrap(llama(), **STAGE_3)
@@ -147,6 +203,25 @@ def generates(rank, world_size):
     except CollectiveError as error:
         said = str(error)
     return {"lengths": lengths, "said": said}
+
+
+def quantised(rank, world_size):
+    """Of each kind of base: whether adapters get the bits of stage 2, and the bytes of the base and its shard."""
+    from tests.support import quantised as quantised_base  # its libraries take seconds to import
+
+    result = {}
+    for kind in quantised_base.KINDS:
+        engines = [
+            wrap(quantised_base.model(kind), lr=1e-2, **fields) for fields in ({"stage": 2}, {**STAGE_3, **NARROW})
+        ]
+        for engine in engines:
+            train(engine, quantised_base.loss_of, rank, 4)
+        record = engines[1].optimizer.partitioned.parameters.record_of(engines[1].module[0].base.weight)
+        with gathered_parameters(engines[1].module.parameters()):
+            pairs = zip(*(engine.module.parameters() for engine in engines), strict=True)
+            alike = all(torch.equal(a.detach(), b.detach()) for a, b in pairs if a.requires_grad)
+        result[kind] = [alike, record.spec.numel * record.spec.dtype.itemsize, record.shard.nbytes]
+    return result
 
 
 def killed(rank, world_size):

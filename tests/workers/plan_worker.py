@@ -91,12 +91,12 @@ def measure(dtype, frozen=0, shape=SHAPE, **fields):
     with plans() as seen:
         engine = wrap(model, lr=1e-4, **{**FIELDS, **fields})
     [plan] = seen
-    if engine.optimizer.partitioned is not None and engine.config.offload_param is None:
+    if engine.optimizer.partitioned is not None and engine.offload_config.offload_param is None:
         memory.shards = engine.optimizer.registration.tensors()
     ids = torch.randint(0, 64, (1, 9))
 
     def step():
-        for _ in range(engine.config.gradient_accumulation_steps):
+        for _ in range(engine.offload_config.gradient_accumulation_steps):
             engine.backward(engine(ids[:, :-1], ids[:, 1:]))
             assert engine.step()
         engine.flush()

@@ -378,7 +378,7 @@ def differing_settings(rank, world_size):
             said[name] = f"{type(error).__name__}: {error}"
 
     sizes = {"train_batch_size": 24, "train_micro_batch_size_per_gpu": 4}
-    assert wrap(make(), sizes).config.gradient_accumulation_steps == 3
+    assert wrap(make(), sizes).offload_config.gradient_accumulation_steps == 3
     attempt("batch", lambda: wrap(make(), {**sizes, "gradient_accumulation_steps": 6}))
     attempt("lr", lambda: wrap(make(), lr=1e-2 if rank == 0 else 1e-4))
     attempt("loss_scale", lambda: wrap(make(), loss_scale=128.0 if rank == 0 else 1))

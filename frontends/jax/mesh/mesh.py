@@ -26,7 +26,7 @@ from jax.sharding import (
 from offload_core.device.events import Done, Event, Waiting, traced
 from offload_core.device.exchange_sizes import MeshSizes
 from offload_core.device.host import fill
-from offload_core.device.protocols import Copy, HostArray
+from offload_core.device.protocols import Copy, HostArray, HostArrays
 from offload_core.device.trace import TO_DEVICE, TO_HOST, Trace
 from offload_core.dtypes import BY_NUMPY, FLOAT32, ElementType
 from offload_core.errors import ConfigError
@@ -416,6 +416,9 @@ class JaxMeshDevice:
 
     def host_array(self, tensor: Any) -> HostArray:
         raise TypeError("parameters of a mesh are not in host memory")
+
+    def host_arrays(self, tensors: Sequence[Any]) -> HostArrays:
+        return HostArrays.columns(map(self.host_array, tensors))
 
     def to_host(self, copies: Sequence[Copy], host: np.ndarray) -> Event:
         local = [(c, c.tensor.array.addressable_data(0)) for c in copies]

@@ -8,7 +8,7 @@ import numpy as np
 
 from offload_core.device.events import Done, Event
 from offload_core.device.exchange_sizes import MeshSizes
-from offload_core.device.protocols import HostArray
+from offload_core.device.protocols import HostArray, HostArrays
 from offload_core.device.trace import Trace
 from offload_core.dtypes import ElementType
 from offload_core.layout.partition import Bucket, ParamSpec
@@ -48,6 +48,9 @@ class Places:
 
     def host_array(self, tensor: Any) -> HostArray:
         raise TypeError("parameters of accelerators are not in host memory")
+
+    def host_arrays(self, tensors: Sequence[Any]) -> HostArrays:
+        return HostArrays.columns(map(self.host_array, tensors))
 
     def mark(self) -> Event:
         return Done()

@@ -36,6 +36,7 @@ from ..optimizer import OffloadedAdamW
 from ..stage3.parameters import PartitionedParameter
 from ..stage3.partitioned import PartitionedModel
 from ..tensors import NUMPY_DTYPES, elements_of, flat, memory, usable_accelerator
+from ..values import is_quantised
 from .export import uncompiled
 
 
@@ -90,7 +91,7 @@ class ModelCheckpoints:
         alone = optimizer.pipeline.device.collectives.rank == 0
         kept = set() if frozen else {id(param) for param in self._model.parameters() if not param.requires_grad}
         for name, tensor, record in self._untrained():
-            if id(tensor) in kept:
+            if id(tensor) in kept or is_quantised(tensor):
                 left_out[name] = tuple(tensor.shape)
                 continue
             shapes[name] = (tuple(tensor.shape), _numpy_dtype(name, tensor))

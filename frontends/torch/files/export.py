@@ -2,10 +2,12 @@
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from offload_core.checkpoint.checkpoints import InOrder
 from offload_core.checkpoint.export import Weight, export_weights
@@ -62,6 +64,25 @@ def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
+def whole_state_dict(model: nn.Module, *, wanted: bool) -> dict[str, Any]:
+    """The model's ``state_dict()`` in host memory; one parameter at a time is whole on the device.
+
+    All ranks must call this. Tied weights are one tensor.
+
+    Args:
+        wanted: False has None for each tensor.
+    """
+    found = model.state_dict(keep_vars=True)
+    copies: dict[int, torch.Tensor | None] = {}
+    for name, value in found.items():
+        if isinstance(value, torch.Tensor):
+            if id(value) not in copies:
+                with gathered_parameters(value):
+                    copies[id(value)] = value.detach().to("cpu", copy=True) if wanted else None
+            found[name] = copies[id(value)]
+    return found
+
+
 def _untied(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Each tensor once: under the name that ``transformers`` ties others to, or the first one."""
     names: dict[int, list[str]] = {}
@@ -76,6 +97,11 @@ def _untied(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _weight(optimizer: OffloadedAdamW, name: str, tensor: torch.Tensor, target: torch.dtype | None) -> Weight:
     dtype = target if target is not None and tensor.dtype.is_floating_point else tensor.dtype
+    if is_traceable_wrapper_subclass(tensor):
+        raise ParameterError(
+            f"export_safetensors: {name!r} is a {type(tensor).__name__}, which files cannot hold; expected a dense "
+            "tensor: save the adapters alone, or the model by the library that quantised it"
+        )
     if tensor.layout is not torch.strided or dtype not in NUMPY_DTYPES or tensor.is_meta:
         where = " on the meta device" * tensor.is_meta
         raise ParameterError(

@@ -1,20 +1,20 @@
-"""Hugging Face's Accelerate: states in shards, which each rank saves and loads itself."""
+"""Hugging Face's Accelerate: states in shards, which each rank saves and loads itself; an engine's optimizer."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
 from offload_core.errors import CheckpointError, ConfigError
 
+from ..engine import Engine
 from ..files.checkpoint import ModelCheckpoints
 from ..optimizer import OffloadedAdamW
-from .shards import FOLDER
-
-_IN_SHARDS = "in_shards"
-"""The key in Accelerate's file of an optimizer; its value is the name of the folder that has the states."""
+from .shards import FOLDER, IN_SHARDS, stub
 
 
 def save_in_shards(accelerator: Accelerator, model: nn.Module, optimizer: Any, *, folder: str = FOLDER) -> None:
@@ -67,14 +67,49 @@ class _States:
             self._checkpoints.load(path, stateful=None, names=None, random_state=False)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"state": {}, "param_groups": [], _IN_SHARDS: self._folder}
+        return stub(self._folder)
 
     def load_state_dict(self, states: dict[str, Any]) -> None:
-        if _IN_SHARDS not in states:  # saved before this was asked for
+        if IN_SHARDS not in states:  # saved before this was asked for
             self._load_whole(states)
         elif not self._loaded:
             raise CheckpointError(
-                f"load_state: the states are in {states[_IN_SHARDS]}/, which is not there; expected the folder that "
+                f"load_state: the states are in {states[IN_SHARDS]}/, which is not there; expected the folder that "
                 "save_state() wrote, whole, in accelerator.load_state()"
             )
         self._loaded = False
+
+
+class EngineOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
+    """An engine's optimizer as Trainer calls it: ``step()`` is the engine's, and the states are in shards."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine.optimizer, device_placement=False)
+        self._engine = engine
+        self.norm: torch.Tensor | None = None
+        """The gradients' norm, which the next step sets."""
+        self.loaded_stub = False
+        """True if a file was loaded that says that the states are in shards."""
+        self._is_accelerate_prepared = True  # Accelerate's own mark: it wraps an optimizer once
+
+    def step(self, closure: Any = None) -> None:
+        report = self._engine.step(boundary=True)
+        if self.norm is not None and report.grad_norm is not None:
+            self.norm.fill_(report.grad_norm)
+        self.norm = None
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        self._engine.zero_grad()
+
+    @property
+    def step_was_skipped(self) -> bool:
+        report = self.optimizer.report
+        return report is not None and not report.updated
+
+    def state_dict(self) -> dict[str, Any]:
+        return stub()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self.loaded_stub = IN_SHARDS in state_dict
+        if not self.loaded_stub:  # of a run with torch's AdamW
+            super().load_state_dict(state_dict)

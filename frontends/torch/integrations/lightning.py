@@ -16,7 +16,6 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import nn
 
 from offload_core.checkpoint.folder import CHECKPOINT_NAME, rotate
 from offload_core.config.options import ConfigLike, OffloadConfig
@@ -25,8 +24,10 @@ from offload_core.support.checks import shown
 
 from ..engine import Engine, wrap
 from ..files.checkpoint import load_weights
-from ..stage3.construction import in_shards, init
+from ..files.export import whole_state_dict
+from ..stage3.construction import init
 from ..stage3.gathering import gathered_parameters
+from .placement import to_device
 from .shards import FOLDER, Shards
 
 TRAINER = "trainer.ckpt"
@@ -172,7 +173,7 @@ class OffloadStrategy(DDPStrategy):
             self.engine = None
 
     def model_to_device(self) -> None:
-        _to_device(self._module, self.root_device)
+        to_device(self._module, self.root_device)
 
     def configure_ddp(self) -> None:
         """Do nothing: the engine averages gradients."""
@@ -214,7 +215,7 @@ class OffloadStrategy(DDPStrategy):
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
         deferring: AbstractContextManager[None] = nullcontext()
-        if self.engine is not None and self.engine.config.stage == 1:
+        if self.engine is not None and self.engine.offload_config.stage == 1:
             deferring = self.engine.no_sync()
         with deferring:
             yield
@@ -251,7 +252,9 @@ class OffloadStrategy(DDPStrategy):
         optimizer, together = self.engine.optimizer, self.engine.optimizer.checkpoints.together
         if "optimizer_states" not in checkpoint:
             if optimizer.partitioned is not None:
-                checkpoint["state_dict"] = self._whole_state_dict() | checkpoint["state_dict"]
+                checkpoint["state_dict"] = (
+                    whole_state_dict(self._module, wanted=self.is_global_zero) | checkpoint["state_dict"]
+                )
             with together("save"):
                 super().save_checkpoint(checkpoint, filepath, storage_options)
             return
@@ -268,15 +271,6 @@ class OffloadStrategy(DDPStrategy):
             super().save_checkpoint({**kept, "state_dict": own, FOLDER: shards.name}, path / TRAINER, storage_options)
             if self.is_global_zero:  # only now does the file name the new shards
                 rotate(path / FOLDER, shards.name, 1)
-
-    def _whole_state_dict(self) -> dict[str, Any]:
-        """The whole model's state on rank 0; one parameter at a time is whole on the device."""
-        found = self._module.state_dict(keep_vars=True)
-        for name, value in found.items():
-            if isinstance(value, torch.Tensor):
-                with gathered_parameters(value):
-                    found[name] = value.detach().to("cpu", copy=True) if self.is_global_zero else None
-        return found
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         path = self._local(checkpoint_path)
@@ -381,7 +375,7 @@ class OffloadPrecision(Precision):
         Raises:
             ConfigError: the bound is not the engine's.
         """
-        _check_clipping(self._engine.config, clip_val, gradient_clip_algorithm)
+        _check_clipping(self._engine.offload_config, clip_val, gradient_clip_algorithm)
 
 
 def _check_clipping(config: OffloadConfig, value: float | None, algorithm: Any) -> None:
@@ -393,16 +387,3 @@ def _check_clipping(config: OffloadConfig, value: float | None, algorithm: Any) 
             f"{config.gradient_clipping}; expected Trainer(gradient_clip_val=...), or strategy.wrap("
             "gradient_clipping=...) in manual optimization, and nothing else"
         )
-
-
-def _to_device(module: nn.Module, device: torch.device) -> None:
-    """As ``module.to(device)``, but leave parameters in shards where they are."""
-    own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-    if not any(map(in_shards, module.parameters())):
-        module.to(device)
-        return
-    for tensor in own:
-        if not in_shards(tensor):
-            tensor.data = tensor.data.to(device)
-    for child in module.children():
-        _to_device(child, device)

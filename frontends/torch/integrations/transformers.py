@@ -18,6 +18,7 @@ from offload_core.errors import CheckpointError, ConfigError, ConfigWarning
 from offload_core.step_log import StepLog
 
 from ..optimizer import OffloadedAdamW
+from .accelerate import EngineOptimizer
 from .shards import FOLDER, Shards
 
 
@@ -70,7 +71,8 @@ class OffloadCallback(TrainerCallback):
     """
 
     def __init__(self, resume_from: str | os.PathLike[str] | None = None, *, log: StepLog | None = None) -> None:
-        self._resume_from = resume_from
+        self.resume_from = resume_from
+        """As the argument; the Trainer of an engine sets it."""
         self._log = log
         self._shards = Shards()
 
@@ -86,7 +88,8 @@ class OffloadCallback(TrainerCallback):
                 "process_group=torch.distributed.group.WORLD)"
             )
         _check_rate(args, _offloaded(kwargs))
-        if world_size > 1 and args.save_strategy != "no" and not args.save_only_model:
+        whole = not isinstance(kwargs["optimizer"], EngineOptimizer)
+        if whole and world_size > 1 and args.save_strategy != "no" and not args.save_only_model:
             raise ConfigError(
                 f"save_only_model=False on {world_size} ranks: Trainer would write the states of rank 0 only; expected "
                 "TrainingArguments(save_only_model=True): this callback saves and resumes all of them"
@@ -100,7 +103,7 @@ class OffloadCallback(TrainerCallback):
             self._resume(self._resumed_folder(args, state), state, kwargs)
 
     def _resumed_folder(self, args: TrainingArguments, state: TrainerState) -> Path:
-        given = self._resume_from or args.resume_from_checkpoint
+        given = self.resume_from or args.resume_from_checkpoint
         if given is None or str(given).lower() in ("true", "false"):  # from the command line: the latest
             return _checkpoint_folder(args, state)
         return Path(given)
@@ -108,7 +111,9 @@ class OffloadCallback(TrainerCallback):
     def _resume(self, folder: Path, state: TrainerState, running: Mapping[str, Any]) -> None:
         step = state.global_step
         if not (folder / FOLDER).is_dir():
-            if (folder / OPTIMIZER_NAME).is_file():
+            optimizer = running["optimizer"]
+            stub = isinstance(optimizer, EngineOptimizer) and optimizer.loaded_stub
+            if (folder / OPTIMIZER_NAME).is_file() and not stub:
                 return  # saved without this callback; Trainer has loaded it
             raise CheckpointError(
                 f"{folder}: training resumes at step {step}, and neither {FOLDER}/ nor {OPTIMIZER_NAME} is there; "
@@ -145,6 +150,8 @@ class OffloadCallback(TrainerCallback):
         self._shards.resume_random()  # the loader has begun the epoch anew and skipped batches
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if args.save_only_model and isinstance(kwargs["optimizer"], EngineOptimizer):
+            return
         folder, step = _checkpoint_folder(args, state), state.global_step
         stateful = _stateful(kwargs)
         self._shards.save(
@@ -168,10 +175,13 @@ class OffloadCallback(TrainerCallback):
         device = offloaded.slots[0].param.device
         if device.type != "cpu":
             added["offload_peak_device_bytes"] = torch.accelerator.max_memory_allocated(device)
-        if report is not None and report.grad_norm is not None:
+        engines = isinstance(running["optimizer"], EngineOptimizer)  # its norm is Trainer's
+        if report is not None and report.grad_norm is not None and not engines:
             added["offload_grad_norm"] = report.grad_norm
         if scaler is not None:
             added["loss_scale"] = scaler.get_scale()
+        elif offloaded.pipeline.scaler is not None:
+            added["loss_scale"] = offloaded.pipeline.loss_scale
         running["logs"].update(added)
         state.log_history[-1].update(added)  # it is a copy of logs
 

@@ -10,13 +10,15 @@ import numpy as np
 import torch
 
 from offload_core.device.events import Done, Event
-from offload_core.device.protocols import Copy, HostArray
+from offload_core.device.protocols import Copy, HostArray, HostArrays
 from offload_core.dtypes import ElementType
 from offload_core.errors import ParameterError
 from offload_core.memory.pinning import Pinning
 
-from ..tensors import ELEMENT_TYPES, TORCH_DTYPES
+from ..tensors import DTYPE, ELEMENT_TYPES, MOVED_TYPES, TORCH_DTYPES
 from .pinning import pinning_for
+
+_CODES = {dtype: element_type.code for dtype, element_type in ELEMENT_TYPES.items()}
 
 
 def as_torch(host: np.ndarray) -> torch.Tensor:
@@ -47,7 +49,7 @@ class TorchDevice(ABC):
         return None
 
     def dtype(self, tensor: torch.Tensor) -> ElementType:
-        return ELEMENT_TYPES[tensor.dtype]
+        return MOVED_TYPES[tensor.dtype]
 
     def numel(self, tensor: torch.Tensor) -> int:
         return tensor.numel()
@@ -55,7 +57,16 @@ class TorchDevice(ABC):
     def host_array(self, tensor: torch.Tensor) -> HostArray:
         assert tensor.device.type == "cpu"
         assert tensor.is_contiguous()
-        return HostArray(tensor.data_ptr(), tensor.numel(), ELEMENT_TYPES[tensor.dtype], tensor)
+        return HostArray(tensor.data_ptr(), tensor.numel(), MOVED_TYPES[tensor.dtype], tensor)
+
+    def host_arrays(self, tensors: Sequence[torch.Tensor]) -> HostArrays:
+        addresses = np.fromiter(map(torch.Tensor.data_ptr, tensors), np.uintp, len(tensors))
+        dtypes = {*map(DTYPE, tensors)}
+        if len(dtypes) == 1:
+            codes = np.full(len(tensors), _CODES[dtypes.pop()], np.uint8)
+        else:
+            codes = np.array([_CODES[tensor.dtype] for tensor in tensors], np.uint8)
+        return HostArrays(addresses, codes, tensors)
 
     @abstractmethod
     def to_host_lane(self) -> AbstractContextManager[Lane]:

@@ -29,8 +29,8 @@ from offload_core.config.options import OffloadConfig
 from offload_core.device.host_ranks import HostRanks
 from offload_core.errors import ConfigError, ParameterError, StateError
 from offload_core.memory.host_memory import HostMemory, give_back_freed
+from offload_core.memory.plan import PARAMETER_SHARDS
 from offload_core.ranks.consistency import combine, fingerprint
-from offload_core.step.bucket_terms import PARAMETER_SHARDS
 
 from ..pending import METADATA, forget, forget_at_end, make_pending
 from ..ranks.collectives import default_group
@@ -117,7 +117,7 @@ class Shards(Cut):
         super().__init__(spec, self.device.ranks, self.device.world_size, home.config)
         self.device.start_alike([spec], [flat(param)], source)
         self.values = home.allocate(self.shard_numel, param)
-        self.cut(param, self.values)
+        self.cut(flat(param), self.values)
         self.holds = 0
         """Number of ``gathered_parameters`` blocks in which the parameter is whole."""
 
@@ -406,7 +406,7 @@ class _Construction:
         def make(part: nn.Module) -> None:
             made = _on_meta(part)
             for name, tensor in made.items():
-                _leave_meta(tensor, device)
+                become(tensor, torch.empty_like(tensor, device=device))
                 if name in part._parameters:
                     self.track(part, name, tensor)
             reset = _reset_of(part) if init_fn is None else partial(init_fn, part)
@@ -445,10 +445,9 @@ def _reset_of(module: nn.Module) -> Callable[[], Any] | None:
     return next((reset for name in _RESETS if callable(reset := getattr(module, name, None))), None)
 
 
-def _leave_meta(tensor: torch.Tensor, device: torch.device) -> None:
-    """Give a tensor memory on a device; it stays the same object, so that tied weights stay tied."""
+def become(tensor: torch.Tensor, made: torch.Tensor) -> None:
+    """Give a tensor the memory of another, on any device; it stays the same object, so that tied weights stay tied."""
     with _internal():
-        made = torch.empty_like(tensor, device=device)
         if isinstance(tensor, nn.Parameter):
             made = torch.Tensor._make_subclass(type(tensor), made, tensor.requires_grad)
         made.__dict__.update(tensor.__dict__)

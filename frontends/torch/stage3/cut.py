@@ -7,8 +7,6 @@ import torch
 from offload_core.config.options import OffloadConfig
 from offload_core.layout.partition import Bucket, ParamSpec, cut
 
-from ..tensors import flat
-
 
 class Cut:
     """A parameter's buckets, and this rank's part of them.
@@ -35,8 +33,7 @@ class Cut:
         """The runs of elements that this rank holds: ``(start in the parameter, start in the shards, elements)``."""
         return [(piece.start, bucket.in_tensor(piece), piece.numel) for bucket, piece in self._pieces]
 
-    def cut(self, param: torch.Tensor, out: torch.Tensor) -> None:
-        """Copy this rank's part of the whole parameter to ``out``, one-dimensional."""
-        source = flat(param)
+    def cut(self, run: torch.Tensor, out: torch.Tensor) -> None:
+        """Copy this rank's part of the whole parameter to ``out``; both are one-dimensional."""
         for start, at, numel in self.runs:
-            out[at : at + numel].copy_(source[start : start + numel])
+            out[at : at + numel].copy_(run[start : start + numel])

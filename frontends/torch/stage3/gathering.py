@@ -90,6 +90,12 @@ class Gathering:
                 for r, before in zip(records, versions, strict=True)
                 if r.data_writes.seen() or r.param._version not in (before, r.spread)
             ]
+            fixed = next((record.spec.name for record in changed if record.values.fixed), None)
+            if fixed is not None:
+                raise StateError(
+                    f"parameter {fixed!r} is quantised, and was changed inside gathered_parameters(); expected "
+                    "engine.close() before quantised parameters are changed or replaced"
+                )
             if modifier_rank is not None:
                 self._spread(params, modifier_rank)
             elif changed:
@@ -106,6 +112,8 @@ class Gathering:
             record = self._parameters.record_of(param)
             name = self._parameters.name_of(param)
             with torch.no_grad():
+                if record is not None and record.values.fixed:
+                    continue
                 if record is None:
                     self._send(spec_of(name, param, 0), flat(param), source)
                     continue
@@ -114,11 +122,13 @@ class Gathering:
                     target.copy_(param)
                     set_data(param, target)
                 self._send(record.spec, record.whole[: record.spec.numel], source)
-                record.cut(param, record.shard)
+                values = torch.zeros_like(record.shard)
+                record.cut(flat(param), values)
                 increment_version(param)
                 record.spread = param._version
                 if record.index is not None:
-                    StateAccess(self._pipeline).adopt(record.index, record.shard)
+                    StateAccess(self._pipeline).adopt(record.index, values)
+                record.shard.copy_(values)
 
     def _send(self, spec: ParamSpec, values: torch.Tensor, source: int) -> None:
         self._parameters.live.in_order(lambda: self._world.start_alike([spec], [values], source))

@@ -5,16 +5,23 @@ Its backward does so from the first node of its outputs until a node runs that i
 the youngest node that is ready, so none of the module's nodes is left then. Any other parameter that a forward reads is
 kept by the innermost running module, and registered with it; one that a backward reads is kept until the backward ends.
 Reading a released parameter anywhere else is an error (``pending.py``).
+
+A leaf module's run keeps the parameters of all modules inside it, too, and their own runs keep none: which of them run,
+and in which order, is each rank's own affair.
+
+Where the user has set hooks on saved tensors (``torch.autograd.graph.save_on_cpu``), a run puts hooks of its own over
+them: gathered parameters are saved as they are, without their memory; the user's hooks get everything else.
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from offload_core.errors import ParameterError, StateError
@@ -22,7 +29,7 @@ from offload_core.stage3.live_params import LiveParams
 from offload_core.step.pipeline import Pipeline
 from offload_core.support.threads import clear_up
 
-from ..pending import forget, make_pending
+from ..pending import forget, guard
 from .parameters import PartitionedParameter, PartitionedParameters
 
 _EXTERNAL = "_offload_external_parameters"
@@ -42,6 +49,31 @@ class _Call:
     """The backward in which it keeps its parameters."""
     differentiable: bool = False
     """True if that backward records a graph itself (``create_graph=True``)."""
+    leaf: bool = False
+    """True if it is a leaf module's."""
+    saving: saved_tensors_hooks | None = None
+    """Its hooks on saved tensors, over the user's."""
+
+
+@dataclass(eq=False)
+class _Unpacked:
+    """A gathered parameter that a graph has saved: its storage has the values again when backward needs them."""
+
+    tensor: torch.Tensor
+    version: int
+
+    def values(self) -> torch.Tensor:
+        """The tensor, as autograd gives what it saves itself."""
+        if self.tensor._version != self.version:
+            raise StateError(
+                f"a parameter of shape {tuple(self.tensor.shape)} that backward needs was updated after its forward; "
+                "expected backward() before step()"
+            )
+        return self.tensor
+
+
+_LEFT_ALONE = (None, __name__, "torch.utils.checkpoint")
+"""Modules whose hooks on saved tensors copy nothing: torch's own functions, the ones here, and checkpointing."""
 
 
 class ModuleRuns:
@@ -49,9 +81,18 @@ class ModuleRuns:
 
     Closing or deleting it removes the hooks. If it is deleted without :meth:`close`, parameters become whole on one
     rank, and stay in shards with several.
+
+    Args:
+        leaves: the leaf modules.
     """
 
-    def __init__(self, model: nn.Module, parameters: PartitionedParameters, pipeline: Pipeline) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: PartitionedParameters,
+        pipeline: Pipeline,
+        leaves: Iterable[nn.Module] = (),
+    ) -> None:
         self._model = weakref.ref(model)
         self._parameters = parameters
         self._pipeline = pipeline
@@ -62,6 +103,7 @@ class ModuleRuns:
         self._kept: dict[PartitionedParameter, bool] = {}
         """Parameters that stay whole after their calls: until they change (True), or until the next forward (False)."""
         self._hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._leaves: weakref.WeakSet[nn.Module] = weakref.WeakSet(leaves)
         self._handles: list[Any] = []
         abandon = partial(_abandon, self._handles, parameters.records, parameters.live)
         weakref.finalize(self, clear_up, abandon).atexit = False
@@ -99,7 +141,8 @@ class ModuleRuns:
             self._pipeline.finish()  # an error in an update is the cause, and is raised instead
             raise
         for record in records:
-            forget(record.param)
+            for tensor in record.values.tensors:
+                forget(tensor)
 
     def let_go(self, records: Sequence[PartitionedParameter], *, may_stay: bool = True) -> None:
         """The opposite of :meth:`hold`; ``may_stay``: the parameters may stay whole for their next use."""
@@ -110,7 +153,9 @@ class ModuleRuns:
     def guard(self, record: PartitionedParameter) -> None:
         """If the parameter is not whole, have reads of it call :meth:`touch`."""
         if not record.live.holds:
-            make_pending(record.param, partial(_touched, weakref.ref(self), id(record.param), record.spec.name))
+            touched = partial(_touched, weakref.ref(self), id(record.param), record.spec.name)
+            for tensor in record.values.tensors:
+                guard(tensor, touched)
 
     # --- forward -------------------------------------------------------------------------------------
 
@@ -121,26 +166,55 @@ class ModuleRuns:
         elif not self._calls:
             self.forget(graphs=False)
             self._parameters.live.begin_round((id(module), torch.is_grad_enabled()))
-        call = _Call(
-            module,
-            self._parameters.among([*module._parameters.values(), *_externals_of(module)]),
-            torch._C._autograd._get_sequence_nr(),
-        )
+        leaf = module in self._leaves
+        own = module.parameters() if leaf else module._parameters.values()
+        kept = self._kept_by_leaves(task) if self._leaves else ()
+        params = [record for record in self._parameters.among([*own, *_externals_of(module)]) if record not in kept]
+        call = _Call(module, params, torch._C._autograd._get_sequence_nr(), leaf=leaf)
         self.hold(call.params)
         self._calls.append(call)
+        self._save_without_memory(call)
+
+    def _save_without_memory(self, call: _Call) -> None:
+        """Keep the user's hooks on saved tensors from copying gathered parameters."""
+        users = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        if not call.params or users is None or getattr(users[0], "__module__", None) in _LEFT_ALONE:
+            return
+        pack, unpack = users
+
+        def save(tensor: torch.Tensor) -> Any:
+            storage = _storage_of(tensor)
+            if any(r.whole.untyped_storage()._cdata == storage for running in self._calls for r in running.params):
+                return _Unpacked(tensor.detach(), tensor._version)
+            return pack(tensor)
+
+        def restore(packed: Any) -> torch.Tensor:
+            return packed.values() if isinstance(packed, _Unpacked) else unpack(packed)
+
+        call.saving = saved_tensors_hooks(save, restore)
+        call.saving.__enter__()
+
+    def _kept_by_leaves(self, task: int | None) -> set[PartitionedParameter]:
+        """What leaf modules keep whole that run now, or whose backward does."""
+        backward = () if task is None else self._backwards.get(task, ())
+        return {record for call in (*self._calls, *backward) if call.leaf for record in call.params}
 
     def _after_forward(self, module: nn.Module, output: Any) -> None:
         if not self._calls or self._calls[-1].module is not module:
             return  # its pre-hook did not run to the end
         call = self._calls.pop()
+        _end_saving(call)
         outer = self._calls[-1] if self._calls else None
         try:
             leaves = list(_leaves(output))
             tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
             self._keep_escaped(call, tensors, outer)
-            if call.params and torch.is_grad_enabled():
-                aside = [value for value in vars(module).values() if isinstance(value, torch.Tensor)]
-                self._expect_backward(call, [*tensors, *aside], opaque=len(leaves) > len(tensors))
+            leaf = next((around for around in reversed(self._calls) if around.leaf), None)
+            for keeper in (call, leaf):
+                if keeper is not None and keeper.params and torch.is_grad_enabled():
+                    aside = [value for value in vars(module).values() if isinstance(value, torch.Tensor)]
+                    opaque = keeper is call and len(leaves) > len(tensors)
+                    self._expect_backward(keeper, [*tensors, *aside], opaque=opaque)
         finally:
             self.let_go(call.params)
             if outer is None and _backward() is None and (output is None or not torch.is_grad_enabled()):
@@ -247,6 +321,8 @@ class ModuleRuns:
             graphs: True also releases those that are kept because a graph may read them.
         """
         calls = [*self._calls, *(call for calls in self._backwards.values() for call in calls)]
+        for call in reversed(self._calls):
+            _end_saving(call)
         self._calls, self._backwards = [], {}
         for call in calls:
             call.task = None
@@ -255,6 +331,31 @@ class ModuleRuns:
         for record in kept:
             del self._kept[record]
         self.let_go(kept)
+
+
+def _end_saving(call: _Call) -> None:
+    top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if call.saving is not None and top is not None and top[0] is call.saving.pack_hook:
+        call.saving.__exit__()
+
+
+def leaf_modules(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
+    """The modules that ``OffloadConfig.leaf_modules`` names; :class:`ParameterError` if a name is of none."""
+    found = []
+    for wanted in names:
+        some = [
+            module
+            for name, module in model.named_modules()
+            if wanted in (type(module).__name__, f"{type(module).__module__}.{type(module).__qualname__}")
+            or f".{name}".endswith(f".{wanted}")
+        ]
+        if not some:
+            raise ParameterError(
+                f"leaf_modules: the model has no module {wanted!r} and none of this class; expected names of "
+                f"model.named_modules(), or of classes such as {type(model).__name__!r}"
+            )
+        found += some
+    return found
 
 
 def check_hooks_run(model: nn.Module, threshold: int) -> None:
@@ -346,5 +447,6 @@ def _abandon(handles: list[Any], records: dict[int, PartitionedParameter], live:
     if live.device.world_size == 1:
         for record in records.values():
             live.acquire([record.live])
-            forget(record.param)
+            for tensor in record.values.tensors:
+                forget(tensor)
     live.device.synchronize()  # copies read shards in pinned memory, which is given back now

@@ -14,16 +14,17 @@ from torch import nn
 from offload_core.config.options import OffloadConfig
 from offload_core.device.protocols import GatheringDevice
 from offload_core.layout.partition import ParamSpec
-from offload_core.memory.plan import PlanRow
+from offload_core.memory.plan import PARAMETER_SHARDS, PlanRow
 from offload_core.ranks.consistency import agree
 from offload_core.stage3.live_params import LiveParams, PartitionedParam
-from offload_core.step.bucket_terms import PARAMETER_SHARDS
 from offload_core.step.pipeline import Pipeline
+from offload_core.step.state_access import StateAccess
 
 from ..casting import Casts
-from ..data_writes import DataWrites, set_data
+from ..data_writes import DataWrites
 from ..ranks.device import as_torch
-from ..tensors import TORCH_DTYPES, flat, is_offloadable, shaped_like, spec_of
+from ..tensors import TORCH_DTYPES, is_offloadable
+from ..values import Values, packed_values
 from .construction import hand_over, in_shards, shards_of
 from .cut import Cut
 
@@ -33,13 +34,22 @@ class PartitionedParameter(Cut):
     partitioned parameters])."""
 
     def __init__(
-        self, live: LiveParams, spec: ParamSpec, param: torch.Tensor, module: str, config: OffloadConfig
+        self,
+        live: LiveParams,
+        spec: ParamSpec,
+        param: torch.Tensor,
+        values: Values,
+        module: str,
+        config: OffloadConfig,
     ) -> None:
         super().__init__(spec, live.device.ranks, live.device.world_size, config)
         self.param = param
+        self.values = values
         self.module = module
         """Type and name of the module that has it, for errors."""
         self.shard = torch.empty(0)
+        """This rank's shards, end to end. Only this package writes to them, through :meth:`StateAccess.adopt` where
+        the parameter is trained."""
         self.whole = torch.empty(0)
         self.index: int | None = None
         """Its number in the pipeline; None while it is not trained."""
@@ -54,7 +64,7 @@ class PartitionedParameter(Cut):
         """Give the parameter a new storage without bytes; tensors that refer to the old one keep it."""
         with torch.inference_mode(False), torch._C.DisableTorchFunctionSubclass():
             self.whole = torch.empty(self.padded_numel, dtype=TORCH_DTYPES[self.spec.dtype], device=self.param.device)
-            set_data(self.param, shaped_like(self.whole[: self.spec.numel], self.param))
+            self.values.point(self.whole[: self.spec.numel])
         self.whole.untyped_storage().resize_(0)
         self.lasts = False
 
@@ -91,8 +101,14 @@ class PartitionedParameters:
         """Tracks which parameters are whole."""
         self.records: dict[int, PartitionedParameter] = {}
         """By the parameter's ``id``; a record keeps its parameter alive, so no id is reused."""
+        self._beside: dict[int, int] = {}
+        """The ``id`` of the quantised parameter that a tensor holds values of, by the tensor's."""
         self._owners: dict[int, tuple[torch.Tensor, str, str]] = {}
         """Each parameter of the model, its name, and type and name of its module; by ``id``."""
+        self.packed = packed_values(model)
+        """The values of frozen quantised parameters, by the parameter's ``id``."""
+        for number, values in self.packed.items():
+            self._beside.update((id(tensor), number) for tensor in values.tensors)
         for name, module in model.named_modules():
             for own, param in module.named_parameters(recurse=False):
                 words = f"{type(module).__name__} {name!r}" if name else type(module).__name__
@@ -103,8 +119,9 @@ class PartitionedParameters:
 
     @property
     def of_model(self) -> list[torch.Tensor]:
-        """All parameters of the model, partitioned or not."""
-        return [param for param, _, _ in self._owners.values()]
+        """All parameters of the model, partitioned or not, and tensors that hold values of quantised ones."""
+        beside = [tensor for values in self.packed.values() for tensor in values.tensors]
+        return [*(param for param, _, _ in self._owners.values()), *beside]
 
     def name_of(self, param: torch.Tensor) -> str:
         """The parameter's name in the model."""
@@ -112,7 +129,8 @@ class PartitionedParameters:
 
     def among(self, params: Iterable[torch.Tensor | None]) -> list[PartitionedParameter]:
         """The records of the partitioned parameters among these, each once."""
-        return list({id(p): self.records[id(p)] for p in params if id(p) in self.records}.values())
+        found = (self.records.get(self._beside.get(id(p), id(p))) for p in params)
+        return list(dict.fromkeys(record for record in found if record is not None))
 
     def shard_of(self, param: torch.Tensor) -> torch.Tensor | None:
         """This rank's shard, one-dimensional; None if the parameter is not partitioned."""
@@ -129,8 +147,8 @@ class PartitionedParameters:
         """Return whether the parameter is partitioned, or will be."""
         if id(param) in self.records or (id(param) in self._owners and in_shards(param)):
             return True
-        fits = id(param) in self._owners and type(param) is nn.Parameter and is_offloadable(param)
-        return fits and param.numel() >= max(self._config.param_persistence_threshold, 1)
+        whole = id(param) in self._owners and type(param) is nn.Parameter and is_offloadable(param)
+        return (whole or id(param) in self.packed) and param.numel() >= max(self._config.param_persistence_threshold, 1)
 
     def frozen(self, trained: Collection[torch.Tensor]) -> list[tuple[ParamSpec, torch.Tensor]]:
         """The parameters to partition that are not trained."""
@@ -138,9 +156,10 @@ class PartitionedParameters:
         owned = [
             (name, param) for param, name, _ in self._owners.values() if id(param) not in ids and self.takes(param)
         ]
-        return [
-            (spec_of(name, param, 0, self._casts.of_param(param), partitioned=True), param) for name, param in owned
-        ]
+        return [(self._values(param).spec(name, self._casts.of_param(param)), param) for name, param in owned]
+
+    def _values(self, param: torch.Tensor) -> Values:
+        return self.packed.get(id(param)) or Values(param)
 
     def plan_cut(self, entries: Sequence[tuple[ParamSpec, torch.Tensor]]) -> PlanRow:
         """The bytes that :meth:`cut` of these takes until :meth:`keep_shard`, beside the whole parameters."""
@@ -164,13 +183,15 @@ class PartitionedParameters:
         with torch.no_grad():
             for spec, param in new:
                 words, built = self._owners[id(param)][2], shards_of(param)
-                record = PartitionedParameter(self.live, spec, param, words, self._config)
+                values = self._values(param)
+                record = PartitionedParameter(self.live, spec, param, values, words, self._config)
                 if built is not None:
                     record.shard = built.for_engine(record).to(self._shards_device)
                 else:
-                    self._world.start_alike([spec], [flat(param)])
-                    record.shard = torch.zeros(record.shard_numel, dtype=param.dtype, device=self._shards_device)
-                    record.cut(param, record.shard)
+                    run = values.run()
+                    self._world.start_alike([spec], [run])
+                    record.shard = torch.zeros(record.shard_numel, dtype=run.dtype, device=self._shards_device)
+                    record.cut(run, record.shard)
                 found[param] = record
         return {param: record for param, record in found.items() if record is not None}
 
@@ -181,22 +202,35 @@ class PartitionedParameters:
     def keep_shard(self, record: PartitionedParameter) -> None:
         """Cast the record's shard to its final element type and place, and release the whole parameter."""
         dtype = record.spec.dtype
-        if self._config.offload_param == "cpu":
+        host = None if record.index is None else StateAccess(self._pipeline).parameter_memory(record.index)
+        if host is not None:
+            shard = as_torch(host)  # the master weights have brought the values
+        elif self._config.offload_param == "cpu":
             host = self._pipeline.memory.allocate(PARAMETER_SHARDS, record.shard_numel, dtype.numpy, pinned=True)
             shard = as_torch(host).copy_(record.shard)
         else:
             shard = record.shard.to(TORCH_DTYPES[dtype])
-        record.shard = shard
+        self._place(record, shard)
         hand_over(record.param)
-        record.live.shard = self._world.host_array(shard) if self._pipeline.host_shards else shard
         gradient, record.param.grad = record.param.grad, None
         record.empty()
         record.param.grad = None if gradient is None else gradient.to(TORCH_DTYPES[dtype])
         self.records[id(record.param)] = record
 
-    def train(self, param: torch.Tensor, index: int) -> None:
-        """Connect the parameter with its number in the pipeline."""
-        record = self.records[id(param)]
+    def join_master(self, record: PartitionedParameter) -> None:
+        """A parameter that was frozen is trained from now on: its master weight may hold its shard."""
+        assert record.index is not None
+        host = StateAccess(self._pipeline).parameter_memory(record.index)
+        if host is not None:
+            self.live.device.synchronize()  # copies from the old memory may be on their way
+            self._place(record, as_torch(host))
+
+    def _place(self, record: PartitionedParameter, shard: torch.Tensor) -> None:
+        record.shard = shard
+        record.live.shard = self._world.host_array(shard) if self._pipeline.host_shards else shard
+
+    def train(self, record: PartitionedParameter, index: int) -> None:
+        """Connect the record with the parameter's number in the pipeline."""
         record.index = index
         record.live.updated = partial(self._pipeline.update_of, index)
 

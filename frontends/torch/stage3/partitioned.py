@@ -11,7 +11,7 @@ from offload_core.step.pipeline import Pipeline
 from ..casting import Casts
 from ..ranks.device_ranks import device_for
 from .gathering import Gathering, check_unowned
-from .hooks import ModuleRuns, check_hooks_run
+from .hooks import ModuleRuns, check_hooks_run, leaf_modules
 from .parameters import PartitionedParameter, PartitionedParameters
 
 
@@ -33,7 +33,7 @@ class PartitionedModel:
         self.parameters = PartitionedParameters(model, device, self._world, pipeline, casts)
         self.live = self.parameters.live
         """Tracks which parameters are whole."""
-        self.runs = ModuleRuns(model, self.parameters, pipeline)
+        self.runs = ModuleRuns(model, self.parameters, pipeline, leaf_modules(model, pipeline.config.leaf_modules))
         self._gathering = Gathering(self.parameters, self.runs, self._world, pipeline)
 
     def __contains__(self, param: torch.Tensor) -> bool:
@@ -45,6 +45,8 @@ class PartitionedModel:
             if record.param not in self.parameters:
                 self.parameters.keep_shard(record)
                 self.runs.guard(record)
+            else:
+                self.parameters.join_master(record)
         self.runs.hook_all()
 
     def keep_frozen(self, trained: Collection[torch.Tensor]) -> None:

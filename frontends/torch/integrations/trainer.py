@@ -1,0 +1,374 @@
+"""Hugging Face's Trainer on an engine: stages 1 to 3, with gradients that leave during backward."""
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import is_peft_model
+from safetensors import safe_open
+from torch import nn
+from transformers import Trainer, TrainingArguments
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+from offload_core.config import deepspeed
+from offload_core.config.options import FIELDS, ConfigLike, OffloadConfig
+from offload_core.errors import CheckpointError, ConfigError
+
+from ..engine import Engine, wrap
+from ..files.checkpoint import ModelCheckpoints
+from ..files.export import named_tensors, whole_state_dict
+from ..stage3.construction import in_shards
+from ..stage3.gathering import gathered_parameters
+from .accelerate import EngineOptimizer
+from .placement import to_device
+from .shards import FOLDER
+from .transformers import OffloadCallback
+
+_ADAMW = ("adamw_torch", "adamw_torch_fused")
+_BESIDE = {
+    "lr": ("learning_rate", "optimizer.params.lr"),
+    "betas": ("adam_beta1, adam_beta2", "optimizer.params.betas"),
+    "eps": ("adam_epsilon", "optimizer.params.eps"),
+    "weight_decay": ("weight_decay", "optimizer.params.weight_decay"),
+    "gradient_clipping": ("max_grad_norm", "gradient_clipping"),
+    "gradient_accumulation_steps": ("gradient_accumulation_steps", "gradient_accumulation_steps"),
+}
+"""Fields that Trainer's arguments give: the names of these, and the key of a DeepSpeed configuration."""
+
+
+class OffloadTrainer(Trainer):
+    """``transformers.Trainer`` on an :class:`Engine`: ``OffloadTrainer(model, args, ..., offload={"stage": 3})``.
+
+    It takes the place of Trainer, or is put before a subclass of it::
+
+        class OffloadSFTTrainer(OffloadTrainer, SFTTrainer):
+            pass
+
+    The engine partitions states (and gradients, and parameters), averages the ranks' gradients and clips; there is no
+    ``DistributedDataParallel``. Learning rate, betas, eps, weight decay, ``max_grad_norm`` and
+    ``gradient_accumulation_steps`` are those of the TrainingArguments, and schedules are Trainer's. With ``fp16`` the
+    engine scales losses. ``max_grad_norm=0`` clips nothing; ``offload={"gradient_clipping": None}`` then saves the
+    norm, too.
+
+    Checkpoints hold the states in shards, from all ranks, in ``offload/`` (:class:`OffloadCallback`); any number of
+    ranks and any stage resumes from them, bit for bit, and one rank from those of a plain Trainer with torch's AdamW.
+    ``save_only_model=True`` leaves them out. ``save_model`` writes whole weights in every stage.
+    ``load_best_model_at_end`` restores the engine's states, too.
+
+    Args:
+        offload: as ``config`` of ``wrap``: a dict of fields, an ``OffloadConfig``, or a DeepSpeed configuration, whose
+            ``"auto"`` stands for what the TrainingArguments say.
+        args, kwargs: Trainer's own.
+
+    Raises:
+        ConfigError: the arguments contradict ``offload``, or ask for what the engine does itself; and the errors of
+            ``wrap``.
+    """
+
+    def __init__(self, *args: Any, offload: ConfigLike = None, **kwargs: Any) -> None:
+        self.engine: Engine | None = None
+        """The engine around the model; made anew for each model of ``model_init``."""
+        self._offload = offload
+        super().__init__(*args, **kwargs)
+        if self.optimizer is not None or self.optimizer_cls_and_kwargs is not None:
+            raise _another_optimizer("an optimizer")
+        found = [each for each in self.callback_handler.callbacks if isinstance(each, OffloadCallback)]
+        self._callback = found[0] if found else OffloadCallback()
+        if not found:
+            self.add_callback(self._callback)
+        if self.model_init is None:
+            self.create_optimizer()
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        others = {"DeepSpeed": self.is_deepspeed_enabled, "FSDP": self.is_fsdp_enabled or self.args.fsdp}
+        _check_arguments(self.args, others)
+        self._config = _configuration(self._offload, self.args, self.accelerator.scaler)
+        vars(self.accelerator).update(backward=self._backward, clip_grad_norm_=self._norm)
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Move the model; in stage 3 one that is elsewhere is cut on the way, for it may not fit."""
+        elsewhere = any(param.device.type != device.type for param in model.parameters())
+        cuts = elsewhere and self._config.takes_apart(self.args.world_size)
+        if cuts or any(map(in_shards, model.parameters())):
+            to_device(model, device, self._config if cuts else None)
+        else:
+            super()._move_model_to_device(model, device)
+
+    # --- training ------------------------------------------------------------------------------------
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """The engine's optimizer; the engine is made if the model has none."""
+        if self.optimizer is None:
+            if self.engine is not None:  # of an earlier model of model_init
+                self.engine.close()
+            self.engine = self._wrapped(self._groups(model))
+            self.optimizer = EngineOptimizer(self.engine)
+        else:
+            self._engine.optimizer.zero_grad()  # of a run that broke off
+        return self.optimizer
+
+    def _groups(self, model: Any) -> list[dict[str, Any]]:
+        """The parameter groups that Trainer makes, with names."""
+        self.optimizer_cls_and_kwargs = (_Groups, {})
+        made = super().create_optimizer(model)
+        self.optimizer = self.optimizer_cls_and_kwargs = None
+        if not isinstance(made, _Groups):
+            raise _another_optimizer(type(made).__name__)
+        names = {id(param): name for name, param in self._module.named_parameters()}
+        for group in made.param_groups:  # an empty one, too, must have names if others have
+            group["param_names"] = [names[id(param)] for param in group["params"]]
+        return made.param_groups
+
+    def _wrapped(self, groups: list[dict[str, Any]]) -> Engine:
+        config = self._config = _configuration(self._offload, self.args, self.accelerator.scaler)
+        half = config.param_dtype == "float16" or any(p.dtype == torch.float16 for p in self._module.parameters())
+        if config.loss_scale == 1 and (half or self.args.fp16):
+            raise ConfigError(
+                f"loss_scale={config.loss_scale!r} in offload= with {'float16 parameters' if half else 'fp16=True'}, "
+                'whose gradients underflow; expected "dynamic", a larger number, or no loss_scale'
+            )
+        engine = wrap(self._module, config, params=groups)
+        self.accelerator.prepare_model(engine.module, device_placement=False, evaluation_mode=True)  # autocast
+        vars(engine.module)["_is_accelerate_prepared"] = True  # Accelerate's own mark: no DistributedDataParallel
+        return engine
+
+    @property
+    def _engine(self) -> Engine:
+        assert self.engine is not None
+        return self.engine
+
+    @property
+    def _module(self) -> nn.Module:
+        assert self.model is not None
+        return self.model
+
+    def _backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """As ``Accelerator.backward``."""
+        if self._engine.optimizer.intake.fresh:  # of a micro-step that no update followed
+            self._engine.step(boundary=False)
+        self._engine.backward(loss, average=False, **kwargs)  # Trainer has divided the loss
+
+    def _norm(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor | None:
+        """As ``Accelerator.clip_grad_norm_``, but the step clips. The norm that is returned is NaN until then."""
+        bound = self._engine.offload_config.gradient_clipping
+        if norm_type != 2 or max_norm not in (bound, math.inf):
+            raise ConfigError(
+                f"clipping to a norm of order {norm_type} of at most {max_norm}, and the engine, which alone sees "
+                f"gradients, clips to the L2 norm of {bound}; expected TrainingArguments(max_grad_norm=...), which "
+                "stays as it is when the Trainer is made"
+            )
+        norm = None if bound is None else torch.tensor(math.nan, dtype=torch.float64)
+        vars(self.optimizer)["norm"] = norm
+        return norm
+
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        inputs = super()._prepare_inputs(inputs)
+        return inputs if self.engine is None else self.engine.cast((), inputs)[1]
+
+    # --- saving and loading --------------------------------------------------------------------------
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """Write the weights; in stage 3 all ranks gather them, and rank 0 has them in host memory meanwhile."""
+        trained: dict[str, nn.Parameter] = {}
+        if self.engine is not None and state_dict is None:
+            self.engine.flush()
+            if self.engine.optimizer.partitioned is not None and is_peft_model(self.model):
+                trained = {name: param for name, param in self._module.named_parameters() if param.requires_grad}
+            elif self.engine.optimizer.partitioned is not None:
+                state_dict = whole_state_dict(self._module, wanted=self.args.should_save)
+        with gathered_parameters(trained.values()):  # PEFT reads them itself, too
+            super()._save(output_dir, {name: param.detach() for name, param in trained.items()} or state_dict)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Load weights that are not in the shards, which are loaded when training begins."""
+        self._callback.resume_from = resume_from_checkpoint
+        if not self._load_weights(Path(resume_from_checkpoint)):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        """Load the best checkpoint's weights, and its states if they were saved."""
+        folder = Path(self.state.best_model_checkpoint or "")
+        if not self._load_weights(folder):
+            super()._load_best_model()
+        if (folder / FOLDER).is_dir():
+            checkpoints = ModelCheckpoints(self._module, self._engine.optimizer)
+            checkpoints.load(folder / FOLDER, stateful=None, names=None, random_state=False)
+
+    def _load_weights(self, folder: Path) -> bool:
+        """Load those weights of a checkpoint that its shards do not have, a tensor at a time.
+
+        Return False if Trainer does it: the model has no engine, or was saved otherwise.
+        """
+        files, states = _files_of(folder), (folder / FOLDER).is_dir()
+        if self.engine is None or self.engine.module is not self.model:
+            return False
+        if is_peft_model(self.model):  # the base comes from where it came from
+            if self.engine.optimizer.partitioned is not None and not states:
+                raise CheckpointError(
+                    f"{folder}: an adapter without {FOLDER}/, and PEFT reads the whole model to load it, which in "
+                    "stage 3 is in shards; expected save_only_model=False when it is saved, or stage=2"
+                )
+            return states
+        if not files:
+            return False
+        in_shards = self.engine.optimizer.has_states if states else lambda tensor: False
+        names: dict[int, list[str]] = {}
+        found = named_tensors(self._module)
+        for name, tensor in found.items():
+            if not in_shards(tensor):
+                names.setdefault(id(tensor), []).append(name)
+        with ExitStack() as opened, torch.no_grad():
+            readers = {file: opened.enter_context(safe_open(file, "pt")) for file in {*files.values()}}
+            for tied in names.values():
+                name = next((name for name in tied if name in files), tied[0])
+                reader = readers.get(files.get(name, folder))
+                shape = None if reader is None else tuple(reader.get_slice(name).get_shape())
+                if reader is None or shape != tuple(found[name].shape):
+                    raise CheckpointError(
+                        f"{folder}: {name!r} is {'missing' if shape is None else f'of shape {shape}'}, expected shape "
+                        f"{tuple(found[name].shape)}: is it the checkpoint of another model?"
+                    )
+                with gathered_parameters(found[name], modifier_rank=0):
+                    found[name].copy_(reader.get_tensor(name))
+        return True
+
+
+class _Groups(torch.optim.Optimizer):
+    """Takes the parameter groups that Trainer makes."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+
+def _files_of(folder: Path) -> dict[str, Path]:
+    """The file of each tensor that ``save_pretrained`` wrote; empty if there is none of safetensors."""
+    index, file = folder / SAFE_WEIGHTS_INDEX_NAME, folder / SAFE_WEIGHTS_NAME
+    if file.is_file():
+        with safe_open(file, "pt") as reader:
+            return dict.fromkeys(reader.keys(), file)
+    if index.is_file():
+        return {name: folder / part for name, part in json.loads(index.read_text())["weight_map"].items()}
+    return {}
+
+
+# --- settings -------------------------------------------------------------------------------------------
+
+
+def _another_optimizer(got: str) -> ConfigError:
+    return ConfigError(
+        f"{got} besides the engine's optimizer; expected no optimizers=, optimizer_cls_and_kwargs= or other optim=: "
+        "OffloadTrainer makes AdamW from the TrainingArguments (offloaded_adamw(args) is for a plain Trainer)"
+    )
+
+
+def _check_arguments(args: TrainingArguments, others: Mapping[str, Any]) -> None:
+    """Raise :class:`ConfigError` if the arguments ask another for what the engine does, or for what it cannot do."""
+    for name, asked in others.items():
+        if asked:
+            raise ConfigError(
+                f"{name} and offload= at the same time, which both partition the model and average gradients; expected "
+                "one of them"
+            )
+    if args.optim not in _ADAMW:
+        raise _another_optimizer(f"optim={str(getattr(args.optim, 'value', args.optim))!r}")
+    if args.n_gpu > 1:
+        raise ConfigError(
+            f"{args.n_gpu} GPUs in one process, which Trainer would copy the model to; expected a process for each: "
+            "torchrun --nproc-per-node ..., or one GPU in CUDA_VISIBLE_DEVICES"
+        )
+    if args.torch_compile:
+        raise ConfigError("torch_compile=True with OffloadTrainer; expected model.compile() before it")
+    for name in ("bf16_full_eval", "fp16_full_eval"):
+        if getattr(args, name):
+            raise ConfigError(
+                f'{name}=True would cast the parameters that the engine trains; expected offload={{"param_dtype": ...}}'
+            )
+
+
+def _configuration(offload: ConfigLike, args: TrainingArguments, scaler: Any) -> OffloadConfig:
+    """The engine's configuration: ``offload``, and what Trainer's arguments say.
+
+    Args:
+        scaler: Accelerate's GradScaler, whose part the engine takes; None: there is none.
+    """
+    values: dict[str, Any] = {
+        "lr": args.learning_rate,
+        "betas": (args.adam_beta1, args.adam_beta2),
+        "eps": args.adam_epsilon,
+        "weight_decay": args.weight_decay,
+        "gradient_clipping": args.max_grad_norm if args.max_grad_norm > 0 else math.inf,
+        "gradient_accumulation_steps": args.gradient_accumulation_steps,
+    }
+    offload, given = _given(offload, args)
+    for name, value in given.items():
+        if name == "gradient_clipping" and not value and values[name] == math.inf:
+            values[name] = None  # nothing is clipped, and the norm not computed
+        elif value != values[name]:
+            raise ConfigError(
+                f"{name}={value!r} in offload=, and TrainingArguments have {_BESIDE[name][0]}="
+                f"{values[name] if values[name] != math.inf else args.max_grad_norm!r}; expected it there alone"
+            )
+    config = OffloadConfig.resolve(offload, world_size=args.world_size, **values)
+    if callable(config.lr) or callable(config.betas):
+        raise ConfigError(
+            "a schedule in offload=, and Trainer has its own; expected TrainingArguments(lr_scheduler_type=..., "
+            "warmup_steps=...) alone, and no scheduler in a DeepSpeed configuration"
+        )
+    if scaler is not None and config.loss_scale is None:
+        window, scale = scaler.get_growth_interval(), scaler.get_scale()
+        config = replace(config, loss_scale="dynamic", loss_scale_window=window, initial_loss_scale=scale)
+    return config
+
+
+def _given(offload: ConfigLike, args: TrainingArguments) -> tuple[ConfigLike, dict[str, Any]]:
+    """The configuration, and its own values of what Trainer's arguments say, too."""
+    if isinstance(offload, OffloadConfig):
+        own = {name: getattr(offload, name) for name in _BESIDE}
+        return offload, {name: value for name, value in own.items() if value != getattr(OffloadConfig, name)}
+    if isinstance(offload, str | os.PathLike):
+        offload = deepspeed.load(offload)
+    if not isinstance(offload, Mapping):
+        return offload, {}
+    if not deepspeed.is_deepspeed(offload, FIELDS):
+        return offload, {name: _plain(offload[name]) for name in _BESIDE if name in offload}
+    _check_batch(offload, args)
+    filled = dict(offload)
+    for name, asked in (("fp16", args.fp16), ("bf16", args.bf16)):
+        section = filled.get(name)
+        if isinstance(section, Mapping) and section.get("enabled") == deepspeed.AUTO:
+            filled[name] = {**section, "enabled": asked}
+    given = {}
+    for name, (_, path) in _BESIDE.items():
+        value: Any = filled
+        for key in path.split("."):
+            value = value.get(key) if isinstance(value, Mapping) else None
+        if value is not None and value != deepspeed.AUTO:
+            given[name] = _plain(value)
+    return filled, given
+
+
+def _check_batch(offload: Mapping[str, Any], args: TrainingArguments) -> None:
+    """Raise :class:`ConfigError` if the sizes of batches in a DeepSpeed configuration are not Trainer's."""
+    micro, steps, ranks = args.per_device_train_batch_size, args.gradient_accumulation_steps, args.world_size
+    whole = f"per_device_train_batch_size={micro} * gradient_accumulation_steps={steps} on {ranks} ranks"
+    beside = {
+        "train_micro_batch_size_per_gpu": (micro, f"per_device_train_batch_size={micro}"),
+        "train_batch_size": (micro * steps * ranks, f"{whole} = {micro * steps * ranks}"),
+    }
+    for key, (size, words) in beside.items():
+        if offload.get(key, deepspeed.AUTO) not in (deepspeed.AUTO, size):
+            raise ConfigError(
+                f'{key}={offload[key]!r} in offload=, and TrainingArguments have {words}; expected "auto" there, or '
+                "the same size"
+            )
+
+
+def _plain(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value

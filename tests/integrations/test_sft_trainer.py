@@ -1,0 +1,84 @@
+"""TRL's SFTTrainer on an engine: the bits of the same run with torch's fused AdamW."""
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel
+from transformers import AutoModelForCausalLM
+
+from frontends.torch.integrations.transformers import FOLDER
+from offload_core.checkpoint.reader import Checkpoint, Loaded
+from tests.support.hugging_face import (
+    CLIP,
+    STAGES,
+    Generated,
+    alone,
+    assert_same_run,
+    llama,
+    norms,
+    states_of,
+)
+from tests.support.processes import run
+from tests.support.sft import ExactNormSFTTrainer, OffloadSFTTrainer, tuned
+from tests.support.torch_models import same_bits
+
+__all__ = ["alone"]  # a fixture
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`(is_)?gradient_checkpointing` is deprecated:FutureWarning"
+)  # TRL's, PEFT's
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    generated = Generated()
+    return tuned(tmp_path_factory.mktemp("torch"), ExactNormSFTTrainer, generated=generated), generated
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_run_of_sft_trainer_is_that_of_torchs_fused_adamw_and_resumes(reference, tmp_path, stage):
+    """Its loss reads the head's weight itself, in the model's own forward."""
+    expected, theirs = reference
+    generated = Generated()
+    trainer = tuned(tmp_path, OffloadSFTTrainer, generated=generated, offload=STAGES[stage])
+    assert_same_run(trainer, expected)
+    assert norms(trainer) == pytest.approx(norms(expected), rel=1e-12)
+    assert max(norms(trainer)) > CLIP
+    assert generated.tokens == theirs.tokens
+    accuracies = [[e.get("mean_token_accuracy") for e in run.state.log_history] for run in (trainer, expected)]
+    assert accuracies[0] == accuracies[1]
+    folder = str(tmp_path / "checkpoint-2")
+    resumed = tuned(tmp_path / "resumed", OffloadSFTTrainer, resume=folder, offload=STAGES[stage])
+    assert_same_run(resumed, expected)
+    resumed.save_model(str(tmp_path / "saved"))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert loaded.dtype is torch.float32
+    for name, param in loaded.named_parameters():
+        assert same_bits(param, states_of(expected)[name]["master"]), name
+
+
+@pytest.mark.parametrize("stage", ["2", "3"])
+def test_an_adapter_trains_resumes_and_is_read_by_peft(tmp_path, stage):
+    """With a module that is saved whole, which in stage 3 is in shards; the base is not in the checkpoints."""
+    adapter = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], modules_to_save=["lm_head"], use_dora=True)
+    expected = tuned(tmp_path / "torch", ExactNormSFTTrainer, peft_config=adapter)
+    trainer = tuned(tmp_path, OffloadSFTTrainer, offload=STAGES[stage], peft_config=adapter)
+    assert_same_run(trainer, expected)
+    folder = tmp_path / "checkpoint-2"
+    saved = Loaded(Checkpoint(folder / FOLDER), None)
+    assert all("lora" in name or "modules_to_save" in name for name in (*saved.parameters, *saved.others))
+    resumed = tuned(
+        tmp_path / "resumed", OffloadSFTTrainer, resume=str(folder), offload=STAGES[stage], peft_config=adapter
+    )
+    assert_same_run(resumed, expected)
+    resumed.save_model(str(tmp_path / "saved"))
+    loaded = dict(PeftModel.from_pretrained(llama(), tmp_path / "saved").named_parameters())
+    for name, p in expected.model.named_parameters():
+        assert not p.requires_grad or same_bits(p, loaded[name]), name
+
+
+@pytest.mark.slow
+def test_two_ranks_fine_tune_as_torch_does_with_each_micro_steps_mean(tmp_path):
+    for found in run("sft", 2, tmp_path, "trainer_worker.py"):
+        assert found["2"] == found["3"] == found["theirs"]
+        assert found["resumed"] == found["theirs"]
+        assert found["saved"] == found["theirs"]["bits"]
+        assert found["adapter, 3"] == found["adapter, theirs"]
