@@ -146,6 +146,7 @@ class TaskThread:
     def __init__(self, name: str) -> None:
         self._tasks: SimpleQueue[Task[Any] | None] = SimpleQueue()
         self._process = os.getpid()
+        self._closed = False
         weakref.finalize(self, self._tasks.put, None).atexit = False
         self._thread = threading.Thread(target=partial(_serve, self._tasks), name=name, daemon=True)
         uninterrupted(self._thread.start)
@@ -155,15 +156,18 @@ class TaskThread:
         """Have the thread do this.
 
         Raises:
-            StateError: this process is a fork of the one that the thread is in.
+            StateError: the thread was told to end, or this process is a fork of the one that it is in.
         """
         _check_here(self._process)
+        if self._closed:
+            raise StateError(f"the thread {self._thread.name!r} has ended; expected submit() before close()")
         task = Task(act)
         self._tasks.put(task)
         return task
 
     def close(self) -> None:
         """Return when all tasks are done and the thread has ended."""
+        self._closed = True
         self._tasks.put(None)
         self._thread.join()
 

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from offload_core.errors import StateError
 from offload_core.support.threads import Condition, Task, TaskThread, do_in_threads, uninterrupted
 from tests.support.interrupts import interrupt_at_event
 from tests.support.processes import ROOT, environment_of
@@ -81,6 +82,15 @@ def test_a_cancelled_task_is_never_done_and_one_that_was_begun_is_not_cancelled(
     begun = Task.ended(3)
     assert not begun.cancel()
     assert begun.result() == 3
+
+
+def test_a_thread_that_was_told_to_end_refuses_tasks_and_has_done_those_before():
+    thread = TaskThread("offload test")
+    task = thread.submit(lambda: time.sleep(0.01) or 7)
+    thread.close()
+    assert task.done() and task.result() == 7
+    with pytest.raises(StateError, match="the thread 'offload test' has ended; expected submit.. before close"):
+        thread.submit(lambda: None)
 
 
 def test_several_threads_wait_for_one_task():

@@ -3,10 +3,12 @@
 Its arguments are those modules. In, on standard input: a line of JSON a job, ``{"seconds": ..., "folder": ...,
 "environment": {...}, "processes": [{"arguments": [...], "output": FILE, "errors": FILE}, ...]}``, the arguments as
 Python's command line takes them (``-c CODE``, ``-m MODULE ...``, ``FILE ...``); all processes of a job run at once.
-Out: a line each, their exit statuses; those that have not ended in time are killed.
+Out: a line each, their exit statuses; those that have not ended in time are killed, and have said on their standard
+error where their threads are.
 """
 
 import atexit
+import faulthandler
 import importlib
 import json
 import os
@@ -20,11 +22,14 @@ import warnings
 from typing import Any, NoReturn
 
 
-def child(folder: str, arguments: list[str], environment: dict[str, str], output: str, errors: str) -> NoReturn:
+def child(
+    folder: str, seconds: float, arguments: list[str], environment: dict[str, str], output: str, errors: str
+) -> NoReturn:
     """As ``python ARGUMENTS`` in the folder, but for its end: to take the frameworks down outlasts most jobs."""
     for fd, path in enumerate((os.devnull, output, errors)):
         flags = os.O_RDONLY if fd == 0 else os.O_WRONLY | os.O_CREAT | os.O_APPEND
         os.dup2(os.open(path, flags, 0o666), fd)
+    faulthandler.dump_traceback_later(0.9 * seconds)
     atexit._clear()
     os.environ.clear()
     os.environ.update(environment)
@@ -74,7 +79,7 @@ def ended(children: list[int], seconds: float) -> list[int]:
 def started(job: dict[str, Any], process: dict[str, Any]) -> int:
     number = os.fork()
     if number == 0:
-        child(job["folder"], process["arguments"], job["environment"] | process.get("environment", {}),
+        child(job["folder"], job["seconds"], process["arguments"], job["environment"] | process.get("environment", {}),
               process["output"], process["errors"])  # fmt: skip
     return number
 

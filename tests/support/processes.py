@@ -36,13 +36,11 @@ def run(
         said = _started(commands, root)
     else:
         said = [done.stderr for done in torch_server().run(*commands)]
-    results = []
-    for rank, log in enumerate(said):
-        file = folder / f"{rank}.json"
-        results.append(json.loads(file.read_text()) if file.exists() else None)
-        if not file.exists() and not scenario.startswith("killed"):
-            raise AssertionError(f"rank {rank} ended without a result:\n{log}")
-    return results
+    files = [folder / f"{rank}.json" for rank in range(world_size)]
+    without = {rank: said[rank] for rank, file in enumerate(files) if not file.exists()}
+    if without and not scenario.startswith("killed"):  # all of them: the last to fail may be the cause
+        raise AssertionError("\n".join(f"rank {rank} ended without a result:\n{log}" for rank, log in without.items()))
+    return [json.loads(file.read_text()) if file.exists() else None for file in files]
 
 
 def environment_of(root: Path) -> dict[str, str]:
