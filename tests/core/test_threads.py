@@ -88,7 +88,8 @@ def test_a_thread_that_was_told_to_end_refuses_tasks_and_has_done_those_before()
     thread = TaskThread("offload test")
     task = thread.submit(lambda: time.sleep(0.01) or 7)
     thread.close()
-    assert task.done() and task.result() == 7
+    assert task.done()
+    assert task.result() == 7
     with pytest.raises(StateError, match="the thread 'offload test' has ended; expected submit.. before close"):
         thread.submit(lambda: None)
 
