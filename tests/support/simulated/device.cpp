@@ -172,6 +172,12 @@ class Queue {
         TORCH_CHECK(failure.empty(), failure);
     }
 
+    // Until its thread has nothing in hand: a mark is reached while it still is.
+    void rest() {
+        std::unique_lock lock(mutex_);
+        rests_.wait(lock, [this] { return tasks_.empty() && !is_running_; });
+    }
+
     // Raise if it has failed, and no one was told yet.
     void check() {
         std::lock_guard lock(mutex_);
@@ -262,10 +268,11 @@ class Queue {
         if (!failure.empty())
             failure_ = failure;
         is_running_ = false;
+        rests_.notify_all();
     }
 
     std::mutex mutex_;
-    std::condition_variable added_;
+    std::condition_variable added_, rests_;
     std::deque<Task> tasks_;
     bool is_running_ = false;
     double time_ = 0;
@@ -1241,6 +1248,9 @@ void simulated_delays(uint64_t new_seed, int kernel, int copy) {
 void simulated_in_turn(bool wanted, bool ahead, double bytes_per_second) {
     for (int device = 0; device < DEVICES; ++device)
         synchronize_device(device);
+    if (!in_turn)
+        for (int device = 0; device < DEVICES; ++device)
+            each_queue(device, [](Queue &stream) { stream.rest(); });
     std::lock_guard mine(turn);
     in_turn = wanted, default_streams_ahead = ahead, link_speed = bytes_per_second;
     host_time = 0;
