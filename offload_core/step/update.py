@@ -121,16 +121,15 @@ class Updates:
 
         def start() -> Event:
             sent = self._all_ranks(is_open(), present, work)
-            if sent is None:
+            if not sent:
+                if sent is not None:  # no rank has a gradient of it: there is nothing to update, and nothing to send
+                    work.give_back()
                 return Done()
             assert scalars is not None
             if not keep_states:
                 work.gradient.on(GradientEvent.USE)
             work.sent_early = sent
             work.publication.on(PublicationEvent.SEND_EARLY)
-            if not sent:  # no rank has a gradient of it
-                work.give_back()
-                return Done()
             out = self._borrow(work)
             self._run(work, scalars, None, out, among=sent, keep_states=keep_states)
             if not keep_states:

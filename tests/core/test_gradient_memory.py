@@ -24,7 +24,7 @@ from offload_core.testing.thread_ranks import run_ranks
 from tests.support.interrupts import interrupt_at, lines_of
 from tests.support.one_thread import Threads, ThreadsOfRanks
 from tests.support.oracles import assert_same_bits
-from tests.support.pipelines import Subject, bits
+from tests.support.pipelines import Case, Subject, bits
 from tests.support.rank_pipelines import rank_cases
 from tests.support.strategies import law
 
@@ -173,28 +173,48 @@ def test_no_bit_and_no_byte_depends_on_the_slots(ranks, world_size, stage, seed,
     """Some parameters have no gradient, on some ranks or on all; ranks get theirs in other orders."""
     ranks = [ranks[rank % len(ranks)] for rank in range(world_size)]
     fields = {"stage": stage, "reduction": reduction, "gradient_clipping": None, "gradient_accumulation_steps": 1}
-    runs = []
-    for early in (True, False):
-        schedule = {"schedule": "overlap", "update_in_backward": True} if early else {"schedule": "serial"}
-        threads = ThreadsOfRanks()
+    assert train(ranks, seed, **fields, **EARLY) == train(ranks, seed, **fields, schedule="serial")
 
-        def body(rank, threads=threads, schedule=schedule):
-            threads.here = Threads(None if seed is None else seed + rank.rank)
-            case = ranks[rank.rank]
-            config = replace(case.config, **fields, **schedule)
-            given = (case.masters, case.dtypes, case.groups, config)
-            subject = Subject(FakeDevice(), *given, collectives=rank if world_size > 1 else None)
-            reports = [rank_step(subject, case, micro_steps[0]) for micro_steps in [*case.steps, *case.steps]]
-            subject.pipeline.finish()
-            if config.update_in_backward:
-                assert held(subject)[0] == held(subject)[1], "memory that was not planned"
-            states = [view.tobytes() for i in range(len(subject.specs)) for view in views_of(subject, i)]
-            return reports, [param.tobytes() for param in subject.params()], states, subject.pipeline.steps
 
-        with pytest.MonkeyPatch.context() as patch:
-            threads.play(patch)
-            runs.append(run_ranks(world_size, body))
-    assert runs[0] == runs[1]
+EARLY = {"schedule": "overlap", "update_in_backward": True}
+
+
+@pytest.mark.parametrize("clipping", [None, 1e6])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_step_in_which_no_rank_has_a_gradient_is_followed_by_others(stage, clipping):
+    gradients = [(i, np.float32([0.5 - i])) for i in range(2)]
+    case = Case(
+        masters=[np.float32([0.25]), np.float32([-0.5])],
+        dtypes=[FLOAT32, FLOAT32],
+        groups=[0, 0],
+        config=OffloadConfig(reduce_bucket_size=1),
+        hypers=[AdamHyper(lr=0.01)],
+        steps=[[gradients], [gradients[1:]], [[]]],
+    )
+    fields = {"stage": stage, "gradient_clipping": clipping}
+    assert train([case] * 2, None, **fields, **EARLY) == train([case] * 2, None, **fields, schedule="serial")
+
+
+def train(ranks, seed, **fields):
+    """Take each rank's steps, twice; return all that came of them."""
+    threads = ThreadsOfRanks()
+
+    def body(rank):
+        threads.here = Threads(None if seed is None else seed + rank.rank)
+        case = ranks[rank.rank]
+        config = replace(case.config, **fields)
+        given = (case.masters, case.dtypes, case.groups, config)
+        subject = Subject(FakeDevice(), *given, collectives=rank if len(ranks) > 1 else None)
+        reports = [rank_step(subject, case, micro_steps[0]) for micro_steps in [*case.steps, *case.steps]]
+        subject.pipeline.finish()
+        if config.update_in_backward:
+            assert held(subject)[0] == held(subject)[1], "memory that was not planned"
+        states = [view.tobytes() for i in range(len(subject.specs)) for view in views_of(subject, i)]
+        return reports, [param.tobytes() for param in subject.params()], states, subject.pipeline.steps
+
+    with pytest.MonkeyPatch.context() as patch:
+        threads.play(patch)
+        return run_ranks(len(ranks), body)
 
 
 def views_of(subject, i):
