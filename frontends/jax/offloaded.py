@@ -518,7 +518,7 @@ class OffloadedParams:
             StateError: a key or a leaf is missing, or has another shape; nothing has changed. Under jit.
         """
         refuse_jit("load_pytree()")
-        self._state_lock.change("load_pytree()", partial(self._states.load_pytree, tree, self._flush))
+        self._state_lock.change("load_pytree()", self._states.load_pytree, tree, self._flush)
         return self.params
 
     @_public("load_params()")
@@ -538,7 +538,7 @@ class OffloadedParams:
         """
         refuse_jit("load_params()")
         self._follow()
-        self._state_lock.change("load_params()", partial(self._states.load_params, params))
+        self._state_lock.change("load_params()", self._states.load_params, params)
         return self.params
 
     @_public("to_optax_state()")
@@ -566,7 +566,7 @@ class OffloadedParams:
         Raises:
             StateError: it has no Adam, or several, or its moments do not fit; nothing has changed.
         """
-        self._state_lock.change("load_optax_state()", partial(self._states.load_optax, state, self._flush))
+        self._state_lock.change("load_optax_state()", self._states.load_optax, state, self._flush)
 
     @_public("export_safetensors()")
     def export_safetensors(

@@ -10,6 +10,7 @@ from operator import eq
 from typing import Any
 
 import torch
+from torch._C._dynamo.guards import TensorGuards
 from torch.autograd.graph import increment_version
 
 from .tensors import DTYPE, TakenGradient, memory_order
@@ -19,6 +20,29 @@ _GRADIENT, _DEVICE, _LAYOUT, _VERSION = (p.__get__ for p in (_of.grad, _of.devic
 _IS_CPU = _of.is_cpu.__get__
 _no_read = torch._C.DisableTorchFunctionSubclass
 """A context in which nobody has to wait for parameters that an update still writes: their values are not read."""
+
+
+class Likeness:
+    """What tensors were like that passed a check. Others like them pass it, too, and torch compares them in C: class,
+    element type, device, layout, sizes and strides.
+    """
+
+    def __init__(self) -> None:
+        self._guards: TensorGuards | None = None
+        self._of: Sequence[int] = ()
+
+    def learn(self, tensors: Collection[torch.Tensor], of: Sequence[int] = ()) -> None:
+        """These tensors have passed the check; ``of``: the parameters that they belong to."""
+        self._guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+        self._of = of
+
+    def forget(self) -> None:
+        """No tensors have passed the check."""
+        self._guards = None
+
+    def holds(self, tensors: Collection[Any], of: Sequence[int] = ()) -> bool:
+        """Whether these tensors, as many and of the same parameters, are like those."""
+        return self._guards is not None and self._of == of and self._guards.check(*tensors)
 
 
 class Columns:
@@ -36,6 +60,12 @@ class Columns:
         self._versions: list[float] = []
         """Those of parameters that agree with their master weights; -inf: one may not."""
         self._addresses: list[int] = []
+        self._unchanged = Likeness()
+        """The parameters, when they were found unchanged."""
+        self._plain = Likeness()
+        """Gradients that were plain."""
+        self._plain_alone: list[Likeness] = []
+        """Of each parameter, a gradient that came alone and was plain."""
 
     def add(self, param: torch.Tensor, taken: TakenGradient) -> None:
         order = memory_order(param)
@@ -45,6 +75,8 @@ class Columns:
         self.taken.append(taken)
         self._dtypes.append(param.dtype)
         self._shapes.append(param.shape)
+        self._unchanged.forget()
+        self._plain_alone.append(Likeness())
         with _no_read():
             self._versions.append(param._version)
             self._addresses.append(param.data_ptr())
@@ -52,17 +84,18 @@ class Columns:
     def unchanged(self) -> bool:
         """Whether each has the size, type, device and memory order that it had."""
         params = self.params
-        if self._orders:
-            others = [param for i, param in enumerate(params) if i not in self._orders]
-            ordered = all(memory_order(params[i]) == order for i, order in self._orders.items())
-        else:
-            others, ordered = params, True
         with _no_read():
-            return (
-                ordered
+            if self._unchanged.holds(params):
+                return True
+            others = [param for i, param in enumerate(params) if i not in self._orders]
+            unchanged = (
+                all(memory_order(params[i]) == order for i, order in self._orders.items())
                 and all(map(torch.Tensor.is_contiguous, others))
                 and self._alike(params, self._dtypes, self._shapes)
             )
+            if unchanged:
+                self._unchanged.learn(params)
+            return unchanged
 
     # --- gradients -----------------------------------------------------------------------------------
 
@@ -71,36 +104,45 @@ class Columns:
         with _no_read():
             return list(map(_GRADIENT, self.params))
 
-    def fit(self, given: Mapping[int, torch.Tensor]) -> bool:
-        """Whether gradients of these parameters, which are unchanged, are dense, of their shape, type and device."""
-        gradients, dtypes, shapes = given.values(), self._dtypes, self._shapes
-        if len(given) != len(self.params):
-            dtypes, shapes = [dtypes[i] for i in given], [shapes[i] for i in given]
-        dense = list(map(_LAYOUT, gradients)).count(torch.strided) == len(gradients)
-        return dense and self._alike(gradients, dtypes, shapes)
-
-    def fits(self, index: int, gradient: torch.Tensor) -> bool:
-        """As :meth:`fit`, of one that comes alone."""
-        return (
-            gradient.layout is torch.strided
-            and gradient.dtype is self._dtypes[index]
-            and gradient.shape == self._shapes[index]
-            and gradient.device == self._device
-        )
-
-    def lies_alike(self, gradient: torch.Tensor) -> bool:
-        """As :meth:`lie_alike`, of one that comes alone."""
-        plain = type(gradient) is torch.Tensor and gradient.is_contiguous() and not gradient.is_neg()
-        return plain and not self._orders
-
-    def lie_alike(self, gradients: Collection[torch.Tensor]) -> bool:
-        """Whether the memory of all these gradients, which fit, is laid out as that of their parameters, and holds
-        their values."""
-        return not self._orders and (
-            {*map(type, gradients)} == {torch.Tensor}
+    def plain(self, given: Mapping[int, torch.Tensor]) -> bool:
+        """Whether the memory of these gradients, of parameters that are unchanged, is laid out as that of their
+        parameters, and holds their values. It does not tell whether others fit (:meth:`fit`)."""
+        of, gradients = [*given], given.values()
+        if self._plain.holds(gradients, of):
+            return True
+        plain = (
+            not self._orders
+            and {*map(type, gradients)} == {torch.Tensor}
+            and self.fit(given)
             and all(map(torch.Tensor.is_contiguous, gradients))
             and not any(map(torch.Tensor.is_neg, gradients))
         )
+        if plain:
+            self._plain.learn(gradients, of)
+        return plain
+
+    def fit(self, given: Mapping[int, torch.Tensor]) -> bool:
+        """Whether gradients of these parameters, which are unchanged, are dense, of their shape, type and device."""
+        gradients = given.values()
+        dtypes, shapes = [self._dtypes[i] for i in given], [self._shapes[i] for i in given]
+        dense = list(map(_LAYOUT, gradients)).count(torch.strided) == len(gradients)
+        return dense and self._alike(gradients, dtypes, shapes)
+
+    def plain_alone(self, index: int, gradient: torch.Tensor) -> bool:
+        """As :meth:`plain`, of one that comes alone."""
+        known = self._plain_alone[index]
+        if known.holds((gradient,)):
+            return True
+        plain = (
+            not self._orders
+            and type(gradient) is torch.Tensor
+            and self.fit({index: gradient})
+            and gradient.is_contiguous()
+            and not gradient.is_neg()
+        )
+        if plain:
+            known.learn((gradient,))
+        return plain
 
     def _alike(
         self, tensors: Collection[torch.Tensor], dtypes: Sequence[torch.dtype], shapes: Sequence[torch.Size]
@@ -154,5 +196,9 @@ class Columns:
         """Tell autograd that these were written, as after any in-place update; as far as was known, nobody else did."""
         written = [*indices]
         increment_version([self.params[i] for i in written])
-        for i in written:
-            self._versions[i] += 1
+        versions = self._versions
+        if len(written) == len(versions):
+            versions[:] = [version + 1 for version in versions]
+        else:
+            for i in written:
+                versions[i] += 1

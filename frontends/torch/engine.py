@@ -324,7 +324,7 @@ class Engine(nn.Module):
         Raises:
             StateError: called in the middle of a step, by a signal handler.
         """
-        return self.optimizer.checkpoints.state_lock.whole("state_dict()", partial(super().state_dict, *args, **kwargs))
+        return self.optimizer.checkpoints.state_lock.whole("state_dict()", super().state_dict, *args, **kwargs)
 
     # --- checkpoints ---------------------------------------------------------------------------------
 
@@ -447,10 +447,9 @@ class Engine(nn.Module):
             ConfigError, ParameterError: an argument is wrong, or a tensor cannot be written; nothing was written.
             CheckpointError: on all ranks, if a file cannot be written; no part of it is left.
         """
-        export = partial(export_safetensors, self.module, self.optimizer, folder)
-        self.optimizer.checkpoints.state_lock.whole(
-            "export_safetensors()", partial(export, max_shard_bytes=max_shard_bytes, dtype=dtype)
-        )
+        export = partial(export_safetensors, max_shard_bytes=max_shard_bytes, dtype=dtype)
+        lock = self.optimizer.checkpoints.state_lock
+        lock.whole("export_safetensors()", export, self.module, self.optimizer, folder)
 
     # --- memory --------------------------------------------------------------------------------------
 

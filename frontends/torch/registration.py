@@ -452,5 +452,5 @@ def _tensors_of(model: nn.Module | None) -> list[torch.Tensor]:
 
 
 def _make_readers_wait(slot: Slot, pipeline: Pipeline) -> None:
-    wait = partial(pipeline.state_lock.run, partial(pipeline.await_param, slot.index))
+    wait = partial(pipeline.state_lock.run, pipeline.await_param, slot.index)
     make_pending(slot.param, wait, before_modules=True)

@@ -169,7 +169,7 @@ class TorchStates:
         def section() -> None:
             act()
 
-        self._pipeline.state_lock.change(what, partial(uninterrupted, section))
+        self._pipeline.state_lock.change(what, uninterrupted, section)
 
     def _load(self, slot: Slot, entry: Mapping[str, Any]) -> None:
         views = self.views[slot.param]

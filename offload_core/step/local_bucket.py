@@ -1,6 +1,6 @@
 """One bucket as one process sees it: its shards, their gradients in this step, and what it is in the middle of."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import InitVar, dataclass, field
 from typing import Any
 
@@ -103,12 +103,12 @@ class LocalBucket:
         codes = np.full(len(self.pieces), BY_NUMPY[self.home.dtype].code, np.uint8)
         return HostArrays(addresses.astype(np.uintp), codes, [self.home] * len(self.pieces))
 
-    def hold(self, pieces: Sequence[int], arrays: HostArrays) -> None:
+    def hold(self, pieces: np.ndarray, arrays: HostArrays) -> None:
         """The host gradients of these pieces are these arrays."""
         addresses, codes, owners = self.gradients
         addresses, codes, owners = addresses.copy(), codes.copy(), list(owners)
         addresses[pieces], codes[pieces] = arrays.addresses, arrays.codes
-        for i, owner in zip(pieces, arrays.owners, strict=True):
+        for i, owner in zip(pieces.tolist(), arrays.owners, strict=True):
             owners[i] = owner
         self.gradients = HostArrays(addresses, codes, owners)
 

@@ -31,6 +31,8 @@ class _Round:
     next: int = 0
     """The place, in the order of launching, of the bucket to be launched next."""
     launched: set[LocalBucket] = field(default_factory=set)
+    closed: set[int] = field(default_factory=set)
+    """Parameters that had their gradient, and those of launched buckets: a gradient of theirs is of the next round."""
 
 
 @dataclass
@@ -108,11 +110,7 @@ class Reduction:
     def has_left(self, gradients: Mapping[int, Any]) -> bool:
         """True if one of these parameters had its gradient of this round, or its bucket was launched without it."""
         round = self.arrivals.round
-        if round is not None:
-            for work in self._works_of(gradients):
-                if not gradients.keys().isdisjoint(work.members if work in round.launched else work.waiting.keys()):
-                    return True
-        return False
+        return round is not None and not round.closed.isdisjoint(gradients)
 
     def fill(self, gradients: Mapping[int, Any]) -> bool:
         """Put gradients into their parameters' buckets. Return whether one of them is full, and so :meth:`ready`."""
@@ -129,6 +127,7 @@ class Reduction:
             arrivals.begun = True
             all_mine = len(mine) == len(gradients)
             work.waiting |= gradients if all_mine else {param: gradients[param] for param in mine}
+            arrivals.round.closed |= mine
             if len(work.waiting) == len(work.members):
                 arrivals.round.filled.append(work)
                 full = True
@@ -181,6 +180,7 @@ class Reduction:
         if work.task is not None:
             self._buckets.claim(work)
         round.launched.add(work)
+        round.closed |= work.members
         if work.gradient.state is not Gradient.FILLING and self._buckets.device.world_size == 1:
             return None
         work.gradient.on(GradientEvent.LAUNCH)
@@ -242,13 +242,16 @@ class Reduction:
         for work in touched:
             self._buckets.claim(work)
         self.arrivals.present.difference_update(params)
+        round = self.arrivals.round
         for work in touched:
             dropped = work.members.intersection(params)
+            if round is not None and work not in round.launched:
+                round.closed -= dropped
             for param in dropped:
                 work.waiting.pop(param, None)
-            pieces = [i for param in dropped for i in work.positions.get(param, ())]
+            pieces = np.array([i for param in dropped for i in work.positions.get(param, ())], np.int64)
             if work.home is not None:
-                for piece in (work.pieces[i] for i in pieces):
+                for piece in (work.pieces[i] for i in pieces.tolist()):
                     work.home[piece.offset : piece.offset + piece.numel] = 0  # others stay, and later ones are added
             work.hold(pieces, HostArrays.none(len(pieces)))
             work.squares = None
@@ -304,7 +307,7 @@ class Reduction:
 
     def _keep(self, work: LocalBucket, gradients: Mapping[int, Any]) -> None:
         """Keep first gradients where they are, unless more are to be added; sum further ones in fp32."""
-        pieces = [work.positions[param][0] for param in gradients]  # all of a parameter is this process's
+        pieces = np.array([work.positions[param][0] for param in gradients])  # all of a parameter is this process's
         arrived = self._buckets.device.host_arrays([*gradients.values()]).begin_at(work.starts[pieces])
         held = work.gradients  # it stays alive until it has been read
         waits = held.addresses[pieces] != 0
@@ -312,7 +315,7 @@ class Reduction:
             work.hold(pieces, arrived)
             return
         self._buckets.promote(work)
-        home, threads = work.at_home().of(np.array(pieces)), self._buckets.threads
+        home, threads = work.at_home().of(pieces), self._buckets.threads
         numels = work.numels[pieces]
         first = HostArrays(
             np.where(waits, held.addresses[pieces], arrived.addresses),

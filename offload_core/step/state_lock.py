@@ -13,7 +13,7 @@ from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from ..errors import StateError
-from ..support.threads import await_sections, forget_sections, in_section, section_runs
+from ..support.threads import RUNNING_SECTIONS, await_sections, forget_sections, in_section
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -37,60 +37,61 @@ class StateLock:
         """In a forked process: the change that another thread was in the middle of."""
         _LOCKS.add(self)
 
-    def run(self, act: Callable[[], T]) -> T:
+    def run(self, act: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Do this while no other thread uses the states."""
-        if in_section():  # this thread's caller has the lock
-            return act()
+        if RUNNING_SECTIONS and in_section():  # this thread's caller has the lock
+            return act(*args, **kwargs)
         with self._of_thread:
             if self._torn:
                 raise StateError(
                     f"this process was forked while another thread was in the middle of {self._torn}: its copy of the "
                     "states is of no step; expected no use of them here: load a checkpoint in a new process"
                 )
-            await_sections()
-            return act()
+            if RUNNING_SECTIONS:
+                await_sections()
+            return act(*args, **kwargs)
 
     def is_changing(self) -> bool:
         """Whether this thread is in the middle of a change, so that a part of it need not ask for the lock."""
-        return self._of_change.locked() and self._of_thread._is_owned() and not section_runs()  # type: ignore[attr-defined]
+        return self._of_change.locked() and self._of_thread._is_owned() and not RUNNING_SECTIONS  # type: ignore[attr-defined]
 
-    def change(self, what: str, act: Callable[[], T]) -> T:
+    def change(self, what: str, act: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Do this, which changes states; it may be a part of another change."""
-        return self.run(partial(self._alone, what, act, tears=True))
+        return self.run(self._alone, what, True, act, *args, **kwargs)
 
-    def use(self, what: str, act: Callable[[], T]) -> T:
+    def use(self, what: str, act: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Do this, which changes no states, and in whose middle no signal handler may use them either."""
-        return self.run(partial(self._alone, what, act, tears=False))
+        return self.run(self._alone, what, False, act, *args, **kwargs)
 
-    def _alone(self, what: str, act: Callable[[], T], *, tears: bool) -> T:
+    def _alone(self, what: str, tears: bool, act: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         if self._of_change.locked():
-            return act()
+            return act(*args, **kwargs)
         with self._of_change:
             self._change, self._tears = what, tears
-            return act()
+            return act(*args, **kwargs)
 
-    def whole(self, what: str, act: Callable[[], T]) -> T:
+    def whole(self, what: str, act: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Do this, which needs states that are whole.
 
         Raises:
             StateError: this thread is in the middle of a change.
         """
-        return self.run(partial(self._checked, what, act))
+        return self.run(self._checked, what, act, *args, **kwargs)
 
-    def _checked(self, what: str, act: Callable[[], T]) -> T:
+    def _checked(self, what: str, act: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         if self._of_change.locked() and not in_section():
             raise StateError(
                 f"{what} in the middle of {self._change}, in the same thread (in a signal handler?): states and "
                 "parameters are partly of one step, partly of the next; expected it between two steps: "
                 "save_on_signal(folder) notes a signal, and saves when the step has ended"
             )
-        return act()
+        return act(*args, **kwargs)
 
     def after_fork(self) -> None:
         """In a forked process: the other threads, with what they held, are not there."""
         if self._of_thread.acquire(blocking=False):  # free, or this thread's own
             self._of_thread.release()
-            if section_runs() and not self._of_change.locked():  # a change may have been separated from its caller
+            if RUNNING_SECTIONS and not self._of_change.locked():  # a change may have been separated from its caller
                 self._torn = self._change
             return
         if self._of_change.locked() and self._tears:
@@ -110,36 +111,38 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def changes(what: str) -> Callable[[Callable[Concatenate[Any, P], T]], Callable[Concatenate[Any, P], T]]:
+Method = Callable[Concatenate[Any, P], T]
+
+
+def changes(what: str) -> Callable[[Method[P, T]], Method[P, T]]:
     """A method, of an object with a ``_state_lock``, that changes states: see :meth:`StateLock.change`."""
 
-    def decorate(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
+    def decorate(method: Method[P, T]) -> Method[P, T]:
         @wraps(method)
         def locked(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
-            if self._state_lock.is_changing():
+            lock: StateLock = self._state_lock
+            if lock.is_changing():
                 return method(self, *args, **kwargs)
-            return self._state_lock.change(what, partial(method, self, *args, **kwargs))
+            return lock.run(lock._alone, what, True, method, self, *args, **kwargs)
 
         return locked
 
     return decorate
 
 
-def uses(what: str) -> Callable[[Callable[Concatenate[Any, P], T]], Callable[Concatenate[Any, P], T]]:
+def uses(what: str) -> Callable[[Method[P, T]], Method[P, T]]:
     """A method, of an object with a ``_state_lock``, that may not be in its own middle: see :meth:`StateLock.use`."""
     return partial(_locked, StateLock.use, what)
 
 
-def whole(what: str) -> Callable[[Callable[Concatenate[Any, P], T]], Callable[Concatenate[Any, P], T]]:
+def whole(what: str) -> Callable[[Method[P, T]], Method[P, T]]:
     """A method, of an object with a ``_state_lock``, that needs whole states: see :meth:`StateLock.whole`."""
     return partial(_locked, StateLock.whole, what)
 
 
-def _locked(
-    how: Callable[[StateLock, str, Callable[[], T]], T], what: str, method: Callable[Concatenate[Any, P], T]
-) -> Callable[Concatenate[Any, P], T]:
+def _locked(how: Callable[..., T], what: str, method: Method[P, T]) -> Method[P, T]:
     @wraps(method)
     def locked(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return how(self._state_lock, what, partial(method, self, *args, **kwargs))
+        return how(self._state_lock, what, method, self, *args, **kwargs)
 
     return locked

@@ -213,7 +213,7 @@ def do_in_threads(acts: Sequence[Callable[[], object]]) -> None:
         task.result()
 
 
-_sections: list[Task[None]] = []
+RUNNING_SECTIONS: list[Task[None]] = []
 """Sections of :func:`uninterrupted` that have begun and not ended."""
 
 
@@ -229,11 +229,11 @@ def uninterrupted(section: Callable[[], object]) -> None:
         return
 
     def run() -> None:
-        _sections.append(task)
+        RUNNING_SECTIONS.append(task)
         try:
             section()
         finally:
-            _sections.remove(task)
+            RUNNING_SECTIONS.remove(task)
 
     task = Task(run)
     try:
@@ -273,20 +273,20 @@ def clear_up(act: Callable[[], object]) -> None:
 
 def in_section() -> bool:
     """True in the thread of a section of :func:`uninterrupted`."""
-    return bool(_sections) and any(task.thread == threading.get_ident() for task in _sections)
+    return bool(RUNNING_SECTIONS) and any(task.thread == threading.get_ident() for task in RUNNING_SECTIONS)
 
 
 def await_sections() -> None:
     """Wait for sections that several interrupts at once have separated from their callers."""
-    for task in [*_sections]:
+    for task in [*RUNNING_SECTIONS]:
         task.wait()
 
 
 def section_runs() -> bool:
     """True if a section has begun, in any thread, and not ended."""
-    return bool(_sections)
+    return bool(RUNNING_SECTIONS)
 
 
 def forget_sections() -> None:
     """In a forked process: their threads are not there, and new ones may get their identifiers."""
-    _sections.clear()
+    RUNNING_SECTIONS.clear()
