@@ -11,6 +11,8 @@ from ..dtypes import ElementType
 from ..native import kernels
 
 STATE_NAMES = ("master", "exp_avg", "exp_avg_sq")
+_COUNT_BITS = 32
+"""Of a number of updates, which fp32 counts exactly up to 2^24."""
 
 
 @dataclass(frozen=True)
@@ -84,14 +86,14 @@ class Scalars:
         grad_scale: float,
     ) -> None:
         params = np.fromiter(present, np.int64, len(present))
-        counts, of_param = np.unique(steps[params], return_inverse=True)
-        pairs, of_param = np.unique(np.asarray(groups, np.int64)[params] * len(counts) + of_param, return_inverse=True)
+        group, count = np.asarray(groups, np.int64)[params], steps[params].astype(np.int64)
+        pairs, of_param = np.unique(group << _COUNT_BITS | count, return_inverse=True)
         self.rows = np.full(len(groups), -1)
         """The row of ``table`` that is each parameter's; -1: it has no gradient."""
         self.rows[params] = of_param
         values = [
-            hypers[pair // len(counts)].scalars(
-                int(counts[pair % len(counts)]) + 1, op_order=rule.op_order, grad_scale=grad_scale
+            hypers[pair >> _COUNT_BITS].scalars(
+                (pair & (1 << _COUNT_BITS) - 1) + 1, op_order=rule.op_order, grad_scale=grad_scale
             )
             for pair in pairs.tolist()
         ]
