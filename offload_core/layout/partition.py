@@ -8,8 +8,10 @@ holds its own shards of that parameter's buckets, end to end.
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from ..config.options import OffloadConfig
 from ..dtypes import ElementType
@@ -134,6 +136,21 @@ def round_up(n: int, multiple: int) -> int:
 def shard_unit(block: int) -> int:
     """Shards are whole multiples of this many elements, if parameters are cut into whole blocks of ``block``."""
     return math.lcm(ALIGNMENT, block)
+
+
+Kinds = Sequence[tuple[Bucket, int]]
+"""One bucket of each kind, and the number of those like it: equal but for the parameters that they hold."""
+
+
+@lru_cache(maxsize=4)
+def planned(
+    params: tuple[ParamSpec, ...], *, world_size: int, bucket_numel: int, block: int
+) -> tuple[tuple[Bucket, ...], Kinds]:
+    """The buckets of parameters that are alone, and their kinds. A plan asks for the same ones many times."""
+    buckets = tuple(build_buckets(params, world_size=world_size, bucket_numel=bucket_numel, block=block))
+    counts = Counter((bucket.key, bucket.shard_numel) for bucket in buckets)
+    some = {(bucket.key, bucket.shard_numel): bucket for bucket in buckets}
+    return buckets, tuple((some[kind], n) for kind, n in counts.items())
 
 
 def cut(

@@ -13,7 +13,7 @@ from ..config.options import OffloadConfig
 from ..config.state_formats import SPLIT, StateFormat
 from ..device.protocols import Arrival, DeviceTerms
 from ..dtypes import BFLOAT16, BY_NAME, FLOAT16, FLOAT32, ElementType
-from ..layout.partition import Bucket, ParamSpec, cut
+from ..layout.partition import Bucket, Kinds, ParamSpec, planned
 from ..memory.plan import PARAMETER_SHARDS, MemoryPlan, PlanRow
 from ..rules.adam import STATE_NAMES
 from .worker import Background, Inline
@@ -158,21 +158,22 @@ class BucketTerms:
         Args:
             one_by_one: gradients come during backward, so that updates can follow them.
         """
-        buckets = self.cut(specs)
+        kinds = self._kinds(specs)
         host: dict[str, int] = dict.fromkeys((*STATE_NAMES, GRADIENTS_ON_HOST, STAGING), 0)
-        for bucket in buckets:
+        for bucket, n in kinds:
             numel = len(self._terms.ranks) * bucket.shard_numel
             for name, format in self.state_formats(bucket).items():
-                host[name] += format.n_bytes(numel)
-        lent = self.gradient_slot_bytes(buckets)
+                host[name] += n * format.n_bytes(numel)
+        lent = self._gradient_slot_bytes(kinds)
         if lent is not None:
             host[GRADIENTS_ON_HOST] = GRADIENT_SLOTS * (lent - self.lent_bytes)
         elif self.has_home:
-            host[GRADIENTS_ON_HOST] = sum(map(self.home_bytes, buckets))
+            host[GRADIENTS_ON_HOST] = sum(n * self.home_bytes(bucket) for bucket, n in kinds)
         if not self.direct:
-            host[STAGING] = self.staging_slots * max(self.slot_bytes(buckets) - self._ring_bytes, 0)
+            slot_bytes = self.slot_bytes([bucket for bucket, _ in kinds])
+            host[STAGING] = self.staging_slots * max(slot_bytes - self._ring_bytes, 0)
         if self.config.offload_param is not None:
-            host[PARAMETER_SHARDS] = _shard_bytes([*buckets, *self.cut(frozen)])
+            host[PARAMETER_SHARDS] = _shard_bytes(kinds) + _shard_bytes(self._kinds(frozen))
         smaller = _NARROWER if any(spec.dtype is FLOAT32 for spec in (*specs, *frozen)) else _RANKS
         remedies = {
             **_narrower_states(self.config, specs),
@@ -198,7 +199,7 @@ class BucketTerms:
         buckets = self.cut(specs)
         parameters = besides + sum(_bytes(spec) for spec in every if not spec.partitioned)
         if self.config.offload_param is None:
-            parameters += _shard_bytes([*buckets, *self.cut(frozen)])
+            parameters += _shard_bytes(self._kinds(specs)) + _shard_bytes(self._kinds(frozen))
         gathered, gradients = self._most_together(specs, frozen, buckets, gradients_stay)
         wide = any(spec.dtype is FLOAT32 for spec in every)
         if not self.has_home:
@@ -218,7 +219,8 @@ class BucketTerms:
             PlanRow(what, "device", n_bytes, remedy, brief=what != PARAMETERS)
             for what, (n_bytes, remedy) in rows.items()
         ]
-        on_way = min(self.depth, len(buckets)) * max(map(self.way_bytes, buckets), default=0)
+        each = [self.way_bytes(bucket) for bucket, _ in self._kinds(specs)]
+        on_way = min(self.depth, len(buckets)) * max(each, default=0)
         return [*rows_of, PlanRow("buckets on their way", "device", on_way, "reduce_bucket_size", brief=True)]
 
     def _most_together(
@@ -290,9 +292,10 @@ class BucketTerms:
         they may stay whole in between.
         """
         partitioned = sum(spec.numel for spec in specs if spec.partitioned)
-        each = [self._traffic_of(bucket, partitioned) for bucket in self.cut(specs)]
-        sums = [sum(getattr(one, name) for one in each) for name in ("update", "to_host", "to_device")]
-        return Traffic(*sums), each[-1] if each else Traffic(0, 0, 0)
+        each = [(self._traffic_of(bucket, partitioned), n) for bucket, n in self._kinds(specs)]
+        sums = [sum(n * getattr(one, name) for one, n in each) for name in ("update", "to_host", "to_device")]
+        last = self.cut(specs)[-1:]
+        return Traffic(*sums), self._traffic_of(last[0], partitioned) if last else Traffic(0, 0, 0)
 
     def _traffic_of(self, bucket: Bucket, partitioned: int) -> Traffic:
         steps = self.config.gradient_accumulation_steps
@@ -314,9 +317,22 @@ class BucketTerms:
 
     # --- small decisions, each made here only --------------------------------------------------------
 
-    def cut(self, specs: Sequence[ParamSpec]) -> list[Bucket]:
+    def cut(self, specs: Sequence[ParamSpec]) -> Sequence[Bucket]:
         """The buckets of parameters that are alone."""
-        return cut(self.config, specs, world_size=self._terms.world_size)
+        return self._planned(specs)[0]
+
+    def _kinds(self, specs: Sequence[ParamSpec]) -> Kinds:
+        """The kinds of these buckets: what they take follows from that alone."""
+        return self._planned(specs)[1]
+
+    def _planned(self, specs: Sequence[ParamSpec]) -> tuple[Sequence[Bucket], Kinds]:
+        config = self.config
+        return planned(
+            tuple(specs),
+            world_size=self._terms.world_size,
+            bucket_numel=config.reduce_bucket_size,
+            block=config.state_block,
+        )
 
     def state_formats(self, bucket: Bucket) -> dict[str, StateFormat]:
         """The formats of the states that a bucket's parameters have; no master weight where they are their own.
@@ -371,11 +387,15 @@ class BucketTerms:
     def gradient_slot_bytes(self, buckets: Sequence[Bucket]) -> int | None:
         """The size of the slots that the gradients of these buckets pass through, as of the largest one; None: each has
         memory of its own, which takes no more, or needs none."""
+        return self._gradient_slot_bytes([(bucket, 1) for bucket in buckets])
+
+    def _gradient_slot_bytes(self, kinds: Kinds) -> int | None:
         if not self.lends_gradient_memory:
             return None
-        sizes = [self.home_bytes(bucket) for bucket in buckets]
-        largest = max([self.lent_bytes, *sizes])
-        return largest if GRADIENT_SLOTS * (largest - self.lent_bytes) < sum(sizes) else None
+        sizes = [(self.home_bytes(bucket), n) for bucket, n in kinds]
+        largest = max([self.lent_bytes, *(size for size, _ in sizes)])
+        own = sum(n * size for size, n in sizes)
+        return largest if GRADIENT_SLOTS * (largest - self.lent_bytes) < own else None
 
     def home_dtype(self, bucket: Bucket) -> ElementType:
         return FLOAT32 if self.sums else self._terms.sizes.arrival(self.wire(bucket)).dtype
@@ -400,5 +420,5 @@ def _bytes(spec: ParamSpec) -> int:
     return spec.numel * spec.dtype.itemsize
 
 
-def _shard_bytes(buckets: Sequence[Bucket]) -> int:
-    return sum(bucket.shard_numel * bucket.dtype.itemsize for bucket in buckets if bucket.partitioned)
+def _shard_bytes(kinds: Kinds) -> int:
+    return sum(n * bucket.shard_numel * bucket.dtype.itemsize for bucket, n in kinds if bucket.partitioned)

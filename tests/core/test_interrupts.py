@@ -179,13 +179,13 @@ def test_two_interrupts_at_once_let_no_other_thread_into_a_section():
                     os.kill(os.getpid(), number)
                 seen.append(lock.whole("save", lambda: tuple(state)))
 
-            other = threading.Thread(target=save)
-            other.start()
+            other = threads.Task(save)  # an interrupt in the middle of Thread.join has the next one wait for ever
+            _thread.start_new_thread(other.run, ())
             with suppress(Interrupt):
                 with suppress(Interrupt):
                     lock.change("step()", partial(uninterrupted, section))
-                other.join()
-            other.join()
+                other.wait()
+            other.result()
     finally:
         for number, handler in zip(signals, before, strict=True):
             signal.signal(number, handler)

@@ -161,8 +161,13 @@ def test_a_configuration_needs_transformers(tmp_path, capsys, monkeypatch) -> No
     )
 
 
-@pytest.mark.parametrize("memory", [["--host-memory=9TB"], ["--device-memory=1GB", "--host-memory=1GB"]])
-@pytest.mark.parametrize("rates", [[], ["--link-bandwidth=12GB", "--flops=50T", "--tokens=4096"]])
+@pytest.mark.parametrize(
+    ("memory", "rates"),
+    [
+        (["--host-memory=9TB"], ["--link-bandwidth=12GB", "--flops=50T", "--tokens=4096"]),
+        (["--device-memory=1GB", "--host-memory=1GB"], []),
+    ],
+)
 def test_what_is_printed_is_at_most_100_columns_wide(memory, rates, capsys) -> None:
     main(["plan", "--parameters=900B", "--world-size=64", "--local-world-size=8", *RATES[:1], *memory, *rates])
     printed = capsys.readouterr().out

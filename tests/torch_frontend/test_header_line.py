@@ -16,14 +16,15 @@ from frontends.torch.ranks.header_line import HeaderLine
 from offload_core.ranks.headers import HEADER_BYTES, Header
 
 SECONDS = 0.4
+"""To wait for a rank that does not come."""
 
 
-def on_ranks(world_size, act, make=HeaderLine):
+def on_ranks(world_size, act, make=HeaderLine, seconds=20):
     """What ``act(rank, line)`` gives, or its error, on each rank; ranks are threads."""
     store, results = dist.HashStore(), [None] * world_size
 
     def run(rank):
-        line = make(store, rank, world_size, timedelta(seconds=SECONDS))
+        line = make(store, rank, world_size, timedelta(seconds=seconds))
         try:
             results[rank] = act(rank, line)
         except OSError as error:
@@ -71,7 +72,7 @@ def test_a_rank_that_does_not_come_is_named_on_the_others(missing):
         else:
             threading.Event().wait(4 * SECONDS)
 
-    said = on_ranks(3, act)
+    said = on_ranks(3, act, seconds=SECONDS)
     assert said.pop(missing) is None
     assert said == [f"rank {missing} did not come in {SECONDS:g} s"] * 2
 
@@ -97,7 +98,7 @@ def test_where_a_rank_cannot_reach_rank_0_no_rank_uses_the_line(monkeypatch):
         return connect(*arguments)
 
     monkeypatch.setattr(socket, "create_connection", refused)
-    assert on_ranks(4, lambda rank, line: (line.usable, len(line._peers))) == [(False, 0)] * 4
+    assert on_ranks(4, lambda rank, line: (line.usable, len(line._peers)), seconds=SECONDS) == [(False, 0)] * 4
 
 
 def test_an_address_that_breaks_off_is_followed_by_the_next(monkeypatch):
