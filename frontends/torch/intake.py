@@ -1,7 +1,7 @@
 """Takes gradients: during backward as they appear, or from ``p.grad`` at the step."""
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import is_
 from typing import Any
@@ -116,6 +116,14 @@ class Intake:
         self._arrived[i] = self._arrived.get(i, 0) + 1
         if self._averaging:
             self._averaged[i] = self._averaged.get(i, 0) + 1
+
+    @torch._disable_dynamo
+    @changes("backward()")
+    def settle(self, params: Iterable[torch.Tensor]) -> None:
+        """No gradient of these parameters is to come in this backward, besides those that came (``Pipeline.settle``)."""
+        if self._early:
+            self._pipeline.settle({self._slots[param].index for param in params if param in self._slots})
+            self._reduces = True
 
     def _take(self, given: Mapping[int, torch.Tensor]) -> None:
         """Give the pipeline gradients that fit, and with ``early`` put stand-ins in their places."""

@@ -40,6 +40,9 @@ class ParamSpec:
     """False: another process holds the same elements, and counts and saves them."""
     seed_name: str | None = None
     """The name that :attr:`seed` follows from; None: ``name``."""
+    settled_with: int | None = None
+    """Not None: its gradient may come on some ranks alone, or earlier on some. ``Pipeline.settle`` says when it has come
+    or will not, of all parameters with the same number at a time."""
 
     @property
     def seed(self) -> int:
