@@ -120,9 +120,10 @@ class Intake:
     @torch._disable_dynamo
     @changes("backward()")
     def settle(self, params: Iterable[torch.Tensor]) -> None:
-        """No gradient of these parameters is to come in this backward, besides those that came (``Pipeline.settle``)."""
-        if self._early:
-            self._pipeline.settle({self._slots[param].index for param in params if param in self._slots})
+        """No gradient of these parameters is to come in this backward, as in ``Pipeline.settle``."""
+        indices = {self._slots[param].index for param in params if param in self._slots}
+        if indices and self._early:
+            self._pipeline.settle(indices)
             self._reduces = True
 
     def _take(self, given: Mapping[int, torch.Tensor]) -> None:

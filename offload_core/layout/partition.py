@@ -41,8 +41,8 @@ class ParamSpec:
     seed_name: str | None = None
     """The name that :attr:`seed` follows from; None: ``name``."""
     settled_with: int | None = None
-    """Not None: its gradient may come on some ranks alone, or earlier on some. ``Pipeline.settle`` says when it has come
-    or will not, of all parameters with the same number at a time."""
+    """Not None: its gradient may come on some ranks alone, or earlier on some, and waits until it is settled
+    (``Pipeline.settle``), with those of all parameters that have the same number."""
 
     @property
     def seed(self) -> int:

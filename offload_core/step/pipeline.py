@@ -235,8 +235,8 @@ class Pipeline:
 
     def _end_last_round(self, *, boundary: bool) -> None:
         """The micro-step ends: what nobody has settled comes no more."""
-        if self._reduction.arrivals.aside:
-            self._take(self._reduction.out_of_aside())
+        if left := self._reduction.out_of_aside():
+            self._take(left)
         self._end_round(boundary=boundary)
 
     def _end_round(self, *, boundary: bool = False) -> None:

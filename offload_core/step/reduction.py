@@ -193,6 +193,8 @@ class Reduction:
         """The gradients that were put aside, of these parameters or of all, which nobody has settled. Those that come
         too late for this round are settled no more."""
         aside = self.arrivals.aside
+        if not aside:
+            return {}
         given = {param: aside.pop(param) for param in (set(aside) if params is None else aside.keys() & params)}
         self._late.update(param for param in given if self.has_left({param}))
         return given

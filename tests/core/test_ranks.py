@@ -30,7 +30,7 @@ from offload_core.testing.fake_device import FakeDevice
 from offload_core.testing.thread_ranks import run_ranks
 from tests.support.one_thread import Threads, ThreadsOfRanks
 from tests.support.oracles import assert_same_bits
-from tests.support.pipelines import UNANNOUNCED, Case, Subject
+from tests.support.pipelines import STATES, UNANNOUNCED, Case, Subject
 from tests.support.rank_pipelines import assert_equal, averaged, rank_cases, run_naive, run_rank
 from tests.support.strategies import law
 

@@ -97,9 +97,9 @@ class Borrowing(nn.Sequential):
 
 
 def deep(again=None, kind=nn.Sequential):
-    """Four blocks of experts behind layers."""
+    """Three blocks of experts behind layers."""
     torch.manual_seed(0)
-    return kind(nn.Linear(8, 16), *(Layer(again) for _ in range(4)), nn.Linear(16, 1)).to(place())
+    return kind(nn.Linear(8, 16), *(Layer(again) for _ in range(3)), nn.Linear(16, 1)).to(place())
 
 
 def rows(seed):

@@ -91,7 +91,6 @@ WAYS = {
     "accumulation": {"gradient_accumulation_steps": 2},
     "clipping": {"gradient_clipping": 0.05},
     "blocks again": {"again": "block"},
-    "blocks again, reentrant": {"again": "block, reentrant"},
     "experts again": {"again": "expert"},
     "experts again, reentrant": {"again": "expert, reentrant"},
     "layers again": {"again": "layer"},
@@ -118,8 +117,8 @@ def backward(engine, way, seed):
 
 
 def watched(engine):
-    """What becomes of gradients in the next backwards: those that ranks exchange, those of the first layer, and the most
-    bytes of gradients that the pipeline holds on the device."""
+    """The events of the next backwards: exchanges of gradients, and that of the first layer; and the most bytes of
+    gradients that the pipeline holds on the device."""
     pipeline, events, most = engine.optimizer.pipeline, [], [0]
     reduce, add = pipeline.device.reduce, pipeline.add_gradients
 

@@ -147,10 +147,11 @@ class ModuleRuns:
     def leaves_of_parameters(self) -> dict[torch.Tensor, int]:
         """On several ranks, a number for each outermost leaf module, by the parameters in it."""
         model, found = self._model(), dict[torch.Tensor, int]()
-        leaves = (module for module in model.modules() if module in self._leaves) if model is not None and self._several else ()
-        for number, leaf in enumerate(leaves):  # an outer module comes before those in it
-            for param in leaf.parameters():
-                found.setdefault(param, number)
+        if model is not None and self._several:
+            leaves = (module for module in model.modules() if module in self._leaves)
+            for number, leaf in enumerate(leaves):  # an outer module comes before those in it
+                for param in leaf.parameters():
+                    found.setdefault(param, number)
         return found
 
     @property
@@ -163,7 +164,8 @@ class ModuleRuns:
         if model is None:
             return
         for module in model.modules():
-            if module in self._leaves or any(param in self._parameters for param in module.parameters()) or _externals_of(module):
+            uses = any(param in self._parameters for param in module.parameters()) or _externals_of(module)
+            if uses or module in self._leaves:
                 self.hook(module)
 
     def hook(self, module: nn.Module) -> None:
@@ -216,9 +218,9 @@ class ModuleRuns:
         kept = self._kept_by_leaves(task) if self._leaves else ()
         params = [record for record in self._parameters.among([*own, *_externals_of(module)]) if record not in kept]
         call = _Call(module, params, torch._C._autograd._get_sequence_nr(), leaf=leaf)
-        around = (*self._calls, *chain.from_iterable(self._backwards.values()))
-        if leaf and self._settle is not None and not any(outer.leaf for outer in around):
-            call.settles = [*module.parameters()]
+        if leaf and self._settle is not None:
+            around = chain(self._calls, *self._backwards.values())
+            call.settles = () if any(outer.leaf for outer in around) else [*module.parameters()]
         self.hold(call.params)
         self._calls.append(call)
         self._save_without_memory(call)
