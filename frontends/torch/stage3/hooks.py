@@ -62,6 +62,8 @@ class _Call:
     """True if it is a leaf module's."""
     settles: Sequence[torch.Tensor] = ()
     """The parameters to settle after its backward."""
+    recorded: int | None = None
+    """The step in which its backward is to come, of a leaf module's; None: it has come, or nobody waits for it."""
     retained: bool = False
     """True if another backward may follow (``retain_graph=True``)."""
     saving: saved_tensors_hooks | None = None
@@ -119,10 +121,9 @@ class ModuleRuns:
         self._leaves: weakref.WeakSet[nn.Module] = weakref.WeakSet(leaves)
         self._settle: Callable[[Iterable[torch.Tensor]], None] | None = None
         """Settles parameters; None on one rank."""
-        self._recorded: set[_Call] = set()
-        """Leaf modules' forwards whose backward is to come."""
+        self._step = 0
         self._awaited: Counter[torch.Tensor] = Counter()
-        """The number of these for each parameter."""
+        """The number of leaf modules' runs whose backward is to come in this step, for each parameter."""
         self._unsettled: dict[int, set[torch.Tensor]] = {}
         """Parameters of leaf modules that a backward has reached, and that are yet to be settled, by backward."""
         self._handles: list[Any] = []
@@ -300,8 +301,8 @@ class ModuleRuns:
         for node in nodes:
             if node._sequence_nr() >= call.began:
                 node.register_prehook(partial(self._before_backward, call))
-                if call.settles and call not in self._recorded and _backward() is None:
-                    self._recorded.add(call)
+                if call.settles and call.recorded is None and _backward() is None:
+                    call.recorded = self._step
                     self._awaited.update(call.settles)
         if opaque and not nodes:
             self._keep(call.params, for_graph=True)
@@ -364,9 +365,9 @@ class ModuleRuns:
 
     def _last_of(self, call: _Call) -> list[torch.Tensor]:
         """The parameters that no other backward of a leaf module is to use, now that this one has ended."""
-        if call not in self._recorded or call.retained:
+        if call.recorded != self._step or call.retained:
             return []
-        self._recorded.remove(call)
+        call.recorded = None
         self._awaited.subtract(call.settles)
         return [param for param in call.settles if not self._awaited[param]]
 
@@ -397,7 +398,7 @@ class ModuleRuns:
             _end_saving(call)
         self._calls, self._backwards, self._unsettled = [], {}, {}
         if graphs:
-            self._recorded.clear()
+            self._step += 1
             self._awaited.clear()
         for call in calls:
             call.task = None
