@@ -91,6 +91,8 @@ def test_gradients_of_leaf_modules_leave_during_backward_and_fewer_are_on_the_de
     for result in leaves:
         for way, found in result.items():
             events = found["events"]
+            rounds = 2 if way in ("two backwards", "a graph that is kept") else 1
+            assert events.count("exchange") == rounds * found["buckets"], way
             before = events[: events.index("first layer")].count("exchange")
             if way in at_the_end:
                 assert before < 8, way

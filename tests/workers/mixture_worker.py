@@ -157,6 +157,7 @@ def of_leaves(rank, ranks):
                     events.append("end of backward")
                 engine.step()
             found[stage], found["routed"] = whole_bits(engine), routed
+            found["buckets"] = len(engine.optimizer.pipeline.buckets.all)
             engine.close()
         numel = sum(p.numel() for p in engine.module.parameters())
         found |= {"events": events, "share": most[0] / (4 * numel)}
