@@ -122,6 +122,15 @@ class Intake:
     _arrive_untraced = torch._disable_dynamo(_arrive)
     """The same, and the compiler leaves it alone where it compiles what is called in a backward. It costs 1 us more."""
 
+    @torch._disable_dynamo
+    @changes("backward()")
+    def settle(self, params: Iterable[torch.Tensor]) -> None:
+        """No gradient of these parameters is to come in this backward, as in ``Pipeline.settle``."""
+        indices = {self._slots[param].index for param in params if param in self._slots}
+        if indices and self._early:
+            self._pipeline.settle(indices)
+            self._reduces = True
+
     def _take(self, given: Mapping[int, torch.Tensor]) -> None:
         """Give the pipeline gradients that fit, and with ``early`` put stand-ins in their places."""
         self._pipeline.add_gradients(given)

@@ -185,6 +185,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
             )
         registration = Registration(pipeline, device, self.partitioned, casts, gradients_leave=self.early_copy)
         intake = Intake(pipeline, registration, early=self.early_copy)
+        if self.partitioned is not None:
+            self.partitioned.runs.tell(intake.settle)
         parts = Parts(pipeline, registration, intake, TorchStates(pipeline, registration))
         _take_on(parts, trained, model)
         if self.partitioned is not None:

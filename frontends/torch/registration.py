@@ -174,6 +174,9 @@ class Registration:
             spec_of(name, p, g, target, parted is not None and parted.parameters.takes(p))
             for (name, p, g), target in zip(named, targets, strict=True)
         ]
+        if parted is not None:
+            leaves = parted.runs.leaves_of_parameters()
+            specs = [replace(spec, settled_with=leaves.get(p)) for spec, (_, p, _) in zip(specs, named, strict=True)]
         frozen = parted.parameters.frozen([p for _, p, _ in named]) if parted is not None and model is not None else []
         trained = [(spec, p) for spec, (_, p, _) in zip(specs, named, strict=True)]
         plan = self._plan(trained, frozen, self._others(trained, frozen, _tensors_of(model)))

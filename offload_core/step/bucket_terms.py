@@ -4,7 +4,7 @@
 what comes and goes on the device follow from the order in which gradients are expected: last parameter first.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -85,10 +85,6 @@ class BucketTerms:
         """Parameters may leave for the device before their step."""
         if self.direct or config.stage == 3:  # stage 3 gathers them in backward
             self.sends_early = False
-        unlike = device.world_size > 1 and config.stage == 3 and bool(config.leaf_modules)
-        self.launches_in_backward = not unlike
-        """Buckets leave as soon as they are full. Not where a parameter may have its gradient on some ranks alone, and
-        backward gathers parameters: a rank would wait for a bucket of which another's turn comes after a gathering."""
         self.worker = Inline if self.direct or config.schedule == "serial" else Background
         """The kind of worker that the tasks of a step are given to."""
         self.examines = _examines(config, device, scaled)
@@ -256,25 +252,31 @@ class BucketTerms:
         """The bytes of gradients on the device when each parameter's has come, in the order in which they come.
 
         One leaves when all buckets that hold a part of it have left: when they are full, or where copies take their
-        time when as many others are as may be on their way.
+        time when as many others are as may be on their way. Those that are settled together wait for one another.
         """
-        stay = stay or not (self.has_home and self.launches_in_backward)
+        stay = stay or not self.has_home
         missing = {bucket.index: {piece.param for piece in bucket.pieces} for bucket in buckets}
         of: dict[int, set[int]] = {}
         for bucket in buckets:
             for param in missing[bucket.index]:
                 of.setdefault(param, set()).add(bucket.index)
         members = {index: frozenset(params) for index, params in missing.items()}
+        missing_of = Counter(spec.settled_with for spec in specs)
+        waiting: dict[int | None, list[int]] = {}
         behind = 0 if self._terms.addressable else self.depth
         leaving: deque[int] = deque()
         held, seen = 0, []
         for param in reversed(range(len(specs))):
             held += _bytes(specs[param])
             seen.append((param, held))
-            for index in sorted(of.get(param, ())):
-                missing[index].discard(param)
-                if not missing[index]:
-                    leaving.append(index)
+            number = specs[param].settled_with
+            waiting.setdefault(number, []).append(param)
+            missing_of[number] -= 1
+            for settled in waiting.pop(number) if number is None or not missing_of[number] else ():
+                for index in sorted(of.get(settled, ())):
+                    missing[index].discard(settled)
+                    if not missing[index]:
+                        leaving.append(index)
             while len(leaving) > behind and not stay:
                 index = leaving.popleft()
                 for member in members[index]:

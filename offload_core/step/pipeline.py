@@ -24,7 +24,7 @@ one section that no signal cuts in two (:meth:`Pipeline._carry_out`).
 """
 
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -177,15 +177,35 @@ class Pipeline:
         not copied: they must stay as they are until the update.
         """
         self._begin_gradients()
+        if before := self._reduction.out_of_aside(gradients):
+            self._take(before)
+        if now := self._reduction.put_aside(gradients):
+            self._take(now)
+
+    @changes("backward()")
+    def settle(self, params: Collection[int]) -> None:
+        """No gradient of these parameters is to come in this backward, besides those that came.
+
+        All ranks call it alike: at the same points of backward, with the same parameters. It concerns those whose
+        gradients may come on some ranks alone (:attr:`ParamSpec.settled_with`), and no others.
+        """
+        given, without = self._reduction.settled(params)
+        if given or without:
+            self._begin_gradients()
+            self._take(given, without)
+
+    def _take(self, gradients: Mapping[int, Any], without: Set[int] = frozenset()) -> None:
+        """Fill in gradients, and launch what is full; ``without``: parameters that are settled without one."""
+        params = gradients.keys() | without if without else gradients.keys()
         if self._early.asked:
             if self.device.world_size == 1:
-                self.recall(gradients.keys())
-            elif self._reduction.begins_round(gradients):  # ranks exchange every bucket again
+                self.recall(params)
+            elif self._reduction.begins_round(params):  # ranks exchange every bucket again
                 self.recall()
         try:
-            if self._reduction.has_left(gradients):
+            if self._reduction.has_left(params):
                 self._end_round()
-            if self._reduction.fill(gradients):
+            if self._reduction.fill(gradients, without):
                 self._launch()
         except BaseException as error:
             self._break_off_announced(error)
@@ -212,6 +232,12 @@ class Pipeline:
             if present is not None and at_boundary and terms.sends_early:
                 last = boundary and terms.lends_gradient_memory
                 self._early.follow(work, present, last=last, keep_states=self._examines)
+
+    def _end_last_round(self, *, boundary: bool) -> None:
+        """The micro-step ends: what nobody has settled comes no more."""
+        if left := self._reduction.out_of_aside():
+            self._take(left)
+        self._end_round(boundary=boundary)
 
     def _end_round(self, *, boundary: bool = False) -> None:
         self._launch(ending=True, boundary=boundary)
@@ -256,7 +282,7 @@ class Pipeline:
             if self._reduction.arrivals.round is None:
                 self.recall()
             try:
-                self._end_round(boundary=boundary)
+                self._end_last_round(boundary=boundary)
             except BaseException as error:
                 self._break_off_announced(error)
                 raise
@@ -323,7 +349,7 @@ class Pipeline:
     def _collect(self, given: Given) -> None:
         """Have all gradients on the host; one that was lost on its way is an error here, before anything changes."""
         if self._reduction.arrivals.round is not None:
-            self._end_round(boundary=True)
+            self._end_last_round(boundary=True)
         for work in self.buckets.all:
             if work.task is not None:
                 self.buckets.claim(work)

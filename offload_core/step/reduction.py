@@ -1,6 +1,6 @@
 """A step's gradients: from the device, through the reduction over the ranks, to where they wait for the update."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +32,14 @@ class _Round:
     """The place, in the order of launching, of the bucket to be launched next."""
     launched: set[LocalBucket] = field(default_factory=set)
     closed: set[int] = field(default_factory=set)
-    """Parameters that had their gradient, and those of launched buckets: a gradient of theirs is of the next round."""
+    """Parameters that had their gradient, were settled, or launched without it: a further one is of the next round."""
+    without: set[int] = field(default_factory=set)
+    """Parameters that were settled without a gradient on this rank."""
+
+    def is_full(self, work: LocalBucket) -> bool:
+        """True if no gradient of this bucket is to come."""
+        missing = len(work.members) - len(work.waiting)
+        return not missing or (bool(self.without) and missing == len(work.members & self.without))
 
 
 @dataclass
@@ -46,12 +53,20 @@ class Arrivals:
     micro_steps: int = 0
     round: _Round | None = field(default_factory=_Round)
     """The present round; None where it has ended and no gradient came since."""
+    aside: dict[int, Any] = field(default_factory=dict)
+    """Gradients of parameters that are yet to be settled."""
 
 
 class Reduction:
     """The gradients of one process since the last update.
 
     All ranks launch buckets in one order: that in which they filled on rank 0 in the step before.
+
+    [Note: settled parameters] A rank that launches a bucket waits for the others. So a bucket is full at the same point
+    of backward on all ranks. A gradient that comes on some ranks alone, or earlier on some, must not decide that point:
+    it waits aside until all ranks are told, alike, that the parameter is settled. A gradient that comes later still is
+    of a second round, at the end of the micro-step: all ranks have it, or none. It may come so each time; therefore
+    that parameter is settled no more, and its bucket leaves at the end.
     """
 
     def __init__(self, buckets: LocalBuckets) -> None:
@@ -63,12 +78,17 @@ class Reduction:
         """Buckets in the order in which they filled in the round before."""
         self.last: Event = Done()
         """The arrival of the bucket that was launched last."""
+        self._apart: set[int] = set()
+        """Parameters that are settled ([Note: settled parameters])."""
+        self._late: set[int] = set()
+        """Those that are settled no more."""
 
     # --- the order -----------------------------------------------------------------------------------
 
     def take_on(self, works: Sequence[LocalBucket]) -> None:
         """Launch new buckets after the others."""
         self.order = [*self.order, *works]
+        self._apart.update(i for i, spec in enumerate(self._buckets.params) if spec.settled_with is not None)
 
     def order_of_arrival(self) -> list[LocalBucket]:
         """The buckets of the last round as they filled, then all others."""
@@ -103,36 +123,79 @@ class Reduction:
                 f"rounded on its way; set communication_dtype={dtype.name!r}"
             )
 
-    def begins_round(self, gradients: Mapping[int, Any]) -> bool:
-        """True if these gradients, by parameter, are of another round."""
-        return self.arrivals.round is None or self.has_left(gradients)
+    def begins_round(self, params: Set[int]) -> bool:
+        """True if gradients of these parameters are of another round."""
+        return self.arrivals.round is None or self.has_left(params)
 
-    def has_left(self, gradients: Mapping[int, Any]) -> bool:
-        """True if one of these parameters had its gradient of this round, or its bucket was launched without it."""
+    def has_left(self, params: Set[int]) -> bool:
+        """True if one of these parameters had its gradient of this round, or was settled or launched without it."""
         round = self.arrivals.round
-        return round is not None and not round.closed.isdisjoint(gradients)
+        return round is not None and not round.closed.isdisjoint(params)
 
-    def fill(self, gradients: Mapping[int, Any]) -> bool:
-        """Put gradients into their parameters' buckets. Return whether one of them is full, and so :meth:`ready`."""
+    def fill(self, gradients: Mapping[int, Any], without: Set[int] = frozenset()) -> bool:
+        """Put gradients into their parameters' buckets. Return whether one of them is full, and so :meth:`ready`.
+
+        Args:
+            without: parameters that are settled without one.
+        """
         arrivals, full = self.arrivals, False
         if arrivals.round is None:
             arrivals.round = _Round()
-        for work in self._works_of(gradients):
-            mine = work.members.intersection(gradients)
-            if not mine:
-                continue
-            if work.task is not None:
-                self._buckets.claim(work)
-            work.gradient.on(GradientEvent.ADD)
+        if without:
+            arrivals.round.without |= without
+            arrivals.round.closed |= without
             arrivals.begun = True
-            all_mine = len(mine) == len(gradients)
-            work.waiting |= gradients if all_mine else {param: gradients[param] for param in mine}
-            arrivals.round.closed |= mine
-            if len(work.waiting) == len(work.members):
+        for work in self._works_of(gradients.keys() | without if without else gradients):
+            mine = work.members.intersection(gradients)
+            if mine:
+                if work.task is not None:
+                    self._buckets.claim(work)
+                work.gradient.on(GradientEvent.ADD)
+                arrivals.begun = True
+                all_mine = len(mine) == len(gradients)
+                work.waiting |= gradients if all_mine else {param: gradients[param] for param in mine}
+                arrivals.round.closed |= mine
+            elif work.members.isdisjoint(without):
+                continue
+            if arrivals.round.is_full(work):
                 arrivals.round.filled.append(work)
                 full = True
         arrivals.present.update(gradients)
         return full
+
+    # --- parameters that are settled -----------------------------------------------------------------
+
+    def put_aside(self, gradients: Mapping[int, Any]) -> Mapping[int, Any]:
+        """Keep the gradients of parameters that are yet to be settled. Return the others, to be filled in now."""
+        if not self._apart or self._apart.isdisjoint(gradients):
+            return gradients
+        mine = {param: gradient for param, gradient in gradients.items() if param in self._apart}
+        arrivals = self.arrivals
+        arrivals.begun = True
+        arrivals.round = arrivals.round or _Round()
+        arrivals.aside |= mine
+        arrivals.present.update(mine)
+        return {param: gradient for param, gradient in gradients.items() if param not in mine}
+
+    def settled(self, params: Collection[int]) -> tuple[dict[int, Any], set[int]]:
+        """The gradients of these parameters that were put aside, and the parameters that have none.
+
+        Without those that are settled no more.
+        """
+        mine = self._apart.intersection(params) - self._late
+        aside = self.arrivals.aside
+        given = {param: aside.pop(param) for param in mine.intersection(aside)}
+        return given, mine.difference(given)
+
+    def out_of_aside(self, params: Collection[int] | None = None) -> dict[int, Any]:
+        """The gradients that were put aside, of these parameters or of all, which nobody has settled. Those that come
+        too late for this round are settled no more."""
+        aside = self.arrivals.aside
+        if not aside:
+            return {}
+        given = {param: aside.pop(param) for param in (set(aside) if params is None else aside.keys() & params)}
+        self._late.update(param for param in given if self.has_left({param}))
+        return given
 
     def _works_of(self, params: Collection[int]) -> Sequence[LocalBucket]:
         """Buckets among which are those of these parameters."""
@@ -145,8 +208,6 @@ class Reduction:
             ending: the micro-step ends: all that were not launched, full or not, even where no gradient came.
         """
         round = self.arrivals.round
-        if not (ending or self._buckets.terms.launches_in_backward):
-            return ()
         if round is None:
             if not ending:
                 return ()
@@ -158,13 +219,10 @@ class Reduction:
 
     def _order_of_ranks(self, round: _Round, ending: bool) -> Iterator[LocalBucket]:
         """Each waits until it is full and those before it were launched, as on the other ranks."""
-        while round.next < len(self.order) and (ending or self._is_full(self.order[round.next])):
+        while round.next < len(self.order) and (ending or round.is_full(self.order[round.next])):
             round.next += 1
             if self.order[round.next - 1] not in round.launched:
                 yield self.order[round.next - 1]
-
-    def _is_full(self, work: LocalBucket) -> bool:
-        return len(work.waiting) == len(work.members)
 
     def launch(self, work: LocalBucket, *, examine: bool) -> frozenset[int] | None:
         """Bring the gradients of this bucket to their owners' host memory and keep them there.
@@ -243,6 +301,8 @@ class Reduction:
             self._buckets.claim(work)
         self.arrivals.present.difference_update(params)
         round = self.arrivals.round
+        for param in params:
+            self.arrivals.aside.pop(param, None)
         for work in touched:
             dropped = work.members.intersection(params)
             if round is not None and work not in round.launched:

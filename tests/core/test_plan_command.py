@@ -5,6 +5,7 @@ import math
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -307,6 +308,8 @@ def test_gradients_are_counted_for_as_long_as_they_are_on_the_device() -> None:
     wide = BucketTerms(OffloadConfig(reduce_bucket_size=160), planned_device(2, addressable=True))
     stay = wide.plan(specs, gradients_stay=True)
     assert max(row.n_bytes for row in stay.rows if row.what == "gradients") == 3200
+    together = [replace(spec, settled_with=i // 4 if i < 8 else None) for i, spec in enumerate(specs)]
+    assert max(row.n_bytes for row in wide.plan(together).rows if row.what == "gradients") == 4 * 320
 
 
 def test_what_is_missing_is_what_is_more_than_there_is() -> None:

@@ -30,26 +30,15 @@ from offload_core.testing.fake_device import FakeDevice
 from offload_core.testing.thread_ranks import run_ranks
 from tests.support.one_thread import Threads, ThreadsOfRanks
 from tests.support.oracles import assert_same_bits
-from tests.support.pipelines import STATES, UNANNOUNCED, Case, Subject, as_float32
-from tests.support.rank_pipelines import averaged, rank_cases, run_naive, run_rank
+from tests.support.pipelines import STATES, UNANNOUNCED, Case, Subject
+from tests.support.rank_pipelines import assert_equal, averaged, rank_cases, run_naive, run_rank
 from tests.support.strategies import law
 
 
 def assert_equals_the_unsharded_run(ranks: list[Case], device_of=lambda rank: HostDevice()):
     naive, norms = run_naive(averaged(ranks))
     results = run_ranks(len(ranks), lambda rank: run_rank(ranks[rank.rank], rank, device_of(rank.rank)))
-    for i, (expected, states) in enumerate(zip(naive.params(), naive.states, strict=True)):
-        covered = 0
-        for subject, got_norms in results:
-            assert got_norms == norms
-            assert_same_bits(f"parameter {i}", subject.params()[i], expected)
-            assert subject.pipeline.steps[i] == naive.steps[i]
-            for start, views in StateAccess(subject.pipeline).states(i):
-                covered += views["exp_avg"].size
-                for name, view in views.items():
-                    theirs = states[STATES.index(name)][start : start + view.size]
-                    assert_same_bits(f"{name} of parameter {i} from {start}", as_float32(view), theirs)
-        assert covered == expected.size
+    assert_equal(results, naive, norms)
 
 
 @law(100)

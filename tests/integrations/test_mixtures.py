@@ -62,3 +62,48 @@ def test_ranks_that_route_to_other_experts_train_as_torch_does_with_the_mean_of_
     for result in (first, second):
         for name, found in result["bits"].items():
             assert found == first["theirs"], name
+
+
+@pytest.fixture(scope="module")
+def leaves(tmp_path_factory):
+    return run("leaves", 2, tmp_path_factory.mktemp("leaves"), "mixture_worker.py")
+
+
+@pytest.mark.slow
+def test_in_every_way_experts_of_leaf_modules_have_the_bits_of_stage_2(leaves):
+    first, second = leaves
+    for way, found in first.items():
+        assert found["3"] == found["2"] == second[way]["3"], way
+    blocks = [[block for step in result["plain"]["routed"] for block in step] for result in leaves]
+    pairs = [*zip(*blocks, strict=True)]
+    assert any(set(mine) != set(theirs) for mine, theirs in pairs), "each expert had tokens on both ranks or on none"
+    assert any(len({*mine, *theirs}) < 6 for mine, theirs in pairs), "each expert had tokens somewhere"
+
+
+@pytest.mark.slow
+def test_gradients_of_leaf_modules_leave_during_backward_and_fewer_are_on_the_device_at_a_time(leaves):
+    """A bucket for each matrix of 3 blocks of 6 experts, and one for all that is small."""
+    at_the_end = {
+        "a graph that is kept": "another backward may bring gradients",
+        "a forward without backward": "that forward's backward may come",
+        "weights used outside, small": "they share a bucket with the first layer",
+    }
+    for result in leaves:
+        for way, found in result.items():
+            events = found["events"]
+            rounds = 2 if way in ("two backwards", "a graph that is kept") else 1
+            assert events.count("exchange") == rounds * found["buckets"], way
+            before = events[: events.index("first layer")].count("exchange")
+            if way in at_the_end:
+                assert before < 8, way
+            else:
+                assert before >= 22, way
+        assert result["plain"]["share"] < 0.7 * result["a forward without backward"]["share"]
+
+
+@pytest.mark.slow
+def test_a_parameter_from_outside_that_a_leaf_module_reads_on_one_rank_alone_is_an_error_when_time_is_over(tmp_path):
+    for result in run("violating", 2, tmp_path, "mixture_worker.py"):
+        assert "exchange of gradients" in result["said"]
+        assert "'trunk.3.weight': gathering of its shards" in result["said"]
+        assert "(in stage 3: ran other modules or lacked a gradient; leaf_modules names modules" in result["said"]

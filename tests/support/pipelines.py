@@ -97,14 +97,14 @@ class Naive:
 
 
 class Subject:
-    """A pipeline with its parameters on one device."""
+    """A pipeline with its parameters on one device; ``leaves``: the leaf modules of some of them, by number."""
 
-    def __init__(self, device, masters, dtypes, groups, config, scaler=None, collectives=None):
+    def __init__(self, device, masters, dtypes, groups, config, scaler=None, collectives=None, leaves=()):
         self.device = device
         self.put = FakeTensor if isinstance(device, FakeDevice) else np.copy
         self.pipeline = Pipeline(config, HostRanks(device, collectives), scaler)
         self.specs = [
-            ParamSpec(f"p{i}", m.size, dtype, group)
+            ParamSpec(f"p{i}", m.size, dtype, group, settled_with=dict(leaves).get(i))
             for i, (m, dtype, group) in enumerate(zip(masters, dtypes, groups, strict=True))
         ]
         self.tensors = [self.put(m.astype(dtype.numpy)) for m, dtype in zip(masters, dtypes, strict=True)]

@@ -5,7 +5,9 @@ from dataclasses import replace
 import numpy as np
 from hypothesis import strategies as st
 
-from tests.support.pipelines import Case, Naive, Subject, cases
+from offload_core.step.state_access import StateAccess
+from tests.support.oracles import assert_same_bits
+from tests.support.pipelines import STATES, Case, Naive, Subject, as_float32, cases
 
 
 @st.composite
@@ -74,3 +76,19 @@ def run_rank(case: Case, collectives, device):
         norms.append(report.grad_norm)
     subject.pipeline.finish()
     return subject, norms
+
+
+def assert_equal(results, naive, norms):
+    """Each rank's pipeline and norms are those of the unsharded run."""
+    for i, (expected, states) in enumerate(zip(naive.params(), naive.states, strict=True)):
+        covered = 0
+        for subject, got_norms in results:
+            assert got_norms == norms
+            assert_same_bits(f"parameter {i}", subject.params()[i], expected)
+            assert subject.pipeline.steps[i] == naive.steps[i]
+            for start, views in StateAccess(subject.pipeline).states(i):
+                covered += views["exp_avg"].size
+                for name, view in views.items():
+                    theirs = states[STATES.index(name)][start : start + view.size]
+                    assert_same_bits(f"{name} of parameter {i} from {start}", as_float32(view), theirs)
+        assert covered == expected.size

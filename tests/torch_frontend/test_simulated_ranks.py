@@ -28,6 +28,13 @@ def test_ranks_on_devices_give_the_bits_of_ranks_on_the_host(tmp_path):
             assert kind == "DeviceRanks", name
 
 
+def test_ranks_on_devices_run_other_experts_of_leaf_modules_and_have_the_bits_of_stage_2_on_the_host(tmp_path):
+    simulated.prepare()
+    first, second = run("mixtures", 2, tmp_path, "simulated_worker.py")
+    assert first == second
+    assert len(set(first)) == 1
+
+
 def test_what_two_ranks_on_devices_saved_one_on_the_host_resumes_to_the_same_bits(tmp_path):
     simulated.prepare()
     expected, other = run("saved", 2, tmp_path, "simulated_worker.py")

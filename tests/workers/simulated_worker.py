@@ -11,7 +11,7 @@ import offload_core.step.worker
 from frontends.torch import init, wrap
 from frontends.torch.ranks import device_ranks
 from frontends.torch.ranks.own_group import timeout_of
-from tests.support import simulated
+from tests.support import experts, simulated
 from tests.support.one_thread import Threads
 from tests.support.simulated import collectives
 from tests.support.torch_rank import batch, bits, main, make, whole_bits
@@ -53,6 +53,22 @@ def everywhere(rank, world_size):
         for seed in range(2):
             with simulated.delays(seed=seed + 10 * rank, kernel=200, copy=2000):
                 result[name].append(train(device, rank, **fields))
+    return result
+
+
+def mixtures(rank, world_size):
+    """Experts as modules of their own: in stage 2 on the host, and in leaf modules on devices of which one is late."""
+    device, runs, result = torch.device(simulated.NAME, rank), [("cpu", {"stage": 2}, 0)], []
+    torch.accelerator.set_device_index(device)
+    runs += [(device, {**STREAMED, "max_reuse_distance": 0, "leaf_modules": ["Experts"]}, seed) for seed in (1, 2)]
+    for where, fields, seed in runs:
+        with simulated.delays(seed=seed + 10 * rank, kernel=200 * rank, copy=2000 * (1 - rank)):
+            engine = wrap(experts.deep("layer").to(where), lr=1e-2, reduce_bucket_size=1000, **fields)
+            for step in range(3):
+                engine.backward(engine(experts.rows(2 * step + rank).to(where)).square().mean())
+                engine.step()
+            result.append(whole_bits(engine))
+            engine.close()
     return result
 
 
@@ -217,7 +233,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     collectives.register()
     assert device_ranks.dist.get_default_backend_for_device(simulated.NAME) == collectives.BACKEND
-    scenarios = {f.__name__: f for f in (everywhere, saved, built, without_waits, mutants)}
+    scenarios = {f.__name__: f for f in (everywhere, mixtures, saved, built, without_waits, mutants)}
     if sys.argv[1].startswith("failing"):
         scenarios = {f"failing, {group}": failing_on_the_way_back for group in (collectives.BACKEND, "gloo")}
     main(scenarios, timeout=60, backend=sys.argv[1].split(", ")[1] if "," in sys.argv[1] else collectives.BACKEND)

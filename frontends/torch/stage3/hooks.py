@@ -9,14 +9,23 @@ Reading a released parameter anywhere else is an error (``pending.py``).
 A leaf module's run keeps the parameters of all modules inside it, too, and their own runs keep none: which of them run,
 and in which order, is each rank's own affair.
 
+[Note: when a leaf module's parameters are settled] Which of a leaf module's parameters have a gradient, and when, is
+each rank's own affair, too. They are settled ([Note: settled parameters] in ``reduction.py``) where all ranks are at
+the same point: when the last of the leaf modules' forwards that recorded them has ended its backward, for then none of
+their nodes is left. Other runs settle them at the end of the backward: one in a backward (checkpointing that computes
+forward again and runs a backward of its own), one whose graph is kept for another backward, and all of them where
+another run's backward has not come.
+
 Where the user has set hooks on saved tensors (``torch.autograd.graph.save_on_cpu``), a run puts hooks of its own over
 them: gathered parameters are saved as they are, without their memory; the user's hooks get everything else.
 """
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -51,6 +60,12 @@ class _Call:
     """True if that backward records a graph itself (``create_graph=True``)."""
     leaf: bool = False
     """True if it is a leaf module's."""
+    settles: Sequence[torch.Tensor] = ()
+    """The parameters to settle after its backward."""
+    recorded: int | None = None
+    """The step in which its backward is to come, of a leaf module's; None: it has come, or nobody waits for it."""
+    retained: bool = False
+    """True if another backward may follow (``retain_graph=True``)."""
     saving: saved_tensors_hooks | None = None
     """Its hooks on saved tensors, over the user's."""
 
@@ -104,6 +119,13 @@ class ModuleRuns:
         """Parameters that stay whole after their calls: until they change (True), or until the next forward (False)."""
         self._hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._leaves: weakref.WeakSet[nn.Module] = weakref.WeakSet(leaves)
+        self._settle: Callable[[Iterable[torch.Tensor]], None] | None = None
+        """Settles parameters; None on one rank."""
+        self._step = 0
+        self._awaited: Counter[torch.Tensor] = Counter()
+        """The number of leaf modules' runs whose backward is to come in this step, for each parameter."""
+        self._unsettled: dict[int, set[torch.Tensor]] = {}
+        """Parameters of leaf modules that a backward has reached, and that are yet to be settled, by backward."""
         self._handles: list[Any] = []
         abandon = partial(_abandon, self._handles, parameters.records, parameters.live)
         weakref.finalize(self, clear_up, abandon).atexit = False
@@ -112,13 +134,39 @@ class ModuleRuns:
         """Remove the hooks."""
         _remove(self._handles)
 
+    def tell(self, settle: Callable[[Iterable[torch.Tensor]], None]) -> None:
+        """Have the parameters of leaf modules settled by this method, whose object is not kept alive."""
+        method = weakref.WeakMethod(settle)
+
+        def told(params: Iterable[torch.Tensor]) -> None:
+            settle = method()
+            if settle is not None:
+                settle(params)
+
+        self._settle = told if self._several else None
+
+    def leaves_of_parameters(self) -> dict[torch.Tensor, int]:
+        """On several ranks, a number for each outermost leaf module, by the parameters in it."""
+        model, found = self._model(), dict[torch.Tensor, int]()
+        if model is not None and self._several:
+            leaves = (module for module in model.modules() if module in self._leaves)
+            for number, leaf in enumerate(leaves):  # an outer module comes before those in it
+                for param in leaf.parameters():
+                    found.setdefault(param, number)
+        return found
+
+    @property
+    def _several(self) -> bool:
+        return self._parameters.live.device.world_size > 1
+
     def hook_all(self) -> None:
-        """Hook all modules that use partitioned parameters."""
+        """Hook all modules that use partitioned parameters, and leaf modules."""
         model = self._model()
         if model is None:
             return
         for module in model.modules():
-            if any(param in self._parameters for param in module.parameters()) or _externals_of(module):
+            uses = any(param in self._parameters for param in module.parameters()) or _externals_of(module)
+            if uses or module in self._leaves:
                 self.hook(module)
 
     def hook(self, module: nn.Module) -> None:
@@ -171,6 +219,9 @@ class ModuleRuns:
         kept = self._kept_by_leaves(task) if self._leaves else ()
         params = [record for record in self._parameters.among([*own, *_externals_of(module)]) if record not in kept]
         call = _Call(module, params, torch._C._autograd._get_sequence_nr(), leaf=leaf)
+        if leaf and self._settle is not None:
+            around = chain(self._calls, *self._backwards.values())
+            call.settles = () if any(outer.leaf for outer in around) else [*module.parameters()]
         self.hold(call.params)
         self._calls.append(call)
         self._save_without_memory(call)
@@ -211,7 +262,7 @@ class ModuleRuns:
             self._keep_escaped(call, tensors, outer)
             leaf = next((around for around in reversed(self._calls) if around.leaf), None)
             for keeper in (call, leaf):
-                if keeper is not None and keeper.params and torch.is_grad_enabled():
+                if keeper is not None and (keeper.params or keeper.settles) and torch.is_grad_enabled():
                     aside = [value for value in vars(module).values() if isinstance(value, torch.Tensor)]
                     opaque = keeper is call and len(leaves) > len(tensors)
                     self._expect_backward(keeper, [*tensors, *aside], opaque=opaque)
@@ -250,6 +301,9 @@ class ModuleRuns:
         for node in nodes:
             if node._sequence_nr() >= call.began:
                 node.register_prehook(partial(self._before_backward, call))
+                if call.settles and call.recorded is None and _backward() is None:
+                    call.recorded = self._step
+                    self._awaited.update(call.settles)
         if opaque and not nodes:
             self._keep(call.params, for_graph=True)
 
@@ -291,6 +345,9 @@ class ModuleRuns:
         self.hold(call.params)
         call.task, call.differentiable = task, torch.is_grad_enabled()
         calls.append(call)
+        if call.settles:
+            call.retained = torch._C._autograd._get_current_graph_task_keep_graph()
+            self._unsettled.setdefault(task, set()).update(call.settles)
 
     def _end_passed(self, task: int) -> None:
         """End the calls whose nodes have all run in this backward."""
@@ -301,6 +358,18 @@ class ModuleRuns:
         for call in passed:
             self._backwards[task].remove(call)
             self._end(call)
+        settled = [param for call in passed for param in self._last_of(call)]
+        if settled and self._settle is not None:
+            self._unsettled[task].difference_update(settled)
+            self._settle(settled)
+
+    def _last_of(self, call: _Call) -> list[torch.Tensor]:
+        """The parameters that no other backward of a leaf module is to use, now that this one has ended."""
+        if call.recorded != self._step or call.retained:
+            return []
+        call.recorded = None
+        self._awaited.subtract(call.settles)
+        return [param for param in call.settles if not self._awaited[param]]
 
     def _end(self, call: _Call) -> None:
         call.task = None
@@ -311,6 +380,10 @@ class ModuleRuns:
     def _backward_ended(self, task: int) -> None:
         for call in self._backwards.pop(task, ()):
             self._end(call)
+            self._last_of(call)
+        unsettled = self._unsettled.pop(task, None)
+        if unsettled and self._settle is not None:
+            self._settle(unsettled)
         if not self._backwards and not self._calls:
             self._parameters.live.release_idle()
 
@@ -323,7 +396,10 @@ class ModuleRuns:
         calls = [*self._calls, *(call for calls in self._backwards.values() for call in calls)]
         for call in reversed(self._calls):
             _end_saving(call)
-        self._calls, self._backwards = [], {}
+        self._calls, self._backwards, self._unsettled = [], {}, {}
+        if graphs:
+            self._step += 1
+            self._awaited.clear()
         for call in calls:
             call.task = None
             self.let_go(call.params)
