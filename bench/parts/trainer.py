@@ -7,6 +7,7 @@ documentation shows: an optimizer, a schedule, and sizes, nearly all of them ``"
 """
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -85,8 +86,9 @@ def run(contender: str, device: str, folder: Path, settings: dict[str, Any]) -> 
 
 
 def apart(one: Sequence[float], other: Sequence[float]) -> float:
-    """The largest relative difference. Raises :class:`ValueError` where there are not as many of both, or none."""
-    return max(abs(a - b) / abs(b) for a, b in zip(one, other, strict=True))
+    """The largest relative difference, NaN if there is one. Raises :class:`ValueError` where there are not as many of both, or none."""
+    found = [abs(a - b) / abs(b) for a, b in zip(one, other, strict=True)]
+    return math.nan if any(map(math.isnan, found)) else max(found)
 
 
 def compare(device: str, runs: dict[str, Run], recording: Recording) -> Iterable[list[str]]:

@@ -6,11 +6,15 @@ Three kinds of blocks are tried, each page in a temporary folder:
 - ```python whose first line is a comment with a file's name (``# train.py``): is saved under that name.
 - ```console: a session. Lines that begin with ``$ python`` are run, in order, and say what stands below them; ``…``
   there is whatever comes. One that fails has its last line below it.
+
+The first kind, of docs/integrations/, runs on two ranks, too: all blocks of a page in one pair of processes.
 """
 
 import ast
+import json
 import re
 import shlex
+import socket
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,6 +29,8 @@ PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^( *)```(\w+)\n(.*?)^ *```$", flags=re.DOTALL | re.MULTILINE)
 FILE = re.compile(r"# ([\w-]+\.py)\n")
 COMMAND = re.compile(r"^\$ (.*)\n", flags=re.MULTILINE)
+OPTIONS = ["-W", "error", "-W", "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"]
+"""Of the interpreter; the second is PEFT's."""
 LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)")
 
 
@@ -83,9 +89,7 @@ def outcomes(request, tmp_path_factory) -> dict[Job, tuple[int, str]]:
     for page, folder in shared.items():
         for name, code in files(page).items():
             (folder / name).write_text(code)
-    warnings = ["error", "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"]  # PEFT's
-    options = [part for rule in warnings for part in ("-W", rule)]
-    server = ForkServer("jax", "frontends.jax", *TORCH, options=options)
+    server = ForkServer("jax", "frontends.jax", *TORCH, options=OPTIONS)
     try:
         for job in todo:
             folder = tmp_path_factory.mktemp("block") if job.output is None else shared[job.page]
@@ -111,6 +115,64 @@ def test_code_runs_and_says_what_stands_there(job, outcomes):
     got = "\n".join(line.rstrip() for line in output.strip().splitlines())
     assert re.fullmatch(pattern, got, flags=re.DOTALL), f"{shlex.join(job.arguments)}\n{got}"
     assert status == 0 or not expected.splitlines()[-1].startswith("…"), output
+
+
+# --- docs/integrations/ on two ranks ------------------------------------------------------------------
+
+GROUP = """
+import torch.distributed
+torch.distributed.init_process_group("gloo")
+"""
+MESH = """
+import jax
+jax.config.update("jax_num_cpu_devices", 1)
+jax.distributed.initialize(f"127.0.0.1:{os.environ['MASTER_PORT']}", 2, int(os.environ["RANK"]))
+assert jax.device_count() == 2
+"""
+EACH = """
+for folder, code in json.loads(sys.argv[1]).items():
+    os.chdir(folder)
+    print(folder, flush=True)
+    exec(compile(code, folder, "exec"), {"__name__": "__main__"})
+"""
+START = {"jax": MESH}
+"""What comes before the blocks of a page; else: a group."""
+TOGETHER = {
+    **dict.fromkeys(("trainer", "transformers"), "from accelerate import PartialState as Ranks\nassert Ranks().num_processes == 2"),
+    "lightning": "assert trainer(1).world_size == 2",
+}
+"""What follows the last block of a page, in its names: the libraries know of both ranks."""
+
+
+def ranks_of(folders: dict[Path, str], start: str) -> None:
+    """Run these blocks, each in its folder, in order, in two processes as torchrun starts them."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    shared |= {"ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    code = "import json, os, sys" + start + EACH
+    command = ("-c", code, json.dumps({str(folder): block for folder, block in folders.items()}))
+    ranks = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+    server = ForkServer(options=OPTIONS)
+    try:
+        done = server.run(command, command, environments=ranks, merge=True)
+        assert [ran.returncode for ran in done] == [0, 0], "\n\n".join(ran.stdout for ran in done)
+    finally:
+        server.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [page for page in PAGES if page.parent.name == "integrations"], ids=lambda page: page.stem)
+def test_all_blocks_of_an_integration_run_on_two_ranks(page, tmp_path):
+    folders = {}
+    for line, code in blocks(page, "python"):
+        if not FILE.match(code):
+            folders[tmp_path / f"line-{line}"] = code.replace("devices=1,", "devices=2,")  # as the page says
+    folders[[*folders][-1]] += TOGETHER.get(page.stem, "")
+    for folder in folders:
+        folder.mkdir()
+    ranks_of(folders, START.get(page.stem, GROUP))
 
 
 def test_there_are_examples_for_both_frameworks_and_the_two_commands():

@@ -358,8 +358,8 @@ def _scheduled(scheduler: Mapping[str, Any], args: TrainingArguments, updates: i
     for name, field in _OF_SCHEDULE.items():
         if name in given and filled[name] != beside[name] and (updates or name == "warmup_max_lr"):
             raise ConfigError(
-                f"scheduler.params.{name}={filled[name]!r} in offload=, and TrainingArguments have {field}, which makes "
-                f'{beside[name]!r}; expected "auto" there, or the same'
+                f"scheduler.params.{name}={filled[name]!r} in offload=, and TrainingArguments have {field}, which "
+                f'makes {beside[name]!r}; expected "auto" there, or the same'
             )
     rates = {"lr": args.learning_rate, "betas": [args.adam_beta1, args.adam_beta2]}
     section = {"type": scheduler["type"], "params": filled}
