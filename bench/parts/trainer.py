@@ -86,7 +86,7 @@ def run(contender: str, device: str, folder: Path, settings: dict[str, Any]) -> 
 
 
 def apart(one: Sequence[float], other: Sequence[float]) -> float:
-    """The largest relative difference, NaN if there is one. Raises :class:`ValueError` where there are not as many of both, or none."""
+    """The largest relative difference, NaN if there is one. Raises :class:`ValueError` if the lengths differ."""
     found = [abs(a - b) / abs(b) for a, b in zip(one, other, strict=True)]
     return math.nan if any(map(math.isnan, found)) else max(found)
 

@@ -128,7 +128,8 @@ class OffloadTrainer(Trainer):
         """The schedule of the DeepSpeed configuration, if it has one; else Trainer's."""
         if self._scheduler is not None and self.lr_scheduler is None:
             config = _scheduled(self._scheduler, self.args, num_training_steps)
-            self.lr_scheduler = _Schedule(self.optimizer if optimizer is None else optimizer, config)
+            schedule: Any = _Schedule(self.optimizer if optimizer is None else optimizer, config)
+            self.lr_scheduler = schedule
             self._created_lr_scheduler = True
         return super().create_scheduler(num_training_steps, optimizer)
 
