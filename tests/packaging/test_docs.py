@@ -138,8 +138,6 @@ for folder, code in json.loads(sys.argv[1]).items():
     print(folder, flush=True)
     exec(compile(code, folder, "exec"), {"__name__": "__main__"})
 """
-START = {"jax": MESH}
-"""What comes before the blocks of a page; else: a group."""
 TOGETHER = {
     **dict.fromkeys(
         ("trainer", "transformers"), "from accelerate import PartialState as Ranks\nassert Ranks().num_processes == 2"
@@ -149,21 +147,27 @@ TOGETHER = {
 """What follows the last block of a page, in its names: the libraries know of both ranks."""
 
 
-def ranks_of(folders: dict[Path, str], start: str) -> None:
-    """Run these blocks, each in its folder, in order, in two processes as torchrun starts them; those of JAX in one."""
+def launched(n_ranks: int) -> list[dict[str, str]]:
+    """The environment of each rank, as torchrun makes it; of one rank, without it."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    shared |= {"ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    shared = {"ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    if n_ranks == 1:
+        return [shared]
+    n = str(n_ranks)
+    shared |= {"WORLD_SIZE": n, "LOCAL_WORLD_SIZE": n, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(n_ranks)]
+
+
+def run_all(folders: dict[Path, str], start: str, n_processes: int) -> None:
+    """Run these blocks, each in its folder, in order, in each of so many processes."""
     code = "import json, os, sys" + start + EACH
     command = ("-c", code, json.dumps({str(folder): block for folder, block in folders.items()}))
-    ranks = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
-    ranks = [{}] if start == MESH else ranks
     server = ForkServer(options=OPTIONS)
     try:
-        done = server.run(*[command] * len(ranks), environments=ranks, merge=True, seconds=200)
-        assert [ran.returncode for ran in done] == [0] * len(ranks), "\n\n".join(ran.stdout for ran in done)
+        done = server.run(*[command] * n_processes, environments=launched(n_processes), merge=True, seconds=200)
+        assert [ran.returncode for ran in done] == [0] * n_processes, "\n\n".join(ran.stdout for ran in done)
     finally:
         server.close()
 
@@ -180,7 +184,55 @@ def test_all_blocks_of_an_integration_run_on_two_ranks(page, tmp_path):
     folders[[*folders][-1]] += TOGETHER.get(page.stem, "")
     for folder in folders:
         folder.mkdir()
-    ranks_of(folders, START.get(page.stem, GROUP))
+    run_all(folders, MESH if page.stem == "jax" else GROUP, 1 if page.stem == "jax" else 2)
+
+
+TINY = """
+import json, os
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+words = {"<pad>": 0, "<eos>": 1, **{f"w{i}": i for i in range(2, 64)}}
+tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+fast.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+fast.save_pretrained("model")
+config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
+LlamaForCausalLM(config).save_pretrained("model")
+said = [{"role": "user", "content": "w2 w3"}, {"role": "assistant", "content": "w4 w5"}]
+os.mkdir("data")
+with open("data/train.jsonl", "w") as file:
+    file.writelines(json.dumps({"messages": said}) + "\\n" for _ in range(32))
+"""
+"""In place of what ``sft.py`` downloads: a model with its tokenizer, and a set of conversations."""
+
+
+@pytest.mark.slow
+def test_the_script_of_trl_trains_a_small_model_on_one_rank_and_on_two(tmp_path):
+    [script] = files(ROOT / "docs" / "integrations" / "trainer.md").values()
+    here = {
+        '"Qwen/Qwen3-0.6B"': '"../model"',
+        '"trl-lib/Capybara"': '"../data"',
+        'SFTConfig("runs")': 'SFTConfig("runs", use_cpu=True)',  # bfloat16, TRL's default, is else for accelerators
+    }
+    for there, instead in here.items():
+        assert script.count(there) == 1
+        script = script.replace(there, instead)
+    server = ForkServer()
+    try:
+        [made] = server.run(("-c", TINY), folder=tmp_path, merge=True)
+        assert made.returncode == 0, made.stdout
+        for n_ranks in (1, 2):
+            folder = tmp_path / str(n_ranks)
+            folder.mkdir()
+            end = f"\nassert trainer.args.world_size == {n_ranks} and trainer.state.global_step == {12 // n_ranks}\n"
+            done = server.run(
+                *[("-c", script + end)] * n_ranks, folder=folder, environments=launched(n_ranks), merge=True
+            )
+            assert [ran.returncode for ran in done] == [0] * n_ranks, "\n\n".join(ran.stdout for ran in done)
+            assert (folder / "runs" / f"checkpoint-{12 // n_ranks}" / "offload").is_dir()
+    finally:
+        server.close()
 
 
 def test_there_are_examples_for_both_frameworks_and_the_two_commands():
