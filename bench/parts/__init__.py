@@ -21,5 +21,6 @@ ON_REQUEST = {
     "small_params": 120,
     "many_cores": 250,
     "eight_bit": 500,
+    "trainer": 400,
 }
 """Parts that run where they are named only."""

@@ -15,6 +15,7 @@ from frontends.torch import OffloadedAdamW, init
 from frontends.torch.integrations.trainer import OffloadTrainer
 from frontends.torch.integrations.transformers import FOLDER, OffloadCallback
 from frontends.torch.tensors import TakenGradient
+from offload_core.config.options import OffloadConfig
 from offload_core.errors import CheckpointError, ConfigError
 from tests.support import simulated
 from tests.support.hugging_face import (
@@ -23,6 +24,7 @@ from tests.support.hugging_face import (
     EPOCH,
     LR,
     STAGES,
+    STEPS,
     TORCHS,
     ExactNorm,
     Generated,
@@ -340,6 +342,45 @@ def test_a_configuration_of_deepspeed_takes_what_the_arguments_say(straight, tmp
     assert half.engine.offload_config.param_dtype == "bfloat16"
 
 
+def scheduled(**given):
+    """With DeepSpeed's schedule that Hugging Face's documentation shows."""
+    params = {
+        **dict.fromkeys(["warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"], "auto"),
+        **given,
+    }
+    return AUTO | {"scheduler": {"type": "WarmupDecayLR", "params": params}}
+
+
+def test_a_schedule_of_deepspeed_is_that_of_the_run_and_of_the_resumed_one(tmp_path):
+    """Against a plain Trainer with torch's AdamW, whose rates are written out."""
+    rates = [0.0, 0.0, 1.0, 1.0, 5 / 6, 4 / 6, 3 / 6, 2 / 6]  # from 0 in 2 updates, at which the logarithm is a line
+
+    class Written(ExactNorm):
+        def create_scheduler(self, num_training_steps, optimizer=None):
+            self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda n: rates[min(n, STEPS - 1)])
+            return self.lr_scheduler
+
+    expected = trained(tmp_path / "theirs", TORCHS, kind=Written, save_strategy="no", **FOUR)
+    trainer = on_engine(tmp_path / "ours", scheduled(), save_steps=3, **FOUR)
+    assert_same_run(trainer, expected)
+    assert_same_run(
+        on_engine(tmp_path / "again", scheduled(), resume=f"{tmp_path}/ours/checkpoint-3", **FOUR), expected
+    )
+    with pytest.raises(ConfigError, match="total_num_steps=9 in offload=, .* max_steps or num_train_epochs, .* 8; exp"):
+        on_engine(tmp_path, scheduled(total_num_steps=9))
+
+
+def test_sizes_that_are_auto_follow_the_models_width_as_trainer_tells_deepspeed(tmp_path):
+    names = ["reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"]
+    section = {**AUTO["zero_optimization"], **dict.fromkeys(names, "auto")}
+    for stage, expected in ((3, (1024, 921, 320)), (2, (1024, OffloadConfig.prefetch_bucket_size, 100_000))):
+        config = {**AUTO, "zero_optimization": {**section, "stage": stage}}
+        if stage == 2:
+            del config["zero_optimization"]["offload_param"]
+        found = trainer_of(tmp_path, {"offload": config}, kind=OffloadTrainer, learning_rate=LR).engine.offload_config
+        assert (found.reduce_bucket_size, found.prefetch_bucket_size, found.param_persistence_threshold) == expected
+
+
 @pytest.mark.parametrize(
     ("fields", "settings", "said"),
     [
@@ -352,7 +393,9 @@ def test_a_configuration_of_deepspeed_takes_what_the_arguments_say(straight, tmp
         (AUTO | {"gradient_accumulation_steps": 8}, {}, "=8 in offload=, and .* have gradient_accumulation_steps=2"),
         (AUTO | {"train_batch_size": 16}, {}, "train_batch_size=16 in .*_accumulation_steps=2 on 1 ranks = 4;"),
         (AUTO | {"train_micro_batch_size_per_gpu": 4}, {}, "_gpu=4 in offload=, .* per_device_train_batch_size=2;"),
-        (AUTO | {"scheduler": {"type": "WarmupLR"}}, {}, "a schedule in offload="),
+        ({"lr": lambda updates: 1e-3}, {}, "lr=.* in offload="),
+        (AUTO | {"scheduler": {"type": "Warm"}}, {}, "scheduler.type: got 'Warm'; did you mean"),
+        (scheduled(warmup_max_lr=1.0), {}, r"warmup_max_lr=1.0 in offload=, and .* have learning_rate, .* 0.01; exp"),
         ({}, {"optim": "adafactor"}, "optim='adafactor' besides the engine's optimizer; expected no optimizers="),
         ({}, {"optimizers": (torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 0.1), None)}, "an optimizer besides"),
         ({}, {"optimizer_cls_and_kwargs": (torch.optim.SGD, {})}, "an optimizer besides the engine's optimizer"),

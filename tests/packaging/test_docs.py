@@ -6,11 +6,15 @@ Three kinds of blocks are tried, each page in a temporary folder:
 - ```python whose first line is a comment with a file's name (``# train.py``): is saved under that name.
 - ```console: a session. Lines that begin with ``$ python`` are run, in order, and say what stands below them; ``…``
   there is whatever comes. One that fails has its last line below it.
+
+The first kind, of docs/integrations/, runs on two ranks, too: all blocks of a page in one pair of processes.
 """
 
 import ast
+import json
 import re
 import shlex
+import socket
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,6 +29,8 @@ PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^( *)```(\w+)\n(.*?)^ *```$", flags=re.DOTALL | re.MULTILINE)
 FILE = re.compile(r"# ([\w-]+\.py)\n")
 COMMAND = re.compile(r"^\$ (.*)\n", flags=re.MULTILINE)
+OPTIONS = ["-W", "error", "-W", "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"]
+"""Of the interpreter; the second is PEFT's."""
 LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)")
 
 
@@ -83,9 +89,7 @@ def outcomes(request, tmp_path_factory) -> dict[Job, tuple[int, str]]:
     for page, folder in shared.items():
         for name, code in files(page).items():
             (folder / name).write_text(code)
-    warnings = ["error", "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"]  # PEFT's
-    options = [part for rule in warnings for part in ("-W", rule)]
-    server = ForkServer("jax", "frontends.jax", *TORCH, options=options)
+    server = ForkServer("jax", "frontends.jax", *TORCH, options=OPTIONS)
     try:
         for job in todo:
             folder = tmp_path_factory.mktemp("block") if job.output is None else shared[job.page]
@@ -111,6 +115,124 @@ def test_code_runs_and_says_what_stands_there(job, outcomes):
     got = "\n".join(line.rstrip() for line in output.strip().splitlines())
     assert re.fullmatch(pattern, got, flags=re.DOTALL), f"{shlex.join(job.arguments)}\n{got}"
     assert status == 0 or not expected.splitlines()[-1].startswith("…"), output
+
+
+# --- docs/integrations/ on two ranks ------------------------------------------------------------------
+
+GROUP = """
+import torch.distributed
+torch.distributed.init_process_group("gloo")
+"""
+MESH = """
+import functools, jax, frontends.jax
+jax.config.update("jax_num_cpu_devices", 2)
+mesh = jax.make_mesh((2,), ("dp",), axis_types=(jax.sharding.AxisType.Auto,))
+frontends.jax.wrap = functools.partial(frontends.jax.wrap, mesh=mesh)
+"""
+"""Two devices of one process, which is how the page has ranks; each has half of the states."""
+WHOLE_BATCH = "offloaded.value_and_grad"
+"""In blocks of JAX that are for one device: on a mesh it takes a batch that is split, as docs/jax.md shows."""
+EACH = """
+for folder, code in json.loads(sys.argv[1]).items():
+    os.chdir(folder)
+    print(folder, flush=True)
+    exec(compile(code, folder, "exec"), {"__name__": "__main__"})
+"""
+TOGETHER = {
+    **dict.fromkeys(
+        ("trainer", "transformers"), "from accelerate import PartialState as Ranks\nassert Ranks().num_processes == 2"
+    ),
+    "lightning": "assert trainer(1).world_size == 2",
+}
+"""What follows the last block of a page, in its names: the libraries know of both ranks."""
+
+
+def launched(n_ranks: int) -> list[dict[str, str]]:
+    """The environment of each rank, as torchrun makes it; of one rank, without it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    shared = {"ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    if n_ranks == 1:
+        return [shared]
+    n = str(n_ranks)
+    shared |= {"WORLD_SIZE": n, "LOCAL_WORLD_SIZE": n, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(n_ranks)]
+
+
+def run_all(folders: dict[Path, str], start: str, n_processes: int) -> None:
+    """Run these blocks, each in its folder, in order, in each of so many processes."""
+    code = "import json, os, sys" + start + EACH
+    command = ("-c", code, json.dumps({str(folder): block for folder, block in folders.items()}))
+    server = ForkServer(options=OPTIONS)
+    try:
+        done = server.run(*[command] * n_processes, environments=launched(n_processes), merge=True, seconds=200)
+        assert [ran.returncode for ran in done] == [0] * n_processes, "\n\n".join(ran.stdout for ran in done)
+    finally:
+        server.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.parent.name == "integrations"], ids=lambda page: page.stem
+)
+def test_all_blocks_of_an_integration_run_on_two_ranks(page, tmp_path):
+    folders = {}
+    for line, code in blocks(page, "python"):
+        if not FILE.match(code) and WHOLE_BATCH not in code:
+            folders[tmp_path / f"line-{line}"] = code.replace("devices=1,", "devices=2,")  # as the page says
+    folders[[*folders][-1]] += TOGETHER.get(page.stem, "")
+    for folder in folders:
+        folder.mkdir()
+    run_all(folders, MESH if page.stem == "jax" else GROUP, 1 if page.stem == "jax" else 2)
+
+
+TINY = """
+import json, os
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+words = {"<pad>": 0, "<eos>": 1, **{f"w{i}": i for i in range(2, 64)}}
+tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+fast.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+fast.save_pretrained("model")
+config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
+LlamaForCausalLM(config).save_pretrained("model")
+said = [{"role": "user", "content": "w2 w3"}, {"role": "assistant", "content": "w4 w5"}]
+os.mkdir("data")
+with open("data/train.jsonl", "w") as file:
+    file.writelines(json.dumps({"messages": said}) + "\\n" for _ in range(32))
+"""
+"""In place of what ``sft.py`` downloads: a model with its tokenizer, and a set of conversations."""
+
+
+@pytest.mark.slow
+def test_the_script_of_trl_trains_a_small_model_on_one_rank_and_on_two(tmp_path):
+    [script] = files(ROOT / "docs" / "integrations" / "trainer.md").values()
+    here = {
+        '"Qwen/Qwen3-0.6B"': '"../model"',
+        '"trl-lib/Capybara"': '"../data"',
+        'SFTConfig("runs")': 'SFTConfig("runs", use_cpu=True)',  # bfloat16, TRL's default, is else for accelerators
+    }
+    for there, instead in here.items():
+        assert script.count(there) == 1
+        script = script.replace(there, instead)
+    server = ForkServer()
+    try:
+        [made] = server.run(("-c", TINY), folder=tmp_path, merge=True)
+        assert made.returncode == 0, made.stdout
+        for n_ranks in (1, 2):
+            folder = tmp_path / str(n_ranks)
+            folder.mkdir()
+            end = f"\nassert trainer.args.world_size == {n_ranks} and trainer.state.global_step == {12 // n_ranks}\n"
+            done = server.run(
+                *[("-c", script + end)] * n_ranks, folder=folder, environments=launched(n_ranks), merge=True
+            )
+            assert [ran.returncode for ran in done] == [0] * n_ranks, "\n\n".join(ran.stdout for ran in done)
+            assert (folder / "runs" / f"checkpoint-{12 // n_ranks}" / "offload").is_dir()
+    finally:
+        server.close()
 
 
 def test_there_are_examples_for_both_frameworks_and_the_two_commands():

@@ -40,6 +40,14 @@ _BESIDE = {
     "gradient_accumulation_steps": ("gradient_accumulation_steps", "gradient_accumulation_steps"),
 }
 """Fields that Trainer's arguments give: the names of these, and the key of a DeepSpeed configuration."""
+_OF_SCHEDULE = {
+    "warmup_max_lr": "learning_rate",
+    "warmup_num_steps": "warmup_steps",
+    "total_num_steps": "max_steps or num_train_epochs",
+}
+"""Arguments of DeepSpeed's schedules that Trainer's arguments give, and the names of these."""
+_MANY_UPDATES = 2**31
+"""Of a run whose length is not known."""
 
 
 class OffloadTrainer(Trainer):
@@ -63,7 +71,7 @@ class OffloadTrainer(Trainer):
 
     Args:
         offload: as ``config`` of ``wrap``: a dict of fields, an ``OffloadConfig``, or a DeepSpeed configuration, whose
-            ``"auto"`` stands for what the TrainingArguments say.
+            ``"auto"`` stands for what Trainer would tell DeepSpeed. A ``scheduler`` in it is that of the run.
         args, kwargs: Trainer's own.
 
     Raises:
@@ -74,7 +82,7 @@ class OffloadTrainer(Trainer):
     def __init__(self, *args: Any, offload: ConfigLike = None, **kwargs: Any) -> None:
         self.engine: Engine | None = None
         """The engine around the model; made anew for each model of ``model_init``."""
-        self._offload = offload
+        self._offload, self._scheduler = _without_scheduler(offload)
         super().__init__(*args, **kwargs)
         if self.optimizer is not None or self.optimizer_cls_and_kwargs is not None:
             raise _another_optimizer("an optimizer")
@@ -89,7 +97,9 @@ class OffloadTrainer(Trainer):
         super().create_accelerator_and_postprocess()
         others = {"DeepSpeed": self.is_deepspeed_enabled, "FSDP": self.is_fsdp_enabled or self.args.fsdp}
         _check_arguments(self.args, others)
-        self._config = _configuration(self._offload, self.args, self.accelerator.scaler)
+        self._config = _configuration(self._offload, self.args, self.accelerator.scaler, self.model)
+        if self._scheduler is not None:
+            _scheduled(self._scheduler, self.args)
         vars(self.accelerator).update(backward=self._backward, clip_grad_norm_=self._norm)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
@@ -114,6 +124,15 @@ class OffloadTrainer(Trainer):
             self._engine.optimizer.zero_grad()  # of a run that broke off
         return self.optimizer
 
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """The schedule of the DeepSpeed configuration, if it has one; else Trainer's."""
+        if self._scheduler is not None and self.lr_scheduler is None:
+            config = _scheduled(self._scheduler, self.args, num_training_steps)
+            schedule: Any = _Schedule(self.optimizer if optimizer is None else optimizer, config)
+            self.lr_scheduler = schedule
+            self._created_lr_scheduler = True
+        return super().create_scheduler(num_training_steps, optimizer)
+
     def _groups(self, model: Any) -> list[dict[str, Any]]:
         """The parameter groups that Trainer makes, with names."""
         self.optimizer_cls_and_kwargs = (_Groups, {})
@@ -127,7 +146,7 @@ class OffloadTrainer(Trainer):
         return made.param_groups
 
     def _wrapped(self, groups: list[dict[str, Any]]) -> Engine:
-        config = self._config = _configuration(self._offload, self.args, self.accelerator.scaler)
+        config = self._config = _configuration(self._offload, self.args, self.accelerator.scaler, self.model)
         half = config.param_dtype == "float16" or any(p.dtype == torch.float16 for p in self._module.parameters())
         if config.loss_scale == 1 and (half or self.args.fp16):
             raise ConfigError(
@@ -247,6 +266,24 @@ class _Groups(torch.optim.Optimizer):
         super().__init__(params, {})
 
 
+class _Schedule(torch.optim.lr_scheduler.LRScheduler):
+    """A schedule of DeepSpeed's: learning rate and betas by the number of updates made so far."""
+
+    def __init__(self, optimizer: Any, config: OffloadConfig) -> None:
+        self._config = config
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float | torch.Tensor]:
+        lr, betas = self._config.hyperparameters(self.last_epoch)
+        for group in self.optimizer.param_groups:
+            group["betas"] = betas
+        return [lr] * len(self.optimizer.param_groups)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Numbers alone: functions come from the configuration."""
+        return {name: value for name, value in super().state_dict().items() if name != "_config"}
+
+
 def _files_of(folder: Path) -> dict[str, Path]:
     """The file of each tensor that ``save_pretrained`` wrote; empty if there is none of safetensors."""
     index, file = folder / SAFE_WEIGHTS_INDEX_NAME, folder / SAFE_WEIGHTS_NAME
@@ -292,11 +329,50 @@ def _check_arguments(args: TrainingArguments, others: Mapping[str, Any]) -> None
             )
 
 
-def _configuration(offload: ConfigLike, args: TrainingArguments, scaler: Any) -> OffloadConfig:
+def _without_scheduler(offload: ConfigLike) -> tuple[ConfigLike, Mapping[str, Any] | None]:
+    """The configuration, a file's as a dict; and the ``scheduler`` of a DeepSpeed configuration, which is Trainer's."""
+    if isinstance(offload, str | os.PathLike):
+        offload = deepspeed.load(offload)
+    if isinstance(offload, Mapping) and deepspeed.is_deepspeed(offload, FIELDS):
+        scheduler = offload.get("scheduler")
+        if isinstance(scheduler, Mapping) and scheduler.get("type"):
+            return {name: value for name, value in offload.items() if name != "scheduler"}, scheduler
+    return offload, None
+
+
+def _scheduled(scheduler: Mapping[str, Any], args: TrainingArguments, updates: int | None = None) -> OffloadConfig:
+    """A configuration with the learning rate, and perhaps betas, of a DeepSpeed configuration's ``scheduler``.
+
+    Args:
+        updates: of the run; None: not known yet.
+    """
+    given = scheduler.get("params") or {}
+    total = given.get("total_num_steps")
+    known = updates or (total if isinstance(total, int) else _MANY_UPDATES)
+    beside = {
+        "warmup_min_lr": 0.0,
+        "warmup_max_lr": args.learning_rate,
+        "warmup_num_steps": max(1, args.get_warmup_steps(known)),
+        "total_num_steps": known,
+    }
+    filled = {name: beside.get(name, value) if value == deepspeed.AUTO else value for name, value in given.items()}
+    for name, field in _OF_SCHEDULE.items():
+        if name in given and filled[name] != beside[name] and (updates or name == "warmup_max_lr"):
+            raise ConfigError(
+                f"scheduler.params.{name}={filled[name]!r} in offload=, and TrainingArguments have {field}, which "
+                f'makes {beside[name]!r}; expected "auto" there, or the same'
+            )
+    rates = {"lr": args.learning_rate, "betas": [args.adam_beta1, args.adam_beta2]}
+    section = {"type": scheduler["type"], "params": filled}
+    return OffloadConfig.resolve({"optimizer": {"type": "AdamW", "params": rates}, "scheduler": section}, world_size=1)
+
+
+def _configuration(offload: ConfigLike, args: TrainingArguments, scaler: Any, model: Any) -> OffloadConfig:
     """The engine's configuration: ``offload``, and what Trainer's arguments say.
 
     Args:
         scaler: Accelerate's GradScaler, whose part the engine takes; None: there is none.
+        model: whose width sizes that are ``"auto"`` follow; None: it is not made yet.
     """
     values: dict[str, Any] = {
         "lr": args.learning_rate,
@@ -306,7 +382,7 @@ def _configuration(offload: ConfigLike, args: TrainingArguments, scaler: Any) ->
         "gradient_clipping": args.max_grad_norm if args.max_grad_norm > 0 else math.inf,
         "gradient_accumulation_steps": args.gradient_accumulation_steps,
     }
-    offload, given = _given(offload, args)
+    offload, given = _given(offload, args, model)
     for name, value in given.items():
         if name == "gradient_clipping" and not value and values[name] == math.inf:
             values[name] = None  # nothing is clipped, and the norm not computed
@@ -319,7 +395,7 @@ def _configuration(offload: ConfigLike, args: TrainingArguments, scaler: Any) ->
     if callable(config.lr) or callable(config.betas):
         raise ConfigError(
             "a schedule in offload=, and Trainer has its own; expected TrainingArguments(lr_scheduler_type=..., "
-            "warmup_steps=...) alone, and no scheduler in a DeepSpeed configuration"
+            "warmup_steps=...) alone"
         )
     if scaler is not None and config.loss_scale is None:
         window, scale = scaler.get_growth_interval(), scaler.get_scale()
@@ -327,13 +403,11 @@ def _configuration(offload: ConfigLike, args: TrainingArguments, scaler: Any) ->
     return config
 
 
-def _given(offload: ConfigLike, args: TrainingArguments) -> tuple[ConfigLike, dict[str, Any]]:
+def _given(offload: ConfigLike, args: TrainingArguments, model: Any) -> tuple[ConfigLike, dict[str, Any]]:
     """The configuration, and its own values of what Trainer's arguments say, too."""
     if isinstance(offload, OffloadConfig):
         own = {name: getattr(offload, name) for name in _BESIDE}
         return offload, {name: value for name, value in own.items() if value != getattr(OffloadConfig, name)}
-    if isinstance(offload, str | os.PathLike):
-        offload = deepspeed.load(offload)
     if not isinstance(offload, Mapping):
         return offload, {}
     if not deepspeed.is_deepspeed(offload, FIELDS):
@@ -344,6 +418,11 @@ def _given(offload: ConfigLike, args: TrainingArguments) -> tuple[ConfigLike, di
         section = filled.get(name)
         if isinstance(section, Mapping) and section.get("enabled") == deepspeed.AUTO:
             filled[name] = {**section, "enabled": asked}
+    section = filled.get("zero_optimization")
+    if isinstance(section, Mapping):
+        sizes = _sizes(getattr(model, "config", None), section.get("stage"))
+        autos = [name for name in sizes if section.get(name) == deepspeed.AUTO]
+        filled["zero_optimization"] = {**section, **{name: sizes[name] for name in autos}}
     given = {}
     for name, (_, path) in _BESIDE.items():
         value: Any = filled
@@ -352,6 +431,20 @@ def _given(offload: ConfigLike, args: TrainingArguments) -> tuple[ConfigLike, di
         if value is not None and value != deepspeed.AUTO:
             given[name] = _plain(value)
     return filled, given
+
+
+def _sizes(config: Any, stage: Any) -> dict[str, int]:
+    """What Trainer tells DeepSpeed of sizes, in elements, by the model's width; empty if that is not known."""
+    for each in (config, getattr(config, "text_config", None)):
+        widths = getattr(each, "hidden_size", None), *(getattr(each, "hidden_sizes", None) or ())
+        width = max((width for width in widths if isinstance(width, int)), default=0)
+        if width:
+            of_stage_3 = {
+                "stage3_prefetch_bucket_size": int(0.9 * width * width),
+                "stage3_param_persistence_threshold": 10 * width,
+            }
+            return {"reduce_bucket_size": width * width} | (of_stage_3 if stage == 3 else {})
+    return {}
 
 
 def _check_batch(offload: Mapping[str, Any], args: TrainingArguments) -> None:
