@@ -92,6 +92,7 @@ def test_jax_arrays_are_as_planned(tmp_path: Path) -> None:
     assert not wrong
 
 
+@pytest.mark.slow
 def test_what_is_measured_is_there_at_all(measured: dict[str, dict]) -> None:
     """The table would agree on nothing, too."""
     for case, result in measured.items():
