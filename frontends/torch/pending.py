@@ -2,7 +2,8 @@
 
 A module that is called first waits for its own pending parameters, because its code may be one that torch does not see:
 TorchScript, or an extension in C++. It does not wait for those of modules inside it, so the first layer of the next
-forward starts while the last one is being updated. A compiled module waits for those inside it, too, before its graph.
+forward starts while the last one is being updated. A compiled module waits for those inside it, too, before its graph;
+in stage 3 it gathers them (``stage3/hooks.py``).
 
 Outside of modules a pending parameter's class tells: it is :class:`PendingParameter`. A torch function that could see
 its values first waits for this one parameter, or gathers it, and restores its class; functions that only see shape,
@@ -15,6 +16,7 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -51,6 +53,8 @@ class _Pending:
     __slots__ = ()
     settled: type = nn.Parameter
     """The tensor's own class."""
+    in_shards = False
+    """True if its values come only for a while: a graph cannot count on them, so it breaks before it reads them."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         settle(cast(torch.Tensor, self))
@@ -58,9 +62,10 @@ class _Pending:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.compiler.is_compiling():
+        in_graph = torch.compiler.is_compiling() and not cls.in_shards
+        if in_graph:
             settle_for_compiled_code()
-        if func in METADATA or torch.compiler.is_compiling():
+        if in_graph or func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         for leaf in tree_leaves((args, kwargs)):
@@ -76,8 +81,8 @@ class PendingParameter(_Pending, nn.Parameter):
         return nn.Parameter(data, requires_grad)  # a new object of this type is a plain parameter
 
 
-_CLASSES: dict[type, type] = {nn.Parameter: PendingParameter}
-"""The class of pending tensors, by their own."""
+_IN_SHARDS: dict[type, type] = {}
+"""The class of tensors in shards, by their own."""
 
 
 def settled_type(tensor: torch.Tensor) -> type:
@@ -106,32 +111,46 @@ def _settle_all(params: Iterable[torch.Tensor | None]) -> None:
             settle(param)
 
 
+Around = Callable[[nn.Module, Callable[[], Any]], Any]
+"""Runs the forward of a compiled module, which is given as a call."""
+
+
 class _WaitsFirst:
     """The forward of a compiled module. Its graph is for parameters that are there, and for modules without hooks."""
+
+    around: Around | None = None
+    """What gathers its parameters in stage 3."""
 
     def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         self._module = module
         self._forward = forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        global _in_compiled_code
-        if torch.compiler.is_compiling() or not _BEFORE_MODULES:  # or the module around it has waited
+        if torch.compiler.is_compiling() or not (_BEFORE_MODULES or self.around):  # or the module around it has waited
             return self._forward(*args, **kwargs)
+        return self._run(partial(self._forward, *args, **kwargs))
+
+    @torch._disable_dynamo
+    def _run(self, forward: Callable[[], Any]) -> Any:
+        global _in_compiled_code
         _settle_all(self._module.parameters())
         _in_compiled_code += 1
         _watch_modules()
         try:
-            return self._forward(*args, **kwargs)
+            return forward() if self.around is None else self.around(self._module, forward)
         finally:
             _in_compiled_code -= 1
             _watch_modules()
 
 
-def have_compiled_modules_wait(model: nn.Module) -> bool:
+def have_compiled_modules_wait(model: nn.Module, around: Around | None = None) -> bool:
     """Have the compiled modules of a model wait for all parameters inside them; return whether there are any.
 
     A module that is compiled would look at its parameters before any hook is called, and be compiled again if they are
     pending.
+
+    Args:
+        around: what runs their forwards in stage 3.
     """
     dynamo = sys.modules.get("torch._dynamo.eval_frame")  # None until something is compiled; its import is slow
     optimized = () if dynamo is None else dynamo.OptimizedModule
@@ -141,10 +160,12 @@ def have_compiled_modules_wait(model: nn.Module) -> bool:
             found = True
             if not isinstance(module.forward, _WaitsFirst):
                 module.forward = _WaitsFirst(module, module.forward)
+            module.forward.around = around
         if (compiled := module._compiled_call_impl) is not None:
             found = True
             if not isinstance(compiled, _WaitsFirst):
-                module._compiled_call_impl = _WaitsFirst(module, compiled)
+                compiled = module._compiled_call_impl = _WaitsFirst(module, compiled)
+            compiled.around = around
     return found
 
 
@@ -192,7 +213,7 @@ compiled_code_reads = False
 
 def can_wait(param: torch.Tensor) -> bool:
     """Return whether readers of the parameter can be made to wait."""
-    return type(param) in (nn.Parameter, PendingParameter)
+    return settled_type(param) is nn.Parameter
 
 
 def make_pending(param: torch.Tensor, wait: Callable[[], None], *, before_modules: bool = False) -> None:
@@ -214,14 +235,14 @@ def make_pending(param: torch.Tensor, wait: Callable[[], None], *, before_module
 
 
 def guard(tensor: torch.Tensor, wait: Callable[[], None]) -> None:
-    """As :func:`make_pending`, for a tensor of any class that holds values itself, parameter or not."""
+    """As :func:`make_pending`, for a tensor in shards of any class that holds values itself, parameter or not."""
     own = settled_type(tensor)
-    if own not in _CLASSES:
-        _CLASSES[own] = types.new_class(
-            f"Pending{own.__name__}", (_Pending, own), exec_body=lambda space: space.update(settled=own)
-        )
+    if own not in _IN_SHARDS:
+        bases = (PendingParameter,) if own is nn.Parameter else (_Pending, own)
+        members = {"settled": own, "in_shards": True}
+        _IN_SHARDS[own] = types.new_class(f"Pending{own.__name__}", bases, exec_body=lambda space: space.update(members))
     _WAITS[id(tensor)] = wait
-    tensor.__class__ = _CLASSES[own]
+    tensor.__class__ = _IN_SHARDS[own]
 
 
 @torch._disable_dynamo

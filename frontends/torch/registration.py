@@ -300,11 +300,14 @@ class Registration:
             self.columns.note_all()
         for writes in [*self._used]:
             writes.forget()
-        if not self._pipeline.finished:
-            slots = [*self.slots.values()]
-            for slot in [slots[index] for index in written]:
-                if not slot.partitioned:
-                    _make_readers_wait(slot, self._pipeline)
+        slots = [*self.slots.values()]
+        for slot in [slots[index] for index in written]:
+            if slot.partitioned:
+                continue
+            if not self._pipeline.finished:
+                _make_readers_wait(slot, self._pipeline)
+            elif not broken:
+                forget(slot.param)  # a graph is made for its class
 
     def follow_replaced(self, tensors: Sequence[torch.Tensor]) -> None:
         """After master weights were replaced: write them to the parameters."""

@@ -13,7 +13,9 @@ Where the user has set hooks on saved tensors (``torch.autograd.graph.save_on_cp
 them: gathered parameters are saved as they are, without their memory; the user's hooks get everything else.
 """
 
+import threading
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.hooks import RemovableHandle
 from torch.utils._pytree import tree_leaves
 
 from offload_core.errors import ParameterError, StateError
@@ -50,7 +53,9 @@ class _Call:
     differentiable: bool = False
     """True if that backward records a graph itself (``create_graph=True``)."""
     leaf: bool = False
-    """True if it is a leaf module's."""
+    """True if it is a leaf module's, or a unit's."""
+    around: bool = False
+    """True if it is a compiled module's, around its hooks."""
     saving: saved_tensors_hooks | None = None
     """Its hooks on saved tensors, over the user's."""
 
@@ -71,6 +76,23 @@ class _Unpacked:
             )
         return self.tensor
 
+
+_BREAKS = (
+    "in stage 3 a module's parameters are gathered before its graph; expected block.compile(), model.compile() or "
+    "engine.compile(), which gather them, or `with gathered_parameters(...)` around the compiled function"
+)
+
+_units = threading.local()
+"""``innermost``: the runs to which the innermost compiled module belongs that runs in this thread."""
+
+
+def _in_unit() -> bool:
+    """Return whether a unit runs. Called while a graph is made, and no more: graphs of equal units are shared."""
+    runs: ModuleRuns | None = getattr(_units, "innermost", None)
+    return runs is not None and runs.runs_unit
+
+
+_in_unit._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 _LEFT_ALONE = (None, __name__, "torch.utils.checkpoint")
 """Modules whose hooks on saved tensors copy nothing: torch's own functions, the ones here, and checkpointing."""
@@ -104,7 +126,9 @@ class ModuleRuns:
         """Parameters that stay whole after their calls: until they change (True), or until the next forward (False)."""
         self._hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._leaves: weakref.WeakSet[nn.Module] = weakref.WeakSet(leaves)
-        self._handles: list[Any] = []
+        self._handles: list[_Registered] = []
+        self._number = RemovableHandle(OrderedDict()).id
+        """Of its hooks, in each module the same: graphs are made for the numbers, and equal blocks share theirs."""
         abandon = partial(_abandon, self._handles, parameters.records, parameters.live)
         weakref.finalize(self, clear_up, abandon).atexit = False
 
@@ -126,10 +150,9 @@ class ModuleRuns:
         if module in self._hooked:
             return
         self._hooked.add(module)
-        before = _Hook(self, lambda runs, module, args: runs._before_forward(module))
-        after = _Hook(self, lambda runs, module, args, output: runs._after_forward(module, output))
-        self._handles.append(module.register_forward_pre_hook(before, prepend=True))
-        self._handles.append(module.register_forward_hook(after, always_call=True))
+        before = _Hook(self, module, ModuleRuns._before_hook, ModuleRuns._kept_for)
+        after = _Hook(self, module, ModuleRuns._after_hook, ModuleRuns._is_not_running)
+        self._handles.append(_Registered(module, before, after, self._number))
 
     # --- keeping parameters whole --------------------------------------------------------------------
 
@@ -159,18 +182,46 @@ class ModuleRuns:
 
     # --- forward -------------------------------------------------------------------------------------
 
-    def _before_forward(self, module: nn.Module) -> None:
+    def run_unit(self, module: nn.Module, forward: Callable[[], Any]) -> Any:
+        """Run a compiled module: as a leaf module, around its hooks, which are in its graph."""
+        self._before_forward(module, leaf=True, around=True)
+        output, outer = None, getattr(_units, "innermost", None)
+        _units.innermost = self
+        try:
+            output = forward()
+        finally:
+            _units.innermost = outer
+            self._after_forward(module, output, around=True)
+        return output
+
+    @property
+    def runs_unit(self) -> bool:
+        """True if the innermost run is a compiled module's."""
+        return bool(self._calls) and self._calls[-1].around
+
+    def _before_hook(self, compiled: bool, module: nn.Module, args: Any) -> None:
+        self._before_forward(module, leaf=compiled or module in self._leaves)
+
+    def _after_hook(self, compiled: bool, module: nn.Module, args: Any, output: Any) -> None:
+        self._after_forward(module, output)
+
+    def _kept_for(self, module: nn.Module) -> bool:
+        """Return whether all that is used inside the module is whole, and not only until the next forward."""
+        return all(record.live.holds > (record in self._kept) for record in self._used_by(module, inside=True))
+
+    def _is_not_running(self, module: nn.Module) -> bool:
+        return not self._running(module, around=False)
+
+    def _before_forward(self, module: nn.Module, *, leaf: bool, around: bool = False) -> None:
         task = _backward()
         if task is not None:
             self._end_passed(task)
         elif not self._calls:
             self.forget(graphs=False)
             self._parameters.live.begin_round((id(module), torch.is_grad_enabled()))
-        leaf = module in self._leaves
-        own = module.parameters() if leaf else module._parameters.values()
-        kept = self._kept_by_leaves(task) if self._leaves else ()
-        params = [record for record in self._parameters.among([*own, *_externals_of(module)]) if record not in kept]
-        call = _Call(module, params, torch._C._autograd._get_sequence_nr(), leaf=leaf)
+        kept = self._kept_by_leaves(task)
+        params = [record for record in self._used_by(module, inside=leaf) if record not in kept]
+        call = _Call(module, params, torch._C._autograd._get_sequence_nr(), leaf=leaf, around=around)
         self.hold(call.params)
         self._calls.append(call)
         self._save_without_memory(call)
@@ -199,8 +250,13 @@ class ModuleRuns:
         backward = () if task is None else self._backwards.get(task, ())
         return {record for call in (*self._calls, *backward) if call.leaf for record in call.params}
 
-    def _after_forward(self, module: nn.Module, output: Any) -> None:
-        if not self._calls or self._calls[-1].module is not module:
+    def _used_by(self, module: nn.Module, *, inside: bool) -> list[PartitionedParameter]:
+        """What a module uses; ``inside``: and all modules inside it."""
+        modules = module.modules() if inside else (module,)
+        return self._parameters.among(p for m in modules for p in (*m._parameters.values(), *_externals_of(m)))
+
+    def _after_forward(self, module: nn.Module, output: Any, *, around: bool = False) -> None:
+        if not self._running(module, around=around):
             return  # its pre-hook did not run to the end
         call = self._calls.pop()
         _end_saving(call)
@@ -219,6 +275,10 @@ class ModuleRuns:
             self.let_go(call.params)
             if outer is None and _backward() is None and (output is None or not torch.is_grad_enabled()):
                 self._parameters.live.release_idle()
+
+    def _running(self, module: nn.Module, *, around: bool) -> bool:
+        """Return whether this is the innermost run."""
+        return bool(self._calls) and self._calls[-1].module is module and self._calls[-1].around == around
 
     def _keep_escaped(self, call: _Call, tensors: Sequence[torch.Tensor], outer: _Call | None) -> None:
         """Have the calling module keep parameters that a module returns."""
@@ -373,21 +433,86 @@ def check_hooks_run(model: nn.Module, threshold: int) -> None:
                 )
 
 
-class _Hook:
-    """A hook on the modules of one model; in copies of a module it does nothing."""
+class _Registered:
+    """Hooks before and after a module's forward, as ``register_forward_hook(after, always_call=True)`` makes them, but
+    under a number that is given."""
 
-    def __init__(self, runs: ModuleRuns | None = None, act: Callable[..., None] | None = None) -> None:
+    def __init__(self, module: nn.Module, before: "_Hook", after: "_Hook", number: int) -> None:
+        self._module = weakref.ref(module)
+        self._number = number
+        module._forward_pre_hooks[number] = before
+        module._forward_pre_hooks.move_to_end(number, last=False)
+        module._forward_hooks[number] = after
+        module._forward_hooks_always_called[number] = True
+
+    def remove(self) -> None:
+        module = self._module()
+        if module is not None:
+            for hooks in (module._forward_pre_hooks, module._forward_hooks, module._forward_hooks_always_called):
+                hooks.pop(self._number, None)
+
+
+class _Hook:
+    """A hook on a module of one model; in copies of the module it does nothing.
+
+    Args:
+        act: what it does, a method of ``runs``; it is also told whether the frame around it is compiled.
+        idle: whether it has nothing to do in a graph, a method of ``runs``.
+    """
+
+    def __init__(
+        self,
+        runs: ModuleRuns | None = None,
+        module: nn.Module | None = None,
+        act: Callable[..., None] | None = None,
+        idle: Callable[[ModuleRuns, nn.Module], bool] | None = None,
+    ) -> None:
         self._runs = None if runs is None else weakref.ref(runs)
+        self._module = None if module is None else weakref.ref(module)
         self._act = act
+        self._idle = idle
+
+    def __call__(self, *args: Any) -> None:
+        if torch.compiler.is_compiling() and (_in_unit() or self.idle()):
+            return
+        self._break_graph(*args)
+
+    def idle(self) -> bool:
+        """Return whether a graph may leave the hook out. Called while the graph is made, and no more."""
+        runs = None if self._runs is None else self._runs()
+        module = None if self._module is None else self._module()
+        return runs is None or module is None or self._idle is None or self._idle(runs, module)
+
+    idle._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+    def _break_graph(self, *args: Any) -> None:
+        self._run(torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None, *args)
+
+    _break_graph._torchdynamo_disable = True  # type: ignore[attr-defined]
+    _break_graph._torchdynamo_disable_msg = _BREAKS  # type: ignore[attr-defined]
 
     @torch._disable_dynamo
-    def __call__(self, *args: Any) -> None:
+    def _run(self, compiled: bool, *args: Any) -> None:
         runs = None if self._runs is None else self._runs()
         if runs is not None and self._act is not None:
-            self._act(runs, *args)
+            self._act(runs, compiled, *args)
 
     def __reduce__(self) -> Any:
         return _Hook, ()
+
+
+class AroundCompiled:
+    """Runs the forwards of a model's compiled modules; in copies of a module it only calls them."""
+
+    def __init__(self, runs: ModuleRuns | None = None) -> None:
+        self._runs = None if runs is None else weakref.ref(runs)
+
+    def __call__(self, module: nn.Module, forward: Callable[[], Any]) -> Any:
+        runs = None if self._runs is None else self._runs()
+        return forward() if runs is None else runs.run_unit(module, forward)
+
+    def __reduce__(self) -> Any:
+        return AroundCompiled, ()
 
 
 def note_external(module: nn.Module, param: torch.Tensor) -> None:
@@ -435,13 +560,13 @@ def _touched(runs: "weakref.ref[ModuleRuns]", param: int, name: str) -> None:
     this.touch(param)
 
 
-def _remove(handles: list[Any]) -> None:
+def _remove(handles: list[_Registered]) -> None:
     for handle in handles:
         handle.remove()
     handles.clear()
 
 
-def _abandon(handles: list[Any], records: dict[int, PartitionedParameter], live: LiveParams) -> None:
+def _abandon(handles: list[_Registered], records: dict[int, PartitionedParameter], live: LiveParams) -> None:
     """Clean up after an engine that was deleted; on one rank, make its parameters whole."""
     _remove(handles)
     if live.device.world_size == 1:
