@@ -102,10 +102,11 @@ def _before_forward(module: nn.Module, args: Any) -> None:
     inside = isinstance(module, torch.jit.ScriptModule) or (
         isinstance(module, _READ_WHAT_IS_INSIDE) and not module.training
     )
-    _settle_all(module.parameters() if inside else module._parameters.values())
+    settle_all(module.parameters() if inside else module._parameters.values())
 
 
-def _settle_all(params: Iterable[torch.Tensor | None]) -> None:
+def settle_all(params: Iterable[torch.Tensor | None]) -> None:
+    """Wait for those that an update still writes."""
     for param in params:
         if param is not None and id(param) in _BEFORE_MODULES:
             settle(param)
@@ -133,7 +134,7 @@ class _WaitsFirst:
     @torch._disable_dynamo
     def _run(self, forward: Callable[[], Any]) -> Any:
         global _in_compiled_code
-        _settle_all(self._module.parameters())
+        settle_all(self._module.parameters())
         _in_compiled_code += 1
         _watch_modules()
         try:
@@ -248,6 +249,11 @@ def guard(tensor: torch.Tensor, wait: Callable[[], None]) -> None:
 @torch._disable_dynamo
 def settle(param: torch.Tensor) -> None:
     """Wait for the parameter, if it is pending."""
+    settle_garbage(param)
+
+
+def settle_garbage(param: torch.Tensor) -> None:
+    """As :func:`settle`, without an import of the compiler, for what is done when garbage is collected."""
     if isinstance(param, _Pending):
         wait = _WAITS.get(id(param))
         if wait is not None:  # else a signal handler has settled it just now

@@ -32,7 +32,7 @@ from offload_core.stage3.live_params import LiveParams
 from offload_core.step.pipeline import Pipeline
 from offload_core.support.threads import clear_up
 
-from ..pending import forget, guard
+from ..pending import forget, guard, settle_all
 from .parameters import PartitionedParameter, PartitionedParameters
 
 _EXTERNAL = "_offload_external_parameters"
@@ -200,6 +200,8 @@ class ModuleRuns:
         return bool(self._calls) and self._calls[-1].around
 
     def _before_hook(self, compiled: bool, module: nn.Module, args: Any) -> None:
+        if compiled:
+            settle_all(module.parameters())
         self._before_forward(module, leaf=compiled or module in self._leaves)
 
     def _after_hook(self, compiled: bool, module: nn.Module, args: Any, output: Any) -> None:
@@ -569,9 +571,11 @@ def _remove(handles: list[_Registered]) -> None:
 def _abandon(handles: list[_Registered], records: dict[int, PartitionedParameter], live: LiveParams) -> None:
     """Clean up after an engine that was deleted; on one rank, make its parameters whole."""
     _remove(handles)
-    if live.device.world_size == 1:
-        for record in records.values():
-            live.acquire([record.live])
-            for tensor in record.values.tensors:
-                forget(tensor)
-    live.device.synchronize()  # copies read shards in pinned memory, which is given back now
+    try:
+        if live.device.world_size == 1:
+            for record in records.values():
+                live.acquire([record.live])
+                for tensor in record.values.tensors:
+                    forget(tensor)
+    finally:
+        live.device.synchronize()  # copies read shards in pinned memory, which is given back now
