@@ -15,14 +15,16 @@ import sys
 import types
 import warnings
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.modules.module import _global_forward_pre_hooks
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 _WAITS: dict[int, Callable[[], None]] = {}
 """The function to call before a pending parameter is read, by the parameter's ``id``."""
@@ -172,7 +174,8 @@ def have_compiled_modules_wait(model: nn.Module, around: Around | None = None) -
 
 _in_compiled_code = 0
 """Forwards of compiled modules that are running."""
-_hook: Any = None
+_NUMBER = RemovableHandle(OrderedDict()).id
+"""Of the hook on all modules, whenever it is there: graphs are made for the numbers of hooks."""
 _TWICE = r"Using `torch\.compile\(module\)` when there are global hooks"
 
 
@@ -181,14 +184,12 @@ def _watch_modules() -> None:
 
     Another thread may do the same; at worst the hook stays, and finds nothing to wait for.
     """
-    global _hook
-    if (watch := bool(_BEFORE_MODULES and not _in_compiled_code)) and _hook is None:
+    if (watch := bool(_BEFORE_MODULES and not _in_compiled_code)) and _NUMBER not in _global_forward_pre_hooks:
         if not any(rule[1] is not None and rule[1].pattern == _TWICE for rule in warnings.filters):
             warnings.filterwarnings("ignore", _TWICE, UserWarning)  # the second call finds nothing to wait for
-        _hook = register_module_forward_pre_hook(_before_forward)
-    elif not watch and _hook is not None:
-        hook, _hook = _hook, None
-        hook.remove()
+        _global_forward_pre_hooks[_NUMBER] = _before_forward
+    elif not watch and _NUMBER in _global_forward_pre_hooks:
+        _global_forward_pre_hooks.pop(_NUMBER, None)
         if _BEFORE_MODULES and not _in_compiled_code:
             _watch_modules()
 

@@ -82,6 +82,8 @@ _BREAKS = (
     "engine.compile(), which gather them, or `with gathered_parameters(...)` around the compiled function"
 )
 
+_dynamo = torch._C._dynamo.eval_frame
+
 _units = threading.local()
 """``innermost``: the runs to which the innermost compiled module belongs that runs in this thread."""
 
@@ -488,7 +490,7 @@ class _Hook:
     idle._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def _break_graph(self, *args: Any) -> None:
-        self._run(torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None, *args)
+        self._run(_dynamo.get_eval_frame_callback() is not None, *args)
 
     _break_graph._torchdynamo_disable = True  # type: ignore[attr-defined]
     _break_graph._torchdynamo_disable_msg = _BREAKS  # type: ignore[attr-defined]
@@ -501,6 +503,12 @@ class _Hook:
 
     def __reduce__(self) -> Any:
         return _Hook, ()
+
+
+for _function in (_Hook.__call__, _Hook._break_graph):
+    # Where no graph is being made, none is begun at them. As torch._dynamo.skip_code does, whose import is slow.
+    _skip = _dynamo._FrameExecStrategy(_dynamo._FrameAction.SKIP, _dynamo._FrameAction.DEFAULT)
+    _dynamo.set_code_exec_strategy(_function.__code__, _skip)
 
 
 class AroundCompiled:
