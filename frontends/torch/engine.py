@@ -143,7 +143,7 @@ class Engine(nn.Module):
 
         Each layer waits only for the update of its own parameters.
         """
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             self._traced = True
         elif self.optimizer.partitioned is not None:
             self._have_compiled_modules_wait()  # those that were compiled just now gather their parameters, too
@@ -163,7 +163,7 @@ class Engine(nn.Module):
 
     def _have_compiled_modules_wait(self) -> bool:
         parted = self.optimizer.partitioned
-        return pending.have_compiled_modules_wait(self.module, None if parted is None else parted.around_compiled)
+        return pending.have_compiled_modules_wait(self.module, None if parted is None else parted.runs.around_compiled)
 
     def cast(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The arguments of a forward, with floating-point tensors in ``param_dtype``, as :meth:`forward` says."""

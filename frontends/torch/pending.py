@@ -64,16 +64,41 @@ class _Pending:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        in_graph = torch.compiler.is_compiling() and not cls.in_shards
+        if cls.in_shards and torch.compiler.is_dynamo_compiling():
+            return _call_outside_graphs(func, args, kwargs)
+        in_graph = torch.compiler.is_compiling() and not cls.in_shards  # the compiler itself looks, too
         if in_graph:
             settle_for_compiled_code()
         if in_graph or func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, _Pending):
-                settle(cast(torch.Tensor, leaf))
-        return func(*args, **(kwargs or {}))
+        return _settle_and_call(func, args, kwargs)
+
+
+def _settle_and_call(func: Any, args: Any, kwargs: Any) -> Any:
+    for leaf in tree_leaves((args, kwargs)):
+        if isinstance(leaf, _Pending):
+            settle(cast(torch.Tensor, leaf))
+    return func(*args, **(kwargs or {}))
+
+
+def breaks_graph(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that compiled code calls as it is, outside of graphs; ``fullgraph=True`` says why it cannot."""
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = _WHY  # type: ignore[attr-defined]
+    return function  # as torch._dynamo.skip does, whose import is slow
+
+
+_WHY = (
+    "in stage 3 parameters are gathered before a graph, and a compiled module's are; expected block.compile() or "
+    "engine.compile(), register_external_parameter() for what a block reads of other modules, or `with "
+    "gathered_parameters(...)` around a compiled function"
+)
+
+
+@breaks_graph
+def _call_outside_graphs(func: Any, args: Any, kwargs: Any) -> Any:
+    return _settle_and_call(func, args, kwargs)
 
 
 class PendingParameter(_Pending, nn.Parameter):
@@ -99,7 +124,7 @@ _READ_WHAT_IS_INSIDE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.Tr
 
 def _before_forward(module: nn.Module, args: Any) -> None:
     """Wait for the parameters that a module's forward reads in ways that torch does not show."""
-    if torch.compiler.is_compiling() or not _BEFORE_MODULES:
+    if torch.compiler.is_dynamo_compiling() or not _BEFORE_MODULES:
         return
     inside = isinstance(module, torch.jit.ScriptModule) or (
         isinstance(module, _READ_WHAT_IS_INSIDE) and not module.training
@@ -129,8 +154,8 @@ class _WaitsFirst:
         self._forward = forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or not (_BEFORE_MODULES or self.around):  # or the module around it has waited
-            return self._forward(*args, **kwargs)
+        if torch.compiler.is_dynamo_compiling() or not (_BEFORE_MODULES or self.around):
+            return self._forward(*args, **kwargs)  # the module around it has waited, if any has to
         return self._run(partial(self._forward, *args, **kwargs))
 
     @torch._disable_dynamo
@@ -242,7 +267,9 @@ def guard(tensor: torch.Tensor, wait: Callable[[], None]) -> None:
     if own not in _IN_SHARDS:
         bases = (PendingParameter,) if own is nn.Parameter else (_Pending, own)
         members = {"settled": own, "in_shards": True}
-        _IN_SHARDS[own] = types.new_class(f"Pending{own.__name__}", bases, exec_body=lambda space: space.update(members))
+        _IN_SHARDS[own] = types.new_class(
+            f"Pending{own.__name__}", bases, exec_body=lambda space: space.update(members)
+        )
     _WAITS[id(tensor)] = wait
     tensor.__class__ = _IN_SHARDS[own]
 

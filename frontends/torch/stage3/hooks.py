@@ -9,6 +9,11 @@ Reading a released parameter anywhere else is an error (``pending.py``).
 A leaf module's run keeps the parameters of all modules inside it, too, and their own runs keep none: which of them run,
 and in which order, is each rank's own affair.
 
+[Note: units] A compiled module is a unit: a leaf module that is run around its graph, so that its parameters are plain
+and whole when the graph is made and whenever it runs. The hooks inside it see that while the graph is made, and leave
+no trace in it. Any other module that a graph comes to breaks it: its hook runs outside, and makes a unit of the module.
+A released parameter breaks a graph, too, so none is made that reads one; its class changes, so none is used for one.
+
 Where the user has set hooks on saved tensors (``torch.autograd.graph.save_on_cpu``), a run puts hooks of its own over
 them: gathered parameters are saved as they are, without their memory; the user's hooks get everything else.
 """
@@ -19,20 +24,20 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.hooks import RemovableHandle
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from offload_core.errors import ParameterError, StateError
 from offload_core.stage3.live_params import LiveParams
 from offload_core.step.pipeline import Pipeline
 from offload_core.support.threads import clear_up
 
-from ..pending import forget, guard, settle_all
+from ..pending import breaks_graph, forget, guard, settle_all
 from .parameters import PartitionedParameter, PartitionedParameters
 
 _EXTERNAL = "_offload_external_parameters"
@@ -76,11 +81,6 @@ class _Unpacked:
             )
         return self.tensor
 
-
-_BREAKS = (
-    "in stage 3 a module's parameters are gathered before its graph; expected block.compile(), model.compile() or "
-    "engine.compile(), which gather them, or `with gathered_parameters(...)` around the compiled function"
-)
 
 _dynamo = torch._C._dynamo.eval_frame
 
@@ -128,7 +128,9 @@ class ModuleRuns:
         """Parameters that stay whole after their calls: until they change (True), or until the next forward (False)."""
         self._hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._leaves: weakref.WeakSet[nn.Module] = weakref.WeakSet(leaves)
-        self._handles: list[_Registered] = []
+        self.around_compiled = AroundCompiled(self)
+        """What runs the forwards of compiled modules."""
+        self._handles: list[_Removable] = [self.around_compiled]
         self._number = RemovableHandle(OrderedDict()).id
         """Of its hooks, in each module the same: graphs are made for the numbers, and equal blocks share theirs."""
         abandon = partial(_abandon, self._handles, parameters.records, parameters.live)
@@ -437,6 +439,10 @@ def check_hooks_run(model: nn.Module, threshold: int) -> None:
                 )
 
 
+class _Removable(Protocol):
+    def remove(self) -> None: ...
+
+
 class _Registered:
     """Hooks before and after a module's forward, as ``register_forward_hook(after, always_call=True)`` makes them, but
     under a number that is given."""
@@ -445,7 +451,7 @@ class _Registered:
         self._module = weakref.ref(module)
         self._number = number
         module._forward_pre_hooks[number] = before
-        module._forward_pre_hooks.move_to_end(number, last=False)
+        cast("OrderedDict[int, Any]", module._forward_pre_hooks).move_to_end(number, last=False)
         module._forward_hooks[number] = after
         module._forward_hooks_always_called[number] = True
 
@@ -477,7 +483,7 @@ class _Hook:
         self._idle = idle
 
     def __call__(self, *args: Any) -> None:
-        if torch.compiler.is_compiling() and (_in_unit() or self.idle()):
+        if torch.compiler.is_dynamo_compiling() and (_in_unit() or self.idle()):
             return
         self._break_graph(*args)
 
@@ -489,11 +495,9 @@ class _Hook:
 
     idle._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
+    @breaks_graph
     def _break_graph(self, *args: Any) -> None:
         self._run(_dynamo.get_eval_frame_callback() is not None, *args)
-
-    _break_graph._torchdynamo_disable = True  # type: ignore[attr-defined]
-    _break_graph._torchdynamo_disable_msg = _BREAKS  # type: ignore[attr-defined]
 
     @torch._disable_dynamo
     def _run(self, compiled: bool, *args: Any) -> None:
@@ -512,7 +516,7 @@ for _function in (_Hook.__call__, _Hook._break_graph):
 
 
 class AroundCompiled:
-    """Runs the forwards of a model's compiled modules; in copies of a module it only calls them."""
+    """Runs the forwards of a model's compiled modules; in copies of a module, or once removed, it only calls them."""
 
     def __init__(self, runs: ModuleRuns | None = None) -> None:
         self._runs = None if runs is None else weakref.ref(runs)
@@ -520,6 +524,9 @@ class AroundCompiled:
     def __call__(self, module: nn.Module, forward: Callable[[], Any]) -> Any:
         runs = None if self._runs is None else self._runs()
         return forward() if runs is None else runs.run_unit(module, forward)
+
+    def remove(self) -> None:
+        self._runs = None
 
     def __reduce__(self) -> Any:
         return AroundCompiled, ()
@@ -570,13 +577,13 @@ def _touched(runs: "weakref.ref[ModuleRuns]", param: int, name: str) -> None:
     this.touch(param)
 
 
-def _remove(handles: list[_Registered]) -> None:
+def _remove(handles: list[_Removable]) -> None:
     for handle in handles:
         handle.remove()
     handles.clear()
 
 
-def _abandon(handles: list[_Registered], records: dict[int, PartitionedParameter], live: LiveParams) -> None:
+def _abandon(handles: list[_Removable], records: dict[int, PartitionedParameter], live: LiveParams) -> None:
     """Clean up after an engine that was deleted; on one rank, make its parameters whole."""
     _remove(handles)
     try:

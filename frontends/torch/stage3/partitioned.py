@@ -11,7 +11,7 @@ from offload_core.step.pipeline import Pipeline
 from ..casting import Casts
 from ..ranks.device_ranks import device_for
 from .gathering import Gathering, check_unowned
-from .hooks import AroundCompiled, ModuleRuns, check_hooks_run, leaf_modules
+from .hooks import ModuleRuns, check_hooks_run, leaf_modules
 from .parameters import PartitionedParameter, PartitionedParameters
 
 
@@ -34,8 +34,6 @@ class PartitionedModel:
         self.live = self.parameters.live
         """Tracks which parameters are whole."""
         self.runs = ModuleRuns(model, self.parameters, pipeline, leaf_modules(model, pipeline.config.leaf_modules))
-        self.around_compiled = AroundCompiled(self.runs)
-        """What runs the forwards of compiled modules."""
         self._gathering = Gathering(self.parameters, self.runs, self._world, pipeline)
 
     def __contains__(self, param: torch.Tensor) -> bool:
