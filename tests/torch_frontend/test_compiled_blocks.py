@@ -1,14 +1,21 @@
-"""``torch.compile`` of a model's blocks: the bits of the model as it is, compiled once, and each block waits alone."""
+"""``torch.compile`` of blocks, models and functions: the bits and the graphs of plain torch, and each block waits alone."""
+
+import copy
+import gc
+from contextlib import contextmanager
 
 import pytest
 import torch
 import torch._dynamo.testing
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint
 
-from frontends.torch import gathered_parameters, wrap
+from frontends.torch import gathered_parameters, register_external_parameter, wrap
 from frontends.torch.pending import PendingParameter
 from frontends.torch.ranks import device_ranks
+from offload_core import StateError
 from tests.support import simulated
 from tests.support.slow_torch_device import SlowTorchDevice
 from tests.support.torch_models import same_bits
@@ -108,7 +115,7 @@ def test_a_compiled_block_waits_for_its_own_parameters_at_its_own_boundary(compi
         step(engine, seed, device)
     x = batch(3, device).bfloat16()
     engine.backward(engine(x).float().pow(2).mean())
-    release = hold_after_the_first(engine, slow, device)
+    release = hold_after_the_first(engine.optimizer.pipeline.device.memory, slow, device)
     assert engine.step().updated
     first = model[0](x)
     if device != "cpu":
@@ -127,13 +134,15 @@ def test_a_compiled_block_waits_for_its_own_parameters_at_its_own_boundary(compi
     assert same_bits(second, model[1](model[0](x)))
 
 
-def hold_after_the_first(engine, slow, device):
-    """The first bucket that is sent to the device from now on arrives; the next wait for the returned function."""
-    memory = engine.optimizer.pipeline.device.memory
-    send, releases = memory.to_device, []
+def hold_after_the_first(memory, slow, device, first=1):
+    """The first buckets that are sent to the device from now on arrive; the next wait for the returned function."""
+    send, releases, events = memory.to_device, [], []
 
     def to_device(*arguments):
         event = send(*arguments)
+        events.append(event)
+        if len(events) < first:
+            return event
         if not releases and device == "cpu":
             event.wait()
             slow.gate.clear()
@@ -144,3 +153,167 @@ def hold_after_the_first(engine, slow, device):
 
     memory.to_device = to_device
     return lambda: releases[0]()
+
+
+# --- stage 3 ------------------------------------------------------------------------------------------
+
+STAGES = {2: {}, 3: STREAMED}
+
+
+def blocks_in_place(model, **how):
+    for block in model:
+        block.compile(**how)
+    return model
+
+
+def blocks_as_objects(model, **how):
+    for i, block in enumerate(model):
+        model[i] = torch.compile(block, **how)
+    return model
+
+
+def model_in_place(model, **how):
+    model.compile(**how)
+    return model
+
+
+def graphs_of(compile_model, device, fields=None, steps=4):
+    """Compile three blocks, train them, evaluate them: the graphs so far after each step and at the end, and what came
+    out. ``fields`` of None is plain torch."""
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    model = compile_model(blocks(3, device), backend=counter, fullgraph=True)
+    if fields is None:
+        run, optimizer = model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    else:
+        run = wrap(model, lr=1e-2, reduce_bucket_size=ONE_BLOCK, **fields)
+    frames = []
+    for seed in range(steps):
+        if fields is None:
+            run(batch(seed, device)).pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            step(run, seed, device)
+        frames.append(counter.frame_count)
+    with torch.no_grad():
+        seen = [run(batch(9, device)) for _ in range(2)]
+    frames.append(counter.frame_count)
+    if fields is not None:
+        run.close()
+    return frames, [*seen, *model.parameters()]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("compile_model", [blocks_in_place, blocks_as_objects, model_in_place, torch.compile])
+def test_training_compiles_the_graphs_of_plain_torch_and_gives_its_bits(compile_model, stage, device):
+    """Also for evaluation, and each is whole (``fullgraph=True``); equal blocks share theirs."""
+    expected_frames, expected = graphs_of(compile_model, "cpu")
+    frames, found = graphs_of(compile_model, device, STAGES[stage])
+    assert frames[1] == frames[-2]
+    assert all(got <= plain for got, plain in zip(frames, expected_frames, strict=True)), (frames, expected_frames)
+    assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("how", ["engine.compile()", "torch.compile(engine)", "a function around the engine"])
+def test_code_that_is_compiled_around_the_engine_compiles_no_more_after_its_second_step(how, stage, device):
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    found, frames = [], []
+    for compiled in (True, False):
+        engine = run = wrap(blocks(3, device), lr=1e-2, reduce_bucket_size=ONE_BLOCK, **STAGES[stage])
+
+        def loss_of(x):
+            return run(x).pow(2).mean()  # noqa: B023
+
+        if compiled and how == "engine.compile()":
+            engine.compile(fullgraph=True, backend=counter)
+        elif compiled and how == "torch.compile(engine)":
+            run = torch.compile(engine, backend=counter)
+        elif compiled:
+            loss_of = torch.compile(loss_of, backend=counter)
+        for seed in range(5):
+            engine.backward(loss_of(batch(seed, device)))
+            assert engine.step().updated
+            frames.append(counter.frame_count)
+        found.append(everything(engine))
+        engine.close()
+    assert 0 < frames[1] == frames[-1] <= 3
+    assert all(same_bits(a, b) for a, b in zip(*found, strict=True))
+
+
+@contextmanager
+def whole_while_graphs_run(model):
+    """The blocks whose large parameters have memory, each time when a graph runs; and a backend that looks."""
+    seen = []
+
+    def look():
+        with torch._C.DisableTorchFunctionSubclass():
+            large = [[p for p in block.parameters() if p.numel() >= 20] for block in model]
+            bytes_of = [{p.untyped_storage().nbytes() > 0 for p in some} for some in large]
+        seen.append([i for i, some in enumerate(bytes_of) if some == {True}])
+        assert all(len(some) == 1 for some in bytes_of)
+
+    def backend(graph, inputs):
+        def run(*arguments):
+            look()
+            return graph(*arguments)
+
+        return run
+
+    yield seen, backend, look
+
+
+@pytest.mark.parametrize(("unit", "expected"), [("blocks", [[0], [1], [2]]), ("model", [[0, 1, 2]])])
+def test_a_unit_is_whole_while_its_graph_and_its_backward_run_and_nothing_else_is(unit, expected, device):
+    model = blocks(3, device)
+    fields = {**STREAMED, "prefetch_bucket_size": 0, "max_reuse_distance": 0}
+    with whole_while_graphs_run(model) as (seen, backend, look):
+        for module in model if unit == "blocks" else [model]:
+            module.compile(backend=backend, fullgraph=True)
+        engine = wrap(model, lr=1e-2, reduce_bucket_size=ONE_BLOCK, **fields)
+        for seed in range(3):
+            loss = engine(batch(seed, device)).pow(2).mean()
+            assert seen == expected
+            seen.clear()
+            handles = [block.up.weight.register_hook(lambda gradient: look()) for block in model]
+            engine.backward(loss)
+            whole = expected[::-1] if unit == "blocks" else [[0, 1, 2]] * 3
+            assert seen == whole
+            seen.clear()
+            for handle in handles:
+                handle.remove()
+            assert engine.step().updated
+            assert engine.optimizer.partitioned.live.numel == 0
+
+
+def test_a_unit_waits_only_for_its_own_parameters(device, monkeypatch):
+    """The next block is gathered ahead: its copies are held back, and the first block computes."""
+    slow = SlowTorchDevice()
+    if device == "cpu":
+        monkeypatch.setattr(device_ranks, "memory_of", lambda device: slow)
+    model = blocks(2, device)
+    blocks_in_place(model, backend="eager", fullgraph=True)
+    engine = wrap(model, lr=1e-2, **{**STREAMED, "max_reuse_distance": 0})
+    for seed in range(2):  # the order is learnt
+        step(engine, seed, device)
+    engine.flush()
+    live = engine.optimizer.partitioned.live
+    release = hold_after_the_first(live.device.memory, slow, device, first=3)  # up.weight, up.bias, down.weight
+    outputs = []
+    model[1].register_forward_pre_hook(lambda module, args: outputs.append(args[0]))
+
+    def first_has_run(module, args, output):
+        if device != "cpu":
+            torch.accelerator.current_stream().record_event().synchronize()
+        outputs.append(output)
+        release()
+
+    handle = model[0].register_forward_hook(first_has_run)
+    torch._dynamo.reset()  # the hook is in the module's graph, and breaks it
+    model[0].compile(backend="eager")
+    with torch.no_grad():
+        got = engine(batch(3, device))
+    handle.remove()
+    assert len(outputs) == 2
+    assert same_bits(got, engine(batch(3, device)))
