@@ -1,4 +1,4 @@
-"""``torch.compile`` of blocks, models and functions: the bits and the graphs of plain torch, and each block waits alone."""
+"""``torch.compile`` of blocks, models and functions: bits and graphs are plain torch's, and each block waits alone."""
 
 import copy
 import gc
@@ -9,6 +9,7 @@ import torch
 import torch._dynamo.testing
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
@@ -287,33 +288,221 @@ def test_a_unit_is_whole_while_its_graph_and_its_backward_run_and_nothing_else_i
             assert engine.optimizer.partitioned.live.numel == 0
 
 
+class Two(nn.Module):
+    """Two compiled blocks, and what is done between them."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.first, self.second = blocks_in_place(blocks(2, device), backend="eager", fullgraph=True)
+        self.between = lambda x: None
+
+    def forward(self, x):
+        x = self.first(x)
+        self.between(x)
+        return self.second(x)
+
+
 def test_a_unit_waits_only_for_its_own_parameters(device, monkeypatch):
-    """The next block is gathered ahead: its copies are held back, and the first block computes."""
+    """The second block is gathered ahead: its copies are held back, and the first block computes."""
     slow = SlowTorchDevice()
     if device == "cpu":
         monkeypatch.setattr(device_ranks, "memory_of", lambda device: slow)
-    model = blocks(2, device)
-    blocks_in_place(model, backend="eager", fullgraph=True)
-    engine = wrap(model, lr=1e-2, **{**STREAMED, "max_reuse_distance": 0})
+    engine = wrap(Two(device), lr=1e-2, **{**STREAMED, "max_reuse_distance": 0})
     for seed in range(2):  # the order is learnt
         step(engine, seed, device)
     engine.flush()
     live = engine.optimizer.partitioned.live
     release = hold_after_the_first(live.device.memory, slow, device, first=3)  # up.weight, up.bias, down.weight
-    outputs = []
-    model[1].register_forward_pre_hook(lambda module, args: outputs.append(args[0]))
+    seen = []
 
-    def first_has_run(module, args, output):
+    def first_has_run(x):
+        seen.append(live.n_bytes)
         if device != "cpu":
             torch.accelerator.current_stream().record_event().synchronize()
-        outputs.append(output)
         release()
 
-    handle = model[0].register_forward_hook(first_has_run)
-    torch._dynamo.reset()  # the hook is in the module's graph, and breaks it
-    model[0].compile(backend="eager")
-    with torch.no_grad():
-        got = engine(batch(3, device))
-    handle.remove()
-    assert len(outputs) == 2
+    engine.module.between = first_has_run
+    got = engine(batch(3, device))
+    second = engine.module.second
+    assert seen == [4 * sum(p.numel() for p in second.parameters() if p.numel() >= 20)]  # it was on its way
+    engine.module.between = lambda x: None
     assert same_bits(got, engine(batch(3, device)))
+
+
+class Breaks(nn.Module):
+    """A graph that breaks between two layers, one of which may raise."""
+
+    raises = False
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x):
+        y = self.first(x)
+        torch._dynamo.graph_break()
+        if self.raises:
+            raise ValueError("as asked")
+        return self.last(y).relu()
+
+
+class Recomputed(nn.Sequential):
+    reentrant = False
+
+    def forward(self, x):
+        for block in self:
+            x = checkpoint(block, x.requires_grad_() if self.reentrant else x, use_reentrant=self.reentrant)
+        return x
+
+
+class RecomputedReentrantly(Recomputed):
+    reentrant = True
+
+
+class Tied(nn.Module):
+    """The last block reads the first one's weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), Down()
+        self.down.__dict__["up"] = self.up
+        register_external_parameter(self.down, self.up.weight)
+
+    def forward(self, x):
+        return self.down(self.up(x))
+
+
+class Down(nn.Linear):
+    def __init__(self):
+        super().__init__(32, 32)
+
+    def forward(self, x):
+        return F.linear(super().forward(x), self.up.weight.T)
+
+
+WAYS = {
+    "graphs that break": (lambda: nn.Sequential(Breaks(), Breaks()), False),
+    "one unit whose graph breaks": (lambda: nn.Sequential(nn.Sequential(Breaks(), Breaks())), False),
+    "checkpoints": (lambda: Recomputed(Block(), Block()), True),
+    "reentrant checkpoints": (lambda: RecomputedReentrantly(Block(), Block()), True),
+    "a weight of another block": (lambda: Holds(Tied()), True),
+    "activations on the host": (lambda: nn.Sequential(Block(), Block()), True),
+}
+
+
+class Holds(nn.Sequential):
+    """Its blocks are those of the model inside."""
+
+    def __iter__(self):
+        return iter(self[0].children())
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_units_give_the_bits_of_the_model_as_it_is(way, device):
+    make, fullgraph = WAYS[way]
+    found = []
+    for compiled in (True, False):
+        counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+        torch.manual_seed(0)
+        with torch.device(device):
+            model, frames = make(), []
+        if compiled:
+            blocks_in_place(model, backend=counter, fullgraph=fullgraph)
+        engine = wrap(model, lr=1e-2, **STREAMED)
+        for seed in range(4):
+            if way == "graphs that break":
+                Breaks.raises = True
+                with pytest.raises(ValueError, match="as asked"):
+                    engine(batch(seed, device))
+                Breaks.raises = False
+            with save_on_cpu() if way == "activations on the host" else torch.enable_grad():
+                loss = engine(batch(seed, device)).pow(2).mean()
+            engine.backward(loss)
+            assert engine.optimizer.partitioned.live.numel == 0
+            assert engine.step().updated
+            frames.append(counter.frame_count)
+        assert frames[1] == frames[-1]
+        found.append(everything(engine))
+        engine.close()
+    assert all(same_bits(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_whole_loss_over_weights_is_one_graph_where_they_are_gathered(stage, device):
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    found, frames = [], []
+    for compiled in (True, False):
+        engine = wrap(blocks(2, device), lr=1e-2, **STAGES[stage])
+        params = list(engine.module.parameters())
+
+        def loss_of(x):
+            return engine.module(x).pow(2).mean() + sum(p.pow(2).sum() for p in params) / 1e3  # noqa: B023
+
+        if compiled:
+            loss_of = torch.compile(loss_of, backend=counter, fullgraph=True)
+        for seed in range(4):
+            with gathered_parameters(params):
+                loss = loss_of(batch(seed, device))
+            engine.backward(loss)
+            assert engine.step().updated
+            frames.append(counter.frame_count)
+        found.append(everything(engine))
+        engine.close()
+    assert frames[1] == frames[-1] <= 2  # the second: parameters that are being updated
+    assert all(same_bits(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_a_whole_graph_that_cannot_gather_says_what_to_do(device):
+    """Whatever it read would not be there: never zeros, never a fault of memory."""
+    engine = wrap(blocks(2, device), lr=1e-2, **STREAMED)
+    for call in (lambda x: engine(x), lambda x: engine.module[0](x)):
+        with pytest.raises(torch._dynamo.exc.Unsupported, match=r"stage 3 .*expected block.compile\(\) or engine.comp"):
+            torch.compile(call, backend="eager", fullgraph=True)(batch(0, device))
+    weight = engine.module[1].up.weight
+    for fullgraph in (True, False):
+        with pytest.raises(
+            Exception, match=r"parameter '1.up.weight' .* was read outside.*gathered_parameters"
+        ) as error:
+            torch.compile(lambda: weight * 2, backend="eager", fullgraph=fullgraph)()
+        assert isinstance(error.value, (StateError, torch._dynamo.exc.InternalTorchDynamoError))
+    block = Tied().to(device)
+    block.down._offload_external_parameters.clear()
+    block.down.compile(backend="eager", fullgraph=True)
+    engine = wrap(block, lr=1e-2, **STREAMED)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"register_external_parameter\(\) for what a block reads"):
+        engine(batch(0, device))
+    assert engine.optimizer.partitioned.live.numel == 0
+
+
+def test_a_compiled_model_outlives_its_engine_and_its_copies_are_plain(device):
+    model = blocks_as_objects(blocks(2, device), backend="aot_eager", fullgraph=True)
+    engine = wrap(model, lr=1e-2, **STREAMED)
+    step(engine, 0, device)
+    with gathered_parameters(model.parameters()):
+        twin = copy.deepcopy(model)
+        seen = [model(batch(1, device))]
+    engine.close()
+    seen += [model(batch(1, device)), twin(batch(1, device))]
+    assert all(same_bits(seen[0], other) for other in seen)
+    engine = wrap(model, lr=1e-2, **STREAMED)
+    step(engine, 0, device)
+    assert engine.optimizer.partitioned.live.numel == 0
+
+
+def test_an_engine_that_is_collected_while_code_is_compiled_leaves_whole_parameters(device):
+    """The thread that compiles makes tensors without values, and garbage is collected anywhere."""
+    model = blocks(2, device)
+    engine = wrap(model, lr=1e-2, **STREAMED)
+    step(engine, 0, device)
+    expected = everything(engine)[:12]
+    cycle = [engine]
+    cycle.append(cycle)
+    gc.disable()
+    try:
+        del engine, cycle
+        with FakeTensorMode():
+            gc.collect()
+    finally:
+        gc.enable()
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+    assert all(same_bits(p, e) for p, e in zip(model.parameters(), expected, strict=True))
