@@ -90,7 +90,7 @@ def breaks_graph(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _WHY = (
-    "in stage 3 parameters are gathered before a graph, and a compiled module's are; expected block.compile() or "
+    "in stage 3 parameters are gathered before a graph begins, not in the middle; expected block.compile() or "
     "engine.compile(), register_external_parameter() for what a block reads of other modules, or `with "
     "gathered_parameters(...)` around a compiled function"
 )
