@@ -160,6 +160,7 @@ class Engine(nn.Module):
         The graph begins inside the engine: its parameters are waited for, and in stage 3 gathered, before it.
         """
         self.module.compile(*args, **kwargs)
+        self._compiled = self._have_compiled_modules_wait()
 
     def _have_compiled_modules_wait(self) -> bool:
         parted = self.optimizer.partitioned

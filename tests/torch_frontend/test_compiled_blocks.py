@@ -380,7 +380,15 @@ class Down(nn.Linear):
         return F.linear(super().forward(x), self.up.weight.T)
 
 
+class Makes(nn.Linear):
+    """Its forward makes a module."""
+
+    def forward(self, x):
+        return nn.Sequential(nn.ReLU(), nn.Tanh())(super().forward(x))
+
+
 WAYS = {
+    "modules that are made in forward": (lambda: nn.Sequential(Makes(16, 16), Makes(16, 16)), True),
     "graphs that break": (lambda: nn.Sequential(Breaks(), Breaks()), False),
     "one unit whose graph breaks": (lambda: nn.Sequential(nn.Sequential(Breaks(), Breaks())), False),
     "checkpoints": (lambda: Recomputed(Block(), Block()), True),
