@@ -137,10 +137,10 @@ def test_a_compiled_run_is_that_of_torchs_fused_adamw(tmp_path):
     """The engine compiles the model, and Accelerate does not compile it again around that."""
     settings = {"max_steps": 3, "save_strategy": "no", "torch_compile_backend": "aot_eager", **EVALUATING}
     runs, graphs = [], []
-    for run in (partial(trained, tmp_path, TORCHS, kind=ExactNorm), *(partial(on_engine, tmp_path, s) for s in "23")):
+    for train in (partial(trained, tmp_path, TORCHS, kind=ExactNorm), *(partial(on_engine, tmp_path, s) for s in "23")):
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
-        runs.append(run(**settings))
+        runs.append(train(**settings))
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     for engines in runs[1:]:
         assert_same_run(engines, runs[0])
