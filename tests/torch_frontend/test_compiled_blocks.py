@@ -178,11 +178,11 @@ def model_in_place(model, **how):
     return model
 
 
-def graphs_of(compile_model, device, fields=None, steps=4):
+def graphs_of(compile_model, device, fields=None, steps=4, backend="aot_eager"):
     """Compile three blocks, train them, evaluate them: the graphs so far after each step and at the end, and what came
     out. ``fields`` of None is plain torch."""
     torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
     model = compile_model(blocks(3, device), backend=counter, fullgraph=True)
     if fields is None:
         run, optimizer = model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
@@ -213,6 +213,15 @@ def test_training_compiles_the_graphs_of_plain_torch_and_gives_its_bits(compile_
     frames, found = graphs_of(compile_model, device, STAGES[stage])
     assert frames[1] == frames[-2]
     assert all(got <= plain for got, plain in zip(frames, expected_frames, strict=True)), (frames, expected_frames)
+    assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", STAGES)
+def test_inductor_gives_the_bits_and_the_graphs_of_plain_torch(stage):
+    expected_frames, expected = graphs_of(blocks_in_place, "cpu", backend="inductor")
+    frames, found = graphs_of(blocks_in_place, "cpu", STAGES[stage], backend="inductor")
+    assert frames == expected_frames
     assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
 
 
