@@ -217,6 +217,7 @@ def test_training_compiles_the_graphs_of_plain_torch_and_gives_its_bits(compile_
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # inductor's own
 @pytest.mark.parametrize("stage", STAGES)
 def test_inductor_gives_the_bits_and_the_graphs_of_plain_torch(stage):
     expected_frames, expected = graphs_of(blocks_in_place, "cpu", backend="inductor")
