@@ -110,7 +110,7 @@ class Engine(nn.Module):
         self._later = LaterParameters(model)
         self._traced = False
         """True if code was compiled that calls the engine."""
-        self._compiled = pending.have_compiled_modules_wait(model)
+        self._compiled = self._have_compiled_modules_wait()
         """True if modules of the model are compiled; their backward may read a parameter whenever it likes."""
 
     def __getattr__(self, name: str) -> Any:
@@ -143,14 +143,28 @@ class Engine(nn.Module):
 
         Each layer waits only for the update of its own parameters.
         """
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             self._traced = True
+        elif self.optimizer.partitioned is not None:
+            self._have_compiled_modules_wait()  # those that were compiled just now gather their parameters, too
         args, kwargs = self.cast(args, kwargs)
         try:
             return self.module(*args, **kwargs)
         except BaseException:
             self._release()
             raise
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the module as ``torch.nn.Module.compile`` does; arguments are those of ``torch.compile``.
+
+        The graph begins inside the engine: its parameters are waited for, and in stage 3 gathered, before it.
+        """
+        self.module.compile(*args, **kwargs)
+        self._compiled = self._have_compiled_modules_wait()
+
+    def _have_compiled_modules_wait(self) -> bool:
+        parted = self.optimizer.partitioned
+        return pending.have_compiled_modules_wait(self.module, None if parted is None else parted.runs.around_compiled)
 
     def cast(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The arguments of a forward, with floating-point tensors in ``param_dtype``, as :meth:`forward` says."""
@@ -247,7 +261,7 @@ class Engine(nn.Module):
     def _reads_wait(self) -> bool:
         """True if readers of a parameter can be made to wait; code that is compiled around the engine reads it in ways
         that nothing can catch."""
-        self._compiled = pending.have_compiled_modules_wait(self.module)
+        self._compiled = self._have_compiled_modules_wait()
         return not self._traced and not pending.compiled_code_reads
 
     @contextmanager

@@ -61,5 +61,14 @@ def _watch() -> None:
 
 
 def _count(*registered: Any) -> None:
+    _count_one()
+
+
+def _count_one() -> bool:
     global _registrations
     _registrations += 1
+    return True
+
+
+_count_one._dynamo_marked_constant = True  # type: ignore[attr-defined]
+# A forward that makes modules, and is compiled, would be compiled again for each count.

@@ -2,7 +2,8 @@
 
 A module that is called first waits for its own pending parameters, because its code may be one that torch does not see:
 TorchScript, or an extension in C++. It does not wait for those of modules inside it, so the first layer of the next
-forward starts while the last one is being updated. A compiled module waits for those inside it, too, before its graph.
+forward starts while the last one is being updated. A compiled module waits for those inside it, too, before its graph;
+in stage 3 it gathers them (``stage3/hooks.py``).
 
 Outside of modules a pending parameter's class tells: it is :class:`PendingParameter`. A torch function that could see
 its values first waits for this one parameter, or gathers it, and restores its class; functions that only see shape,
@@ -14,13 +15,16 @@ import sys
 import types
 import warnings
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.modules.module import _global_forward_pre_hooks
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 _WAITS: dict[int, Callable[[], None]] = {}
 """The function to call before a pending parameter is read, by the parameter's ``id``."""
@@ -51,6 +55,8 @@ class _Pending:
     __slots__ = ()
     settled: type = nn.Parameter
     """The tensor's own class."""
+    in_shards = False
+    """True if its values come only for a while: a graph cannot count on them, so it breaks before it reads them."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         settle(cast(torch.Tensor, self))
@@ -58,15 +64,41 @@ class _Pending:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.compiler.is_compiling():
+        if cls.in_shards and torch.compiler.is_dynamo_compiling():
+            return _call_outside_graphs(func, args, kwargs)
+        in_graph = torch.compiler.is_compiling() and not cls.in_shards  # the compiler itself looks, too
+        if in_graph:
             settle_for_compiled_code()
-        if func in METADATA or torch.compiler.is_compiling():
+        if in_graph or func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, _Pending):
-                settle(cast(torch.Tensor, leaf))
-        return func(*args, **(kwargs or {}))
+        return _settle_and_call(func, args, kwargs)
+
+
+def _settle_and_call(func: Any, args: Any, kwargs: Any) -> Any:
+    for leaf in tree_leaves((args, kwargs)):
+        if isinstance(leaf, _Pending):
+            settle(cast(torch.Tensor, leaf))
+    return func(*args, **(kwargs or {}))
+
+
+def breaks_graph(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that compiled code calls as it is, outside of graphs; ``fullgraph=True`` says why it cannot."""
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = _WHY  # type: ignore[attr-defined]
+    return function  # as torch._dynamo.skip does, whose import is slow
+
+
+_WHY = (
+    "in stage 3 parameters are gathered before a graph begins, not in the middle; expected block.compile() or "
+    "engine.compile(), register_external_parameter() for what a block reads of other modules, or `with "
+    "gathered_parameters(...)` around a compiled function"
+)
+
+
+@breaks_graph
+def _call_outside_graphs(func: Any, args: Any, kwargs: Any) -> Any:
+    return _settle_and_call(func, args, kwargs)
 
 
 class PendingParameter(_Pending, nn.Parameter):
@@ -76,8 +108,8 @@ class PendingParameter(_Pending, nn.Parameter):
         return nn.Parameter(data, requires_grad)  # a new object of this type is a plain parameter
 
 
-_CLASSES: dict[type, type] = {nn.Parameter: PendingParameter}
-"""The class of pending tensors, by their own."""
+_IN_SHARDS: dict[type, type] = {}
+"""The class of tensors in shards, by their own."""
 
 
 def settled_type(tensor: torch.Tensor) -> type:
@@ -92,46 +124,61 @@ _READ_WHAT_IS_INSIDE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.Tr
 
 def _before_forward(module: nn.Module, args: Any) -> None:
     """Wait for the parameters that a module's forward reads in ways that torch does not show."""
-    if torch.compiler.is_compiling() or not _BEFORE_MODULES:
+    if torch.compiler.is_dynamo_compiling() or not _BEFORE_MODULES:
         return
     inside = isinstance(module, torch.jit.ScriptModule) or (
         isinstance(module, _READ_WHAT_IS_INSIDE) and not module.training
     )
-    _settle_all(module.parameters() if inside else module._parameters.values())
+    settle_all(module.parameters() if inside else module._parameters.values())
 
 
-def _settle_all(params: Iterable[torch.Tensor | None]) -> None:
+def settle_all(params: Iterable[torch.Tensor | None]) -> None:
+    """Wait for those that an update still writes."""
     for param in params:
         if param is not None and id(param) in _BEFORE_MODULES:
             settle(param)
 
 
+Around = Callable[[nn.Module, Callable[[], Any]], Any]
+"""Runs the forward of a compiled module, which is given as a call."""
+
+
 class _WaitsFirst:
     """The forward of a compiled module. Its graph is for parameters that are there, and for modules without hooks."""
+
+    around: Around | None = None
+    """What gathers its parameters in stage 3."""
 
     def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         self._module = module
         self._forward = forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling() or not (_BEFORE_MODULES or self.around):
+            return self._forward(*args, **kwargs)  # the module around it has waited, if any has to
+        return self._run(partial(self._forward, *args, **kwargs))
+
+    @torch._disable_dynamo
+    def _run(self, forward: Callable[[], Any]) -> Any:
         global _in_compiled_code
-        if torch.compiler.is_compiling() or not _BEFORE_MODULES:  # or the module around it has waited
-            return self._forward(*args, **kwargs)
-        _settle_all(self._module.parameters())
+        settle_all(self._module.parameters())
         _in_compiled_code += 1
         _watch_modules()
         try:
-            return self._forward(*args, **kwargs)
+            return forward() if self.around is None else self.around(self._module, forward)
         finally:
             _in_compiled_code -= 1
             _watch_modules()
 
 
-def have_compiled_modules_wait(model: nn.Module) -> bool:
+def have_compiled_modules_wait(model: nn.Module, around: Around | None = None) -> bool:
     """Have the compiled modules of a model wait for all parameters inside them; return whether there are any.
 
     A module that is compiled would look at its parameters before any hook is called, and be compiled again if they are
     pending.
+
+    Args:
+        around: what runs their forwards in stage 3.
     """
     dynamo = sys.modules.get("torch._dynamo.eval_frame")  # None until something is compiled; its import is slow
     optimized = () if dynamo is None else dynamo.OptimizedModule
@@ -141,16 +188,19 @@ def have_compiled_modules_wait(model: nn.Module) -> bool:
             found = True
             if not isinstance(module.forward, _WaitsFirst):
                 module.forward = _WaitsFirst(module, module.forward)
+            module.forward.around = around
         if (compiled := module._compiled_call_impl) is not None:
             found = True
             if not isinstance(compiled, _WaitsFirst):
-                module._compiled_call_impl = _WaitsFirst(module, compiled)
+                compiled = module._compiled_call_impl = _WaitsFirst(module, compiled)
+            compiled.around = around
     return found
 
 
 _in_compiled_code = 0
 """Forwards of compiled modules that are running."""
-_hook: Any = None
+_NUMBER = RemovableHandle(OrderedDict()).id
+"""Of the hook on all modules, whenever it is there: graphs are made for the numbers of hooks."""
 _TWICE = r"Using `torch\.compile\(module\)` when there are global hooks"
 
 
@@ -159,14 +209,12 @@ def _watch_modules() -> None:
 
     Another thread may do the same; at worst the hook stays, and finds nothing to wait for.
     """
-    global _hook
-    if (watch := bool(_BEFORE_MODULES and not _in_compiled_code)) and _hook is None:
+    if (watch := bool(_BEFORE_MODULES and not _in_compiled_code)) and _NUMBER not in _global_forward_pre_hooks:
         if not any(rule[1] is not None and rule[1].pattern == _TWICE for rule in warnings.filters):
             warnings.filterwarnings("ignore", _TWICE, UserWarning)  # the second call finds nothing to wait for
-        _hook = register_module_forward_pre_hook(_before_forward)
-    elif not watch and _hook is not None:
-        hook, _hook = _hook, None
-        hook.remove()
+        _global_forward_pre_hooks[_NUMBER] = _before_forward
+    elif not watch and _NUMBER in _global_forward_pre_hooks:
+        _global_forward_pre_hooks.pop(_NUMBER, None)
         if _BEFORE_MODULES and not _in_compiled_code:
             _watch_modules()
 
@@ -192,7 +240,7 @@ compiled_code_reads = False
 
 def can_wait(param: torch.Tensor) -> bool:
     """Return whether readers of the parameter can be made to wait."""
-    return type(param) in (nn.Parameter, PendingParameter)
+    return settled_type(param) is nn.Parameter
 
 
 def make_pending(param: torch.Tensor, wait: Callable[[], None], *, before_modules: bool = False) -> None:
@@ -214,19 +262,26 @@ def make_pending(param: torch.Tensor, wait: Callable[[], None], *, before_module
 
 
 def guard(tensor: torch.Tensor, wait: Callable[[], None]) -> None:
-    """As :func:`make_pending`, for a tensor of any class that holds values itself, parameter or not."""
+    """As :func:`make_pending`, for a tensor in shards of any class that holds values itself, parameter or not."""
     own = settled_type(tensor)
-    if own not in _CLASSES:
-        _CLASSES[own] = types.new_class(
-            f"Pending{own.__name__}", (_Pending, own), exec_body=lambda space: space.update(settled=own)
+    if own not in _IN_SHARDS:
+        bases = (PendingParameter,) if own is nn.Parameter else (_Pending, own)
+        members = {"settled": own, "in_shards": True}
+        _IN_SHARDS[own] = types.new_class(
+            f"Pending{own.__name__}", bases, exec_body=lambda space: space.update(members)
         )
     _WAITS[id(tensor)] = wait
-    tensor.__class__ = _CLASSES[own]
+    tensor.__class__ = _IN_SHARDS[own]
 
 
 @torch._disable_dynamo
 def settle(param: torch.Tensor) -> None:
     """Wait for the parameter, if it is pending."""
+    settle_garbage(param)
+
+
+def settle_garbage(param: torch.Tensor) -> None:
+    """As :func:`settle`, without an import of the compiler, for what is done when garbage is collected."""
     if isinstance(param, _Pending):
         wait = _WAITS.get(id(param))
         if wait is not None:  # else a signal handler has settled it just now

@@ -26,7 +26,7 @@ from offload_core.support.threads import clear_up
 from .casting import Casts
 from .columns import Columns
 from .data_writes import DataWrites, data_of
-from .pending import can_wait, forget, make_pending, settle
+from .pending import can_wait, forget, make_pending, settle_garbage
 from .stage3.construction import shards_of
 from .stage3.partitioned import PartitionedModel
 from .tensors import (
@@ -303,11 +303,14 @@ class Registration:
             self.columns.note_all()
         for writes in [*self._used]:
             writes.forget()
-        if not self._pipeline.finished:
-            slots = [*self.slots.values()]
-            for slot in [slots[index] for index in written]:
-                if not slot.partitioned:
-                    _make_readers_wait(slot, self._pipeline)
+        slots = [*self.slots.values()]
+        for slot in [slots[index] for index in written]:
+            if slot.partitioned:
+                continue
+            if not self._pipeline.finished:
+                _make_readers_wait(slot, self._pipeline)
+            elif not broken:
+                forget(slot.param)  # a graph is made for its class
 
     def follow_replaced(self, tensors: Sequence[torch.Tensor]) -> None:
         """After master weights were replaced: write them to the parameters."""
@@ -439,7 +442,7 @@ def let_go(slots: dict[torch.Tensor, Slot]) -> None:
     for slot in slots.values():
         if not slot.partitioned:
             with suppress(StateError):  # it was sent early, for a step that is never made
-                settle(slot.param)
+                settle_garbage(slot.param)
             forget(slot.param)
         if slot.data_writes is not None:
             slot.data_writes.end()

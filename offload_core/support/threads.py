@@ -260,12 +260,14 @@ def _no_thread(error: BaseException) -> bool:
 
 
 def clear_up(act: Callable[[], object]) -> None:
-    """Do this, which may wait, when garbage is collected: in the main thread at once, else in a thread of its own.
+    """Do this, which may wait, when garbage is collected: in a thread of its own, for which the main thread waits.
 
-    Python collects garbage in any thread, also in the very one whose tasks ``act`` waits for.
+    Python collects garbage in any thread, also in the very one whose tasks ``act`` waits for; and between any two
+    instructions, also while a framework has switched that thread to tensors without values, to compile. ``act`` must
+    import nothing: the main thread may be in the middle of the same import.
     """
     if threading.get_ident() == threading.main_thread().ident:
-        act()
+        uninterrupted(act)
     else:
         with suppress(RuntimeError):  # no thread can be started: nothing is cleared up
             start_new_thread(act, ())

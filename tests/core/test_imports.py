@@ -111,7 +111,7 @@ def test_only_one_module_of_each_package_calls_a_vendors_driver():
 
 
 FINALIZERS = {
-    "clear_up": "does what may wait in the main thread, or in a thread of its own",
+    "clear_up": "does what may wait in a thread of its own",
     "file.close": "writes what is left to a file",
     "self._tasks.put": "a SimpleQueue may be put into from anywhere",
     "self._live.subtract": "counts",

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch._dynamo.utils
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 
@@ -131,6 +132,21 @@ def test_bfloat16_parameters_keep_their_master_weights_through_save_and_resume(t
     masters = states_of(straight)
     for name, param in loaded.named_parameters():
         assert same_bits(param, masters[name]["master"].bfloat16()), name
+
+
+@pytest.mark.slow
+def test_a_compiled_run_is_that_of_torchs_fused_adamw(tmp_path):
+    """The engine compiles the model, and Accelerate does not compile it again around that."""
+    settings = {"max_steps": 3, "save_strategy": "no", "torch_compile_backend": "aot_eager", **EVALUATING}
+    runs, graphs = [], []
+    for train in (partial(trained, tmp_path, TORCHS, kind=ExactNorm), *(partial(on_engine, tmp_path, s) for s in "23")):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        runs.append(train(**settings))
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    for engines in runs[1:]:
+        assert_same_run(engines, runs[0])
+    assert graphs[1] == graphs[2] == graphs[0] + 1  # Trainer evaluates the model as it is
 
 
 class Overflowing(torch.nn.Module):
@@ -402,7 +418,6 @@ def test_sizes_that_are_auto_follow_the_models_width_as_trainer_tells_deepspeed(
         ({"param_dtype": "float16", "loss_scale": 1.0}, {}, r"loss_scale=1.0 in offload= with float16 parameters"),
         ({"loss_scale": 1}, {"fp16": True}, r"loss_scale=1 in offload= with fp16=True, whose gradients underflow"),
         ({}, {"fsdp": True}, "FSDP and offload= at the same time, which both partition the model and average"),
-        ({}, {"torch_compile": True}, r"torch_compile=True with OffloadTrainer; expected model.compile\(\) before it"),
         ({}, {"bf16_full_eval": True}, "bf16_full_eval=True would cast the parameters that the engine trains; expec"),
     ],
 )  # fmt: skip

@@ -154,6 +154,8 @@ class OffloadTrainer(Trainer):
                 'whose gradients underflow; expected "dynamic", a larger number, or no loss_scale'
             )
         engine = wrap(self._module, config, params=groups)
+        if self.args.torch_compile:
+            engine.compile(backend=self.args.torch_compile_backend, mode=self.args.torch_compile_mode)
         self.accelerator.prepare_model(engine.module, device_placement=False, evaluation_mode=True)  # autocast
         vars(engine.module)["_is_accelerate_prepared"] = True  # Accelerate's own mark: no DistributedDataParallel
         return engine
@@ -320,8 +322,6 @@ def _check_arguments(args: TrainingArguments, others: Mapping[str, Any]) -> None
             f"{args.n_gpu} GPUs in one process, which Trainer would copy the model to; expected a process for each: "
             "torchrun --nproc-per-node ..., or one GPU in CUDA_VISIBLE_DEVICES"
         )
-    if args.torch_compile:
-        raise ConfigError("torch_compile=True with OffloadTrainer; expected model.compile() before it")
     for name in ("bf16_full_eval", "fp16_full_eval"):
         if getattr(args, name):
             raise ConfigError(

@@ -16,29 +16,36 @@ their nodes is left. Other runs settle them at the end of the backward: one in a
 forward again and runs a backward of its own), one whose graph is kept for another backward, and all of them where
 another run's backward has not come.
 
+[Note: units] A compiled module is a unit: a leaf module that is run around its graph, so that its parameters are plain
+and whole when the graph is made and whenever it runs. The hooks inside it see that while the graph is made, and leave
+no trace in it. Any other module that a graph comes to breaks it: its hook runs outside, and makes a unit of the module.
+A released parameter breaks a graph, too, so none is made that reads one; its class changes, so none is used for one.
+
 Where the user has set hooks on saved tensors (``torch.autograd.graph.save_on_cpu``), a run puts hooks of its own over
 them: gathered parameters are saved as they are, without their memory; the user's hooks get everything else.
 """
 
+import threading
 import weakref
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from offload_core.errors import ParameterError, StateError
 from offload_core.stage3.live_params import LiveParams
 from offload_core.step.pipeline import Pipeline
 from offload_core.support.threads import clear_up
 
-from ..pending import forget, guard
+from ..pending import breaks_graph, forget, guard, settle_all
 from .parameters import PartitionedParameter, PartitionedParameters
 
 _EXTERNAL = "_offload_external_parameters"
@@ -59,13 +66,15 @@ class _Call:
     differentiable: bool = False
     """True if that backward records a graph itself (``create_graph=True``)."""
     leaf: bool = False
-    """True if it is a leaf module's."""
+    """True if it is a leaf module's, or a unit's."""
     settles: Sequence[torch.Tensor] = ()
     """The parameters to settle after its backward."""
     recorded: int | None = None
     """The step in which its backward is to come, of a leaf module's; None: it has come, or nobody waits for it."""
     retained: bool = False
     """True if another backward may follow (``retain_graph=True``)."""
+    around: bool = False
+    """True if it is a compiled module's, around its hooks."""
     saving: saved_tensors_hooks | None = None
     """Its hooks on saved tensors, over the user's."""
 
@@ -86,6 +95,20 @@ class _Unpacked:
             )
         return self.tensor
 
+
+_dynamo = torch._C._dynamo.eval_frame
+
+_units = threading.local()
+"""``innermost``: the runs to which the innermost compiled module belongs that runs in this thread."""
+
+
+def _in_unit() -> bool:
+    """Return whether a unit runs. Called while a graph is made, and no more: graphs of equal units are shared."""
+    runs: ModuleRuns | None = getattr(_units, "innermost", None)
+    return runs is not None and runs.runs_unit
+
+
+_in_unit._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 _LEFT_ALONE = (None, __name__, "torch.utils.checkpoint")
 """Modules whose hooks on saved tensors copy nothing: torch's own functions, the ones here, and checkpointing."""
@@ -126,7 +149,11 @@ class ModuleRuns:
         """The number of leaf modules' runs whose backward is to come in this step, for each parameter."""
         self._unsettled: dict[int, set[torch.Tensor]] = {}
         """Parameters of leaf modules that a backward has reached, and that are yet to be settled, by backward."""
-        self._handles: list[Any] = []
+        self.around_compiled = AroundCompiled(self)
+        """What runs the forwards of compiled modules."""
+        self._handles: list[_Removable] = [self.around_compiled]
+        self._number = RemovableHandle(OrderedDict()).id
+        """Of its hooks, in each module the same: graphs are made for the numbers, and equal blocks share theirs."""
         abandon = partial(_abandon, self._handles, parameters.records, parameters.live)
         weakref.finalize(self, clear_up, abandon).atexit = False
 
@@ -174,10 +201,9 @@ class ModuleRuns:
         if module in self._hooked:
             return
         self._hooked.add(module)
-        before = _Hook(self, lambda runs, module, args: runs._before_forward(module))
-        after = _Hook(self, lambda runs, module, args, output: runs._after_forward(module, output))
-        self._handles.append(module.register_forward_pre_hook(before, prepend=True))
-        self._handles.append(module.register_forward_hook(after, always_call=True))
+        before = _Hook(self, module, ModuleRuns._before_hook, ModuleRuns._kept_for)
+        after = _Hook(self, module, ModuleRuns._after_hook, ModuleRuns._is_not_running)
+        self._handles.append(_Registered(module, before, after, self._number))
 
     # --- keeping parameters whole --------------------------------------------------------------------
 
@@ -207,21 +233,51 @@ class ModuleRuns:
 
     # --- forward -------------------------------------------------------------------------------------
 
-    def _before_forward(self, module: nn.Module) -> None:
+    def run_unit(self, module: nn.Module, forward: Callable[[], Any]) -> Any:
+        """Run a compiled module: as a leaf module, around its hooks, which are in its graph."""
+        self._before_forward(module, leaf=True, around=True)
+        output, outer = None, getattr(_units, "innermost", None)
+        _units.innermost = self
+        try:
+            output = forward()
+        finally:
+            _units.innermost = outer
+            self._after_forward(module, output, around=True)
+        return output
+
+    @property
+    def runs_unit(self) -> bool:
+        """True if the innermost run is a compiled module's."""
+        return bool(self._calls) and self._calls[-1].around
+
+    def _before_hook(self, compiled: bool, module: nn.Module, args: Any) -> None:
+        if compiled:
+            settle_all(module.parameters())
+        self._before_forward(module, leaf=compiled or module in self._leaves)
+
+    def _after_hook(self, compiled: bool, module: nn.Module, args: Any, output: Any) -> None:
+        self._after_forward(module, output)
+
+    def _kept_for(self, module: nn.Module) -> bool:
+        """Return whether all that is used inside the module is whole, and not only until the next forward."""
+        return all(record.live.holds > (record in self._kept) for record in self._used_by(module, inside=True))
+
+    def _is_not_running(self, module: nn.Module) -> bool:
+        return not self._running(module, around=False)
+
+    def _before_forward(self, module: nn.Module, *, leaf: bool, around: bool = False) -> None:
         task = _backward()
         if task is not None:
             self._end_passed(task)
         elif not self._calls:
             self.forget(graphs=False)
             self._parameters.live.begin_round((id(module), torch.is_grad_enabled()))
-        leaf = module in self._leaves
-        own = module.parameters() if leaf else module._parameters.values()
-        kept = self._kept_by_leaves(task) if self._leaves else ()
-        params = [record for record in self._parameters.among([*own, *_externals_of(module)]) if record not in kept]
-        call = _Call(module, params, torch._C._autograd._get_sequence_nr(), leaf=leaf)
-        if leaf and self._settle is not None:
-            around = chain(self._calls, *self._backwards.values())
-            call.settles = () if any(outer.leaf for outer in around) else [*module.parameters()]
+        kept = self._kept_by_leaves(task)
+        params = [record for record in self._used_by(module, inside=leaf) if record not in kept]
+        call = _Call(module, params, torch._C._autograd._get_sequence_nr(), leaf=leaf, around=around)
+        if leaf and self._leaves and self._settle is not None:
+            others = chain(self._calls, *self._backwards.values())
+            call.settles = () if any(other.leaf for other in others) else [*module.parameters()]
         self.hold(call.params)
         self._calls.append(call)
         self._save_without_memory(call)
@@ -250,8 +306,13 @@ class ModuleRuns:
         backward = () if task is None else self._backwards.get(task, ())
         return {record for call in (*self._calls, *backward) if call.leaf for record in call.params}
 
-    def _after_forward(self, module: nn.Module, output: Any) -> None:
-        if not self._calls or self._calls[-1].module is not module:
+    def _used_by(self, module: nn.Module, *, inside: bool) -> list[PartitionedParameter]:
+        """What a module uses; ``inside``: and all modules inside it."""
+        modules = module.modules() if inside else (module,)
+        return self._parameters.among(p for m in modules for p in (*m._parameters.values(), *_externals_of(m)))
+
+    def _after_forward(self, module: nn.Module, output: Any, *, around: bool = False) -> None:
+        if not self._running(module, around=around):
             return  # its pre-hook did not run to the end
         call = self._calls.pop()
         _end_saving(call)
@@ -270,6 +331,10 @@ class ModuleRuns:
             self.let_go(call.params)
             if outer is None and _backward() is None and (output is None or not torch.is_grad_enabled()):
                 self._parameters.live.release_idle()
+
+    def _running(self, module: nn.Module, *, around: bool) -> bool:
+        """Return whether this is the innermost run."""
+        return bool(self._calls) and self._calls[-1].module is module and self._calls[-1].around == around
 
     def _keep_escaped(self, call: _Call, tensors: Sequence[torch.Tensor], outer: _Call | None) -> None:
         """Have the calling module keep parameters that a module returns."""
@@ -449,21 +514,97 @@ def check_hooks_run(model: nn.Module, threshold: int) -> None:
                 )
 
 
-class _Hook:
-    """A hook on the modules of one model; in copies of a module it does nothing."""
+class _Removable(Protocol):
+    def remove(self) -> None: ...
 
-    def __init__(self, runs: ModuleRuns | None = None, act: Callable[..., None] | None = None) -> None:
+
+class _Registered:
+    """Hooks before and after a module's forward, as ``register_forward_hook(after, always_call=True)`` makes them, but
+    under a number that is given."""
+
+    def __init__(self, module: nn.Module, before: "_Hook", after: "_Hook", number: int) -> None:
+        self._module = weakref.ref(module)
+        self._number = number
+        module._forward_pre_hooks[number] = before
+        cast("OrderedDict[int, Any]", module._forward_pre_hooks).move_to_end(number, last=False)
+        module._forward_hooks[number] = after
+        module._forward_hooks_always_called[number] = True
+
+    def remove(self) -> None:
+        module = self._module()
+        if module is not None:
+            for hooks in (module._forward_pre_hooks, module._forward_hooks, module._forward_hooks_always_called):
+                hooks.pop(self._number, None)
+
+
+class _Hook:
+    """A hook on a module of one model; in copies of the module it does nothing.
+
+    Args:
+        act: what it does, a method of ``runs``; it is also told whether the frame around it is compiled.
+        idle: whether it has nothing to do in a graph, a method of ``runs``.
+    """
+
+    def __init__(
+        self,
+        runs: ModuleRuns | None = None,
+        module: nn.Module | None = None,
+        act: Callable[..., None] | None = None,
+        idle: Callable[[ModuleRuns, nn.Module], bool] | None = None,
+    ) -> None:
         self._runs = None if runs is None else weakref.ref(runs)
+        self._module = None if module is None else weakref.ref(module)
         self._act = act
+        self._idle = idle
+
+    def __call__(self, *args: Any) -> None:
+        if torch.compiler.is_dynamo_compiling() and (_in_unit() or self.idle()):
+            return
+        self._break_graph(*args)
+
+    def idle(self) -> bool:
+        """Return whether a graph may leave the hook out. Called while the graph is made, and no more."""
+        runs = None if self._runs is None else self._runs()
+        module = None if self._module is None else self._module()
+        return runs is None or module is None or self._idle is None or self._idle(runs, module)
+
+    idle._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+    @breaks_graph
+    def _break_graph(self, *args: Any) -> None:
+        self._run(_dynamo.get_eval_frame_callback() is not None, *args)
 
     @torch._disable_dynamo
-    def __call__(self, *args: Any) -> None:
+    def _run(self, compiled: bool, *args: Any) -> None:
         runs = None if self._runs is None else self._runs()
         if runs is not None and self._act is not None:
-            self._act(runs, *args)
+            self._act(runs, compiled, *args)
 
     def __reduce__(self) -> Any:
         return _Hook, ()
+
+
+for _function in (_Hook.__call__, _Hook._break_graph):
+    # Where no graph is being made, none is begun at them. As torch._dynamo.skip_code does, whose import is slow.
+    _skip = _dynamo._FrameExecStrategy(_dynamo._FrameAction.SKIP, _dynamo._FrameAction.DEFAULT)
+    _dynamo.set_code_exec_strategy(_function.__code__, _skip)
+
+
+class AroundCompiled:
+    """Runs the forwards of a model's compiled modules; in copies of a module, or once removed, it only calls them."""
+
+    def __init__(self, runs: ModuleRuns | None = None) -> None:
+        self._runs = None if runs is None else weakref.ref(runs)
+
+    def __call__(self, module: nn.Module, forward: Callable[[], Any]) -> Any:
+        runs = None if self._runs is None else self._runs()
+        return forward() if runs is None else runs.run_unit(module, forward)
+
+    def remove(self) -> None:
+        self._runs = None
+
+    def __reduce__(self) -> Any:
+        return AroundCompiled, ()
 
 
 def note_external(module: nn.Module, param: torch.Tensor) -> None:
@@ -511,18 +652,20 @@ def _touched(runs: "weakref.ref[ModuleRuns]", param: int, name: str) -> None:
     this.touch(param)
 
 
-def _remove(handles: list[Any]) -> None:
+def _remove(handles: list[_Removable]) -> None:
     for handle in handles:
         handle.remove()
     handles.clear()
 
 
-def _abandon(handles: list[Any], records: dict[int, PartitionedParameter], live: LiveParams) -> None:
+def _abandon(handles: list[_Removable], records: dict[int, PartitionedParameter], live: LiveParams) -> None:
     """Clean up after an engine that was deleted; on one rank, make its parameters whole."""
     _remove(handles)
-    if live.device.world_size == 1:
-        for record in records.values():
-            live.acquire([record.live])
-            for tensor in record.values.tensors:
-                forget(tensor)
-    live.device.synchronize()  # copies read shards in pinned memory, which is given back now
+    try:
+        if live.device.world_size == 1:
+            for record in records.values():
+                live.acquire([record.live])
+                for tensor in record.values.tensors:
+                    forget(tensor)
+    finally:
+        live.device.synchronize()  # copies read shards in pinned memory, which is given back now
