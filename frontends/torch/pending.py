@@ -299,6 +299,13 @@ def forget(param: torch.Tensor) -> None:
         _watch_modules()
 
 
+def settled_by_update(params: Iterable[torch.Tensor]) -> None:
+    """These parameters have been written: who has not waited for an earlier update need not wait any more. A graph is
+    made for their class."""
+    for param in [param for param in params if id(param) in _BEFORE_MODULES] if _BEFORE_MODULES else ():
+        forget(param)
+
+
 def forget_at_end(param: torch.Tensor) -> None:
     """Drop the parameter's entry when it is deleted."""
     weakref.finalize(param, _WAITS.pop, id(param), None).atexit = False

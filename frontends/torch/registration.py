@@ -26,7 +26,7 @@ from offload_core.support.threads import clear_up
 from .casting import Casts
 from .columns import Columns
 from .data_writes import DataWrites, data_of
-from .pending import can_wait, forget, make_pending, settle_garbage
+from .pending import can_wait, forget, make_pending, settle_garbage, settled_by_update
 from .stage3.construction import shards_of
 from .stage3.partitioned import PartitionedModel
 from .tensors import (
@@ -303,14 +303,13 @@ class Registration:
             self.columns.note_all()
         for writes in [*self._used]:
             writes.forget()
-        slots = [*self.slots.values()]
-        for slot in [slots[index] for index in written]:
-            if slot.partitioned:
-                continue
-            if not self._pipeline.finished:
-                _make_readers_wait(slot, self._pipeline)
-            elif not broken:
-                forget(slot.param)  # a graph is made for its class
+        if not self._pipeline.finished:
+            slots = [*self.slots.values()]
+            for slot in [slots[index] for index in written]:
+                if not slot.partitioned:
+                    _make_readers_wait(slot, self._pipeline)
+        elif not broken:
+            settled_by_update(self.columns.params[index] for index in written)
 
     def follow_replaced(self, tensors: Sequence[torch.Tensor]) -> None:
         """After master weights were replaced: write them to the parameters."""
