@@ -95,6 +95,7 @@ WAYS = {
     "experts again, reentrant": {"again": "expert, reentrant"},
     "layers again": {"again": "layer"},
     "layers again, reentrant": {"again": "layer, reentrant"},
+    "layers compiled": {"compiled": True},
     "two backwards": {},
     "a graph that is kept": {},
     "a forward without backward": {},
@@ -142,11 +143,14 @@ def of_leaves(rank, ranks):
     for way, given in WAYS.items():
         fields = {"gradient_accumulation_steps": 1, "param_persistence_threshold": 300, **given}
         how = {name: fields.pop(name) for name in ("again", "kind") if name in fields}
-        as_plain = "again" in how or way in ("serial", "a forward without backward")
+        compiled = fields.pop("compiled", False)
+        as_plain = compiled or "again" in how or way in ("serial", "a forward without backward")
         leaves = {**OFFLOADED, **NARROW, "leaf_modules": ["Experts"]}
         found = result[way] = {"2": result["plain"]["2"]} if as_plain else {}
         for stage, stages in (({} if as_plain else {"2": {"stage": 2}}) | {"3": leaves}).items():
             engine, routed = wrap(modules.deep(**how), lr=LR, **{**stages, **fields}), []
+            for layer in engine.module if compiled else ():
+                layer.compile(backend="eager")
             n_micro_steps = 3 * fields["gradient_accumulation_steps"]
             for step in range(n_micro_steps):
                 if step == n_micro_steps - 1:
