@@ -4,7 +4,7 @@ import argparse
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -15,7 +15,7 @@ from ..device.exchange_sizes import REFUSED_DEVICES, planned_device, planned_jax
 from ..dtypes import BFLOAT16, BY_NAME, ElementType
 from ..errors import ConfigError
 from ..memory.host_memory import available_bytes, format_bytes
-from ..memory.plan import MemoryPlan, PlanRow, format_table
+from ..memory.plan import MemoryPlan, format_table
 from ..step.at_once import rows_at_once
 from ..step.bucket_terms import NARROWER, BucketTerms
 from ..step.loss_scale import scaler_for
@@ -47,6 +47,8 @@ _FIELDS = (
     "update_in_backward",
     "state_format",
     "master_dtype",
+    "activation_memory",
+    "host_activation_memory",
 )
 _FORMATS: dict[str, dict[str, Any]] = {"state_format='fp32'": {"state_format": "fp32", "master_dtype": None}} | NARROWER
 
@@ -270,7 +272,6 @@ def _plan(
     scaled = scaler_for(config, [spec.dtype for spec in specs]) is not None
     terms = BucketTerms(config, planned_device(args.world_size, addressable=on_host), scaled=scaled)
     plan = terms.plan(specs)
-    plan = replace(plan, rows=(*plan.rows, *_activations(args)))
     step = predict(
         terms,
         specs,
@@ -281,12 +282,6 @@ def _plan(
     )
     about = {"stage": stage, "offload_param": tier}
     return _Tier(about, plan, plan.missing(host, args.device_memory, processes=processes), step)
-
-
-def _activations(args: argparse.Namespace, devices: int = 1) -> list[PlanRow]:
-    """What was declared of them, of a process with so many devices."""
-    declared = {"device": devices * args.activation_memory, "host": args.host_activation_memory}
-    return [PlanRow("activations", where, n, "smaller micro-batches") for where, n in declared.items() if n]
 
 
 def _jax_plan(
@@ -305,7 +300,7 @@ def _jax_plan(
     terms = BucketTerms(config, planned_jax_device(on_host=on_host))
     specs, arrays = part.specs_of(shapes, dtypes, config, on_host=on_host)
     rows = [*terms.host_rows(specs), *rows_at_once(terms, specs, arrays, on_host=on_host, donate=donate)]
-    rows += _activations(args, part.devices)
+    rows += terms.activations(part.devices)
     numel = sum(spec.numel for spec in specs)
     plan = MemoryPlan(tuple(rows), numel, shared=on_host, savings=terms.savings(specs))
     step = predict(

@@ -156,6 +156,11 @@ class OffloadConfig:
     """Stage 3, torch: modules whose parameters, those of all modules inside included, become whole together when they
     run: names of classes (``"MixtralSparseMoeBlock"``, or with the package), or of modules, whole or their end
     (``"layers.0.mlp"``, ``"mlp"``). For mixtures of experts: ranks then need not run the same experts."""
+    activation_memory: int = field(default=0, metadata=_MAY_DIFFER)
+    """Bytes on each device that activations take. Nothing is allocated for them: what is declared here counts when it
+    is checked, before anything is allocated, whether training fits."""
+    host_activation_memory: int = field(default=0, metadata=_MAY_DIFFER)
+    """The same of activations that wait in a process's host memory (torch's ``save_on_cpu``)."""
     pin_memory: bool = field(default=True, metadata=_MAY_DIFFER)
     """Pin the staging buffers if the device copies from host memory."""
     num_threads: int | None = field(default=None, metadata=_MAY_DIFFER)
@@ -197,6 +202,8 @@ class OffloadConfig:
             "max_live_parameters",
             "prefetch_bucket_size",
             "max_reuse_distance",
+            "activation_memory",
+            "host_activation_memory",
         ):
             checks.integer(name, getattr(self, name), least=0)
         names = self.leaf_modules

@@ -121,13 +121,21 @@ class BucketTerms:
             gradients_stay: all gradients are on the device till the update, whatever becomes of them.
         """
         host = self.host_rows(specs, frozen=frozen, one_by_one=not gradients_stay)
-        rows = [*host, *self._device_rows(specs, frozen, besides, gradients_stay)]
+        rows = [*host, *self._device_rows(specs, frozen, besides, gradients_stay), *self.activations()]
         return MemoryPlan(
             tuple(rows),
             sum(spec.numel for spec in specs),
             shared=self._terms.addressable,
             savings=self.savings(specs, frozen=frozen),
         )
+
+    def activations(self, devices: int = 1) -> list[PlanRow]:
+        """What was declared of activations, of a process with so many devices."""
+        declared = {
+            "device": devices * self.config.activation_memory,
+            "host": self.config.host_activation_memory,
+        }
+        return [PlanRow("activations", where, n, "smaller micro-batches") for where, n in declared.items() if n]
 
     def savings(self, specs: Sequence[ParamSpec], *, frozen: Sequence[ParamSpec] = ()) -> tuple[tuple[str, int], ...]:
         """Settings that store states in fewer bytes, the others kept: ``(setting, bytes of the host that it saves)``,

@@ -192,11 +192,14 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> list[MemoryPlan]:
 def test_it_is_the_plan_of_wrap(dtype: str, checked, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_file({name: torch.zeros(shape) for name, shape in SMALL.shapes.items()}, tmp_path / "a.safetensors")
     asked = [f"--model={tmp_path}", f"--param-dtype={dtype}", "--device=cpu", "--reduce-bucket-size=10000"]
+    asked += ["--activation-memory=2MB", "--host-activation-memory=3MB"]
+    declared = {"activation_memory": 2_000_000, "host_activation_memory": 3_000_000}
     tiers = plan(capsys, *asked, "--max-live-parameters=30000")["tiers"]
     assert [(tier["stage"], tier["offload_param"]) for tier in tiers] == [(1, None), (2, None), (3, None), (3, "cpu")]
     for tier in tiers:
         fields = {"stage": tier["stage"], "offload_param": tier["offload_param"]}
-        wrap(GPT(SMALL), param_dtype=dtype, reduce_bucket_size=10000, max_live_parameters=30000, **fields)
+        sizes = {"reduce_bucket_size": 10000, "max_live_parameters": 30000}
+        wrap(GPT(SMALL), param_dtype=dtype, **sizes, **fields, **declared)
         ours = {(row.where, row.what): row.n_bytes for row in checked[-1].rows if row.n_bytes and not row.passing}
         assert ours == {(row["where"], row["what"]): row["n_bytes"] for row in tier["rows"]}
 
@@ -511,6 +514,9 @@ def test_on_the_cpu_parameters_and_gradients_count_as_host_memory(monkeypatch: p
         wrap(model)
     assert not allocated
     monkeypatch.setattr(registration, "available_bytes", lambda: 16 * -(-needed // 16) + 64 * 8)  # and padding
+    with pytest.raises(HostMemoryError, match=r"(?s)host +activations +1\.0 MiB +\S+ +smaller micro-batches"):
+        wrap(model, host_activation_memory=2**20)
+    assert not allocated
     wrap(model)
     assert allocated
 
@@ -539,6 +545,9 @@ def test_jax_on_a_small_device_is_refused_before_anything_is_placed(monkeypatch:
     assert not allocated
     assert not placed
     monkeypatch.setattr("frontends.jax.mesh.places.free_bytes", lambda devices: needed)
+    with pytest.raises(DeviceMemoryError, match=r"device +activations +1 bytes"):
+        wrap_jax(params, activation_memory=1, **fields)
+    assert not placed
     wrap_jax(params, **fields)
     assert allocated
     assert placed

@@ -284,10 +284,10 @@ OTHER_VALUES = {
     "leaf_modules": ("Block",),
     "max_reuse_distance": 2, "pin_memory": False, "num_threads": 3, "buffer_dtype": "bfloat16", "cast_inputs": False,
     "bind_threads": False, "state_format": "8bit", "master_dtype": "bfloat16", "exp_avg_dtype": "float8",
-    "exp_avg_sq_dtype": "bfloat16",
+    "exp_avg_sq_dtype": "bfloat16", "activation_memory": 2, "host_activation_memory": 2,
 }  # fmt: skip
 """Of each setting a value that is not the one in ``OffloadConfig(stage=3, op_order="optax")``."""
-MAY_DIFFER = {"pin_memory", "num_threads", "bind_threads"}
+MAY_DIFFER = {"pin_memory", "num_threads", "bind_threads", "activation_memory", "host_activation_memory"}
 
 
 def test_another_value_is_known_of_every_setting():

@@ -45,9 +45,8 @@ def checked_plan(
     there = [] if placement.on_host else [leaves[i] for i in positions if isinstance(leaves[i], jax.Array)]
     held = sum(_local_bytes(array) for array in (*there, *others) if not in_host_memory(array))
     numel = sum(spec.numel for spec in specs)
-    plan = MemoryPlan(
-        (*terms.host_rows(specs), *planned), numel, shared=placement.on_host, held=held, savings=terms.savings(specs)
-    )
+    rows = (*terms.host_rows(specs), *planned, *terms.activations(len(device.ranks)))
+    plan = MemoryPlan(rows, numel, shared=placement.on_host, held=held, savings=terms.savings(specs))
     processes = min(local_processes(), device.collectives.world_size)
     plan.check(available_bytes(), device.free_bytes(), processes=processes)
     return planned
