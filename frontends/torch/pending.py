@@ -53,13 +53,13 @@ class _Pending:
     """What a tensor's class is made of until somebody reads the tensor."""
 
     __slots__ = ()
-    settled: type = nn.Parameter
+    own_class: type = nn.Parameter
     """The tensor's own class."""
     in_shards = False
     """True if its values come only for a while: a graph cannot count on them, so it breaks before it reads them."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        settle(cast(torch.Tensor, self))
+        await_values(cast(torch.Tensor, self))
         return copy.deepcopy(self, memo)
 
     @classmethod
@@ -68,17 +68,17 @@ class _Pending:
             return _call_outside_graphs(func, args, kwargs)
         in_graph = torch.compiler.is_compiling() and not cls.in_shards  # the compiler itself looks, too
         if in_graph:
-            settle_for_compiled_code()
+            await_all_for_compiled_code()
         if in_graph or func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        return _settle_and_call(func, args, kwargs)
+        return _await_values_and_call(func, args, kwargs)
 
 
-def _settle_and_call(func: Any, args: Any, kwargs: Any) -> Any:
+def _await_values_and_call(func: Any, args: Any, kwargs: Any) -> Any:
     for leaf in tree_leaves((args, kwargs)):
         if isinstance(leaf, _Pending):
-            settle(cast(torch.Tensor, leaf))
+            await_values(cast(torch.Tensor, leaf))
     return func(*args, **(kwargs or {}))
 
 
@@ -98,7 +98,7 @@ _WHY = (
 
 @breaks_graph
 def _call_outside_graphs(func: Any, args: Any, kwargs: Any) -> Any:
-    return _settle_and_call(func, args, kwargs)
+    return _await_values_and_call(func, args, kwargs)
 
 
 class PendingParameter(_Pending, nn.Parameter):
@@ -112,9 +112,9 @@ _IN_SHARDS: dict[type, type] = {}
 """The class of tensors in shards, by their own."""
 
 
-def settled_type(tensor: torch.Tensor) -> type:
+def own_class_of(tensor: torch.Tensor) -> type:
     """The tensor's own class, pending or not."""
-    return tensor.settled if isinstance(tensor, _Pending) else type(tensor)
+    return tensor.own_class if isinstance(tensor, _Pending) else type(tensor)
 
 
 _READ_WHAT_IS_INSIDE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
@@ -129,14 +129,14 @@ def _before_forward(module: nn.Module, args: Any) -> None:
     inside = isinstance(module, torch.jit.ScriptModule) or (
         isinstance(module, _READ_WHAT_IS_INSIDE) and not module.training
     )
-    settle_all(module.parameters() if inside else module._parameters.values())
+    await_all(module.parameters() if inside else module._parameters.values())
 
 
-def settle_all(params: Iterable[torch.Tensor | None]) -> None:
+def await_all(params: Iterable[torch.Tensor | None]) -> None:
     """Wait for those that an update still writes."""
     for param in params:
         if param is not None and id(param) in _BEFORE_MODULES:
-            settle(param)
+            await_values(param)
 
 
 Around = Callable[[nn.Module, Callable[[], Any]], Any]
@@ -161,7 +161,7 @@ class _WaitsFirst:
     @torch._disable_dynamo
     def _run(self, forward: Callable[[], Any]) -> Any:
         global _in_compiled_code
-        settle_all(self._module.parameters())
+        await_all(self._module.parameters())
         _in_compiled_code += 1
         _watch_modules()
         try:
@@ -219,7 +219,7 @@ def _watch_modules() -> None:
             _watch_modules()
 
 
-def settle_for_compiled_code() -> bool:
+def await_all_for_compiled_code() -> bool:
     """Wait for all updates, once, while code is compiled that reads a pending parameter.
 
     Compiled code calls nobody before it reads: :data:`compiled_code_reads` tells later steps to wait for their updates.
@@ -231,7 +231,7 @@ def settle_for_compiled_code() -> bool:
     return True
 
 
-settle_for_compiled_code._dynamo_marked_constant = True  # type: ignore[attr-defined]
+await_all_for_compiled_code._dynamo_marked_constant = True  # type: ignore[attr-defined]
 # As torch.compiler.assume_constant_result does, which imports the compiler: it is called while code is compiled.
 
 compiled_code_reads = False
@@ -240,7 +240,7 @@ compiled_code_reads = False
 
 def can_wait(param: torch.Tensor) -> bool:
     """Return whether readers of the parameter can be made to wait."""
-    return settled_type(param) is nn.Parameter
+    return own_class_of(param) is nn.Parameter
 
 
 def make_pending(param: torch.Tensor, wait: Callable[[], None], *, before_modules: bool = False) -> None:
@@ -263,10 +263,10 @@ def make_pending(param: torch.Tensor, wait: Callable[[], None], *, before_module
 
 def guard(tensor: torch.Tensor, wait: Callable[[], None]) -> None:
     """As :func:`make_pending`, for a tensor in shards of any class that holds values itself, parameter or not."""
-    own = settled_type(tensor)
+    own = own_class_of(tensor)
     if own not in _IN_SHARDS:
         bases = (PendingParameter,) if own is nn.Parameter else (_Pending, own)
-        members = {"settled": own, "in_shards": True}
+        members = {"own_class": own, "in_shards": True}
         _IN_SHARDS[own] = types.new_class(
             f"Pending{own.__name__}", bases, exec_body=lambda space: space.update(members)
         )
@@ -275,16 +275,16 @@ def guard(tensor: torch.Tensor, wait: Callable[[], None]) -> None:
 
 
 @torch._disable_dynamo
-def settle(param: torch.Tensor) -> None:
+def await_values(param: torch.Tensor) -> None:
     """Wait for the parameter, if it is pending."""
-    settle_garbage(param)
+    await_values_of_garbage(param)
 
 
-def settle_garbage(param: torch.Tensor) -> None:
-    """As :func:`settle`, without an import of the compiler, for what is done when garbage is collected."""
+def await_values_of_garbage(param: torch.Tensor) -> None:
+    """As :func:`await_values`, without an import of the compiler, for what is done when garbage is collected."""
     if isinstance(param, _Pending):
         wait = _WAITS.get(id(param))
-        if wait is not None:  # else a signal handler has settled it just now
+        if wait is not None:  # else a signal handler has waited for it just now
             wait()
         forget(param)
 
@@ -292,14 +292,14 @@ def settle_garbage(param: torch.Tensor) -> None:
 def forget(param: torch.Tensor) -> None:
     """Record that the parameter is not pending."""
     if isinstance(param, _Pending):
-        param.__class__ = param.settled
+        param.__class__ = param.own_class
     _WAITS.pop(id(param), None)
     if id(param) in _BEFORE_MODULES:
         _BEFORE_MODULES.discard(id(param))
         _watch_modules()
 
 
-def settled_by_update(params: Iterable[torch.Tensor]) -> None:
+def have_been_written(params: Iterable[torch.Tensor]) -> None:
     """These parameters have been written: who has not waited for an earlier update need not wait any more. A graph is
     made for their class."""
     for param in [param for param in params if id(param) in _BEFORE_MODULES] if _BEFORE_MODULES else ():

@@ -26,7 +26,7 @@ from offload_core.support.threads import clear_up
 from .casting import Casts
 from .columns import Columns
 from .data_writes import DataWrites, data_of
-from .pending import can_wait, forget, make_pending, settle_garbage, settled_by_update
+from .pending import await_values_of_garbage, can_wait, forget, have_been_written, make_pending
 from .stage3.construction import shards_of
 from .stage3.partitioned import PartitionedModel
 from .tensors import (
@@ -309,7 +309,7 @@ class Registration:
                 if not slot.partitioned:
                     _make_readers_wait(slot, self._pipeline)
         elif not broken:
-            settled_by_update(self.columns.params[index] for index in written)
+            have_been_written(self.columns.params[index] for index in written)
 
     def follow_replaced(self, tensors: Sequence[torch.Tensor]) -> None:
         """After master weights were replaced: write them to the parameters."""
@@ -441,7 +441,7 @@ def let_go(slots: dict[torch.Tensor, Slot]) -> None:
     for slot in slots.values():
         if not slot.partitioned:
             with suppress(StateError):  # it was sent early, for a step that is never made
-                settle_garbage(slot.param)
+                await_values_of_garbage(slot.param)
             forget(slot.param)
         if slot.data_writes is not None:
             slot.data_writes.end()

@@ -17,7 +17,7 @@ from offload_core.layout.partition import ParamSpec
 from offload_core.layout.regions import InMemory
 
 from .data_writes import set_data
-from .pending import settled_type
+from .pending import own_class_of
 from .tensors import flat, is_offloadable, shaped_like, spec_of
 
 _SMALLEST = 2048
@@ -148,7 +148,7 @@ def _tensors(param: torch.Tensor, module: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _library(param: torch.Tensor) -> str:
-    return settled_type(param).__module__.partition(".")[0]
+    return own_class_of(param).__module__.partition(".")[0]
 
 
 def _inside(wrapper: Any) -> Iterator[torch.Tensor]:

@@ -330,14 +330,14 @@ class Reduction:
         bucket, arrival = work.bucket, buckets.device.sizes.arrival(work.wire)
         stays = arrival == as_it_stays(BY_NUMPY[work.home.dtype]) and not work.has_landed
         if len(buckets.in_staging) == buckets.worker.depth:
-            oldest, settled = buckets.in_staging.popleft()
-            buckets.wait(settled, oldest)
+            oldest, landed = buckets.in_staging.popleft()
+            buckets.wait(landed, oldest)
         work.lease = buckets.staging.lease()
         numel = arrival.parts * work.home.size
         received = work.home if stays else work.lease.borrow(numel, arrival.dtype.numpy)
         self.last = event = buckets.device.reduce(bucket, work.wire, gradients, received, work.lease)
 
-        def settle() -> None:
+        def land() -> None:
             event.wait()
             if not stays:
                 with buckets.trace.span(REDUCTION, "sum", bucket.index, received.nbytes):
@@ -351,9 +351,9 @@ class Reduction:
             work.gradient.on(GradientEvent.LAND)
 
         staged = len(work.lease)
-        work.give(settled := buckets.worker.submit(settle))
+        work.give(landed := buckets.worker.submit(land))
         if staged:
-            buckets.in_staging.append((work, settled))
+            buckets.in_staging.append((work, landed))
 
     def _sum(self, work: LocalBucket, arrival: Arrival, received: np.ndarray) -> None:
         """Sum each shard's parts in their order in fp32, divide once, and add to the gradients that wait."""

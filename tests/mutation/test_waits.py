@@ -1008,7 +1008,7 @@ CORE_CHANGES = [
         ("step.update", "Updates._send", "if len(self._travelling) == self._buckets.worker.depth:", "if False:"),
         ("step.update", "Updates._send", "work.written = self._buckets.worker.submit", "self._buckets.worker.submit"),
         ("step.reduction", "Reduction._reduce", "if len(buckets.in_staging) == buckets.worker.depth:", "if 0:"),
-        ("step.reduction", "Reduction._reduce", "buckets.in_staging.append((work, settled))", "pass"),
+        ("step.reduction", "Reduction._reduce", "buckets.in_staging.append((work, landed))", "pass"),
         ("step.reduction", "Reduction._reduce", "work.give(", "(lambda task: None)("),
         ("step.reduction", "Reduction._reduce", "work.release()", "pass"),
         ("step.local_bucket", "LocalBucket.arrive", "self.written = None", "pass"),

@@ -45,7 +45,7 @@ from offload_core.stage3.live_params import LiveParams
 from offload_core.step.pipeline import Pipeline
 from offload_core.support.threads import clear_up
 
-from ..pending import breaks_graph, forget, guard, settle_all
+from ..pending import await_all, breaks_graph, forget, guard
 from .parameters import PartitionedParameter, PartitionedParameters
 
 _EXTERNAL = "_offload_external_parameters"
@@ -252,7 +252,7 @@ class ModuleRuns:
 
     def _before_hook(self, compiled: bool, module: nn.Module, args: Any) -> None:
         if compiled:
-            settle_all(module.parameters())
+            await_all(module.parameters())
         self._before_forward(module, leaf=compiled or module in self._leaves)
 
     def _after_hook(self, compiled: bool, module: nn.Module, args: Any, output: Any) -> None:
