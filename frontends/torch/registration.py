@@ -309,7 +309,7 @@ class Registration:
                 if not slot.partitioned:
                     _make_readers_wait(slot, self._pipeline)
         elif not broken:
-            have_been_written(self.columns.params[index] for index in written)
+            have_been_written([self.columns.params[index] for index in written])
 
     def follow_replaced(self, tensors: Sequence[torch.Tensor]) -> None:
         """After master weights were replaced: write them to the parameters."""
