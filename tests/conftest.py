@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -11,6 +12,10 @@ import pytest
 # Two files of tests at a time share the processors, where threads that spin while they wait cost the other half its
 # time: interrupts of torch steps took 40 s and take 22. OpenMP reads it when torch is imported, here and in children.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+# A shell starts what runs in the background with interrupts ignored; tests send them, to their own children, too.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 OPTIONAL = {
     "torch",
