@@ -124,12 +124,14 @@ class Intake:
 
     @torch._disable_dynamo
     @changes("backward()")
-    def settle(self, params: Iterable[torch.Tensor]) -> None:
+    def settle(self, params: Iterable[torch.Tensor], *, ended: bool) -> set[torch.Tensor]:
         """No gradient of these parameters is to come in this backward, as in ``Pipeline.settle``."""
         indices = {self._slots[param].index for param in params if param in self._slots}
-        if indices and self._early:
-            self._pipeline.settle(indices)
-            self._reduces = True
+        if not self._early or not (indices or ended):
+            return set()
+        late = self._pipeline.settle(indices, ended=ended)
+        self.fresh = self._reduces = True
+        return {self._columns.params[i] for i in late}
 
     def _take(self, given: Mapping[int, torch.Tensor]) -> None:
         """Give the pipeline gradients that fit, and with ``early`` put stand-ins in their places."""

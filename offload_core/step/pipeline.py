@@ -183,16 +183,26 @@ class Pipeline:
             self._take(now)
 
     @changes("backward()")
-    def settle(self, params: Collection[int]) -> None:
+    def settle(self, params: Collection[int], *, ended: bool = False) -> Set[int]:
         """No gradient of these parameters is to come in this backward, besides those that came.
 
         All ranks call it alike: at the same points of backward, with the same parameters. It concerns those whose
         gradients may come on some ranks alone (:attr:`ParamSpec.settled_with`), and no others.
+
+        Args:
+            ended: the backward has ended.
+
+        Returns:
+            Those of them that are not settled before the backward has ended: a gradient of theirs came too late once.
         """
-        given, without = self._reduction.settled(params)
+        late = frozenset[int]() if ended else self._reduction.late(params)
+        given, without = self._reduction.settled([param for param in params if param not in late])
         if given or without:
             self._begin_gradients()
             self._take(given, without)
+        if ended:
+            self._take_late()
+        return late
 
     def _take(self, gradients: Mapping[int, Any], without: Set[int] = frozenset()) -> None:
         """Fill in gradients, and launch what is full; ``without``: parameters that are settled without one."""
@@ -234,10 +244,13 @@ class Pipeline:
                 self._early.follow(work, present, last=last, keep_states=self._examines)
 
     def _end_last_round(self, *, boundary: bool) -> None:
-        """The micro-step ends: what nobody has settled comes no more."""
+        self._take_late()
+        self._end_round(boundary=boundary)
+
+    def _take_late(self) -> None:
+        """Take what nobody has settled: all ranks have it, or none."""
         if left := self._reduction.out_of_aside():
             self._take(left)
-        self._end_round(boundary=boundary)
 
     def _end_round(self, *, boundary: bool = False) -> None:
         self._launch(ending=True, boundary=boundary)

@@ -66,7 +66,7 @@ class Reduction:
     of backward on all ranks. A gradient that comes on some ranks alone, or earlier on some, must not decide that point:
     it waits aside until all ranks are told, alike, that the parameter is settled. A gradient that comes later still is
     of a second round, at the end of the micro-step: all ranks have it, or none. It may come so each time; therefore
-    that parameter is settled no more, and its bucket leaves at the end.
+    that parameter is late from then on: it is settled at the end of a backward, and its bucket leaves there.
     """
 
     def __init__(self, buckets: LocalBuckets) -> None:
@@ -81,7 +81,7 @@ class Reduction:
         self._apart: set[int] = set()
         """Parameters that are settled ([Note: settled parameters])."""
         self._late: set[int] = set()
-        """Those that are settled no more."""
+        """Those that are settled at the end of a backward."""
 
     # --- the order -----------------------------------------------------------------------------------
 
@@ -177,19 +177,19 @@ class Reduction:
         arrivals.present.update(mine)
         return {param: gradient for param, gradient in gradients.items() if param not in mine}
 
-    def settled(self, params: Collection[int]) -> tuple[dict[int, Any], set[int]]:
-        """The gradients of these parameters that were put aside, and the parameters that have none.
+    def late(self, params: Collection[int]) -> Set[int]:
+        """Those of these parameters that are settled at the end of a backward."""
+        return self._late.intersection(params)
 
-        Without those that are settled no more.
-        """
-        mine = self._apart.intersection(params) - self._late
-        aside = self.arrivals.aside
+    def settled(self, params: Collection[int]) -> tuple[dict[int, Any], set[int]]:
+        """The gradients of these parameters that were put aside, and the parameters that have none."""
+        mine, aside = self._apart.intersection(params), self.arrivals.aside
         given = {param: aside.pop(param) for param in mine.intersection(aside)}
         return given, mine.difference(given)
 
     def out_of_aside(self, params: Collection[int] | None = None) -> dict[int, Any]:
         """The gradients that were put aside, of these parameters or of all, which nobody has settled. Those that come
-        too late for this round are settled no more."""
+        too late for this round are late from now on."""
         aside = self.arrivals.aside
         if not aside:
             return {}

@@ -28,7 +28,7 @@ them: gathered parameters are saved as they are, without their memory; the user'
 import threading
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -50,6 +50,14 @@ from .parameters import PartitionedParameter, PartitionedParameters
 
 _EXTERNAL = "_offload_external_parameters"
 """The attribute of a module that lists the parameters of others that its forward uses."""
+
+
+class Settle(Protocol):
+    """``Intake.settle``."""
+
+    def __call__(self, params: Iterable[torch.Tensor], *, ended: bool) -> Collection[torch.Tensor]: ...
+
+
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 
@@ -142,7 +150,7 @@ class ModuleRuns:
         """Parameters that stay whole after their calls: until they change (True), or until the next forward (False)."""
         self._hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._leaves: weakref.WeakSet[nn.Module] = weakref.WeakSet(leaves)
-        self._settle: Callable[[Iterable[torch.Tensor]], None] | None = None
+        self._settle: Settle | None = None
         """Settles parameters; None on one rank."""
         self._step = 0
         self._awaited: Counter[torch.Tensor] = Counter()
@@ -161,14 +169,13 @@ class ModuleRuns:
         """Remove the hooks."""
         _remove(self._handles)
 
-    def tell(self, settle: Callable[[Iterable[torch.Tensor]], None]) -> None:
+    def tell(self, settle: Settle) -> None:
         """Have the parameters of leaf modules settled by this method, whose object is not kept alive."""
         method = weakref.WeakMethod(settle)
 
-        def told(params: Iterable[torch.Tensor]) -> None:
+        def told(params: Iterable[torch.Tensor], *, ended: bool) -> Collection[torch.Tensor]:
             settle = method()
-            if settle is not None:
-                settle(params)
+            return () if settle is None else settle(params, ended=ended)
 
         self._settle = told if self._several else None
 
@@ -425,8 +432,8 @@ class ModuleRuns:
             self._end(call)
         settled = [param for call in passed for param in self._last_of(call)]
         if settled and self._settle is not None:
-            self._unsettled[task].difference_update(settled)
-            self._settle(settled)
+            late = self._settle(settled, ended=False)
+            self._unsettled[task].difference_update(param for param in settled if param not in late)
 
     def _last_of(self, call: _Call) -> list[torch.Tensor]:
         """The parameters that no other backward of a leaf module is to use, now that this one has ended."""
@@ -447,8 +454,8 @@ class ModuleRuns:
             self._end(call)
             self._last_of(call)
         unsettled = self._unsettled.pop(task, None)
-        if unsettled and self._settle is not None:
-            self._settle(unsettled)
+        if unsettled is not None and self._settle is not None:
+            self._settle(unsettled, ended=True)
         if not self._backwards and not self._calls:
             self._parameters.live.release_idle()
 
