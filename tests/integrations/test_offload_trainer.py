@@ -386,6 +386,26 @@ def test_a_schedule_of_deepspeed_is_that_of_the_run_and_of_the_resumed_one(tmp_p
         on_engine(tmp_path, scheduled(total_num_steps=9))
 
 
+def test_a_schedule_of_deepspeed_over_groups_with_rates_of_their_own_is_refused(tmp_path):
+    class Two(Trainer):
+        def create_optimizer(self, model=None):
+            optimizer = super().create_optimizer(model)
+            optimizer.param_groups[1]["lr"] = LR / 10
+            return optimizer
+
+    class OffloadTwo(OffloadTrainer, Two):
+        pass
+
+    with pytest.raises(ConfigError, match=r"learning rates \[0.01, 0.001\] of parameter groups, and a scheduler in"):
+        on_engine(tmp_path, scheduled(), kind=OffloadTwo, save_strategy="no")
+
+
+def test_a_total_that_is_a_float_counts_when_a_share_of_it_is_the_warm_up(tmp_path):
+    config = scheduled(total_num_steps=float(STEPS))
+    trainer = trainer_of(tmp_path, {"offload": config}, kind=OffloadTrainer, learning_rate=LR, warmup_steps=0.25)
+    assert trainer.create_scheduler(STEPS).get_last_lr() == [0.0, 0.0]
+
+
 def test_sizes_that_are_auto_follow_the_models_width_as_trainer_tells_deepspeed(tmp_path):
     names = ["reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"]
     section = {**AUTO["zero_optimization"], **dict.fromkeys(names, "auto")}
@@ -412,6 +432,7 @@ def test_sizes_that_are_auto_follow_the_models_width_as_trainer_tells_deepspeed(
         ({"lr": lambda updates: 1e-3}, {}, "lr=.* in offload="),
         (AUTO | {"scheduler": {"type": "Warm"}}, {}, "scheduler.type: got 'Warm'; did you mean"),
         (scheduled(warmup_max_lr=1.0), {}, r"warmup_max_lr=1.0 in offload=, and .* have learning_rate, .* 0.01; exp"),
+        (scheduled(warmup_type="auto"), {}, 'warmup_type="auto" in offload=, and TrainingArguments have no value'),
         ({}, {"optim": "adafactor"}, "optim='adafactor' besides the engine's optimizer; expected no optimizers="),
         ({}, {"optimizers": (torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 0.1), None)}, "an optimizer besides"),
         ({}, {"optimizer_cls_and_kwargs": (torch.optim.SGD, {})}, "an optimizer besides the engine's optimizer"),

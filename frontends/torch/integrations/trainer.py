@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -128,7 +128,9 @@ class OffloadTrainer(Trainer):
         """The schedule of the DeepSpeed configuration, if it has one; else Trainer's."""
         if self._scheduler is not None and self.lr_scheduler is None:
             config = _scheduled(self._scheduler, self.args, num_training_steps)
-            schedule: Any = _Schedule(self.optimizer if optimizer is None else optimizer, config)
+            optimizer = self.optimizer if optimizer is None else optimizer
+            _check_rates(optimizer.param_groups, self.args)
+            schedule: Any = _Schedule(optimizer, config)
             self.lr_scheduler = schedule
             self._created_lr_scheduler = True
         return super().create_scheduler(num_training_steps, optimizer)
@@ -348,23 +350,41 @@ def _scheduled(scheduler: Mapping[str, Any], args: TrainingArguments, updates: i
     """
     given = scheduler.get("params") or {}
     total = given.get("total_num_steps")
-    known = updates or (total if isinstance(total, int) else _MANY_UPDATES)
+    known = updates or (int(total) if isinstance(total, int | float) and total >= 1 else _MANY_UPDATES)
     beside = {
         "warmup_min_lr": 0.0,
         "warmup_max_lr": args.learning_rate,
-        "warmup_num_steps": max(1, args.get_warmup_steps(known)),
+        "warmup_num_steps": args.get_warmup_steps(known),
         "total_num_steps": known,
     }
     filled = {name: beside.get(name, value) if value == deepspeed.AUTO else value for name, value in given.items()}
+    for name, value in filled.items():
+        if value == deepspeed.AUTO:
+            raise ConfigError(
+                f'scheduler.params.{name}="auto" in offload=, and TrainingArguments have no value for it; expected a '
+                "number"
+            )
     for name, field in _OF_SCHEDULE.items():
         if name in given and filled[name] != beside[name] and (updates or name == "warmup_max_lr"):
             raise ConfigError(
                 f"scheduler.params.{name}={filled[name]!r} in offload=, and TrainingArguments have {field}, which "
                 f'makes {beside[name]!r}; expected "auto" there, or the same'
             )
+    if "warmup_num_steps" in filled:
+        filled["warmup_num_steps"] = max(1, filled["warmup_num_steps"])
     rates = {"lr": args.learning_rate, "betas": [args.adam_beta1, args.adam_beta2]}
     section = {"type": scheduler["type"], "params": filled}
     return OffloadConfig.resolve({"optimizer": {"type": "AdamW", "params": rates}, "scheduler": section}, world_size=1)
+
+
+def _check_rates(groups: Sequence[Mapping[str, Any]], args: TrainingArguments) -> None:
+    """Raise :class:`ConfigError` if a group has a learning rate of its own, which a ``scheduler`` would overwrite."""
+    rates = [group.get("initial_lr", group["lr"]) for group in groups]
+    if any(rate != args.learning_rate for rate in rates):
+        raise ConfigError(
+            f"learning rates {rates} of parameter groups, and a scheduler in offload=, which sets that of all groups; "
+            "expected TrainingArguments(lr_scheduler_type=...) in place of the scheduler, or learning_rate alone"
+        )
 
 
 def _configuration(offload: ConfigLike, args: TrainingArguments, scaler: Any, model: Any) -> OffloadConfig:
