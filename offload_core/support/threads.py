@@ -284,11 +284,6 @@ def await_sections() -> None:
         task.wait()
 
 
-def section_runs() -> bool:
-    """True if a section has begun, in any thread, and not ended."""
-    return bool(RUNNING_SECTIONS)
-
-
 def forget_sections() -> None:
     """In a forked process: their threads are not there, and new ones may get their identifiers."""
     RUNNING_SECTIONS.clear()
