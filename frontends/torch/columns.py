@@ -33,8 +33,10 @@ class Likeness:
 
     def learn(self, tensors: Collection[torch.Tensor], of: Sequence[int] = ()) -> None:
         """These tensors have passed the check; ``of``: the parameters that they belong to."""
-        self._guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+        guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+        self.forget()  # an interrupt between the next two lines leaves nothing that belongs to others
         self._of = of
+        self._guards = guards
 
     def forget(self) -> None:
         """No tensors have passed the check."""

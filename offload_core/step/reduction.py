@@ -65,8 +65,8 @@ class Reduction:
     [Note: settled parameters] A rank that launches a bucket waits for the others. So a bucket is full at the same point
     of backward on all ranks. A gradient that comes on some ranks alone, or earlier on some, must not decide that point:
     it waits aside until all ranks are told, alike, that the parameter is settled. A gradient that comes later still is
-    of a second round, at the end of the micro-step: all ranks have it, or none. It may come so each time; therefore
-    that parameter is late from then on: it is settled at the end of a backward, and its bucket leaves there.
+    of a second round, when the backward has ended: all ranks have it, or none. It may come so each time; therefore that
+    parameter is late from then on: it is settled at the end of a backward, and its bucket leaves there.
     """
 
     def __init__(self, buckets: LocalBuckets) -> None:
