@@ -3,6 +3,7 @@
 import errno
 import os
 import resource
+import threading
 from pathlib import Path
 
 import ml_dtypes
@@ -11,6 +12,7 @@ import pytest
 import safetensors
 import safetensors.torch
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -22,7 +24,8 @@ from offload_core.checkpoint.safetensors import read_header
 from offload_core.ranks.collectives import SingleRank, merge
 from offload_core.testing.thread_ranks import run_ranks as run_threads
 from tests.support.exports import load
-from tests.support.processes import run as run_ranks
+from tests.support.partitioned_models import gpt, gpt_loss
+from tests.support.processes import on_ranks
 
 BF16 = {"param_dtype": "bfloat16"}
 STAGE_3 = {"stage": 3, "offload_param": "cpu", "param_persistence_threshold": 40, "reduce_bucket_size": 1000}
@@ -376,16 +379,83 @@ def test_from_pretrained_reads_an_export_and_ties_again(tmp_path, kind, tied, fi
 # --- ranks --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scenario", ["written", "masters"])
-def test_ranks_export_what_one_has_in_every_stage(tmp_path, scenario):
-    for result in run_ranks(scenario, 2, tmp_path, "export_worker.py"):
-        assert all(result.values()), result
+def trained(rank, steps, **fields):
+    engine = wrap(gpt(), lr=1e-2, **fields)
+    for step in range(steps):
+        engine.backward(gpt_loss(engine, 2 * step + rank))
+        engine.step()
+    return engine
 
 
-def test_where_rank_0_cannot_write_all_ranks_are_told(tmp_path):
-    first, second = run_ranks("refused", 2, tmp_path, "export_worker.py")
-    assert "file: cannot be written (File exists)" in first["said"]
-    assert "rank 0 could not write" in second["said"]
+def exported(engine, folder, **options):
+    engine.export_safetensors(folder, **options)
+    dist.barrier()
+    return safetensors.torch.load_file(folder / "model.safetensors")
+
+
+def test_ranks_export_weights_and_states_of_ddp_with_fused_adamw_in_every_stage(tmp_path):
+    @on_ranks(2)
+    def _(rank):
+        ddp = nn.parallel.DistributedDataParallel(gpt())
+        optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-2, fused=True)
+        for step in range(3):
+            gpt_loss(ddp, 2 * step + rank).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        weights, states = dict(ddp.module.named_parameters()), optimizer.state_dict()["state"]
+        on_device = {**STAGE_3, "offload_param": None}
+        for name, fields in {"1": {"stage": 1}, "2": {"reduce_bucket_size": 1000}, "3": on_device}.items():
+            engine = trained(rank, 3, **fields)
+            for dtype in (None, "float32"):
+                assert_same(exported(engine, tmp_path / f"{name} {dtype}", dtype=dtype), weights)
+            assert (engine.optimizer.torch_state_dict() is None) == bool(rank)
+            saved = engine.optimizer.torch_state_dict(rank0_only=False)["state"]
+            assert saved.keys() == states.keys()
+            for i, entry in saved.items():
+                assert_same(entry, states[i])
+
+
+def test_ranks_export_their_master_weights_end_to_end_also_while_gradients_are_on_their_way(tmp_path):
+    @on_ranks(2)
+    def _(rank):
+        engine = trained(rank, 2, **BF16)  # which has one bucket
+        found = exported(engine, tmp_path / "whole", dtype="float32")
+        for name, param in engine.module.named_parameters():
+            parts = [None, None]
+            dist.all_gather_object(parts, engine.optimizer.state[param].get("master", torch.empty(0)).clone())
+            assert torch.equal(torch.cat(parts).view(param.shape), found[name])
+        parted = trained(rank, 2, **BF16, **STAGE_3)
+        assert_same(exported(parted, tmp_path / "parted", dtype="float32"), found)
+        with gathered_parameters(parted.module.parameters()):
+            whole = {name: param.detach().clone() for name, param in parted.module.named_parameters()}
+        assert_same(exported(parted, tmp_path / "device"), whole)
+        # Between backward and step, rank 1's exchanges begin when it waits for them: ranks meet in one order.
+        pipeline, waits = parted.optimizer.pipeline, threading.Event()
+        exchange, wait_for = pipeline.device.collectives.exchange, pipeline.buckets._wait_for
+        if rank == 1:
+            pipeline.device.collectives.exchange = lambda *args: (waits.wait(60), exchange(*args))[1]
+            pipeline.buckets._wait_for = lambda *args: (waits.set(), wait_for(*args))[1]
+        parted.backward(gpt_loss(parted, rank))
+        moments = parted.optimizer.torch_state_dict(rank0_only=False)["state"]
+        assert all(int(entry["step"]) == 2 for entry in moments.values())
+        assert rank == 0 or waits.is_set()
+        assert_same(exported(parted, tmp_path / "under way", dtype="float32"), found)
+        assert parted.step().updated
+
+
+def test_where_rank_0_cannot_write_all_ranks_are_told_and_train_on(tmp_path):
+    (tmp_path / "file").touch()
+
+    @on_ranks(2)
+    def _(rank):
+        engine = wrap(gpt(), lr=1e-2)
+        said = "rank 0 could not write" if rank else r"file: cannot be written \(File exists\)"
+        with pytest.raises(CheckpointError, match=said):
+            engine.export_safetensors(tmp_path / "file")
+        engine.backward(gpt_loss(engine, rank))
+        assert engine.step().updated
+
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 # --- torch.optim.AdamW -------------------------------------------------------------------------------
