@@ -288,7 +288,7 @@ def targets(tmp_path_factory):
 
 def fuzz(target, seed, examples):
     @hypothesis.seed(seed)
-    @settings(max_examples=examples, deadline=None, database=None, suppress_health_check=[*HealthCheck])
+    @settings(max_examples=examples, suppress_health_check=[*HealthCheck])
     @given(target.examples)
     def one(example):
         try:
