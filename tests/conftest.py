@@ -3,11 +3,14 @@
 All random draws come from one seed: ``pytest --seed 7``, or ``make test ARGS="--seed 7"``. The last line of a run prints it.
 """
 
+import gc
 import os
 import random
 import re
+import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -69,6 +72,20 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("PYTHONHASHSEED", str(seed % 2**32))
 
 
+NEEDED_BYTES = 2 << 30
+"""Of free space for temporary files: several runs of ranks and their checkpoints at a time."""
+
+
+def pytest_sessionstart() -> None:
+    folder = tempfile.gettempdir()
+    if (free := shutil.disk_usage(folder).free) < NEEDED_BYTES:
+        pytest.exit(
+            f"{folder} has {free >> 20} MiB free and the tests need {NEEDED_BYTES >> 20}: make room, or name another "
+            "folder: TMPDIR=/path make test",
+            returncode=1,
+        )
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     terminalreporter.write_line(f"random draws: --seed {config.getoption('seed')}")
 
@@ -116,6 +133,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
 
         if simulated.why_not() is None:
             simulated.prepare()  # before any test's backward
+
+
+def pytest_collection_finish() -> None:
+    """Tests that collect garbage need not walk torch, jax and transformers each time: 0.02 s in place of 0.2 to 0.4."""
+    gc.collect()
+    gc.freeze()
 
 
 class ModuleOfTests(pytest.Module):
