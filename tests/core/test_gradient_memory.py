@@ -407,5 +407,5 @@ def test_a_rank_that_is_lost_ends_the_wait_of_the_others():
         subject.device.close()
 
     with pytest.raises(OSError, match="this rank is lost"):
-        run_ranks(2, body, timeout=10)
+        run_ranks(2, body)
     assert len(told) == 1

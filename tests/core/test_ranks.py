@@ -108,7 +108,7 @@ def test_a_rank_whose_copy_fails_is_an_error_on_all_and_nobody_hangs(failing, sc
                     assert all(np.isfinite(view).all() for view in views.values())
         subject.device.close()
 
-    run_ranks(3, body, timeout=10)
+    run_ranks(3, body)
     assert dict(told)[1] == "its own"
     assert all("a rank was lost" in message for rank, message in told if rank != 1)
     assert len(told) == 3

@@ -222,6 +222,7 @@ MISSING = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutant", MISSING, ids=str)
 def test_a_wait_that_is_missing_shows(mutant):
     with made(mutant):
