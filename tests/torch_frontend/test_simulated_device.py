@@ -6,10 +6,13 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
+from itertools import cycle, product
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from frontends.torch import wrap
 from offload_core import HostMemoryWarning
@@ -156,6 +159,89 @@ def test_two_devices_exchange_what_is_there_when_it_is_due():
         y = x.to("simulated:1", non_blocking=True) + 1
     assert y.device == torch.device("simulated:1")
     assert y.tolist() == [3] * 4
+
+
+# --- what its operators compute ----------------------------------------------------------------------------------
+
+
+def operators_and_seconds():
+    """All of torch's that act on each element, on lists of tensors, or reduce, except those that write to ``out=``."""
+    for name in sorted(torch._C._dispatch_get_all_op_names()):
+        base, _, overload = name.removeprefix("aten::").partition(".")
+        op = getattr(getattr(torch.ops.aten, base, None), overload or "default", None)
+        if not name.startswith("aten::") or op is None or torch.Tag.out in op.tags:
+            continue
+        if {torch.Tag.pointwise, torch.Tag.reduction} & {*op.tags} or base.startswith("_foreach"):
+            several = sum("Tensor" in str(a.type) for a in op._schema.arguments) > 1
+            yield from ((op, second) for second in (SECONDS if several else ["a tensor"]))
+
+
+SECONDS = {
+    "a tensor": lambda draw, dtype, size: torch.randn(size, generator=draw).to(dtype),
+    "a number": lambda draw, dtype, size: torch.randn((), generator=draw, dtype=torch.float64).item(),
+    "one element": lambda draw, dtype, size: torch.randn((), generator=draw).to(dtype),
+    "one element of the host": lambda draw, dtype, size: torch.randn((), generator=draw, dtype=torch.float64),
+}
+"""The last of the tensors that an operator takes. float64 stays on the host."""
+
+
+def arguments_of(op, draw, dtype, size, second):
+    schema = op._schema.arguments
+    last = [a.name for a in schema if "Tensor" in str(a.type)][1:][-1:]
+
+    def of(argument):
+        kind = str(argument.type).removeprefix("Optional[").rstrip("]")
+        if argument.name in ("condition", "mask"):
+            return SECONDS["a tensor"](draw, dtype, size) > 0
+        if kind == "Tensor":
+            return SECONDS[second if argument.name in last else "a tensor"](draw, dtype, size)
+        if kind in ("number", "float"):
+            return SECONDS["a number"](draw, dtype, size)
+        if kind in ("List[Tensor", "List[number"):
+            make = SECONDS["a tensor" if "Tensor" in kind else "a number"]
+            return [make(draw, dtype, n) for n in (size, 3, size)]
+        return argument.default_value if argument.has_default_value() else int(argument.name != "dim")
+
+    drawn = {a: of(a) for a in schema}
+    return [x for a, x in drawn.items() if not a.kwarg_only], {a.name: x for a, x in drawn.items() if a.kwarg_only}
+
+
+def outcome(op, arguments, device):
+    """What it returns and what it has written to its arguments."""
+    move = partial(tree_map_only, torch.Tensor, lambda t: t.clone().to("cpu" if t.dtype == torch.float64 else device))
+    placed = move(arguments)
+    returned = op(*placed[0], **placed[1])
+    return [
+        x.cpu() if isinstance(x, torch.Tensor) else x for x in tree_leaves(placed if returned is None else returned)
+    ]
+
+
+def alike(a, b):
+    return same_bits(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+@pytest.mark.filterwarnings("ignore")  # of some operators, about their arguments
+def test_operators_give_the_hosts_bits_beside_numbers_and_tensors_without_dimensions():
+    draw, sizes, compared, differ = torch.Generator().manual_seed(0), cycle((1, 3, 8, 17, 1000)), 0, []
+    dtypes = [torch.float32, torch.bfloat16, torch.float16]
+    with simulated.in_turn(ahead=True):
+        for (op, second), dtype in product(operators_and_seconds(), dtypes):
+            for size in ((), next(sizes)):
+                arguments = arguments_of(op, draw, dtype, size, second)
+                try:
+                    expected = outcome(op, arguments, "cpu")
+                except (RuntimeError, TypeError):  # not of this type, or not beside a number
+                    break
+                try:
+                    found = outcome(op, arguments, D)
+                except RuntimeError as error:  # as CUDA says of some operators
+                    is_refused = second == "one element of the host" and "on the same device" in str(error)
+                    found, expected = [str(error)], [str(error) if is_refused else None]
+                compared += 1
+                if not all(map(alike, found, expected)):
+                    differ.append((str(op), second, dtype, size))
+    assert not differ
+    assert compared > 4000
 
 
 # --- the front end on it -----------------------------------------------------------------------------------------
