@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from functools import partial
 from itertools import cycle, product
 from types import SimpleNamespace
@@ -28,13 +27,6 @@ D = simulated.NAME
 def loaded(accelerator):
     yield
     torch.accelerator.synchronize()
-
-
-def until_idle(stream, seconds=30.0):
-    """Wait for the stream, or for so long."""
-    end = time.monotonic() + seconds
-    while not stream.query() and time.monotonic() < end:
-        time.sleep(1e-3)
 
 
 def test_a_host_that_touches_device_memory_dies():
@@ -247,44 +239,16 @@ def test_operators_give_the_hosts_bits_beside_numbers_and_tensors_without_dimens
 # --- the front end on it -----------------------------------------------------------------------------------------
 
 
-def step_beside(hold, current=None):
-    """Two steps; ``hold(engine, name)`` surrounds the first backward, and the second forward with the first step."""
+def as_late_as_can_be(current=D, ahead=False):
+    """A step and what it leaves, where streams do only what the host or another stream waits for."""
     torch.accelerator.set_device_index(0)
-    engine = wrap(make().to(current or D), lr=1e-2)
-    x = batch(0).to(current or D)
-    with hold(engine, "backward"):
+    engine, x = wrap(make().to(current), lr=1e-2), batch(0).to(current)
+    with simulated.in_turn(ahead=ahead):
         engine.backward(engine(x).pow(2).mean())
-    with hold(engine, "forward"):
         engine.step()
-        result = engine(x)
-    found = [result.detach().cpu(), *(p.detach().cpu() for p in engine.module.parameters())]
+        found = [engine(x).detach().cpu(), *(p.detach().cpu() for p in engine.module.parameters())]
     engine.close()
     return found
-
-
-def late(seconds):
-    """Hold back what others must wait for, until they are through, or for so long."""
-
-    def hold(engine, phase):
-        memory = engine.optimizer.pipeline.buckets.device.memory
-        computes = torch.accelerator.current_stream(memory.device)
-        held, waits = {"backward": (computes, memory._to_host), "forward": (memory._to_device, computes)}[phase]
-        return Held(held, waits, seconds)
-
-    return hold
-
-
-class Held:
-    def __init__(self, held, waits, seconds):
-        self._hold = simulated.held(held)
-        self._waits, self._seconds = waits, seconds
-
-    def __enter__(self):
-        self._hold.__enter__()
-
-    def __exit__(self, *error):
-        until_idle(self._waits, self._seconds)
-        self._hold.__exit__(*error)
 
 
 def expected():
@@ -294,10 +258,10 @@ def expected():
     return [engine(batch(0)).detach(), *(p.detach() for p in engine.module.parameters())]
 
 
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("current", ["simulated:0", "simulated:1"])
-def test_streams_wait_for_each_other_also_on_a_device_that_is_not_the_current_one(current):
-    for a, b in zip(step_beside(late(0.1), current), expected(), strict=True):
-        assert same_bits(a, b)
+def test_streams_wait_for_each_other_also_on_a_device_that_is_not_the_current_one(current, ahead):
+    assert all(map(same_bits, as_late_as_can_be(current, ahead), expected()))
 
 
 DEVICE = "frontends.torch.ranks.device"
@@ -311,8 +275,8 @@ MISSING = [
 @pytest.mark.parametrize("mutant", MISSING, ids=str)
 def test_a_wait_that_is_missing_shows(mutant):
     with made(mutant):
-        found = step_beside(late(1.0))
-    assert not all(same_bits(a, b) for a, b in zip(found, expected(), strict=True))
+        found = as_late_as_can_be()
+    assert not all(map(same_bits, found, expected()))
 
 
 @pytest.mark.parametrize("allocator", ["a driver's registration", "torch's own"])
@@ -362,8 +326,7 @@ def test_the_pinned_memory_of_torchs_own_allocator_serves_devices_whose_driver_r
     from frontends.torch.ranks import pinning
 
     monkeypatch.delitem(pinning.REGISTERED, D)
-    for a, b in zip(step_beside(late(0.1)), expected(), strict=True):
-        assert same_bits(a, b)
+    assert all(map(same_bits, as_late_as_can_be(), expected()))
 
 
 def test_an_engine_that_is_collected_after_its_device_was_hidden_makes_its_parameters_whole():
