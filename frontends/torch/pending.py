@@ -68,7 +68,9 @@ class _Pending:
             return _call_outside_graphs(func, args, kwargs)
         in_graph = torch.compiler.is_compiling() and not cls.in_shards  # the compiler itself looks, too
         if in_graph:
-            await_all_for_compiled_code()
+            for leaf in tree_leaves((args, kwargs)):
+                if isinstance(leaf, _Pending):
+                    await_for_compiled_code(leaf)  # type: ignore[arg-type]
         if in_graph or func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
@@ -219,19 +221,22 @@ def _watch_modules() -> None:
             _watch_modules()
 
 
-def await_all_for_compiled_code() -> bool:
-    """Wait for all updates, once, while code is compiled that reads a pending parameter.
+def await_for_compiled_code(param: torch.Tensor) -> bool:
+    """Wait for a parameter that code reads which is being compiled. It stays pending: the code is for its class.
 
     Compiled code calls nobody before it reads: :data:`compiled_code_reads` tells later steps to wait for their updates.
+    Parameters of other models are left alone. They may have been sent early, and then refuse to be read before their
+    step. Only a compiler that shows a tensor without values in the parameter's place makes this wait for all.
     """
     global compiled_code_reads
     compiled_code_reads = True
-    for param in [*_BEFORE_MODULES]:
-        _WAITS[param]()
+    for each in [id(param)] if isinstance(param, _Pending) else [*_BEFORE_MODULES]:
+        if (wait := _WAITS.get(each)) is not None:
+            wait()
     return True
 
 
-await_all_for_compiled_code._dynamo_marked_constant = True  # type: ignore[attr-defined]
+await_for_compiled_code._dynamo_marked_constant = True  # type: ignore[attr-defined]
 # As torch.compiler.assume_constant_result does, which imports the compiler: it is called while code is compiled.
 
 compiled_code_reads = False

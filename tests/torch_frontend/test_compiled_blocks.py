@@ -14,7 +14,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 from frontends.torch import gathered_parameters, register_external_parameter, wrap
-from frontends.torch.pending import PendingParameter
+from frontends.torch.pending import PendingParameter, await_for_compiled_code
 from frontends.torch.ranks import device_ranks
 from offload_core import StateError
 from tests.support import simulated
@@ -468,6 +468,35 @@ def test_a_whole_loss_over_weights_is_one_graph_where_they_are_gathered(stage, d
         engine.close()
     assert frames[1] == frames[-1] <= 2  # the second: parameters that are being updated
     assert all(same_bits(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_code_that_is_compiled_waits_for_what_it_reads_and_not_for_another_model(device, monkeypatch):
+    """The other model's gradients have been used in its backward: before its step, nobody may wait for it."""
+    slow = SlowTorchDevice()
+    if device == "cpu":
+        monkeypatch.setattr(device_ranks, "memory_of", lambda device: slow)
+    other, engine = (wrap(nn.Linear(16, 16).to(device), lr=1e-2, update_in_backward=early) for early in (True, False))
+    other.backward(other(batch(0, device)).pow(2).mean())
+    other.optimizer.pipeline.buckets.run(lambda: None)  # all of it has been sent
+    if device == "cpu":
+        slow.gate.clear()
+        release = slow.gate.set
+    else:
+        release = simulated.hold(engine.optimizer.pipeline.device.memory._to_device)
+    step(engine, 0, device)
+    weights = [engine.module.weight, other.module.weight]
+    assert all(isinstance(weight, PendingParameter) for weight in weights)
+    release()
+    read = torch.compile(lambda weights: torch.stack(weights) * 1, backend="eager", fullgraph=True)
+    got = read(weights[:1])[0]
+    engine.flush()
+    assert same_bits(got, weights[0])
+    refused = "'weight': its gradient has been used, for update_in_backward=True"
+    with pytest.raises(Exception, match=refused):
+        read(weights)
+    with FakeTensorMode() as mode, pytest.raises(StateError, match=refused):
+        await_for_compiled_code(mode.from_tensor(torch.zeros(1)))  # it may be any
+    assert other.step().updated
 
 
 def test_a_whole_graph_that_cannot_gather_says_what_to_do(device):
