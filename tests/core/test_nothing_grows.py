@@ -14,7 +14,7 @@ from frontends.jax import wrap as wrap_pytree
 from frontends.torch import wrap
 from frontends.torch.ranks import device_ranks
 from tests.support.held import growth_of
-from tests.support.processes import run
+from tests.support.processes import on_ranks
 from tests.support.slow_torch_device import SlowTorchDevice
 
 pytestmark = pytest.mark.slow
@@ -90,6 +90,7 @@ def test_jax():
         assert_nothing_grows(step)
 
 
-def test_two_ranks(tmp_path):
-    for growth in run("growth", 2, tmp_path, alone=True):
-        assert_little(growth)
+def test_two_ranks():
+    @on_ranks(2, alone=True)
+    def _(rank):
+        assert_little(growth_of(engine_step(param_dtype="bfloat16"), 600))

@@ -1,76 +1,108 @@
-"""Runs the workers in tests/workers/, one process a rank."""
+"""Runs functions of tests, and commands, in processes of their own; each rank is one."""
 
 import atexit
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+from tests.support import bodies
 
 ROOT = Path(__file__).resolve().parents[2]
-SECONDS = 120
-"""After which the ranks of a run are ended."""
+SECONDS = 240
+"""After which processes that hang are ended, and say where."""
+GRACE = 20
+"""Seconds that the other ranks have to end when one has failed."""
 
 
-def run(
-    scenario: str,
+def on_ranks(
     world_size: int,
-    folder: Path,
-    worker: str = "rank_worker.py",
     *,
+    killed: Collection[int] = (),
     alone: bool = False,
     root: Path = ROOT,
-) -> list[dict | None]:
-    """The result of each rank; None where it did not live to write one.
+    seconds: float = SECONDS,
+    **options: Any,
+) -> Callable[[Callable[[int], Any]], list[Any]]:
+    """Run a function as each rank of a process group; its name is then the list of what the ranks have returned::
 
-    Ranks are forks of a process that has imported torch, so that a scenario takes its own time and not that of imports;
-    ``alone``: processes of their own, for scenarios that measure memory. ``root`` has the packages that these import.
+        @on_ranks(2)
+        def found(rank):
+            return rank
+
+        assert found == [0, 1]
+
+    The function may use what stands around it, as far as that can be pickled. It runs in a fork of a process that has
+    imported torch and the test's module: it leaves nothing behind. A rank that has returned stays as it is, and takes
+    no part, until all have returned.
+
+    Args:
+        killed: ranks that end by a signal. They have no result: None.
+        alone: processes of their own, not forks: for tests that measure memory.
+        root: has the packages that they import, as processes of their own.
+        options: see :func:`tests.support.torch_rank.run`.
+
+    Raises:
+        AssertionError: a rank has raised an error, or ended otherwise; it says what all ranks have said.
     """
+
+    def run(body: Callable[[int], Any]) -> list[Any]:
+        __tracebackhide__ = True
+        forks = not alone and root == ROOT
+        job = {"modules": [body.__module__] * forks, "ranks": {"killed": [*killed], "grace": GRACE}}
+        places = os.pathsep.join([str(root), environment_of(ROOT)["PYTHONPATH"]])
+        with tempfile.TemporaryDirectory() as folder:
+            Path(folder, "body").write_bytes(bodies.dumps(body))
+            of_all = {"folder": folder, "world_size": world_size, **options}
+            calls = [["tests.support.torch_rank", "run", {**of_all, "rank": rank}] for rank in range(world_size)]
+            processes = [{"call": call, "alone": not forks} for call in calls]
+            job |= {"environment": {"PYTHONPATH": places}, "seconds": seconds}
+            ended = torch_server().run_all(processes, merge=True, **job)
+            files = [Path(folder, str(rank)) for rank in range(world_size)]
+            results = [pickle.loads(file.read_bytes()) if file.exists() else None for file in files]
+            for rank, (status, _) in enumerate(ended):
+                if status != (-signal.SIGKILL if rank in killed else 0):
+                    raise AssertionError(
+                        "\n".join(f"rank {i} ended with {how}: {said}" for i, (how, said) in enumerate(ended))
+                    )
+        return results
+
+    return run
+
+
+def forked(body: Callable[[], Any]) -> Any:
+    """Run a function in a fork, as :func:`on_ranks` does, without a process group; its name is then its result."""
+    [result] = on_ranks(1, group=False)(lambda rank: body())
+    return result
+
+
+def run(scenario: str, world_size: int, folder: Path, worker: str) -> list[dict | None]:
+    """The result of each rank that runs this scenario of a program in tests/workers/."""
     command = [str(ROOT / "tests" / "workers" / worker), scenario]
-    commands = [[*command, str(rank), str(world_size), str(folder)] for rank in range(world_size)]
-    if alone or root != ROOT:
-        said = _started(commands, root)
-    else:
-        said = [done.stderr for done in torch_server().run(*commands)]
+    said = torch_server().run(*([*command, str(rank), str(world_size), str(folder)] for rank in range(world_size)))
     files = [folder / f"{rank}.json" for rank in range(world_size)]
-    without = {rank: said[rank] for rank, file in enumerate(files) if not file.exists()}
-    if without and not scenario.startswith("killed"):  # all of them: the last to fail may be the cause
+    without = {rank: said[rank].stderr for rank, file in enumerate(files) if not file.exists()}
+    if without:  # all of them: the last to fail may be the cause
         raise AssertionError("\n".join(f"rank {rank} ended without a result:\n{log}" for rank, log in without.items()))
-    return [json.loads(file.read_text()) if file.exists() else None for file in files]
+    return [json.loads(file.read_text()) for file in files]
 
 
 def environment_of(root: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
 
 
-def _started(commands: list[list[str]], root: Path) -> list[str]:
-    """What each has said on standard error."""
-    with ExitStack() as files:
-        logs = [files.enter_context(tempfile.TemporaryFile("w+", errors="replace")) for _ in commands]
-        processes = [
-            subprocess.Popen([sys.executable, *command], env=environment_of(root), stderr=log)
-            for command, log in zip(commands, logs, strict=True)
-        ]
-        try:
-            for process in processes:
-                process.wait(timeout=SECONDS)
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
-        return [log.seek(0) or log.read() for log in logs]
-
-
 class ForkServer:
-    """Runs Python commands in forks of one process that has imported these modules already, and ends with this one.
+    """Runs Python in forks of one process that has imported these modules already, and ends with this one.
 
     Args:
         options: of the interpreter.
-        environment: of that process, and of all commands.
+        environment: of that process, and of all that it runs.
     """
 
     def __init__(
@@ -91,44 +123,57 @@ class ForkServer:
     def run(
         self,
         *commands: Sequence[str],
-        folder: Path = ROOT,
         environments: Sequence[Mapping[str, str]] = (),
-        seconds: float = SECONDS,
         merge: bool = False,
+        **job: Any,
     ) -> list[subprocess.CompletedProcess[str]]:
         """Run these commands at once, each as Python's command line has it, and wait for all.
 
         Args:
             environments: each command's own, besides that of all.
-            seconds: after which they are killed.
+            merge: True has standard error come with the standard output.
+            job: as of :meth:`run_all`.
+        """
+        processes = [{"arguments": [*map(str, command)]} for command in commands]
+        for process, environment in zip(processes, environments, strict=False):
+            process["environment"] = dict(environment)
+        ended = self.run_all(processes, merge=merge, **job)
+        return [subprocess.CompletedProcess(command, *how) for command, how in zip(commands, ended, strict=True)]
+
+    def run_all(
+        self,
+        processes: Sequence[dict[str, Any]],
+        *,
+        folder: Path = ROOT,
+        environment: Mapping[str, str] | None = None,
+        seconds: float = SECONDS,
+        merge: bool = False,
+        **job: Any,
+    ) -> list[tuple[int | str, ...]]:
+        """Run processes as ``fork_server.py`` describes them; return the exit status, and the output, of each.
+
+        Args:
+            seconds: after which they are ended.
             merge: True has standard error come with the standard output.
         """
+        job |= {"seconds": seconds, "folder": str(folder), "processes": processes}
+        job["environment"] = environment_of(ROOT) | self._environment | (environment or {})
         with tempfile.TemporaryDirectory() as logs:
-            outputs = [Path(logs, f"{i}.out") for i in range(len(commands))]
-            errors = outputs if merge else [Path(logs, f"{i}.err") for i in range(len(commands))]
-            processes = [
-                {"arguments": [*map(str, command)], "output": str(output), "errors": str(error)}
-                for command, output, error in zip(commands, outputs, errors, strict=True)
-            ]
-            for process, environment in zip(processes, environments, strict=False):
-                process["environment"] = dict(environment)
-            everyones = environment_of(ROOT) | self._environment
-            job = {"seconds": seconds, "folder": str(folder), "environment": everyones, "processes": processes}
+            for i, process in enumerate(processes):
+                process["output"] = f"{logs}/{i}.out"
+                process["errors"] = process["output"] if merge else f"{logs}/{i}.err"
             try:
                 print(json.dumps(job), file=self._process.stdin, flush=True)
-                answer = self._process.stdout.readline()
-                assert answer, "the process that forks others has ended"
+                answer = json.loads(self._process.stdout.readline() or '{"error": "the process that forks has ended"}')
             except BaseException:  # of a run that was broken off, its processes too
                 self.close()
                 raise
-            said = [
-                (output.read_text(errors="replace"), error.read_text(errors="replace"))
-                for output, error in zip(outputs, errors, strict=True)
+            assert isinstance(answer, list), answer["error"]
+            files = [sorted({process["output"], process["errors"]}, reverse=True) for process in processes]
+            return [
+                (status, *(Path(file).read_text(errors="replace") for file in of_one))
+                for status, of_one in zip(answer, files, strict=True)
             ]
-        return [
-            subprocess.CompletedProcess(command, status, *texts)
-            for command, status, texts in zip(commands, json.loads(answer), said, strict=True)
-        ]
 
     def close(self) -> None:
         if self._process.returncode is None:
@@ -144,13 +189,13 @@ class ForkServer:
 _torch_server: ForkServer | None = None
 """It starts with the first run."""
 
-# The last is what the first torch.optim.Optimizer imports.
-TORCH = ("torch.distributed", "safetensors.torch", "frontends.torch", "torch._dynamo")
+# The last ones are what the first torch.optim.Optimizer imports, and the first group of an engine.
+TORCH = ("torch.distributed", "safetensors.torch", "frontends.torch", "torch._dynamo", "psutil")
 
 
 def torch_server() -> ForkServer:
-    """Forks of a process that has imported torch and its front end."""
+    """Forks of a process that has imported torch and its front end, with one thread each."""
     global _torch_server
     if _torch_server is None or _torch_server.closed:
-        _torch_server = ForkServer(*TORCH)
+        _torch_server = ForkServer(*TORCH, environment={"OMP_NUM_THREADS": "1"})
     return _torch_server

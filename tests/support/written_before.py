@@ -6,6 +6,7 @@ the same on every rank, so that neither the machine nor the number of ranks has 
 
 import hashlib
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +170,13 @@ def saved(run: TorchRun | JaxRun, checkpoint: Path, folder: Path) -> list[Any]:
         run.step(step)
     run.save(checkpoint)
     return going_on(run, folder)
+
+
+def on_rank_of_torch(
+    follow: Callable[..., list[Any]], values_of: str, folder: Path, exports: Path, rank: int
+) -> dict[str, list[Any]]:
+    """Follow :func:`saved` or :func:`resumed` in each case on a rank; checkpoints are below the folder."""
+    return {name: follow(TorchRun(name, values_of), folder / "torch" / name, exports / name) for name in TORCH}
 
 
 def resumed(run: TorchRun | JaxRun, checkpoint: Path, folder: Path) -> list[Any]:

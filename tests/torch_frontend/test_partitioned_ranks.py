@@ -1,90 +1,265 @@
 """Stage 3 over real processes: the bits of stage 2 and of DistributedDataParallel, from shards."""
 
+import os
+import re
+import signal
+
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
 
-from tests.support.processes import run
+import frontends.torch.optimizer as optimizer_module
+from frontends.torch import gathered_parameters, wrap
+from frontends.torch.ranks.collectives import TorchRanks
+from frontends.torch.ranks.device import memory_of
+from frontends.torch.ranks.device_ranks import DeviceRanks
+from frontends.torch.stage3 import partitioned as partitioned_module
+from tests.support.experts import Experts, mixture, rows
+from tests.support.hugging_face import llama
+from tests.support.partitioned_models import MODELS, External, external_loss, gpt, gpt_loss
+from tests.support.processes import on_ranks
+from tests.support.torch_rank import bits, give_up, said_by, whole_bits
 
-pytestmark = pytest.mark.slow
+NARROW = {"max_live_parameters": 4000, "prefetch_bucket_size": 2500, "max_reuse_distance": 3000}
+STAGE_3 = {"stage": 3, "param_persistence_threshold": 40, "reduce_bucket_size": 3000}
 
 
-def worker(scenario, folder):
-    return run(scenario, 2, folder, "partitioned_worker.py")
+def train(engine, loss_of, rank, steps):
+    for step in steps:
+        engine.backward(loss_of(engine, 2 * step + rank))
+        engine.step()
 
 
-def test_three_models_train_as_in_stage_2_and_as_under_ddp_with_fused_adamw(tmp_path):
+@pytest.mark.parametrize("name", MODELS)
+def test_three_models_train_as_in_stage_2_and_as_under_ddp_with_fused_adamw(name):
     """A GPT with tied embeddings, the three kinds of external parameters, and a Llama of Hugging Face's."""
-    first, second = worker("against_ddp", tmp_path)
-    assert first == second
-    assert list(first) == ["gpt", "external", "llama"]
-    for name, found in first.items():
-        assert len(found) >= 3
-        assert len(set(found.values())) == 1, (name, found)
+
+    @on_ranks(2)
+    def found(rank):
+        make, loss_of = MODELS[name]
+        ddp = nn.parallel.DistributedDataParallel(make())
+        optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-2, fused=True)
+        for step in range(8):
+            loss_of(ddp, 2 * step + rank).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        result = [bits(ddp.module)]
+        for fields in ({"stage": 2}, {**STAGE_3, **NARROW}, *([STAGE_3] if name == "gpt" else [])):
+            engine = wrap(make(), lr=1e-2, **fields)
+            train(engine, loss_of, rank, range(8))
+            result.append(whole_bits(engine))
+        return result
+
+    assert len({*found[0], *found[1]}) == 1, found
 
 
-def test_every_way_to_hold_and_gather_shards_gives_the_same_bits(tmp_path):
-    first, second = worker("ways", tmp_path)
-    assert first["bits"] == second["bits"]
-    assert len(set(first["bits"].values())) == 1, first
-    for result in (first, second):
-        memory = result["memory"]
-        assert memory["of"] / 2 <= memory["bytes"] <= memory["of"] / 2 * 1.05  # nothing but this rank's half
+def between_devices(device, group, config, *, apart=False):
+    """Ranks that exchange buckets between devices, here the CPU's own memory."""
+    if apart:
+        group = dist.new_group(dist.get_process_group_ranks(group))
+    return DeviceRanks(memory_of(device), TorchRanks(group), group)
+
+
+def test_every_way_to_hold_and_gather_shards_gives_the_same_bits():
+    """Checkpointing, accumulation, clipping, another element type; shards in host memory or between devices."""
+
+    @on_ranks(2)
+    def found(rank):
+        def trained(**fields):
+            model = gpt(activation_checkpointing=True)
+            model.blocks[0].requires_grad_(False)
+            if rank:
+                for p in model.parameters():
+                    nn.init.normal_(p)  # rank 0's values are taken, of what is frozen too
+            engine = wrap(model, lr=1e-2, param_dtype="bfloat16", gradient_clipping=0.1, gradient_accumulation_steps=2,
+                          **fields)  # fmt: skip
+            train(engine, gpt_loss, rank, range(4))
+            model.blocks[0].requires_grad_(True)
+            train(engine, gpt_loss, rank, range(4, 6))
+            return engine
+
+        engine = trained(**STAGE_3, **NARROW)
+        parted = engine.optimizer.partitioned
+        whole = sum(p.nbytes for p in engine.module.parameters() if p not in parted)
+        n_bytes = sum(p.nbytes for p in engine.module.parameters() if p in parted)
+        # Nothing but this rank's half.
+        assert n_bytes / 2 <= engine.memory_report().device_bytes - whole <= n_bytes / 2 * 1.05
         # The root's embedding, and the two modules that are whole where a checkpointed one is computed again.
-        assert 0 < memory["peak"] <= 64 * 32 + 2 * (32 * 128 + 128) < memory["of"] / 2
-
-
-@pytest.fixture(scope="module")
-def changes(tmp_path_factory):
-    return worker("changes", tmp_path_factory.mktemp("changes"))
-
-
-def test_one_rank_changes_parameters_for_all_and_masters_follow(changes):
-    first, second = changes
-    assert first["stage 2"] == first["stage 3"] == second["stage 3"]
-
-
-def test_ranks_that_run_other_modules_of_equal_size_get_one_error_instead_of_mixed_layers(changes):
-    for result in changes:
-        assert result["other order"] == 2 * [
-            "ranks went different ways: rank 0 at parameter 'parts.0.weight': gathering of its shards (1,024 bytes); "
-            "rank 1 at parameter 'parts.1.weight': gathering of its shards (1,024 bytes); expected the same on every "
-            "rank: equally many backwards and steps, in stage 3 the same modules in the same order: end this run and "
-            "resume from the last checkpoint"
+        assert 0 < parted.live.peak_numel <= 64 * 32 + 2 * (32 * 128 + 128) < n_bytes / 2
+        result = [
+            whole_bits(engine),
+            whole_bits(trained()),
+            whole_bits(trained(**STAGE_3, **NARROW, offload_param="cpu")),
         ]
+        optimizer_module.device_for = partitioned_module.device_for = between_devices
+        result.append(whole_bits(trained(**STAGE_3, **NARROW)))
+        result.append(whole_bits(engine := trained(**STAGE_3, **NARROW, offload_param="cpu")))
+        engine.close()
+        return [*result, bits(engine.module)]
+
+    assert len({*found[0], *found[1]}) == 1, found
 
 
-def test_ranks_run_other_experts_of_a_leaf_module_and_are_told_of_each_other_without(tmp_path):
-    first, second = worker("experts", tmp_path)
-    for name in ("plain", "blocks again", "experts again"):
-        expected, ours = first["runs"][f"{name}, stage 2"], first["runs"][f"{name}, leaves"]
-        theirs = second["runs"][f"{name}, leaves"]
-        assert ours["bits"] == theirs["bits"] == expected["bits"]
-        assert ours["routed"] != theirs["routed"], "the ranks' tokens went to the same experts"
-    for result in (first, second):
-        assert "ranks went different ways" in result["said"]
+def test_one_rank_changes_parameters_for_all_and_masters_follow():
+    @on_ranks(2)
+    def found(rank):
+        result = []
+        for fields in ({}, STAGE_3):
+            engine = wrap(External(), lr=1e-2, param_dtype="bfloat16", **fields)
+            train(engine, external_loss, rank, range(2))
+            places = [engine.module.embedding.weight, engine.module.blocks[0].first.bias, engine.module.scale.weight]
+            with gathered_parameters(places, modifier_rank=1), torch.no_grad():
+                for p in places:
+                    p.mul_(1.5 if rank == 1 or not fields else 7.0)
+            train(engine, external_loss, rank, range(2, 4))
+            result.append(whole_bits(engine))
+        return result
+
+    assert len({*found[0], *found[1]}) == 1, found
 
 
-def test_a_gradient_that_one_rank_lacks_is_no_matter_in_a_leaf_module_and_an_error_that_names_it_elsewhere(tmp_path):
+class Both(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.parts = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+
+    def forward(self, x, order):
+        for i in order:
+            x = self.parts[i](x)
+        return x.sum()
+
+
+def test_ranks_that_run_other_modules_of_equal_size_get_one_error_instead_of_mixed_layers():
+    """The first evaluation and later calls say it."""
+
+    @on_ranks(2)
+    def _(rank):
+        engine = wrap(Both(), lr=1e-2, **STAGE_3)
+        engine.backward(engine(torch.ones(2, 16), [0, 1]))
+        engine.step()
+        for order in ([0, 1] if rank == 0 else [1, 0], [0, 1]):
+            with torch.no_grad():
+                said = said_by(lambda order=order: engine(torch.ones(2, 16), order))
+            assert said == (
+                "CollectiveError: ranks went different ways: rank 0 at parameter 'parts.0.weight': gathering of its "
+                "shards (1,024 bytes); rank 1 at parameter 'parts.1.weight': gathering of its shards (1,024 bytes); "
+                "expected the same on every rank: equally many backwards and steps, in stage 3 the same modules in the "
+                "same order: end this run and resume from the last checkpoint"
+            )
+
+
+def routed_steps(engine, rank):
+    """Train, and return the experts that each block has used."""
+    for step in range(6):
+        engine.backward(engine(rows(2 * step + rank)).square().mean())
+        engine.step()
+        yield [block.routed for block in engine.module if isinstance(block, Experts)]
+
+
+@pytest.mark.parametrize("again", [None, "block", "expert"])
+def test_ranks_run_other_experts_of_a_leaf_module(again):
+    """What backward computes again is run there, too."""
+
+    @on_ranks(2)
+    def found(rank):
+        result = []
+        for fields in ({"stage": 2}, {**STAGE_3, **NARROW, "leaf_modules": ["Experts"]}):
+            engine = wrap(mixture(again), lr=1e-2, **fields)
+            routed = [*routed_steps(engine, rank)]
+            result.append(whole_bits(engine))
+        return result, routed
+
+    assert len({*found[0][0], *found[1][0]}) == 1, found
+    assert found[0][1] != found[1][1], "the ranks' tokens went to the same experts"
+
+
+def test_ranks_that_run_other_experts_of_no_leaf_module_are_told_of_each_other():
+    @on_ranks(2)
+    def _(rank):
+        engine = wrap(mixture(), lr=1e-2, **STAGE_3)
+        assert "ranks went different ways" in said_by(lambda: [*routed_steps(engine, rank)])
+
+
+class Branches(nn.Module):
+    """Its loss may leave out a layer that has run."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.trunk = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+        self.side = nn.Linear(16, 16)
+
+    def forward(self, x, both):
+        x = self.trunk(x)
+        y = self.side(x).square().mean()
+        return x.square().mean() + y if both else x.square().mean()
+
+
+def test_a_gradient_that_one_rank_lacks_is_no_matter_in_a_leaf_module_and_an_error_that_names_it_elsewhere():
     """It comes when the group's time is over: each rank waits in another exchange."""
-    for result in worker("lacking", tmp_path):
-        assert result["leaf"] == result["stage 2"]
-        assert "none" not in result
-        assert "exchange of gradients" in result["said"]
-        assert "(in stage 3: ran other modules or lacked a gradient; leaf_modules names modules" in result["said"]
+
+    @on_ranks(2)
+    def found(rank):
+        def steps(engine, steps):
+            for step in steps:
+                x = torch.randn(4, 16, generator=torch.Generator().manual_seed(2 * step + rank))
+                engine.backward(engine(x, rank == 0 or step % 2 == 0))
+                engine.step()
+
+        result = []
+        for fields in ({}, {**STAGE_3, "leaf_modules": ["Branches"]}):
+            engine = wrap(Branches(), lr=1e-2, **fields)
+            steps(engine, range(6))
+            result.append(whole_bits(engine))
+        engine = wrap(Branches(), lr=1e-2, **STAGE_3)
+        steps(engine, range(2))
+        if rank:
+            give_up("'side.weight': gathering", after=1, all_do=True)
+        else:
+            give_up("exchange of gradients", all_do=True)
+        said = said_by(lambda: steps(engine, [2]))
+        assert "exchange of gradients" in said
+        assert "'side.weight': gathering" in said
+        assert "(in stage 3: ran other modules or lacked a gradient; leaf_modules names modules" in said
+        return result
+
+    assert len({*found[0], *found[1]}) == 1, found
 
 
-def test_ranks_generate_to_other_lengths_with_synced_gpus_and_are_told_of_each_other_without(tmp_path):
-    first, second = worker("generates", tmp_path)
-    assert first["lengths"] == [7, 7]
-    assert second["lengths"] == [12]
-    for result in (first, second):  # rank 1 makes another token, while rank 0 trains on
-        assert "parameter 'model.embed_tokens.weight': gathering of its shards" in result["said"]
-        assert "rank 0 " in result["said"].replace("rank 0:", "rank 0 ")
-        assert "rank 1 " in result["said"].replace("rank 1:", "rank 1 ")
+def test_ranks_generate_to_other_lengths_with_synced_gpus_and_are_told_of_each_other_without():
+    """Without, rank 1 makes another token while rank 0 trains on."""
+
+    @on_ranks(2)
+    def _(rank):
+        engine = wrap(llama(), **STAGE_3)
+        tokens = torch.tensor([[3 + rank, 5, 7]])
+
+        def generate_and_train(synced):
+            made = engine.module.generate(tokens, max_new_tokens=4 + 5 * rank, do_sample=False, synced_gpus=synced)
+            assert made.shape[1] == (12 if rank else 7)
+            engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+            engine.step()
+
+        generate_and_train(True)
+        if rank:
+            give_up("'model.embed_tokens.weight': gathering", after=5, all_do=True)
+        else:
+            give_up("exchange of gradients", all_do=True)
+        said = said_by(lambda: generate_and_train(False))
+        assert "parameter 'model.embed_tokens.weight': gathering of its shards" in said
+        assert f"rank {rank}:" in said
+        assert f"rank {1 - rank} failed in" in said
 
 
-def test_a_rank_that_is_lost_in_forward_is_an_error_that_names_what_was_gathered(tmp_path):
-    survivor, lost = worker("killed", tmp_path)
-    assert lost is None
-    assert "parameter 'blocks." in survivor["said"]
-    assert "gathering of its shards failed" in survivor["said"]
-    assert survivor["live"] == 0
+def test_a_rank_that_is_lost_in_forward_is_an_error_that_names_what_was_gathered():
+    @on_ranks(2, killed=[1])
+    def _(rank):
+        engine = wrap(gpt(), **STAGE_3, **NARROW)
+        train(engine, gpt_loss, rank, range(2))
+        if rank == 1:
+            engine.module.blocks[1].register_forward_pre_hook(lambda *args: os.kill(os.getpid(), signal.SIGKILL))
+        said = said_by(lambda: gpt_loss(engine, 4))
+        assert re.match("CollectiveError: .*parameter 'blocks.*gathering of its shards failed", said)
+        assert engine.optimizer.partitioned.live.numel == 0

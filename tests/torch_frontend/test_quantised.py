@@ -13,7 +13,7 @@ pytest.importorskip("torchao")
 from frontends.torch import gathered_parameters, wrap
 from offload_core.errors import ParameterError, StateError
 from tests.support import simulated
-from tests.support.processes import run
+from tests.support.processes import on_ranks
 from tests.support.quantised import KINDS, Adapted, loss_of, model
 
 PARTITIONED = {"stage": 3, "offload_param": "cpu", "param_persistence_threshold": 0}
@@ -163,10 +163,20 @@ def test_device_memory_of_adapters_over_a_frozen_base_does_not_depend_on_its_dep
     assert 512 * 512 < many <= 1.05 * few + 36 * 4 * 512  # checkpointing keeps what each layer gets
 
 
-@pytest.mark.slow
-def test_two_ranks_hold_half_of_a_quantised_base_each(tmp_path):
-    first, second = run("quantised", 2, tmp_path, "partitioned_worker.py")
-    assert first == second
-    for bits, whole, shard in first.values():
-        assert bits
-        assert whole / 2 <= shard <= whole / 2 * 1.05
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_ranks_hold_half_of_a_quantised_base_each(kind):
+    """And their adapters get the bits of stage 2."""
+
+    @on_ranks(2)
+    def _(rank):
+        narrow = {"max_live_parameters": 4000, "prefetch_bucket_size": 2500, "max_reuse_distance": 3000}
+        engines = [wrap(model(kind), lr=1e-2, stage=2), wrap(model(kind), lr=1e-2, **{**PARTITIONED, **narrow})]
+        for engine in engines:
+            for seed in range(4):
+                step(engine, 2 * seed + rank)
+        record = record_of(engines[1])
+        whole = record.spec.numel * record.spec.dtype.itemsize
+        assert whole / 2 <= record.shard.nbytes <= whole / 2 * 1.05
+        with gathered_parameters(engines[1].module.parameters()):
+            for one, other in zip(*map(adapters, (engine.module for engine in engines)), strict=True):
+                assert torch.equal(one, other)
