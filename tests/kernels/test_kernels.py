@@ -69,6 +69,7 @@ def test_the_float_strategy_draws_every_kind_of_float(kind):
 # --- Adam -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
 @our.law(150)
 @given(our.adam_states(), our.hypers, our.kinds)
@@ -83,6 +84,7 @@ def test_every_instruction_set_equals_the_numpy_oracle(instruction_set, state, h
     oracles.assert_same_state(f"{instruction_set}, {hyper}, {kind}", got, oracles.adam(state, hyper, **kind))
 
 
+@pytest.mark.quick
 @our.law()
 @given(our.adam_states(), our.hypers, our.kinds, st.lists(st.integers(0, 4100), max_size=5), st.data())
 def test_a_cut_anywhere_changes_no_bits(state, hyper, kind, at, data):
@@ -93,6 +95,7 @@ def test_a_cut_anywhere_changes_no_bits(state, hyper, kind, at, data):
         oracles.assert_same_state(f"{part}", got, whole[part])
 
 
+@pytest.mark.quick
 @our.law(15)
 @given(our.adam_states(our.long_lengths), our.hypers, our.kinds, st.integers(2, 9))
 def test_thread_count_changes_no_bits(state, hyper, kind, threads):

@@ -48,6 +48,7 @@ def test_a_mesh_of_one_device_is_one_device():
     assert offloaded.sent_bytes == 0
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("world_size", [3, 8])  # 4: in two processes, and on Explicit axes
 def test_the_bits_are_those_of_one_device_on_the_averaged_gradients(world_size):
     for dtype, fields in varieties():
