@@ -209,13 +209,14 @@ _TWICE = r"Using `torch\.compile\(module\)` when there are global hooks"
 def _watch_modules() -> None:
     """Have every module that is called wait for its parameters, while there are any to wait for.
 
-    Another thread may do the same; at worst the hook stays, and finds nothing to wait for.
+    Another thread may do the same; at worst the hook stays, and finds nothing to wait for. It stays, too, while code is
+    being compiled, which looks at it twice: garbage that is collected meanwhile may have been the last to wait for.
     """
     if (watch := bool(_BEFORE_MODULES and not _in_compiled_code)) and _NUMBER not in _global_forward_pre_hooks:
         if not any(rule[1] is not None and rule[1].pattern == _TWICE for rule in warnings.filters):
             warnings.filterwarnings("ignore", _TWICE, UserWarning)  # the second call finds nothing to wait for
         _global_forward_pre_hooks[_NUMBER] = _before_forward
-    elif not watch and _NUMBER in _global_forward_pre_hooks:
+    elif not watch and _NUMBER in _global_forward_pre_hooks and not torch.compiler.is_compiling():
         _global_forward_pre_hooks.pop(_NUMBER, None)
         if _BEFORE_MODULES and not _in_compiled_code:
             _watch_modules()

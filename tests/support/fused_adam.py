@@ -32,7 +32,8 @@ def by_definition(torchs: Callable[..., None], adam_mode: str) -> Callable[..., 
 
         from tests.support import kernel_calls, oracles
 
-        if any(p.device.type != "cpu" or p.dtype is not torch.float32 for p in params) or given["amsgrad"]:
+        here = all(p.device.type in ("cpu", "simulated") and p.dtype is torch.float32 for p in params)
+        if not here or given["amsgrad"]:
             return torchs(params, grads, exp_avgs, exp_avg_sqs, *rest, **given)
         if given["found_inf"] is not None and given["found_inf"]:
             return None
@@ -40,7 +41,7 @@ def by_definition(torchs: Callable[..., None], adam_mode: str) -> Callable[..., 
             if given["grad_scale"] is not None:
                 grad.div_(given["grad_scale"])
             tensors = (-grad if given["maximize"] else grad, p, exp_avg, exp_avg_sq)
-            state = kernel_calls.AdamState(*(t.detach().numpy() for t in tensors))
+            state = kernel_calls.AdamState(*(t.detach().cpu().numpy() for t in tensors))
             named = {name: float(given[name]) for name in ("lr", "beta1", "beta2", "eps", "weight_decay")}
             hyper = oracles.Hyper(**named, step=int(step))
             after = oracles.adam(state, hyper, op_order="torch", adam_mode=adam_mode, param_dtype=None)
