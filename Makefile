@@ -9,17 +9,18 @@ BIN := $(VENV)/bin
 # Threads that spin while they wait make steps many times as long where other processes are busy (docs/troubleshooting.md).
 PASSIVE := OMP_WAIT_POLICY=$${OMP_WAIT_POLICY:-passive}
 # Two files of tests at a time; ARGS="-n 0" for one.
-TEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
+SIDE_BY_SIDE := -n 2 --dist loadfile --no-loadscope-reorder
+TEST := $(BIN)/python -m pytest -q $(SIDE_BY_SIDE)
 BUILD_STAMP := $(VENV)/.built
 PEERS_STAMP := $(VENV)/.peers
 
-.PHONY: help train demo test test-all test-others soak lint docs bench wheel setup pins check-pins clean
+.PHONY: help train demo quick test test-all test-others soak lint docs bench wheel setup pins check-pins clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make train       train a small GPT (FRONTEND=jax, PYTHON=python3.12, ARGS=--help)"
 	@echo "make demo        train GPT-2 124M, for a GPU"
-	@echo "make test        the tests; test-all, test-others and soak run more"
+	@echo "make test        the tests, in six minutes; make quick runs a few, test-all and soak more"
 	@echo "make lint docs bench wheel pins check-pins clean: see CONTRIBUTING.md"
 
 train: $(VENV)/.has-$(FRONTEND) $(BUILD_STAMP)
@@ -29,11 +30,17 @@ train: $(VENV)/.has-$(FRONTEND) $(BUILD_STAMP)
 demo: $(VENV)/.has-$(FRONTEND) $(BUILD_STAMP)
 	$(PASSIVE) $(BIN)/python -m bench.train --frontend $(FRONTEND) --preset gpt2-124m --compare 20 --steps 100 $(ARGS)
 
+# One law of each kind, in two minutes: before a commit.
+quick: setup
+	$(TEST) -m quick $(ARGS) $$(grep -rl --include='test_*.py' 'mark\.quick' tests)
+
+# Every law and behaviour once, in six minutes.
 test: setup
 	$(TEST) -m "not slow and not soak" $(ARGS)
 
+# What is too slow for that, in parts; make test-all PART=waits runs one, PART=share the one that the commit's hash chooses.
 test-all: setup
-	$(TEST) -m "not soak" $(ARGS)
+	$(BIN)/python -m tests.parts $(if $(PART),--part $(PART)) $(SIDE_BY_SIDE) $(ARGS)
 
 # The core, the kernels and JAX's laws on other Pythons, each in an environment of its own; one that is not here is named.
 # pyenv's are taken from their folders, as its commands work for the chosen version alone.

@@ -151,12 +151,23 @@ def parser(part: str, description: str) -> argparse.ArgumentParser:
 def append(path: Path | None, record: dict[str, Any]) -> None:
     """Add a record, with date, machine, memory and commit, to a JSON-lines file; None: nowhere."""
     if path is not None:
-        where = {"machine": machine(), "memory": memory(), "commit": commit()}
-        record = {"date": datetime.now(UTC).isoformat(timespec="seconds"), **where, **record}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("ab+") as file:
-            file.seek(max(file.seek(0, os.SEEK_END) - 1, 0))
-            torn = file.read(1) not in (b"", b"\n")  # its writer was killed: the next line must not be lost with it
-            file.write(b"\n" * torn + json.dumps(record).encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
+        rewrite(path, lines_of(path), record)
+
+
+def lines_of(path: Path) -> bytes:
+    """The lines of a file, each with its end: one whose writer was killed must not take the next one with it."""
+    lines = path.read_bytes() if path.exists() else b""
+    return lines if lines.endswith(b"\n") else lines + b"\n" * bool(lines)
+
+
+def rewrite(path: Path, before: bytes, record: dict[str, Any]) -> None:
+    """Have the file hold these lines and this record, as it does whenever this is ended."""
+    where = {"machine": machine(), "memory": memory(), "commit": commit()}
+    record = {"date": datetime.now(UTC).isoformat(timespec="seconds"), **where, **record}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(f"{path.name}.new")
+    with new.open("wb") as file:
+        file.write(before + json.dumps(record).encode() + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+    new.replace(path)

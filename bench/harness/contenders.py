@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 from bench.harness.processes import ContenderError, ProcessGroup, in_parallel
-from bench.harness.rounds import interleave
+from bench.harness.rounds import turns
 from bench.record import quantiles, row
 from offload_core.support.processors import available_cpus
 
@@ -150,6 +150,10 @@ class Result:
         return rows
 
 
+Results = dict[str, list[Result]]
+"""A result for each workload, by contender."""
+
+
 def measure_all(
     groups: Mapping[str, Callable[[], ProcessGroup]],
     *,
@@ -158,25 +162,35 @@ def measure_all(
     warm_up: int,
     workloads: Sequence[Mapping[str, Any]] = ({},),
     repetitions: int = 1,
-) -> tuple[dict[str, list[Result]], dict[str, ContenderError], dict[str, str]]:
+    each_round: Callable[[Results], None] = lambda results: None,
+) -> tuple[Results, dict[str, ContenderError], dict[str, str]]:
     """Start all and measure them in turn: a result for each workload, why the others could not run, and versions.
+
+    After each round ``each_round`` is given the results so far.
 
     Each repetition starts new processes: a process may be faster or slower for as long as it lives, which more rounds
     would not show.
     Where libraries lie in the address space is drawn once, as they are forks of the processes that imported them.
     """
-    results: dict[str, list[Result]] = {}
+    results: Results = {}
     failures: dict[str, ContenderError] = {}
     versions: dict[str, str] = {}
+
+    def with_earlier(of_repetition: Results) -> Results:
+        return {
+            name: [a + b for a, b in zip(results[name], by_workload, strict=True)] if name in results else by_workload
+            for name, by_workload in of_repetition.items()
+        }
+
     for repetition in range(repetitions):
         able = {name: start for name, start in groups.items() if name not in failures}
-        of_repetition, failed, known = _measure_once(able, rounds, steps, warm_up, workloads, repetition)
+        of_repetition, failed, known = _measure_once(
+            able, rounds, steps, warm_up, workloads, repetition, lambda found: each_round(with_earlier(found))
+        )
         failures |= failed
         versions |= known
-        for name, by_workload in of_repetition.items():
-            before = results.get(name)
-            results[name] = [a + b for a, b in zip(before, by_workload, strict=True)] if before else by_workload
-    return {name: result for name, result in results.items() if name not in failures}, failures, versions
+        results = with_earlier(of_repetition)
+    return results, failures, versions
 
 
 def _measure_once(
@@ -186,12 +200,14 @@ def _measure_once(
     warm_up: int,
     workloads: Sequence[Mapping[str, Any]],
     seed: int,
-) -> tuple[dict[str, list[Result]], dict[str, ContenderError], dict[str, str]]:
+    each_round: Callable[[Results], None],
+) -> tuple[Results, dict[str, ContenderError], dict[str, str]]:
     """All import at once, and as many as there are processors for are built at a time.
 
     Each keeps the memory of its peak, unless its allocator is told otherwise: together they must fit.
     """
     contenders: dict[str, Contender] = {}
+    results: Results = {}
 
     def ready(name: str) -> None:
         with suppress(ContenderError):
@@ -209,21 +225,29 @@ def _measure_once(
         )
         able = {name: contender for name, contender in contenders.items() if not contender.failure}
         measure = {name: partial(contender.measure, steps, workloads) for name, contender in able.items()}
-        for name, taken in interleave(measure, rounds, warm_up=0, seed=seed).items():
-            contenders[name].measurements = [of_round for of_round in taken if of_round is not None]
+        for of_round in turns(measure, rounds, seed=seed):
+            for name, taken in of_round.items():
+                if taken is not None:
+                    able[name].measurements.append(taken)
+            results = _results(able, len(workloads))
+            each_round(results)
     finally:
         for contender in contenders.values():
             contender.group.dismiss()
         for contender in contenders.values():
             contender.group.close()
-    results = {
-        name: [Result.of(contender, i) for i in range(len(workloads))]
-        for name, contender in able.items()
-        if not contender.failure
-    }
     failures = {name: contender.failure for name, contender in contenders.items() if contender.failure}
     versions = {k: v for contender in contenders.values() for k, v in contender.versions.items()}
     return results, failures, versions
+
+
+def _results(contenders: Mapping[str, Contender], workloads: int) -> Results:
+    """Of those that have run in every round."""
+    return {
+        name: [Result.of(contender, i) for i in range(workloads)]
+        for name, contender in contenders.items()
+        if not contender.failure
+    }
 
 
 def medians(results: Mapping[str, Result]) -> str:

@@ -9,15 +9,23 @@ from bench.harness.processes import ContenderError
 
 
 class Recording:
-    """Rows, ratios and notes of one part, printed and written at its end."""
+    """Rows, ratios and notes of one part. They are printed at its end, and in the file as soon as they are kept.
 
-    def __init__(self, bench: str, title: str) -> None:
-        self.bench, self.title = bench, title
+    Args:
+        path: the file; None: none.
+    """
+
+    def __init__(self, bench: str, title: str, path: Path | None, config: Mapping[str, Any]) -> None:
+        self.bench, self.title, self.config = bench, title, config
+        self._path = path
+        self._before = b"" if path is None else record.lines_of(path)
         self.versions: dict[str, str] = record.versions()
         self.rows: list[dict[str, Any]] = []
         self.ratios: list[dict[str, Any]] = []
         self.missing: list[dict[str, str]] = []
         self.notes: list[str] = []
+        self._misses: list[str] = []
+        """Notes on ratios that miss their targets."""
 
     def add_missing(self, name: str, error: ContenderError) -> None:
         """Say that one could not run, and why."""
@@ -29,16 +37,29 @@ class Recording:
         for ratio in ratios:
             self.ratios.append(ratio)
             if record.missed_by(ratio):
-                self.notes.append(f"{ratio['name']}: {ratio['p50']:.2f}, target {record.bound(ratio)}; {why}")
+                self._misses.append(f"{ratio['name']}: {ratio['p50']:.2f}, target {record.bound(ratio)}; {why}")
 
-    def finish(self, path: Path | None, config: Mapping[str, Any]) -> int:
+    def clear(self) -> None:
+        """Forget rows and ratios: what was known of them was of fewer rounds."""
+        self.rows, self.ratios, self._misses = [], [], []
+
+    def keep(self) -> None:
+        """Write what is known so far: a part that is ended leaves it behind."""
+        ended = record.missing(self.title, "it was ended before all was measured, and the rest of it is missing")
+        self._write([*self.missing, ended])
+
+    def _write(self, missing: list[dict[str, str]]) -> None:
+        if self._path is not None:
+            known = {"bench": self.bench, "title": self.title, "config": self.config, "versions": self.versions}
+            lists = {"rows": self.rows, "ratios": self.ratios, "missing": missing, "notes": self.notes + self._misses}
+            record.rewrite(self._path, self._before, known | lists)
+
+    def finish(self) -> int:
         """Print ratios and notes, write the record, and return the exit status: 1 where one could not run."""
         for ratio in self.ratios:
             target = "" if ratio["target"] is None else f" (target: {record.bound(ratio)})"
             print(f"{ratio['name']}: {ratio['p50']:.2f}, {ratio['p20']:.2f} to {ratio['p80']:.2f}{target}")
-        for note in self.notes:
+        for note in self.notes + self._misses:
             print(note)
-        known = {"bench": self.bench, "title": self.title, "config": config, "versions": self.versions}
-        lists = {"rows": self.rows, "ratios": self.ratios, "missing": self.missing, "notes": self.notes}
-        record.append(path, known | lists)
+        self._write(self.missing)
         return 1 if self.missing else 0

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from bench import record
+from bench.harness.working_dtype import working_dtype
 from bench.train.gpt_torch import GPT
 from bench.train.presets import PRESETS
 from frontends.torch import wrap
@@ -38,10 +39,10 @@ STEP, STEP_IN_SAVE = "a step", "a step during a save"
 class Run:
     """A model in training, and its checkpoints."""
 
-    def __init__(self, preset: str, micro_batch: int, context: int) -> None:
+    def __init__(self, preset: str, micro_batch: int, context: int, param_dtype: str) -> None:
         config = PRESETS[preset].gpt
         torch.manual_seed(0)
-        self.engine = wrap(GPT(config), lr=1e-4, param_dtype="bfloat16")
+        self.engine = wrap(GPT(config), lr=1e-4, param_dtype=param_dtype)
         self.checkpoints = self.engine.optimizer.checkpoints
         self.tokens = torch.randint(config.vocabulary, (micro_batch, context + 1))
 
@@ -164,7 +165,8 @@ def main(arguments: list[str] | None = None) -> None:
     rounds, step_rounds = args.rounds or (2 if args.quick else 5), args.step_rounds or (2 if args.quick else 3)
     context, micro_batch = args.context or preset.context, args.micro_batch or preset.micro_batch
     torch.set_num_threads(available_cpus())
-    run = Run(name, micro_batch, context)
+    dtype = working_dtype(available_cpus())
+    run = Run(name, micro_batch, context, dtype.name)
     folder = Path(tempfile.mkdtemp(dir=args.folder))
     try:
         n_bytes, times = transfers(run, folder, rounds)
@@ -186,7 +188,8 @@ def main(arguments: list[str] | None = None) -> None:
     for each in ratios:
         print(f"{each['name']}: {each['p50']:.3f} ({each['p20']:.3f} to {each['p80']:.3f}; target {each['target']})")
     config = {
-        "preset": name, "bytes": n_bytes, "rounds": rounds, "step rounds": step_rounds, "micro batch": micro_batch,
+        "preset": name, "param_dtype": dtype.name,
+        "bytes": n_bytes, "rounds": rounds, "step rounds": step_rounds, "micro batch": micro_batch,
         "context": context, "threads": available_cpus(), "steps touched": statistics.median(steps["touched"]),
     }  # fmt: skip
     record.append(
@@ -199,7 +202,7 @@ def main(arguments: list[str] | None = None) -> None:
             "rows": rows,
             "ratios": ratios,
             "missing": [],
-            "notes": [],
+            "notes": dtype.notes,
         },
     )
 

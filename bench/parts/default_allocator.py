@@ -4,12 +4,14 @@ the kernel. ``bench.parts.step`` has the same with an allocator that keeps it.
 
 import argparse
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict
 
 from bench import record
-from bench.harness.contenders import measure_all, medians, show
+from bench.harness.contenders import Result, measure_all, show
 from bench.harness.recording import Recording
-from bench.parts.step import LARGEST, MODELS, WARM_UP, ratios_of, start
+from bench.harness.working_dtype import working_dtype
+from bench.parts.step import LARGEST, MODELS, WARM_UP, start, tell
 from bench.parts.torch_contenders import DS_2, GRADIENTS_ONLY, OURS
 from offload_core.support.processors import available_cpus
 from offload_core.support.units import count
@@ -34,19 +36,26 @@ def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
     gpt = MODELS[args.model]
     settings = {"threads": args.threads, "micro_batch": 2, "context": 64, "gpt": asdict(gpt)}
-    recording = Recording("default_allocator", "Whole training steps on one rank, default allocator")
+    dtype = working_dtype(args.threads)
+    settings["param_dtype"] = dtype.name
+    config = {"rounds": args.rounds, "steps": args.steps, "warm_up": WARM_UP, "malloc": {}, **settings}
+    recording = Recording("default_allocator", "Whole training steps on one rank, default allocator", args.json, config)
+    recording.notes += dtype.notes
+
+    def keep(by_workload: Mapping[str, list[Result]]) -> None:
+        results = {name: result for name, [result] in by_workload.items()}
+        tell(recording, [(args.model, results)], args.threads, targets=False)
+
     groups = {name: start(settings, 1, name, malloc={}) for name in CONTENDERS}
-    by_workload, failures, versions = measure_all(groups, rounds=args.rounds, steps=args.steps, warm_up=WARM_UP)
-    results = {name: result for name, [result] in by_workload.items()}
+    by_workload, failures, versions = measure_all(
+        groups, rounds=args.rounds, steps=args.steps, warm_up=WARM_UP, each_round=keep
+    )
     recording.versions |= versions
-    show(results)
+    show({name: result for name, [result] in by_workload.items()})
     for name, error in failures.items():
         recording.add_missing(name, error)
-    recording.add_ratios(ratios_of(results, f"{gpt.numel / 1e6:.0f} M", targets=False), medians(results))
-    for name, result in results.items():
-        recording.rows += result.rows(name, params=gpt.numel, threads=args.threads, ranks=1)
-    config = {"rounds": args.rounds, "steps": args.steps, "warm_up": WARM_UP, "param_dtype": "bfloat16", "malloc": {}}
-    return recording.finish(args.json, config | settings)
+    keep(by_workload)
+    return recording.finish()
 
 
 if __name__ == "__main__":

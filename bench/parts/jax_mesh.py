@@ -65,19 +65,21 @@ def main(arguments: list[str] | None = None) -> int:
         jax.config.update("jax_num_cpu_devices", 4)
     else:
         meshes = ((jax.device_count(), 1),) if jax.device_count() > 1 else ()
-    recording = Recording("jax_mesh", "JAX on one device and on meshes")
+    config = {"parameters": 8 * LAYERS * args.width**2, "layers": LAYERS, "width": args.width, "steps": args.steps}
+    config |= {"platform": jax.default_backend(), "devices": jax.device_count()}
+    recording = Recording("jax_mesh", "JAX on one device and on meshes", args.json, config)
     recording.versions |= record.versions("jax", "optax")
     for shape in meshes:
         name = f"JAX on a mesh of {' x '.join(map(str, shape))}"
         measure(recording, name, shape, args.width, args.steps, MESH_TARGET)
+        recording.keep()
     for size, width in args.widths.items():
         first = measure(recording, f"JAX on one device, {size}", None, width, args.steps, ALONE_TARGET)
         ratio = record.ratio(
             f"JAX, {size}: first update beyond a later one, seconds", [first], [1.0], target=FIRST_TARGET
         )
         recording.add_ratios([ratio], "see docs/jax.md")
-    config = {"parameters": 8 * LAYERS * args.width**2, "layers": LAYERS, "width": args.width, "steps": args.steps}
-    return recording.finish(args.json, config | {"platform": jax.default_backend(), "devices": jax.device_count()})
+    return recording.finish()
 
 
 def measure(

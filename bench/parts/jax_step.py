@@ -57,20 +57,29 @@ def main(arguments: list[str] | None = None) -> int:
         )
         for name in (OURS, *OTHERS)
     }  # fmt: skip
-    by_workload, failures, versions = measure_all(groups, rounds=args.rounds, steps=args.steps, warm_up=3)
-    results = {name: result for name, [result] in by_workload.items()}
-    recording = Recording("jax_step", "Whole training steps in JAX")
+    config = {"rounds": args.rounds, "steps": args.steps, "threads": args.threads, "param_dtype": "bfloat16"}
+    config |= {"malloc": KEEP_FREED_MEMORY, **settings}
+    recording = Recording("jax_step", "Whole training steps in JAX", args.json, config)
+    recording.versions |= record.versions("jax")
+
+    def keep(by_workload: dict[str, list[Result]]) -> None:
+        results = {name: result for name, [result] in by_workload.items()}
+        recording.clear()
+        recording.add_ratios(ratios_of(results), medians(results))
+        for name, result in results.items():
+            recording.rows += result.rows(name, params=GPT.numel, threads=args.threads)
+        recording.keep()
+
+    by_workload, failures, versions = measure_all(
+        groups, rounds=args.rounds, steps=args.steps, warm_up=3, each_round=keep
+    )
     recording.versions |= versions
     print(f"{GPT.numel:,} parameters in bf16, 2 x 64 tokens, {args.threads} threads, {args.rounds} rounds")
-    show(results)
+    show({name: result for name, [result] in by_workload.items()})
     for name, error in failures.items():
         recording.add_missing(name, error)
-    recording.add_ratios(ratios_of(results), medians(results))
-    for name, result in results.items():
-        recording.rows += result.rows(name, params=GPT.numel, threads=args.threads)
-    config = {"rounds": args.rounds, "steps": args.steps, "threads": args.threads, "param_dtype": "bfloat16"}
-    config |= {"malloc": KEEP_FREED_MEMORY}
-    return recording.finish(args.json, config | settings)
+    keep(by_workload)
+    return recording.finish()
 
 
 if __name__ == "__main__":

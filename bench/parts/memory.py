@@ -88,7 +88,9 @@ def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
     gpt = GPTS[PRESET]
     settings = {"threads": args.threads, "micro_batch": 1, "context": 8, "gpt": asdict(gpt)}
-    recording = Recording("memory", "Memory of a parameter")
+    config = {"preset": PRESET, "rounds": args.rounds, "param_dtype": "bfloat16", **settings, "malloc": _MALLOC}
+    config["deepspeed"] = {name: deepspeed_config(1, DEEPSPEED[name]) for name in (DS_2, DS_3)}
+    recording = Recording("memory", "Memory of a parameter", args.json, config)
     starts = {name: start(settings, 1, name, _MALLOC) for name in CONTENDERS}
     rounds = []
     for _ in range(args.rounds):
@@ -114,9 +116,7 @@ def main(arguments: list[str] | None = None) -> int:
     ratios = [ratio for ours, other in ((OURS, DS_2), (OURS_3, DS_3)) for ratio in ratios_of(samples, ours, other)]
     why = "; ".join(f"{row['name']}, {row['metric']} {row['p50']:.2f}" for row in recording.rows)
     recording.add_ratios(ratios, f"bytes a parameter: {why}")
-    config = {"preset": PRESET, "rounds": args.rounds, "param_dtype": "bfloat16", **settings, "malloc": _MALLOC}
-    config["deepspeed"] = {name: deepspeed_config(1, DEEPSPEED[name]) for name in (DS_2, DS_3)}
-    return recording.finish(args.json, config)
+    return recording.finish()
 
 
 def ratios_of(samples: dict[str, dict[str, list[float]]], ours: str, other: str) -> list[dict[str, Any]]:

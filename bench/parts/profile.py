@@ -19,6 +19,7 @@ from pathlib import Path
 from bench import record
 from bench.harness.processes import KEEP_FREED_MEMORY, ContenderError, ProcessGroup
 from bench.harness.recording import Recording
+from bench.harness.working_dtype import working_dtype
 from bench.parts.step import MODELS, WARM_UP, start
 from bench.parts.torch_contenders import CONTENDERS, DS_2, OURS
 from offload_core.support.processors import available_cpus
@@ -92,8 +93,18 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
-    recording = Recording("profile", "Where the processor's time goes")
     settings = {"threads": args.threads, "micro_batch": 2, "context": 64, "gpt": asdict(MODELS[args.model])}
+    dtype = working_dtype(args.threads)
+    settings["param_dtype"] = dtype.name
+    config = {
+        "model": args.model,
+        "steps": args.steps,
+        "samples a second": HERTZ,
+        "malloc": KEEP_FREED_MEMORY,
+        **settings,
+    }
+    recording = Recording("profile", "Where the processor's time goes", args.json, config)
+    recording.notes += dtype.notes
     for name in args.contenders:
         if shutil.which("perf") is None:
             recording.add_missing(name, ContenderError("perf is not installed (Debian: apt install linux-perf)"))
@@ -105,16 +116,10 @@ def main(arguments: list[str] | None = None) -> int:
             recording.add_missing(name, error)
         finally:
             group.close()
+        recording.keep()
     for row in recording.rows:
         print(f"{row['name']:24}{row['p50']:10.1f} {row['unit']:16}{row['where'][:90]}")
-    config = {
-        "model": args.model,
-        "steps": args.steps,
-        "samples a second": HERTZ,
-        "malloc": KEEP_FREED_MEMORY,
-        **settings,
-    }
-    return recording.finish(args.json, config)
+    return recording.finish()
 
 
 if __name__ == "__main__":

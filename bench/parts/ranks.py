@@ -14,6 +14,7 @@ from bench import record
 from bench.harness.contenders import Result, measure_all, medians, show
 from bench.harness.processes import KEEP_FREED_MEMORY, MOST_RANKS
 from bench.harness.recording import Recording
+from bench.harness.working_dtype import working_dtype
 from bench.parts.step import MODELS, start
 from bench.parts.torch_contenders import (
     CONTENDERS,
@@ -80,7 +81,11 @@ def micro_batches(ranks: int, micro_batch: int) -> list[int]:
     return list(dict.fromkeys([micro_batch, strong or micro_batch]))
 
 
-def experiments(args: argparse.Namespace, ranks: int) -> list[list[tuple[str, ...]]]:
+Stages = list[tuple[str, ...]]
+"""Of each stage its contenders, the first of which the others are compared with."""
+
+
+def experiments(args: argparse.Namespace, ranks: int) -> list[Stages]:
     """Of each experiment, what is compared with the first of it; single ranks are few enough to run together."""
     if args.contenders:
         return [[tuple(args.contenders)]]
@@ -94,14 +99,16 @@ def counts_of(args: argparse.Namespace, ranks: int) -> dict[str, int]:
     return {name: getattr(args, name) or number for name, number in known.items()}
 
 
-def ratios_of(results: Mapping[str, Result], reference: str, ranks: int, micro_batch: int) -> Iterable[dict[str, Any]]:
+def ratios_of(
+    results: Mapping[str, Result], reference: str, ranks: int, micro_batch: int, targets: bool
+) -> Iterable[dict[str, Any]]:
     """How many times longer each other's step takes than the reference's."""
     if reference not in results:
         return
     ours = results[reference].samples("total")
     for name, other in results.items():
         if name != reference:
-            target = TARGET if name in DEEPSPEED and ranks == TARGET_RANKS else None
+            target = TARGET if targets and name in DEEPSPEED and ranks == TARGET_RANKS else None
             title = f"{ranks} {'ranks' if ranks > 1 else 'rank'}, {micro_batch} windows each: {name} / {reference}"
             yield record.ratio(title, other.samples("total"), ours, target=target, better="higher")
 
@@ -109,44 +116,71 @@ def ratios_of(results: Mapping[str, Result], reference: str, ranks: int, micro_b
 def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
     gpt = GPTConfig(args.layers, args.width, GPT_34M.heads, args.vocabulary, GPT_34M.positions)
+    dtype = working_dtype(args.threads)
     settings = {name: getattr(args, name) for name in ("threads", "micro_batch", "context")} | {"gpt": asdict(gpt)}
-    recording = Recording("ranks", "Whole training steps on several ranks")
+    settings["param_dtype"] = dtype.name
+    narrow = dtype.words == "bf16"
+    config = {
+        **{name: getattr(args, name) for name in ("ranks", "warm_up")},
+        **{name: [counts_of(args, ranks)[name] for ranks in args.ranks] for name in COUNTS},
+        **settings,
+        "malloc": KEEP_FREED_MEMORY,
+        "deepspeed": {name: deepspeed_config(args.micro_batch, zero, narrow) for name, zero in DEEPSPEED.items()},
+    }
+    recording = Recording("ranks", "Whole training steps on several ranks", args.json, config)
+    recording.versions |= record.versions("torch", "deepspeed")
+    recording.notes += dtype.notes
+    measured: list[tuple[int, Stages, dict[str, list[Result]]]] = []
+    """Of each experiment: its ranks, its contenders, and their results at each micro-batch."""
+
+    def keep(by_workload: dict[str, list[Result]]) -> None:
+        measured[-1] = (*measured[-1][:2], by_workload)
+        tell(recording, measured, args, gpt.numel, targets=narrow)
+
     for ranks in args.ranks:
         sizes = micro_batches(ranks, args.micro_batch)
         workloads = [{"micro_batch": size} for size in sizes]
         for experiment in experiments(args, ranks):
             groups = {name: start(settings, ranks, name) for stage in experiment for name in stage}
             counts = counts_of(args, ranks)
-            results, failures, versions = measure_all(groups, warm_up=args.warm_up, workloads=workloads, **counts)
+            measured.append((ranks, experiment, {}))
+            results, failures, versions = measure_all(
+                groups, warm_up=args.warm_up, workloads=workloads, each_round=keep, **counts
+            )
             recording.versions |= versions
             for name, error in failures.items():
                 recording.add_missing(f"{name}, {ranks} ranks" if len(args.ranks) > 1 else name, error)
+            keep(results)
             for i, size in enumerate(sizes):
-                of_size = {name: by_workload[i] for name, by_workload in results.items()}
                 print(
-                    f"{gpt.numel:,} parameters in bf16, {ranks} gloo ranks of {args.threads} threads, "
+                    f"{gpt.numel:,} parameters in {dtype.words}, {ranks} gloo ranks of {args.threads} threads, "
                     f"{size} x {args.context} tokens each, {counts}"
                 )
-                show(of_size)
-                extra = {"params": gpt.numel, "threads": args.threads, "ranks": ranks, "micro_batch": size}
-                for name, result in of_size.items():
-                    tokens = [1e3 * ranks * size * args.context / ms for ms in result.samples("total")]
-                    recording.rows += [
-                        *result.rows(name, **extra),
-                        record.row(name, "speed", "tokens/s", tokens, **extra),
-                    ]
-                for stage in experiment:
-                    compared = {name: of_size[name] for name in stage if name in of_size}
-                    recording.add_ratios(ratios_of(compared, stage[0], ranks, size), medians(compared))
-    config = {
-        **{name: getattr(args, name) for name in ("ranks", "warm_up")},
-        **{name: [counts_of(args, ranks)[name] for ranks in args.ranks] for name in COUNTS},
-        "param_dtype": "bfloat16",
-        **settings,
-        "malloc": KEEP_FREED_MEMORY,
-        "deepspeed": {name: deepspeed_config(args.micro_batch, zero) for name, zero in DEEPSPEED.items()},
-    }
-    return recording.finish(args.json, config)
+                show({name: by_workload[i] for name, by_workload in results.items()})
+    return recording.finish()
+
+
+def tell(
+    recording: Recording,
+    measured: list[tuple[int, Stages, dict[str, list[Result]]]],
+    args: argparse.Namespace,
+    numel: int,
+    *,
+    targets: bool,
+) -> None:
+    """Have the record hold what is known of all experiments."""
+    recording.clear()
+    for ranks, experiment, results in measured:
+        for i, size in enumerate(micro_batches(ranks, args.micro_batch)):
+            of_size = {name: by_workload[i] for name, by_workload in results.items()}
+            extra = {"params": numel, "threads": args.threads, "ranks": ranks, "micro_batch": size}
+            for name, result in of_size.items():
+                tokens = [1e3 * ranks * size * args.context / ms for ms in result.samples("total")]
+                recording.rows += [*result.rows(name, **extra), record.row(name, "speed", "tokens/s", tokens, **extra)]
+            for stage in experiment:
+                compared = {name: of_size[name] for name in stage if name in of_size}
+                recording.add_ratios(ratios_of(compared, stage[0], ranks, size, targets), medians(compared))
+    recording.keep()
 
 
 if __name__ == "__main__":

@@ -122,13 +122,14 @@ def main(arguments: list[str] | None = None) -> int:
     args = options.parse_args(arguments)
     args.rounds = args.rounds or (2 if args.quick else 30)
     torch.set_num_threads(args.threads)
-    recording = Recording("small_params", "Steps of many small parameters")
+    config = {"models": [list(model) for model in MODELS], "threads": args.threads, "rounds": args.rounds}
+    config["clock"] = "processor" if args.processor else "wall"
+    recording = Recording("small_params", "Steps of many small parameters", args.json, config)
     recording.versions |= record.versions("torch")
     for (n, numel), target in MODELS.items():
         measure(recording, n, numel, target, args)
-    config = {"models": [list(model) for model in MODELS], "threads": args.threads, "rounds": args.rounds}
-    config["clock"] = "processor" if args.processor else "wall"
-    return recording.finish(args.json, config)
+        recording.keep()
+    return recording.finish()
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Whole training steps on one rank of the CPU: offload-core, a plain PyTorch loop, DeepSpeed and FSDP2, in bf16 with
-clipping, and beside them forward and backward alone and the streaming limit of the update's bytes.
+clipping, and beside them forward and backward alone and the streaming limit of the update's bytes. In fp32 where
+PyTorch is slow in bf16 (``bench.harness.working_dtype``).
 
 Contenders are processes of their own. At 319 M parameters not all of them fit in memory together: they run in several
 experiments, each with the contender that its ratios compare with. Rows are of all experiments, a ratio is of its two
@@ -19,6 +20,7 @@ from bench import record
 from bench.harness.contenders import Result, measure_all, medians, show
 from bench.harness.processes import KEEP_FREED_MEMORY, ProcessGroup
 from bench.harness.recording import Recording
+from bench.harness.working_dtype import working_dtype
 from bench.parts.torch_contenders import (
     CONTENDERS,
     DEEPSPEED,
@@ -192,35 +194,56 @@ def experiments(model: str, args: argparse.Namespace) -> Iterator[Experiment]:
 
 def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
-    recording = Recording("step", "Whole training steps on one rank")
-    for model in args.models:
-        gpt, size = MODELS[model], f"{MODELS[model].numel / 1e6:.0f} M"
-        settings = {"threads": args.threads, "micro_batch": 2, "context": 64, "gpt": asdict(gpt)}
-        of_all: dict[str, Result] = {}
-        for experiment in experiments(model, args):
-            groups = {name: start(settings, 1, name) for name in experiment.contenders}
-            counts = {"repetitions": experiment.repetitions, "rounds": experiment.rounds, "steps": experiment.steps}
-            by_workload, failures, versions = measure_all(groups, warm_up=WARM_UP, **counts)
-            results = {name: result for name, [result] in by_workload.items()}
-            recording.versions |= versions
-            print(f"{gpt.numel:,} parameters in bf16, 2 x 64 tokens, {args.threads} threads, {counts}")
-            show(results)
-            for name, error in failures.items():
-                recording.add_missing(f"{name}, {size}", error)
-            recording.add_ratios(ratios_of(results, size, targets=model == LARGEST), medians(results))
-            for name, result in results.items():
-                of_all[name] = of_all[name] + result if name in of_all else result
-        for name, result in of_all.items():
-            recording.rows += result.rows(name, params=gpt.numel, threads=args.threads, ranks=1)
+    dtype = working_dtype(args.threads)
     config = {
         "models": {model: asdict(MODELS[model]) for model in args.models},
         "experiments": {model: [asdict(each) for each in experiments(model, args)] for model in args.models},
         "warm_up": WARM_UP, "threads": args.threads,
-        "micro_batch": 2, "context": 64, "param_dtype": "bfloat16",
-        "deepspeed": {name: deepspeed_config(2, DEEPSPEED[name]) for name in (DS_2, DS_3)},
+        "micro_batch": 2, "context": 64, "param_dtype": dtype.name,
+        "deepspeed": {name: deepspeed_config(2, DEEPSPEED[name], dtype.words == "bf16") for name in (DS_2, DS_3)},
         "kernels": asdict(offload_core.kernel_info()), "malloc": KEEP_FREED_MEMORY,
     }  # fmt: skip
-    return recording.finish(args.json, config)
+    recording = Recording("step", "Whole training steps on one rank", args.json, config)
+    recording.versions |= record.versions("torch", "deepspeed")
+    recording.notes += dtype.notes
+    measured: list[tuple[str, Results]] = []
+    """Of each experiment, its model and its results."""
+
+    def keep(by_workload: Mapping[str, list[Result]]) -> None:
+        measured[-1] = (measured[-1][0], {name: result for name, [result] in by_workload.items()})
+        tell(recording, measured, args.threads, targets=not dtype.notes)
+
+    for model in args.models:
+        gpt = MODELS[model]
+        settings = {"threads": args.threads, "micro_batch": 2, "context": 64, "gpt": asdict(gpt)}
+        settings["param_dtype"] = dtype.name
+        for experiment in experiments(model, args):
+            groups = {name: start(settings, 1, name) for name in experiment.contenders}
+            counts = {"repetitions": experiment.repetitions, "rounds": experiment.rounds, "steps": experiment.steps}
+            measured.append((model, {}))
+            by_workload, failures, versions = measure_all(groups, warm_up=WARM_UP, each_round=keep, **counts)
+            recording.versions |= versions
+            for name, error in failures.items():
+                recording.add_missing(f"{name}, {gpt.numel / 1e6:.0f} M", error)
+            keep(by_workload)
+            print(f"{gpt.numel:,} parameters in {dtype.words}, 2 x 64 tokens, {args.threads} threads, {counts}")
+            show(measured[-1][1])
+    return recording.finish()
+
+
+def tell(recording: Recording, measured: list[tuple[str, Results]], threads: int, *, targets: bool) -> None:
+    """Have the record hold what is known of all experiments: rows of each model, ratios of each experiment."""
+    recording.clear()
+    of_models: dict[str, dict[str, Result]] = {}
+    for model, results in measured:
+        size, of_all = f"{MODELS[model].numel / 1e6:.0f} M", of_models.setdefault(model, {})
+        recording.add_ratios(ratios_of(results, size, targets and model == LARGEST), medians(results))
+        for name, result in results.items():
+            of_all[name] = of_all[name] + result if name in of_all else result
+    for model, of_all in of_models.items():
+        for name, result in of_all.items():
+            recording.rows += result.rows(name, params=MODELS[model].numel, threads=threads, ranks=1)
+    recording.keep()
 
 
 if __name__ == "__main__":

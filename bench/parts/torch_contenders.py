@@ -208,20 +208,25 @@ def adam_arguments() -> dict[str, Any]:
     return {"lr": LEARNING_RATE, "betas": BETAS, "eps": 1e-8, "weight_decay": WEIGHT_DECAY}
 
 
+def is_narrow(settings: Settings) -> bool:
+    """True if parameters and gradients are bf16, beside fp32 master weights."""
+    return settings.get("param_dtype", "bfloat16") == "bfloat16"
+
+
 def offload_core(model: Any, settings: Settings, **fields: Any) -> Any:
     from frontends.torch import wrap
 
     fields = {"gradient_clipping": CLIPPING, "num_threads": settings["threads"], **fields}
-    engine = wrap(model, param_dtype="bfloat16", **fields, **adam_arguments())
+    engine = wrap(model, param_dtype="bfloat16" if is_narrow(settings) else None, **fields, **adam_arguments())
     return phases(settings, engine, engine.backward, lambda: engine.step().grad_norm)
 
 
-def deepspeed_config(micro_batch: int, zero: dict[str, Any]) -> dict[str, Any]:
+def deepspeed_config(micro_batch: int, zero: dict[str, Any], narrow: bool = True) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": micro_batch,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": CLIPPING,
-        "bf16": {"enabled": True},
+        "bf16": {"enabled": narrow},
         "optimizer": {"type": "AdamW", "params": adam_arguments()},  # with the offload: DeepSpeedCPUAdam
         "zero_optimization": {
             "stage": 2,
@@ -238,7 +243,7 @@ def deepspeed(model: Any, settings: Settings, zero: dict[str, Any]) -> Any:
     from deepspeed import initialize
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    config = deepspeed_config(settings["micro_batch"], zero)
+    config = deepspeed_config(settings["micro_batch"], zero, is_narrow(settings))
     engine, *_ = initialize(model=model, model_parameters=model.parameters(), config=config)
     if not isinstance(engine.optimizer.optimizer, DeepSpeedCPUAdam):
         raise TypeError(f"DeepSpeed chose {type(engine.optimizer.optimizer).__name__}, expected its DeepSpeedCPUAdam")
@@ -255,36 +260,41 @@ def plain(model: Any, settings: Settings, *, fused: bool, ddp: bool = False) -> 
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
-    masters = [p.detach().float().requires_grad_() for p in model.parameters()]
-    model = model.bfloat16()
+    masters, pairs = list(model.parameters()), []
+    if is_narrow(settings):
+        masters = [p.detach().float().requires_grad_() for p in model.parameters()]
+        model = model.bfloat16()
+        pairs = list(zip(model.parameters(), masters, strict=True))
     if ddp:
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(masters, fused=fused, **adam_arguments())
 
     @torch.no_grad()
     def step() -> float:
-        for parameter, master in zip(parameters, masters, strict=True):
+        for parameter, master in pairs:
             master.grad = parameter.grad.float()
         norm = torch.nn.utils.clip_grad_norm_(masters, CLIPPING)
         optimizer.step()
-        for parameter, master in zip(parameters, masters, strict=True):
+        optimizer.zero_grad()
+        for parameter, master in pairs:
             parameter.copy_(master)
-            parameter.grad = master.grad = None
+            parameter.grad = None
         return norm.item()
 
     return phases(settings, model, lambda loss: loss.backward(), step)
 
 
 def fsdp2(model: Any, settings: Settings) -> Any:
-    """fp32 parameters sharded on the host, gathered in bf16 block by block."""
+    """fp32 parameters sharded on the host, gathered block by block, in bf16 where the others compute in it."""
     import torch
     import torch.distributed as dist
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
     options: dict[str, Any] = {
         "mesh": dist.device_mesh.init_device_mesh(settings["device"], (dist.get_world_size(),)),
-        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False),
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16 if is_narrow(settings) else None, cast_forward_inputs=False
+        ),
         "offload_policy": CPUOffloadPolicy(pin_memory=settings["device"] != "cpu"),
     }
     for block in model.blocks:
@@ -320,19 +330,22 @@ def torchao(model: Any, settings: Settings) -> Any:
 
 
 def gradients_only(model: Any, settings: Settings) -> Any:
-    """Forward and backward of a bf16 model."""
-    model = model.bfloat16()
+    """Forward and backward."""
+    model = model.bfloat16() if is_narrow(settings) else model
     return phases(settings, model, lambda loss: loss.backward(), model.zero_grad)
 
 
 def stream(model: Any, settings: Settings) -> Any:
-    """Reading a bf16 gradient and three fp32 states, writing the states and a bf16 parameter; no arithmetic."""
+    """Reading a gradient and three fp32 states, writing the states and a bf16 parameter; no arithmetic.
+
+    An fp32 parameter is one of the states."""
     from bench.parts.cpu_adam import Buffers, build_stream
-    from offload_core.dtypes import BFLOAT16
+    from offload_core.dtypes import BFLOAT16, FLOAT32
 
     numel = sum(p.numel() for p in model.parameters())
     streamed = min(numel, _STREAMED)
-    run = Buffers(streamed, settings["threads"]).stream(*build_stream(), BFLOAT16)
+    dtype = BFLOAT16 if is_narrow(settings) else FLOAT32
+    run = Buffers(streamed, settings["threads"]).stream(*build_stream(), dtype)
 
     def step(inputs: Any, targets: Any) -> dict[str, float]:
         start = time.perf_counter()

@@ -109,12 +109,13 @@ def main(arguments: list[str] | None = None) -> int:
     options.add_argument("--steps", type=int, help="updates (default: 8; --quick: 4)")
     args = options.parse_args(arguments)
     settings = {**ARGUMENTS, "max_steps": args.steps or (4 if args.quick else 8)}
-    recording = Recording("trainer", "Hugging Face's Trainer")
+    config: dict[str, Any] = {"arguments": settings, "deepspeed": [ds_config(2), ds_config(3)]}
+    recording = Recording("trainer", "Hugging Face's Trainer", args.json, config)
     lines: list[list[str]] = []
     held: dict[str, tuple[float, float]] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        numel = save_model(folder)
+        numel = config["params"] = save_model(folder)
         for stage in (2, 3):
             (folder / f"ds_config-{stage}.json").write_text(json.dumps(ds_config(stage)))
         for device, contenders in CONTENDERS.items():
@@ -130,6 +131,7 @@ def main(arguments: list[str] | None = None) -> int:
                 if len(runs[contender].losses) != settings["max_steps"]:
                     raise ValueError(f"{contender}: {len(runs[contender].losses)} losses, of {settings['max_steps']}")
             lines += compare(device, runs, recording)
+            recording.keep()
             held |= {contender: of.bytes for contender, of in runs.items() if of.bytes is not None}
     for contender, of_run in held.items():
         for metric, n_bytes in zip(PEAKS, of_run, strict=True):
@@ -145,8 +147,7 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"{numel:,} parameters in fp32, the most bytes on the simulated accelerator, a parameter", "", sep="\n")
     rows = [[contender, *(f"{n_bytes:.1f}" for n_bytes in of_run)] for contender, of_run in held.items()]
     print(*table(["", *PEAKS], rows), "", sep="\n")
-    config = {"params": numel, "arguments": settings, "deepspeed": [ds_config(2), ds_config(3)]}
-    status = recording.finish(args.json, config)
+    status = recording.finish()
     if all(line[-1] == "yes" for line in lines):
         return status
     print("bench.parts.trainer: losses or norms differ by more than roundings", file=sys.stderr)

@@ -7,7 +7,10 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from offload_core.config.options import OffloadConfig
-from offload_core.dtypes import BY_NAME, FLOAT32, ElementType
+from offload_core.dtypes import BFLOAT16, BY_NAME, FLOAT32, ElementType
+from offload_core.errors import ConfigWarning
+from offload_core.support.bfloat16 import why_bfloat16_is_slow
+from offload_core.support.user_line import UserLine
 
 from .tensors import ELEMENT_TYPES, TORCH_DTYPES, bytes_as, cast_param
 from .values import is_quantised
@@ -51,3 +54,21 @@ class Casts:
         for tensor, target in [*((p, self.of_param(p)) for p in params), *((b, of_buffers) for b in buffers)]:
             if target is not None and tensor.is_floating_point() and not is_quantised(tensor):
                 cast_param(tensor, TORCH_DTYPES[target])
+
+
+_has_warned = False
+
+
+def warn_if_slow(config: OffloadConfig, model: nn.Module) -> None:
+    """Warn, once a process, if the model will compute in bf16 on a processor on which that takes many times as long."""
+    global _has_warned
+    if _has_warned or config.target_dtype is not BFLOAT16 or next(model.parameters()).device.type != "cpu":
+        return
+    if (why := why_bfloat16_is_slow()) is not None:
+        _has_warned = True
+        UserLine.now().warn(
+            ConfigWarning(
+                f"param_dtype='bfloat16': {why}, so PyTorch takes 20 to 500 times as long for a matrix product in bf16 "
+                "as in fp32; expected param_dtype=None and an fp32 model on this processor, or a device"
+            )
+        )

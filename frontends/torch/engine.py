@@ -22,6 +22,7 @@ from offload_core.memory.report import MemoryReport
 from offload_core.step.pipeline import StepReport
 
 from . import pending
+from .casting import warn_if_slow
 from .files.checkpoint import ModelCheckpoints
 from .files.export import export_safetensors
 from .later_parameters import LaterParameters
@@ -101,6 +102,7 @@ class Engine(nn.Module):
         """The model's optimizer, for learning-rate schedulers and the like."""
         self.offload_config = self.optimizer.config
         """The configuration."""
+        warn_if_slow(self.offload_config, model)
         self._start_alike(model)
         parted = self.optimizer.partitioned
         whole = [param for param in model.parameters() if parted is None or param not in parted]

@@ -68,7 +68,9 @@ class _Pending:
             return _call_outside_graphs(func, args, kwargs)
         in_graph = torch.compiler.is_compiling() and not cls.in_shards  # the compiler itself looks, too
         if in_graph:
-            await_all_for_compiled_code()
+            for leaf in tree_leaves((args, kwargs)):
+                if isinstance(leaf, _Pending):
+                    await_for_compiled_code(leaf)  # type: ignore[arg-type]
         if in_graph or func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
@@ -207,31 +209,35 @@ _TWICE = r"Using `torch\.compile\(module\)` when there are global hooks"
 def _watch_modules() -> None:
     """Have every module that is called wait for its parameters, while there are any to wait for.
 
-    Another thread may do the same; at worst the hook stays, and finds nothing to wait for.
+    Another thread may do the same; at worst the hook stays, and finds nothing to wait for. It stays, too, while code is
+    being compiled, which looks at it twice: garbage that is collected meanwhile may have been the last to wait for.
     """
     if (watch := bool(_BEFORE_MODULES and not _in_compiled_code)) and _NUMBER not in _global_forward_pre_hooks:
         if not any(rule[1] is not None and rule[1].pattern == _TWICE for rule in warnings.filters):
             warnings.filterwarnings("ignore", _TWICE, UserWarning)  # the second call finds nothing to wait for
         _global_forward_pre_hooks[_NUMBER] = _before_forward
-    elif not watch and _NUMBER in _global_forward_pre_hooks:
+    elif not watch and _NUMBER in _global_forward_pre_hooks and not torch.compiler.is_compiling():
         _global_forward_pre_hooks.pop(_NUMBER, None)
         if _BEFORE_MODULES and not _in_compiled_code:
             _watch_modules()
 
 
-def await_all_for_compiled_code() -> bool:
-    """Wait for all updates, once, while code is compiled that reads a pending parameter.
+def await_for_compiled_code(param: torch.Tensor) -> bool:
+    """Wait for a parameter that code reads which is being compiled. It stays pending: the code is for its class.
 
     Compiled code calls nobody before it reads: :data:`compiled_code_reads` tells later steps to wait for their updates.
+    Parameters of other models are left alone. They may have been sent early, and then refuse to be read before their
+    step. Only a compiler that shows a tensor without values in the parameter's place makes this wait for all.
     """
     global compiled_code_reads
     compiled_code_reads = True
-    for param in [*_BEFORE_MODULES]:
-        _WAITS[param]()
+    for each in [id(param)] if isinstance(param, _Pending) else [*_BEFORE_MODULES]:
+        if (wait := _WAITS.get(each)) is not None:
+            wait()
     return True
 
 
-await_all_for_compiled_code._dynamo_marked_constant = True  # type: ignore[attr-defined]
+await_for_compiled_code._dynamo_marked_constant = True  # type: ignore[attr-defined]
 # As torch.compiler.assume_constant_result does, which imports the compiler: it is called while code is compiled.
 
 compiled_code_reads = False

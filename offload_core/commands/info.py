@@ -37,6 +37,7 @@ def run(args: argparse.Namespace) -> int:
         "memory": f"{format_bytes(about['memory'])}, {format_bytes(about['available memory'])} available",
         "control group": "no limit on memory" if limit is None else f"at most {format_bytes(limit)}",
         "kernels": f"{about['instruction set']} (this processor has {', '.join(about['instruction sets'])})",
+        **_slow_bfloat16(about["why bf16 is slow"]),
         "threads": f"{about['threads']} on {_processors(about['chosen']['processors'])}: {about['chosen']['why']}",
         "versions": ", ".join(versions),
         "memory bandwidth": f"{bandwidths.dram / 1e9:.1f} GB/s in the Adam kernel, fp32, read and written",
@@ -57,6 +58,12 @@ def _nodes(nodes: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         text = f"{_count(cores, 'physical core')}{siblings}" if cpus else "memory alone"
         lines[f"node {each['node']}"] = f"{text}: {_processors(cpus)}" if cpus and len(nodes) > 1 else text
     return {"node": f"one, {' '.join(lines.values())}"} if len(lines) == 1 else lines
+
+
+def _slow_bfloat16(why: str | None) -> dict[str, str]:
+    return (
+        {} if why is None else {"bf16": f"{why}: in PyTorch a matrix product takes 20 to 500 times as long as in fp32"}
+    )
 
 
 def _device(device: Mapping[str, Any]) -> str:

@@ -19,6 +19,7 @@ from ..memory.near import node_near
 from ..memory.pinning import DRIVERS
 from ..native import kernels
 from ..rules.adam import AdamHyper
+from ..support.bfloat16 import why_bfloat16_is_slow
 from ..support.launchers import place_on_machine
 from ..support.processors import Share, available_cpus, nodes_of_ranks, share_near
 from ..support.topology import Topology, pci_devices
@@ -99,6 +100,7 @@ def describe() -> dict[str, Any]:
         "control group limit": control_group_limit(),
         "instruction set": chosen.instruction_set,
         "instruction sets": list(chosen.supported),
+        "why bf16 is slow": why_bfloat16_is_slow(),
         "nodes": [
             {"node": node, "processors": sorted(cpus), "physical cores": len(topology.cores(cpus))}
             for node, cpus in topology.nodes.items()

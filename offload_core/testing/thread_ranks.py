@@ -112,7 +112,7 @@ class ThreadRank:
         pass
 
 
-def run_ranks(world_size: int, body: Callable[[ThreadRank], Any], *, timeout: float = 30.0) -> list[Any]:
+def run_ranks(world_size: int, body: Callable[[ThreadRank], Any], *, timeout: float = 60.0) -> list[Any]:
     """Run ``body(rank)`` on ``world_size`` threads, and return their results.
 
     If one raises, the others get :class:`CollectiveError` at their next meeting. The first other error is raised here.

@@ -228,7 +228,18 @@ def test_each_sitting_has_new_processes_and_who_fails_in_one_is_left_out(tmp_pat
         name: partial(ProcessGroup, "contender_here", arguments, ranks=1, threads=1)
         for name, arguments in {"a": [], "b": [], "only once": ["once"]}.items()
     }
-    results, failures, _ = measure_all(groups, repetitions=2, rounds=3, steps=2, warm_up=1)
+    seen = []
+    results, failures, _ = measure_all(
+        groups,
+        repetitions=2,
+        rounds=3,
+        steps=2,
+        warm_up=1,
+        each_round=lambda known: seen.append({name: len(result.samples("total")) for name, [result] in known.items()}),
+    )
+    assert seen[0] == {"a": 2, "b": 2, "only once": 2}
+    assert seen[-1] == {"a": 12, "b": 12}
+    assert [known["a"] for known in seen] == [2, 4, 6, 8, 10, 12]
     assert results.keys() == {"a", "b"}
     assert failures["only once"].why.startswith("FileExistsError")
     for [result] in results.values():

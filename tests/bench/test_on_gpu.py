@@ -68,6 +68,7 @@ def measurements(path):
     return [(each["bench"], each["measurement"]) for each in results.lines(path)]
 
 
+@pytest.mark.slow
 def test_a_killed_call_loses_nothing_measured_and_the_next_one_goes_on(rehearse, tmp_path):
     path = tmp_path / "out" / "results.jsonl"
     first = rehearse("b", "--only", "1 windows")
@@ -93,6 +94,7 @@ def test_a_killed_call_loses_nothing_measured_and_the_next_one_goes_on(rehearse,
         assert min(of.values()) > 0, metric
 
 
+@pytest.mark.slow
 def test_a_part_ends_in_its_time_and_says_that_more_is_to_do(rehearse, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "accelerator.json").write_text('{"type": "simulated"}')  # known from an earlier call

@@ -9,9 +9,10 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -32,23 +33,21 @@ FEW = ["--steps=3", "--micro-batch=2", "--context=32", "--eval-batches=2", "--sa
 FEW += [f"--text={TEXT}", "--compare=0"]
 
 
-_server: ForkServer
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+@cache
+def server() -> ForkServer:
     """Most of a short run is imports, and XLA's: it compiles equal programs once, and does not optimise them."""
-    global _server
     modules = {"torch": ["torch._dynamo", "torch.distributed.run"], "jax": ["jax", "optax"]}
     found = [name for framework in modules if importlib.util.find_spec(framework) for name in modules[framework]]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
-        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path_factory.mktemp("xla")))
-        patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-        patch.setenv("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
-        _server = ForkServer(*found, "offload_core", "bench.train.program")
-        yield
-        _server.close()
+    environment = {
+        "XLA_FLAGS": "--xla_backend_optimization_level=0",
+        "JAX_COMPILATION_CACHE_DIR": str(_COMPILED.name),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    return ForkServer(*found, "offload_core", "bench.train.program", environment=environment)
+
+
+_COMPILED = tempfile.TemporaryDirectory()
 
 
 def command(*arguments: str, out: Path) -> list[str]:
@@ -57,7 +56,7 @@ def command(*arguments: str, out: Path) -> list[str]:
 
 def run(*arguments: str, out: Path, log: Path | None = None) -> tuple[str, list[dict], dict]:
     """What a run printed, its metrics and its summary."""
-    [done] = _server.run(command(*arguments, out=out)[1:])
+    [done] = server().run(command(*arguments, out=out)[1:])
     assert done.returncode == 0, f"{arguments} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
     return done.stdout, records_of(log or out / "metrics.jsonl"), json.loads((out / "summary.json").read_text())
 
@@ -76,7 +75,7 @@ def through_jax(*arguments: str, out: Path) -> tuple[str, list[dict], dict]:
 def torchrun(*program: str) -> subprocess.CompletedProcess[str]:
     """Two ranks of a program."""
     needs("torch")
-    [done] = _server.run(["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *program])
+    [done] = server().run(["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *program])
     return done
 
 
@@ -88,7 +87,7 @@ def two_ranks(*program: str) -> list[subprocess.CompletedProcess[str]]:
         meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(probe.getsockname()[1])}
     world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", **meeting}
     places = [{"RANK": rank, "LOCAL_RANK": rank, **world} for rank in "01"]
-    return _server.run(program, program, environments=places)
+    return server().run(program, program, environments=places)
 
 
 def needs(framework: str) -> None:
@@ -96,6 +95,7 @@ def needs(framework: str) -> None:
         pytest.skip(f"{framework} is not installed")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("frontend", "param_dtype", "compare"),
     [
@@ -131,6 +131,7 @@ def test_a_run_learns_and_reports(frontend: str, param_dtype: str, compare: bool
             assert record["loss"] == pytest.approx(record["plain_loss"], abs=5e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("frontend", "call"), [("torch", "step"), ("jax", "update")])
 def test_one_step_is_traced(frontend: str, call: str, tmp_path: Path) -> None:
     needs(frontend)
@@ -163,6 +164,7 @@ def test_a_run_that_is_resumed_goes_on_as_the_one_that_was_not_interrupted(front
         run(*steps, "--seed=1", f"--resume={saved}", out=tmp_path / "c")
 
 
+@pytest.mark.slow
 def test_without_clipping_the_losses_are_those_of_torch_adamw_bit_for_bit(tmp_path: Path) -> None:
     needs("torch")
     printed, records, summary = run("--compare", "--clip=0", "--accumulate=2", out=tmp_path)
@@ -171,6 +173,7 @@ def test_without_clipping_the_losses_are_those_of_torch_adamw_bit_for_bit(tmp_pa
     assert "in 3 steps of each, their losses are equal in every bit" in printed
 
 
+@pytest.mark.slow
 def test_the_first_steps_are_taken_with_torch_adamw_too_unless_told_otherwise(tmp_path: Path) -> None:
     needs("torch")
     printed, records, summary = run("--compare=2", "--clip=0", out=tmp_path)
@@ -223,6 +226,7 @@ def of_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.C
     return torchrun("-m", "bench.train", *FEW, "--clip=0", "--compare", f"--out={out}"), out
 
 
+@pytest.mark.slow
 def test_two_ranks_report_once_what_each_sent_and_needed(of_two_ranks) -> None:
     done, out = of_two_ranks
     assert done.returncode == 0, done.stderr
@@ -240,6 +244,7 @@ def test_two_ranks_report_once_what_each_sent_and_needed(of_two_ranks) -> None:
         assert line.endswith("MiB")
 
 
+@pytest.mark.slow
 def test_two_ranks_have_the_losses_of_torch_adamw_on_their_averaged_gradients_bit_for_bit(of_two_ranks) -> None:
     _, out = of_two_ranks
     records, summary = records_of(out / "metrics.jsonl"), json.loads((out / "summary.json").read_text())
@@ -247,6 +252,7 @@ def test_two_ranks_have_the_losses_of_torch_adamw_on_their_averaged_gradients_bi
     assert summary["held_out_loss"] == summary["plain_held_out_loss"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "stage", [["--stage=1"], ["--stage=3", "--offload-param=cpu", "--persistence-threshold=999", "--init"]]
 )
@@ -258,6 +264,7 @@ def test_another_stage_does_what_stage_2_does(stage: list[str], of_two_ranks, tm
     assert held_out[0] == held_out[1]
 
 
+@pytest.mark.slow
 def test_two_ranks_see_the_text_of_one_that_accumulates(of_two_ranks, tmp_path: Path) -> None:
     _, records, summary = run("--clip=0", "--accumulate=2", out=tmp_path)
     together = records_of(of_two_ranks[1] / "metrics.jsonl")
@@ -267,12 +274,32 @@ def test_two_ranks_see_the_text_of_one_that_accumulates(of_two_ranks, tmp_path: 
     assert theirs["held_out_loss"] == pytest.approx(summary["held_out_loss"], abs=1e-4)
 
 
+@pytest.mark.slow
 def test_what_all_ranks_find_wrong_is_said_once() -> None:
     done = torchrun("-m", "bench.train", "--stage=4")
     assert done.returncode != 0
     assert done.stderr.count("error: argument --stage: invalid choice: 4") == 1
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_leaves_the_word_to_the_first_until_the_launcher_has_ended_it(
+    rank: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2}
+    for name, value in {**place, "MASTER_ADDR": "there", "MASTER_PORT": 4000}.items():
+        monkeypatch.setenv(name, str(value))
+    said_before = []
+    monkeypatch.setattr(program.time, "sleep", lambda seconds: said_before.append((seconds, capsys.readouterr().err)))
+    with pytest.raises(SystemExit):
+        program.main(["--stage=4"])
+    assert said_before == [(program.PATIENCE, "")] * rank
+    assert "argument --stage: invalid choice: 4" in capsys.readouterr().err
+    assert program.fail("bad weather") == 1
+    assert said_before == [(program.PATIENCE, "")] * 2 * rank
+    assert capsys.readouterr().err == f"bench.train{' (rank 1)' * rank}: bad weather\n"
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("frontend", ["torch", "jax"])
 def test_what_one_rank_finds_wrong_is_said_by_it_and_ends_all(frontend: str, tmp_path: Path) -> None:
     needs(frontend)
@@ -318,6 +345,7 @@ def test_a_rank_computes_with_its_share_of_the_processors(monkeypatch: pytest.Mo
         torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 def test_four_devices_of_a_jax_process_train_like_one_that_accumulates(tmp_path: Path) -> None:
     printed, records, summary = through_jax("--devices=4", out=tmp_path / "four")
     _, alone, of_one = through_jax("--accumulate=4", out=tmp_path / "one")
@@ -411,6 +439,7 @@ def test_jax_processes_meet_where_the_launcher_leaves_room(
     assert os.environ["NPROC"] == "3"
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_a_run_cleanly(tmp_path: Path) -> None:
     needs("torch")
     process = subprocess.Popen(
@@ -517,6 +546,7 @@ def test_text_and_folders_that_cannot_serve_are_named_in_one_line(
     assert said.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_the_device_may_be_any_accelerator_of_torch(accelerator: str, tmp_path: Path) -> None:
     assert program.main([*FEW, f"--device={accelerator}", f"--out={tmp_path}"]) == 0
     summary = json.loads((tmp_path / "summary.json").read_text())

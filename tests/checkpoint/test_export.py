@@ -49,7 +49,7 @@ def export(folder, arrays, max_shard_bytes=10**9):
     export_weights(folder, weights_of(arrays), max_shard_bytes=max_shard_bytes, collectives=SingleRank())
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_shards_hold_every_tensor_once_within_the_bound_and_in_order(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("export")
@@ -93,7 +93,7 @@ def test_what_is_moved_into_place_is_on_the_disk_and_the_index_comes_last(tmp_pa
     ]  # fmt: skip
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.integers(1, 4), st.lists(st.integers(0, 3), max_size=20), st.integers(1, 25))
 def test_merging_gives_all_ranks_every_word_whatever_the_pieces(world_size, owners, piece):
     words = np.arange(len(owners), dtype=np.int64) * 2**40 - 5

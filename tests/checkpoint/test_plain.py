@@ -44,7 +44,7 @@ def there_and_back(value, *types):
     return decode(json.loads(text), arrays, types)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(VALUES)
 def test_values_come_back_with_their_types_and_bits(value):
     assert repr(there_and_back(value)) == repr(value)

@@ -25,7 +25,7 @@ def write(path, arrays, metadata=None):
         assert file.tell() == size
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(data=st.data())
 def test_the_formats_own_library_reads_what_is_written(tmp_path_factory, data):
     names = data.draw(st.lists(st.text(max_size=20).filter(lambda n: n != "__metadata__"), unique=True, max_size=5))

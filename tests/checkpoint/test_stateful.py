@@ -279,5 +279,5 @@ class Anything(RuleBasedStateMachine):
         assert len(buckets.staging._free) == buckets.terms.staging_slots
 
 
-Anything.TestCase.settings = settings(deadline=None, max_examples=100, stateful_step_count=30)
+Anything.TestCase.settings = settings(max_examples=100, stateful_step_count=30)
 test_any_sequence_of_calls_equals_the_naive_loop = Anything.TestCase

@@ -44,11 +44,13 @@ def top(names: set[str]) -> set[str]:
     return {name.partition(".")[0] for name in names}
 
 
+@pytest.mark.quick
 def test_the_core_knows_no_framework():
     for path in (ROOT / "offload_core").rglob("*.py"):
         assert not top(imported_modules(path)) & {"torch", "jax", "jaxlib", "optax", "frontends"}, path
 
 
+@pytest.mark.quick
 def test_front_ends_do_not_import_each_other():
     for mine, other in (("torch", "jax"), ("jax", "torch")):
         for path in (ROOT / "frontends" / mine).rglob("*.py"):
@@ -69,6 +71,7 @@ def imports_within(package: str) -> dict[str, set[str]]:
     return found
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("package", ROOMS)
 def test_imports_go_down_the_list_of_rooms(package):
     order = {room: i for i, room in enumerate(ROOMS[package].split())}

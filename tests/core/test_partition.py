@@ -25,6 +25,7 @@ world_sizes = st.integers(1, 8)
 bucket_sizes = st.integers(1, 1000)
 
 
+@pytest.mark.quick
 @law(200)
 @given(specs, world_sizes, bucket_sizes)
 def test_every_element_lies_in_exactly_one_piece(params, world_size, bucket_numel):

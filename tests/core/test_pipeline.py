@@ -48,6 +48,7 @@ def test_the_host_device_equals_the_naive_loop(case):
     assert_equal_runs(case, Subject(HostDevice(), case.masters, case.dtypes, case.groups, case.config), naive)
 
 
+@pytest.mark.quick
 @law(60)
 @given(cases(), st.integers(0, 1000))
 def test_a_device_of_late_copies_equals_the_naive_loop(case, seed):
@@ -59,6 +60,7 @@ def test_a_device_of_late_copies_equals_the_naive_loop(case, seed):
         device.close()
 
 
+@pytest.mark.quick
 @law(40)
 @given(cases(), st.sampled_from([1, 40, 999]), st.integers(1, 4), st.sampled_from(INSTRUCTION_SETS))
 def test_bucket_size_thread_count_and_instruction_set_change_no_bits(case, bucket_size, threads, instruction_set):
@@ -206,6 +208,7 @@ def test_after_a_failed_copy_to_the_device_the_next_step_publishes_the_masters(f
     device.close()
 
 
+@pytest.mark.quick
 @law(60)
 @given(cases(), st.integers(0, 3), st.sampled_from(["host", "fake"]))
 def test_the_delayed_schedule_is_what_its_definition_says(case, warmup, where):
@@ -232,6 +235,7 @@ def test_the_delayed_schedule_is_what_its_definition_says(case, warmup, where):
         device.close()
 
 
+@pytest.mark.quick
 @pytest.mark.filterwarnings(UNANNOUNCED)
 @law(80)
 @given(cases(), st.integers(0, 2**32 - 1), st.data())

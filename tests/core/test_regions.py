@@ -45,7 +45,7 @@ def regions(draw, shape):
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(data=st.data(), shape=SHAPES)
 def test_runs_are_the_elements(data, shape):
     region = data.draw(regions(shape))
@@ -55,7 +55,7 @@ def test_runs_are_the_elements(data, shape):
     assert (runs[:, 1] > 0).all()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(data=st.data(), shape=SHAPES)
 def test_what_a_cut_view_and_a_region_have_in_common(data, shape):
     view = data.draw(views(shape))

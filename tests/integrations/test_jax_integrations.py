@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("compiled_once")
 
 STEPS, HALF, CLIP, DECAY = 6, 3, 0.05, 0.1
 LR = optax.warmup_cosine_decay_schedule(1e-3, 1e-2, 2, 12)
-TOKENS = jnp.asarray((np.arange(STEPS * 4).reshape(STEPS, 4, 1) + 3 * np.arange(13)) % 32, jnp.int32)
+TOKENS = ((np.arange(STEPS * 4).reshape(STEPS, 4, 1) + 3 * np.arange(13)) % 32).astype(np.int32)
 """[step, sequence, position]: each token is three more than the one before."""
 
 

@@ -63,6 +63,7 @@ LEARNING_RATES = {
 }
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("lr", LEARNING_RATES.values(), ids=LEARNING_RATES.keys())
 def test_fifty_steps_of_a_model_have_the_bits_of_eager_adamw(lr):
     params = random_tree(0)
@@ -197,6 +198,7 @@ def test_gradients_of_a_micro_step_may_be_donated():
     assert_same_tree(offloaded.to_pytree(), twin.to_pytree())
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("max_norm", [0.5, 1e6])
 def test_clipping_is_by_the_exact_norm(max_norm):
     params = random_tree(9)

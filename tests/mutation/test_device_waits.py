@@ -33,16 +33,7 @@ from offload_core.testing.thread_ranks import run_ranks
 from tests.support import simulated
 from tests.support.one_thread import Threads
 from tests.support.torch_models import batch, make, same_bits
-from tests.support.wait_mutants import (
-    assert_noticed,
-    keepers_of,
-    made,
-    modules_of,
-    orders_of,
-    pins_of,
-    waits_of,
-    who_notices,
-)
+from tests.support.wait_mutants import NoticedBy, assert_noticed, by_name, made, modules_of, mutants_of, who_notices
 
 pytestmark = [
     pytest.mark.skipif((missing := simulated.why_not()) is not None, reason=missing or ""),
@@ -225,6 +216,17 @@ def an_export():
         assert_parameters([weights[name] for name, _ in make().named_parameters()])
 
 
+def a_model_that_trainer_saves():
+    """Its weights are level with the states that are saved beside them."""
+    from tests.support.hugging_face import on_engine, states_of  # Trainer takes seconds to import
+
+    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, HF_HUB_OFFLINE="1"):
+        trainer = on_engine(folder, {"schedule": "delayed", "delay_warmup_steps": 1}, max_steps=3, save_steps=3)
+        weights = load_file(f"{folder}/checkpoint-3/model.safetensors")
+    for name, states in states_of(trainer).items():
+        assert same_bits(weights[name], states["master"]), name
+
+
 def an_engine_that_is_closed_or_dropped():
     for fields in ({}, {"schedule": "delayed", "delay_warmup_steps": 1}):
         engine = two_steps(on_device(**fields))
@@ -387,7 +389,7 @@ def on_ranks(body):
 
     original, optimizer_module.device_for = optimizer_module.device_for, device_for
     try:
-        run_ranks(2, of_rank, timeout=10)
+        run_ranks(2, of_rank)
     finally:
         optimizer_module.device_for = original
 
@@ -446,6 +448,7 @@ SCENARIOS = [
     an_update_that_fails_in_shards,
     a_forward_that_fails_in_shards,
     an_export,
+    a_model_that_trainer_saves,
     parameters_of_a_class_of_their_own,
     the_optimizer_alone,
     bytes_sent,
@@ -459,13 +462,13 @@ ELSEWHERE = {
     "ranks.own_group",  # likewise
 }
 """Modules whose waits are not of this test."""
-MUTANTS = [
+FOUND = by_name(
     mutant
     for module in modules_of("frontends/torch")
     if module.removeprefix("frontends.torch.") not in ELSEWHERE
-    for find in (waits_of, orders_of, keepers_of, pins_of)
-    for mutant in find(module)
-]
+    for mutant in mutants_of(module)
+)
+ALL_MUTANTS = {name.removeprefix("frontends.torch."): mutant for name, mutant in FOUND.items()}
 UNNOTICED = {
     "engine.Engine._release: self.optimizer.partitioned.recover()": "each hook lets go of its own parameters; this "
     "releases those gathered ahead, which the next forward would",
@@ -478,20 +481,21 @@ UNNOTICED = {
     "copies from memory that is not pinned, which blocks",
     "ranks.device.AcceleratorDevice.to_device: copies of lane.event(copies)": "the model has the parameters, and their "
     "memory is freed in the order of a stream that waited",
+    "ranks.device.AcceleratorDevice.to_device: copies of lane.event(copies), number 2": "likewise",
 }
 """What no scenario misses, and why."""
 
 
 ENDS = {
-    "ranks.device.AcceleratorDevice.synchronize: self._to_device.synchronize()",
+    "ranks.device.AcceleratorDevice.synchronize: stream.synchronize()",
     "stage3.hooks._abandon: live.device.synchronize()",
     "stage3.parameters.PartitionedParameters.join_master: self.live.device.synchronize()",
 }
 """Without these the process dies: only a scenario plays them whose end is in a child."""
 
 
-def name_of(mutant):
-    return str(mutant).removeprefix("frontends.torch.")
+MUTANTS = {name: mutant for name, mutant in ALL_MUTANTS.items() if name not in UNNOTICED}
+NOTICED_BY = NoticedBy("torch")
 
 
 @pytest.fixture(autouse=True)
@@ -500,44 +504,40 @@ def late(monkeypatch, accelerator):
     Threads().play(monkeypatch)
 
 
-def played():
-    def play(scenario, ahead):
-        def run():
-            with simulated.in_turn(ahead=ahead):
-                scenario()
-                gc.collect()
-
-        run.__name__ = f"{scenario.__name__}{', computing ahead' * ahead}"
-        return run
-
-    return [play(scenario, ahead) for scenario in SCENARIOS for ahead in (False, True)]
+def played(scenario, ahead):
+    with simulated.in_turn(ahead=ahead):
+        scenario()
+        gc.collect()
 
 
-@pytest.mark.parametrize("scenario", played(), ids=lambda s: s.__name__)
+PLAYED = {
+    f"{scenario.__name__}{', computing ahead' * ahead}": functools.partial(played, scenario, ahead)
+    for scenario in SCENARIOS
+    for ahead in (False, True)
+}
+
+
+@pytest.mark.parametrize("scenario", PLAYED, ids=str)
 def test_the_sound_front_end_passes(scenario):
-    scenario()
+    PLAYED[scenario]()
 
 
-def at_every_change(mutant):
-    """Those of the device's own code; the others are played in make soak."""
-    fast = name_of(mutant).startswith(("ranks.", "stage3."))
-    return pytest.param(mutant, marks=() if fast else pytest.mark.soak, id=name_of(mutant))
-
-
-@pytest.mark.parametrize("mutant", [at_every_change(m) for m in MUTANTS if name_of(m) not in UNNOTICED])
+@pytest.mark.slow
+@pytest.mark.parametrize("mutant", MUTANTS, ids=str)
 def test_a_wait_of_the_torch_front_end_that_is_taken_out_is_noticed(mutant):
-    by = [run for run in played() if name_of(mutant) not in ENDS or run.__name__.startswith("memory_of")]
-    assert_noticed(mutant, by)
+    by = {name: run for name, run in PLAYED.items() if mutant not in ENDS or name.startswith("memory_of")}
+    assert_noticed(mutant, MUTANTS[mutant], by, NOTICED_BY)
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("mutant", [m for m in MUTANTS if name_of(m) in UNNOTICED], ids=name_of)
+@pytest.mark.parametrize("mutant", UNNOTICED, ids=str)
 def test_what_nothing_notices_is_known(mutant):
-    with made(mutant):
-        assert who_notices(played()) is None
+    with made(ALL_MUTANTS[mutant]):
+        assert who_notices(PLAYED) == (None, None)
 
 
-def test_no_mutant_was_dropped():
+def test_no_mutant_was_dropped_and_the_table_says_what_notices_each():
     """A wait that is renamed, or a module that is moved, would take its mutants along without a word."""
-    assert len(MUTANTS) == 53
-    assert {*UNNOTICED} <= {name_of(mutant) for mutant in MUTANTS}
+    NOTICED_BY.assert_names(MUTANTS)
+    assert {*UNNOTICED} <= {*ALL_MUTANTS}
+    assert ENDS.issubset(MUTANTS)

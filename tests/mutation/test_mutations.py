@@ -6,7 +6,7 @@ the compiled module.
 
 import shutil
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,12 @@ import pytest
 from cffi import FFI
 
 from offload_core.native import kernels
-from tests.support.c_build import C_SRC, KERNELS, compile_objects, run
+from tests.support.c_build import C_SRC, COMPILE_ARGS, KERNELS, compile_objects, not_inlined, run
 from tests.support.kernel_calls import INSTRUCTION_SETS
 from tests.support.oracles import check_kernels
 from tests.support.state_formats import check_formats
 
-# Bits depend on no optimisation level, and this one takes half the compiler's time. cffi finds functions by name.
+# Bits depend on no optimisation level, and this one takes the compiler the least time. cffi finds functions by name.
 FLAGS = ("-O0", "-fPIC", "-fvisibility=default")
 VECTOR_SETS = tuple(name for name in INSTRUCTION_SETS if name != "scalar")
 
@@ -286,24 +286,19 @@ def includes(source: Path, file: str) -> bool:
 
 
 @pytest.fixture(scope="module")
-def sound_objects(tmp_path_factory) -> dict[str, Path]:
-    """The unmutated objects, built once: a mutant rebuilds only what it touches."""
-    return compile_objects(KERNELS, tmp_path_factory.mktemp("sound"), *FLAGS)
+def sound(tmp_path_factory) -> dict[str, Path]:
+    """The objects of the unmutated sources, built once, by source; beside them are the sources."""
+    folder = not_inlined(tmp_path_factory.mktemp("sound"))
+    return compile_objects([folder / source.name for source in KERNELS], folder, *FLAGS)
 
 
-@pytest.fixture
-def use_library(monkeypatch, tmp_path):
-    """Link objects and put the library in the place of the compiled module."""
-
-    def use(objects: dict[str, Path]) -> None:
-        library = tmp_path / "kernels.so"
-        run("gcc", "-shared", "-pthread", *objects.values(), "-o", library, "-lm")
-        ffi = FFI()
-        ffi.cdef((C_SRC / "api.h").read_text())
-        monkeypatch.setattr(kernels, "ffi", ffi)
-        monkeypatch.setattr(kernels, "lib", ffi.dlopen(str(library)))
-
-    return use
+def use(objects: Iterable[Path], library: Path, monkeypatch) -> None:
+    """Put a library of these in the place of the compiled module."""
+    run("gcc", *COMPILE_ARGS, *FLAGS, "-shared", *objects, "-o", library, "-lm")
+    ffi = FFI()
+    ffi.cdef((C_SRC / "api.h").read_text())
+    monkeypatch.setattr(kernels, "ffi", ffi)
+    monkeypatch.setattr(kernels, "lib", ffi.dlopen(str(library)))
 
 
 def check(instruction_set: str) -> None:
@@ -321,38 +316,31 @@ def test_every_source_with_kernels_has_its_mutants():
     }
 
 
-def test_the_sound_kernels_pass(sound_objects, use_library):
-    use_library(sound_objects)
+def test_the_sound_kernels_pass(sound, tmp_path, monkeypatch):
+    use(sound.values(), tmp_path / "kernels.so", monkeypatch)
     for instruction_set in INSTRUCTION_SETS:
         check(instruction_set)
 
 
 def cases() -> Iterator[Any]:
-    """Each mutant with an instruction set that it changes, and with the scalar kernels if it changes those, too.
-
-    All vector sets share a body and a check, so one of them, in turn, shows that a mutant is noticed: to compile a set
-    takes seconds. Those of the files that are vector code alone are slow.
-    """
-    for i, mutant in enumerate(MUTANTS):
+    """Each mutant with each instruction set that it changes."""
+    for mutant in MUTANTS:
+        for name in mutant.instruction_sets:
+            yield pytest.param(mutant, name, id=f"{mutant}, {name}")
         if not mutant.instruction_sets:
             skipped = pytest.mark.skip("this processor lacks the instruction set")
             yield pytest.param(mutant, "", marks=skipped, id=str(mutant))
-        vectors = [name for name in mutant.instruction_sets if name != "scalar"]
-        scalar = {"scalar"}.intersection(mutant.instruction_sets)
-        for name in [*scalar, *vectors[i % len(vectors) :][:1]] if vectors else scalar:
-            slow = mutant.file in ("kernels_simd.h", "kernels_formats.h")
-            yield pytest.param(mutant, name, marks=[pytest.mark.slow] * slow, id=f"{mutant}, {name}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mutant", "instruction_set"), [*cases()])
-def test_the_check_fails_on_a_mutant(mutant, instruction_set, sound_objects, use_library, tmp_path):
-    for file in C_SRC.glob("*.[ch]"):
-        shutil.copy(file, tmp_path)
+def test_the_check_fails_on_a_mutant(mutant, instruction_set, sound, tmp_path, monkeypatch):
+    shutil.copytree(sound["pool.c"].parent, tmp_path, dirs_exist_ok=True)
     text = (tmp_path / mutant.file).read_text()
     assert text.count(mutant.old) == 1, f"{mutant.file} does not hold once what this mutant replaces"
     (tmp_path / mutant.file).write_text(text.replace(mutant.old, mutant.new))
     source = tmp_path / f"kernels_{instruction_set}.c"
     assert includes(source, mutant.file)
-    use_library(sound_objects | compile_objects([source], tmp_path, *FLAGS))
+    use((sound | {source.name: source}).values(), tmp_path / "kernels.so", monkeypatch)
     with pytest.raises(AssertionError):
         check(instruction_set)

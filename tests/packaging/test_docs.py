@@ -16,7 +16,7 @@ import re
 import shlex
 import socket
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,33 +80,37 @@ def jobs(page: Path) -> Iterator[Job]:
 JOBS = [job for page in PAGES for job in jobs(page)]
 
 
+LIBRARIES = ("transformers.trainer", "accelerate", "lightning.pytorch", "flax.nnx", "optax")
+"""What several blocks import, at most 4 s each: the process that blocks are forks of has done so already."""
+
+
 @pytest.fixture(scope="module")
-def outcomes(request, tmp_path_factory) -> dict[Job, tuple[int, str]]:
-    """Exit status and output of all jobs of the pages that are asked for."""
-    asked = {item.callspec.params["job"].page for item in request.session.items if "job" in _params(item)}
-    todo, done = [job for job in JOBS if job.page in asked], {}
-    shared = {page: tmp_path_factory.mktemp("page") for page in asked}
-    for page, folder in shared.items():
-        for name, code in files(page).items():
-            (folder / name).write_text(code)
-    server = ForkServer("jax", "frontends.jax", *TORCH, options=OPTIONS)
-    try:
-        for job in todo:
-            folder = tmp_path_factory.mktemp("block") if job.output is None else shared[job.page]
-            [ran] = server.run(job.arguments, folder=folder, merge=True)
-            done[job] = ran.returncode, ran.stdout
-    finally:
-        server.close()
-    return done
+def outcome_of(tmp_path_factory) -> Iterator[Callable[[Job], tuple[int, str]]]:
+    """Runs a job after those before it on its page; returns its exit status and its output."""
+    server = ForkServer("jax", "frontends.jax", *TORCH, *LIBRARIES, options=OPTIONS)
+    folders: dict[Path, Path] = {}
+    done: dict[Job, tuple[int, str]] = {}
 
+    def run(job: Job) -> tuple[int, str]:
+        if job.page not in folders:
+            folders[job.page] = tmp_path_factory.mktemp("page")
+            for name, code in files(job.page).items():
+                (folders[job.page] / name).write_text(code)
+        before = [other for other in JOBS if other.page == job.page and other.output is not None]
+        for each in [*before[: before.index(job)], job] if job in before else [job]:
+            if each not in done:
+                folder = tmp_path_factory.mktemp("block") if each.output is None else folders[each.page]
+                [ran] = server.run(each.arguments, folder=folder, merge=True)
+                done[each] = ran.returncode, ran.stdout
+        return done[job]
 
-def _params(item: pytest.Item) -> dict:
-    return item.callspec.params if hasattr(item, "callspec") else {}
+    yield run
+    server.close()
 
 
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job.name)
-def test_code_runs_and_says_what_stands_there(job, outcomes):
-    status, output = outcomes[job]
+def test_code_runs_and_says_what_stands_there(job, outcome_of):
+    status, output = outcome_of(job)
     if job.output is None:
         assert status == 0, output
         return

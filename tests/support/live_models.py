@@ -182,12 +182,12 @@ def parameters_that_are_read_after_updates():
 def parameters_of_ranks():
     for offload_param in (None, "cpu"):
         config = replace(CONFIG, offload_param=offload_param, reduce_bucket_size=64)
-        apart = _Group(2, 10.0)
+        apart = _Group(2, 60.0)
 
         def body(rank, config=config, apart=apart):
             return run(Model(config, FakeDevice(), rank, ThreadRank(apart, rank.rank)), ROUNDS)
 
-        ranks = run_ranks(2, body, timeout=10.0)
+        ranks = run_ranks(2, body)
         assert ranks[0] == ranks[1] == expected(ROUNDS, CONFIG)
 
 

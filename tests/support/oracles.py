@@ -90,7 +90,7 @@ def adam(
     param_dtype: ElementType | None,
     keep_states: bool = False,
 ) -> call.AdamState:
-    """The state after one step, by the definition in DESIGN.md, section 5."""
+    """The state after one step, by the definition in docs/numerics.md."""
     [exact] = hyper.scalars(op_order)
     s = {name: np.float32(exact[name]) for name in SCALARS.names}
     one = np.float32(1)

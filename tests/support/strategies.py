@@ -10,8 +10,7 @@ from tests.support.oracles import Hyper
 
 
 def law(max_examples: int = 60) -> settings:
-    """Settings of a test of a law: timing never decides it."""
-    return settings(deadline=None, max_examples=max_examples)
+    return settings(max_examples=max_examples)
 
 
 # Where formats change: zero, subnormals, limits and rounding ties of fp32, bf16 and fp16.

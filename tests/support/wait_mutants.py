@@ -1,13 +1,16 @@
 """Mutants of Python code that wait for one thing less, and the check that a scenario notices.
 
-The waits are found in the sources. A mutant is made by giving one function other code, and is gone afterwards.
+The waits are found in the sources. A mutant is made by giving one function other code, and is gone afterwards. Tables
+say which scenario notices which mutant, because a search through all scenarios takes most of the time.
 """
 
 import ast
 import importlib
 import inspect
+import os
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,6 +88,17 @@ class Change:
 Mutant = Wait | Other | Change
 
 
+def by_name(mutants: Iterable[Mutant]) -> dict[str, Mutant]:
+    """The mutants by what they change; equal ones of a function are counted. An edit elsewhere renames none."""
+    named: dict[str, Mutant] = {}
+    counts: Counter[str] = Counter()
+    for mutant in mutants:
+        name = " ".join(str(mutant).split())
+        counts[name] += 1
+        named[name if counts[name] == 1 else f"{name}, number {counts[name]}"] = mutant
+    return named
+
+
 def modules_of(package: str) -> list[str]:
     """The names of all modules of a package and of those inside it."""
     paths = [path.relative_to(ROOT).with_suffix("") for path in sorted((ROOT / package).rglob("*.py"))]
@@ -155,6 +169,12 @@ def pins_of(module: str) -> Iterator[Other]:
             yield _other(module, function, node.value, "False", ast.unparse(statement))
 
 
+def mutants_of(module: str) -> Iterator[Mutant]:
+    """All of them: waits, orders, keepers and pins."""
+    for find in (waits_of, orders_of, keepers_of, pins_of):
+        yield from find(module)
+
+
 def _other(module: str, function: str, node: ast.AST, new: str, said: str) -> Other:
     return Other(module, function, node.lineno, node.col_offset, ast.unparse(node), new, said)
 
@@ -220,29 +240,65 @@ def made(mutant: Mutant) -> Iterator[None]:
         function.__code__ = sound
 
 
-def who_notices(scenarios: Sequence[Callable[[], None]]) -> str | None:
-    """The first scenario that fails, and how."""
-    for scenario in scenarios:
+def who_notices(scenarios: Mapping[str, Callable[[], None]]) -> tuple[str | None, BaseException | None]:
+    """The first scenario that fails, and its error."""
+    for name, scenario in scenarios.items():
         try:
             scenario()
         except KeyboardInterrupt:
             raise
         except BaseException as error:
-            return f"{scenario.__name__}: {type(error).__name__}: {str(error)[:80]!r}"
-    return None
+            return name, error
+    return None, None
 
 
-_noticed: list[str] = []
-"""The scenarios that have noticed a mutant, the last first: those of one module are often noticed by one scenario."""
+COMMAND = "OFFLOAD_CORE_NOTICED_BY=write make test-all ARGS='-k notice'"
 
 
-def assert_noticed(mutant: Mutant, scenarios: Sequence[Callable[[], None]]) -> None:
-    places = {name: place for place, name in enumerate(_noticed)}
+class NoticedBy:
+    """A file that says which scenario notices each mutant, so that a mutant need not search all of them.
+
+    It is held against what happens, both ways: a mutant that it lacks is an error, and so is a line that is not true.
+    Under ``OFFLOAD_CORE_NOTICED_BY=write`` it is changed instead.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._path = ROOT / "tests" / "mutation" / "noticed_by" / f"{name}.txt"
+        self._writes = os.environ.get("OFFLOAD_CORE_NOTICED_BY") == "write"
+
+    def lines(self) -> dict[str, str]:
+        lines = self._path.read_text().splitlines() if self._path.exists() else []
+        return dict(line.split("  =>  ") for line in lines)
+
+    def _write(self, lines: dict[str, str]) -> None:
+        self._path.write_text("".join(f"{name}  =>  {by}\n" for name, by in sorted(lines.items())))
+
+    def assert_names(self, mutants: Collection[str]) -> None:
+        """Raise an AssertionError unless it names these mutants and no others."""
+        lines = self.lines()
+        if self._writes:
+            self._write({name: by for name, by in lines.items() if name in mutants})
+        else:
+            differing = sorted({*lines} ^ {*mutants})
+            assert not differing, f"{self._path.name} is stale, {differing}: {COMMAND} writes it anew"
+
+    def first(self, mutant: str, scenarios: Iterable[str]) -> list[str]:
+        """The scenarios in the order in which to try them: the one that is named comes first."""
+        return sorted(scenarios, key=lambda name: name != self.lines().get(mutant))
+
+    def assert_noticed(self, mutant: str, by: str | None) -> None:
+        """Raise an AssertionError unless this scenario is the one that is named."""
+        assert by, "nothing notices it"
+        lines = self.lines()
+        if self._writes:
+            self._write(lines | {mutant: by})
+        else:
+            assert by == lines.get(mutant), f"{self._path.name} is stale, {by!r} notices it: {COMMAND} writes it anew"
+
+
+def assert_noticed(name: str, mutant: Mutant, scenarios: Mapping[str, Callable[[], None]], table: NoticedBy) -> None:
+    """Raise an AssertionError unless the scenario that the table names fails under this mutant."""
     with made(mutant):
-        noticed = who_notices(sorted(scenarios, key=lambda s: places.get(s.__name__, len(places))))
-    name = (noticed or "").partition(":")[0]
-    if name in places:
-        _noticed.remove(name)
-    _noticed.insert(0, name)
-    print(f"{mutant}  =>  {noticed}")
-    assert noticed, "nothing notices it"
+        by, error = who_notices({each: scenarios[each] for each in table.first(name, scenarios)})
+    print(f"{name}  =>  {by}: {error!r:.200}")
+    table.assert_noticed(name, by)

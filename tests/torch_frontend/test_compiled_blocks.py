@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
-from frontends.torch import gathered_parameters, register_external_parameter, wrap
+from frontends.torch import gathered_parameters, pending, register_external_parameter, wrap
 from frontends.torch.pending import PendingParameter
 from frontends.torch.ranks import device_ranks
 from offload_core import StateError
@@ -470,6 +470,37 @@ def test_a_whole_loss_over_weights_is_one_graph_where_they_are_gathered(stage, d
     assert all(same_bits(a, b) for a, b in zip(*found, strict=True))
 
 
+def test_code_that_is_compiled_waits_for_what_it_reads_and_not_for_another_model(device, monkeypatch):
+    """The other model's gradients have been used in its backward: before its step, nobody may wait for it."""
+    slow = SlowTorchDevice()
+    if device == "cpu":
+        monkeypatch.setattr(device_ranks, "memory_of", lambda device: slow)
+    other, engine = (wrap(nn.Linear(16, 16).to(device), lr=1e-2, update_in_backward=early) for early in (True, False))
+    other.backward(other(batch(0, device)).pow(2).mean())
+    other.optimizer.pipeline.buckets.run(lambda: None)  # all of it has been sent
+    if device == "cpu":
+        slow.gate.clear()
+        release = slow.gate.set
+    else:
+        release = simulated.hold(engine.optimizer.pipeline.device.memory._to_device)
+    step(engine, 0, device)
+    weights = [engine.module.weight, other.module.weight]
+    assert all(isinstance(weight, PendingParameter) for weight in weights)
+    release()
+    read = torch.compile(lambda weights: torch.stack(weights) * 1, backend="eager", fullgraph=True)
+    got = read(weights[:1])[0]
+    engine.flush()
+    assert same_bits(got, weights[0])
+    refused = "'weight': its gradient has been used, for update_in_backward=True"
+    with pytest.raises(Exception, match=refused):
+        read(weights)
+    monkeypatch.setattr(pending, "_BEFORE_MODULES", {id(weight) for weight in weights})  # none of engines before
+    with FakeTensorMode() as mode, pytest.raises(StateError, match=refused):
+        pending.await_for_compiled_code(mode.from_tensor(torch.zeros(1)))  # it may be any
+    monkeypatch.undo()
+    assert other.step().updated
+
+
 def test_a_whole_graph_that_cannot_gather_says_what_to_do(device):
     """Whatever it read would not be there: never zeros, never a fault of memory."""
     engine = wrap(blocks(2, device), lr=1e-2, **STREAMED)
@@ -505,6 +536,35 @@ def test_a_compiled_model_outlives_its_engine_and_its_copies_are_plain(device):
     engine = wrap(model, lr=1e-2, **STREAMED)
     step(engine, 0, device)
     assert engine.optimizer.partitioned.live.numel == 0
+
+
+def test_an_engine_that_is_collected_while_other_code_is_compiled_does_not_change_what_that_has_seen(
+    device, monkeypatch
+):
+    """A hook on all modules waits for parameters that are being updated. With the last of them it goes."""
+    monkeypatch.setattr(pending, "_BEFORE_MODULES", set())  # none of engines before
+    monkeypatch.setattr(device_ranks, "memory_of", lambda device: SlowTorchDevice())
+    engines = [wrap(blocks(1, "cpu"), lr=1e-2)]
+    step(engines[0], 0, "cpu")
+    assert all(isinstance(p, PendingParameter) for p in engines[0].module.parameters())
+
+    def collect():
+        engines.clear()
+        gc.collect()
+        assert not pending._BEFORE_MODULES
+
+    collect._dynamo_marked_constant = True
+
+    def forward(x):
+        x = other(x)
+        collect()
+        return x
+
+    other = nn.Linear(16, 16).to(device)
+    x = batch(1, device)
+    assert same_bits(torch.compile(forward, backend="eager", fullgraph=True)(x), other(x))
+    pending._watch_modules()
+    assert not torch.nn.modules.module._global_forward_pre_hooks
 
 
 def test_an_engine_that_is_collected_while_code_is_compiled_leaves_whole_parameters(device):

@@ -48,6 +48,7 @@ def assert_same(found, expected):
         assert same_bits(a, b), number
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("fields", SETTINGS, ids=str)
 def test_every_setting_gives_the_hosts_bits(fields, device):
     host, engine = wrap(make(device="cpu"), lr=1e-2, **fields), wrap(make(), lr=1e-2, **fields)

@@ -248,6 +248,7 @@ def assert_same(plain, parted):
             assert torch.equal(ours[name], theirs[name])
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("device", "fields"),
     [

@@ -5,11 +5,13 @@ import signal
 import subprocess
 import sys
 import threading
-import time
+from functools import partial
+from itertools import cycle, product
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from frontends.torch import wrap
 from offload_core import HostMemoryWarning
@@ -25,13 +27,6 @@ D = simulated.NAME
 def loaded(accelerator):
     yield
     torch.accelerator.synchronize()
-
-
-def until_idle(stream, seconds=30.0):
-    """Wait for the stream, or for so long."""
-    end = time.monotonic() + seconds
-    while not stream.query() and time.monotonic() < end:
-        time.sleep(1e-3)
 
 
 def test_a_host_that_touches_device_memory_dies():
@@ -158,47 +153,102 @@ def test_two_devices_exchange_what_is_there_when_it_is_due():
     assert y.tolist() == [3] * 4
 
 
+# --- what its operators compute ----------------------------------------------------------------------------------
+
+
+def operators_and_seconds():
+    """All of torch's that act on each element, on lists of tensors, or reduce, except those that write to ``out=``."""
+    for name in sorted(torch._C._dispatch_get_all_op_names()):
+        base, _, overload = name.removeprefix("aten::").partition(".")
+        op = getattr(getattr(torch.ops.aten, base, None), overload or "default", None)
+        if not name.startswith("aten::") or op is None or torch.Tag.out in op.tags:
+            continue
+        if {torch.Tag.pointwise, torch.Tag.reduction} & {*op.tags} or base.startswith("_foreach"):
+            several = sum("Tensor" in str(a.type) for a in op._schema.arguments) > 1
+            yield from ((op, second) for second in (SECONDS if several else ["a tensor"]))
+
+
+SECONDS = {
+    "a tensor": lambda draw, dtype, size: torch.randn(size, generator=draw).to(dtype),
+    "a number": lambda draw, dtype, size: torch.randn((), generator=draw, dtype=torch.float64).item(),
+    "one element": lambda draw, dtype, size: torch.randn((), generator=draw).to(dtype),
+    "one element of the host": lambda draw, dtype, size: torch.randn((), generator=draw, dtype=torch.float64),
+}
+"""The last of the tensors that an operator takes. float64 stays on the host."""
+
+
+def arguments_of(op, draw, dtype, size, second):
+    schema = op._schema.arguments
+    last = [a.name for a in schema if "Tensor" in str(a.type)][1:][-1:]
+
+    def of(argument):
+        kind = str(argument.type).removeprefix("Optional[").rstrip("]")
+        if argument.name in ("condition", "mask"):
+            return SECONDS["a tensor"](draw, dtype, size) > 0
+        if kind == "Tensor":
+            return SECONDS[second if argument.name in last else "a tensor"](draw, dtype, size)
+        if kind in ("number", "float"):
+            return SECONDS["a number"](draw, dtype, size)
+        if kind in ("List[Tensor", "List[number"):
+            make = SECONDS["a tensor" if "Tensor" in kind else "a number"]
+            return [make(draw, dtype, n) for n in (size, 3, size)]
+        return argument.default_value if argument.has_default_value() else int(argument.name != "dim")
+
+    drawn = {a: of(a) for a in schema}
+    return [x for a, x in drawn.items() if not a.kwarg_only], {a.name: x for a, x in drawn.items() if a.kwarg_only}
+
+
+def outcome(op, arguments, device):
+    """What it returns and what it has written to its arguments."""
+    move = partial(tree_map_only, torch.Tensor, lambda t: t.clone().to("cpu" if t.dtype == torch.float64 else device))
+    placed = move(arguments)
+    returned = op(*placed[0], **placed[1])
+    return [
+        x.cpu() if isinstance(x, torch.Tensor) else x for x in tree_leaves(placed if returned is None else returned)
+    ]
+
+
+def alike(a, b):
+    return same_bits(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+@pytest.mark.filterwarnings("ignore")  # of some operators, about their arguments
+def test_operators_give_the_hosts_bits_beside_numbers_and_tensors_without_dimensions():
+    draw, sizes, compared, differ = torch.Generator().manual_seed(0), cycle((1, 3, 8, 17, 1000)), 0, []
+    dtypes = [torch.float32, torch.bfloat16, torch.float16]
+    with simulated.in_turn(ahead=True):
+        for (op, second), dtype in product(operators_and_seconds(), dtypes):
+            for size in ((), next(sizes)):
+                arguments = arguments_of(op, draw, dtype, size, second)
+                try:
+                    expected = outcome(op, arguments, "cpu")
+                except (RuntimeError, TypeError):  # not of this type, or not beside a number
+                    break
+                try:
+                    found = outcome(op, arguments, D)
+                except RuntimeError as error:  # as CUDA says of some operators
+                    is_refused = second == "one element of the host" and "on the same device" in str(error)
+                    found, expected = [str(error)], [str(error) if is_refused else None]
+                compared += 1
+                if not all(map(alike, found, expected)):
+                    differ.append((str(op), second, dtype, size))
+    assert not differ
+    assert compared > 4000
+
+
 # --- the front end on it -----------------------------------------------------------------------------------------
 
 
-def step_beside(hold, current=None):
-    """Two steps; ``hold(engine, name)`` surrounds the first backward, and the second forward with the first step."""
+def as_late_as_can_be(current=D, ahead=False):
+    """A step and what it leaves, where streams do only what the host or another stream waits for."""
     torch.accelerator.set_device_index(0)
-    engine = wrap(make().to(current or D), lr=1e-2)
-    x = batch(0).to(current or D)
-    with hold(engine, "backward"):
+    engine, x = wrap(make().to(current), lr=1e-2), batch(0).to(current)
+    with simulated.in_turn(ahead=ahead):
         engine.backward(engine(x).pow(2).mean())
-    with hold(engine, "forward"):
         engine.step()
-        result = engine(x)
-    found = [result.detach().cpu(), *(p.detach().cpu() for p in engine.module.parameters())]
+        found = [engine(x).detach().cpu(), *(p.detach().cpu() for p in engine.module.parameters())]
     engine.close()
     return found
-
-
-def late(seconds):
-    """Hold back what others must wait for, until they are through, or for so long."""
-
-    def hold(engine, phase):
-        memory = engine.optimizer.pipeline.buckets.device.memory
-        computes = torch.accelerator.current_stream(memory.device)
-        held, waits = {"backward": (computes, memory._to_host), "forward": (memory._to_device, computes)}[phase]
-        return Held(held, waits, seconds)
-
-    return hold
-
-
-class Held:
-    def __init__(self, held, waits, seconds):
-        self._hold = simulated.held(held)
-        self._waits, self._seconds = waits, seconds
-
-    def __enter__(self):
-        self._hold.__enter__()
-
-    def __exit__(self, *error):
-        until_idle(self._waits, self._seconds)
-        self._hold.__exit__(*error)
 
 
 def expected():
@@ -208,10 +258,10 @@ def expected():
     return [engine(batch(0)).detach(), *(p.detach() for p in engine.module.parameters())]
 
 
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("current", ["simulated:0", "simulated:1"])
-def test_streams_wait_for_each_other_also_on_a_device_that_is_not_the_current_one(current):
-    for a, b in zip(step_beside(late(0.1), current), expected(), strict=True):
-        assert same_bits(a, b)
+def test_streams_wait_for_each_other_also_on_a_device_that_is_not_the_current_one(current, ahead):
+    assert all(map(same_bits, as_late_as_can_be(current, ahead), expected()))
 
 
 DEVICE = "frontends.torch.ranks.device"
@@ -222,11 +272,12 @@ MISSING = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutant", MISSING, ids=str)
 def test_a_wait_that_is_missing_shows(mutant):
     with made(mutant):
-        found = step_beside(late(1.0))
-    assert not all(same_bits(a, b) for a, b in zip(found, expected(), strict=True))
+        found = as_late_as_can_be()
+    assert not all(map(same_bits, found, expected()))
 
 
 @pytest.mark.parametrize("allocator", ["a driver's registration", "torch's own"])
@@ -276,8 +327,7 @@ def test_the_pinned_memory_of_torchs_own_allocator_serves_devices_whose_driver_r
     from frontends.torch.ranks import pinning
 
     monkeypatch.delitem(pinning.REGISTERED, D)
-    for a, b in zip(step_beside(late(0.1)), expected(), strict=True):
-        assert same_bits(a, b)
+    assert all(map(same_bits, as_late_as_can_be(), expected()))
 
 
 def test_an_engine_that_is_collected_after_its_device_was_hidden_makes_its_parameters_whole():

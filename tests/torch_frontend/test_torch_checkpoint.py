@@ -82,6 +82,7 @@ WAYS = {
 }
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("device", "way"),
     [*(("host", way) for way in WAYS), *(("simulated, delays 0", way) for way in ("plain", "float16", "stage 3"))],

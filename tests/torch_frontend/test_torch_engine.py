@@ -55,6 +55,7 @@ rarely = pytest.mark.parametrize(
 """Laws to which others hold on the simulated device at every change: tests/gpu watches memory there."""
 
 
+@pytest.mark.quick
 @everywhere
 def test_fifty_steps_equal_torch_fused_bit_for_bit():
     ours, theirs = make(), make()
@@ -143,6 +144,7 @@ def test_mixed_precision_equals_fp32_adamw_on_the_same_gradients():
         assert same_bits(p, shadow[name].detach().to(torch.bfloat16))
 
 
+@pytest.mark.quick
 @everywhere
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("clipping", [None, 1e-3])

@@ -2,6 +2,7 @@
 
 import sys
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ from tests.support import experts, simulated
 from tests.support.one_thread import Threads
 from tests.support.simulated import collectives
 from tests.support.torch_rank import batch, bits, main, make, whole_bits
-from tests.support.wait_mutants import Change, keepers_of, made, orders_of, pins_of, waits_of
+from tests.support.wait_mutants import Change, NoticedBy, by_name, made, mutants_of
 
 STREAMED = {"stage": 3, "offload_param": "cpu", "param_persistence_threshold": 0}
 SAVED = ("stage 2", "streamed")
@@ -142,19 +143,18 @@ def in_turn(device, rank, ahead, **fields):
 
 def mutants(rank, world_size):
     """The scenario that notices each mutant of the exchange between devices; None: none does."""
-    device, result = torch.device(simulated.NAME, rank), {}
+    device, table = torch.device(simulated.NAME, rank), NoticedBy("ranks")
     torch.accelerator.set_device_index(device)
-    played = {(name, ahead): SETTINGS[name] for name in ("stage 1", "delayed", "streamed") for ahead in (False, True)}
-    sound = {key: in_turn(device, rank, key[1], **fields) for key, fields in played.items()}
-    result["sound"] = [sound[key] == in_turn(device, rank, key[1], **fields) for key, fields in played.items()]
-    for mutant in (mutant for find in (waits_of, orders_of, keepers_of, pins_of) for mutant in find(RANKS)):
-        result[str(mutant)] = None
-        for (name, ahead), fields in played.items():
-            with made(mutant):
-                found = in_turn(device, rank, ahead, **fields)
-            if found != sound[name, ahead]:
-                result[str(mutant)] = f"{name}{', computing ahead' * ahead}"
-                break
+    played = {
+        f"{name}{', computing ahead' * ahead}": partial(in_turn, device, rank, ahead, **SETTINGS[name])
+        for name in ("stage 1", "delayed", "streamed")
+        for ahead in (False, True)
+    }
+    sound = {name: play() for name, play in played.items()}
+    result = {"sound": [sound[name] == play() for name, play in played.items()]}
+    for name, mutant in by_name(mutants_of(RANKS)).items():
+        with made(mutant):
+            result[name] = next((by for by in table.first(name, played) if played[by]() != sound[by]), None)
     return result
 
 

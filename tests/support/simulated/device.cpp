@@ -872,15 +872,19 @@ at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, at::Scala
     return at::Tensor(at::detail::empty_strided_generic(size, stride, &allocator(), keys, dtype));
 }
 
+// A Python number has no say in a result's type. A copy of its tensor would: 0.1 as a double.
+at::Tensor of_a_number_as(const at::Tensor &original, at::Tensor copy) {
+    if (original.unsafeGetTensorImpl()->is_wrapped_number())
+        copy.unsafeGetTensorImpl()->set_wrapped_number(true);
+    return copy;
+}
+
 // The same tensor as kernels see it: host memory that is nobody's.
 at::Tensor opened(const at::Tensor &tensor) {
     c10::InferenceMode off(false); // the stream's thread has its own
     auto options = at::TensorOptions().dtype(tensor.dtype()).device(c10::DeviceType::CPU);
     auto *address = open_address(tensor.numel() ? tensor.const_data_ptr() : nullptr);
-    auto found = at::from_blob(address, tensor.sizes(), tensor.strides(), options);
-    if (tensor.unsafeGetTensorImpl()->is_wrapped_number())
-        found.unsafeGetTensorImpl()->set_wrapped_number(true);
-    return found;
+    return of_a_number_as(tensor, at::from_blob(address, tensor.sizes(), tensor.strides(), options));
 }
 
 at::Tensor empty(c10::SymIntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
@@ -1033,9 +1037,7 @@ at::Tensor meta_of(const at::Tensor &tensor) {
     if (tensor.is_cpu() && tensor.dim() == 0)
         return tensor; // meta kernels in Python take its value
     at::Tensor meta(at::detail::empty_strided_meta(tensor.sizes(), tensor.strides(), tensor.scalar_type()));
-    if (tensor.unsafeGetTensorImpl()->is_wrapped_number())
-        meta.unsafeGetTensorImpl()->set_wrapped_number(true);
-    return meta;
+    return of_a_number_as(tensor, meta);
 }
 
 bool returns_tensors(const c10::FunctionSchema &schema) {
@@ -1161,8 +1163,9 @@ void any_operator(const c10::OperatorHandle &op, torch::jit::Stack *stack) {
                                     .get<Generator>()
                                     ->next());
         else
-            inputs.push_back(each_tensor(
-                value, [](const at::Tensor &tensor) { return is_ours(tensor) ? opened(tensor) : tensor.clone(); }));
+            inputs.push_back(each_tensor(value, [](const at::Tensor &tensor) {
+                return is_ours(tensor) ? opened(tensor) : of_a_number_as(tensor, tensor.clone());
+            }));
     }
     auto kernel = counterpart(op, inputs);
     auto act = [kernel, inputs = std::move(inputs), targets = std::move(targets)]() mutable {
@@ -1220,10 +1223,15 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
     library.impl("native_dropout", &native_dropout);
     library.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&any_operator>());
     library.impl("convolution_backward_overrideable", torch::CppFunction::makeFromBoxedFunction<&any_operator>());
-    // The CPU's own kernel, not the one that is made of other operators: with the host's bits.
-    library.impl("native_layer_norm", torch::CppFunction::makeFromBoxedFunction<&any_operator>());
-    library.impl("native_group_norm", torch::CppFunction::makeFromBoxedFunction<&any_operator>());
     library.impl("record_stream", &record_stream);
+    // The CPU's own kernels, not those that are made of other operators: with the host's bits.
+    for (const auto &name : c10::Dispatcher::singleton().getAllOpNames()) {
+        const auto op = c10::Dispatcher::singleton().findOp(name);
+        auto has = [&op](c10::DispatchKey key) { return op && op->hasKernelForDispatchKey(key); };
+        if (name.name.rfind("aten::", 0) == 0 && has(c10::DispatchKey::CPU) && !has(c10::DispatchKey::PrivateUse1) &&
+            (has(c10::DispatchKey::CompositeExplicitAutograd) || has(c10::DispatchKey::CompositeImplicitAutograd)))
+            library.impl(toString(name).c_str(), torch::CppFunction::makeFromBoxedFunction<&any_operator>());
+    }
 }
 
 // Torch would resolve a negative view by a copy of it.

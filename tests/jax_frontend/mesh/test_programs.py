@@ -20,23 +20,21 @@ from offload_core.device.events import Done
 from offload_core.dtypes import FLOAT32
 from offload_core.layout.partition import ParamSpec, build_buckets
 from offload_core.memory.host_memory import HostMemory, StagingRing
-from tests.support.jax_laws.common import (
+from tests.support.jax_meshes import (
     HYPER,
     addresses,
     assert_same_replicas,
     assert_same_tree,
     mesh_of,
-    one_process,
+    processes,
     replicated,
     split,
-    two_processes,
 )
-from tests.support.jax_laws.stage2 import assert_equals_one_device, tree_of
-from tests.support.jax_laws.stage3 import COLLECTIVES, W
+from tests.support.jax_stage2 import assert_equals_one_device, tree_of
+from tests.support.jax_stage3 import COLLECTIVES, W
 
 
-@one_process
-def device_put_aliases_and_publishing_does_not():
+def test_device_put_aliases_and_publishing_does_not():
     """Staging is used again for the next bucket while the parameters made from it live on."""
     memory = HostMemory(1).allocate("staging", 64, np.dtype(np.float32))
     put = jax.device_put(memory, jax.devices()[1], may_alias=False)
@@ -52,8 +50,7 @@ def device_put_aliases_and_publishing_does_not():
     assert np.array_equal(target.array, np.arange(64))
 
 
-@one_process
-def parameters_that_a_user_keeps_are_never_rewritten_on_a_mesh():
+def test_parameters_that_a_user_keeps_are_never_rewritten_on_a_mesh():
     mesh = mesh_of(4)
     offloaded = wrap(tree_of(0), **HYPER, mesh=mesh, reduce_bucket_size=100)
     kept = []
@@ -65,8 +62,7 @@ def parameters_that_a_user_keeps_are_never_rewritten_on_a_mesh():
         assert_same_replicas(params, mesh)
 
 
-@one_process
-def the_programs_hold_the_collectives_they_should():
+def test_the_programs_hold_the_collectives_they_should():
     """A sharding constraint on gradients would compile to an all-reduce and a slice."""
     mesh = mesh_of(4)
     offloaded = wrap(tree_of(0), **HYPER, mesh=mesh)
@@ -90,8 +86,7 @@ def the_programs_hold_the_collectives_they_should():
     assert "all-reduce" in text, "jax now scatters: explicit collectives may no longer be needed"
 
 
-@one_process
-def donating_parameters_and_gradients_works_because_no_view_is_left():
+def test_donating_parameters_and_gradients_works_because_no_view_is_left():
     """With a live view the donated memory is silently not used again."""
     mesh = mesh_of(4)
     double = jax.jit(functools.partial(jax.tree.map, lambda x: 2 * x), donate_argnums=0)
@@ -117,8 +112,7 @@ def donating_parameters_and_gradients_works_because_no_view_is_left():
     assert_same_tree(offloaded.to_pytree(), twin.to_pytree())
 
 
-@one_process
-def a_lone_accelerator_need_not_be_the_default_device():
+def test_a_lone_accelerator_need_not_be_the_default_device():
     """What is committed to it stays so, and what is not comes back there all the same."""
     chosen, twin = jax.devices()[3], wrap(tree_of(0), **HYPER)
     with pytest.MonkeyPatch.context() as patch, jax.default_device(chosen):
@@ -136,8 +130,7 @@ def a_lone_accelerator_need_not_be_the_default_device():
     assert_same_tree(offloaded.to_pytree(), twin.to_pytree())
 
 
-@one_process
-def parameters_on_a_device_each_are_taken_and_stay_there():
+def test_parameters_on_a_device_each_are_taken_and_stay_there():
     twin = wrap(tree_of(0), **HYPER)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(placement, "on_cpu", lambda array: False)
@@ -150,8 +143,7 @@ def parameters_on_a_device_each_are_taken_and_stay_there():
             assert jax.tree.map(lambda leaf: next(iter(leaf.devices())), updated) == places
 
 
-@one_process
-def host_callbacks_run_on_one_device_unless_in_shard_map():
+def test_host_callbacks_run_on_one_device_unless_in_shard_map():
     """Which is why no part of an update is one."""
     mesh = mesh_of(4)
     calls = []
@@ -168,8 +160,7 @@ def host_callbacks_run_on_one_device_unless_in_shard_map():
     assert calls == [(2,)] * 4
 
 
-@one_process
-def straddling_parameters_are_put_together_in_place():
+def test_straddling_parameters_are_put_together_in_place():
     """Each piece is written to the memory of the pieces before it, which is given up for it."""
     mesh = mesh_of(2)
     device = JaxMeshDevice(MeshAxis(mesh, None))
@@ -193,8 +184,7 @@ def straddling_parameters_are_put_together_in_place():
     assert np.array_equal(target.array, value.reshape(10, 100))
 
 
-@one_process
-def uneven_dimensions_are_refused_by_shardings_and_padded_here():
+def test_uneven_dimensions_are_refused_by_shardings_and_padded_here():
     mesh = mesh_of(3)
     with pytest.raises(ValueError, match="should evenly divide"):
         jax.device_put(np.ones(100, np.float32), NamedSharding(mesh, P("dp")))
@@ -207,9 +197,8 @@ def uneven_dimensions_are_refused_by_shardings_and_padded_here():
         assert_same_tree(ours.to_pytree(), theirs.to_pytree())
 
 
-@one_process
-@two_processes
-def ranks_are_places_in_the_mesh_not_device_ids():
+@processes(1, 2)
+def test_ranks_are_places_in_the_mesh_not_device_ids():
     """In two processes the ids are 0, 1, 2048, 2049; and a mesh may have its devices in any order."""
     order = [2, 0, 3, 1]
     devices = np.array(jax.devices()[:4])[order]
@@ -228,8 +217,8 @@ def ranks_are_places_in_the_mesh_not_device_ids():
         assert float(shard.data[0, 0]) == list(devices).index(shard.device)
 
 
-@two_processes
-def arrays_of_several_processes_are_read_shard_by_shard():
+@processes(2)
+def test_arrays_of_several_processes_are_read_shard_by_shard():
     mesh = mesh_of(4)
     stacked = split(np.arange(8, dtype=np.float32), mesh)
     with pytest.raises(RuntimeError, match="non-addressable"):
@@ -239,8 +228,8 @@ def arrays_of_several_processes_are_read_shard_by_shard():
     assert [np.array(p).tolist() for p in parts] == [[2.0 * r, 2.0 * r + 1] for r in (first, first + 1)]
 
 
-@two_processes
-def integers_of_64_bits_are_summed_and_sent_exactly():
+@processes(2)
+def test_integers_of_64_bits_are_summed_and_sent_exactly():
     collectives = JaxMeshDevice(MeshAxis(mesh_of(4), None)).collectives
     rng = np.random.default_rng(0)
     arrays = rng.integers(-(2**62), 2**62, (2, 37))
@@ -253,8 +242,7 @@ def integers_of_64_bits_are_summed_and_sent_exactly():
     assert np.array_equal(mine, arrays[0].astype(np.uint8)[:13])
 
 
-@one_process
-def host_copies_are_no_copies_on_the_cpu():
+def test_host_copies_are_no_copies_on_the_cpu():
     """``copy_to_host_async`` does nothing there; what is read is what was computed all the same."""
     array = jax.device_put(jnp.arange(1000.0), jax.devices()[3])
     array.copy_to_host_async()
@@ -284,8 +272,7 @@ def by_scan(params, x):
     return lax.scan(lambda x, w: (layer_fn(w, x), None), x, params["w"])[0].sum()
 
 
-@one_process
-def a_scanned_models_memory_holds_a_layer_not_the_model():
+def test_a_scanned_models_memory_holds_a_layer_not_the_model():
     """Past the gradients, which are output, what XLA plans for grows by a layer's activations for every layer."""
 
     def all_at_once(params, x):
@@ -308,16 +295,14 @@ def a_scanned_models_memory_holds_a_layer_not_the_model():
     assert n_bytes > 0.9 * layer_bytes
 
 
-@one_process
-def backward_of_a_scan_gathers_again():
+def test_backward_of_a_scan_gathers_again():
     offloaded, _ = deep(8, stage=3)
     text = compiled(offloaded, by_scan).as_text()
     assert len(re.findall(r"f32\[64,64\]\S* all-gather\(", text)) == 2  # a layer, in the loop forwards and in the other
     assert len(re.findall(r" while\(", text)) == 2
 
 
-@one_process
-def an_update_sends_nothing():
+def test_an_update_sends_nothing():
     offloaded, _ = deep(3, stage=3, reduce_bucket_size=5000)
     device, ran = offloaded._pipeline.device, []
 
@@ -339,8 +324,7 @@ def an_update_sends_nothing():
     assert offloaded.sent_bytes == 0
 
 
-@one_process
-def nothing_is_compiled_again_at_stage_3():
+def test_nothing_is_compiled_again_at_stage_3():
     offloaded, _ = deep(3, stage=3, reduce_bucket_size=1024)
     device, sizes = offloaded._pipeline.device, []
     value_and_grad = offloaded.value_and_grad(by_scan, in_specs=P("dp"))

@@ -8,26 +8,24 @@ from jax.sharding import PartitionSpec as P
 
 from frontends.jax import RankGradients, ScaledGradients, gather_params, gathered, wrap
 from offload_core.errors import GradientError, ParameterError
-from tests.support.jax_laws import stage3
-from tests.support.jax_laws.common import (
+from tests.support import jax_stage3 as stage3
+from tests.support.jax_meshes import (
     HYPER,
     assert_same_replicas,
     assert_same_tree,
     averaged,
     batch_of,
     mesh_of,
-    one_process,
+    processes,
     refuses,
     split,
-    two_processes,
 )
-from tests.support.jax_laws.stage2 import loss_fn, tree_of
-from tests.support.jax_laws.stage3 import STAGE3, W
+from tests.support.jax_stage2 import loss_fn, tree_of
+from tests.support.jax_stage3 import STAGE3, W
 
 
-@one_process
-@two_processes
-def each_rank_gives_the_gradients_of_its_own_part_of_the_batch():
+@processes(1, 2)
+def test_each_rank_gives_the_gradients_of_its_own_part_of_the_batch():
     """Gradients of what all ranks share would come summed: each W times too large."""
     mesh = mesh_of(4)
     offloaded = wrap(tree_of(2), **HYPER, mesh=mesh)
@@ -45,8 +43,7 @@ def each_rank_gives_the_gradients_of_its_own_part_of_the_batch():
             np.testing.assert_allclose(shard.data[0], expected[ranks[shard.device]], rtol=1e-4, atol=1e-7)
 
 
-@one_process
-def without_the_cast_to_varying_gradients_would_be_summed():
+def test_without_the_cast_to_varying_gradients_would_be_summed():
     """What jax does, on which the cast relies: if this fails, jax has changed."""
     mesh = mesh_of(4)
 
@@ -63,9 +60,8 @@ def without_the_cast_to_varying_gradients_would_be_summed():
     assert jax.jit(gradient(False))(w, x).tolist() == [6, 6, 6, 6]
 
 
-@one_process
-@two_processes
-def training_on_a_mesh_is_training_on_the_whole_batch():
+@processes(1, 2)
+def test_training_on_a_mesh_is_training_on_the_whole_batch():
     mesh = mesh_of(jax.device_count())
     ours = wrap(tree_of(3), lr=1e-2, mesh=mesh)
     with jax.default_device(jax.local_devices()[0]):
@@ -82,9 +78,8 @@ def training_on_a_mesh_is_training_on_the_whole_batch():
     assert losses[-1] < losses[0] - 1e-3
 
 
-@one_process
-@two_processes
-def aux_is_averaged_where_it_is_floating_point_and_rank_0s_elsewhere():
+@processes(1, 2)
+def test_aux_is_averaged_where_it_is_floating_point_and_rank_0s_elsewhere():
     mesh = mesh_of(4)
 
     def fun(params, x, y, *, power, key):
@@ -118,8 +113,7 @@ def aux_is_averaged_where_it_is_floating_point_and_rank_0s_elsewhere():
     assert_same_replicas([value, aux["mean"], aux["rank"]], mesh)
 
 
-@one_process
-def jax_may_look_for_nans_or_run_without_jit():
+def test_jax_may_look_for_nans_or_run_without_jit():
     """In stage 3 the values of ungathered parameters, which nobody may use, are not what it finds."""
     mesh = mesh_of(2)
     x = split(batch_of(5, 4)[:, :8], mesh)
@@ -150,8 +144,7 @@ def jax_may_look_for_nans_or_run_without_jit():
     assert slowly["count"] == 2
 
 
-@one_process
-def loss_scaling_works_on_a_mesh():
+def test_loss_scaling_works_on_a_mesh():
     mesh = mesh_of(4)
     offloaded = wrap(tree_of(4, scale=0.1), mesh=mesh, param_dtype="float16", initial_loss_scale=1024.0)
     value_and_grad = offloaded.value_and_grad(loss_fn)
@@ -171,8 +164,7 @@ def loss_scaling_works_on_a_mesh():
     assert offloaded.report.updated
 
 
-@one_process
-def a_function_may_start_a_scan_from_zeros_without_the_check():
+def test_a_function_may_start_a_scan_from_zeros_without_the_check():
     mesh = mesh_of(2)
 
     def fun(params, x):
@@ -187,8 +179,7 @@ def a_function_may_start_a_scan_from_zeros_without_the_check():
         np.testing.assert_allclose(grads.tree["w"][rank], expected, rtol=1e-5)
 
 
-@one_process
-def nothing_is_compiled_again():
+def test_nothing_is_compiled_again():
     mesh = mesh_of(4)
     traces = []
 
@@ -214,8 +205,7 @@ def nothing_is_compiled_again():
 # --- of stage 3 -------------------------------------------------------------------------------------------------------
 
 
-@one_process
-def layers_may_be_looped_over_and_options_passed_on():
+def test_layers_may_be_looped_over_and_options_passed_on():
     """A list of layers, static arguments, keyword arguments, aux, a caller's jit, no check of what varies."""
     mesh, rng = mesh_of(W), np.random.default_rng(0)
     layers = [{"w": rng.standard_normal((33, 33)).astype(np.float32) / 6, "v": np.ones((33, 8), np.float32)}] * 3
@@ -248,8 +238,7 @@ def layers_may_be_looped_over_and_options_passed_on():
             assert grads.tree["frozen"] is None
 
 
-@one_process
-def axes_of_size_one_beside_the_axis_change_nothing_at_stage_3():
+def test_axes_of_size_one_beside_the_axis_change_nothing_at_stage_3():
     devices = np.array(jax.devices()[:W]).reshape(1, W, 1)
     mesh = jax.sharding.Mesh(devices, ("replica", "dp", "tp"))
     losses = []
@@ -262,8 +251,7 @@ def axes_of_size_one_beside_the_axis_change_nothing_at_stage_3():
     assert_same_tree(*losses)
 
 
-@one_process
-def without_shards_the_helpers_change_nothing():
+def test_without_shards_the_helpers_change_nothing():
     tree = {"w": jnp.ones((3, 2)), "n": 3, "none": None}
     assert all(gather_params(tree)[name] is leaf for name, leaf in tree.items())
     layer = {**tree, "activation": jnp.tanh, "name": "a layer"}  # a module's leaves need not be arrays
@@ -275,8 +263,7 @@ def without_shards_the_helpers_change_nothing():
     offloaded.update(grads)
 
 
-@one_process
-def a_shard_that_was_not_gathered_says_what_to_do():
+def test_a_shard_that_was_not_gathered_says_what_to_do():
     mesh = mesh_of(W)
     offloaded = wrap(stage3.tree_of(0), **STAGE3, mesh=mesh)
     batch = split(batch_of(0), mesh)
@@ -301,8 +288,7 @@ def a_shard_that_was_not_gathered_says_what_to_do():
         offloaded.value_and_grad(lambda p, x: p["embed"].sum())(offloaded.params, batch)
 
 
-@one_process
-def what_is_computed_of_a_shards_leaves_is_right_or_nan():
+def test_what_is_computed_of_a_shards_leaves_is_right_or_nan():
     """A tree of shards has leaves: one rank's part of the parameter, and what the gradient is taken with respect to."""
     mesh = mesh_of(W)
     tree = {"w": stage3.tree_of(0, scale=0.3)["embed"]}

@@ -14,8 +14,8 @@ from offload_core.dtypes import BFLOAT16, FLOAT32
 from offload_core.errors import ConfigError
 from offload_core.layout.partition import ParamSpec, build_buckets
 from offload_core.memory.host_memory import HostMemory, StagingRing
-from tests.support.jax_laws import stage3
-from tests.support.jax_laws.common import (
+from tests.support import jax_stage3 as stage3
+from tests.support.jax_meshes import (
     HYPER,
     addresses,
     assert_same_replicas,
@@ -24,14 +24,13 @@ from tests.support.jax_laws.common import (
     batch_of,
     leaves_of,
     mesh_of,
-    one_process,
+    processes,
     published_bytes,
     replicated,
     split,
-    two_processes,
 )
-from tests.support.jax_laws.stage2 import assert_equals_one_device, loss_fn, tree_of
-from tests.support.jax_laws.stage3 import STAGE3, W, dim_of, gradients_of, names_of, whole
+from tests.support.jax_stage2 import assert_equals_one_device, loss_fn, tree_of
+from tests.support.jax_stage3 import STAGE3, W, dim_of, gradients_of, names_of, whole
 
 
 def varieties():
@@ -41,8 +40,7 @@ def varieties():
     yield "float16", {"initial_loss_scale": 64.0, "loss_scale_window": 2}
 
 
-@one_process
-def a_mesh_of_one_device_is_one_device():
+def test_a_mesh_of_one_device_is_one_device():
     assert_equals_one_device(mesh_of(1), "bfloat16", reduce_bucket_size=250, gradient_accumulation_steps=2)
     offloaded = assert_equals_one_device(mesh_of(1), "bfloat16")
     report = offloaded.memory_report()
@@ -50,22 +48,15 @@ def a_mesh_of_one_device_is_one_device():
     assert offloaded.sent_bytes == 0
 
 
-def _equals(world_size):
-    def check():
-        for dtype, fields in varieties():
-            assert_equals_one_device(mesh_of(world_size), dtype, **fields)
-
-    check.__name__ = f"on_{world_size}_devices_the_bits_are_those_of_one_device_on_the_averaged_gradients"
-    return check
+@pytest.mark.quick
+@pytest.mark.parametrize("world_size", [3, 8])  # 4: in two processes, and on Explicit axes
+def test_the_bits_are_those_of_one_device_on_the_averaged_gradients(world_size):
+    for dtype, fields in varieties():
+        assert_equals_one_device(mesh_of(world_size), dtype, **fields)
 
 
-for _world_size in (3, 8):  # 4: in two processes, and on Explicit axes
-    one_process(_equals(_world_size))
-
-
-@one_process
-@two_processes
-def explicit_axes_are_taken_like_auto_ones():
+@processes(1, 2)
+def test_explicit_axes_are_taken_like_auto_ones():
     """``jax.make_mesh`` makes Explicit ones by default."""
     mesh = jax.make_mesh((4,), ("dp",), devices=jax.devices()[:4], axis_types=(AxisType.Explicit,))
     steps = 4 if jax.process_count() == 1 else 2
@@ -74,17 +65,15 @@ def explicit_axes_are_taken_like_auto_ones():
     assert offloaded.report.updated
 
 
-@one_process
-@two_processes
-def a_batch_is_shared_by_the_ranks_of_the_mesh():
+@processes(1, 2)
+def test_a_batch_is_shared_by_the_ranks_of_the_mesh():
     sizes = {"train_batch_size": 24, "train_micro_batch_size_per_gpu": 2}
     assert wrap(tree_of(0), sizes, mesh=mesh_of(4)).config.gradient_accumulation_steps == 3
     with pytest.raises(ConfigError, match=r"\(2\) \* gradient_accumulation_steps \(6\) \* ranks \(4\) = 48"):
         wrap(tree_of(0), {**sizes, "gradient_accumulation_steps": 6}, mesh=mesh_of(4))
 
 
-@one_process
-def arrays_of_an_equivalent_mesh_or_device_are_taken_without_a_copy():
+def test_arrays_of_an_equivalent_mesh_or_device_are_taken_without_a_copy():
     """To Explicit axes P("dp") on a mesh of one device is another type than P(), and so are other meshes' names."""
     for axis_type in (AxisType.Explicit, AxisType.Auto):
         for n in (1, 2):
@@ -112,9 +101,8 @@ def arrays_of_an_equivalent_mesh_or_device_are_taken_without_a_copy():
             assert_same_tree(offloaded.update(given), twin.update(jax.tree.map(lambda a: a[0], stacked)))
 
 
-@one_process
-@two_processes
-def value_and_grad_may_be_part_of_a_compiled_function():
+@processes(1, 2)
+def test_value_and_grad_may_be_part_of_a_compiled_function():
     for axis_type in (AxisType.Explicit, AxisType.Auto):
         for n in (jax.device_count(), 1)[: 3 - jax.process_count()]:
             mesh = mesh_of(n, axis_type)
@@ -135,15 +123,14 @@ def value_and_grad_may_be_part_of_a_compiled_function():
             assert offloaded.report.updated
 
 
-@two_processes
-def two_processes_have_the_bits_of_one_device_too():
+@processes(2)
+def test_two_processes_have_the_bits_of_one_device_too():
     for dtype, fields in varieties():
         assert_equals_one_device(mesh_of(4), dtype, **fields)
 
 
-@one_process
-@two_processes
-def delayed_parameters_are_those_of_a_step_before_from_the_warm_up_on():
+@processes(1, 2)
+def test_delayed_parameters_are_those_of_a_step_before_from_the_warm_up_on():
     mesh, fields = mesh_of(4), {"param_dtype": "bfloat16", "gradient_clipping": 0.5, "reduce_bucket_size": 300}
     ours = wrap(tree_of(0), **HYPER, **fields, mesh=mesh, schedule="delayed", delay_warmup_steps=2)
     with jax.default_device(jax.local_devices()[0]):
@@ -163,8 +150,7 @@ def delayed_parameters_are_those_of_a_step_before_from_the_warm_up_on():
         assert_same_tree(resumed.update(tree_of(seed)), ours.update(tree_of(seed)))
 
 
-@one_process
-def axes_of_size_one_beside_the_axis_change_nothing():
+def test_axes_of_size_one_beside_the_axis_change_nothing():
     devices = np.array(jax.devices()[:4]).reshape(1, 4, 1)
     mesh = Mesh(devices, ("replica", "dp", "tp"))
     ours, theirs = wrap(tree_of(0), **HYPER, mesh=mesh, axis="dp"), wrap(tree_of(0), **HYPER, mesh=mesh_of(4))
@@ -179,8 +165,7 @@ def axes_of_size_one_beside_the_axis_change_nothing():
     assert_same_tree(ours.to_pytree(), theirs.to_pytree())
 
 
-@one_process
-def the_mean_has_one_definition_for_every_number_of_ranks():
+def test_the_mean_has_one_definition_for_every_number_of_ranks():
     """XLA would multiply by the reciprocal of the divisor, which differs where that is no power of two."""
     for world_size in (3, 6, 7):
         for wire in (FLOAT32, BFLOAT16):
@@ -204,9 +189,8 @@ def the_mean_has_one_definition_for_every_number_of_ranks():
                 assert out.tobytes() == expected.tobytes(), (world_size, wire, np.count_nonzero(out != expected))
 
 
-@one_process
-@two_processes
-def plain_gradients_are_the_average_already():
+@processes(1, 2)
+def test_plain_gradients_are_the_average_already():
     """As jit gives them, whose arrays may lie anywhere on the mesh. Summing W equal values may change bits."""
     world_size = 7 if jax.process_count() == 1 else 4
     mesh = mesh_of(world_size)
@@ -226,16 +210,14 @@ def plain_gradients_are_the_average_already():
         assert sent == 3 * published_bytes(ours)  # gradients were not sent
 
 
-@one_process
-def plain_gradients_may_be_sharded():
+def test_plain_gradients_may_be_sharded():
     mesh = mesh_of(4)
     ours, theirs = wrap({"w": np.ones((8, 3), np.float32)}, mesh=mesh), wrap({"w": np.ones((8, 3), np.float32)})
     g = np.random.default_rng(0).standard_normal((8, 3)).astype(np.float32)
     assert_same_tree(ours.update({"w": jax.device_put(g, NamedSharding(mesh, P("dp")))}), theirs.update({"w": g}))
 
 
-@one_process
-def the_backends_own_reduction_is_near_the_ordered_one():
+def test_the_backends_own_reduction_is_near_the_ordered_one():
     mesh = mesh_of(4)
     grads = RankGradients(split(tree_of(5, stack=(4,)), mesh))
     ordered, native = (wrap(tree_of(0), **HYPER, mesh=mesh, reduction=how) for how in ("ordered", "native"))
@@ -248,8 +230,7 @@ def the_backends_own_reduction_is_near_the_ordered_one():
 # --- of stage 3 -------------------------------------------------------------------------------------------------------
 
 
-@one_process
-def sharded_parameters_have_the_bits_of_one_device_on_the_averaged_gradients():
+def test_sharded_parameters_have_the_bits_of_one_device_on_the_averaged_gradients():
     stage3.assert_equals_one_device(mesh_of(1), "bfloat16", gradient_accumulation_steps=2)
     stage3.assert_equals_one_device(
         mesh_of(3), "float32", gradient_clipping=0.5, reduce_bucket_size=300, schedule="serial"
@@ -258,8 +239,7 @@ def sharded_parameters_have_the_bits_of_one_device_on_the_averaged_gradients():
     stage3.assert_equals_one_device(mesh_of(W, AxisType.Explicit), "bfloat16", reduce_bucket_size=1000)
 
 
-@one_process
-def parameters_in_host_memory_have_the_same_bits():
+def test_parameters_in_host_memory_have_the_same_bits():
     offloaded = stage3.assert_equals_one_device(mesh_of(W), "bfloat16", offload_param="cpu", reduce_bucket_size=500)
     in_host = [leaf for leaf in jax.tree.leaves(offloaded.params) if leaf.sharding.memory_kind == "pinned_host"]
     report = offloaded.memory_report()
@@ -271,15 +251,14 @@ def parameters_in_host_memory_have_the_same_bits():
     assert (room.where, room.planned, room.held, room.brief) == ("host", shards, 0, True)
 
 
-@two_processes
-def sharded_parameters_of_two_processes_have_the_bits_of_one_device():
+@processes(2)
+def test_sharded_parameters_of_two_processes_have_the_bits_of_one_device():
     fields = {"gradient_clipping": 0.5, "reduce_bucket_size": 500, "offload_param": "cpu"}
     stage3.assert_equals_one_device(mesh_of(W), "bfloat16", **fields)
 
 
-@one_process
-@two_processes
-def training_at_stage_3_is_training_at_stage_2():
+@processes(1, 2)
+def test_training_at_stage_3_is_training_at_stage_2():
     """Forward and backward too, and the norm, where both stages are given the same function: see docs/numerics.md."""
     dtype, offload_param = ("bfloat16", "cpu") if jax.process_count() == 1 else ("float32", None)
     mesh = mesh_of(W)
@@ -302,8 +281,7 @@ def training_at_stage_3_is_training_at_stage_2():
     assert_same_tree(ours.to_pytree(), theirs.to_pytree())
 
 
-@one_process
-def gradients_that_xla_cannot_round_give_stages_2_and_3_the_same_bits():
+def test_gradients_that_xla_cannot_round_give_stages_2_and_3_the_same_bits():
     """Those of a sum of products are the other factors, however it is compiled: stage 3 computes it again here."""
     mesh = mesh_of(W)
 
@@ -328,8 +306,7 @@ def gradients_that_xla_cannot_round_give_stages_2_and_3_the_same_bits():
         assert_same_tree(ours.to_pytree(), theirs.to_pytree())
 
 
-@one_process
-def gathering_is_transposed_to_the_ordered_mean():
+def test_gathering_is_transposed_to_the_ordered_mean():
     for world_size in (2, 3, 7):
         for wire in (jnp.float32, jnp.bfloat16):
             mesh = mesh_of(world_size)
@@ -353,8 +330,7 @@ def gathering_is_transposed_to_the_ordered_mean():
             np.testing.assert_allclose(jax.jit(native)(split(stacked, mesh)), averaged(stacked), tolerance, tolerance)
 
 
-@one_process
-def gradients_travel_in_the_communication_dtype():
+def test_gradients_travel_in_the_communication_dtype():
     mesh = mesh_of(W)
     w = np.random.default_rng(0).standard_normal((6, 8)).astype(np.float32)
     x = np.random.default_rng(1).standard_normal((W, 6)).astype(np.float32)
@@ -366,8 +342,7 @@ def gradients_travel_in_the_communication_dtype():
     assert_same_tree(grads.tree, {"w": averaged(of_ranks.astype(jnp.bfloat16))})
 
 
-@one_process
-def delayed_parameters_are_those_of_a_step_before_also_at_stage_3():
+def test_delayed_parameters_are_those_of_a_step_before_also_at_stage_3():
     mesh = mesh_of(W)
     fields = {**HYPER, "param_dtype": "bfloat16", "reduce_bucket_size": 300}
     ours = wrap(stage3.tree_of(0), **fields, **STAGE3, mesh=mesh, schedule="delayed", delay_warmup_steps=1)
@@ -381,8 +356,7 @@ def delayed_parameters_are_those_of_a_step_before_also_at_stage_3():
     assert_same_tree(whole(ours.params, ours), theirs.params)
 
 
-@one_process
-def plain_gradients_of_sharded_parameters_are_the_average_already():
+def test_plain_gradients_of_sharded_parameters_are_the_average_already():
     """As ``jax.grad`` under ``jax.jit`` gives them: gathering is XLA's then, and the helpers are identities."""
     mesh = mesh_of(W)
     ours = wrap(stage3.tree_of(0, scale=0.3), **HYPER, **STAGE3, mesh=mesh)

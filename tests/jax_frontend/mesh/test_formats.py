@@ -6,15 +6,14 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from frontends.jax import wrap
-from tests.support.jax_laws.common import HYPER, assert_same_tree, mesh_of, one_process, replicated, two_processes
-from tests.support.jax_laws.stage2 import tree_of
+from tests.support.jax_meshes import HYPER, assert_same_tree, mesh_of, processes, replicated
+from tests.support.jax_stage2 import tree_of
 
 FORMATS = [{"state_format": "bf16"}, {"state_format": "8bit", "master_dtype": "bfloat16"}]
 
 
-@one_process
-@two_processes
-def narrow_states_have_the_bits_of_one_device():
+@processes(1, 2)
+def test_narrow_states_have_the_bits_of_one_device():
     """At stages 1 and 2, where parameters are whole on every rank: none of their elements has another number."""
     mesh = mesh_of(4)
     for fields in FORMATS:
@@ -28,9 +27,8 @@ def narrow_states_have_the_bits_of_one_device():
         assert_same_tree(ours.to_pytree(), theirs.to_pytree())
 
 
-@one_process
-@two_processes
-def narrow_states_of_sharded_parameters_resume_bit_for_bit():
+@processes(1, 2)
+def test_narrow_states_of_sharded_parameters_resume_bit_for_bit():
     """On the same mesh with the same shardings, from whole states in fp32."""
     mesh = mesh_of(4)
     sharding = NamedSharding(mesh, P("dp"))

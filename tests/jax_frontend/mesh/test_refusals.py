@@ -10,24 +10,22 @@ from jax.sharding import PartitionSpec as P
 from frontends.jax import RankGradients, wrap
 from frontends.jax.placement import sharded
 from offload_core.errors import CollectiveError, ConfigError, GradientError, ParameterError, StateError
-from tests.support.jax_laws import stage3
-from tests.support.jax_laws.common import (
+from tests.support import jax_stage3 as stage3
+from tests.support.jax_meshes import (
     HYPER,
     assert_same_tree,
     batch_of,
     mesh_of,
-    one_process,
+    processes,
     refuses,
     replicated,
     split,
-    two_processes,
 )
-from tests.support.jax_laws.stage2 import loss_fn, tree_of
-from tests.support.jax_laws.stage3 import STAGE3, W, gradients_of
+from tests.support.jax_stage2 import loss_fn, tree_of
+from tests.support.jax_stage3 import STAGE3, W, gradients_of
 
 
-@one_process
-def wrong_meshes_and_axes_are_refused():
+def test_wrong_meshes_and_axes_are_refused():
     params = {"w": np.ones(4, np.float32)}
     two = jax.make_mesh((2, 4), ("dp", "tp"), axis_types=(AxisType.Auto,) * 2)
     for arguments, words in (
@@ -41,8 +39,7 @@ def wrong_meshes_and_axes_are_refused():
             wrap(params, **arguments)
 
 
-@one_process
-def a_batch_that_is_not_split_is_refused():
+def test_a_batch_that_is_not_split_is_refused():
     mesh = mesh_of(4)
     offloaded = wrap(tree_of(0), mesh=mesh)
     value_and_grad = offloaded.value_and_grad(loss_fn)
@@ -65,8 +62,7 @@ def a_batch_that_is_not_split_is_refused():
         wrap(tree_of(0)).value_and_grad(loss_fn, in_specs=P("dp"))
 
 
-@one_process
-def gradients_that_do_not_fit_change_nothing():
+def test_gradients_that_do_not_fit_change_nothing():
     mesh = mesh_of(4)
     offloaded, twin = (
         wrap(tree_of(0), **HYPER, mesh=mesh, param_dtype="bfloat16", gradient_accumulation_steps=2) for _ in range(2)
@@ -93,8 +89,8 @@ def gradients_that_do_not_fit_change_nothing():
     assert_same_tree(offloaded.to_pytree(), twin.to_pytree())
 
 
-@two_processes
-def gradients_of_processes_that_differ_are_refused_in_all():
+@processes(2)
+def test_gradients_of_processes_that_differ_are_refused_in_all():
     """Their programs would be different ones, and wait for each other for ever."""
     mesh = mesh_of(4)
     first = jax.process_index() == 0
@@ -132,8 +128,7 @@ def gradients_of_processes_that_differ_are_refused_in_all():
     assert_same_tree(offloaded.to_pytree(), twin.to_pytree())
 
 
-@one_process
-def a_rank_lost_in_mid_update_is_an_error_whatever_the_pipeline_refuses_then():
+def test_a_rank_lost_in_mid_update_is_an_error_whatever_the_pipeline_refuses_then():
     offloaded = wrap(tree_of(0), **HYPER, mesh=mesh_of(4), reduce_bucket_size=100)
     pipeline = offloaded._pipeline
     device, before = pipeline.device, offloaded.params
@@ -160,8 +155,7 @@ def a_rank_lost_in_mid_update_is_an_error_whatever_the_pipeline_refuses_then():
             use()
 
 
-@one_process
-def a_state_that_does_not_fit_is_refused():
+def test_a_state_that_does_not_fit_is_refused():
     offloaded = wrap(tree_of(0), mesh=mesh_of(4))
     saved = offloaded.to_pytree()
     saved["exp_avg"]["embed"] = saved["exp_avg"]["embed"][:-1]
@@ -172,8 +166,7 @@ def a_state_that_does_not_fit_is_refused():
 # --- of stage 3 -------------------------------------------------------------------------------------------------------
 
 
-@one_process
-def what_stage_3_cannot_do_is_refused():
+def test_what_stage_3_cannot_do_is_refused():
     with refuses(ConfigError, "offload_param='cpu' without a mesh", "jax.make_mesh((1,), ('dp',))"):
         wrap(stage3.tree_of(0), stage=3, offload_param="cpu")
     with refuses(ConfigError, "offload_param='cpu' with stage=2"):

@@ -1,8 +1,5 @@
 """States and parameters: saved, loaded, exported, and where they are placed."""
 
-import sys
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,24 +9,22 @@ import safetensors.numpy
 from frontends.jax import RankGradients, wrap
 from offload_core.dtypes import BFLOAT16
 from offload_core.errors import ConfigError, ParameterError, StateError
-from tests.support.jax_laws import stage3
-from tests.support.jax_laws.common import (
+from tests.support import jax_stage3 as stage3
+from tests.support.jax_meshes import (
     HYPER,
     addresses,
     assert_same_replicas,
     assert_same_tree,
     mesh_of,
-    one_process,
+    processes,
     refuses,
     split,
-    two_processes,
 )
-from tests.support.jax_laws.stage2 import tree_of
-from tests.support.jax_laws.stage3 import STAGE3, W, assert_placed, cut, whole
+from tests.support.jax_stage2 import tree_of
+from tests.support.jax_stage3 import STAGE3, W, assert_placed, cut, whole
 
 
-@one_process
-def another_number_of_ranks_resumes_with_the_same_bits():
+def test_another_number_of_ranks_resumes_with_the_same_bits():
     def train(offloaded, seeds):
         for seed in seeds:
             offloaded.update(tree_of(seed))
@@ -47,8 +42,8 @@ def another_number_of_ranks_resumes_with_the_same_bits():
             assert_same_tree(saved, straight.to_pytree())
 
 
-@two_processes
-def states_are_whole_in_every_process_and_load_in_every_process():
+@processes(2)
+def test_states_are_whole_in_every_process_and_load_in_every_process():
     mesh = mesh_of(4)
     straight = wrap(tree_of(0), **HYPER, mesh=mesh, param_dtype="bfloat16", reduce_bucket_size=300)
     grads = [RankGradients(split(tree_of(s, jnp.bfloat16, (4,)), mesh)) for s in range(4)]
@@ -64,8 +59,8 @@ def states_are_whole_in_every_process_and_load_in_every_process():
     assert_same_replicas(resumed.params, mesh)
 
 
-@two_processes
-def all_start_from_rank_0s_values():
+@processes(2)
+def test_all_start_from_rank_0s_values():
     mesh = mesh_of(4)
     for dtype in (np.float32, jnp.bfloat16):
         start = tree_of(jax.process_index(), dtype)
@@ -77,9 +72,8 @@ def all_start_from_rank_0s_values():
         assert_same_tree(params, expected)
 
 
-@one_process
-@two_processes
-def what_is_not_trained_passes_through_and_the_rest_may_come_from_anywhere():
+@processes(1, 2)
+def test_what_is_not_trained_passes_through_and_the_rest_may_come_from_anywhere():
     mesh = mesh_of(4)
     local = jax.local_devices()[-1]
     tree = {
@@ -113,8 +107,8 @@ def what_is_not_trained_passes_through_and_the_rest_may_come_from_anywhere():
     assert_same_tree(wrap(tree, mesh=mesh).load_pytree(saved)["cut"], saved["params"]["cut"])
 
 
-@two_processes
-def another_model_in_another_process_is_named():
+@processes(2)
+def test_another_model_in_another_process_is_named():
     mesh = mesh_of(4)
     params = tree_of(0)
     params["layers"][0]["w"] = np.ones((17, 3 + jax.process_index()), np.float32)
@@ -127,9 +121,8 @@ def another_model_in_another_process_is_named():
             wrap(params, mesh=mesh)
 
 
-@one_process
-@two_processes
-def bits_of_the_memory_report_and_of_what_is_sent():
+@processes(1, 2)
+def test_bits_of_the_memory_report_and_of_what_is_sent():
     world_size = 8 if jax.process_count() == 1 else 4
     mesh = mesh_of(world_size)
     numel = 200 * 500 + 3
@@ -150,9 +143,8 @@ def bits_of_the_memory_report_and_of_what_is_sent():
     assert abs(offloaded.sent_bytes / theory - 1) < 0.01
 
 
-@one_process
-@two_processes
-def as_optax_works_on_a_mesh():
+@processes(1, 2)
+def test_as_optax_works_on_a_mesh():
     mesh = mesh_of(4)
     params = tree_of(0)
     offloaded, twin = (wrap(params, **HYPER, mesh=mesh) for _ in range(2))
@@ -168,9 +160,8 @@ def as_optax_works_on_a_mesh():
         tx.update(grads, state, {**params, "embed": params["embed"] + 1})
 
 
-@one_process
-@two_processes
-def parameters_changed_on_purpose_are_gone_on_from_on_a_mesh():
+@processes(1, 2)
+def test_parameters_changed_on_purpose_are_gone_on_from_on_a_mesh():
     mesh = mesh_of(4)
     for fields in ({}, {"stage": 3, "param_persistence_threshold": 20}):
         offloaded = wrap(tree_of(0), **HYPER, mesh=mesh, **fields, param_dtype="bfloat16")
@@ -187,8 +178,7 @@ def parameters_changed_on_purpose_are_gone_on_from_on_a_mesh():
         assert (embed == 3).all()
 
 
-@one_process
-def discarded_gradients_are_forgotten_on_a_mesh():
+def test_discarded_gradients_are_forgotten_on_a_mesh():
     mesh = mesh_of(4)
     offloaded, twin = (wrap(tree_of(0), **HYPER, mesh=mesh, gradient_accumulation_steps=2) for _ in range(2))
     offloaded.update(RankGradients(split(tree_of(7, stack=(4,)), mesh)))
@@ -202,8 +192,7 @@ def discarded_gradients_are_forgotten_on_a_mesh():
 # --- of stage 3 -------------------------------------------------------------------------------------------------------
 
 
-@one_process
-def states_of_any_stage_and_number_of_ranks_are_loaded():
+def test_states_of_any_stage_and_number_of_ranks_are_loaded():
     straight, saved = wrap(stage3.tree_of(0), **HYPER), wrap(stage3.tree_of(0), **HYPER).to_pytree()
     places = [{"mesh": mesh_of(8), **STAGE3}, {"mesh": mesh_of(2), **STAGE3, "offload_param": "cpu"}, {}]
     for i, place in enumerate(places):
@@ -214,9 +203,9 @@ def states_of_any_stage_and_number_of_ranks_are_loaded():
         assert_same_tree(saved, straight.to_pytree())
 
 
-@two_processes
-def exports_are_whole_in_every_process():
-    folder, optax_states = Path(sys.argv[1]).parent, []
+@processes(2)
+def test_exports_are_whole_in_every_process(folder):
+    optax_states = []
     for place in ({"mesh": mesh_of(W), **STAGE3}, {"mesh": mesh_of(W)}, {}):
         offloaded = wrap(stage3.tree_of(0), **HYPER, param_dtype="bfloat16", **place)
         for i in range(2):
@@ -241,8 +230,8 @@ def exports_are_whole_in_every_process():
     assert_same_tree(resumed.to_optax_state(), optax_states[0])
 
 
-@two_processes
-def sharded_parameters_start_from_the_first_process():
+@processes(2)
+def test_sharded_parameters_start_from_the_first_process():
     """What each process has by itself; a global array is taken as it lies."""
     mesh, mine = mesh_of(W), stage3.tree_of(10 + jax.process_index())
     mine["layers"]["w"] = cut(stage3.tree_of(20)["layers"]["w"], mesh, 2)
@@ -253,8 +242,7 @@ def sharded_parameters_start_from_the_first_process():
     assert_same_tree(offloaded.to_pytree()["master"], expected)
 
 
-@one_process
-def the_users_dimension_is_kept_and_nothing_is_copied():
+def test_the_users_dimension_is_kept_and_nothing_is_copied():
     mesh = mesh_of(W)
     tree = {"first": cut(np.ones((8, 3), np.float32), mesh, 0), "last": cut(np.ones((3, 4, 8), np.float32), mesh, 2)}
     offloaded = wrap(tree, **HYPER, **STAGE3, mesh=mesh)
@@ -268,8 +256,7 @@ def the_users_dimension_is_kept_and_nothing_is_copied():
     assert offloaded.load_pytree(offloaded.to_pytree())["empty"].shape == (0, 8)
 
 
-@one_process
-def kept_parameters_of_stage_3_are_never_rewritten():
+def test_kept_parameters_of_stage_3_are_never_rewritten():
     for offload_param in (None, "cpu"):
         offloaded = wrap(stage3.tree_of(0), **HYPER, **STAGE3, mesh=mesh_of(W), offload_param=offload_param)
         kept = []
@@ -280,8 +267,7 @@ def kept_parameters_of_stage_3_are_never_rewritten():
             assert_same_tree(params, copies)
 
 
-@one_process
-def as_optax_at_stage_3():
+def test_as_optax_at_stage_3():
     mesh = mesh_of(W)
     ours, theirs = wrap(stage3.tree_of(0), **HYPER, **STAGE3, mesh=mesh), wrap(stage3.tree_of(0), **HYPER)
     tx, params = ours.as_optax(), ours.params

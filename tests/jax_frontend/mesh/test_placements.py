@@ -1,9 +1,7 @@
 """Parameters that stay as they were placed: sharded over any axes of any mesh."""
 
 import itertools
-import tempfile
 from contextlib import nullcontext
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -23,12 +21,11 @@ from frontends.jax.placement import placement
 from frontends.jax.placement.as_placed import AsPlaced
 from frontends.jax.tree.shard_layout import ShardLayout
 from offload_core.errors import GradientError, ParameterError, StateError
-from tests.support.jax_laws.common import (
+from tests.support.jax_meshes import (
     HYPER,
     assert_same_tree,
-    one_process,
+    processes,
     refuses,
-    two_processes,
 )
 from tests.support.strategies import law
 
@@ -75,9 +72,8 @@ def cases():
         yield mesh, specs, (jax.set_mesh(mesh) if context else nullcontext())
 
 
-@one_process
-@two_processes
-def on_any_mesh_the_bits_are_those_of_eager_optax():
+@processes(1, 2)
+def test_on_any_mesh_the_bits_are_those_of_eager_optax():
     for mesh, specs, context in cases():
         with context:
             start = tree_of(0)
@@ -97,9 +93,8 @@ def on_any_mesh_the_bits_are_those_of_eager_optax():
             assert offloaded.sent_bytes == 0
 
 
-@one_process
-@two_processes
-def clipping_is_that_of_one_device():
+@processes(1, 2)
+def test_clipping_is_that_of_one_device():
     """Replicas are counted once."""
     for mesh, specs, context in cases():
         with context:
@@ -115,8 +110,7 @@ def clipping_is_that_of_one_device():
             assert_same_tree(whole(offloaded.params), alone.params)
 
 
-@one_process
-def any_mesh_sharding_and_shape():
+def test_any_mesh_sharding_and_shape():
     axes = st.permutations(["a", "b", "c"]).map(tuple)
 
     @law(60)
@@ -164,9 +158,8 @@ def any_mesh_sharding_and_shape():
     holds()
 
 
-@one_process
-@two_processes
-def gradients_come_from_a_plain_jit_or_from_value_and_grad():
+@processes(1, 2)
+def test_gradients_come_from_a_plain_jit_or_from_value_and_grad():
     def loss_fn(params, x):
         hidden = jnp.tanh(x @ params["w"])
         return jnp.mean((hidden @ params["v"] + params["b"]) ** 2) * params["scale"]
@@ -188,10 +181,8 @@ def gradients_come_from_a_plain_jit_or_from_value_and_grad():
         assert_same_tree(whole(offloaded.params), alone.params)
 
 
-@one_process
-@two_processes
-def what_is_saved_on_one_mesh_is_loaded_on_another_and_on_one_device():
-    folder = Path(tempfile.gettempdir()) / f"placements-{jax.process_count()}"  # all processes share it
+@processes(1, 2)
+def test_what_is_saved_on_one_mesh_is_loaded_on_another_and_on_one_device(folder):
     trees = []
     for number, (shape, names, specs) in enumerate(MESHES.values()):
         mesh = mesh_of(shape, names)
@@ -218,9 +209,8 @@ def what_is_saved_on_one_mesh_is_loaded_on_another_and_on_one_device():
         assert_same_tree(alone.to_pytree(), trees[1])
 
 
-@one_process
-@two_processes
-def with_a_mesh_argument_sharded_parameters_stay_as_they_are():
+@processes(1, 2)
+def test_with_a_mesh_argument_sharded_parameters_stay_as_they_are():
     for name, stage in (("4 x 1", 2), ("data x fsdp", 3), ("fsdp x tensor", 1)):
         shape, names, specs = MESHES[name]
         mesh = mesh_of(shape, names)
@@ -229,9 +219,8 @@ def with_a_mesh_argument_sharded_parameters_stay_as_they_are():
         assert new["w"].sharding == NamedSharding(mesh, specs["w"])
 
 
-@one_process
-@two_processes
-def what_does_not_fit_is_refused_and_loses_nothing():
+@processes(1, 2)
+def test_what_does_not_fit_is_refused_and_loses_nothing():
     shape, names, specs = MESHES["fsdp x tensor"]
     mesh = mesh_of(shape, names)
     params = on(mesh, specs, tree_of(0))
@@ -260,16 +249,14 @@ def what_does_not_fit_is_refused_and_loses_nothing():
         offloaded.to_pytree()
 
 
-@one_process
-def parameters_on_two_meshes_are_refused():
+def test_parameters_on_two_meshes_are_refused():
     one, other = (Mesh(np.array(devices), ("x",)) for devices in (jax.devices()[:2], jax.devices()[2:6]))
     with refuses(ParameterError, "['w']", "expected all on the same devices"):
         wrap(on(one, {}, {"w": tree_of(0)["w"]}) | on(other, {}, {"v": tree_of(0)["v"]}), **HYPER)
 
 
-@one_process
-@two_processes
-def a_mesh_that_the_caller_has_set_changes_nothing():
+@processes(1, 2)
+def test_a_mesh_that_the_caller_has_set_changes_nothing(folder):
     """``jax.set_mesh``, with any mesh, around each call or around some."""
     fields = {"reduce_bucket_size": 64, **HYPER}
     shape, names, specs = MESHES["data x fsdp"]
@@ -284,7 +271,6 @@ def a_mesh_that_the_caller_has_set_changes_nothing():
         "stage 2": (lambda tree: tree, {"mesh": line, "stage": 2}),
         "stage 3": (lambda tree: tree, {"mesh": line, "stage": 3, "param_persistence_threshold": 0}),
     }
-    folder = Path(tempfile.gettempdir()) / f"contexts-{jax.process_count()}"
     for kind, (make, arguments) in makers.items():
         expected = None
         for wrapping, using in itertools.product(contexts, contexts):
@@ -309,9 +295,8 @@ def a_mesh_that_the_caller_has_set_changes_nothing():
             assert_same_tree(found, expected)
 
 
-@one_process
-@two_processes
-def no_transfer_is_implicit():
+@processes(1, 2)
+def test_no_transfer_is_implicit():
     """Under ``jax.transfer_guard("disallow")``, where the user has placed parameters, batches and the mesh."""
     shape, names, specs = MESHES["data x fsdp"]
     here, line = jax.local_devices()[0], Mesh(np.array(jax.devices()[:4]), ("x",))
@@ -341,9 +326,8 @@ def no_transfer_is_implicit():
                 assert_same_tree(found, expected)
 
 
-@one_process
-@two_processes
-def devices_with_memory_of_their_own_give_the_same_bits():
+@processes(1, 2)
+def test_devices_with_memory_of_their_own_give_the_same_bits():
     """CPU devices stand for them: their memory is taken for another than the host's."""
     for (shape, names, specs), fields in itertools.product(
         MESHES.values(),
@@ -369,9 +353,8 @@ def devices_with_memory_of_their_own_give_the_same_bits():
         assert_same_tree(there.to_pytree(), here.to_pytree())
 
 
-@one_process
-@two_processes
-def a_function_that_the_user_has_compiled_follows_the_loss_scale():
+@processes(1, 2)
+def test_a_function_that_the_user_has_compiled_follows_the_loss_scale():
     """It falls while gradients overflow, and rises again."""
     shape, names, specs = MESHES["data x fsdp"]
     mesh, line = mesh_of(shape, names), Mesh(np.array(jax.devices()[:4]), ("x",))
@@ -416,16 +399,14 @@ def a_function_that_the_user_has_compiled_follows_the_loss_scale():
         assert ours.report.loss_scale == 2
 
 
-@one_process
-@two_processes
-def a_sharded_tree_of_states_is_saved_by_orbax_and_nobody_has_it_whole():
+@processes(1, 2)
+def test_a_sharded_tree_of_states_is_saved_by_orbax_and_nobody_has_it_whole(folder):
     def refuse(*_, **__):
         raise AssertionError("a whole array")
 
     def values(seed):
         return {name: value for name, value in tree_of(seed).items() if value.size}  # orbax saves no empty arrays
 
-    folder = Path(tempfile.gettempdir()) / f"orbax-{jax.process_count()}"  # all processes share it
     shape, names, specs = MESHES["fsdp x tensor"]
     mesh, line = mesh_of(shape, names), Mesh(np.array(jax.devices()[:4]), ("x",))
     stage3 = {"mesh": line, "stage": 3, "param_persistence_threshold": 40, "reduce_bucket_size": 64}

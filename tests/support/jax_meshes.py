@@ -1,4 +1,4 @@
-"""What laws of the JAX front end on a mesh share: the lists that they are in, meshes, and comparisons."""
+"""What laws of the JAX front end on a mesh share: meshes, and comparisons."""
 
 from contextlib import contextmanager
 
@@ -9,20 +9,11 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 HYPER = {"lr": 1e-2, "weight_decay": 0.1}
-ONE_PROCESS = []
-"""Laws that hold on 8 devices of one process."""
-TWO_PROCESSES = []
-"""Laws that hold on 4 devices, two in each of two processes; all run in both."""
 
 
-def one_process(check):
-    ONE_PROCESS.append(check)
-    return check
-
-
-def two_processes(check):
-    TWO_PROCESSES.append(check)
-    return check
+def processes(*numbers):
+    """A law for one process with eight devices, or for two processes with two devices each, or for either."""
+    return pytest.mark.parametrize("processes", numbers, indirect=True, ids="{} processes".format)
 
 
 def mesh_of(world_size, axis_type=AxisType.Auto):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from frontends.jax import RankGradients, ScaledGradients, wrap
-from tests.support.jax_laws.common import (
+from tests.support.jax_meshes import (
     HYPER,
     assert_same_replicas,
     assert_same_tree,

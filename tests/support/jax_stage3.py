@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from frontends.jax import RankGradients, ScaledGradients, gather_params, gathered, wrap
-from tests.support.jax_laws.common import (
+from tests.support.jax_meshes import (
     HYPER,
     assert_same_tree,
     averaged,

@@ -1,0 +1,60 @@
+"""The type that the CPU's parts compute in: fp32 where PyTorch multiplies bf16 matrices many times as slowly.
+
+So it does on x86 processors without AVX-512 (docs/troubleshooting.md). There a step in bf16 would take minutes, and
+measure nothing but that. It is measured here, and not looked up, as what is compared must be what runs.
+"""
+
+import subprocess
+import sys
+from typing import NamedTuple
+
+from bench.harness.rounds import interleave, timed
+
+SLOW = 4.0
+"""Times as long as in fp32."""
+
+
+class WorkingDtype(NamedTuple):
+    """The type's name, and how many times as long as in fp32 a matrix product in bf16 takes."""
+
+    name: str
+    slowdown: float
+
+    @property
+    def words(self) -> str:
+        return "bf16" if self.name == "bfloat16" else "fp32"
+
+    @property
+    def notes(self) -> list[str]:
+        """What a reader of the results must know."""
+        if self.name == "bfloat16":
+            return []
+        return [
+            "in fp32: on this processor a matrix product in bf16 takes PyTorch "
+            f"{self.slowdown:.0f} times as long as one in fp32; targets are of bf16 and do not count here"
+        ]
+
+
+def working_dtype(threads: int) -> WorkingDtype:
+    """Measure it, in a process of its own."""
+    command = [sys.executable, "-m", __name__, str(threads)]
+    return of(float(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout))
+
+
+def of(slowdown: float) -> WorkingDtype:
+    return WorkingDtype("float32" if slowdown > SLOW else "bfloat16", slowdown)
+
+
+def slowdown(threads: int) -> float:
+    """The least time of a product of 128 x 512 by 512 x 2048 in bf16, by that in fp32."""
+    import torch
+
+    torch.set_num_threads(threads)
+    x, weight = torch.randn(128, 512), torch.randn(512, 2048)
+    narrow = x.bfloat16(), weight.bfloat16()
+    times = interleave({"bf16": timed(lambda: narrow[0] @ narrow[1]), "fp32": timed(lambda: x @ weight)}, 3)
+    return min(times["bf16"]) / min(times["fp32"])
+
+
+if __name__ == "__main__":
+    print(slowdown(int(sys.argv[1])))

@@ -1,0 +1,66 @@
+"""The parts of ``make test-all``: what is too slow for every run of ``make test``.
+
+``python -m tests.parts`` runs all of them and ``--part NAME`` runs one. ``--part share`` runs the one that the commit's
+hash chooses, so that a series of commits runs them all. Other arguments are pytest's.
+"""
+
+import argparse
+import hashlib
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = {
+    "kernels": ["kernels", "mutation/test_mutations.py"],
+    "waits": ["mutation/test_waits.py", "mutation/test_device_waits.py"],
+    "core": ["core", "checkpoint", "packaging/test_setup.py"],
+    "torch": ["torch_frontend"],
+    "jax": ["jax_frontend", "gpu"],
+    "integrations": ["integrations"],
+    "pages": ["packaging/test_docs.py"],
+    "bench": ["bench"],
+}
+"""The tests marked slow, by part. ``test_parts.py`` checks that none is in no part."""
+PYTHONS = {f"python-{version}": f"other-{version}" for version in ("3.12", "3.13", "3.14")}
+"""The core, the kernels and JAX's laws on another Python: a part, and the target of make that runs it."""
+PARTS = [*FOLDERS, *PYTHONS]
+
+
+def command_of(part: str, arguments: list[str]) -> list[str]:
+    if part in PYTHONS:
+        return ["make", "--no-print-directory", PYTHONS[part]]
+    paths = [f"tests/{path}" for path in FOLDERS[part]]
+    return [sys.executable, "-m", "pytest", "-q", "-m", "slow", *paths, *arguments]
+
+
+def share() -> str:
+    """The part that the hash of the commit chooses; without git, the hash of this file's neighbours."""
+    asked = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    text = asked.stdout.strip() or hashlib.sha256((ROOT / "CHANGELOG.md").read_bytes()).hexdigest()
+    return PARTS[int(text, 16) % len(PARTS)]
+
+
+def run(part: str, arguments: list[str]) -> bool:
+    """Run one part; True if it passed."""
+    print(f"\npart {PARTS.index(part) + 1} of {len(PARTS)}: make test-all PART={part}", flush=True)
+    start = time.monotonic()
+    status = subprocess.run(command_of(part, arguments), cwd=ROOT, check=False).returncode
+    passed = status in (0, 5)  # 5: these arguments choose no test of this part
+    print(f"part {part}: {'passed' if passed else 'FAILED'} in {time.monotonic() - start:.0f} s", flush=True)
+    return passed
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.parts", description=__doc__.splitlines()[0])
+    parser.add_argument("--part", choices=[*PARTS, "share"])
+    options, arguments = parser.parse_known_args()
+    parts = [share() if options.part == "share" else options.part] if options.part else PARTS
+    failed = [part for part in parts if not run(part, arguments)]
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}. To run one alone: make test-all PART={failed[0]}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""Two processes of JAX that check laws together, and say how each law has ended in them."""
+
+import itertools
+import signal
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
+
+import pytest
+
+from tests.support.processes import ROOT, environment_of
+
+WORKER = ROOT / "tests" / "workers" / "jax_pair_worker.py"
+MEMBER = "member of a pair"
+"""The plugin of pytest that the processes of a pair have, and no other."""
+PATIENCE = 60
+"""Seconds that one process has for its answer once the other has failed, for which it may wait for ever."""
+Said = list[tuple[str, str]] | None
+"""Outcomes of a law other than "passed", each with its text; None of a process that has ended."""
+
+
+class Pair:
+    """Two processes with two CPU devices each, joined by ``jax.distributed``; they live until ``close``.
+
+    They meet at a socket in a folder, not at a port that another process could take first. They end with this process,
+    however it ends.
+
+    Args:
+        laws: files or folders with the tests that they can be asked for.
+    """
+
+    def __init__(self, *laws: Path) -> None:
+        self.lost: str | None = None
+        self._folder = tempfile.TemporaryDirectory(prefix="pair-")
+        self._logs = [Path(self._folder.name, f"{number}.log") for number in range(2)]
+        self._connections: list[Connection] = []
+        self._processes: list[subprocess.Popen] = []
+        environment = {name: value for name, value in environment_of(ROOT).items() if not name.startswith("PYTEST_")}
+        for number, file in enumerate(self._logs):
+            ours, theirs = Pipe()
+            with theirs, file.open("wb") as log:
+                process = subprocess.Popen(
+                    [sys.executable, WORKER, str(theirs.fileno()), "unix:meeting", str(number), *laws],
+                    cwd=self._folder.name,
+                    env=environment,
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,  # Ctrl-C is for pytest, which ends them
+                )
+            self._connections.append(ours)
+            self._processes.append(process)
+
+    def ask(self, law: str, folder: Path | None) -> list[Said]:
+        """Have both check this law; return what each has said."""
+        for each in self._connections:
+            with suppress(BrokenPipeError):  # it has ended
+                each.send((law, folder))
+        said: dict[Connection, Said] = {}
+        while left := [each for each in self._connections if each not in said]:
+            failed = any(answer is None or "failed" in dict(answer) for answer in said.values())
+            if not (ready := wait(left, PATIENCE if failed else None)):
+                break
+            for each in ready:
+                try:
+                    said[each] = each.recv()
+                except (EOFError, ConnectionError):
+                    said[each] = None
+                    self._processes[self._connections.index(each)].wait(PATIENCE)
+        return [said.get(each) for each in self._connections]
+
+    def check(self, law: str, folder: Path | None = None) -> None:
+        """Pass, skip or fail as the law does there. Fail if one process has ended, now or before."""
+        if self.lost is not None:
+            pytest.fail(self.lost, pytrace=False)
+        try:
+            said = self.ask(law, folder)
+        except BaseException:  # a time limit, or Ctrl-C
+            self.end(f"{law} was broken off")
+            raise
+        texts = [
+            f"in process {number}:\n{text}"
+            for number, answer in enumerate(said)
+            for outcome, text in answer or ()
+            if outcome == "failed"
+        ]
+        if None in said:
+            self.end("\n".join([f"{law} was the last law", *texts]))
+            pytest.fail(self.lost, pytrace=False)
+        if texts:
+            pytest.fail("\n".join(texts), pytrace=False)
+        for _, reason in itertools.chain(*said):
+            pytest.skip(reason)
+
+    def end(self, why: str) -> None:
+        """End both before their time. Whoever asks for another law is told why, and what they last said."""
+        words = [f"the two processes have ended: {why}"]
+        for number, process in enumerate(self._processes):
+            end = "was ended" if process.poll() is None else f"had ended with {process.returncode}"
+            process.send_signal(signal.SIGABRT)  # on which it says where its threads are
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(PATIENCE)
+            said = self._logs[number].read_text(errors="replace").partition("\nExtension modules")[0]
+            words.append(f"process {number} {end}, after these words:\n{said[-5000:]}")
+        self.lost = "\n".join(words)
+        self.close()
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.wait()
+        for each in self._connections:
+            each.close()
+        self._folder.cleanup()
