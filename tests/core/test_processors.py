@@ -384,42 +384,51 @@ two_processors = pytest.mark.skipif(
 )
 
 
-def wrapped(folder, fields, **environment):
-    """``in_process``, after one step of a torch model wrapped with ``fields``."""
-    pytest.importorskip("torch")
-    return in_process(WRAP.replace("FIELDS", str(fields)), folder, **environment)
-
-
-WRAP = """
-import torch
+WRAPPED = {
+    "rank 0": ("0", {}),
+    "rank 1": ("1", {}),
+    "not bound": ("1", {"bind_threads": False, "num_threads": 3}),
+    "more threads than processors": ("1", {"num_threads": 1 + (os.cpu_count() or 1)}),
+}
+"""A rank of two, and the fields of its engine."""
+WRAP = f"""
+import torch, torch._dynamo
 from frontends.torch import wrap
-engine = wrap(torch.nn.Linear(1000, 1000), lr=1e-2, **FIELDS)
-engine.backward(engine(torch.ones(3, 1000)).square().sum())
-assert engine.step().updated
-print(json.dumps(affinity()))
+for number, (rank, fields) in enumerate({[*WRAPPED.values()]}):
+    if not os.fork():
+        os.environ.update(LOCAL_RANK=rank, LOCAL_WORLD_SIZE="2")
+        engine = wrap(torch.nn.Linear(1000, 1000), lr=1e-2, **fields)
+        engine.backward(engine(torch.ones(3, 1000)).square().sum())
+        assert engine.step().updated
+        print("," if number else "[", json.dumps(affinity()), flush=True)
+        os._exit(0)
+    assert os.wait()[1] == 0
+print("]")
 """
 
 
+@pytest.fixture(scope="module")
+def affinities(tmp_path_factory):
+    """Where threads may run after one step of a torch model, in processes that are forks of one."""
+    pytest.importorskip("torch")
+    return dict(zip(WRAPPED, in_process(WRAP, tmp_path_factory.mktemp("wrapped")), strict=True))
+
+
 @two_processors
-@pytest.mark.parametrize("rank", ["0", "1"])
-def test_an_engines_workers_are_bound_to_the_ranks_share_and_its_caller_is_not(rank, tmp_path):
-    found = wrapped(tmp_path, {}, LOCAL_RANK=rank, LOCAL_WORLD_SIZE="2")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_engines_workers_are_bound_to_the_ranks_share_and_its_caller_is_not(rank, affinities):
     cores = Topology.read().cores(mine())
     if len(cores) < 2:
         pytest.skip("it takes two physical cores")
-    first = len(cores) * int(rank) // 2
-    assert found == {"workers": [ranges(cores[first : first + len(cores) // 2])], "others": [ranges(mine())]}
+    first = len(cores) * rank // 2
+    share = ranges(cores[first : first + len(cores) // 2])
+    assert affinities[f"rank {rank}"] == {"workers": [share], "others": [ranges(mine())]}
 
 
 @two_processors
-@pytest.mark.parametrize(
-    "fields",
-    [{"bind_threads": False, "num_threads": 3}, {"num_threads": 1 + os.cpu_count()}],
-    ids=["not bound", "more threads than processors"],
-)
-def test_workers_may_run_wherever_the_process_may(fields, tmp_path):
-    found = wrapped(tmp_path, fields, **RANK_1_OF_2)
-    assert found == {"workers": [ranges(mine())], "others": [ranges(mine())]}
+@pytest.mark.parametrize("case", ["not bound", "more threads than processors"])
+def test_workers_may_run_wherever_the_process_may(case, affinities):
+    assert affinities[case] == {"workers": [ranges(mine())], "others": [ranges(mine())]}
 
 
 @two_processors

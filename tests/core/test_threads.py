@@ -18,7 +18,7 @@ def in_time(act):
     got = []
     other = threading.Thread(target=lambda: got.append(act()), daemon=True)
     other.start()
-    other.join(10)
+    other.join(60)
     assert got, "it hangs"
     return got[0]
 
@@ -96,7 +96,7 @@ def test_a_thread_that_was_told_to_end_refuses_tasks_and_has_done_those_before()
 
 def test_several_threads_wait_for_one_task():
     gate, got = threading.Event(), []
-    task = Task(lambda: gate.wait(10))
+    task = Task(lambda: gate.wait(60))
     waiters = [threading.Thread(target=lambda: got.append(task.result())) for _ in range(5)]
     for waiter in waiters:
         waiter.start()
@@ -105,7 +105,7 @@ def test_several_threads_wait_for_one_task():
     assert not task.done()
     gate.set()
     for waiter in waiters:
-        waiter.join(10)
+        waiter.join(60)
     assert got == [True] * 5
     worker.join()
 
@@ -115,7 +115,7 @@ def test_a_waiter_whose_notice_was_cut_short_looks_again():
     waiter = threading.Thread(target=lambda: condition.wait_for(lambda: holds))
     waiter.start()
     holds.append(True)  # and nobody calls notify_all()
-    waiter.join(10)
+    waiter.join(60)
     assert not waiter.is_alive()
 
 
@@ -131,7 +131,7 @@ def test_acts_are_done_in_threads_and_the_first_error_is_raised_when_all_have_en
         do_in_threads([lambda: fail(2), lambda: fail(1)])
     assert sorted(ended) == [1, 2]
     barrier = threading.Barrier(3)
-    do_in_threads([lambda: barrier.wait(10)] * 3)  # at the same time
+    do_in_threads([lambda: barrier.wait(60)] * 3)  # at the same time
 
 
 def test_the_interpreter_ends_when_all_tasks_are_done():

@@ -15,9 +15,7 @@ from offload_core.dtypes import BY_NUMPY
 from offload_core.native import kernels
 from offload_core.native._ffi_build import COMPILE_ARGS, LINK_ARGS, ffibuilder
 from tests.support import pinned_bits
-from tests.support.c_build import C_SRC, KERNELS, compile_objects, run
-
-pytestmark = pytest.mark.slow
+from tests.support.c_build import C_SRC, KERNELS, compile_objects, not_inlined, run
 
 PROGRAM = C_SRC / "tests" / "test_kernels.c"
 REPLAY = C_SRC / "tests" / "replay.c"
@@ -26,29 +24,39 @@ WARNINGS = ("-Wall", "-Wextra", "-Werror")
 ALL_BUT_FORK = ("isa", "adam", "formats", "cast", "accumulate", "reduce", "norm", "entry", "stream", "pool", "bind")
 
 
-def check(folder: Path, *flags: str, compiler="gcc", runner=(), sections=(), **environment: str) -> None:
+def check(folder: Path, *flags: str, sources=C_SRC, compiler="gcc", runner=(), sections=(), **environment: str) -> None:
     """Build the program with the flags of the package and these, and run these sections of it (all if none)."""
-    objects = compile_objects((PROGRAM, *KERNELS), folder, *WARNINGS, *flags, compiler=compiler)
+    files = [sources / file.relative_to(C_SRC) for file in (PROGRAM, *KERNELS)]
+    objects = compile_objects(files, folder, *WARNINGS, *flags, compiler=compiler)
     program = folder / "test_kernels"
     run(compiler, "-pthread", *flags, *objects.values(), "-o", program, "-lm")
     output = run(*runner, program, *sections, env={**os.environ, **environment})
     assert output.endswith("checks passed\n")
 
 
+def test_calls_are_checked_and_shared_among_threads_and_the_instruction_set_is_chosen(tmp_path):
+    """What the other files of this folder, which call the kernels from Python, do not see."""
+    check(tmp_path, "-O0", sources=not_inlined(tmp_path), sections=("isa", "entry", "fork", "pool", "bind"))
+
+
+@pytest.mark.slow
 def test_every_kernel_equals_the_scalar_oracle(tmp_path):
     check(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("clang"), reason="clang is not installed")
 def test_another_compiler_gives_the_same_bits(tmp_path):
     check(tmp_path, compiler="clang")
 
 
+@pytest.mark.slow
 def test_no_kernel_strays_from_its_memory_or_from_defined_behaviour(tmp_path):
     flags = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
     check(tmp_path, *flags, sections=ALL_BUT_FORK)
 
 
+@pytest.mark.slow
 def test_neither_the_pool_nor_the_choice_of_instruction_set_has_a_data_race(tmp_path):
     # ThreadSanitizer's shadow memory wants addresses that are not randomised.
     runner = ("setarch", "-R") if shutil.which("setarch") else ()
@@ -74,11 +82,13 @@ def aarch64(tmp_path_factory):
     return build
 
 
+@pytest.mark.slow
 def test_neon_equals_the_scalar_oracle(aarch64):
     sections = [name for name in ALL_BUT_FORK if name != "stream"]  # NEON has no streaming stores
     assert run(*aarch64(PROGRAM), *sections).endswith("checks passed\n")
 
 
+@pytest.mark.slow
 def test_updates_have_the_bits_of_this_machine_on_aarch64(aarch64):
     given, expected = [], []
     for kind, state, scalars in pinned_bits.adam_cases():
@@ -97,6 +107,7 @@ def test_updates_have_the_bits_of_this_machine_on_aarch64(aarch64):
     assert done.stdout == b"".join(x.tobytes() for x in expected)
 
 
+@pytest.mark.slow
 def test_the_extension_builds_for_macos(tmp_path):
     pytest.importorskip("ziglang", reason="ziglang is not installed: it is of the extra `package`")
     wrapper, extension = tmp_path / "_offload.c", tmp_path / "_offload.abi3.so"

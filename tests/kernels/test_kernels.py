@@ -38,7 +38,7 @@ def cut(n: int, at: list[int]) -> list[slice]:
 # --- the oracles and strategies themselves ----------------------------------------------------------
 
 
-@our.law(500)
+@our.law(200)
 @given(*[our.float_arrays(FLOAT32, 1, finite=True)] * 3)
 @example(*(np.float32([x]) for x in (1 + 2**-12, 1 + 2**-12, -1)))  # cancels all but the product's last bit
 @example(*(np.float32([x]) for x in (1 + 2**-23, 2**-24, 1)))  # just above a tie, which float64 alone calls a tie
@@ -70,7 +70,7 @@ def test_the_float_strategy_draws_every_kind_of_float(kind):
 
 
 @pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
-@our.law(150)
+@our.law(100)
 @given(our.adam_states(), our.hypers, our.kinds)
 @example(state_of(9), our.Hyper(beta1=0.5), NO_PARAM)  # w1 = 0.5 takes the branch of the large
 @example(state_of(17, exp_avg_sq=-1.0), our.Hyper(), NO_PARAM)  # the root of a negative moment

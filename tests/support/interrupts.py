@@ -21,17 +21,28 @@ def lines_of(act: Callable[[], object]) -> int:
     return len(_run(act, -1))
 
 
+def numbers_of(act: Callable[[], object], of: str) -> list[int]:
+    """The numbers of the lines of an act: of the ``"first pass"`` of each, or of ``"each pass"``."""
+    return sorted(first_passes(act).values()) if of == "first pass" else [*range(lines_of(act))]
+
+
 def first_passes(act: Callable[[], object]) -> dict[str, int]:
     """Each line of the project that the main thread runs in an act, and the number of its first pass."""
     return {place: number for number, place in reversed([*enumerate(_run(act, -1))])}
 
 
+class FewerLines(AssertionError):
+    """The act has ended before that line: how many it takes depends on the threads a little."""
+
+
 def interrupt_at(number: int, act: Callable[[], object]) -> None:
     """Act, and raise :class:`Interrupt` before that line (counted from 0); it must come out of the act."""
     try:
-        _run(act, number)
+        n_lines = len(_run(act, number))
     except Interrupt:
         return
+    if n_lines <= number:
+        raise FewerLines(f"no line {number}, of {n_lines}")
     raise AssertionError(f"the interrupt before line {number} was lost")
 
 
@@ -90,10 +101,10 @@ def _run(act: Callable[[], object], number: int, handle: Callable[[str], object]
     def line(frame, event, argument):
         if event == "line" and not ends_a_with(frame):
             place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-            if len(passed) == number:
+            passed.append(place)
+            if len(passed) == number + 1:
                 sys.settrace(None)
                 raise Interrupt(place)
-            passed.append(place)
             handle(place)
         return line
 
