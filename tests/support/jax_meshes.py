@@ -57,10 +57,10 @@ def assert_same_tree(got, expected):
 
 
 def assert_holds(tree, expected):
-    """Every shard that this process has is its part of the expected array, bit for bit."""
-    for (path, leaf), whole in zip(jax.tree_util.tree_leaves_with_path(tree), jax.tree.leaves(expected), strict=True):
-        for shard in leaf.addressable_shards:
-            assert_same_tree({jax.tree_util.keystr(path): shard.data}, {jax.tree_util.keystr(path): whole[shard.index]})
+    """Every shard that this process has is its part of an array, bit for bit."""
+    for (path, leaf), whole in zip(leaves_of(expected), jax.tree.leaves(tree), strict=True):
+        for shard in whole.addressable_shards:
+            assert_same_tree({path: shard.data}, {path: leaf[shard.index]})
 
 
 def assert_same_replicas(params, mesh):
