@@ -16,6 +16,11 @@ def processes(*numbers):
     return pytest.mark.parametrize("processes", numbers, indirect=True, ids="{} processes".format)
 
 
+def slow(*values):
+    """Parameters of a law that the long layer alone checks it with."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def mesh_of(world_size, axis_type=AxisType.Auto):
     return jax.make_mesh((world_size,), ("dp",), axis_types=(axis_type,), devices=jax.devices()[:world_size])
 
@@ -49,6 +54,13 @@ def assert_same_tree(got, expected):
     for (path, x), (_, y) in zip(got, expected, strict=True):
         assert (x.shape, x.dtype) == (y.shape, y.dtype), (path, x.shape, x.dtype, y.shape, y.dtype)
         assert x.tobytes() == y.tobytes(), f"{path}: {np.count_nonzero(x != y)} of {x.size} differ"
+
+
+def assert_holds(tree, expected):
+    """Every shard that this process has is its part of an array, bit for bit."""
+    for (path, leaf), whole in zip(leaves_of(expected), jax.tree.leaves(tree), strict=True):
+        for shard in whole.addressable_shards:
+            assert_same_tree({path: shard.data}, {path: leaf[shard.index]})
 
 
 def assert_same_replicas(params, mesh):

@@ -35,7 +35,7 @@ def loss_fn(params, x):
     return (x**2).mean() + 1
 
 
-def assert_equals_one_device(mesh, dtype, steps=4, **fields):
+def assert_equals_one_device(mesh, dtype, steps=3, **fields):
     """Several steps of random gradients, some missing, against one device and the averaged gradients."""
     world_size = mesh.devices.size
     micro_steps = fields.get("gradient_accumulation_steps", 1)

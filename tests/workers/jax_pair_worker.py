@@ -10,9 +10,11 @@ import resource
 import sys
 import threading
 from multiprocessing.connection import Connection
+from types import SimpleNamespace
 
 import jax
 import pytest
+from jax._src import compiler
 
 from tests.support.jax_pair import MEMBER
 
@@ -57,6 +59,7 @@ class Member:
 def main(fd, address, number, *laws):
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # of a process that is ended by SIGABRT
     jax.config.update("jax_platforms", "cpu")
+    compiler.distributed = SimpleNamespace(global_state=SimpleNamespace(process_id=0))  # keeps what it compiles, too
     member = Member(Connection(int(fd)), address, int(number))
     options = ["--capture=no", "--timeout=0", "-pno:cacheprovider", f"--basetemp=made-{number}"]
     sys.exit(pytest.main([*laws, *options], plugins=[member]))

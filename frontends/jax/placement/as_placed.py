@@ -248,7 +248,11 @@ class AsPlaced:
             def of_one(
                 trained: list[Any], traced: Any, static: Any, scale: Any, args: tuple, kwargs: dict[str, Any]
             ) -> Any:
-                return alone(trained, traced, static, None if scale is None else jax.device_put(scale), args, kwargs)
+                if scale is not None and not isinstance(trained[0], jax.core.Tracer):
+                    (device,) = trained[0].devices()
+                    with jax.default_device(device):  # else it is moved to them implicitly, which users may disallow
+                        scale = jax.device_put(scale)
+                return alone(trained, traced, static, scale, args, kwargs)
 
             return of_one
         compiled: dict[Any, Any] = {}  # one for each way in which parameters lie: gradients lie as they do

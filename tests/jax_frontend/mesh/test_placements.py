@@ -2,6 +2,7 @@
 
 import itertools
 from contextlib import nullcontext
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +24,11 @@ from frontends.jax.tree.shard_layout import ShardLayout
 from offload_core.errors import GradientError, ParameterError, StateError
 from tests.support.jax_meshes import (
     HYPER,
+    assert_holds,
     assert_same_tree,
     processes,
     refuses,
+    slow,
 )
 from tests.support.strategies import law
 
@@ -64,6 +67,11 @@ def whole(tree):
     return jax.tree.map(lambda a: np.asarray(jax.jit(jnp.copy, out_shardings=everywhere)(a).addressable_data(0)), tree)
 
 
+def shards(tree):
+    """What lies on the devices of this process."""
+    return jax.tree.map(lambda array: [shard.data for shard in array.addressable_shards], tree)
+
+
 def cases():
     for (shape, names, specs), types, context in itertools.product(
         MESHES.values(), (AxisType.Auto, AxisType.Explicit), (False, True)
@@ -72,90 +80,115 @@ def cases():
         yield mesh, specs, (jax.set_mesh(mesh) if context else nullcontext())
 
 
+def line():
+    """Four devices in a row."""
+    return Mesh(np.array(jax.devices()[:4]), ("x",))
+
+
+def ways():
+    """How parameters are made of NumPy's arrays, where a batch lies, and what ``wrap`` is told, by kind."""
+    (shape, names, specs), here, row = MESHES["data x fsdp"], jax.local_devices()[1], line()
+    mesh, explicit = mesh_of(shape, names), mesh_of(shape, names, AxisType.Explicit)
+    return {
+        "numpy": (lambda tree: tree, None, {}),
+        "one device": (lambda tree: jax.device_put(tree, here), jax.sharding.SingleDeviceSharding(here), {}),
+        "sharded": (partial(on, mesh, specs), NamedSharding(mesh, P()), {}),
+        "explicit": (partial(on, explicit, specs), NamedSharding(explicit, P()), {}),
+        "stage 2": (lambda tree: tree, NamedSharding(row, P("x")), {"mesh": row, "stage": 2}),
+        "stage 3": (
+            lambda tree: tree,
+            NamedSharding(row, P("x")),
+            {"mesh": row, "stage": 3, "param_persistence_threshold": 0},
+        ),
+    }
+
+
 @processes(1, 2)
 def test_on_any_mesh_the_bits_are_those_of_eager_optax():
+    transformation = optax.adamw(HYPER["lr"], weight_decay=HYPER["weight_decay"])
+    with jax.default_device(jax.local_devices()[0]):
+        params = jax.tree.map(jnp.asarray, tree_of(0))
+        state = transformation.init(params)
+        for step in range(5):
+            gradients = jax.tree.map(jnp.asarray, tree_of(step + 1))
+            changes, state = transformation.update(gradients, state, params)
+            params = optax.apply_updates(params, changes)
     for mesh, specs, context in cases():
         with context:
-            start = tree_of(0)
-            offloaded = wrap(on(mesh, specs, start), reduce_bucket_size=64, **HYPER)
-            transformation = optax.adamw(HYPER["lr"], weight_decay=HYPER["weight_decay"])
-            with jax.default_device(jax.local_devices()[0]):
-                params = jax.tree.map(jnp.asarray, start)
-                state = transformation.init(params)
-            for step in range(20):
-                gradients = tree_of(step + 1)
-                got = offloaded.update(on(mesh, specs, gradients))
-                changes, state = transformation.update(jax.tree.map(jnp.asarray, gradients), state, params)
-                params = optax.apply_updates(params, changes)
+            offloaded = wrap(on(mesh, specs, tree_of(0)), reduce_bucket_size=64, **HYPER)
+            for step in range(5):
+                got = offloaded.update(on(mesh, specs, tree_of(step + 1)))
             shardings = {name: NamedSharding(mesh, specs.get(name, P())) for name in SHAPES}
             assert {name: array.sharding for name, array in got.items()} == shardings
-            assert_same_tree(whole(got), params)
+            assert_holds(got, params)
             assert offloaded.sent_bytes == 0
 
 
 @processes(1, 2)
 def test_clipping_is_that_of_one_device():
     """Replicas are counted once."""
+    fields = {"gradient_clipping": 0.5, "gradient_accumulation_steps": 2, **HYPER}
+    with jax.default_device(jax.local_devices()[0]):
+        alone = wrap(tree_of(0), **fields)
+    reports = []
+    for step in range(4):
+        alone.update(tree_of(step + 1))
+        reports.append(alone.report)
+        assert alone.report.skipped or alone.report.clip_coefficient < 1
     for mesh, specs, context in cases():
         with context:
-            fields = {"gradient_clipping": 0.5, "gradient_accumulation_steps": 2, **HYPER}
             offloaded = wrap(on(mesh, specs, tree_of(0)), **fields)
-            with jax.default_device(jax.local_devices()[0]):
-                alone = wrap(tree_of(0), **fields)
-            for step in range(6):
+            for step, report in enumerate(reports):
                 offloaded.update(on(mesh, specs, tree_of(step + 1)))
-                alone.update(tree_of(step + 1))
-                assert offloaded.report == alone.report
-                assert offloaded.report.skipped or offloaded.report.clip_coefficient < 1
-            assert_same_tree(whole(offloaded.params), alone.params)
+                assert offloaded.report == report
+            assert_holds(offloaded.params, alone.params)
 
 
-def test_any_mesh_sharding_and_shape():
-    axes = st.permutations(["a", "b", "c"]).map(tuple)
+@law(20)
+@given(
+    st.data(),
+    st.sampled_from([(2, 2, 2), (4, 2, 1), (8, 1, 1), (2, 1, 1), (1, 1, 1)]),
+    st.permutations(["a", "b", "c"]).map(tuple),
+)
+def test_any_mesh_sharding_and_shape(data, sizes, names):
+    mesh = mesh_of(sizes, names)
+    if data.draw(st.booleans()):
+        mesh = Mesh(np.flip(mesh.devices), names)  # in another order
+    used = [n for n, size in mesh.shape.items() if size > 1]
 
-    @law(60)
-    @given(st.data(), st.sampled_from([(2, 2, 2), (4, 2, 1), (8, 1, 1), (2, 1, 1), (1, 1, 1)]), axes)
-    def holds(data, sizes, names):
-        mesh = mesh_of(sizes, names)
+    def specs_of():
+        found = {}
+        for name, shape in SHAPES.items():
+            free, entries = data.draw(st.permutations(used)), []
+            for n in shape:
+                entry = tuple(free[: data.draw(st.integers(0, len(free)))])
+                if n % int(np.prod([mesh.shape[axis] for axis in entry])):
+                    entry = ()
+                free = free[len(entry) :]
+                entries.append(entry or None)
+            found[name] = P(*entries)
+        return found
+
+    fields = {
+        "param_dtype": data.draw(st.sampled_from(["float32", "bfloat16"])),
+        "reduce_bucket_size": data.draw(st.sampled_from([16, 100, 10**6])),
+        "gradient_clipping": data.draw(st.sampled_from([None, 0.3])),
+        "schedule": data.draw(st.sampled_from(["overlap", "serial", "delayed"])),
+        **HYPER,
+    }
+    specs = specs_of()
+    offloaded, alone = wrap(on(mesh, specs, tree_of(0)), **fields), wrap(tree_of(0), **fields)
+    assert sum(spec.numel for spec in offloaded._pipeline.params) == sum(map(np.size, tree_of(0).values()))
+    for step in range(3):
+        gradients = tree_of(step + 1)
+        cut = on(mesh, data.draw(st.sampled_from([specs, specs_of()])), gradients)
         if data.draw(st.booleans()):
-            mesh = Mesh(np.flip(mesh.devices), names)  # in another order
-        used = [n for n, size in mesh.shape.items() if size > 1]
-
-        def specs_of():
-            found = {}
-            for name, shape in SHAPES.items():
-                free, entries = data.draw(st.permutations(used)), []
-                for n in shape:
-                    entry = tuple(free[: data.draw(st.integers(0, len(free)))])
-                    if n % int(np.prod([mesh.shape[axis] for axis in entry])):
-                        entry = ()
-                    free = free[len(entry) :]
-                    entries.append(entry or None)
-                found[name] = P(*entries)
-            return found
-
-        fields = {
-            "param_dtype": data.draw(st.sampled_from(["float32", "bfloat16"])),
-            "reduce_bucket_size": data.draw(st.sampled_from([16, 100, 10**6])),
-            "gradient_clipping": data.draw(st.sampled_from([None, 0.3])),
-            "schedule": data.draw(st.sampled_from(["overlap", "serial", "delayed"])),
-            **HYPER,
-        }
-        specs = specs_of()
-        offloaded, alone = wrap(on(mesh, specs, tree_of(0)), **fields), wrap(tree_of(0), **fields)
-        assert sum(spec.numel for spec in offloaded._pipeline.params) == sum(map(np.size, tree_of(0).values()))
-        for step in range(3):
-            gradients = tree_of(step + 1)
-            cut = on(mesh, data.draw(st.sampled_from([specs, specs_of()])), gradients)
-            if data.draw(st.booleans()):
-                cut["v"] = gradients["v"] = None
-            offloaded.update(cut)
-            alone.update(gradients)
-        assert offloaded.report == alone.report
-        assert_same_tree(whole(offloaded.flush()), alone.flush())
-        assert_same_tree(offloaded.to_pytree(), alone.to_pytree())
-
-    holds()
+            cut["v"] = gradients["v"] = None
+        offloaded.update(cut)
+        alone.update(gradients)
+    assert offloaded.report == alone.report
+    assert_holds(offloaded.flush(), alone.flush())
+    assert_same_tree(offloaded.to_pytree(), alone.to_pytree())
 
 
 @processes(1, 2)
@@ -171,14 +204,14 @@ def test_gradients_come_from_a_plain_jit_or_from_value_and_grad():
         step = jax.jit(jax.value_and_grad(loss_fn)) if jitted else offloaded.value_and_grad(loss_fn)
         with jax.default_device(jax.local_devices()[0]):
             alone = wrap(tree_of(0), **HYPER)
-        for seed in range(5):
+        for seed in range(3):
             x = placed(
                 np.random.default_rng(seed).standard_normal((4, 8)).astype(np.float32), NamedSharding(mesh, P("fsdp"))
             )
             _, gradients = step(offloaded.params, x)
             alone.update(whole(gradients))
             offloaded.update(gradients)
-        assert_same_tree(whole(offloaded.params), alone.params)
+        assert_holds(offloaded.params, alone.params)
 
 
 @processes(1, 2)
@@ -255,204 +288,183 @@ def test_parameters_on_two_meshes_are_refused():
         wrap(on(one, {}, {"w": tree_of(0)["w"]}) | on(other, {}, {"v": tree_of(0)["v"]}), **HYPER)
 
 
+CONTEXTS = {
+    "none": nullcontext,
+    "two devices": lambda: jax.set_mesh(Mesh(np.array(jax.local_devices()[:2]), ("x",))),
+    "Explicit": lambda: jax.set_mesh(mesh_of(*MESHES["data x fsdp"][:2], AxisType.Explicit)),
+}
+SOME = [("none", "none"), ("two devices", "Explicit"), ("Explicit", "two devices")]
+
+
 @processes(1, 2)
-def test_a_mesh_that_the_caller_has_set_changes_nothing(folder):
+@pytest.mark.parametrize("kind", ["numpy", "one device", "sharded", "stage 2", "stage 3"])
+@pytest.mark.parametrize("contexts", [SOME, slow([*itertools.product(CONTEXTS, CONTEXTS)])], ids=["some", "all"])
+def test_a_mesh_that_the_caller_has_set_changes_nothing(kind, contexts, folder, processes):
     """``jax.set_mesh``, with any mesh, around each call or around some."""
-    fields = {"reduce_bucket_size": 64, **HYPER}
-    shape, names, specs = MESHES["data x fsdp"]
-    here = jax.local_devices()[:2]
-    lone = Mesh(np.array(here), ("x",))
-    line = Mesh(np.array(jax.devices()[:4]), ("x",))
-    contexts = [nullcontext, lambda: jax.set_mesh(lone), lambda: jax.set_mesh(mesh_of(shape, names, AxisType.Explicit))]
-    makers = {
-        "numpy": (lambda tree: tree, {}),
-        "one device": (lambda tree: jax.device_put(tree, here[0]), {}),
-        "sharded": (lambda tree: on(mesh_of(shape, names), specs, tree), {}),
-        "stage 2": (lambda tree: tree, {"mesh": line, "stage": 2}),
-        "stage 3": (lambda tree: tree, {"mesh": line, "stage": 3, "param_persistence_threshold": 0}),
-    }
-    for kind, (make, arguments) in makers.items():
-        expected = None
-        for wrapping, using in itertools.product(contexts, contexts):
-            with wrapping():
-                offloaded = wrap(make(tree_of(0)), **arguments, **fields)
-            with using():
-                for step in range(2):
-                    offloaded.update(make(tree_of(step + 1)))
-                if "mesh" in arguments:
-                    batch = placed(tree_of(3)["v"], NamedSharding(line, P("x")))
-                    grads = offloaded.value_and_grad(lambda p, x: (x @ gather_params(p)["b"]).sum())(
-                        offloaded.params, batch
-                    )[1]
-                    offloaded.update(grads)
-                if kind != "numpy" and (jax.process_count() == 1 or kind != "one device"):
-                    offloaded.save_checkpoint(folder / kind)
-            with wrapping():
-                if kind != "numpy" and (jax.process_count() == 1 or kind != "one device"):
-                    offloaded.load_checkpoint(folder / kind)
-                found = offloaded.to_pytree()
-            expected = found if expected is None else expected
-            assert_same_tree(found, expected)
+    make, batches, arguments = ways()[kind]
+    saved, expected = kind != "numpy" and (processes == 1 or kind != "one device"), None
+    for wrapping, using in contexts:
+        with CONTEXTS[wrapping]():
+            offloaded = wrap(make(tree_of(0)), **arguments, reduce_bucket_size=64, **HYPER)
+        with CONTEXTS[using]():
+            for step in range(2):
+                offloaded.update(make(tree_of(step + 1)))
+            if "mesh" in arguments:
+                step = offloaded.value_and_grad(lambda p, x: (x @ gather_params(p)["b"]).sum())
+                offloaded.update(step(offloaded.params, placed(tree_of(3)["v"], batches))[1])
+            if saved:
+                offloaded.save_checkpoint(folder)
+        with CONTEXTS[wrapping]():
+            if saved:
+                offloaded.load_checkpoint(folder)
+            found = offloaded.to_pytree()
+        expected = found if expected is None else expected
+        assert_same_tree(found, expected)
+
+
+SCALED, SCHEDULED = {"param_dtype": "float16", "loss_scale": 8.0}, {"lr": optax.cosine_decay_schedule(1e-2, 9)}
 
 
 @processes(1, 2)
-def test_no_transfer_is_implicit():
+@pytest.mark.parametrize("kind", ["one device", "sharded", "stage 2", "stage 3"])
+@pytest.mark.parametrize(
+    "fields",
+    [SCALED | SCHEDULED, slow({}), slow(SCALED), slow(SCHEDULED)],
+    ids=["scaled and scheduled", "plain", "scaled", "scheduled"],
+)
+def test_no_transfer_is_implicit(kind, fields):
     """Under ``jax.transfer_guard("disallow")``, where the user has placed parameters, batches and the mesh."""
-    shape, names, specs = MESHES["data x fsdp"]
-    here, line = jax.local_devices()[0], Mesh(np.array(jax.devices()[:4]), ("x",))
-    on_line = {name: P() for name in SHAPES}
-    kinds = {
-        "one device": (lambda tree: jax.device_put(tree, here), jax.sharding.SingleDeviceSharding(here), {}),
-        "sharded": (lambda tree: on(mesh_of(shape, names), specs, tree), NamedSharding(mesh_of(shape, names), P()), {}),
-        "stage 2": (lambda tree: on(line, on_line, tree), NamedSharding(line, P("x")), {"mesh": line, "stage": 2}),
-        "stage 3": (
-            lambda tree: on(line, on_line, tree),
-            NamedSharding(line, P("x")),
-            {"mesh": line, "stage": 3, "param_persistence_threshold": 0},
-        ),
-    }
-    for make, batches, arguments in kinds.values():
-        for fields in ({}, {"param_dtype": "float16", "loss_scale": 8.0}, {"lr": optax.cosine_decay_schedule(1e-2, 9)}):
-            params, batch = make(tree_of(0)), placed(tree_of(3)["v"], batches)
-            expected = None
-            for guard in ("allow", "disallow"):
-                with jax.transfer_guard(guard):
-                    offloaded = wrap(params, **arguments, **{**HYPER, "gradient_clipping": 1.0, **fields})
-                    step = offloaded.value_and_grad(lambda p, x: (x @ gather_params(p)["b"].astype(x.dtype)).sum())
-                    for _ in range(2):
-                        offloaded.update(step(offloaded.params, batch)[1])
-                found = offloaded.to_pytree()
-                expected = found if expected is None else expected
-                assert_same_tree(found, expected)
+    make, batches, arguments = ways()[kind]
+    make = partial(on, line(), {}) if "mesh" in arguments else make
+    params, batch, expected = make(tree_of(0)), placed(tree_of(3)["v"], batches), None
+    for guard in ("allow", "disallow"):
+        with jax.transfer_guard(guard):
+            offloaded = wrap(params, **arguments, **{**HYPER, "gradient_clipping": 1.0, **fields})
+            step = offloaded.value_and_grad(lambda p, x: (x @ gather_params(p)["b"].astype(x.dtype)).sum())
+            for _ in range(2):
+                offloaded.update(step(offloaded.params, batch)[1])
+        found = offloaded.to_pytree()
+        expected = found if expected is None else expected
+        assert_same_tree(found, expected)
+
+
+OPTIONS = {
+    "small buckets": {"reduce_bucket_size": 40},
+    "clipped": {"gradient_clipping": 0.5, "gradient_accumulation_steps": 2, "param_dtype": "bfloat16"},
+    "delayed": {"schedule": "delayed", "delay_warmup_steps": 1},
+}
+FEW = [("fsdp x tensor", "small buckets"), ("data x fsdp", "clipped"), ("1 x 4", "delayed")]
 
 
 @processes(1, 2)
-def test_devices_with_memory_of_their_own_give_the_same_bits():
+@pytest.mark.parametrize(
+    ("mesh", "options"), [*FEW, *(slow(*case) for case in itertools.product(MESHES, OPTIONS) if case not in FEW)]
+)
+def test_devices_with_memory_of_their_own_give_the_same_bits(mesh, options):
     """CPU devices stand for them: their memory is taken for another than the host's."""
-    for (shape, names, specs), fields in itertools.product(
-        MESHES.values(),
-        (
-            {"reduce_bucket_size": 40},
-            {"gradient_clipping": 0.5, "gradient_accumulation_steps": 2, "param_dtype": "bfloat16"},
-            {"schedule": "delayed", "delay_warmup_steps": 1},
-        ),
-    ):
-        mesh = mesh_of(shape, names)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(placement, "on_cpu", lambda array: False)
-            there = wrap(on(mesh, specs, tree_of(0)), **HYPER, **fields)
-        assert isinstance(there._pipeline.device, Places)
-        here = wrap(on(mesh, specs, tree_of(0)), **HYPER, **fields)
-        with jax.set_mesh(mesh):
-            for step in range(4):
-                gradients = on(mesh, specs, tree_of(step + 1))
-                assert there.update(gradients)["w"].sharding == NamedSharding(mesh, specs["w"])
-                here.update(gradients)
-                assert there.report == here.report
-            assert_same_tree(whole(there.flush()), whole(here.flush()))
-        assert_same_tree(there.to_pytree(), here.to_pytree())
+    (shape, names, specs), fields = MESHES[mesh], OPTIONS[options]
+    mesh = mesh_of(shape, names)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(placement, "on_cpu", lambda array: False)
+        there = wrap(on(mesh, specs, tree_of(0)), **HYPER, **fields)
+    assert isinstance(there._pipeline.device, Places)
+    here = wrap(on(mesh, specs, tree_of(0)), **HYPER, **fields)
+    with jax.set_mesh(mesh):
+        for step in range(4):
+            gradients = on(mesh, specs, tree_of(step + 1))
+            assert there.update(gradients)["w"].sharding == NamedSharding(mesh, specs["w"])
+            here.update(gradients)
+            assert there.report == here.report
+        there.flush(), here.flush()
+    assert_same_tree(there.to_pytree(), here.to_pytree())
+    assert_same_tree(shards(there.params), shards(here.params))
 
 
 @processes(1, 2)
-def test_a_function_that_the_user_has_compiled_follows_the_loss_scale():
+@pytest.mark.parametrize("kind", ["one device", "explicit", "stage 3", slow("sharded"), slow("stage 2")])
+def test_a_function_that_the_user_has_compiled_follows_the_loss_scale(kind):
     """It falls while gradients overflow, and rises again."""
-    shape, names, specs = MESHES["data x fsdp"]
-    mesh, line = mesh_of(shape, names), Mesh(np.array(jax.devices()[:4]), ("x",))
-    explicit = mesh_of(shape, names, AxisType.Explicit)
-    kinds = {
-        "one device": (lambda tree: jax.device_put(tree, jax.local_devices()[1]), None, {}),
-        "sharded": (lambda tree: on(mesh, specs, tree), NamedSharding(mesh, P()), {}),
-        "explicit": (lambda tree: on(explicit, specs, tree), NamedSharding(explicit, P()), {}),
-        "stage 2": (lambda tree: tree, NamedSharding(line, P("x")), {"mesh": line, "stage": 2}),
-        "stage 3": (
-            lambda tree: tree,
-            NamedSharding(line, P("x")),
-            {"mesh": line, "stage": 3, "param_persistence_threshold": 0},
-        ),
-    }
     fields = {"param_dtype": "float16", "initial_loss_scale": 2.0**16, "loss_scale_window": 2, **HYPER}
-    for kind, (make, batches, arguments) in kinds.items():
-        batch = np.full((4, 4), 0.5, np.float32)
-        batch = jax.device_put(batch, jax.local_devices()[1]) if batches is None else placed(batch, batches)
-        specs_of_batch = {"in_specs": P("x")} if "mesh" in arguments else {}
-        ours, theirs = (wrap(make(tree_of(0)), **arguments, **fields) for _ in range(2))
+    make, batches, arguments = ways()[kind]
+    batch = placed(np.full((4, 4), 0.5, np.float32), batches)
+    specs_of_batch = {"in_specs": P("x")} if "mesh" in arguments else {}
+    ours, theirs = (wrap(make(tree_of(0)), **arguments, **fields) for _ in range(2))
 
-        def loss_fn(params, x):
-            return (x @ gather_params(params)["b"].astype(x.dtype)).sum()
+    def loss_fn(params, x):
+        return (x @ gather_params(params)["b"].astype(x.dtype)).sum()
 
-        compiled = jax.jit(ours.value_and_grad(loss_fn, **specs_of_batch))
-        plain = theirs.value_and_grad(loss_fn, **specs_of_batch)
-        scales = []
-        for _ in range(7):
-            ours.update(compiled(ours.params, batch)[1])
-            theirs.update(plain(theirs.params, batch)[1])
-            assert ours.report == theirs.report, kind
-            scales.append(ours.report.loss_scale)
-        assert sorted(set(scales)) != scales, kind
-        assert ours.count > 2, kind
-        assert_same_tree(ours.to_pytree(), theirs.to_pytree())
-        before = compiled(ours.params, batch)[1]
-        ours.load_pytree({**ours.to_pytree(), "loss_scale": {"scale": 2.0, "good_steps": 0, "tolerated": 0}})
-        with refuses(GradientError, "expected 2: they are from before"):
-            ours.update(before)
+    compiled = jax.jit(ours.value_and_grad(loss_fn, **specs_of_batch))
+    plain = theirs.value_and_grad(loss_fn, **specs_of_batch)
+    scales = []
+    for _ in range(7):
         ours.update(compiled(ours.params, batch)[1])
-        assert ours.report.loss_scale == 2
+        theirs.update(plain(theirs.params, batch)[1])
+        assert ours.report == theirs.report
+        scales.append(ours.report.loss_scale)
+    assert sorted(set(scales)) != scales
+    assert ours.count > 2
+    assert_same_tree(ours.to_pytree(), theirs.to_pytree())
+    before = compiled(ours.params, batch)[1]
+    ours.load_pytree({**ours.to_pytree(), "loss_scale": {"scale": 2.0, "good_steps": 0, "tolerated": 0}})
+    with refuses(GradientError, "expected 2: they are from before"):
+        ours.update(before)
+    ours.update(compiled(ours.params, batch)[1])
+    assert ours.report.loss_scale == 2
+
+
+def values(seed):
+    return {name: value for name, value in tree_of(seed).items() if value.size}  # orbax saves no empty arrays
 
 
 @processes(1, 2)
-def test_a_sharded_tree_of_states_is_saved_by_orbax_and_nobody_has_it_whole(folder):
+@pytest.mark.parametrize("kind", ["placed", "offload_param", slow("bfloat16"), slow("stage 3"), slow("stage 2")])
+def test_a_sharded_tree_of_states_is_saved_by_orbax_and_nobody_has_it_whole(kind, folder, processes):
     def refuse(*_, **__):
         raise AssertionError("a whole array")
 
-    def values(seed):
-        return {name: value for name, value in tree_of(seed).items() if value.size}  # orbax saves no empty arrays
-
-    shape, names, specs = MESHES["fsdp x tensor"]
-    mesh, line = mesh_of(shape, names), Mesh(np.array(jax.devices()[:4]), ("x",))
-    stage3 = {"mesh": line, "stage": 3, "param_persistence_threshold": 40, "reduce_bucket_size": 64}
-    kinds = {
-        "placed": (lambda tree: on(mesh, specs, tree), {}),
-        "bfloat16": (lambda tree: on(mesh, specs, tree), {"param_dtype": "bfloat16"}),
-        "stage 3": (lambda tree: on(line, {}, tree), stage3),
-        "offload_param": (lambda tree: on(line, {}, tree), {**stage3, "offload_param": "cpu"}),
-        "stage 2": (lambda tree: on(line, {}, tree), {"mesh": line, "stage": 2}),
-    }
-    for kind, (make, fields) in kinds.items():
-        ours, other = wrap(make(values(0)), **fields, **HYPER), wrap(make(values(9)), **fields, **HYPER)
-        for step in range(2):
-            ours.update(make(values(step + 1)))
-        other.update(make(values(5)))
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(AsPlaced, "_whole", refuse)
-            patch.setattr(AsPlaced, "cut", refuse)
-            patch.setattr(ShardLayout, "from_core", refuse)
-            patch.setattr(ShardLayout, "to_core", refuse)
-            tree = ours.to_pytree(sharded=True)
-            for name in ("params", "master", "exp_avg", "exp_avg_sq"):
-                for path, array in tree[name].items():
-                    like = ours.params[path]
-                    assert lies_as(array, like), (kind, name, path)
-                    assert all(
-                        a.data.shape == b.data.shape
-                        for a, b in zip(array.addressable_shards, like.addressable_shards, strict=True)
-                    )
-                    assert name == "params" or array.sharding.memory_kind == "pinned_host"
-            with orbax.StandardCheckpointer() as checkpointer:
-                checkpointer.save(folder / kind, tree, force=True)
-            target = other.to_pytree(sharded=True)
-            with orbax.StandardCheckpointer() as checkpointer:
-                restored = checkpointer.restore(folder / kind, target)
-            other.load_pytree(restored)
-        assert_same_tree(other.to_pytree(), ours.to_pytree())
-        jax.tree.map(lambda leaf: isinstance(leaf, jax.Array) and leaf.delete(), restored)
-        for offloaded in (ours, other):
-            offloaded.update(make(values(7)))
-        assert_same_tree(other.to_pytree(), ours.to_pytree())
-        if kind == "placed" and jax.process_count() == 2:
-            back = wrap(on(line, {"w": P("x")}, values(0)), **HYPER)
-            with refuses(StateError, "is cut over several processes, and not as its parameter"):
-                back.load_pytree(ours.to_pytree(sharded=True))
-        elif jax.process_count() == 1:
-            back = wrap(values(0), **({"param_dtype": "bfloat16"} if kind == "bfloat16" else {}), **HYPER)
+    (shape, names, specs), row = MESHES["fsdp x tensor"], line()
+    stage3 = {"mesh": row, "stage": 3, "param_persistence_threshold": 40, "reduce_bucket_size": 64}
+    fields = {
+        "placed": {},
+        "bfloat16": {"param_dtype": "bfloat16"},
+        "stage 3": stage3,
+        "offload_param": {**stage3, "offload_param": "cpu"},
+        "stage 2": {"mesh": row, "stage": 2},
+    }[kind]
+    make = partial(on, row, {}) if "mesh" in fields else partial(on, mesh_of(shape, names), specs)
+    ours, other = wrap(make(values(0)), **fields, **HYPER), wrap(make(values(9)), **fields, **HYPER)
+    for step in range(2):
+        ours.update(make(values(step + 1)))
+    other.update(make(values(5)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AsPlaced, "_whole", refuse)
+        patch.setattr(AsPlaced, "cut", refuse)
+        patch.setattr(ShardLayout, "from_core", refuse)
+        patch.setattr(ShardLayout, "to_core", refuse)
+        tree = ours.to_pytree(sharded=True)
+        for name in ("params", "master", "exp_avg", "exp_avg_sq"):
+            for path, array in tree[name].items():
+                like = ours.params[path]
+                assert lies_as(array, like), (name, path)
+                shards = zip(array.addressable_shards, like.addressable_shards, strict=True)
+                assert all(a.data.shape == b.data.shape for a, b in shards)
+                assert name == "params" or array.sharding.memory_kind == "pinned_host"
+        with orbax.StandardCheckpointer() as checkpointer:
+            checkpointer.save(folder / "saved", tree, force=True)
+        target = other.to_pytree(sharded=True)
+        with orbax.StandardCheckpointer() as checkpointer:
+            restored = checkpointer.restore(folder / "saved", target)
+        other.load_pytree(restored)
+    assert_same_tree(other.to_pytree(), ours.to_pytree())
+    jax.tree.map(lambda leaf: isinstance(leaf, jax.Array) and leaf.delete(), restored)
+    for offloaded in (ours, other):
+        offloaded.update(make(values(7)))
+    assert_same_tree(other.to_pytree(), ours.to_pytree())
+    if kind == "placed" and processes == 2:
+        back = wrap(on(row, {"w": P("x")}, values(0)), **HYPER)
+        with refuses(StateError, "is cut over several processes, and not as its parameter"):
             back.load_pytree(ours.to_pytree(sharded=True))
-            assert_same_tree(back.to_pytree(), ours.to_pytree())
+    elif processes == 1:
+        back = wrap(values(0), **({"param_dtype": "bfloat16"} if kind == "bfloat16" else {}), **HYPER)
+        back.load_pytree(ours.to_pytree(sharded=True))
+        assert_same_tree(back.to_pytree(), ours.to_pytree())
