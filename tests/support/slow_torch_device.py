@@ -37,7 +37,7 @@ class SlowTorchDevice(HostTorchDevice):
             tensor[start : start + numel] = torch.nan
 
         def copy():
-            assert self.gate.wait(30)
+            assert self.gate.wait(120)
             time.sleep(self.delay)
             if self.fails:
                 raise OSError("the copy failed, as asked")
