@@ -195,8 +195,8 @@ TORCH = ("torch.distributed", "safetensors.torch", "frontends.torch", "torch._dy
 
 
 def torch_server() -> ForkServer:
-    """Forks of a process that has imported torch and its front end, with one thread each."""
+    """Forks of a process that has imported torch and its front end, with one thread each, and no network."""
     global _torch_server
     if _torch_server is None or _torch_server.closed:
-        _torch_server = ForkServer(*TORCH, environment={"OMP_NUM_THREADS": "1"})
+        _torch_server = ForkServer(*TORCH, environment={"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
     return _torch_server
