@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer, move_to_device
 from accelerate.state import PartialState
@@ -16,10 +17,11 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from frontends.torch import OffloadedAdamW
 from frontends.torch.integrations.accelerate import save_in_shards
 from frontends.torch.integrations.shards import FOLDER
-from offload_core.errors import CheckpointError, ConfigError
+from offload_core.errors import CheckpointError, ConfigError, StateError
 from tests.support.hugging_face import alone
-from tests.support.processes import run as run_ranks
+from tests.support.processes import on_ranks
 from tests.support.torch_models import assert_same, same_bits
+from tests.support.torch_rank import bits, make
 
 __all__ = ["alone"]  # a fixture
 
@@ -179,16 +181,57 @@ def test_only_a_prepared_optimizer_of_ours_is_saved_in_shards():
         save_in_shards(run.accelerator, run.model, other)
 
 
+class OfRanks:
+    """A model with a frozen part, and an optimizer over the ranks, prepared."""
+
+    def __init__(self, seed):
+        self.accelerator = Accelerator(cpu=True)
+        model = make(seed).to(torch.bfloat16)
+        model[0].requires_grad_(False)
+        optimizer = OffloadedAdamW(model.parameters(), lr=1e-2, process_group=dist.group.WORLD)
+        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+
+    def train(self, seeds):
+        for seed in seeds:
+            x = torch.randn(8, 32, generator=torch.Generator().manual_seed(2 * seed + dist.get_rank()))
+            self.accelerator.backward(self.model(x.bfloat16()).float().pow(2).mean())
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+
 def test_ranks_save_and_load_their_shards(tmp_path):
-    for result in run_ranks("shards", 2, tmp_path, "accelerate_worker.py"):
-        assert result["resumed"] == result["straight"]
-        assert result["step"] == 5
+    """A run goes on as if it had not been interrupted, also with the master weights that bfloat16 rounds."""
+
+    @on_ranks(2)
+    def _(rank):
+        straight, resumed = OfRanks(0), OfRanks(1)
+        for run in (straight, resumed):
+            save_in_shards(run.accelerator, run.model, run.optimizer)
+        straight.train(range(3))
+        straight.accelerator.save_state(str(tmp_path))
+        straight.train(range(3, 5))
+        resumed.accelerator.load_state(str(tmp_path))
+        resumed.train(range(3, 5))
+        assert bits(straight.model) == bits(resumed.model)
+        assert resumed.optimizer.optimizer.updates == 5
 
 
 def test_accelerates_own_file_of_one_ranks_part_is_refused(tmp_path):
-    first, _ = run_ranks("plain", 2, tmp_path, "accelerate_worker.py")
-    assert "a file for all ranks would lack the others' parts; expected" in first["said"]
-    assert first["copied"]
+    """It would hold the states of rank 0 alone, which no rank could load."""
+
+    @on_ranks(2)
+    def _(rank):
+        run = OfRanks(0)
+        run.train([0])
+        if rank == 0:
+            with pytest.raises(StateError, match="a file for all ranks would lack the others' parts; expected"):
+                run.accelerator.save_state(str(tmp_path))
+        else:
+            run.accelerator.save_state(str(tmp_path))
+        file = io.BytesIO()
+        torch.save(copy.deepcopy(run.optimizer.state_dict()), file)
+        file.seek(0)
+        run.optimizer.load_state_dict(torch.load(file))
 
 
 def test_a_step_that_grad_scaler_skips_is_none():

@@ -1,6 +1,8 @@
 """PyTorch Lightning: OffloadedAdamW from configure_optimizers, and OffloadStrategy, bit for bit as torch's AdamW."""
 
 import os
+from functools import partial
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import lightning.pytorch as pl
@@ -16,7 +18,7 @@ from frontends.torch import wrap
 from frontends.torch.integrations.lightning import TRAINER, OffloadStrategy
 from frontends.torch.integrations.shards import FOLDER
 from offload_core.checkpoint.reader import Checkpoint, Loaded
-from offload_core.errors import CheckpointError, ConfigError
+from offload_core.errors import CheckpointError, ConfigError, StateError
 from tests.support.lightning_models import (
     BATCHES,
     CLIP,
@@ -34,8 +36,9 @@ from tests.support.lightning_models import (
     trainer_of,
     weights_of,
 )
-from tests.support.processes import run
+from tests.support.processes import on_ranks
 from tests.support.torch_models import same_bits
+from tests.support.torch_rank import bits
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -577,16 +580,98 @@ def test_checkpoints_that_cannot_be_are_refused(tmp_path):
 # --- several ranks -------------------------------------------------------------------------------------
 
 
+RANKS = {"devices": 2, "batch_size": 1, "use_distributed_sampler": True}
+
+
+def bits_of(tensors):
+    return bits(SimpleNamespace(parameters=lambda: tensors))
+
+
 def test_two_ranks_train_as_ddp_does_and_resume_their_shards(tmp_path):
-    """And OffloadedAdamW over the ranks behind Lightning's own DDP, whose file would have one rank's part."""
-    results = run("trained", 2, tmp_path, "lightning_worker.py")
-    for result in results:
-        weights, seen = result["theirs"]
-        assert result["2"] == result["3"] == result["theirs"]
-        assert result["file 2"] == result["file 3"] == result["alone"] == weights
-        assert result["resumed"] == [weights, seen[BATCHES:]]
-        assert result["share 2"] == pytest.approx(0.5, abs=0.01)
-        assert len({*result["uneven"]}) == 1
-        assert result["deferred"][0] == result["deferred"][1]
-    assert results[0]["theirs"][1] != results[1]["theirs"][1]  # of different batches
-    assert "a file for all ranks would lack the others' parts" in results[0]["said"]
+    """Stage 3 is built in shards, and resumed in stage 2."""
+
+    @on_ranks(2)
+    def found(rank):
+        theirs = fitted(tmp_path / "theirs", Model(torchs), "ddp", **RANKS)
+        expected = bits(theirs)
+        for stage, fields in STAGES.items():
+            model = Model(engines, late=stage == 3)
+            fitted(tmp_path / f"{stage}", model, OffloadStrategy(**fields), save_every=BATCHES, **RANKS)
+            assert (bits_of(list(weights_of(model).values())), model.seen) == (expected, theirs.seen)
+            held = sum(state["exp_avg"].numel() for state in model.fitting.optimizers[0].state.values())
+            if stage == 2:
+                assert held / sum(p.numel() for p in model.parameters()) == pytest.approx(0.5, abs=0.01)
+            path = tmp_path / f"{stage}.ckpt"
+            model.fitting.save_checkpoint(path, weights_only=True)
+            loaded = Model()
+            loaded.load_state_dict(torch.load(path, weights_only=True)["state_dict"])
+            assert bits(loaded) == expected
+        path = tmp_path / "3" / f"step={BATCHES}.ckpt"
+        resumed = fitted(tmp_path / "resumed", Model(engines), OffloadStrategy(stage=2), resume=path, **RANKS)
+        assert (bits(resumed), resumed.seen) == (expected, theirs.seen[BATCHES:])
+        return theirs.seen
+
+    assert found[0] != found[1]  # of different batches
+
+
+def test_in_stage_1_gradients_are_summed_on_each_rank_before_they_are_reduced_as_under_ddp(tmp_path):
+    @on_ranks(2)
+    def _(rank):
+        settings = {**RANKS, "accumulate_grad_batches": 2}
+        theirs = fitted(tmp_path / "theirs", Model(torchs), "ddp", **settings)
+        model = fitted(tmp_path / "1", Model(engines), OffloadStrategy(stage=1), **settings)
+        assert (bits(model), model.seen) == (bits(theirs), theirs.seen)
+
+
+class Uneven(pl.LightningModule):
+    """Each micro-step one rank uses other parameters than the other."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(2))
+
+    def loss(self, batch_idx, rank):
+        used = self.layers if rank == 0 else self.layers[batch_idx % 2 : batch_idx % 2 + 1]
+        return sum(layer(torch.full((1, 16), batch_idx + rank + 1.0)).square().mean() for layer in used)
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch_idx, self.global_rank)
+
+    def configure_optimizers(self):
+        return engines(self)
+
+
+def test_ranks_that_use_other_parameters_add_each_micro_steps_mean(tmp_path):
+    """The last update of the epoch has one micro-step. By hand: each micro-step's mean over the ranks, summed."""
+
+    @on_ranks(2)
+    def _(rank):
+        settings = {**RANKS, "accumulate_grad_batches": 2, "max_epochs": 1}
+        model, plain = fitted(tmp_path, Uneven(), OffloadStrategy(), **settings), Uneven()
+        optimizer = torchs(plain)
+        for batch_idx in range(BATCHES):
+            losses = [plain.loss(batch_idx, rank) / 2 for rank in range(2)]
+            grads = [torch.autograd.grad(loss, [*plain.parameters()], materialize_grads=True) for loss in losses]
+            for p, first, second in zip(plain.parameters(), *grads, strict=True):
+                mean = (first + second) / 2
+                p.grad = mean if p.grad is None else p.grad + mean
+            if batch_idx % 2 or batch_idx == BATCHES - 1:
+                optimizer.step()
+                optimizer.zero_grad()
+        assert bits(model) == bits(plain)
+
+
+def test_lightnings_own_file_of_one_ranks_part_is_refused(tmp_path):
+    """Rank 0 alone writes it; OffloadedAdamW over the ranks trains behind Lightning's DDP as torch's optimizer does."""
+
+    @on_ranks(2)
+    def _(rank):
+        theirs = fitted(tmp_path / "theirs", Model(torchs), "ddp", **RANKS)
+        new = partial(ours, process_group=dist.group.WORLD)
+        model = fitted(tmp_path / "ours", Model(new), "ddp", **RANKS)
+        assert bits(model) == bits(theirs)
+        if rank == 0:
+            states = model.fitting.strategy.optimizer_state(model.fitting.optimizers[0])
+            with pytest.raises(StateError, match="a file for all ranks would lack the others' parts"):
+                torch.save(states, tmp_path / "states.pt")

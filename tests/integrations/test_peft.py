@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from peft import LoraConfig, PeftModel, inject_adapter_in_model
 from transformers import AutoModelForCausalLM
 
@@ -10,8 +11,9 @@ from frontends.torch.files.export import whole_state_dict
 from offload_core.errors import StateError
 from tests.support.adapters import LORA, adapted, batch, each_layer, on_engine, with_torch
 from tests.support.hugging_face import LR, alone, llama
-from tests.support.processes import run
+from tests.support.processes import on_ranks
 from tests.support.torch_models import same_bits
+from tests.support.torch_rank import bits
 
 __all__ = ["alone"]  # a fixture
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT's
@@ -175,8 +177,21 @@ def test_an_adapter_that_is_taken_away_is_missed_by_nobody():
     assert engine.optimizer.updates == 1
 
 
-@pytest.mark.slow
 def test_two_ranks_merge_and_save_what_one_process_with_torch_does(tmp_path):
-    for found in run("adapters", 2, tmp_path, "trainer_worker.py"):
-        assert found["merged"] == found["theirs, merged"]
-        assert found["saved"] == found["theirs"]
+    """An adapter in stage 3, merged layer by layer, against both ranks' batches with torch."""
+
+    @on_ranks(2)
+    def _(rank):
+        expected = adapted()
+        with_torch(expected, range(3), ranks=2)
+        model = wrap(adapted(), lr=LR, **STAGES["3"])
+        on_engine(model, range(3), rank, 2)
+        trained = {name: p for name, p in model.module.named_parameters() if p.requires_grad}
+        with gathered_parameters(trained.values()):
+            model.module.save_pretrained(tmp_path, state_dict=trained, is_main_process=rank == 0)
+        dist.barrier()
+        assert bits(PeftModel.from_pretrained(llama(), tmp_path)) == bits(expected)
+        each_layer(model.module, lambda layer: layer.merge())
+        merged = model.module.unload()
+        with gathered_parameters(merged.parameters()):
+            assert bits(merged) == bits(expected.merge_and_unload())

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from peft import LoraConfig, PeftModel
 from transformers import AutoModelForCausalLM
 
@@ -11,15 +12,18 @@ from tests.support.hugging_face import (
     CLIP,
     STAGES,
     Generated,
+    MeanOfRanks,
     alone,
     assert_same_run,
     llama,
     norms,
     states_of,
+    told,
 )
-from tests.support.processes import run
-from tests.support.sft import ExactNormSFTTrainer, OffloadSFTTrainer, tuned
+from tests.support.processes import on_ranks
+from tests.support.sft import ExactNormSFTTrainer, OffloadSFTTrainer, SFTTrainer, tuned
 from tests.support.torch_models import same_bits
+from tests.support.torch_rank import bits
 
 __all__ = ["alone"]  # a fixture
 pytestmark = pytest.mark.filterwarnings(
@@ -75,10 +79,29 @@ def test_an_adapter_trains_resumes_and_is_read_by_peft(tmp_path, stage):
         assert not p.requires_grad or same_bits(p, loaded[name]), name
 
 
-@pytest.mark.slow
 def test_two_ranks_fine_tune_as_torch_does_with_each_micro_steps_mean(tmp_path):
-    for found in run("sft", 2, tmp_path, "trainer_worker.py"):
-        assert found["2"] == found["3"] == found["theirs"]
-        assert found["resumed"] == found["theirs"]
-        assert found["saved"] == found["theirs"]["bits"]
-        assert found["adapter, 3"] == found["adapter, theirs"]
+    """In stages 2 and 3, resumed, and with an adapter."""
+
+    @on_ranks(2)
+    def _(rank):
+        class MeanOfRanksSFTTrainer(MeanOfRanks, SFTTrainer):
+            pass
+
+        def of(name, kind, **fields):
+            generated = Generated()
+            trainer = tuned(tmp_path / name, kind, generated=generated, settings={"ddp_backend": "gloo"}, **fields)
+            return trainer, told(trainer, generated)
+
+        adapter = {"peft_config": LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"])}
+        _, expected = of("theirs", MeanOfRanksSFTTrainer)
+        assert of("2", OffloadSFTTrainer, offload=STAGES["2"])[1] == expected
+        trainer, found = of("3", OffloadSFTTrainer, offload=STAGES["3"])
+        assert found == expected
+        trainer.save_model(str(tmp_path / "saved"))
+        dist.barrier()
+        assert bits(AutoModelForCausalLM.from_pretrained(tmp_path / "saved")) == expected[0]
+        path = str(tmp_path / "3" / "checkpoint-2")
+        _, resumed = of("resumed", OffloadSFTTrainer, offload=STAGES["3"], resume=path)
+        assert (*resumed[:2], expected[2][:2] + resumed[2]) == expected
+        _, expected = of("adapter", MeanOfRanksSFTTrainer, **adapter)
+        assert of("parts", OffloadSFTTrainer, offload=STAGES["3"], **adapter)[1] == expected

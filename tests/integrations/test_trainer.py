@@ -3,10 +3,12 @@
 import json
 import shutil
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import TrainerCallback, get_scheduler
 
@@ -15,9 +17,22 @@ from frontends.torch.integrations.transformers import FOLDER, OffloadCallback
 from offload_core.checkpoint.reader import Checkpoint, Loaded
 from offload_core.errors import CheckpointError, ConfigError, ConfigWarning
 from offload_core.step_log import StepLog
-from tests.support.hugging_face import ARGUMENTS, CLIP, EPOCH, LR, STEPS, TORCHS, alone, llama, trained
-from tests.support.processes import run
+from tests.support.hugging_face import (
+    ARGUMENTS,
+    CLIP,
+    EPOCH,
+    LR,
+    RANKS,
+    STEPS,
+    TORCHS,
+    alone,
+    llama,
+    trained,
+    trainer_of,
+)
+from tests.support.processes import on_ranks
 from tests.support.torch_models import same_bits
+from tests.support.torch_rank import bits
 
 __all__ = ["alone"]  # a fixture
 
@@ -229,11 +244,27 @@ def test_what_the_callback_cannot_do_is_said_when_training_begins(straight, tmp_
         trained(tmp_path, callbacks=[OffloadCallback()], resume=str(folder))
 
 
-@pytest.mark.slow
 def test_two_ranks_train_as_ddp_does_and_resume_their_shards(tmp_path):
-    for result in run("shards", 2, tmp_path, "trainer_worker.py"):
-        assert result["ours"] == result["theirs"] == result["resumed"]
-        assert result["share"] == pytest.approx(0.5, abs=0.01)
-        assert "save_only_model=False on 2 ranks" in result["refused"]
-        assert "checkpoints of 2 processes, and the optimizer's states are partitioned over 1" in result["whole"]
-        assert result["steps"] == 0
+    """Fused AdamW finds the gradients that DistributedDataParallel has averaged, and so does ours."""
+
+    @on_ranks(2)
+    def found(rank):
+        settings = {"learning_rate": LR, "max_steps": 5, "save_steps": 2, **RANKS}
+        saving = {**settings, "save_only_model": True}
+        theirs = trained(tmp_path / "theirs", TORCHS, **settings, save_strategy="no")
+        run = partial(trained, tmp_path / "ours", ARGUMENTS, callbacks=[OffloadCallback()], **saving)
+        ours = run()
+        dist.barrier()
+        resumed = run(resume=str(tmp_path / "ours" / "checkpoint-2"))
+        held = sum(state["exp_avg"].numel() for state in resumed.optimizer.state.values())
+        assert held / sum(p.numel() for p in resumed.model.parameters()) == pytest.approx(0.5, abs=0.01)
+        with pytest.raises(ConfigError, match="save_only_model=False on 2 ranks"):
+            trained(tmp_path / "refused", ARGUMENTS, callbacks=[OffloadCallback()], **settings)
+        whole = trainer_of(tmp_path / "whole", callbacks=[OffloadCallback()], **saving)
+        said = "checkpoints of 2 processes, and the optimizer's states are partitioned over 1"
+        with pytest.raises(ConfigError, match=said):  # ranks would write the same files at the first save
+            whole.train()
+        assert whole.state.global_step == 0
+        return [bits(run.model) for run in (theirs, ours, resumed)]
+
+    assert len({*found[0], *found[1]}) == 1, found

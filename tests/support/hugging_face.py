@@ -1,13 +1,17 @@
 """What tests with Hugging Face's libraries share."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from frontends.torch import OffloadedAdamW
 from frontends.torch.integrations.trainer import OffloadTrainer
 from frontends.torch.integrations.transformers import offloaded_adamw
 from tests.support.torch_models import same_bits
+from tests.support.torch_rank import bits
 
 STEPS, EPOCH, CLIP, LR = 8, 4, 0.5, 1e-2
 OFFLOADED = {"optimizer_cls_and_kwargs": (OffloadedAdamW, {"lr": LR})}
@@ -69,6 +73,38 @@ class ExactNorm(Trainer):
             if p.grad is not None:
                 p.grad.mul_((self.args.max_grad_norm / (norm + 1e-6)).clamp(max=1.0).float())
         return norm
+
+
+RANKS = {"per_device_train_batch_size": 1, "ddp_backend": "gloo"}
+"""TrainingArguments of two ranks."""
+
+
+class MeanOfRanks(ExactNorm):
+    """Averages each micro-step's gradients over the ranks by hand, and sums them; nothing is around the model."""
+
+    def create_optimizer(self, model=None):
+        self.model._is_accelerate_prepared = True
+        return super().create_optimizer(model)
+
+    def training_step(self, *args, **kwargs):
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        before = [p.grad for p in trained]
+        self.model.zero_grad()
+        loss = super().training_step(*args, **kwargs)
+        for p, earlier in zip(trained, before, strict=True):
+            of_each = [torch.empty_like(p.grad) for _ in range(dist.get_world_size())]
+            dist.all_gather(of_each, p.grad)
+            mean = sum(of_each) / len(of_each)
+            p.grad = mean if earlier is None else earlier + mean
+        return loss
+
+
+def told(trainer, generated=None):
+    """The bits of the master weights, what was logged of losses, and what was generated."""
+    masters = [torch.nn.Parameter(states["master"]) for states in states_of(trainer).values()]
+    losses = [[entry.get("loss"), entry.get("eval_loss")] for entry in trainer.state.log_history[:-1]]
+    tokens = None if generated is None else generated.tokens
+    return bits(SimpleNamespace(parameters=lambda: masters)), losses, tokens
 
 
 def trainer_of(folder, optimizer=OFFLOADED, *, kind=Trainer, model=None, callbacks=(), evaluated=None, **settings):

@@ -4,6 +4,7 @@ import atexit
 import json
 import os
 import pickle
+import random
 import signal
 import subprocess
 import sys
@@ -39,8 +40,8 @@ def on_ranks(
         assert found == [0, 1]
 
     The function may use what stands around it, as far as that can be pickled. It runs in a fork of a process that has
-    imported torch and the test's module: it leaves nothing behind. A rank that has returned stays as it is, and takes
-    no part, until all have returned.
+    imported torch and the test's module: it leaves nothing behind. All random draws come from the test's. A rank that
+    has returned stays as it is, and takes no part, until all have returned.
 
     Args:
         killed: ranks that end by a signal. They have no result: None.
@@ -59,7 +60,7 @@ def on_ranks(
         places = os.pathsep.join([str(root), environment_of(ROOT)["PYTHONPATH"]])
         with tempfile.TemporaryDirectory() as folder:
             Path(folder, "body").write_bytes(bodies.dumps(body))
-            of_all = {"folder": folder, "world_size": world_size, **options}
+            of_all = {"folder": folder, "world_size": world_size, "seed": random.randrange(2**32), **options}
             calls = [["tests.support.torch_rank", "run", {**of_all, "rank": rank}] for rank in range(world_size)]
             processes = [{"call": call, "alone": not forks} for call in calls]
             job |= {"environment": {"PYTHONPATH": places}, "seconds": seconds}
@@ -194,8 +195,8 @@ TORCH = ("torch.distributed", "safetensors.torch", "frontends.torch", "torch._dy
 
 
 def torch_server() -> ForkServer:
-    """Forks of a process that has imported torch and its front end, with one thread each."""
+    """Forks of a process that has imported torch and its front end, with one thread each, and no network."""
     global _torch_server
     if _torch_server is None or _torch_server.closed:
-        _torch_server = ForkServer(*TORCH, environment={"OMP_NUM_THREADS": "1"})
+        _torch_server = ForkServer(*TORCH, environment={"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
     return _torch_server

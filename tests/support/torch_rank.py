@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import pickle
+import random
 import re
 import signal
 import sys
@@ -11,6 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -89,7 +91,7 @@ def give_up(what, *, after=0, all_do=False):
         own_group._PATIENCE = SECONDS
 
 
-def run(folder, rank, world_size, port, finished, listener=None, group=True, backend="gloo") -> NoReturn:
+def run(folder, rank, world_size, seed, port, finished, listener=None, group=True, backend="gloo") -> NoReturn:
     """Run the function that is pickled in this folder as this rank, and write what it returns.
 
     Args:
@@ -106,6 +108,9 @@ def run(folder, rank, world_size, port, finished, listener=None, group=True, bac
         timeout = timedelta(seconds=SECONDS)
         store = dist.TCPStore("127.0.0.1", port, world_size, rank == 0, timeout, wait_for_workers=False, **open_socket)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
     result = pickle.loads(Path(folder, "body").read_bytes())(rank)
     Path(folder, f"{rank}.tmp").write_bytes(pickle.dumps(result))
     os.rename(Path(folder, f"{rank}.tmp"), Path(folder, f"{rank}"))

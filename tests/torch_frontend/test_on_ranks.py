@@ -1,12 +1,14 @@
 """What a test on ranks is told of them, and that nothing of them stays behind."""
 
 import os
+import random
 import select
 import signal
 import subprocess
 import sys
 import threading
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -37,12 +39,17 @@ def test_a_function_uses_what_stands_around_it_and_returns_what_it_likes(tmp_pat
         assert (values, path) == ((rank + 1, 10 * rank), tmp_path)
 
 
-def test_a_function_in_a_fork_is_no_rank():
-    @forked
-    def found():
-        return dist.is_initialized(), os.environ.get("RANK")
+def test_a_function_in_a_fork_is_no_rank_and_its_draws_come_from_the_tests():
+    def draws():
+        assert not dist.is_initialized()
+        assert "RANK" not in os.environ
+        return random.random(), np.random.rand(), torch.rand(()).item()
 
-    assert found == (False, None)
+    found = []
+    for _ in range(2):
+        random.seed(0)
+        found += [forked(draws), forked(draws)]
+    assert found[0] == found[2] != found[1] == found[3]
 
 
 def test_a_rank_that_raises_is_an_error_with_what_all_have_said():
