@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from offload_core.support.bfloat16 import why_bfloat16_is_slow
+
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
@@ -24,9 +26,9 @@ SMALL = [
 ]
 
 
-def run(*arguments: str, path: Path = ROOT) -> subprocess.CompletedProcess:
+def run(*arguments: str, path: Path = ROOT, **variables: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "bench.parts.ranks", *SMALL, *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(path)}
+    environment = {**os.environ, "PYTHONPATH": str(path), **variables}
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
 
 
@@ -36,16 +38,20 @@ def _torch() -> None:
         pytest.skip("torch is not installed")
 
 
-def test_contenders_train_alike_and_one_that_cannot_run_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("variables", [{}, {"ONEDNN_MAX_CPU_ISA": "AVX2"}], ids=["here", "where bf16 is slow"])
+def test_contenders_train_alike_and_one_that_cannot_run_is_named(variables: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "deepspeed.py").write_text("raise ImportError('no such peer')\n")
     out = tmp_path / "result.jsonl"
     names = ("offload-core", "offload-core, stage 3", "DeepSpeed", "DDP, no offload")
-    done = run("--ranks=2", "--contenders", *names, f"--json={out}", path=tmp_path)
+    done = run("--ranks=2", "--contenders", *names, f"--json={out}", path=tmp_path, **variables)
     assert done.returncode == 1, f"{done.stdout}\n{done.stderr}"
     assert "DeepSpeed: COULD NOT RUN" in done.stdout
     assert "no such peer" in done.stdout
 
     record = json.loads(out.read_text())
+    is_slow = why_bfloat16_is_slow(environ={**os.environ, **variables}) is not None
+    assert record["config"]["param_dtype"] == ("float32" if is_slow else "bfloat16")
+    assert [note.partition(":")[0] for note in record["notes"]] == ["in fp32"] * is_slow
     assert [(entry["name"], "no such peer" in entry["why"]) for entry in record["missing"]] == [("DeepSpeed", True)]
     totals = {row["name"]: row for row in record["rows"] if row["metric"] == "total"}
     assert totals.keys() == set(names) - {"DeepSpeed"}
