@@ -1,7 +1,6 @@
 """Gradients on the host: how much memory they take, whose it is and until when, and that no wait for it is for ever."""
 
 import json
-from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -374,8 +373,11 @@ def test_an_interrupt_at_any_line_of_a_wait_for_a_slot_loses_none(of):
     counted.device.close()
     for number in numbers:
         subject = begun()
-        with suppress(FewerLines):
+        try:
             interrupt_at(number, lambda subject=subject: subject.add_gradient(1, subject.values))
+        except FewerLines:
+            subject.device.close()
+            continue
         if subject.pipeline._early.asked:  # it came before anything changed: what was used stays used
             subject.pipeline.step(HYPERS, subject.tensors)
             subject.pipeline.finish()

@@ -53,7 +53,7 @@ def test_another_compiler_gives_the_same_bits(tmp_path):
 @pytest.mark.slow
 def test_no_kernel_strays_from_its_memory_or_from_defined_behaviour(tmp_path):
     flags = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-    check(tmp_path, *flags, sections=ALL_BUT_FORK)
+    check(tmp_path, *flags, sources=not_inlined(tmp_path), sections=ALL_BUT_FORK)
 
 
 @pytest.mark.slow
@@ -61,7 +61,8 @@ def test_neither_the_pool_nor_the_choice_of_instruction_set_has_a_data_race(tmp_
     # ThreadSanitizer's shadow memory wants addresses that are not randomised.
     runner = ("setarch", "-R") if shutil.which("setarch") else ()
     flags, sections = ("-O1", "-g", "-fsanitize=thread"), ("isa", "pool", "bind")
-    check(tmp_path, *flags, runner=runner, sections=sections, TSAN_OPTIONS="halt_on_error=1")
+    sources = not_inlined(tmp_path)
+    check(tmp_path, *flags, sources=sources, runner=runner, sections=sections, TSAN_OPTIONS="halt_on_error=1")
 
 
 @pytest.fixture(scope="module")
