@@ -305,7 +305,7 @@ def test_a_mesh_that_the_caller_has_set_changes_nothing(kind, contexts, folder, 
     saved, expected = kind != "numpy" and (processes == 1 or kind != "one device"), None
     for wrapping, using in contexts:
         with CONTEXTS[wrapping]():
-            offloaded = wrap(make(tree_of(0)), **arguments, reduce_bucket_size=64, **HYPER)
+            offloaded = wrap(make(tree_of(0)), **arguments, **HYPER)
         with CONTEXTS[using]():
             for step in range(2):
                 offloaded.update(make(tree_of(step + 1)))

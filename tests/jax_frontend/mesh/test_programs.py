@@ -219,6 +219,18 @@ def test_ranks_are_places_in_the_mesh_not_device_ids():
 
 
 @processes(2)
+def test_a_second_tree_on_a_mesh_starts_without_compiling():
+    compiled = []
+    wrap(tree_of(0), mesh=mesh_of(4))
+    jax.monitoring.register_event_duration_secs_listener(lambda name, *_, **__: compiled.append(name))
+    try:
+        wrap(tree_of(1), mesh=mesh_of(4))
+    finally:
+        jax.monitoring.clear_event_listeners()
+    assert not [name for name in compiled if "backend_compile" in name]
+
+
+@processes(2)
 def test_arrays_of_several_processes_are_read_shard_by_shard():
     mesh = mesh_of(4)
     stacked = split(np.arange(8, dtype=np.float32), mesh)
