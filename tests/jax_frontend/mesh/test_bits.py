@@ -105,7 +105,7 @@ def test_arrays_of_an_equivalent_mesh_or_device_are_taken_without_a_copy(axis_ty
 
 
 @processes(1, 2)
-@pytest.mark.parametrize("axis_type", [EXPLICIT, AUTO])
+@pytest.mark.parametrize("axis_type", [EXPLICIT, slow(AUTO, processes=2)])
 @pytest.mark.parametrize("n", [4, slow(1)])
 def test_value_and_grad_may_be_part_of_a_compiled_function(axis_type, n, processes):
     mesh = mesh_of(4 if processes == 2 else n, axis_type)
