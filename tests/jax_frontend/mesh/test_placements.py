@@ -77,7 +77,7 @@ def cases():
         MESHES.values(), (AxisType.Auto, AxisType.Explicit), (False, True)
     ):
         mesh = mesh_of(shape, names, types)
-        yield mesh, specs, (jax.set_mesh(mesh) if context else nullcontext())
+        yield mesh, specs, (partial(jax.set_mesh, mesh) if context else nullcontext)  # which sets it when it is called
 
 
 some_and_all = pytest.mark.parametrize("every", [3, slow(1)], ids=["some", "all"])
@@ -118,7 +118,7 @@ def test_on_any_mesh_the_bits_are_those_of_eager_optax(every):
             changes, state = transformation.update(gradients, state, params)
             params = optax.apply_updates(params, changes)
     for mesh, specs, context in itertools.islice(cases(), 0, None, every):
-        with context:
+        with context():
             offloaded = wrap(on(mesh, specs, tree_of(0)), reduce_bucket_size=64, **HYPER)
             for step in range(5):
                 got = offloaded.update(on(mesh, specs, tree_of(step + 1)))
@@ -141,7 +141,7 @@ def test_clipping_is_that_of_one_device(every):
         reports.append(alone.report)
         assert alone.report.skipped or alone.report.clip_coefficient < 1
     for mesh, specs, context in itertools.islice(cases(), 0, None, every):
-        with context:
+        with context():
             offloaded = wrap(on(mesh, specs, tree_of(0)), **fields)
             for step, report in enumerate(reports):
                 offloaded.update(on(mesh, specs, tree_of(step + 1)))
