@@ -16,9 +16,9 @@ def processes(*numbers):
     return pytest.mark.parametrize("processes", numbers, indirect=True, ids="{} processes".format)
 
 
-def slow(*values):
-    """Parameters of a law that the long layer alone checks it with."""
-    return pytest.param(*values, marks=pytest.mark.slow)
+def slow(*values, **where):
+    """Parameters that the long layer alone checks a law with; ``processes=2``: of the law in two processes."""
+    return pytest.param(*values, marks=pytest.mark.slow(**where))
 
 
 def mesh_of(world_size, axis_type=AxisType.Auto):

@@ -5,6 +5,7 @@ mesh's order; device ids are not ranks. Buckets are exchanged and gathered by ex
 ``shard_map``, compiled once for each layout. On CPU devices XLA flushes subnormal numbers to zero, also in these sums.
 """
 
+import functools
 import math
 import threading
 from collections import deque
@@ -66,6 +67,10 @@ class Ranks(Protocol):
 
     def compile(self, function: Any, **options: Any) -> Any:
         """``jax.jit`` of a function made of :meth:`map`."""
+        ...
+
+    def across(self, function: Callable[[str, jax.Array], jax.Array], in_specs: Any) -> Any:
+        """A program in which every rank runs ``function(name, part)``; all get the same. Equal ranks share it."""
         ...
 
     def stack(self, parts: Sequence[Any]) -> jax.Array:
@@ -192,6 +197,10 @@ class MeshAxis:
         """``jax.jit`` of a function made of :meth:`map`."""
         return jax.jit(function, **options)
 
+    def across(self, function: Callable[[str, jax.Array], jax.Array], in_specs: Any) -> Any:
+        """As :meth:`Ranks.across`."""
+        return _across(self.mesh, self.name, function, in_specs)
+
     def own_slice(self, flat: jax.Array, numel: int) -> jax.Array:
         """As :meth:`Ranks.own_slice`."""
         return lax.dynamic_slice_in_dim(flat, lax.axis_index(self.name) * numel, numel)
@@ -236,11 +245,31 @@ class LoneDevice:
 
         return call
 
+    def across(self, function: Callable[[str, jax.Array], jax.Array], in_specs: Any) -> Any:
+        return self.compile(functools.partial(function, self.name))
+
     def own_slice(self, flat: jax.Array, numel: int) -> jax.Array:
         return flat
 
     def gather(self, shard: jax.Array) -> jax.Array:
         return shard
+
+
+@functools.cache
+def _across(mesh: Mesh, name: str, function: Callable[[str, jax.Array], jax.Array], in_specs: Any) -> Any:
+    """Made once for each mesh: every tree that is wrapped on it needs these programs."""
+    each = functools.partial(function, name)
+    return jax.jit(jax.shard_map(each, mesh=mesh, in_specs=in_specs, out_specs=REPLICATED, check_vma=False))
+
+
+def _sum(name: str, part: jax.Array) -> jax.Array:
+    return lax.psum(part, name)
+
+
+def _of_rank_0(name: str, value: jax.Array) -> jax.Array:
+    bits = lax.bitcast_convert_type(value, jnp.uint32 if value.dtype.itemsize == 4 else jnp.uint16)
+    mine = jnp.where(lax.axis_index(name) == 0, bits.astype(jnp.uint32), 0)
+    return lax.bitcast_convert_type(lax.psum(mine, name).astype(bits.dtype), value.dtype)
 
 
 def ordered_mean(parts: jax.Array) -> jax.Array:
@@ -263,7 +292,7 @@ class JaxProcesses:
         self.rank = processes.index(jax.process_index())
         self.world_size = len(processes)
         self._axis = axis
-        self._sum = axis.compile(axis.map(lambda x: lax.psum(x, axis.name), axis.split, REPLICATED))
+        self._sum = axis.across(_sum, axis.split)
 
     def sum_integers(self, array: np.ndarray, what: str) -> None:
         if self.world_size == 1:
@@ -402,7 +431,7 @@ class JaxMeshDevice:
         self._reduce_unreduced = axis.compile(self._reduction(self._exchange, axis.split), static_argnums=(2, 3, 4))
         self._reduce_mean = axis.compile(self._reduction(self._own_slice, REPLICATED), static_argnums=(2, 3, 4))
         self._gather = axis.compile(self._gather_and_write, static_argnums=3, donate_argnums=1)
-        self._of_rank_0 = axis.compile(axis.map(self._take_rank_0s, REPLICATED, REPLICATED))
+        self._of_rank_0 = axis.across(_of_rank_0, REPLICATED)
 
     # --- parameters ----------------------------------------------------------------------------------
 
@@ -444,11 +473,6 @@ class JaxMeshDevice:
         """Rank 0's value of a replicated array, on all ranks."""
         with meeting(self.ranks[0], f"parameter {name!r}: initial value"):
             return jax.block_until_ready(self._of_rank_0(array))
-
-    def _take_rank_0s(self, value: jax.Array) -> jax.Array:
-        bits = lax.bitcast_convert_type(value, jnp.uint32 if value.dtype.itemsize == 4 else jnp.uint16)
-        mine = jnp.where(lax.axis_index(self.axis.name) == 0, bits.astype(jnp.uint32), 0)
-        return lax.bitcast_convert_type(lax.psum(mine, self.axis.name).astype(bits.dtype), value.dtype)
 
     def free_bytes(self) -> int | None:
         return free_bytes([self.axis.devices[rank] for rank in self.ranks])

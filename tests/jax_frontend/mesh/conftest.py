@@ -35,6 +35,15 @@ def folder(request, tmp_path):
 
 
 @pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Take ``slow(..., processes=2)`` off the law in one process."""
+    for item in items:
+        for mark in [mark for mark in item.own_markers if mark.name == "slow" and "processes" in mark.kwargs]:
+            if mark.kwargs["processes"] != item.callspec.params["processes"]:
+                item.own_markers.remove(mark)
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem):
     if pyfuncitem.funcargs["processes"] == 1 or pyfuncitem.config.pluginmanager.has_plugin(MEMBER):
         return None

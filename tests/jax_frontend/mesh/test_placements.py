@@ -77,7 +77,10 @@ def cases():
         MESHES.values(), (AxisType.Auto, AxisType.Explicit), (False, True)
     ):
         mesh = mesh_of(shape, names, types)
-        yield mesh, specs, (jax.set_mesh(mesh) if context else nullcontext())
+        yield mesh, specs, (partial(jax.set_mesh, mesh) if context else nullcontext)  # which sets it when it is called
+
+
+some_and_all = pytest.mark.parametrize("every", [3, slow(1)], ids=["some", "all"])
 
 
 def line():
@@ -104,7 +107,8 @@ def ways():
 
 
 @processes(1, 2)
-def test_on_any_mesh_the_bits_are_those_of_eager_optax():
+@some_and_all
+def test_on_any_mesh_the_bits_are_those_of_eager_optax(every):
     transformation = optax.adamw(HYPER["lr"], weight_decay=HYPER["weight_decay"])
     with jax.default_device(jax.local_devices()[0]):
         params = jax.tree.map(jnp.asarray, tree_of(0))
@@ -113,8 +117,8 @@ def test_on_any_mesh_the_bits_are_those_of_eager_optax():
             gradients = jax.tree.map(jnp.asarray, tree_of(step + 1))
             changes, state = transformation.update(gradients, state, params)
             params = optax.apply_updates(params, changes)
-    for mesh, specs, context in cases():
-        with context:
+    for mesh, specs, context in itertools.islice(cases(), 0, None, every):
+        with context():
             offloaded = wrap(on(mesh, specs, tree_of(0)), reduce_bucket_size=64, **HYPER)
             for step in range(5):
                 got = offloaded.update(on(mesh, specs, tree_of(step + 1)))
@@ -125,7 +129,8 @@ def test_on_any_mesh_the_bits_are_those_of_eager_optax():
 
 
 @processes(1, 2)
-def test_clipping_is_that_of_one_device():
+@some_and_all
+def test_clipping_is_that_of_one_device(every):
     """Replicas are counted once."""
     fields = {"gradient_clipping": 0.5, "gradient_accumulation_steps": 2, **HYPER}
     with jax.default_device(jax.local_devices()[0]):
@@ -135,8 +140,8 @@ def test_clipping_is_that_of_one_device():
         alone.update(tree_of(step + 1))
         reports.append(alone.report)
         assert alone.report.skipped or alone.report.clip_coefficient < 1
-    for mesh, specs, context in cases():
-        with context:
+    for mesh, specs, context in itertools.islice(cases(), 0, None, every):
+        with context():
             offloaded = wrap(on(mesh, specs, tree_of(0)), **fields)
             for step, report in enumerate(reports):
                 offloaded.update(on(mesh, specs, tree_of(step + 1)))
@@ -297,7 +302,7 @@ SOME = [("none", "none"), ("two devices", "Explicit"), ("Explicit", "two devices
 
 
 @processes(1, 2)
-@pytest.mark.parametrize("kind", ["numpy", "one device", "sharded", "stage 2", "stage 3"])
+@pytest.mark.parametrize("kind", ["numpy", "one device", "sharded", slow("stage 2", processes=2), "stage 3"])
 @pytest.mark.parametrize("contexts", [SOME, slow([*itertools.product(CONTEXTS, CONTEXTS)])], ids=["some", "all"])
 def test_a_mesh_that_the_caller_has_set_changes_nothing(kind, contexts, folder, processes):
     """``jax.set_mesh``, with any mesh, around each call or around some."""
@@ -305,7 +310,7 @@ def test_a_mesh_that_the_caller_has_set_changes_nothing(kind, contexts, folder, 
     saved, expected = kind != "numpy" and (processes == 1 or kind != "one device"), None
     for wrapping, using in contexts:
         with CONTEXTS[wrapping]():
-            offloaded = wrap(make(tree_of(0)), **arguments, reduce_bucket_size=64, **HYPER)
+            offloaded = wrap(make(tree_of(0)), **arguments, **HYPER)
         with CONTEXTS[using]():
             for step in range(2):
                 offloaded.update(make(tree_of(step + 1)))
@@ -326,7 +331,7 @@ SCALED, SCHEDULED = {"param_dtype": "float16", "loss_scale": 8.0}, {"lr": optax.
 
 
 @processes(1, 2)
-@pytest.mark.parametrize("kind", ["one device", "sharded", "stage 2", "stage 3"])
+@pytest.mark.parametrize("kind", ["one device", "sharded", slow("stage 2", processes=2), "stage 3"])
 @pytest.mark.parametrize(
     "fields",
     [SCALED | SCHEDULED, slow({}), slow(SCALED), slow(SCHEDULED)],
@@ -358,7 +363,12 @@ FEW = [("fsdp x tensor", "small buckets"), ("data x fsdp", "clipped"), ("1 x 4",
 
 @processes(1, 2)
 @pytest.mark.parametrize(
-    ("mesh", "options"), [*FEW, *(slow(*case) for case in itertools.product(MESHES, OPTIONS) if case not in FEW)]
+    ("mesh", "options"),
+    [
+        FEW[0],
+        *(slow(*case, processes=2) for case in FEW[1:]),
+        *(slow(*case) for case in itertools.product(MESHES, OPTIONS) if case not in FEW),
+    ],
 )
 def test_devices_with_memory_of_their_own_give_the_same_bits(mesh, options):
     """CPU devices stand for them: their memory is taken for another than the host's."""
@@ -381,7 +391,9 @@ def test_devices_with_memory_of_their_own_give_the_same_bits(mesh, options):
 
 
 @processes(1, 2)
-@pytest.mark.parametrize("kind", ["one device", "explicit", "stage 3", slow("sharded"), slow("stage 2")])
+@pytest.mark.parametrize(
+    "kind", ["one device", "stage 3", slow("explicit", processes=2), slow("sharded"), slow("stage 2")]
+)
 def test_a_function_that_the_user_has_compiled_follows_the_loss_scale(kind):
     """It falls while gradients overflow, and rises again."""
     fields = {"param_dtype": "float16", "initial_loss_scale": 2.0**16, "loss_scale_window": 2, **HYPER}
