@@ -1,7 +1,6 @@
 """Ctrl-C at any line of a step: the step has not been, or it has been whole."""
 
 import _thread
-import os
 import signal
 import threading
 import time
@@ -168,18 +167,20 @@ def test_two_interrupts_at_once_let_no_other_thread_into_a_section():
     seen = []
     try:
         for _ in range(30):
-            lock, state, begun = StateLock(), [0, 0], threading.Event()
+            lock, state, begun, interrupted = StateLock(), [0, 0], threading.Event(), threading.Event()
 
-            def section(state=state, begun=begun):
+            def section(state=state, begun=begun, interrupted=interrupted):
                 state[0] = 1
                 begun.set()
+                interrupted.wait(60)  # else the second would come after all that expects it
                 time.sleep(0.01)
                 state[1] = 1
 
-            def save(lock=lock, state=state, begun=begun):
+            def save(lock=lock, state=state, begun=begun, interrupted=interrupted):
                 begun.wait(60)
                 for number in signals:
-                    os.kill(os.getpid(), number)
+                    signal.pthread_kill(threading.main_thread().ident, number)
+                interrupted.set()
                 seen.append(lock.whole("save", lambda: tuple(state)))
 
             other = threads.Task(save)  # an interrupt in the middle of Thread.join has the next one wait for ever
