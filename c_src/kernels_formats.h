@@ -277,7 +277,12 @@ INLINE void fetch_pair(const block_loop *b, int64_t i) {
         fetch(b->a.high, OC_BFLOAT16, i);
 }
 
-INLINE carried adam_values(const oc_segment *a, adam_results to, int64_t n, const adam_constants *c,
+/* What is found of a block's new moments: the largest absolute bits of either. */
+typedef struct {
+    uint32_t largest_m, largest_v;
+} block_extremes;
+
+INLINE block_extremes adam_values(const oc_segment *a, adam_results to, int64_t n, const adam_constants *c,
                            const oc_adam_kind *kind, int order, int grad_dtype, int exp_avg_format,
                            int exp_avg_sq_format, int master_format, int param_dtype, uint32_t *random,
                            const random_source *source, int stream) {
@@ -297,7 +302,7 @@ INLINE carried adam_values(const oc_segment *a, adam_results to, int64_t n, cons
         .stream = stream,
         .random = random,
         .splits = splits,
-        .has_param = param_dtype != OC_NO_PARAM && master_format != OC_BFLOAT16 && !(splits && a->param == a->high),
+        .has_param = param_dtype != OC_NO_PARAM && kind->param_dtype != OC_NO_PARAM && master_format != OC_BFLOAT16 && !(splits && a->param == a->high),
     };
     carried next = {v_bits_zero(), v_bits_zero(), random_from(source->key, source->number)};
     begun first = begin_vector(&b, 0, &next), second = begin_vector(&b, LANES, &next);
@@ -312,33 +317,56 @@ INLINE carried adam_values(const oc_segment *a, adam_results to, int64_t n, cons
     }
     v32 p = finish_vector(&b, n - 2 * LANES, first), q = finish_vector(&b, n - LANES, second);
     store_pair(&b, n - 2 * LANES, p, q);
-    return next;
+    return (block_extremes){v_top(next.largest_m), v_top(next.largest_v)};
 }
 
-/* Instances for common types and formats, and one for all others. */
-#define VALUES(G, M, V, MASTER, P) adam_values(a, to, n, c, kind, order, G, M, V, MASTER, P, random, source, stream)
-#define VALUES_OF_MASTERS(G, M)                                                                                        \
-    if (kind->master_format == OC_FLOAT32 && kind->param_dtype == OC_BFLOAT16)                                         \
-        return VALUES(G, M, M, OC_FLOAT32, OC_BFLOAT16);                                                               \
-    return VALUES(G, M, M, kind->master_format, kind->param_dtype);
-#define VALUES_OF_MOMENTS(G)                                                                                           \
-    switch (kind->exp_avg_format) {                                                                                    \
-    case OC_FLOAT8: VALUES_OF_MASTERS(G, OC_FLOAT8)                                                                    \
-    case OC_BFLOAT16: VALUES_OF_MASTERS(G, OC_BFLOAT16)                                                                \
-    default: return VALUES(G, OC_FLOAT32, OC_FLOAT32, kind->master_format, kind->param_dtype);                         \
-    }
+/* A function for each common set of types and formats, which are constants in it, and one for all others, in both
+ * orders. */
+enum { MASTER_FLOAT32, MASTER_FLOAT32_TO_BFLOAT16, MASTER_BFLOAT16, MASTER_SPLIT, MASTER_CASES };
 
-INLINE carried adam_values_of(const oc_segment *a, adam_results to, int64_t n, const adam_constants *c,
-                              const oc_adam_kind *kind, int order, uint32_t *random, const random_source *source,
-                              int stream) {
-    int moments_alike = kind->exp_avg_format == kind->exp_avg_sq_format;
-    if (moments_alike && kind->grad_dtype == OC_BFLOAT16) {
-        VALUES_OF_MOMENTS(OC_BFLOAT16)
-    } else if (moments_alike && kind->grad_dtype == OC_FLOAT32) {
-        VALUES_OF_MOMENTS(OC_FLOAT32)
+#define EACH_MASTER(DO, ORDER, G, M)                                                                                   \
+    DO(ORDER, G, M, MASTER_FLOAT32, OC_FLOAT32, kind->param_dtype)                                                     \
+    DO(ORDER, G, M, MASTER_FLOAT32_TO_BFLOAT16, OC_FLOAT32, OC_BFLOAT16)                                               \
+    EACH_NARROW_MASTER(DO, ORDER, G, M)
+#define EACH_NARROW_MASTER(DO, ORDER, G, M)                                                                            \
+    DO(ORDER, G, M, MASTER_BFLOAT16, OC_BFLOAT16, OC_NO_PARAM)                                                         \
+    DO(ORDER, G, M, MASTER_SPLIT, OC_SPLIT, OC_BFLOAT16)
+#define EACH_MOMENT(DO, ORDER, G)                                                                                      \
+    EACH_NARROW_MASTER(DO, ORDER, G, OC_FLOAT32)                                                                       \
+    EACH_MASTER(DO, ORDER, G, OC_BFLOAT16)                                                                             \
+    EACH_MASTER(DO, ORDER, G, OC_FLOAT8)
+#define EACH_VALUES(DO)                                                                                                \
+    EACH_MOMENT(DO, OC_ORDER_TORCH, OC_FLOAT32)                                                                        \
+    EACH_MOMENT(DO, OC_ORDER_TORCH, OC_BFLOAT16)                                                                       \
+    EACH_MOMENT(DO, OC_ORDER_OPTAX, OC_FLOAT32)                                                                        \
+    EACH_MOMENT(DO, OC_ORDER_OPTAX, OC_BFLOAT16)
+
+#define VALUES_FUNCTION(NAME, ORDER, G, M, V, MASTER, P)                                                               \
+    static block_extremes NAME(const oc_segment *a, adam_results to, int64_t n, const adam_constants *c,               \
+                               const oc_adam_kind *kind, uint32_t *random, const random_source *source, int stream) {  \
+        return adam_values(a, to, n, c, kind, ORDER, G, M, V, MASTER, P, random, source, stream);                      \
     }
-    return VALUES(kind->grad_dtype, kind->exp_avg_format, kind->exp_avg_sq_format, kind->master_format,
-                  kind->param_dtype);
+#define DEFINE_VALUES(ORDER, G, M, CASE, MASTER, P)                                                                    \
+    VALUES_FUNCTION(values_##ORDER##_##G##_##M##_##CASE, ORDER, G, M, M, MASTER, P)
+EACH_VALUES(DEFINE_VALUES)
+VALUES_FUNCTION(values_torch, OC_ORDER_TORCH, kind->grad_dtype, kind->exp_avg_format, kind->exp_avg_sq_format,
+                kind->master_format, kind->param_dtype)
+VALUES_FUNCTION(values_optax, OC_ORDER_OPTAX, kind->grad_dtype, kind->exp_avg_format, kind->exp_avg_sq_format,
+                kind->master_format, kind->param_dtype)
+
+typedef block_extremes values_fn(const oc_segment *a, adam_results to, int64_t n, const adam_constants *c,
+                                 const oc_adam_kind *kind, uint32_t *random, const random_source *source, int stream);
+#define VALUES_ENTRY(ORDER, G, M, CASE, MASTER, P)                                                                     \
+    [ORDER][G][M][CASE] = values_##ORDER##_##G##_##M##_##CASE,
+static values_fn *const common_values[2][2][OC_FLOAT8 + 1][MASTER_CASES] = {EACH_VALUES(VALUES_ENTRY)};
+
+static values_fn *values_of(const oc_adam_kind *kind) {
+    int master = kind->master_format == OC_SPLIT ? MASTER_SPLIT
+                 : kind->master_format == OC_BFLOAT16 ? MASTER_BFLOAT16 : kind->param_dtype == OC_BFLOAT16 ? MASTER_FLOAT32_TO_BFLOAT16 : MASTER_FLOAT32;
+    int common = kind->grad_dtype != OC_FLOAT16 && kind->exp_avg_format == kind->exp_avg_sq_format && (master != MASTER_SPLIT || kind->param_dtype == OC_BFLOAT16 || kind->param_dtype == OC_NO_PARAM);
+    if (common)
+        return common_values[kind->op_order][kind->grad_dtype][kind->exp_avg_format][master];
+    return kind->op_order == OC_ORDER_TORCH ? values_torch : values_optax;
 }
 
 /* Elements are a multiple of PASS: as many as round_to_float8 takes at once. */
@@ -359,7 +387,7 @@ INLINE void round_moment(float *values, uint32_t largest, void *array, uint8_t *
 
 /* Padding is of zeros, and its new moments are zeros, unless another element's are NaN. */
 static void adam_block(const oc_segment *a, int64_t n, const adam_constants *c, uint64_t update,
-                       const oc_adam_kind *kind, int stream) {
+                       const oc_adam_kind *kind, values_fn *values, int stream) {
     _Alignas(64) float master[OC_STATE_BLOCK], exp_avg[OC_STATE_BLOCK], exp_avg_sq[OC_STATE_BLOCK];
     _Alignas(64) uint32_t random[OC_STATE_BLOCK + LANES];
     _Alignas(64) uint16_t rounded[OC_STATE_BLOCK];
@@ -377,13 +405,11 @@ static void adam_block(const oc_segment *a, int64_t n, const adam_constants *c, 
         fill_random(random + source.next_from, source.next_key, 0, n - source.next_from);
     }
     uint32_t *to_fill = rounds && !two_keys ? random : NULL;
-    const carried last = kind->op_order == OC_ORDER_TORCH
-                             ? adam_values_of(a, to, n, c, kind, OC_ORDER_TORCH, to_fill, &source, stream)
-                             : adam_values_of(a, to, n, c, kind, OC_ORDER_OPTAX, to_fill, &source, stream);
+    const block_extremes last = values(a, to, n, c, kind, to_fill, &source, stream);
     if (!keep) {
-        round_moment(to.exp_avg, v_top(last.largest_m), a->exp_avg, a->exp_avg_scale, exp_avg_format, random,
+        round_moment(to.exp_avg, last.largest_m, a->exp_avg, a->exp_avg_scale, exp_avg_format, random,
                      FOR_EXP_AVG, n);
-        round_moment(to.exp_avg_sq, v_top(last.largest_v), a->exp_avg_sq, a->exp_avg_sq_scale, exp_avg_sq_format,
+        round_moment(to.exp_avg_sq, last.largest_v, a->exp_avg_sq, a->exp_avg_sq_scale, exp_avg_sq_format,
                      random, FOR_EXP_AVG_SQ, n);
     }
     if (!keep && master_format == OC_SPLIT)
@@ -408,7 +434,7 @@ typedef struct {
 } padded_block;
 
 static void adam_padded(const oc_segment *a, int64_t count, const adam_constants *c, uint64_t update,
-                        const oc_adam_kind *kind) {
+                        const oc_adam_kind *kind, values_fn *values) {
     padded_block pad;
     oc_segment block = *a;
     const int split = kind->master_format == OC_SPLIT, bits = (int)(count % 8);
@@ -426,7 +452,7 @@ static void adam_padded(const oc_segment *a, int64_t count, const adam_constants
         block.high = memcpy(pad.high, a->high, 2 * n);
         block.ties = memcpy(pad.ties, a->ties, tie_bytes);
     }
-    adam_block(&block, (count + PASS - 1) / PASS * PASS, c, update, kind, 0);
+    adam_block(&block, (count + PASS - 1) / PASS * PASS, c, update, kind, values, 0);
     if (!kind->keep_states) {
         memcpy(a->master, pad.master, master);
         memcpy(a->exp_avg, pad.exp_avg, exp_avg);
@@ -451,6 +477,7 @@ static void *moved(const void *array, int dtype, int64_t i) {
 /* Elements [begin, end) of a segment, from a multiple of 256 on. */
 static void adam_blocks(const oc_segment *a, int64_t begin, int64_t end, const adam_constants *c, uint64_t update,
                         const oc_adam_kind *kind, int stream) {
+    values_fn *values = values_of(kind);
     for (int64_t i = begin; i < end; i += OC_STATE_BLOCK) {
         int64_t count = end - i < OC_STATE_BLOCK ? end - i : OC_STATE_BLOCK;
         oc_segment block = {.grad = moved(a->grad, kind->grad_dtype, i),
@@ -465,9 +492,9 @@ static void adam_blocks(const oc_segment *a, int64_t begin, int64_t end, const a
                             .start = a->start + i,
                             .seed = a->seed};
         if (count % PASS)
-            adam_padded(&block, count, c, update, kind);
+            adam_padded(&block, count, c, update, kind, values);
         else
-            adam_block(&block, count, c, update, kind, stream);
+            adam_block(&block, count, c, update, kind, values, stream);
     }
     if (stream)
         v_fence();

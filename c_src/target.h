@@ -1,7 +1,11 @@
-/* Compile the rest of a file for an instruction set, without compiler flags, so that one build contains all sets. */
+/* What the files of instruction sets are compiled with. */
 #ifndef OC_TARGET_H
 #define OC_TARGET_H
 
+/* Of functions of a few instructions. The compiler inlines them where they stand, and need not weigh each call. */
+#define INLINE static inline __attribute__((always_inline))
+
+/* Compile the rest of a file for an instruction set, without compiler flags, so that one build contains all sets. */
 #define OC_PRAGMA(text) _Pragma(#text)
 #if defined(__clang__)
 #define OC_TARGET_BEGIN(features)                                                                                      \
