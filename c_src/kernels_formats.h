@@ -302,7 +302,7 @@ INLINE block_extremes adam_values(const oc_segment *a, adam_results to, int64_t 
         .stream = stream,
         .random = random,
         .splits = splits,
-        .has_param = param_dtype != OC_NO_PARAM && kind->param_dtype != OC_NO_PARAM && master_format != OC_BFLOAT16 && !(splits && a->param == a->high),
+        .has_param = param_dtype != OC_NO_PARAM && master_format != OC_BFLOAT16 && !(splits && a->param == a->high),
     };
     carried next = {v_bits_zero(), v_bits_zero(), random_from(source->key, source->number)};
     begun first = begin_vector(&b, 0, &next), second = begin_vector(&b, LANES, &next);
@@ -317,37 +317,34 @@ INLINE block_extremes adam_values(const oc_segment *a, adam_results to, int64_t 
     }
     v32 p = finish_vector(&b, n - 2 * LANES, first), q = finish_vector(&b, n - LANES, second);
     store_pair(&b, n - 2 * LANES, p, q);
+    if (kind->keep_states) /* nothing is rounded */
+        return (block_extremes){0, 0};
     return (block_extremes){v_top(next.largest_m), v_top(next.largest_v)};
 }
 
 /* A function for each common set of types and formats, which are constants in it, and one for all others, in both
- * orders. */
-enum { MASTER_FLOAT32, MASTER_FLOAT32_TO_BFLOAT16, MASTER_BFLOAT16, MASTER_SPLIT, MASTER_CASES };
+ * orders. The type of gradients is a constant where all others are, too. */
+enum { FROM_FLOAT32, FROM_BFLOAT16, FROM_SPLIT, FROM_FLOAT32_TO_BFLOAT16, FROM_FLOAT32_GRAD_TO_BFLOAT16, MASTER_CASES };
 
-#define EACH_MASTER(DO, ORDER, G, M)                                                                                   \
-    DO(ORDER, G, M, MASTER_FLOAT32, OC_FLOAT32, kind->param_dtype)                                                     \
-    DO(ORDER, G, M, MASTER_FLOAT32_TO_BFLOAT16, OC_FLOAT32, OC_BFLOAT16)                                               \
-    EACH_NARROW_MASTER(DO, ORDER, G, M)
-#define EACH_NARROW_MASTER(DO, ORDER, G, M)                                                                            \
-    DO(ORDER, G, M, MASTER_BFLOAT16, OC_BFLOAT16, OC_NO_PARAM)                                                         \
-    DO(ORDER, G, M, MASTER_SPLIT, OC_SPLIT, OC_BFLOAT16)
-#define EACH_MOMENT(DO, ORDER, G)                                                                                      \
-    EACH_NARROW_MASTER(DO, ORDER, G, OC_FLOAT32)                                                                       \
-    EACH_MASTER(DO, ORDER, G, OC_BFLOAT16)                                                                             \
-    EACH_MASTER(DO, ORDER, G, OC_FLOAT8)
-#define EACH_VALUES(DO)                                                                                                \
-    EACH_MOMENT(DO, OC_ORDER_TORCH, OC_FLOAT32)                                                                        \
-    EACH_MOMENT(DO, OC_ORDER_TORCH, OC_BFLOAT16)                                                                       \
-    EACH_MOMENT(DO, OC_ORDER_OPTAX, OC_FLOAT32)                                                                        \
-    EACH_MOMENT(DO, OC_ORDER_OPTAX, OC_BFLOAT16)
+#define EACH_NARROW_MASTER(DO, ORDER, M)                                                                               \
+    DO(ORDER, M, FROM_BFLOAT16, kind->grad_dtype, OC_BFLOAT16, OC_NO_PARAM)                                            \
+    DO(ORDER, M, FROM_SPLIT, kind->grad_dtype, OC_SPLIT, kind->param_dtype)
+#define EACH_MASTER(DO, ORDER, M)                                                                                      \
+    EACH_NARROW_MASTER(DO, ORDER, M)                                                                                   \
+    DO(ORDER, M, FROM_FLOAT32, kind->grad_dtype, OC_FLOAT32, kind->param_dtype)                                        \
+    DO(ORDER, M, FROM_FLOAT32_TO_BFLOAT16, OC_BFLOAT16, OC_FLOAT32, OC_BFLOAT16)                                       \
+    DO(ORDER, M, FROM_FLOAT32_GRAD_TO_BFLOAT16, OC_FLOAT32, OC_FLOAT32, OC_BFLOAT16)
+#define EACH_MOMENT(DO, ORDER)                                                                                         \
+    EACH_NARROW_MASTER(DO, ORDER, OC_FLOAT32) EACH_MASTER(DO, ORDER, OC_BFLOAT16) EACH_MASTER(DO, ORDER, OC_FLOAT8)
+#define EACH_VALUES(DO) EACH_MOMENT(DO, OC_ORDER_TORCH) EACH_MOMENT(DO, OC_ORDER_OPTAX)
 
 #define VALUES_FUNCTION(NAME, ORDER, G, M, V, MASTER, P)                                                               \
     static block_extremes NAME(const oc_segment *a, adam_results to, int64_t n, const adam_constants *c,               \
                                const oc_adam_kind *kind, uint32_t *random, const random_source *source, int stream) {  \
         return adam_values(a, to, n, c, kind, ORDER, G, M, V, MASTER, P, random, source, stream);                      \
     }
-#define DEFINE_VALUES(ORDER, G, M, CASE, MASTER, P)                                                                    \
-    VALUES_FUNCTION(values_##ORDER##_##G##_##M##_##CASE, ORDER, G, M, M, MASTER, P)
+#define DEFINE_VALUES(ORDER, M, CASE, G, MASTER, P)                                                                    \
+    VALUES_FUNCTION(values_##ORDER##_##M##_##CASE, ORDER, G, M, M, MASTER, P)
 EACH_VALUES(DEFINE_VALUES)
 VALUES_FUNCTION(values_torch, OC_ORDER_TORCH, kind->grad_dtype, kind->exp_avg_format, kind->exp_avg_sq_format,
                 kind->master_format, kind->param_dtype)
@@ -356,16 +353,21 @@ VALUES_FUNCTION(values_optax, OC_ORDER_OPTAX, kind->grad_dtype, kind->exp_avg_fo
 
 typedef block_extremes values_fn(const oc_segment *a, adam_results to, int64_t n, const adam_constants *c,
                                  const oc_adam_kind *kind, uint32_t *random, const random_source *source, int stream);
-#define VALUES_ENTRY(ORDER, G, M, CASE, MASTER, P)                                                                     \
-    [ORDER][G][M][CASE] = values_##ORDER##_##G##_##M##_##CASE,
-static values_fn *const common_values[2][2][OC_FLOAT8 + 1][MASTER_CASES] = {EACH_VALUES(VALUES_ENTRY)};
+#define VALUES_ENTRY(ORDER, M, CASE, G, MASTER, P) [ORDER][M][CASE] = values_##ORDER##_##M##_##CASE,
+static values_fn *const common_values[2][OC_FLOAT8 + 1][MASTER_CASES] = {EACH_VALUES(VALUES_ENTRY)};
 
 static values_fn *values_of(const oc_adam_kind *kind) {
-    int master = kind->master_format == OC_SPLIT ? MASTER_SPLIT
-                 : kind->master_format == OC_BFLOAT16 ? MASTER_BFLOAT16 : kind->param_dtype == OC_BFLOAT16 ? MASTER_FLOAT32_TO_BFLOAT16 : MASTER_FLOAT32;
-    int common = kind->grad_dtype != OC_FLOAT16 && kind->exp_avg_format == kind->exp_avg_sq_format && (master != MASTER_SPLIT || kind->param_dtype == OC_BFLOAT16 || kind->param_dtype == OC_NO_PARAM);
-    if (common)
-        return common_values[kind->op_order][kind->grad_dtype][kind->exp_avg_format][master];
+    int from = FROM_FLOAT32;
+    if (kind->master_format == OC_SPLIT)
+        from = FROM_SPLIT;
+    else if (kind->master_format == OC_BFLOAT16)
+        from = FROM_BFLOAT16;
+    else if (kind->param_dtype == OC_BFLOAT16 && kind->grad_dtype == OC_BFLOAT16)
+        from = FROM_FLOAT32_TO_BFLOAT16;
+    else if (kind->param_dtype == OC_BFLOAT16 && kind->grad_dtype == OC_FLOAT32)
+        from = FROM_FLOAT32_GRAD_TO_BFLOAT16;
+    if (kind->exp_avg_format == kind->exp_avg_sq_format)
+        return common_values[kind->op_order][kind->exp_avg_format][from];
     return kind->op_order == OC_ORDER_TORCH ? values_torch : values_optax;
 }
 
