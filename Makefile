@@ -130,7 +130,7 @@ $(BUILD_STAMP): $(VENV)/.python pyproject.toml setup.py offload_core/native/_ffi
 	$(READY)
 	@echo "make: compiling the kernels: $(words $(wildcard c_src/*.c)) files," \
 	    "$$($(BIN)/python -c 'import os; print(len(getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count()))(0)))') at a time"
-	@start=$$(date +%s); $(PIP) --quiet --no-deps --no-build-isolation -e . || { \
+	@start=$$(date +%s); PYTHONWARNINGS=ignore $(PIP) --quiet --no-deps --no-build-isolation -e . || { \
 	    echo "make: the kernels could not be compiled (the reason is above)"; exit 1; }; \
 	echo "make: compiled, in $$(($$(date +%s) - start)) s"
 	@touch $@

@@ -79,9 +79,7 @@ INLINE v32 v_load_e4m3(const uint8_t *a) {
     __m256i wide = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)a)), 7);
     return _mm512_cvtph_ps(_mm256_and_si256(wide, _mm256_set1_epi16((short)0xbfff)));
 }
-INLINE vbits v_load_s16(const uint16_t *a) {
-    return _mm512_cvtepi16_epi32(_mm256_loadu_si256((const __m256i *)a));
-}
+INLINE vbits v_load_s16(const uint16_t *a) { return _mm512_cvtepi16_epi32(_mm256_loadu_si256((const __m256i *)a)); }
 static const uint16_t every_other[64] = {0,  2,  4,  6,  8,  10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30,
                                          32, 34, 36, 38, 40, 42, 44, 46, 48, 50, 52, 54, 56, 58, 60, 62,
                                          1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31,

@@ -277,15 +277,15 @@ INLINE void fetch_pair(const block_loop *b, int64_t i) {
         fetch(b->a.high, OC_BFLOAT16, i);
 }
 
-/* What is found of a block's new moments: the largest absolute bits of either. */
+/* The largest absolute bits of a block's new moments. */
 typedef struct {
     uint32_t largest_m, largest_v;
 } block_extremes;
 
 INLINE block_extremes adam_values(const oc_segment *a, adam_results to, int64_t n, const adam_constants *c,
-                           const oc_adam_kind *kind, int order, int grad_dtype, int exp_avg_format,
-                           int exp_avg_sq_format, int master_format, int param_dtype, uint32_t *random,
-                           const random_source *source, int stream) {
+                                  const oc_adam_kind *kind, int order, int grad_dtype, int exp_avg_format,
+                                  int exp_avg_sq_format, int master_format, int param_dtype, uint32_t *random,
+                                  const random_source *source, int stream) {
     const int splits = master_format == OC_SPLIT && !kind->keep_states;
     const block_loop b = {
         .a = *a,
@@ -322,8 +322,8 @@ INLINE block_extremes adam_values(const oc_segment *a, adam_results to, int64_t 
     return (block_extremes){v_top(next.largest_m), v_top(next.largest_v)};
 }
 
-/* A function for each common set of types and formats, which are constants in it, and one for all others, in both
- * orders. The type of gradients is a constant where all others are, too. */
+/* Each common set of types and formats has a function, in which they are constants, and all others share one. Only the
+ * two most common sets have a function for each type of gradients. */
 enum { FROM_FLOAT32, FROM_BFLOAT16, FROM_SPLIT, FROM_FLOAT32_TO_BFLOAT16, FROM_FLOAT32_GRAD_TO_BFLOAT16, MASTER_CASES };
 
 #define EACH_NARROW_MASTER(DO, ORDER, M)                                                                               \
@@ -409,10 +409,9 @@ static void adam_block(const oc_segment *a, int64_t n, const adam_constants *c, 
     uint32_t *to_fill = rounds && !two_keys ? random : NULL;
     const block_extremes last = values(a, to, n, c, kind, to_fill, &source, stream);
     if (!keep) {
-        round_moment(to.exp_avg, last.largest_m, a->exp_avg, a->exp_avg_scale, exp_avg_format, random,
-                     FOR_EXP_AVG, n);
-        round_moment(to.exp_avg_sq, last.largest_v, a->exp_avg_sq, a->exp_avg_sq_scale, exp_avg_sq_format,
-                     random, FOR_EXP_AVG_SQ, n);
+        round_moment(to.exp_avg, last.largest_m, a->exp_avg, a->exp_avg_scale, exp_avg_format, random, FOR_EXP_AVG, n);
+        round_moment(to.exp_avg_sq, last.largest_v, a->exp_avg_sq, a->exp_avg_sq_scale, exp_avg_sq_format, random,
+                     FOR_EXP_AVG_SQ, n);
     }
     if (!keep && master_format == OC_SPLIT)
         split_masters(master, a, n);

@@ -49,9 +49,7 @@ INLINE vbits v_twice16(vbits a) {
     return vreinterpretq_u32_u16(vaddq_u16(vreinterpretq_u16_u32(a), vreinterpretq_u16_u32(a)));
 }
 INLINE vbits v_minus32(vbits a) { return vsubq_u32(vdupq_n_u32(0), a); }
-INLINE vbits v_minus16(vbits a) {
-    return vreinterpretq_u32_u16(vsubq_u16(vdupq_n_u16(0), vreinterpretq_u16_u32(a)));
-}
+INLINE vbits v_minus16(vbits a) { return vreinterpretq_u32_u16(vsubq_u16(vdupq_n_u16(0), vreinterpretq_u16_u32(a))); }
 INLINE vbits v_max32(vbits a, vbits b) { return vmaxq_u32(a, b); }
 INLINE vbits v_max16(vbits a, vbits b) {
     return vreinterpretq_u32_u16(vmaxq_u16(vreinterpretq_u16_u32(a), vreinterpretq_u16_u32(b)));
@@ -85,9 +83,7 @@ INLINE v32 v_load_e4m3(const uint8_t *a) {
 INLINE vbits v_load_s16(const uint16_t *a) {
     return vreinterpretq_u32_s32(vmovl_s16(vreinterpret_s16_u16(vld1_u16(a))));
 }
-INLINE uint16x8_t v_upper(vbits a, vbits b) {
-    return vuzp2q_u16(vreinterpretq_u16_u32(a), vreinterpretq_u16_u32(b));
-}
+INLINE uint16x8_t v_upper(vbits a, vbits b) { return vuzp2q_u16(vreinterpretq_u16_u32(a), vreinterpretq_u16_u32(b)); }
 INLINE void v_store_upper(uint16_t *array, vbits a, vbits b) { vst1q_u16(array, v_upper(a, b)); }
 INLINE void v_stream_upper(uint16_t *array, vbits a, vbits b) { v_store_upper(array, a, b); }
 INLINE uint8x8_t v_codes(uint16x8_t upper, int has_sign) {

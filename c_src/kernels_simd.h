@@ -152,8 +152,8 @@ INLINE void adam_range(const oc_segment *a, int64_t begin, int64_t end, const ad
 
 #include "kernels_formats.h"
 
-/* A function for each pair of element types and each order, which are constants in it: its switches fold away. One
- * function that holds them all would take the compiler four times as long. */
+/* Each pair of element types has a function for each order. They are constants in it, so its switches fold away. One
+ * function of all pairs would be slow to compile: the compiler's time grows faster than a function's length. */
 #define EACH_PARAM(DO, ORDER, G)                                                                                       \
     DO(ORDER, G, OC_FLOAT32) DO(ORDER, G, OC_BFLOAT16) DO(ORDER, G, OC_FLOAT16) DO(ORDER, G, OC_NO_PARAM)
 #define EACH_GRAD(DO, ORDER)                                                                                           \

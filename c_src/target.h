@@ -1,8 +1,8 @@
-/* What the files of instruction sets are compiled with. */
+/* Macros for the files of instruction sets. */
 #ifndef OC_TARGET_H
 #define OC_TARGET_H
 
-/* Of functions of a few instructions. The compiler inlines them where they stand, and need not weigh each call. */
+/* For functions of a few instructions. The compiler inlines them first, and need not weigh thousands of calls. */
 #define INLINE static inline __attribute__((always_inline))
 
 /* Compile the rest of a file for an instruction set, without compiler flags, so that one build contains all sets. */
