@@ -107,6 +107,8 @@ READY = @rm -rf $$(for info in $(VENV)/lib/python*/site-packages/*.dist-info; do
     free=$$(df -Pk "$${TMPDIR:-/tmp}" | awk 'NR == 2 { print int($$4 / 1024) }'); [ "$${free:-100}" -ge 100 ] || { \
     echo "make: $${TMPDIR:-/tmp} is full ($$free MB free), and pip and the compiler write there: free 100 MB or more, or" \
         "name another folder, as in make TMPDIR=/var/tmp $(MAKECMDGOALS)"; exit 1; }
+RELEASE := $(shell sed -n 's/^version = "\(.*\)"$$/\1/p' pyproject.toml)
+BUILD_REQUIRES := $(shell sed -n '/^requires = /s/.*\[\(.*\)\]/\1/p' pyproject.toml | tr -d ,)
 GPU := $(wildcard /proc/driver/nvidia/version /dev/nvidiactl /dev/kfd /dev/dxg)
 TORCH_CPU := https://download.pytorch.org/whl/cpu
 
@@ -122,7 +124,9 @@ $(VENV)/.python:
 	@$(PYTHON) -m venv $(if $(SYSTEM),--system-site-packages) $(VENV) >/dev/null || { rm -rf $(VENV); \
 	    echo "make: $(PYTHON) -m venv failed (Debian, Ubuntu: apt install python3-venv)"; exit 1; }
 	$(READY)
-	@$(PIP) --quiet setuptools cffi || { rm -rf $(VENV); echo "make: pip could not install setuptools and cffi"; exit 1; }
+# Python 3.11's venv brings a setuptools that is too old, and hides the one that the system has.
+	@$(if $(SYSTEM),$(BIN)/python -m pip uninstall --quiet --yes setuptools 2>/dev/null)
+	@$(PIP) --quiet $(BUILD_REQUIRES) || { rm -rf $(VENV); echo "make: pip could not install setuptools and cffi"; exit 1; }
 	@touch $@
 
 # The checkout is installed, with its kernels, once for all sets: pip would compile them again for each.
@@ -164,8 +168,7 @@ $(VENV)/.has-package: private WHAT = what builds and checks wheels (100 MB)
 $(VENV)/.has-package: private EXTRAS = package
 $(VENV)/.has-lint $(VENV)/.has-docs $(VENV)/.has-package: $(VENV)/.has-test
 
-# What the installed checkout asks for. Its exact version: pip must take no other project of that name from an index.
-RELEASE := $(shell sed -n 's/^version = "\(.*\)"$$/\1/p' pyproject.toml)
+# The requirements of the installed checkout. With its version, so that pip takes no other project of this name.
 $(SETS): pyproject.toml constraints.txt | $(BUILD_STAMP)
 	$(READY)
 	@echo "make: installing into $(VENV): $(WHAT)"

@@ -186,6 +186,8 @@ def build(checkout):
     for process in started:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
 
 
 @needs_gcc
