@@ -10,9 +10,8 @@ from cffi import FFI
 
 ROOT = Path(__file__).resolve().parents[2]
 # -ffp-contract=off: the compiler makes an FMA only where the source says fma (docs/numerics.md).
-# -falign: a loop's speed does not depend on where it lies. -g0: Python's own flags have -g, which doubles the time.
-COMPILE_ARGS = ["-std=c11", "-O3", "-ffp-contract=off", "-fvisibility=hidden", "-pthread"]
-COMPILE_ARGS += ["-falign-functions=64", "-falign-loops=32", "-g0"]
+# -g0: Python's own flags have -g, which doubles the compiler's time.
+COMPILE_ARGS = ["-std=c11", "-O3", "-ffp-contract=off", "-fvisibility=hidden", "-pthread", "-g0"]
 LINK_ARGS = ["-pthread", "-lm"]
 
 NO_COMPILER = """\
