@@ -108,6 +108,14 @@ endif
 endif
 
 PIP = $(BIN)/python -m pip install --disable-pip-version-check $(if $(SYSTEM),,--constraint constraints.txt)
+# Before pip. A package without its last file, INSTALLER, was interrupted, and pip would take it for whole.
+READY = @rm -rf $$(for info in $(VENV)/lib/python*/site-packages/*.dist-info; do \
+        [ -e "$$info/INSTALLER" ] || echo "$$info"; done); \
+    free=$$(df -Pk "$${TMPDIR:-/tmp}" | awk 'NR == 2 { print int($$4 / 1024) }'); [ "$${free:-100}" -ge 100 ] || { \
+    echo "make: $${TMPDIR:-/tmp} is full ($$free MB free), and pip and the compiler write there: free 100 MB or more, or" \
+        "name another folder, as in make TMPDIR=/var/tmp $(MAKECMDGOALS)"; exit 1; }
+RELEASE := $(shell sed -n 's/^version = "\(.*\)"$$/\1/p' pyproject.toml)
+BUILD_REQUIRES := $(shell sed -n '/^requires = /s/.*\[\(.*\)\]/\1/p' pyproject.toml | tr -d ,)
 GPU := $(wildcard /proc/driver/nvidia/version /dev/nvidiactl /dev/kfd /dev/dxg)
 TORCH_CPU := https://download.pytorch.org/whl/cpu
 
@@ -122,11 +130,25 @@ $(VENV)/.python:
 	@test -w . || { echo "make: $(CURDIR) cannot be written to: copy it to a folder of yours"; exit 1; }
 	@$(PYTHON) -m venv $(if $(SYSTEM),--system-site-packages) $(VENV) >/dev/null || { rm -rf $(VENV); \
 	    echo "make: $(PYTHON) -m venv failed (Debian, Ubuntu: apt install python3-venv)"; exit 1; }
-	@$(PIP) --quiet setuptools cffi || { rm -rf $(VENV); echo "make: pip could not install setuptools and cffi"; exit 1; }
+	$(READY)
+# Python 3.11's venv brings a setuptools that is too old, and hides the one that the system has.
+	@$(if $(SYSTEM),$(BIN)/python -m pip uninstall --quiet --yes setuptools 2>/dev/null)
+	@$(PIP) --quiet $(BUILD_REQUIRES) || { rm -rf $(VENV); echo "make: pip could not install setuptools and cffi"; exit 1; }
+	@touch $@
+
+# The checkout is installed, with its kernels, once for all sets: pip would compile them again for each.
+$(BUILD_STAMP): $(VENV)/.python pyproject.toml setup.py offload_core/native/_ffi_build.py $(wildcard c_src/*.c c_src/*.h)
+	$(READY)
+	@echo "make: compiling the kernels: $(words $(wildcard c_src/*.c)) files," \
+	    "$$($(BIN)/python -c 'import os; print(len(getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count()))(0)))') at a time"
+	@start=$$(date +%s); PYTHONWARNINGS=ignore $(PIP) --quiet --no-deps --no-build-isolation -e . || { \
+	    echo "make: the kernels could not be compiled (the reason is above)"; exit 1; }; \
+	echo "make: compiled, in $$(($$(date +%s) - start)) s"
 	@touch $@
 
 # Without a GPU's driver, torch comes without CUDA: 200 MB, not 3 GB.
-$(VENV)/.torch: $(VENV)/.python constraints.txt
+$(VENV)/.torch: $(VENV)/.python constraints.txt | $(BUILD_STAMP)
+	$(READY)
 ifeq ($(GPU)$(SYSTEM)$(filter Darwin,$(shell uname)),)
 	@echo "make: no GPU driver is here: installing torch without CUDA (about 200 MB; 1 GB on disk)"
 	@$(PIP) --quiet --retries 0 --no-deps --index-url $(TORCH_CPU) torch || \
@@ -136,31 +158,30 @@ endif
 
 SETS := $(addprefix $(VENV)/.has-,torch jax test lint docs package)
 $(VENV)/.has-torch: private WHAT = torch and 15 small packages
-$(VENV)/.has-torch: private NEEDS = -e '.[torch]' tqdm
+$(VENV)/.has-torch: private EXTRAS = torch
+$(VENV)/.has-torch: private MORE = tqdm
 $(VENV)/.has-torch: $(VENV)/.torch
 $(VENV)/.has-jax: private WHAT = jax and 15 small packages (200 MB, 600 MB on disk)
-$(VENV)/.has-jax: private NEEDS = -e '.[jax,bench]'
+$(VENV)/.has-jax: private EXTRAS = jax,bench
 $(VENV)/.has-jax: $(VENV)/.python
 $(VENV)/.has-test: private WHAT = torch, jax and the libraries that tests combine them with (136 packages, 680 MB, 2.3 GB on disk)
-$(VENV)/.has-test: private NEEDS = -e '.[torch,jax,test,bench]'
+$(VENV)/.has-test: private EXTRAS = torch,jax,test,bench
 $(VENV)/.has-test: $(VENV)/.torch
 $(VENV)/.has-lint: private WHAT = ruff, mypy and clang-format (50 MB)
-$(VENV)/.has-lint: private NEEDS = -e '.[lint]'
+$(VENV)/.has-lint: private EXTRAS = lint
 $(VENV)/.has-docs: private WHAT = sphinx (20 MB)
-$(VENV)/.has-docs: private NEEDS = -e '.[docs]'
+$(VENV)/.has-docs: private EXTRAS = docs
 $(VENV)/.has-package: private WHAT = what builds and checks wheels (100 MB)
-$(VENV)/.has-package: private NEEDS = -e '.[package]'
+$(VENV)/.has-package: private EXTRAS = package
 $(VENV)/.has-lint $(VENV)/.has-docs $(VENV)/.has-package: $(VENV)/.has-test
 
-$(SETS): pyproject.toml constraints.txt
+# The requirements of the installed checkout. With its version, so that pip takes no other project of this name.
+$(SETS): pyproject.toml constraints.txt | $(BUILD_STAMP)
+	$(READY)
 	@echo "make: installing into $(VENV): $(WHAT)"
-	@start=$$(date +%s); $(PIP) --no-build-isolation $(NEEDS) || { \
+	@start=$$(date +%s); $(PIP) 'offload-core[$(EXTRAS)]==$(RELEASE)' $(MORE) || { \
 	    echo "make: pip could not install it (its words are above); a second call goes on from here"; exit 1; }; \
 	echo "make: installed, in $$(($$(date +%s) - start)) s"
-	@touch $@
-
-$(BUILD_STAMP): $(VENV)/.python setup.py offload_core/native/_ffi_build.py $(wildcard c_src/*.c c_src/*.h)
-	@$(BIN)/python setup.py --quiet build_ext --inplace
 	@touch $@
 
 # Exact versions for every Python from 3.11 on, from the ranges of pyproject.toml; the versions that are there stay.

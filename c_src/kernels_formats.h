@@ -114,7 +114,7 @@ INLINE vbits next_random(random_vectors *s) {
 }
 
 /* The random bits of n elements; what is written past them is not read. */
-INLINE void fill_random(uint32_t *random, uint64_t key, uint32_t number, int64_t n) {
+static void fill_random(uint32_t *random, uint64_t key, uint32_t number, int64_t n) {
     random_vectors s = random_from(key, number);
     for (int64_t i = 0; i < n; i += LANES)
         v_bits_store(random + i, next_random(&s));
@@ -133,7 +133,7 @@ INLINE vbits random_16(const uint32_t *random, int whose) {
 }
 
 /* What `round_to_bf16` takes for a NaN, in place of each. */
-INLINE void quiet_nans(float *values, int64_t n) {
+static void quiet_nans(float *values, int64_t n) {
     for (int64_t i = 0; i < n; i += LANES) {
         v32 x = v_load(values + i);
         v_bits_store(values + i, v_pick(v_ordered(x), v_bits_of(x), v_bits_set(0x7fc00000)));
@@ -205,14 +205,19 @@ INLINE void store_params(void *param, int dtype, int64_t i, v32 x, v32 y, int st
 
 /* --- a block --------------------------------------------------------------------------------------------- */
 
-/* What the loop over a block works with. Types, formats and order are constants of an instance. */
+/* What a function is made for: its own constants, or what `kind` says. */
+typedef struct {
+    int order, grad_dtype, exp_avg_format, exp_avg_sq_format, master_format, param_dtype;
+} adam_types;
+
+/* What the loop over a block works with. */
 typedef struct {
     oc_segment a;
     adam_results to;
     adam_constants c;
+    adam_types types;
     float8_block m_block, v_block;
-    int order, grad_dtype, exp_avg_format, exp_avg_sq_format, master_format, param_dtype, stream;
-    int splits, has_param;
+    int stream, splits, has_param;
     uint32_t *random; /* where the loop leaves random bits, if it makes them */
 } block_loop;
 
@@ -229,16 +234,16 @@ typedef struct {
 } carried;
 
 INLINE begun begin_vector(const block_loop *b, int64_t i, carried *next) {
-    v32 g = load_as_f32(b->a.grad, b->grad_dtype, i);
-    v32 m = load_moment(b->a.exp_avg, b->exp_avg_format, i, 1, &b->m_block);
-    v32 v = load_moment(b->a.exp_avg_sq, b->exp_avg_sq_format, i, 0, &b->v_block);
-    v32 p = b->c.l2 ? load_master(&b->a, b->master_format, i) : g;
-    v32 root = adam_moments(g, p, &m, &v, &b->c, b->order);
+    v32 g = load_as_f32(b->a.grad, b->types.grad_dtype, i);
+    v32 m = load_moment(b->a.exp_avg, b->types.exp_avg_format, i, 1, &b->m_block);
+    v32 v = load_moment(b->a.exp_avg_sq, b->types.exp_avg_sq_format, i, 0, &b->v_block);
+    v32 p = b->c.l2 ? load_master(&b->a, b->types.master_format, i) : g;
+    v32 root = adam_moments(g, p, &m, &v, &b->c, b->types.order);
     v_store(b->to.exp_avg + i, m);
     v_store(b->to.exp_avg_sq + i, v);
-    if (b->exp_avg_format != OC_FLOAT32)
+    if (b->types.exp_avg_format != OC_FLOAT32)
         next->largest_m = v_max32(next->largest_m, v_bits_and(v_bits_of(m), v_bits_set(0x7fffffff)));
-    if (b->exp_avg_sq_format != OC_FLOAT32)
+    if (b->types.exp_avg_sq_format != OC_FLOAT32)
         next->largest_v = v_max32(next->largest_v, v_bits_and(v_bits_of(v), v_bits_set(0x7fffffff)));
     if (b->random)
         v_bits_store(b->random + i, next_random(&next->random));
@@ -246,7 +251,7 @@ INLINE begun begin_vector(const block_loop *b, int64_t i, carried *next) {
 }
 
 INLINE v32 finish_vector(const block_loop *b, int64_t i, begun x) {
-    v32 p = adam_master(load_master(&b->a, b->master_format, i), x.m, x.root, &b->c, b->order);
+    v32 p = adam_master(load_master(&b->a, b->types.master_format, i), x.m, x.root, &b->c, b->types.order);
     v_store(b->to.master + i, p);
     return p;
 }
@@ -255,49 +260,44 @@ INLINE void store_pair(const block_loop *b, int64_t i, v32 p, v32 q) {
     if (b->splits)
         store_params(b->a.high, OC_BFLOAT16, i, p, q, 0);
     if (b->has_param)
-        store_params(b->a.param, b->param_dtype, i, p, q, b->stream);
+        store_params(b->a.param, b->types.param_dtype, i, p, q, b->stream);
 }
 
 INLINE void fetch_pair(const block_loop *b, int64_t i) {
-    fetch(b->a.grad, b->grad_dtype, i);
-    fetch(b->a.master, b->master_format, i);
-    fetch(b->a.exp_avg, b->exp_avg_format, i);
-    fetch(b->a.exp_avg_sq, b->exp_avg_sq_format, i);
+    fetch(b->a.grad, b->types.grad_dtype, i);
+    fetch(b->a.master, b->types.master_format, i);
+    fetch(b->a.exp_avg, b->types.exp_avg_format, i);
+    fetch(b->a.exp_avg_sq, b->types.exp_avg_sq_format, i);
     if (LANES == 16) { /* two cache lines */
-        if (b->grad_dtype == OC_FLOAT32)
+        if (b->types.grad_dtype == OC_FLOAT32)
             fetch(b->a.grad, OC_FLOAT32, i + LANES);
-        if (b->master_format == OC_FLOAT32)
+        if (b->types.master_format == OC_FLOAT32)
             fetch(b->a.master, OC_FLOAT32, i + LANES);
-        if (b->exp_avg_format == OC_FLOAT32)
+        if (b->types.exp_avg_format == OC_FLOAT32)
             fetch(b->a.exp_avg, OC_FLOAT32, i + LANES);
-        if (b->exp_avg_sq_format == OC_FLOAT32)
+        if (b->types.exp_avg_sq_format == OC_FLOAT32)
             fetch(b->a.exp_avg_sq, OC_FLOAT32, i + LANES);
     }
-    if (b->master_format == OC_SPLIT)
+    if (b->types.master_format == OC_SPLIT)
         fetch(b->a.high, OC_BFLOAT16, i);
 }
 
 INLINE carried adam_values(const oc_segment *a, adam_results to, int64_t n, const adam_constants *c,
-                           const oc_adam_kind *kind, int order, int grad_dtype, int exp_avg_format,
-                           int exp_avg_sq_format, int master_format, int param_dtype, uint32_t *random,
-                           const random_source *source, int stream) {
-    const int splits = master_format == OC_SPLIT && !kind->keep_states;
+                           const oc_adam_kind *kind, adam_types types, uint32_t *random, const random_source *source,
+                           int stream) {
+    const int splits = types.master_format == OC_SPLIT && !kind->keep_states;
     const block_loop b = {
         .a = *a,
         .to = to,
         .c = *c,
-        .m_block = float8_block_of(a->exp_avg, a->exp_avg_scale, exp_avg_format),
-        .v_block = float8_block_of(a->exp_avg_sq, a->exp_avg_sq_scale, exp_avg_sq_format),
-        .order = order,
-        .grad_dtype = grad_dtype,
-        .exp_avg_format = exp_avg_format,
-        .exp_avg_sq_format = exp_avg_sq_format,
-        .master_format = master_format,
-        .param_dtype = param_dtype,
+        .types = types,
+        .m_block = float8_block_of(a->exp_avg, a->exp_avg_scale, types.exp_avg_format),
+        .v_block = float8_block_of(a->exp_avg_sq, a->exp_avg_sq_scale, types.exp_avg_sq_format),
         .stream = stream,
-        .random = random,
         .splits = splits,
-        .has_param = param_dtype != OC_NO_PARAM && master_format != OC_BFLOAT16 && !(splits && a->param == a->high),
+        .has_param =
+            types.param_dtype != OC_NO_PARAM && types.master_format != OC_BFLOAT16 && !(splits && a->param == a->high),
+        .random = random,
     };
     carried next = {v_bits_zero(), v_bits_zero(), random_from(source->key, source->number)};
     begun first = begin_vector(&b, 0, &next), second = begin_vector(&b, LANES, &next);
@@ -313,32 +313,6 @@ INLINE carried adam_values(const oc_segment *a, adam_results to, int64_t n, cons
     v32 p = finish_vector(&b, n - 2 * LANES, first), q = finish_vector(&b, n - LANES, second);
     store_pair(&b, n - 2 * LANES, p, q);
     return next;
-}
-
-/* Instances for common types and formats, and one for all others. */
-#define VALUES(G, M, V, MASTER, P) adam_values(a, to, n, c, kind, order, G, M, V, MASTER, P, random, source, stream)
-#define VALUES_OF_MASTERS(G, M)                                                                                        \
-    if (kind->master_format == OC_FLOAT32 && kind->param_dtype == OC_BFLOAT16)                                         \
-        return VALUES(G, M, M, OC_FLOAT32, OC_BFLOAT16);                                                               \
-    return VALUES(G, M, M, kind->master_format, kind->param_dtype);
-#define VALUES_OF_MOMENTS(G)                                                                                           \
-    switch (kind->exp_avg_format) {                                                                                    \
-    case OC_FLOAT8: VALUES_OF_MASTERS(G, OC_FLOAT8)                                                                    \
-    case OC_BFLOAT16: VALUES_OF_MASTERS(G, OC_BFLOAT16)                                                                \
-    default: return VALUES(G, OC_FLOAT32, OC_FLOAT32, kind->master_format, kind->param_dtype);                         \
-    }
-
-INLINE carried adam_values_of(const oc_segment *a, adam_results to, int64_t n, const adam_constants *c,
-                              const oc_adam_kind *kind, int order, uint32_t *random, const random_source *source,
-                              int stream) {
-    int moments_alike = kind->exp_avg_format == kind->exp_avg_sq_format;
-    if (moments_alike && kind->grad_dtype == OC_BFLOAT16) {
-        VALUES_OF_MOMENTS(OC_BFLOAT16)
-    } else if (moments_alike && kind->grad_dtype == OC_FLOAT32) {
-        VALUES_OF_MOMENTS(OC_FLOAT32)
-    }
-    return VALUES(kind->grad_dtype, kind->exp_avg_format, kind->exp_avg_sq_format, kind->master_format,
-                  kind->param_dtype);
 }
 
 /* Elements are a multiple of PASS: as many as round_to_float8 takes at once. */
@@ -358,13 +332,13 @@ INLINE void round_moment(float *values, uint32_t largest, void *array, uint8_t *
 }
 
 /* Padding is of zeros, and its new moments are zeros, unless another element's are NaN. */
-static void adam_block(const oc_segment *a, int64_t n, const adam_constants *c, uint64_t update,
-                       const oc_adam_kind *kind, int stream) {
+INLINE void adam_block(const oc_segment *a, int64_t n, const adam_constants *c, uint64_t update,
+                       const oc_adam_kind *kind, adam_types types, int stream) {
     _Alignas(64) float master[OC_STATE_BLOCK], exp_avg[OC_STATE_BLOCK], exp_avg_sq[OC_STATE_BLOCK];
     _Alignas(64) uint32_t random[OC_STATE_BLOCK + LANES];
     _Alignas(64) uint16_t rounded[OC_STATE_BLOCK];
-    const int keep = kind->keep_states, master_format = kind->master_format;
-    const int exp_avg_format = kind->exp_avg_format, exp_avg_sq_format = kind->exp_avg_sq_format;
+    const int keep = kind->keep_states, master_format = types.master_format;
+    const int exp_avg_format = types.exp_avg_format, exp_avg_sq_format = types.exp_avg_sq_format;
     adam_results to = {keep || master_format != OC_FLOAT32 ? master : a->master,
                        keep || exp_avg_format != OC_FLOAT32 ? exp_avg : a->exp_avg,
                        keep || exp_avg_sq_format != OC_FLOAT32 ? exp_avg_sq : a->exp_avg_sq};
@@ -377,9 +351,7 @@ static void adam_block(const oc_segment *a, int64_t n, const adam_constants *c, 
         fill_random(random + source.next_from, source.next_key, 0, n - source.next_from);
     }
     uint32_t *to_fill = rounds && !two_keys ? random : NULL;
-    const carried last = kind->op_order == OC_ORDER_TORCH
-                             ? adam_values_of(a, to, n, c, kind, OC_ORDER_TORCH, to_fill, &source, stream)
-                             : adam_values_of(a, to, n, c, kind, OC_ORDER_OPTAX, to_fill, &source, stream);
+    const carried last = adam_values(a, to, n, c, kind, types, to_fill, &source, stream);
     if (!keep) {
         round_moment(to.exp_avg, v_top(last.largest_m), a->exp_avg, a->exp_avg_scale, exp_avg_format, random,
                      FOR_EXP_AVG, n);
@@ -392,11 +364,56 @@ static void adam_block(const oc_segment *a, int64_t n, const adam_constants *c, 
         uint16_t *narrow = keep ? rounded : a->master;
         quiet_nans(master, n);
         round_to_bf16(master, narrow, random, FOR_MASTER, n);
-        if (kind->param_dtype != OC_NO_PARAM && a->param != narrow)
+        if (types.param_dtype != OC_NO_PARAM && a->param != narrow)
             for (int64_t i = 0; i < n; i += 2 * LANES)
-                store_params(a->param, kind->param_dtype, i, v_load_bf16(narrow + i), v_load_bf16(narrow + i + LANES),
+                store_params(a->param, types.param_dtype, i, v_load_bf16(narrow + i), v_load_bf16(narrow + i + LANES),
                              stream);
     }
+}
+
+/* Each common pair of formats has a function for each order, in which they are constants. Other pairs share one. */
+#define EACH_NARROW_MASTER(DO, ORDER, M) DO(ORDER, M, OC_BFLOAT16) DO(ORDER, M, OC_SPLIT)
+#define EACH_MASTER(DO, ORDER, M) DO(ORDER, M, OC_FLOAT32) EACH_NARROW_MASTER(DO, ORDER, M)
+#define EACH_MOMENT(DO, ORDER)                                                                                         \
+    EACH_NARROW_MASTER(DO, ORDER, OC_FLOAT32) EACH_MASTER(DO, ORDER, OC_BFLOAT16) EACH_MASTER(DO, ORDER, OC_FLOAT8)
+#define EACH_BLOCK(DO) EACH_MOMENT(DO, OC_ORDER_TORCH) EACH_MOMENT(DO, OC_ORDER_OPTAX)
+
+/* So has each type of gradients of fp32 masters and bf16 parameters. */
+#define EACH_GRAD_TO_BF16(DO, ORDER, M) DO(ORDER, M, OC_FLOAT32) DO(ORDER, M, OC_BFLOAT16)
+#define EACH_MOMENT_TO_BF16(DO, ORDER) EACH_GRAD_TO_BF16(DO, ORDER, OC_BFLOAT16) EACH_GRAD_TO_BF16(DO, ORDER, OC_FLOAT8)
+#define EACH_BLOCK_TO_BF16(DO) EACH_MOMENT_TO_BF16(DO, OC_ORDER_TORCH) EACH_MOMENT_TO_BF16(DO, OC_ORDER_OPTAX)
+
+#define BLOCK_FUNCTION(NAME, ORDER, G, M, V, MASTER, P)                                                                \
+    static void NAME(const oc_segment *a, int64_t n, const adam_constants *c, uint64_t update,                         \
+                     const oc_adam_kind *kind, int stream) {                                                           \
+        adam_block(a, n, c, update, kind, (adam_types){ORDER, G, M, V, MASTER, P}, stream);                            \
+    }
+#define DEFINE_BLOCK(ORDER, M, MASTER)                                                                                 \
+    BLOCK_FUNCTION(block_##ORDER##_##M##_##MASTER, ORDER, kind->grad_dtype, M, M, MASTER, kind->param_dtype)
+#define DEFINE_BLOCK_TO_BF16(ORDER, M, G)                                                                              \
+    BLOCK_FUNCTION(to_bf16_##ORDER##_##M##_##G, ORDER, G, M, M, OC_FLOAT32, OC_BFLOAT16)
+#define DEFINE_ANY_BLOCK(ORDER)                                                                                        \
+    BLOCK_FUNCTION(block_##ORDER, ORDER, kind->grad_dtype, kind->exp_avg_format, kind->exp_avg_sq_format,              \
+                   kind->master_format, kind->param_dtype)
+EACH_BLOCK(DEFINE_BLOCK)
+EACH_BLOCK_TO_BF16(DEFINE_BLOCK_TO_BF16)
+DEFINE_ANY_BLOCK(OC_ORDER_TORCH)
+DEFINE_ANY_BLOCK(OC_ORDER_OPTAX)
+
+typedef void block_fn(const oc_segment *a, int64_t n, const adam_constants *c, uint64_t update,
+                      const oc_adam_kind *kind, int stream);
+#define BLOCK_ENTRY(ORDER, M, MASTER) [ORDER][M][MASTER] = block_##ORDER##_##M##_##MASTER,
+#define BLOCK_TO_BF16_ENTRY(ORDER, M, G) [ORDER][M][G] = to_bf16_##ORDER##_##M##_##G,
+static block_fn *const blocks[2][OC_FLOAT8 + 1][OC_SPLIT + 1] = {EACH_BLOCK(BLOCK_ENTRY)};
+static block_fn *const blocks_to_bf16[2][OC_FLOAT8 + 1][2] = {EACH_BLOCK_TO_BF16(BLOCK_TO_BF16_ENTRY)};
+
+static block_fn *find_block(const oc_adam_kind *kind) {
+    const int moments = kind->exp_avg_format;
+    if (moments != kind->exp_avg_sq_format)
+        return kind->op_order == OC_ORDER_TORCH ? block_OC_ORDER_TORCH : block_OC_ORDER_OPTAX;
+    if (kind->master_format == OC_FLOAT32 && kind->param_dtype == OC_BFLOAT16 && kind->grad_dtype != OC_FLOAT16)
+        return blocks_to_bf16[kind->op_order][moments][kind->grad_dtype];
+    return blocks[kind->op_order][moments][kind->master_format];
 }
 
 /* The arrays of a block that is no whole number of passes, padded with zeros. */
@@ -408,7 +425,7 @@ typedef struct {
 } padded_block;
 
 static void adam_padded(const oc_segment *a, int64_t count, const adam_constants *c, uint64_t update,
-                        const oc_adam_kind *kind) {
+                        const oc_adam_kind *kind, block_fn *run_block) {
     padded_block pad;
     oc_segment block = *a;
     const int split = kind->master_format == OC_SPLIT, bits = (int)(count % 8);
@@ -426,7 +443,7 @@ static void adam_padded(const oc_segment *a, int64_t count, const adam_constants
         block.high = memcpy(pad.high, a->high, 2 * n);
         block.ties = memcpy(pad.ties, a->ties, tie_bytes);
     }
-    adam_block(&block, (count + PASS - 1) / PASS * PASS, c, update, kind, 0);
+    run_block(&block, (count + PASS - 1) / PASS * PASS, c, update, kind, 0);
     if (!kind->keep_states) {
         memcpy(a->master, pad.master, master);
         memcpy(a->exp_avg, pad.exp_avg, exp_avg);
@@ -451,6 +468,7 @@ static void *moved(const void *array, int dtype, int64_t i) {
 /* Elements [begin, end) of a segment, from a multiple of 256 on. */
 static void adam_blocks(const oc_segment *a, int64_t begin, int64_t end, const adam_constants *c, uint64_t update,
                         const oc_adam_kind *kind, int stream) {
+    block_fn *run_block = find_block(kind);
     for (int64_t i = begin; i < end; i += OC_STATE_BLOCK) {
         int64_t count = end - i < OC_STATE_BLOCK ? end - i : OC_STATE_BLOCK;
         oc_segment block = {.grad = moved(a->grad, kind->grad_dtype, i),
@@ -465,9 +483,9 @@ static void adam_blocks(const oc_segment *a, int64_t begin, int64_t end, const a
                             .start = a->start + i,
                             .seed = a->seed};
         if (count % PASS)
-            adam_padded(&block, count, c, update, kind);
+            adam_padded(&block, count, c, update, kind, run_block);
         else
-            adam_block(&block, count, c, update, kind, stream);
+            run_block(&block, count, c, update, kind, stream);
     }
     if (stream)
         v_fence();

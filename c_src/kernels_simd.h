@@ -18,8 +18,6 @@
 #include "offload_core.h"
 #include "sum_squares.h"
 
-#define INLINE static inline __attribute__((always_inline))
-
 /* Main loop and tail share these: dtype is a constant in every call, so each switch folds away. */
 
 INLINE v32 load_as_f32(const void *array, int dtype, int64_t i) {
@@ -154,28 +152,25 @@ INLINE void adam_range(const oc_segment *a, int64_t begin, int64_t end, const ad
 
 #include "kernels_formats.h"
 
-/* One instance for each pair of element types: the switches turn run-time codes into constants. */
-#define ADAM_PARAM(G, ORDER)                                                                                           \
-    switch (kind->param_dtype) {                                                                                       \
-    case OC_FLOAT32: ADAM_STREAM(G, OC_FLOAT32, ORDER); break;                                                         \
-    case OC_BFLOAT16: ADAM_STREAM(G, OC_BFLOAT16, ORDER); break;                                                       \
-    case OC_FLOAT16: ADAM_STREAM(G, OC_FLOAT16, ORDER); break;                                                         \
-    default: adam_range(a, begin, end, &c, G, OC_NO_PARAM, ORDER, 0, 0); break;                                        \
+/* Each pair of element types has a function for each order. They are constants in it, so its switches fold away. One
+ * function of all pairs would be slow to compile: the compiler's time grows faster than a function's length. */
+#define EACH_PARAM(DO, ORDER, G)                                                                                       \
+    DO(ORDER, G, OC_FLOAT32) DO(ORDER, G, OC_BFLOAT16) DO(ORDER, G, OC_FLOAT16) DO(ORDER, G, OC_NO_PARAM)
+#define EACH_GRAD(DO, ORDER)                                                                                           \
+    EACH_PARAM(DO, ORDER, OC_FLOAT32) EACH_PARAM(DO, ORDER, OC_BFLOAT16) EACH_PARAM(DO, ORDER, OC_FLOAT16)
+#define EACH_RANGE(DO) EACH_GRAD(DO, OC_ORDER_TORCH) EACH_GRAD(DO, OC_ORDER_OPTAX)
+
+#define DEFINE_RANGE(ORDER, G, P)                                                                                      \
+    static void range_##ORDER##_##G##_##P(const oc_segment *a, int64_t begin, int64_t end, const adam_constants *c,    \
+                                          int stream, int keep_states) {                                               \
+        adam_range(a, begin, end, c, G, P, ORDER, stream, keep_states);                                                \
     }
-#define ADAM_STREAM(G, P, ORDER)                                                                                       \
-    if (stream)                                                                                                        \
-        ADAM_STATES(G, P, ORDER, 1);                                                                                   \
-    else                                                                                                               \
-        ADAM_STATES(G, P, ORDER, 0)
-#define ADAM_STATES(G, P, ORDER, STREAM)                                                                               \
-    (kind->keep_states ? adam_range(a, begin, end, &c, G, P, ORDER, STREAM, 1)                                         \
-                       : adam_range(a, begin, end, &c, G, P, ORDER, STREAM, 0))
-#define ADAM_GRAD(ORDER)                                                                                               \
-    switch (kind->grad_dtype) {                                                                                        \
-    case OC_BFLOAT16: ADAM_PARAM(OC_BFLOAT16, ORDER); break;                                                           \
-    case OC_FLOAT16: ADAM_PARAM(OC_FLOAT16, ORDER); break;                                                             \
-    default: ADAM_PARAM(OC_FLOAT32, ORDER); break;                                                                     \
-    }
+EACH_RANGE(DEFINE_RANGE)
+
+typedef void range_fn(const oc_segment *a, int64_t begin, int64_t end, const adam_constants *c, int stream,
+                      int keep_states);
+#define RANGE_ENTRY(ORDER, G, P) [ORDER][G][P] = range_##ORDER##_##G##_##P,
+static range_fn *const ranges[2][3][4] = {EACH_RANGE(RANGE_ENTRY)};
 
 static void adam(const oc_segment *a, int64_t begin, int64_t end, const oc_rounded_scalars *s, const oc_adam_kind *kind,
                  int stream) {
@@ -205,10 +200,8 @@ static void adam(const oc_segment *a, int64_t begin, int64_t end, const oc_round
     if (kind->master_format != OC_FLOAT32 || kind->exp_avg_format != OC_FLOAT32 ||
         kind->exp_avg_sq_format != OC_FLOAT32) {
         adam_blocks(a, begin, end, &c, s->update, kind, stream);
-    } else if (kind->op_order == OC_ORDER_TORCH) {
-        ADAM_GRAD(OC_ORDER_TORCH)
     } else {
-        ADAM_GRAD(OC_ORDER_OPTAX)
+        ranges[kind->op_order][kind->grad_dtype][kind->param_dtype](a, begin, end, &c, stream, kind->keep_states);
     }
 }
 

@@ -1,15 +1,62 @@
-"""The set-up of a checkout: what is missing is said in a line, and a .venv that cannot be used is made anew."""
+"""The set-up of a checkout: kernels are compiled once and side by side, what is missing is said in a line, and what is
+half-made is made anew."""
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
+import tomllib
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
 
 import pytest
 
 from tests.support.processes import ROOT
 
 needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+needs_gcc = pytest.mark.skipif(shutil.which("gcc") is None, reason="gcc is not installed")
+processors = partial(getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1)), 0)
+LIMIT = 120
+"""Seconds after which a wait is given up."""
+ENVIRONMENT = {
+    name: value
+    for name, value in os.environ.items()
+    if name not in ("PYTHON", "CC", "MAKEFLAGS", "MFLAGS", "SYSTEM", "TMPDIR")
+}
+PYTHON_WITHOUT_PIP = f"""#!/bin/sh
+case "$*" in
+*"import pip"*) echo 3.11 ;;
+*"-m pip"*) echo "$*" >>pips ;;
+*) exec {sys.executable} "$@" ;;
+esac
+"""
+
+
+def program(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """The files that set-up works with, and a source to compile."""
+    build = "offload_core/native/_ffi_build.py"
+    for name in ("Makefile", "pyproject.toml", "README.md", "constraints.txt", "setup.py", build, "c_src/api.h"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    (tmp_path / "c_src" / "offload_core.h").write_text('#include <stdint.h>\n#include "api.h"\n')
+    (tmp_path / "c_src" / "a.c").write_text("int a;\n")
+    return tmp_path
+
+
+def make(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    command = ["make", *arguments]
+    return subprocess.run(command, cwd=folder, env=ENVIRONMENT | environment, capture_output=True, text=True)
 
 
 def test_sources_without_their_kernels_say_how_to_build_them(tmp_path):
@@ -28,55 +75,150 @@ def test_sources_without_their_kernels_say_how_to_build_them(tmp_path):
     )
 
 
-def made(folder, *arguments):
-    """What make would do there."""
-    shutil.copy(ROOT / "Makefile", folder)
-    environment = {key: value for key, value in os.environ.items() if key not in ("PYTHON", "MAKEFLAGS", "MFLAGS")}
-    command = ["make", "--dry-run", "train", *arguments]
-    for name in ("pyproject.toml", "constraints.txt", "setup.py"):
-        (folder / name).touch()
-    build = folder / "offload_core" / "native" / "_ffi_build.py"
-    build.parent.mkdir(parents=True)
-    build.touch()
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-
-
 @needs_make
-def test_a_python_that_does_not_run_is_named_and_nothing_is_removed(tmp_path):
-    (tmp_path / ".venv").mkdir()
-    done = made(tmp_path, "PYTHON=python3.99")
+def test_a_python_that_does_not_run_is_named_and_nothing_is_removed(checkout):
+    (checkout / ".venv").mkdir()
+    done = make(checkout, "--dry-run", "train", "PYTHON=python3.99")
     assert done.returncode == 2
     assert "python3.99 does not run here: install Python 3.11 or newer, or name yours" in done.stderr
-    assert (tmp_path / ".venv").is_dir()
+    assert (checkout / ".venv").is_dir()
 
 
 @needs_make
-def test_a_framework_that_there_is_not_is_named(tmp_path):
-    done = made(tmp_path, f"PYTHON={sys.executable}", "FRONTEND=tensorflow")
+def test_a_framework_that_there_is_not_is_named(checkout):
+    done = make(checkout, "--dry-run", "train", f"PYTHON={sys.executable}", "FRONTEND=tensorflow")
     assert done.returncode == 2
     assert "FRONTEND=tensorflow, expected torch or jax" in done.stderr
 
 
 @needs_make
-def test_a_half_made_environment_is_made_anew(tmp_path):
+def test_a_half_made_environment_is_made_anew(checkout):
     """As after a set-up without python3-venv."""
-    (tmp_path / ".venv" / "bin").mkdir(parents=True)
-    (tmp_path / ".venv" / ".has-torch").touch()
-    done = made(tmp_path, f"PYTHON={sys.executable}")
+    (checkout / ".venv" / "bin").mkdir(parents=True)
+    (checkout / ".venv" / ".has-torch").touch()
+    done = make(checkout, "--dry-run", "train", f"PYTHON={sys.executable}")
     assert done.returncode == 0, done.stderr
     assert ".venv is half-made, or of another Python" in done.stdout
     assert "-m venv" in done.stdout
-    assert not (tmp_path / ".venv").exists()
+    assert not (checkout / ".venv").exists()
 
 
 @needs_make
 @pytest.mark.parametrize(("asked", "stays"), [(["PYTHON={}"], True), ([], True), (["PYTHON=./other"], False)])
-def test_an_environment_of_another_python_than_asked_for_is_made_anew(tmp_path, asked, stays):
-    (tmp_path / ".venv" / "bin").mkdir(parents=True)
-    (tmp_path / ".venv" / "bin" / "python").symlink_to(sys.executable)
-    other = tmp_path / "other"
-    other.write_text("#!/bin/sh\necho 3.99\n")
-    other.chmod(0o755)
-    done = made(tmp_path, *(word.format(sys.executable) for word in asked))
+def test_an_environment_of_another_python_than_asked_for_is_made_anew(checkout, asked, stays):
+    (checkout / ".venv" / "bin").mkdir(parents=True)
+    (checkout / ".venv" / "bin" / "python").symlink_to(sys.executable)
+    program(checkout / "other", "#!/bin/sh\necho 3.99\n")
+    done = make(checkout, "--dry-run", "train", *(word.format(sys.executable) for word in asked))
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / ".venv").exists() == stays
+    assert (checkout / ".venv").exists() == stays
+
+
+@pytest.fixture
+def pips(checkout):
+    """Makes .venv's files with a pip that only writes its arguments down. Returns them, call by call."""
+    program(checkout / ".venv" / "bin" / "python", PYTHON_WITHOUT_PIP)
+    (checkout / ".venv" / ".python").touch()
+
+    def calls(*targets: str, **environment: str) -> list[str]:
+        for file in checkout.rglob("*"):
+            os.utime(file, (0, 0))
+        for changed in environment.pop("changed", "").split():
+            (checkout / changed).touch()
+        done = make(checkout, *(f".venv/{target}" for target in targets), **environment)
+        written = checkout / "pips"
+        lines = written.read_text().splitlines() if written.exists() else []
+        written.unlink(missing_ok=True)
+        return lines if done.returncode == 0 else [done.stdout]
+
+    return calls
+
+
+@needs_make
+def test_kernels_are_compiled_once_for_all_sets_and_again_only_for_new_sources(pips):
+    release = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    sets = [".has-torch", ".has-test", ".has-lint"]
+    first = pips(*sets)
+    assert [call.endswith("-e .") for call in first] == [True] + [False] * (len(first) - 1)
+    # The exact version: no other project of this name can be taken from an index.
+    assert sum(f"]=={release}" in call for call in first) == sum("offload-core" in call for call in first) == 3
+    assert pips(*sets) == []
+    assert [call.endswith("-e .") for call in pips(*sets, changed="c_src/a.c")] == [True]
+    assert len(pips(*sets, changed="pyproject.toml")) == 4
+    assert not any(call.endswith("-e .") for call in pips(*sets, changed="constraints.txt"))
+
+
+@needs_make
+def test_a_package_that_pip_was_interrupted_at_is_installed_again(checkout, pips):
+    packages = checkout / ".venv" / "lib" / "python3.11" / "site-packages"
+    for file in ("half-1.dist-info/METADATA", "whole-1.dist-info/METADATA", "whole-1.dist-info/INSTALLER"):
+        (packages / file).parent.mkdir(parents=True, exist_ok=True)
+        (packages / file).touch()
+    assert pips(".built")
+    assert [path.name for path in packages.iterdir()] == ["whole-1.dist-info"]
+
+
+@needs_make
+def test_a_full_folder_for_temporary_files_is_named(checkout, pips):
+    program(checkout / "bin" / "df", "#!/bin/sh\necho header\necho tmpfs 20480 19000 2048 93% /tmp\n")
+    (said,) = pips(".built", PATH=f"{checkout / 'bin'}:{os.environ['PATH']}", TMPDIR="/tmp")
+    assert said == (
+        "make: /tmp is full (2 MB free), and pip and the compiler write there: free 100 MB or more, or name another "
+        "folder, as in make TMPDIR=/var/tmp .venv/.built\n"
+    )
+
+
+@pytest.fixture
+def build(checkout):
+    """Starts setup.py, whose compiler first runs this for ``c_src/a.c``."""
+    started = []
+
+    def start(first: str, **options) -> subprocess.Popen:
+        cases = f'*" c_src/a.c "*) {first} ;; *" c_src/z.c "*) touch began ;;'
+        compiler = program(checkout / "cc", f'#!/bin/sh\ncase "$*" in {cases} esac\nexec gcc "$@"\n')
+        command = [sys.executable, "setup.py", "build_ext", "--inplace"]
+        options |= {"cwd": checkout, "env": ENVIRONMENT | {"CC": str(compiler)}, "text": True}
+        output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        started.append(subprocess.Popen(command, start_new_session=True, **output, **options))
+        return started[-1]
+
+    yield start
+    for process in started:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+
+
+@needs_gcc
+@pytest.mark.skipif(len(processors()) == 1, reason="this process has one processor")
+def test_sources_are_compiled_side_by_side(checkout, build):
+    """The first of these is done after the last has begun."""
+    (checkout / "c_src" / "z.c").write_text("int z;\n")
+    process = build("until [ -e began ]; do sleep 0.01; done")
+    said, _ = process.communicate(timeout=LIMIT)
+    assert process.returncode == 0, said
+    assert [*(checkout / "offload_core" / "native").glob("_offload*.so")]
+
+
+@needs_gcc
+def test_the_compiler_is_heard_on_one_processor(checkout, build):
+    (checkout / "c_src" / "a.c").write_text("#error there is a mistake here\n")
+    one = min(processors())
+    process = build(":", preexec_fn=(lambda: os.sched_setaffinity(0, {one})) if sys.platform == "linux" else None)
+    said, _ = process.communicate(timeout=LIMIT)
+    assert process.returncode == 1
+    assert "error: #error there is a mistake here" in said
+
+
+@needs_gcc
+def test_an_interrupted_compilation_leaves_no_process_and_no_kernels(checkout, build):
+    process = build("touch began; exec sleep 1000")
+    end = time.monotonic() + LIMIT
+    while not (checkout / "began").exists():
+        assert time.monotonic() < end, "the compiler has not begun"
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGINT)
+    said, _ = process.communicate(timeout=LIMIT)  # to the end of what all of its processes write
+    assert process.returncode != 0
+    assert not [*(checkout / "offload_core" / "native").glob("_offload*.so")], said
