@@ -20,6 +20,7 @@ from offload_core.device.trace import COMPUTE
 from offload_core.errors import GradientError, ParameterError, StateError
 from offload_core.memory.report import MemoryReport
 from offload_core.step.pipeline import StepReport
+from offload_core.support.user_line import UserLine
 
 from . import pending
 from .files.checkpoint import ModelCheckpoints
@@ -218,6 +219,8 @@ class Engine(nn.Module):
             GradientError: averaged and summed gradients are mixed; nothing was updated.
         """
         self._check_later()
+        if boundary is None:
+            self._warn_of_uncounted()
         pipeline = self.optimizer.pipeline
         with pipeline.device.trace.span(COMPUTE, "step"):
             updates = pipeline.at_boundary if boundary is None else boundary
@@ -229,6 +232,18 @@ class Engine(nn.Module):
             except StateError:
                 self._check_parameters()
                 raise
+
+    def _warn_of_uncounted(self) -> None:
+        """Warn if several backwards are about to count as one micro-step, as in a loop that steps once an update."""
+        n_steps, backwards = self.offload_config.gradient_accumulation_steps, self.optimizer.intake.backwards
+        if n_steps > 1 and backwards > 1:
+            UserLine.now().warn(
+                UserWarning(
+                    f"{backwards} backwards before one step(), which count as one of {n_steps} micro-steps "
+                    f"(gradient_accumulation_steps={n_steps}): the update follows after {n_steps} calls of step(). "
+                    "Expected a step() after each backward, or step(boundary=True) where your loop wants the update"
+                )
+            )
 
     def _check_later(self) -> None:
         """Raise :class:`StateError` if a parameter that came after ``wrap`` is to be trained, and has no states."""

@@ -227,6 +227,42 @@ def test_several_backwards_in_one_micro_step_are_all_kept():
     assert len(model) == 4
 
 
+def test_a_loop_that_steps_once_an_update_is_warned_that_its_backwards_count_as_one_micro_step():
+    engine = wrap(make(), lr=1e-2, gradient_accumulation_steps=4)
+    for seed in range(4):
+        engine.backward(loss_of(engine, seed))
+    with pytest.warns(UserWarning, match=r"4 backwards before one step\(\), .* one of 4 micro-steps .*boundary=True"):
+        assert engine.step().skipped == "accumulating"
+    engine.optimizer.zero_grad()
+    for seed in range(4):
+        engine.backward(loss_of(engine, seed))
+    assert engine.step(boundary=True).updated  # no warning: the loop counts itself
+    for seed in range(4):
+        report = step(engine, seed)
+    assert report.updated
+
+
+@pytest.mark.parametrize("fields", [{}, {"stage": 3, "param_persistence_threshold": 0}], ids=str)
+def test_one_loss_of_two_engines_is_averaged_in_both(fields):
+    def norms(two):
+        first = make()
+        options = {"lr": 1e-2, "gradient_accumulation_steps": 4, "gradient_clipping": 1e3, **fields}
+        torch.manual_seed(1)
+        last = nn.Linear(first[-1].out_features, 4)
+        if not two:
+            engine = wrap(nn.Sequential(first, last), **options)
+            engines = [engine]
+        else:
+            engines = [wrap(first, **options), wrap(last, **options)]
+            engine = nn.Sequential(*engines)
+        for seed in range(4):
+            engines[-1].backward(engine(batch(seed)).pow(2).mean())
+            reports = [each.step() for each in engines]
+        return sum(report.grad_norm**2 for report in reports) ** 0.5
+
+    assert norms(two=True) == pytest.approx(norms(two=False), rel=1e-6)
+
+
 @everywhere
 def test_zero_grad_before_every_backward_accumulates_as_configured():
     engine, other = (wrap(make(), lr=1e-2, gradient_accumulation_steps=2) for _ in range(2))
