@@ -8,6 +8,7 @@ import math
 import weakref
 from functools import partial
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -785,6 +786,28 @@ def test_parameters_in_shards_of_others_are_refused():
 )
 def test_wrong_configuration_is_refused(match, fields):
     expect_refusal(ConfigError, match, make(), **fields)
+
+
+@pytest.mark.parametrize("given", [torch.bfloat16, "bf16", "bfloat16", ml_dtypes.bfloat16], ids=str)
+def test_element_types_may_be_given_as_frameworks_have_them(given):
+    engine = wrap(nn.Linear(2, 2), param_dtype=given)
+    assert engine.module.weight.dtype == torch.bfloat16
+    assert engine.offload_config.param_dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [("learning_rate", "lr"), ("wd", "weight_decay"), ("clip", "gradient_clipping"), ("dtype", "param_dtype")],
+)
+def test_a_setting_by_the_name_of_another_library_is_named_as_it_is_here(name, field):
+    with pytest.raises(ConfigError, match=f"unknown configuration field '{name}'; expected '{field}'"):
+        wrap(nn.Linear(2, 2), **{name: 1})
+
+
+def test_an_optimizer_is_no_configuration():
+    model = nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match=r"got AdamW, .*; wrap\(\) makes the optimizer: give its settings"):
+        wrap(model, torch.optim.AdamW(model.parameters()))
 
 
 def test_a_configuration_can_be_an_object_a_dict_or_overrides():
