@@ -10,6 +10,7 @@ from typing import NoReturn
 
 from .commands import info, inspect, plan
 from .errors import OffloadError
+from .ranks.consistency import VERSION
 
 COMMANDS = {"plan": plan, "info": info, "inspect": inspect}
 """Each is a module with ``HELP``, ``EXAMPLE``, ``add_arguments(parser)`` and ``run(args)``, which returns the exit
@@ -25,6 +26,7 @@ class _Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = _Parser(prog="python -m offload_core", description=__doc__.partition(": ")[2], allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"offload-core {VERSION}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="|".join(COMMANDS))
     for name, command in COMMANDS.items():
         about = command.HELP

@@ -60,6 +60,10 @@ class CheckpointError(OffloadError, RuntimeError):
     """A checkpoint cannot be written, or is not whole, or does not fit what is to be restored."""
 
 
+class NewerCheckpointError(CheckpointError):
+    """A checkpoint has a version of the format that this offload-core does not read. It is not damaged."""
+
+
 class CheckpointWarning(UserWarning):
     """A checkpoint that was being written while training went on has failed."""
 

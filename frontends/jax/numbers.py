@@ -40,5 +40,5 @@ def bias_correction(beta: float, t: int) -> float:
     """
     if _cpu() is None:
         return float(np.float32(1) - np.float32(float(np.float32(beta)) ** t))
-    with beside_the_accelerator() as number:
-        return float(_bias_correction(beta, number(t)))
+    with beside_the_accelerator() as number, jax.numpy_dtype_promotion("standard"):
+        return float(_bias_correction(np.float32(beta), number(t)))  # a Python float is float64 with jax_enable_x64

@@ -20,11 +20,13 @@ from offload_core.device.trace import COMPUTE
 from offload_core.errors import GradientError, ParameterError, StateError
 from offload_core.memory.report import MemoryReport
 from offload_core.step.pipeline import StepReport
+from offload_core.support.user_line import UserLine
 
 from . import pending
 from .casting import warn_if_slow
 from .files.checkpoint import ModelCheckpoints
 from .files.export import export_safetensors
+from .groups import in_model, some_of
 from .later_parameters import LaterParameters
 from .optimizer import OffloadedAdamW
 from .ranks.collectives import default_group
@@ -95,6 +97,8 @@ class Engine(nn.Module):
                     f"{type(model).__name__} has no parameter that requires a gradient; expected at least one: "
                     "unfreeze what is to be trained"
                 )
+        elif not isinstance(params, torch.Tensor):
+            params = in_model(model, params)
         group = default_group(process_group)
         self.optimizer = OffloadedAdamW(
             params, config=config, early_copy=True, model=model, process_group=group, **overrides
@@ -110,6 +114,9 @@ class Engine(nn.Module):
         self.module = model
         """The wrapped module."""
         self._later = LaterParameters(model)
+        known = self.optimizer.group_of()
+        self._left_out = frozenset(name for name, p in model.named_parameters() if p not in known)
+        """Parameters that were in no group at wrap. The first step warns of them, for groups may be added before it."""
         self._traced = False
         """True if code was compiled that calls the engine."""
         self._compiled = self._have_compiled_modules_wait()
@@ -220,6 +227,10 @@ class Engine(nn.Module):
             GradientError: averaged and summed gradients are mixed; nothing was updated.
         """
         self._check_later()
+        if self._left_out:
+            self._warn_of_left_out()
+        if boundary is None:
+            self._warn_of_uncounted()
         pipeline = self.optimizer.pipeline
         with pipeline.device.trace.span(COMPUTE, "step"):
             updates = pipeline.at_boundary if boundary is None else boundary
@@ -231,6 +242,34 @@ class Engine(nn.Module):
             except StateError:
                 self._check_parameters()
                 raise
+
+    def _warn_of_left_out(self) -> None:
+        known = self.optimizer.group_of()
+        names = [
+            name
+            for name, p in self.module.named_parameters()
+            if name in self._left_out and p.requires_grad and p not in known
+        ]
+        if names:
+            UserLine.now("torch").warn(
+                UserWarning(
+                    f"parameters of the model that require a gradient and are in no group: {some_of(names)}; they are "
+                    "not trained. Expected them in params, or frozen (requires_grad_(False))"
+                )
+            )
+        self._left_out = frozenset()
+
+    def _warn_of_uncounted(self) -> None:
+        """Warn if several backwards are about to count as one micro-step, as in a loop that steps once an update."""
+        n_steps, backwards = self.offload_config.gradient_accumulation_steps, self.optimizer.intake.backwards
+        if n_steps > 1 and backwards > 1:
+            UserLine.now("torch").warn(
+                UserWarning(
+                    f"{backwards} backwards before one step(), which count as one of {n_steps} micro-steps "
+                    f"(gradient_accumulation_steps={n_steps}): the update follows after {n_steps} calls of step(). "
+                    "Expected a step() after each backward, or step(boundary=True) where your loop wants the update"
+                )
+            )
 
     def _check_later(self) -> None:
         """Raise :class:`StateError` if a parameter that came after ``wrap`` is to be trained, and has no states."""

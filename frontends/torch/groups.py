@@ -1,13 +1,14 @@
 """Torch's parameter groups: their hyper-parameters and other options."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 import torch
+from torch import nn
 
 from offload_core.config.options import check_hyperparameters
-from offload_core.errors import ConfigError
+from offload_core.errors import ConfigError, ParameterError
 from offload_core.rules.adam import AdamHyper
 from offload_core.support.checks import shown
 
@@ -57,6 +58,43 @@ def torchs_options(adam_mode: str) -> dict[str, Any]:
 
 _check_once = lru_cache(maxsize=1024)(check_hyperparameters)
 """The same check, run once for equal values: every step asks for it, and the values rarely change."""
+
+
+def in_model(model: nn.Module, params: Iterable[Any]) -> list[Any]:
+    """Parameters or groups, as torch's optimizers take them, with the names that they have in the model.
+
+    Raises:
+        ParameterError: one is not the model's.
+    """
+    names = names_in(model)
+    return [_named(names, entry) for entry in params]
+
+
+def names_in(model: nn.Module) -> dict[int, str]:
+    """The names of a model's parameters, by ``id``."""
+    return {id(param): name for name, param in model.named_parameters()}
+
+
+def _named(names: Mapping[int, str], entry: Any) -> Any:
+    if isinstance(entry, dict):
+        params = entry["params"]
+        params = [params] if isinstance(params, torch.Tensor) else list(params)
+        return {**entry, "params": [_named(names, param) for param in params]}
+    param = entry[1] if isinstance(entry, tuple) else entry
+    if not isinstance(param, torch.Tensor):
+        raise ParameterError(f"params: got a {type(param).__name__}, expected parameters of the model, or groups of them")
+    if id(param) not in names:
+        raise ParameterError(
+            f"params: a tensor of shape {tuple(param.shape)} is no parameter of the model, which would not be trained; "
+            "expected parameters of the model that is wrapped (is this another model's, or from before a copy?)"
+        )
+    return names[id(param)], param
+
+
+def some_of(names: Sequence[str], most: int = 3) -> str:
+    """The first names, and how many others there are."""
+    rest = len(names) - most
+    return ", ".join(map(repr, names[:most])) + (f" and {rest} others" if rest > 0 else "")
 
 
 def hyper_of(g: int, group: Mapping[str, Any]) -> AdamHyper:

@@ -1,8 +1,10 @@
 """Takes gradients: during backward as they appear, or from ``p.grad`` at the step."""
 
+import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from operator import is_
 from typing import Any
 
@@ -15,6 +17,19 @@ from offload_core.step.state_lock import changes
 
 from .registration import Registration, Slot
 from .tensors import TakenGradient, check_gradient, flat_like
+
+
+@dataclass(eq=False)
+class _Running:
+    """An engine's ``backward`` that has not ended."""
+
+    thread: int
+    average: bool
+    """True if it averages over the accumulation steps."""
+    scaled: bool
+
+
+_RUNNING: list[_Running] = []
 
 
 class Intake:
@@ -39,6 +54,8 @@ class Intake:
         """Gradients taken in backwards since the last update, by parameter."""
         self._averaged: dict[int, int] = {}
         """The number of these that are averaged over the accumulation steps."""
+        self._counted = 0
+        """Backwards that earlier micro-steps of this update have had."""
         self._deferred: dict[int, torch.Tensor] = {}
         """The ``p.grad`` that the pipeline gets later, in addition to earlier gradients."""
         self.fresh = False
@@ -116,8 +133,24 @@ class Intake:
             as_it_is = plain and self._pipeline.terms.direct
             self._take({i: gradient if as_it_is else flat_like(gradient, slot.param)})
         self._arrived[i] = self._arrived.get(i, 0) + 1
-        if self._averaging:
+        if self._averaging or (_RUNNING and not self._scaling and self._in_backward_of_another(slot)):
             self._averaged[i] = self._averaged.get(i, 0) + 1
+
+    def _in_backward_of_another(self, slot: Slot) -> bool:
+        """True if another engine's ``backward`` averages this gradient: one loss of two engines.
+
+        Raises:
+            GradientError: that loss is scaled.
+        """
+        here = threading.get_ident()  # on an accelerator, autograd has threads of its own
+        others = [other for other in _RUNNING if here == other.thread or slot.param.device.type != "cpu"]
+        if any(other.scaled for other in others):
+            raise GradientError(
+                f"parameter {slot.name!r}: its gradient comes from the backward() of another engine, under that "
+                "engine's loss scale; expected loss_scale=1 in both engines, or one wrap() of a module that holds "
+                "both models"
+            )
+        return any(other.average for other in others)
 
     _arrive_untraced = torch._disable_dynamo(_arrive)
     """The same, and the compiler leaves it alone where it compiles what is called in a backward. It costs 1 us more."""
@@ -155,9 +188,13 @@ class Intake:
             average: True averages the gradients over the accumulation steps, False sums them.
         """
         self._scaling, self._averaging = True, average
+        scale = None if self._pipeline.scaler is None else self._pipeline.scaler.scale
+        running = _Running(threading.get_ident(), average, scale not in (None, 1))
+        _RUNNING.append(running)
         try:
-            yield None if self._pipeline.scaler is None else self._pipeline.scaler.scale
+            yield scale
         finally:
+            _RUNNING.remove(running)
             self._scaling = self._averaging = False
 
     @contextmanager
@@ -170,6 +207,11 @@ class Intake:
             self._deferring = before
 
     # --- gradients that have arrived -----------------------------------------------------------------
+
+    @property
+    def backwards(self) -> int:
+        """Backwards since the last micro-step ended: as many as each parameter has had gradients, at least."""
+        return min(self._arrived.values(), default=0) - self._counted
 
     @property
     def averages(self) -> bool:
@@ -247,11 +289,13 @@ class Intake:
             )
         reduce = self._reduces or boundary
         self.fresh = self._reduces = False
+        self._counted += self.backwards
         self._pipeline.end_micro_step(reduce=reduce, boundary=boundary)
 
     def forget(self) -> None:
         """Record that no gradient has arrived, and remove the stand-ins from the parameters."""
         self.fresh = self._reduces = False
+        self._counted = 0
         if self._early:
             self._columns.remove_taken()
         for record in (self._arrived, self._averaged, self._deferred):

@@ -1,5 +1,6 @@
 """``OffloadedAdamW``: a ``torch.optim.Optimizer`` whose states live in host memory."""
 
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -21,7 +22,7 @@ from offload_core.step.pipeline import Pipeline, StepReport
 from offload_core.step.state_lock import changes, whole
 
 from .casting import Casts
-from .groups import hyper_of, loaded, number, numbers, torchs_options, without_torchs_options
+from .groups import hyper_of, loaded, names_in, number, numbers, torchs_options, without_torchs_options
 from .intake import Intake
 from .ranks.device_ranks import device_for
 from .registration import NamedParam, Registration, Slot, check_new, named_params
@@ -90,6 +91,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
     # Not class attributes: Lightning's wrapper is a subclass, and only asks the optimizer for what it lacks itself.
     _parts: Parts | None
     """None until the optimizer is built, and after it is closed."""
+    _model: "weakref.ref[nn.Module] | None"
+    """An engine's model, which names the parameters of groups that are added; None: there is none."""
     _states: Any
     """``state`` while there are no parts."""
     _updates: int
@@ -109,6 +112,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         **overrides: Any,
     ) -> None:
         self._parts = None
+        self._model = None if model is None else weakref.ref(model)
         overrides = without_torchs_options(overrides)
         if lr is not None:
             overrides["lr"] = number("lr", lr)
@@ -286,7 +290,9 @@ class OffloadedAdamW(torch.optim.Optimizer):
             params = list(params)  # torch requires names for all groups or for none
             if params and isinstance(params[0], torch.Tensor):
                 g = len(self.param_groups)
-                params = [(f"group {g}, parameter {i}", param) for i, param in enumerate(params)]
+                model = None if self._model is None else self._model()
+                names = {} if model is None else names_in(model)
+                params = [(names.get(id(p), f"group {g}, parameter {i}"), p) for i, p in enumerate(params)]
             param_group = {**param_group, "params": params}
         super().add_param_group(param_group)
         if self._parts is None:  # called by Optimizer.__init__: _build takes on all groups at once
@@ -588,6 +594,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take a state: ``load_state_dict`` calls this with hidden entries, copy and pickle on an empty object."""
         vars(self).setdefault("_parts", None)
+        vars(self).setdefault("_model", None)
         after = state["state"].pop(Hidden, lambda: None)
         saved = {key: e.value if isinstance(e, Hidden) else e for key, e in state["state"].items()}
         entries = {p: entry for p, entry in saved.items() if isinstance(p, torch.Tensor) and entry}

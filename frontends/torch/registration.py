@@ -26,6 +26,7 @@ from offload_core.support.threads import clear_up
 from .casting import Casts
 from .columns import Columns
 from .data_writes import DataWrites, data_of
+from .overlaps import check_apart, tensors_of
 from .pending import await_values_of_garbage, can_wait, forget, have_been_written, make_pending
 from .stage3.construction import shards_of
 from .stage3.partitioned import PartitionedModel
@@ -168,6 +169,8 @@ class Registration:
         """
         for name, param, _ in named:
             check_param(name, param)
+        known = ((slot.name, slot.param) for slot in self.slots.values())
+        check_apart([(name, param) for name, param, _ in named], (*known, *tensors_of(model)))
         pipeline, parted = self._pipeline, self._partitioned
         targets = [self._casts.of_param(param) for _, param, _ in named]
         specs = [

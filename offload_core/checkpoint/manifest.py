@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..dtypes import BY_NUMPY
-from ..errors import CheckpointError
+from ..errors import CheckpointError, NewerCheckpointError
 from ..layout.regions import Region
 from ..rules.adam import STATE_NAMES
 from ..support.checks import shown
@@ -136,7 +136,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
             f"{path}: not the manifest of a checkpoint, or damaged ({error!r}); take another checkpoint"
         ) from None
     if version > VERSION:
-        raise CheckpointError(
+        raise NewerCheckpointError(
             f"{path}: version {version} of the format, and this offload-core reads up to {VERSION}; expected a newer "
             "offload-core"
         )

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..checkpoint.folder import LATEST, MANIFEST, committed, find
 from ..checkpoint.reader import Checkpoint, Loaded
-from ..errors import CheckpointError
+from ..errors import CheckpointError, NewerCheckpointError
 from ..memory.host_memory import format_bytes
 
 HELP = "a checkpoint, or a folder of them: what is in it, and whether every block is what was written"
@@ -54,7 +54,7 @@ def _describe(path: Path) -> dict[str, Any]:
         loaded = Loaded(checkpoint, None)
     except CheckpointError as error:
         about["errors"].append(str(error))
-        return about
+        return about | {"newer": isinstance(error, NewerCheckpointError)}
     parameters = {
         name: {"shape": entry["shape"], "dtype": entry["dtype"], "trained": name in loaded.parameters}
         | {key: entry[key] for key in ("step", "group", "behind") if key in entry}
@@ -77,7 +77,7 @@ def _describe(path: Path) -> dict[str, Any]:
 def _line(about: dict[str, Any]) -> str:
     name = Path(about["path"]).name
     if "step" not in about:
-        return f"{name}  damaged"
+        return f"{name}  {'of a newer format, not checked' if about['newer'] else 'damaged'}"
     state = f"DAMAGED ({len(about['errors'])})" if about["errors"] else "whole"
     return f"{name}  step {about['step']}  {format_bytes(about['bytes'])}  {_by_whom(about)}  {state}"
 

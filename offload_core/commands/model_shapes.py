@@ -105,6 +105,11 @@ def shapes_of(path: Path) -> tuple[Shapes, ElementType | dict[str, ElementType]]
         ConfigError: it is a configuration of which no model can be built here.
         OSError: a file cannot be read.
     """
+    if not path.exists():
+        raise CheckpointError(
+            f"{path}: no such file or folder here; expected a path. A model's name on a hub is none: download its "
+            f"{CONFIG} first, and give that"
+        )
     if path.is_dir():
         stored = [path / INDEX] if (path / INDEX).exists() else sorted(path.glob("*.safetensors"))
         if not stored and not (path / CONFIG).exists():

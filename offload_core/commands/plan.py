@@ -5,6 +5,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -57,7 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--preset", choices=tuple(GPTS), help="a GPT of this size")
-    model.add_argument("--parameters", type=count, metavar="N", help="a GPT of about so many parameters, such as 10B")
+    model.add_argument(
+        "--parameters", type=partial(count, least=LEAST, most=MOST), metavar="N", help="a GPT of about so many, as 10B"
+    )
     model.add_argument(
         "--model",
         "--safetensors",
@@ -190,8 +193,11 @@ def run(args: argparse.Namespace) -> int:
         ranks = "rank(s)"
         if in_jax:
             ranks = f"process(es) of {devices} device(s)"
+        kinds = {args.param_dtype} if args.param_dtype else {dtypes.name} if isinstance(dtypes, ElementType) else None
+        in_types = "/".join(sorted(kinds or {dtype.name for dtype in dtypes.values()}))
         print(f"{what}: {numel:,} parameters, {args.world_size} {ranks}, {processes} a machine, on {args.device}")
-        print(f"memory: host {format_bytes(host)} a machine, device {_or(args.device_memory, format_bytes, 'any')}")
+        device = _or(args.device_memory, format_bytes, "any")
+        print(f"memory: host {format_bytes(host)} a machine, device {device}; parameters are {in_types}")
         print(f"bandwidth: host {speeds.dram / 1e9:.1f} GB/s ({measured}), link {link}")
         counted = (
             "as given" if args.activation_memory or args.host_activation_memory else "not counted (--activation-memory)"
@@ -220,8 +226,6 @@ def _check(args: argparse.Namespace) -> None:
     local, ranks = args.local_world_size, args.world_size
     if local and local > ranks:
         raise ConfigError(f"--local-world-size {local} with --world-size {ranks}; expected at most that many")
-    if args.parameters is not None and not LEAST <= args.parameters <= MOST:
-        raise ConfigError(f"--parameters {args.parameters:,}: expected at least {LEAST:,}, at most {MOST:,}")
     if (args.flops is None) != (args.tokens is None):
         raise ConfigError("--flops and --tokens predict the compute time together; expected both or neither")
     if args.frontend == "jax":

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+import numpy as np
+
 from ..dtypes import BFLOAT16, BY_NAME, ElementType
 from ..errors import ConfigError
 from ..support import checks
@@ -26,6 +28,20 @@ _CHOICES: dict[str, tuple] = {
     "exp_avg_dtype": (None, *FORMATS),
     "exp_avg_sq_dtype": (None, *FORMATS),
 }
+
+_SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
+_OTHER_NAMES = {
+    **dict.fromkeys(("learning_rate", "step_size"), "lr"),
+    **dict.fromkeys(("wd", "decay", "l2"), "weight_decay"),
+    **dict.fromkeys(("clip", "clipping", "clip_norm", "max_norm", "max_grad_norm", "clip_grad_norm"), "gradient_clipping"),
+    **dict.fromkeys(("accumulate", "accumulation_steps", "grad_accum"), "gradient_accumulation_steps"),
+    **dict.fromkeys(("dtype", "torch_dtype", "precision", "mixed_precision"), "param_dtype"),
+    **dict.fromkeys(("epsilon",), "eps"),
+    **dict.fromkeys(("bucket_size", "bucket_cap_mb"), "reduce_bucket_size"),
+    **dict.fromkeys(("threads", "nthreads"), "num_threads"),
+    "mu_dtype": "exp_avg_dtype",
+}
+"""Fields by the names that other libraries give them."""
 
 _MOST_THREADS = 2**31 - 1  # a C int
 
@@ -261,9 +277,10 @@ class OffloadConfig:
         elif isinstance(config, Mapping) or config is None:
             given, source = dict(config or {}), None
         else:
+            made = "; wrap() makes the optimizer: give its settings, such as lr=1e-3" * _is_optimizer(config)
             raise ConfigError(
                 f"config: got {type(config).__name__}, expected an OffloadConfig, a dict of its fields, a DeepSpeed "
-                "configuration (a dict or the path of its file) or None"
+                f"configuration (a dict or the path of its file) or None{made}"
             )
         _check_names(overrides)
         if source is not None or deepspeed.is_deepspeed(given, FIELDS):
@@ -324,14 +341,34 @@ def _check_names(given: Mapping[str, Any]) -> None:
             if place:
                 where = "it is a key of DeepSpeed's" if place == name else f"DeepSpeed has it as {place!r}"
                 hint = f"{where}: give such a configuration as config"
+            if name in _OTHER_NAMES:
+                hint = f"expected {_OTHER_NAMES[name]!r}"
             hint = hint or checks.nearest(name, FIELDS, also=deepspeed.KEYS)
             raise ConfigError(f"unknown configuration field {checks.shown(name)}; {hint}")
 
 
 def _converted(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields with tuples for lists: JSON has only lists."""
+    """The fields with tuples for lists, as JSON has only lists, and with the names of element types."""
     lists = {name: given[name] for name in ("betas", "leaf_modules") if isinstance(given.get(name), list)}
-    return {**given, **{name: tuple(values) for name, values in lists.items()}}
+    dtypes = {name: _dtype_name(value) for name, value in given.items() if name.endswith("_dtype")}
+    return {**given, **dtypes, **{name: tuple(values) for name, values in lists.items()}}
+
+
+def _dtype_name(value: Any) -> Any:
+    """The name of an element type that is given by its short name, or as torch, JAX or NumPy have it."""
+    if isinstance(value, str):
+        return _SHORT_DTYPES.get(value, value)
+    if type(value).__module__ == "torch":
+        return str(value).removeprefix("torch.")
+    try:
+        return value if value is None else np.dtype(value).name
+    except TypeError:
+        return value
+
+
+def _is_optimizer(value: Any) -> bool:
+    """True for optimizers of torch and of optax."""
+    return hasattr(value, "param_groups") or (hasattr(value, "init") and hasattr(value, "update"))
 
 
 def check_betas(betas: object) -> None:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Protocol
 
 import numpy as np
@@ -49,7 +50,7 @@ class AdamHyper:
         return (
             grad_scale,
             self.weight_decay,
-            1 - self.lr * self.weight_decay,
+            _decay(self.lr, self.weight_decay),
             beta1,
             beta2,
             1 - beta1,
@@ -61,6 +62,14 @@ class AdamHyper:
             step_size,
             t,
         )
+
+
+def _decay(lr: float, weight_decay: float) -> float:
+    """1 - lr * weight_decay, rounded once: torch's compiled fused kernel takes one FMA for it."""
+    if not (math.isfinite(lr) and math.isfinite(weight_decay)):
+        return 1 - lr * weight_decay
+    exact = 1 - Fraction(lr) * Fraction(weight_decay)
+    return exact.numerator / exact.denominator if abs(exact) < 2**1000 else float("-inf")
 
 
 class Scalars:

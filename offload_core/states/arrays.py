@@ -135,19 +135,31 @@ class StateArray:
             part = values[start : start + _DECODED]
             self._encode(self._first + start, _as_float32(part, self._threads))
 
-    def follow(self, values: np.ndarray) -> None:
-        """Where the run, rounded to the type of ``values``, differs from them, it takes their elements. Others keep
-        all their bits."""
+    def follow(self, values: np.ndarray, replaced: dict[int, np.ndarray]) -> None:
+        """Take the elements of ``values`` that differ from the run as it was last updated, rounded to their type.
+
+        Other elements keep all their bits, and those that once differed get theirs back: weights that somebody
+        exchanges for others, and puts back, lose nothing.
+
+        Args:
+            replaced: the parts of the run that earlier calls have changed, in fp32 and as they were before, by their
+                start. This call adds to it and takes from it.
+        """
         assert values.size == self.size
         bits = f"u{values.itemsize}"
         for start in range(0, self.size, _DECODED):
             theirs = values[start : start + _DECODED]
-            mine = np.empty(theirs.size, np.float32)
-            self.read(start, mine)
+            mine = replaced.get(start)
+            if mine is None:
+                mine = np.empty(theirs.size, np.float32)
+                self.read(start, mine)
             changed = mine.astype(theirs.dtype).view(bits) != theirs.view(bits)
+            part = self[start : start + mine.size]
             if changed.any():
-                mine[changed] = theirs[changed]
-                self[start : start + mine.size].write(mine)
+                replaced[start] = mine
+                part.write(np.where(changed, theirs.astype(np.float32), mine))
+            elif replaced.pop(start, None) is not None:
+                part.write(mine)
 
     def _decoded(self, start: int, stop: int) -> np.ndarray:
         out = np.empty(stop - start, np.float32)

@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
+
 from ..config.state_formats import StateFormat
 from ..layout.partition import Bucket
 from ..memory.host_memory import HostMemory
@@ -37,6 +39,8 @@ class StatesInMemory:
         self._offset: dict[int, int] = {}
         self._blocks: dict[int, StateBlock] = {}
         self._before_change: Callable[[Iterable[int]], None] | None = None
+        self._replaced: dict[int, dict[tuple[int, int], dict[int, np.ndarray]]] = {}
+        """By parameter: what :meth:`follow` has replaced since its states last changed, by bucket and offset."""
 
     def allocate(self, buckets: Sequence[Bucket], formats: Callable[[Bucket], Mapping[str, StateFormat]]) -> None:
         """Make the states of new buckets, zeroed: those that ``formats`` names, the same for all buckets of a key."""
@@ -77,7 +81,27 @@ class StatesInMemory:
         assert self._blocks[block.bucket] is block
 
     def will_change(self, params: Iterable[int]) -> None:
-        """Announce that the states of these parameters are about to change."""
+        """Announce that the states of these parameters are about to change for good."""
+        for param in params if self._replaced else ():
+            self._replaced.pop(param, None)
+        self._announce(params)
+
+    def follow(self, bucket: int, offset: int, param: int, values: np.ndarray) -> None:
+        """Have the master weights of a piece of a parameter follow values that were written from outside.
+
+        Until its states change for good, the parameter may get earlier values back, and then has the master weights
+        that belong to them. This takes 4 bytes an element of host memory meanwhile, where anything differs.
+        """
+        self._announce([param])
+        arena, at = self.locate(bucket, offset)
+        replaced = self._replaced.setdefault(param, {}).setdefault((bucket, offset), {})
+        arena["master"][at : at + values.size].follow(values, replaced)
+        if not replaced:
+            del self._replaced[param][bucket, offset]
+        if not self._replaced[param]:
+            del self._replaced[param]
+
+    def _announce(self, params: Iterable[int]) -> None:
         if self._before_change is not None:
             self._before_change(params)
 

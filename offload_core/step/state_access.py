@@ -158,17 +158,18 @@ class StateAccess:
         """Follow a change made to a device parameter from outside: an element that differs from its rounded master
         weight replaces it. The other master weights keep their low bits.
 
+        A parameter that gets its last published values back before the next update gets its master weights back, too.
+
         Args:
             tensor: the parameter as it is, or as it is about to become. Memory of :meth:`parameter_memory` gets these
                 values here, and ``tensor`` must not lie there: what it was before tells which elements differ.
         """
-        self.will_change([param])
+        self._pipeline.finish()
+        self._pipeline.recall([param])
         for work, piece in self._pieces_of(param):
-            if work.without_master:
-                continue
-            arena, start = self._locate(work, piece)
-            source = self._buckets.read(work, piece, tensor)  # it holds the memory
-            arena["master"][start : start + piece.numel].follow(source.view())
+            if not work.without_master:
+                source = self._buckets.read(work, piece, tensor)  # it holds the memory
+                self._buckets.store.follow(work.bucket.index, piece.offset, param, source.view())
 
     def publish_later(self, params: Iterable[int]) -> None:
         """Have the next ``flush`` write these master weights, which were replaced, to the device parameters."""

@@ -119,7 +119,7 @@ def changes(what: str) -> Callable[[Method[P, T]], Method[P, T]]:
 
     def decorate(method: Method[P, T]) -> Method[P, T]:
         @wraps(method)
-        def locked(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        def locked(self: Any, *args: P.args, **kwargs: P.kwargs) -> T:
             lock: StateLock = self._state_lock
             if lock.is_changing():
                 return method(self, *args, **kwargs)
@@ -142,7 +142,7 @@ def whole(what: str) -> Callable[[Method[P, T]], Method[P, T]]:
 
 def _locked(how: Callable[..., T], what: str, method: Method[P, T]) -> Method[P, T]:
     @wraps(method)
-    def locked(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
+    def locked(self: Any, *args: P.args, **kwargs: P.kwargs) -> T:
         return how(self._state_lock, what, method, self, *args, **kwargs)
 
     return locked

@@ -172,17 +172,18 @@ class Updates:
             among: these parameters alone.
         """
         store = self._buckets.store
-        states = store.read(work.bucket.index) if keep_states else store.load(work.bucket.index, work.members)
+        rows = scalars.rows[work.params]
+        chosen = rows >= 0
+        if among is not None and among != work.members:
+            chosen &= np.isin(work.params, list(among))
+        updated = {*work.params[chosen].tolist()}
+        states = store.read(work.bucket.index) if keep_states else store.load(work.bucket.index, updated)
         in_place = work.without_master
         formats = {name: array.format.name for name, array in states.arrays.items()}
         if in_place:
             formats["master"] = work.bucket.dtype.name
         in_tensors = tensors if in_place or (out is None and work.parameters_apart) else None
         rounds = out is not None or (in_tensors is not None and not in_place)
-        rows = scalars.rows[work.params]
-        chosen = rows >= 0
-        if among is not None and among != work.members:
-            chosen &= np.isin(work.params, list(among))
         for dtype, pieces in work.held(chosen):
             segments = self._rule.segments(states.arrays, work.offsets[pieces], work.numels[pieces])
             segments["grad"] = work.gradients.addresses[pieces]

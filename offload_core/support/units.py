@@ -13,7 +13,7 @@ _COUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
 _MOST = 1e36
 """Products of some of them are finite floats."""
 _MOST_DEVICES = 2**12
-_NUMBER = re.compile(r"\s*(\d+(?:\.\d*)?(?:[eE][+-]?\d+)?)\s*([A-Za-z]*)\s*")
+_NUMBER = re.compile(r"\s*(\d{1,3}(?:,\d{3})+|\d+(?:\.\d*)?(?:[eE][+-]?\d+)?)\s*([A-Za-z]*)\s*")
 
 
 def size(text: str) -> int:
@@ -26,12 +26,15 @@ def rate(text: str) -> float:
     return _scaled(text.removesuffix("/s"), _BYTES, "bytes a second such as 25GB")
 
 
-def count(text: str) -> int:
-    """A count: ``"10B"``, ``"124M"``, ``"7000000"``."""
-    expected = "a count such as 10B, 124M or 8, at least 1"
+def count(text: str, *, least: int = 1, most: int | None = None) -> int:
+    """A count: ``"10B"``, ``"124M"``, ``"7000000"``, ``"7,000,000"``."""
+    bounds = f"at least {least:,}" + ("" if most is None else f", at most {most:,}")
+    expected = f"a count such as 10B, 124M or {max(least, 8):,}, {bounds}"
     value = _scaled(text, _COUNTS, expected)
     if value != round(value):
         raise argparse.ArgumentTypeError(f"got {text!r}, expected {expected}: a whole number")
+    if value < least or (most is not None and value > most):
+        raise argparse.ArgumentTypeError(f"got {shown(text)}, expected {expected}")
     return round(value)
 
 
@@ -46,7 +49,7 @@ def mesh(text: str) -> tuple[int, ...]:
 
 def _scaled(text: str, units: dict[str, int], expected: str) -> float:
     match = _NUMBER.fullmatch(text)
-    value = float(match[1]) * units[match[2].upper()] if match and match[2].upper() in units else math.nan
+    value = float(match[1].replace(",", "")) * units[match[2].upper()] if match and match[2].upper() in units else math.nan
     if not 1 <= value <= _MOST:
         raise argparse.ArgumentTypeError(f"got {shown(text)}, expected {expected}")
     return value

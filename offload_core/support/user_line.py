@@ -17,10 +17,10 @@ class UserLine(NamedTuple):
     """The module's ``__warningregistry__``, by which Python avoids to repeat a warning."""
 
     @classmethod
-    def now(cls) -> Self:
-        """The innermost line of this thread's stack that is outside this package."""
-        frame = sys._getframe(1)
-        while frame.f_globals.get("__name__", "").partition(".")[0] in _OWN and frame.f_back is not None:
+    def now(cls, *besides: str) -> Self:
+        """The innermost line of this thread's stack that is outside this package, and outside those ``besides``."""
+        frame, skipped = sys._getframe(1), (*_OWN, *besides)
+        while frame.f_globals.get("__name__", "").partition(".")[0] in skipped and frame.f_back is not None:
             frame = frame.f_back
         names = frame.f_globals
         registry = names.setdefault("__warningregistry__", {})

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from offload_core.__main__ import main
+from offload_core.checkpoint.folder import MANIFEST
 from offload_core.checkpoint.shard_writer import Source
 from offload_core.layout.regions import Region
 from tests.support.checkpoints import one_step, save
@@ -128,3 +129,13 @@ def test_a_name_that_no_encoding_can_write_is_shown(tmp_path):
     done = subprocess.run(command, capture_output=True, cwd=Path(__file__).parents[2])
     assert done.returncode == 1
     assert b"caf\\udce9: no checkpoint" in done.stdout
+
+
+def test_a_checkpoint_of_a_newer_format_is_not_called_damaged(folder, capsys):
+    manifest = folder / "step-00000002" / MANIFEST
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"version": 9}))
+    status, said = inspect(capsys, folder)
+    assert status == 1
+    assert "step-00000002  of a newer format, not checked" in said
+    assert "expected a newer offload-core" in said
+    assert "damaged" not in said

@@ -38,6 +38,7 @@ from offload_core.dtypes import BFLOAT16, FLOAT32
 from offload_core.layout.partition import ParamSpec
 from offload_core.memory.host_memory import HostMemory
 from offload_core.memory.plan import MemoryPlan, PlanRow
+from offload_core.ranks.consistency import VERSION
 from offload_core.step.at_once import held_shards, rows_at_once
 from offload_core.step.bucket_terms import BucketTerms
 from offload_core.support.units import count, rate, size
@@ -112,7 +113,7 @@ def test_safetensors_are_planned_from_their_headers(tmp_path: Path, capsys: pyte
     assert "no index" in refusal(capsys, "plan", f"--model={several}")
     (tmp_path / "none").mkdir()
     assert "holds neither" in refusal(capsys, "plan", f"--model={tmp_path / 'none'}")
-    assert "No such file" in refusal(capsys, "plan", f"--model={tmp_path / 'x.safetensors'}")
+    assert "no such file or folder here; expected a path" in refusal(capsys, "plan", f"--model={tmp_path / 'x.safetensors'}")
 
 
 def test_a_hugging_face_model_is_planned_from_its_configuration(tmp_path, capsys) -> None:
@@ -385,7 +386,9 @@ def test_activations_are_counted_where_they_are_given(capsys: pytest.CaptureFixt
         (["plan"], "--preset --parameters --model"),
         (["plan", "--preset=gpt3"], "gpt2-10b"),
         (["plan", "--parameters=10X"], "expected a count such as 10B"),
-        (["plan", "--parameters=10"], "expected at least 1,000,000"),
+        (["plan", "--parameters=0"], "at least 1,000,000"),
+        (["plan", "--parameters=7,000,000,00"], "expected a count such as 10B"),
+        (["plan", "--parameters=10"], "at least 1,000,000"),
         (["plan", "--parameters=1e30"], "at most 1,000,000,000,000"),
         (["plan", "--preset=tiny", "--world-size=2.5"], "a whole number"),
         (["plan", "--preset=tiny", "--world-size=0.4"], "expected a count"),
@@ -591,3 +594,14 @@ def test_a_reader_that_has_seen_enough_is_no_error() -> None:
     assert process.stderr.read() == b""
     process.stderr.close()
     assert process.wait() == READER_GONE
+
+
+def test_a_count_may_have_the_commas_that_plan_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    with_commas, without = (plan(capsys, f"--parameters={n}", "--host-memory=1GB") for n in ("7,000,000", "7M"))
+    assert with_commas["parameters"] == without["parameters"]
+
+
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out == f"offload-core {VERSION}\n"

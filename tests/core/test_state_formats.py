@@ -146,10 +146,14 @@ def test_where_a_parameter_was_changed_its_master_follows_and_nowhere_else(forma
     other = cast(rng.standard_normal(masters.size).astype(np.float32), BFLOAT16)
     change = np.array(change) & (param != other)
     param[change] = other[change]
-    array.follow(param)
+    replaced: dict[int, np.ndarray] = {}
+    array.follow(param, replaced)
     assert_same_bits("masters", array.values(), np.where(change, param.astype(np.float32), masters))
     if array.upper is not None:
         assert_same_bits("the parameter", array.upper, param)
+    array.follow(cast(masters, BFLOAT16), replaced)
+    assert_same_bits("masters that were put back", array.values(), masters)
+    assert not replaced
 
 
 @pytest.mark.parametrize("threshold", [1, 2**30], ids=["a run at a time", "all at once"])

@@ -1,5 +1,6 @@
 """The kernels' results, computed another way: NumPy and exact rationals. No line is shared with ``c_src``."""
 
+import ctypes
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -25,6 +26,10 @@ def round_to_float32(x: Fraction) -> np.float32:
     unit = Fraction(2) ** (max(exponent, -126) - 23)
     rounded = round(x / unit) * unit
     return np.float32(float(rounded) if abs(rounded) < 2**128 else math.copysign(math.inf, x))
+
+
+_LIBM = ctypes.CDLL(None)
+_LIBM.fma.argtypes, _LIBM.fma.restype = [ctypes.c_double] * 3, ctypes.c_double
 
 
 def fma(a, b, c) -> np.ndarray:
@@ -65,7 +70,7 @@ class Hyper:
         for name, value in {
             "grad_scale": self.grad_scale,
             "weight_decay": self.weight_decay,
-            "decay": 1 - self.lr * self.weight_decay,
+            "decay": _LIBM.fma(-self.lr, self.weight_decay, 1.0),
             "beta1": self.beta1,
             "beta2": self.beta2,
             "one_minus_beta1": 1 - self.beta1,

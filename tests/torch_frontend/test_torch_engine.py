@@ -8,6 +8,7 @@ import math
 import weakref
 from functools import partial
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -227,6 +228,42 @@ def test_several_backwards_in_one_micro_step_are_all_kept():
     reference = OffloadedAdamW(make().parameters(), lr=1e-2, early_copy=True)
     model = next(group["params"] for group in reference.param_groups)
     assert len(model) == 4
+
+
+def test_a_loop_that_steps_once_an_update_is_warned_that_its_backwards_count_as_one_micro_step():
+    engine = wrap(make(), lr=1e-2, gradient_accumulation_steps=4)
+    for seed in range(4):
+        engine.backward(loss_of(engine, seed))
+    with pytest.warns(UserWarning, match=r"4 backwards before one step\(\), .* one of 4 micro-steps .*boundary=True"):
+        assert engine.step().skipped == "accumulating"
+    engine.optimizer.zero_grad()
+    for seed in range(4):
+        engine.backward(loss_of(engine, seed))
+    assert engine.step(boundary=True).updated  # no warning: the loop counts itself
+    for seed in range(4):
+        report = step(engine, seed)
+    assert report.updated
+
+
+@pytest.mark.parametrize("fields", [{}, {"stage": 3, "param_persistence_threshold": 0}], ids=str)
+def test_one_loss_of_two_engines_is_averaged_in_both(fields):
+    def norms(two):
+        first = make()
+        options = {"lr": 1e-2, "gradient_accumulation_steps": 4, "gradient_clipping": 1e3, **fields}
+        torch.manual_seed(1)
+        last = nn.Linear(first[-1].out_features, 4)
+        if not two:
+            engine = wrap(nn.Sequential(first, last), **options)
+            engines = [engine]
+        else:
+            engines = [wrap(first, **options), wrap(last, **options)]
+            engine = nn.Sequential(*engines)
+        for seed in range(4):
+            engines[-1].backward(engine(batch(seed)).pow(2).mean())
+            reports = [each.step() for each in engines]
+        return sum(report.grad_norm**2 for report in reports) ** 0.5
+
+    assert norms(two=True) == pytest.approx(norms(two=False), rel=1e-6)
 
 
 @everywhere
@@ -542,6 +579,7 @@ def test_both_backwards_are_the_same_where_nothing_is_averaged_or_scaled():
 
 
 @everywhere
+@pytest.mark.filterwarnings("ignore:parameters of the model that require a gradient:UserWarning")
 def test_a_group_can_be_added_to_an_engines_optimizer():
     model = make()
     engine = wrap(model, params=[("weight", model[0].weight)], param_dtype="bfloat16")
@@ -549,7 +587,7 @@ def test_a_group_can_be_added_to_an_engines_optimizer():
     before = model[2].weight.detach().clone()
     step(engine, 0)
     assert not torch.equal(model[2].weight, before)
-    assert engine.optimizer.param_groups[1]["param_names"][0] == "group 1, parameter 0"
+    assert engine.optimizer.param_groups[1]["param_names"][0] == "2.weight"
 
 
 @everywhere
@@ -750,6 +788,28 @@ def test_parameters_in_shards_of_others_are_refused():
 )
 def test_wrong_configuration_is_refused(match, fields):
     expect_refusal(ConfigError, match, make(), **fields)
+
+
+@pytest.mark.parametrize("given", [torch.bfloat16, "bf16", "bfloat16", ml_dtypes.bfloat16], ids=str)
+def test_element_types_may_be_given_as_frameworks_have_them(given):
+    engine = wrap(nn.Linear(2, 2), param_dtype=given)
+    assert engine.module.weight.dtype == torch.bfloat16
+    assert engine.offload_config.param_dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [("learning_rate", "lr"), ("wd", "weight_decay"), ("clip", "gradient_clipping"), ("dtype", "param_dtype")],
+)
+def test_a_setting_by_the_name_of_another_library_is_named_as_it_is_here(name, field):
+    with pytest.raises(ConfigError, match=f"unknown configuration field '{name}'; expected '{field}'"):
+        wrap(nn.Linear(2, 2), **{name: 1})
+
+
+def test_an_optimizer_is_no_configuration():
+    model = nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match=r"got AdamW, .*; wrap\(\) makes the optimizer: give its settings"):
+        wrap(model, torch.optim.AdamW(model.parameters()))
 
 
 def test_a_configuration_can_be_an_object_a_dict_or_overrides():

@@ -1,0 +1,81 @@
+"""``wrap(model, params=...)``: parameters of groups have the model's names, and must be the model's."""
+
+import warnings
+
+import pytest
+import torch
+
+from frontends.torch import wrap
+from offload_core import ParameterError
+from tests.support.torch_models import loss_of, make, same_bits
+
+OPTIONS = {"lr": 1e-2, "param_dtype": "bfloat16", "state_format": "8bit"}
+
+
+def groups_of(model, order):
+    kinds = {"weights": [], "biases": []}
+    for name, param in model.named_parameters():
+        kinds["biases" if name.endswith("bias") else "weights"].append(param)
+    return [{"params": kinds[kind]} for kind in order]
+
+
+def trained(engine, first, steps):
+    for seed in range(first, first + steps):
+        engine.backward(loss_of(engine, seed))
+        engine.step()
+    engine.flush()
+    return engine
+
+
+def test_random_bits_do_not_depend_on_the_order_of_groups(tmp_path):
+    orders = [("weights", "biases"), ("biases", "weights")]
+    runs = []
+    for order in orders:
+        model = make()
+        runs.append(trained(wrap(model, params=groups_of(model, order), **OPTIONS), 0, 3))
+    runs[0].save_checkpoint(tmp_path)
+    model = make()
+    resumed = wrap(model, params=groups_of(model, orders[1]), **OPTIONS)
+    resumed.load_checkpoint(tmp_path)
+    for engine in (*runs, resumed):
+        trained(engine, 3, 3)
+        for p, q in zip(engine.parameters(), runs[0].parameters(), strict=True):
+            assert same_bits(p, q)
+
+
+def test_a_group_that_is_added_has_the_names_of_the_model():
+    model = make()
+    engine = wrap(model, params=[{"params": [model[0].weight, model[0].bias]}, {"params": model[2].weight}], lr=1e-2)
+    engine.optimizer.add_param_group({"params": [model[2].bias]})
+    trained(engine, 0, 1)
+    assert [slot.name for slot in engine.optimizer.slots] == ["0.weight", "0.bias", "2.weight", "2.bias"]
+
+
+@pytest.mark.filterwarnings("ignore:parameters of the model that require a gradient:UserWarning")
+@pytest.mark.parametrize("all_foreign", [True, False])
+def test_parameters_of_another_model_are_refused(all_foreign):
+    model, other = make(), make()
+    params = [*other.parameters()] if all_foreign else [*model[0].parameters(), other[2].weight]
+    with pytest.raises(ParameterError, match=r"is no parameter of the model, which would not be trained"):
+        wrap(model, params=[{"params": params}], lr=1e-2)
+
+
+def test_trainable_parameters_in_no_group_are_named_once():
+    model = make()
+    engine = wrap(model, params=model[0].parameters(), lr=1e-2)
+    with pytest.warns(UserWarning, match=r"are in no group: '2\.weight', '2\.bias'; they are not trained"):
+        trained(engine, 0, 1)
+    trained(engine, 1, 1)
+    frozen = make()
+    frozen[2].requires_grad_(False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine = wrap(frozen, params=[("mine", frozen[0].weight), ("yours", frozen[0].bias)], lr=1e-2)
+        trained(engine, 0, 1)
+
+
+def test_what_is_no_tensor_is_named():
+    with pytest.raises(ParameterError, match="params: got a str, expected parameters of the model"):
+        wrap(make(), params=["0.weight"], lr=1e-2)
+    with pytest.raises(ParameterError, match="got a tensor, expected an iterable"):
+        wrap(make(), params=torch.ones(3), lr=1e-2)
