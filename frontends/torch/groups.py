@@ -82,7 +82,9 @@ def _named(names: Mapping[int, str], entry: Any) -> Any:
         return {**entry, "params": [_named(names, param) for param in params]}
     param = entry[1] if isinstance(entry, tuple) else entry
     if not isinstance(param, torch.Tensor):
-        raise ParameterError(f"params: got a {type(param).__name__}, expected parameters of the model, or groups of them")
+        raise ParameterError(
+            f"params: got a {type(param).__name__}, expected parameters of the model, or groups of them"
+        )
     if id(param) not in names:
         raise ParameterError(
             f"params: a tensor of shape {tuple(param.shape)} is no parameter of the model, which would not be trained; "

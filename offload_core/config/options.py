@@ -33,7 +33,9 @@ _SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32
 _OTHER_NAMES = {
     **dict.fromkeys(("learning_rate", "step_size"), "lr"),
     **dict.fromkeys(("wd", "decay", "l2"), "weight_decay"),
-    **dict.fromkeys(("clip", "clipping", "clip_norm", "max_norm", "max_grad_norm", "clip_grad_norm"), "gradient_clipping"),
+    **dict.fromkeys(
+        ("clip", "clipping", "clip_norm", "max_norm", "max_grad_norm", "clip_grad_norm"), "gradient_clipping"
+    ),
     **dict.fromkeys(("accumulate", "accumulation_steps", "grad_accum"), "gradient_accumulation_steps"),
     **dict.fromkeys(("dtype", "torch_dtype", "precision", "mixed_precision"), "param_dtype"),
     **dict.fromkeys(("epsilon",), "eps"),

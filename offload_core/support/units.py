@@ -49,7 +49,9 @@ def mesh(text: str) -> tuple[int, ...]:
 
 def _scaled(text: str, units: dict[str, int], expected: str) -> float:
     match = _NUMBER.fullmatch(text)
-    value = float(match[1].replace(",", "")) * units[match[2].upper()] if match and match[2].upper() in units else math.nan
+    value = (
+        float(match[1].replace(",", "")) * units[match[2].upper()] if match and match[2].upper() in units else math.nan
+    )
     if not 1 <= value <= _MOST:
         raise argparse.ArgumentTypeError(f"got {shown(text)}, expected {expected}")
     return value

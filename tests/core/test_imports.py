@@ -16,8 +16,8 @@ ROOMS = {
         errors dtypes support lr_schedules config native rules layout memory ranks device states step stage3 checkpoint
         commands testing memory_report pipeline step_log __main__""",
     "frontends.torch": """
-        tensors columns overlaps data_writes pending values casting groups ranks stage3 registration intake state_views state_io
-        optimizer files later_parameters engine deepspeed_weights integrations""",
+        tensors columns overlaps data_writes pending values casting groups ranks stage3 registration intake state_views
+        state_io optimizer files later_parameters engine deepspeed_weights integrations""",
     "frontends.jax": """launch context numbers words runs device tree mesh loss_scale gradients placement differentiate
         optax_bridge files offloaded""",
     "bench": "record markdown plots fits headers peers harness virtual train screens parts formats gpu report run",
