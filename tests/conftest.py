@@ -1,7 +1,6 @@
 """Settings of the whole suite.
 
-All random draws come from one seed: ``pytest --seed 7``, or ``make test ARGS="--seed 7"``. The last line of a run prints
-it.
+All random draws come from one seed: ``pytest --seed 7``, or ``make test ARGS="--seed 7"``. A run prints it at its end.
 """
 
 import gc
