@@ -21,6 +21,7 @@ from offload_core.errors import CheckpointError, StateError
 from offload_core.layout.regions import Region
 from offload_core.step.loss_scale import LossScaler
 from offload_core.step.state_access import StateAccess
+from offload_core.support.threads import Condition
 from offload_core.testing.fake_device import FakeDevice
 from offload_core.testing.thread_ranks import run_ranks
 from tests.support.checkpoints import Slow, load, one_step, save
@@ -28,6 +29,7 @@ from tests.support.oracles import assert_same_bits
 from tests.support.pipelines import STATES, UNANNOUNCED, Subject, as_float32, bits, make
 from tests.support.rank_pipelines import averaged, rank_cases, run_naive, run_rank
 from tests.support.strategies import law
+from tests.support.waiting import until_one_is_in
 
 
 def assert_states(subjects, naive):
@@ -139,7 +141,7 @@ def test_what_is_saved_while_training_goes_on_is_of_the_moment_of_the_call(
     _, checkpoints = save(subject, tmp_path, wait=False)
     trained = threading.Thread(target=lambda: [one_step(subject, v) or subject.pipeline.finish() for v in (3.0, 4.0)])
     trained.start()
-    trained.join(0.2)  # more blocks than buffers: it has to wait for the disk
+    until_one_is_in(ShardWriter._await_claim, Condition.wait_for, thread=trained)  # more blocks than buffers
     slow.go_on()
     trained.join()
     checkpoints.wait()

@@ -29,6 +29,7 @@ from offload_core.testing.thread_ranks import run_ranks
 from tests.support.checkpoints import Slow, load, names_of, save
 from tests.support.pipelines import Subject, bits
 from tests.support.strategies import law
+from tests.support.waiting import until_one_is_in
 
 ROOT = Path(__file__).resolve().parents[2]
 HYPERS = [AdamHyper(1e-2)]
@@ -318,7 +319,7 @@ def test_a_second_save_and_a_load_wait_for_the_first(tmp_path, monkeypatch):
 
     thread = threading.Thread(target=act)
     thread.start()
-    thread.join(0.1)
+    until_one_is_in(act, threading.Thread.join, thread=thread)
     assert len(saved) == 2
     slow.go_on()
     thread.join()
@@ -362,12 +363,12 @@ def test_ranks_meet_for_the_save_after_all_that_was_asked_for(tmp_path, device):
 
 
 EXIT = """
-import sys, time
+import sys, threading
 import numpy as np
 from tests.workers import checkpoint_crash_worker as worker
 from offload_core.checkpoint.shard_writer import ShardWriter
 put = ShardWriter._put
-ShardWriter._put = lambda *args: (time.sleep(0.05), put(*args))
+ShardWriter._put = lambda *args: (threading.main_thread().join(), put(*args))
 run = worker.Run()
 run.become(4)
 run.checkpoints.save(sys.argv[1], worker.Contents(run.names, sources=[worker.Source.of(

@@ -4,7 +4,6 @@ import copy
 import gc
 import os
 import signal
-import sys
 import tempfile
 import threading
 import time
@@ -19,6 +18,7 @@ from offload_core.errors import CheckpointError, StateError
 from offload_core.step.state_lock import StateLock
 from tests.support.interrupts import FewerLines, handled_at_each_line, interrupt_at
 from tests.support.slow_torch_device import SlowTorchDevice
+from tests.support.waiting import until_one_is_in
 
 
 def bits(tensors):
@@ -101,8 +101,7 @@ def test_a_save_of_another_thread_waits_for_the_steps_end(monkeypatch, tmp_path)
 
     def save_and_go_on():
         saving.start()
-        while saving.is_alive() and sys._current_frames()[saving.ident].f_code is not StateLock.run.__code__:
-            time.sleep(0.001)  # until it waits for the lock
+        until_one_is_in(StateLock.run, torch_state_dict, thread=saving)
         saved.append("the step goes on")
         slow.gate.set()
 
