@@ -109,6 +109,10 @@ class Pair:
         self.lost = "\n".join(words)
         self.close()
 
+    def codes(self) -> list[int | None]:
+        """How each process has ended; None: it lives."""
+        return [process.poll() for process in self._processes]
+
     def close(self) -> None:
         for process in self._processes:
             process.kill()

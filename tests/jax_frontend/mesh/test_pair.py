@@ -51,4 +51,4 @@ def test_two_processes_say_how_a_law_has_ended_and_end_together(tmp_path):
         with pytest.raises(pytest.fail.Exception, match="test_dies was the last law") as failed:
             pair.check(law)
         assert "these are the last words" in str(failed.value)
-    assert [process.returncode for process in pair._processes] == [-6, -9]
+    assert pair.codes() == [-6, -9]
