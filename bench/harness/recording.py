@@ -45,8 +45,8 @@ class Recording:
 
     def keep(self) -> None:
         """Write what is known so far: a part that is ended leaves it behind."""
-        ended = record.missing(self.title, "it was ended before all was measured, and the rest of it is missing")
-        self._write([*self.missing, ended])
+        rest = record.missing(f"{self.title}, the rest", "the part was ended before it was measured")
+        self._write([*self.missing, rest])
 
     def _write(self, missing: list[dict[str, str]]) -> None:
         if self._path is not None:

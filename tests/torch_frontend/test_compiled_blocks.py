@@ -3,6 +3,7 @@
 import copy
 import gc
 from contextlib import contextmanager
+from functools import cache
 
 import pytest
 import torch
@@ -205,11 +206,17 @@ def graphs_of(compile_model, device, fields=None, steps=4, backend="aot_eager"):
     return frames, [*seen, *model.parameters()]
 
 
+@cache
+def plain_graphs(compile_model, backend="aot_eager"):
+    """Those of torch's own training on the CPU."""
+    return graphs_of(compile_model, "cpu", backend=backend)
+
+
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("compile_model", [blocks_in_place, blocks_as_objects, model_in_place, torch.compile])
 def test_training_compiles_the_graphs_of_plain_torch_and_gives_its_bits(compile_model, stage, device):
     """Also for evaluation, and each is whole (``fullgraph=True``); equal blocks share theirs."""
-    expected_frames, expected = graphs_of(compile_model, "cpu")
+    expected_frames, expected = plain_graphs(compile_model)
     frames, found = graphs_of(compile_model, device, STAGES[stage])
     assert frames[1] == frames[-2]
     assert all(got <= plain for got, plain in zip(frames, expected_frames, strict=True)), (frames, expected_frames)
@@ -220,7 +227,7 @@ def test_training_compiles_the_graphs_of_plain_torch_and_gives_its_bits(compile_
 @pytest.mark.filterwarnings("ignore")  # inductor's own
 @pytest.mark.parametrize("stage", STAGES)
 def test_inductor_gives_the_bits_and_the_graphs_of_plain_torch(stage):
-    expected_frames, expected = graphs_of(blocks_in_place, "cpu", backend="inductor")
+    expected_frames, expected = plain_graphs(blocks_in_place, "inductor")
     frames, found = graphs_of(blocks_in_place, "cpu", STAGES[stage], backend="inductor")
     assert frames == expected_frames
     assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
