@@ -14,7 +14,8 @@ from tests.support.jax_pair import MEMBER, Pair
 
 @pytest.fixture(scope="session")
 def pair():
-    pair = Pair(Path(__file__).parent)
+    folder = Path(__file__).parent
+    pair = Pair(*folder.glob("test_*.py"), folder / "asked_for.py")
     yield pair
     pair.close()
 
