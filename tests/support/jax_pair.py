@@ -4,7 +4,6 @@ import itertools
 import signal
 import subprocess
 import sys
-import tempfile
 from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
@@ -29,13 +28,13 @@ class Pair:
     however it ends.
 
     Args:
+        folder: that of the socket, and of what they say.
         laws: files or folders with the tests that they can be asked for.
     """
 
-    def __init__(self, *laws: Path) -> None:
+    def __init__(self, folder: Path, *laws: Path) -> None:
         self.lost: str | None = None
-        self._folder = tempfile.TemporaryDirectory(prefix="pair-")
-        self._logs = [Path(self._folder.name, f"{number}.log") for number in range(2)]
+        self._logs = [folder / f"{number}.log" for number in range(2)]
         self._connections: list[Connection] = []
         self._processes: list[subprocess.Popen] = []
         environment = {name: value for name, value in environment_of(ROOT).items() if not name.startswith("PYTEST_")}
@@ -45,7 +44,7 @@ class Pair:
             with theirs, file.open("wb") as log:
                 process = subprocess.Popen(
                     [sys.executable, WORKER, str(theirs.fileno()), "unix:meeting", str(number), *laws],
-                    cwd=self._folder.name,
+                    cwd=folder,  # paths of sockets are short
                     env=environment,
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
@@ -112,7 +111,6 @@ class Pair:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        self._folder.cleanup()
 
     def codes(self) -> list[int | None]:
         """How each process has ended; None: it lives."""

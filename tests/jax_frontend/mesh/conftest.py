@@ -13,9 +13,9 @@ from tests.support.jax_pair import MEMBER, Pair
 
 
 @pytest.fixture(scope="session")
-def pair():
-    folder = Path(__file__).parent
-    pair = Pair(*folder.glob("test_*.py"), folder / "asked_for.py")
+def pair(tmp_path_factory):
+    here = Path(__file__).parent
+    pair = Pair(tmp_path_factory.mktemp("pair"), *here.glob("test_*.py"), here / "asked_for.py")
     yield pair
     pair.close()
 

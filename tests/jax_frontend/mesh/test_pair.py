@@ -36,7 +36,7 @@ def test_no_law_was_dropped(request):
 
 def test_two_processes_say_how_a_law_has_ended_and_end_with_the_one_that_asks(tmp_path):
     (tmp_path / "test_laws.py").write_text(LAWS)
-    pair = Pair(tmp_path)
+    pair = Pair(tmp_path, tmp_path)
     pair.check("test_passes")
     with pytest.raises(pytest.fail.Exception, match=r"in process 1:(.*\n)+.*assert 3 == \(3 \+ 1\)") as failed:
         pair.check("test_fails_in_one")

@@ -140,8 +140,10 @@ def test_where_one_process_fails_all_say_so_and_the_checkpoint_before_is_whole(f
     assert outcome(offloaded, Loader()) == before
 
 
-def test_a_process_that_is_killed_in_a_save_is_an_error_in_the_other_and_what_was_saved_before_is_whole(tmp_path):
-    pair = Pair(Path(__file__).with_name("asked_for.py"))
+def test_a_process_that_is_killed_in_a_save_is_an_error_in_the_other_and_what_was_saved_before_is_whole(
+    tmp_path, tmp_path_factory
+):
+    pair = Pair(tmp_path_factory.mktemp("pair"), Path(__file__).with_name("asked_for.py"))
     assert pair.ask("test_the_second_is_killed_in_its_second_save", tmp_path) == [[], None]
     with pytest.raises(pytest.fail.Exception, match=f"process 1 has ended with {-signal.SIGKILL}"):
         pair.check("test_two_processes_save_and_resume[fp32]", tmp_path)
