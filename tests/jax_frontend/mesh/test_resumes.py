@@ -72,20 +72,10 @@ def test_who_resumes_on_other_devices_has_them_too(name, devices, fields, saved)
     assert differences(resume(saved(name), kind, devices, **fields), kind) == []
 
 
-BY_TWO = {"fp32": {"stage": 3}, "late": {}}
-
-
-@processes(2)
-@pytest.mark.parametrize("kind", BY_TWO)
-def test_two_processes_have_them_too(kind, folder):
-    for act in (save, resume):
-        assert differences(act(folder, kind, 4, **BY_TWO[kind]), kind) == []
-
-
-@pytest.mark.parametrize(("kind", "devices"), [("fp32", 1), ("late", 4)])
-def test_one_process_resumes_what_two_have_saved(kind, devices, tmp_path, pair):
-    pair.check(f"test_two_processes_have_them_too[{kind}-2 processes]", tmp_path)
-    assert differences(resume(tmp_path, kind, devices, **BY_TWO[kind]), kind) == []
+@pytest.mark.parametrize(("kind", "devices", "fields"), [("fp32", 1, {"stage": 3}), ("late", 4, {})])
+def test_two_processes_and_one_that_resumes_what_they_have_saved_have_them_too(kind, devices, fields, tmp_path, pair):
+    pair.check(f"test_two_processes_save_and_resume[{kind}]", tmp_path)
+    assert differences(resume(tmp_path, kind, devices, **fields), kind) == []
 
 
 @pytest.fixture
@@ -150,9 +140,12 @@ def test_where_one_process_fails_all_say_so_and_the_checkpoint_before_is_whole(f
     assert outcome(offloaded, Loader()) == before
 
 
-def test_a_process_that_is_killed_in_a_save_is_an_error_in_the_other_and_what_was_saved_before_is_whole(tmp_path):
-    pair = Pair(Path(__file__).with_name("a_lost_process.py"))
+def test_a_process_that_is_killed_in_a_save_is_an_error_in_the_other_and_what_was_saved_before_is_whole(
+    tmp_path, tmp_path_factory
+):
+    pair = Pair(tmp_path_factory.mktemp("pair"), Path(__file__).with_name("asked_for.py"))
     assert pair.ask("test_the_second_is_killed_in_its_second_save", tmp_path) == [[], None]
-    assert pair.codes()[1] == -signal.SIGKILL
-    pair.close()
+    with pytest.raises(pytest.fail.Exception, match=f"process 1 has ended with {-signal.SIGKILL}"):
+        pair.check("test_two_processes_save_and_resume[fp32]", tmp_path)
+    assert None not in pair.codes()
     assert differences(resume(tmp_path, "fp32"), "fp32") == []

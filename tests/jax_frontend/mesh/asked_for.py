@@ -1,4 +1,4 @@
-"""A law for two processes of which one ends: test_resumes.py has a pair of its own check it."""
+"""Laws that test_resumes.py asks two processes for: pytest itself collects none of them."""
 
 import os
 import signal
@@ -8,7 +8,13 @@ import pytest
 
 from offload_core.checkpoint.shard_writer import ShardWriter
 from offload_core.errors import CollectiveError
-from tests.support.jax_resumes import SAVED_AT, begin, train
+from tests.support.jax_resumes import SAVED_AT, begin, differences, resume, save, train
+
+
+@pytest.mark.parametrize(("kind", "fields"), [("fp32", {"stage": 3}), ("late", {})], ids=["fp32", "late"])
+def test_two_processes_save_and_resume(kind, fields, folder):
+    for act in (save, resume):
+        assert differences(act(folder, kind, 4, **fields), kind) == []
 
 
 def test_the_second_is_killed_in_its_second_save(folder):
