@@ -101,7 +101,7 @@ def test_gradients_of_processes_that_differ_are_refused_in_all():
     plain = tree_of(2, jnp.bfloat16)
 
     def but(tree, leaf, value):
-        return {**tree, "layers": [{**tree["layers"][0], leaf: value}, tree["layers"][1]]}
+        return {**tree, "layers": [{**tree["layers"][0], leaf: value}]}
 
     wide = plain["layers"][0]["w"].astype(np.float32)
     cases = (
