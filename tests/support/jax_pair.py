@@ -4,7 +4,6 @@ import itertools
 import signal
 import subprocess
 import sys
-import tempfile
 from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
@@ -29,22 +28,23 @@ class Pair:
     however it ends.
 
     Args:
+        folder: that of the socket, and of what they say.
         laws: files or folders with the tests that they can be asked for.
     """
 
-    def __init__(self, *laws: Path) -> None:
+    def __init__(self, folder: Path, *laws: Path) -> None:
         self.lost: str | None = None
-        self._folder = tempfile.TemporaryDirectory(prefix="pair-")
-        self._logs = [Path(self._folder.name, f"{number}.log") for number in range(2)]
+        self._logs = [folder / f"{number}.log" for number in range(2)]
         self._connections: list[Connection] = []
         self._processes: list[subprocess.Popen] = []
         environment = {name: value for name, value in environment_of(ROOT).items() if not name.startswith("PYTEST_")}
+        environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # they take as long to import as all the rest
         for number, file in enumerate(self._logs):
             ours, theirs = Pipe()
             with theirs, file.open("wb") as log:
                 process = subprocess.Popen(
                     [sys.executable, WORKER, str(theirs.fileno()), "unix:meeting", str(number), *laws],
-                    cwd=self._folder.name,
+                    cwd=folder,  # paths of sockets are short
                     env=environment,
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
@@ -55,64 +55,73 @@ class Pair:
             self._connections.append(ours)
             self._processes.append(process)
 
-    def ask(self, law: str, folder: Path | None) -> list[Said]:
-        """Have both check this law; return what each has said."""
-        for each in self._connections:
-            with suppress(BrokenPipeError):  # it has ended
-                each.send((law, folder))
+    def ask(self, law: str, folder: Path | None = None) -> list[Said]:
+        """Have both check this law; return what each has said. If one does not answer, both are ended."""
         said: dict[Connection, Said] = {}
-        while left := [each for each in self._connections if each not in said]:
-            failed = any(answer is None or "failed" in dict(answer) for answer in said.values())
-            if not (ready := wait(left, PATIENCE if failed else None)):
-                break
-            for each in ready:
-                try:
-                    said[each] = each.recv()
-                except (EOFError, ConnectionError):
-                    said[each] = None
-                    self._processes[self._connections.index(each)].wait(PATIENCE)
-        return [said.get(each) for each in self._connections]
+        try:
+            for each in self._connections:
+                with suppress(BrokenPipeError):  # it has ended
+                    each.send((law, folder))
+            while left := [each for each in self._connections if each not in said]:
+                failed = any(answer is None or "failed" in dict(answer) for answer in said.values())
+                if not (ready := wait(left, PATIENCE if failed else None)):
+                    break
+                for each in ready:
+                    try:
+                        said[each] = each.recv()
+                    except (EOFError, ConnectionError):
+                        said[each] = None
+        except BaseException:  # a time limit, or Ctrl-C
+            self._end(f"{law} was broken off")
+            raise
+        answers = [said.get(each) for each in self._connections]
+        if None in answers:
+            self._end("\n".join([f"{law} was their last law", *failures(answers)]))
+        return answers
 
     def check(self, law: str, folder: Path | None = None) -> None:
-        """Pass, skip or fail as the law does there. Fail if one process has ended, now or before."""
+        """Pass, skip or fail as the law does there. Fail if the processes have ended."""
+        said = self.ask(law, folder) if self.lost is None else []
         if self.lost is not None:
             pytest.fail(self.lost, pytrace=False)
-        try:
-            said = self.ask(law, folder)
-        except BaseException:  # a time limit, or Ctrl-C
-            self.end(f"{law} was broken off")
-            raise
-        texts = [
-            f"in process {number}:\n{text}"
-            for number, answer in enumerate(said)
-            for outcome, text in answer or ()
-            if outcome == "failed"
-        ]
-        if None in said:
-            self.end("\n".join([f"{law} was the last law", *texts]))
-            pytest.fail(self.lost, pytrace=False)
-        if texts:
+        if texts := failures(said):
             pytest.fail("\n".join(texts), pytrace=False)
         for _, reason in itertools.chain(*said):
             pytest.skip(reason)
 
-    def end(self, why: str) -> None:
+    def _end(self, why: str) -> None:
         """End both before their time. Whoever asks for another law is told why, and what they last said."""
         words = [f"the two processes have ended: {why}"]
         for number, process in enumerate(self._processes):
-            end = "was ended" if process.poll() is None else f"had ended with {process.returncode}"
-            process.send_signal(signal.SIGABRT)  # on which it says where its threads are
+            process.send_signal(signal.SIGABRT)  # on which it says where its threads are, unless it has ended
             with suppress(subprocess.TimeoutExpired):
                 process.wait(PATIENCE)
             said = self._logs[number].read_text(errors="replace").partition("\nExtension modules")[0]
-            words.append(f"process {number} {end}, after these words:\n{said[-5000:]}")
+            words.append(f"process {number} has ended with {process.returncode}, after these words:\n{said[-5000:]}")
         self.lost = "\n".join(words)
         self.close()
 
     def close(self) -> None:
-        for process in self._processes:
-            process.kill()
-            process.wait()
+        """Have both end."""
         for each in self._connections:
             each.close()
-        self._folder.cleanup()
+        for process in self._processes:
+            try:
+                process.wait(PATIENCE)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def codes(self) -> list[int | None]:
+        """How each process has ended; None: it lives."""
+        return [process.poll() for process in self._processes]
+
+
+def failures(said: list[Said]) -> list[str]:
+    """The text of each failure, with the process that has said it."""
+    return [
+        f"in process {number}:\n{text}"
+        for number, answer in enumerate(said)
+        for outcome, text in answer or ()
+        if outcome == "failed"
+    ]

@@ -32,6 +32,7 @@ class Member:
 
     def pytest_runtestloop(self, session):
         laws = {item.name: item for item in session.items}
+        assert len(laws) == len(session.items), "two laws have the same name"
         jax.config.update("jax_num_cpu_devices", 2)
         jax.distributed.initialize(self._address, 2, self._number, coordinator_bind_address=self._address)
         threading.Thread(target=self._listen, daemon=True).start()
@@ -61,7 +62,7 @@ def main(fd, address, number, *laws):
     jax.config.update("jax_platforms", "cpu")
     compiler.distributed = SimpleNamespace(global_state=SimpleNamespace(process_id=0))  # keeps what it compiles, too
     member = Member(Connection(int(fd)), address, int(number))
-    options = ["--capture=no", "--timeout=0", "-pno:cacheprovider", f"--basetemp=made-{number}"]
+    options = ["--capture=no", "-ppytest_timeout", "--timeout=0", "-pno:cacheprovider", f"--basetemp=made-{number}"]
     sys.exit(pytest.main([*laws, *options], plugins=[member]))
 
 

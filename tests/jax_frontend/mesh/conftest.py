@@ -13,8 +13,9 @@ from tests.support.jax_pair import MEMBER, Pair
 
 
 @pytest.fixture(scope="session")
-def pair():
-    pair = Pair(Path(__file__).parent)
+def pair(tmp_path_factory):
+    here = Path(__file__).parent
+    pair = Pair(tmp_path_factory.mktemp("pair"), *here.glob("test_*.py"), here / "asked_for.py")
     yield pair
     pair.close()
 
