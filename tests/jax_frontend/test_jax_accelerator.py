@@ -101,14 +101,14 @@ CASES = {
 def test_the_bits_are_those_of_the_direct_way(fields, dtype, device):
     params = random_tree(0)
     there, here = on_accelerator(params, param_dtype=dtype, **fields), direct(params, param_dtype=dtype, **fields)
-    for i in range(6):
+    for i in range(4):
         grads = random_tree(10 + i, dtype)
         assert_same_tree(there.update(grads), here.update(jax.tree.map(np.asarray, grads)))
         assert repr(there.report) == repr(here.report)
     assert_same_tree(there.to_pytree(), here.to_pytree())
 
 
-@law(8)
+@law(5)
 @given(
     st.sampled_from([64, 300, 1 << 20]),
     st.sampled_from(["float32", "bfloat16", "float16"]),
@@ -172,7 +172,7 @@ class Delayed:
         return self.params
 
 
-@law(12)
+@law(8)
 @example(on_accelerator, "float32", 2, 1, None, [(1, False), (4, False), (1, False), (1, False)])
 @given(
     st.sampled_from([on_accelerator, direct]),
@@ -220,7 +220,7 @@ def test_a_delayed_update_goes_on_after_update_has_returned(device):
     run_adam = offloaded._pipeline._updates._run
 
     def after_it_returned(*args):
-        assert returned.wait(30)
+        assert returned.wait(60)
         run_adam(*args)
 
     offloaded._pipeline._updates._run = after_it_returned
@@ -370,9 +370,10 @@ def test_nothing_grows_and_programs_are_compiled_once(device):
             patch.setattr(LoneDevice, name, lambda *args, f=method: traced.append(f) or f(*args))
         for i in range(6):
             offloaded.update(random_tree(100 + i))
-            gc.collect()
-            kept.append((len(jax.live_arrays()), offloaded.memory_report(), len(traced)))
-    assert kept[-1] == kept[1]
+            if i in (1, 5):
+                gc.collect()
+                kept.append((len(jax.live_arrays()), offloaded.memory_report(), len(traced)))
+    assert kept[0] == kept[1]
     assert len(traced) <= 2 * n_buckets  # one program a bucket each way
 
 
@@ -449,7 +450,7 @@ def test_every_copy_is_started_before_the_first_has_arrived(fields, device):
         return event
 
     def before_wait(what, index):  # no copy arrives until all were started
-        assert what == "published" or all_started.wait(30)
+        assert what == "published" or all_started.wait(60)
 
     recorder.device.reduce, recorder.before_wait = counted, before_wait
     offloaded.update(many_buckets())

@@ -13,6 +13,7 @@ from frontends.jax.tree.trees import is_array, to_numpy
 from offload_core.checkpoint.folder import MANIFEST
 from offload_core.checkpoint.manifest import read_manifest, write_manifest
 from offload_core.checkpoint.reader import Checkpoint
+from offload_core.checkpoint.shard_writer import ShardWriter
 from offload_core.errors import CheckpointError, StateError
 from tests.support.checkpoints import Slow
 from tests.support.jax_models import (
@@ -259,12 +260,13 @@ def test_what_is_saved_while_states_change_is_of_the_moment_of_the_call(tmp_path
     twin.update(random_tree(3))
     offloaded.update(random_tree(3))
     states = other.to_pytree()
-    slow = Slow(monkeypatch)
+    slow, waits, await_claim = Slow(monkeypatch), threading.Event(), ShardWriter._await_claim
+    monkeypatch.setattr(ShardWriter, "_await_claim", lambda *arguments: waits.set() or await_claim(*arguments))
     offloaded.save_checkpoint(tmp_path, wait=False)
     act = {"update": lambda: offloaded.update(random_tree(4)), "load_pytree": lambda: offloaded.load_pytree(states)}
     changed = threading.Thread(target=act[change])
     changed.start()
-    changed.join(0.2)  # more blocks than buffers: it has to wait for the disk
+    assert waits.wait(60)  # for the disk: there are more blocks than buffers
     slow.go_on()
     changed.join()
     offloaded.wait_for_checkpoint()

@@ -39,9 +39,9 @@ def wrapped(options):
 
 
 def end(offloaded):
-    """Three more updates, and all that there is then."""
+    """Two more updates, and all that there is then."""
     offloaded.discard_gradients()
-    for seed in (3, 4, 5):
+    for seed in (3, 4):
         update(offloaded, seed)
     states = offloaded.to_pytree()
     bits = [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves({**states, "now": offloaded.params})]
@@ -60,7 +60,7 @@ def test_an_interrupt_at_any_line_leaves_the_state_before_the_update_or_after_it
     passes = {place: number for place, number in first_passes(lambda: update(offloaded, 2)).items() if file in place}
     assert len(passes) > 40
     outcomes.append(end(offloaded))
-    assert [counts for _, *counts in outcomes] == [[[4, 4], 4, 4], [[5, 5], 5, 5]]
+    assert [counts for _, *counts in outcomes] == [[[3, 3], 3, 3], [[4, 4], 4, 4]]
     seen = set()
     for place, number in passes.items():
         offloaded.load_pytree(start)

@@ -20,7 +20,7 @@ from tests.support.strategies import law
 LARGE = 2**31 + 64
 
 
-@law(200)
+@law(60)
 @given(st.integers(0, 2**45))
 @example(2**31 - 1)
 @example(2**31)
@@ -34,7 +34,7 @@ def test_a_place_is_put_together_as_it_was(place):
         assert int(runs._index(jnp.asarray(given), SimpleNamespace(size=2**31 - 1))) == place
 
 
-@law(50)
+@law(12)
 @given(st.integers(1, 60), st.data())
 def test_runs_are_cut_and_written_where_they_lie(size, data):
     start = data.draw(st.integers(0, size - 1))
