@@ -46,15 +46,18 @@ OPTIONAL = {
 }
 """Without one of these, the tests that need it are skipped: so the rest runs on a Python for which it has no wheel."""
 LONGEST = (
-    "bench/test_train.py",
-    "jax_frontend/test_jax_mesh.py",
-    "mutation/test_mutations.py",
-    "torch_frontend/test_torch_interrupts.py",
-    "jax_frontend/test_jax_accelerator.py",
-    "torch_frontend/test_partitioned.py",
-    "packaging/test_docs.py",
-    "mutation/test_waits.py",
+    "torch_frontend/test_compiled_blocks.py",
+    "jax_frontend/mesh/test_bits.py",
+    "jax_frontend/mesh/test_placements.py",
+    "integrations/test_offload_trainer.py",
+    "integrations/test_jax_integrations.py",
     "torch_frontend/test_torch_overlap.py",
+    "jax_frontend/test_jax.py",
+    "packaging/test_docs.py",
+    "mutation/test_device_waits.py",
+    "jax_frontend/mesh/test_states.py",
+    "jax_frontend/mesh/test_differentiation.py",
+    "torch_frontend/test_partitioned.py",
 )
 """Files that take the longest. They begin first, so that no process is left alone with one of them at the end."""
 
