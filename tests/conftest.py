@@ -70,7 +70,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Hand the seed to Hypothesis, whose own option wins, and to the order of sets in all processes that start now."""
     seed = config.getoption("seed")
-    if config.getoption("hypothesis_seed") is None:
+    if config.getoption("hypothesis_seed", 0) is None:  # a pair of processes has no plugins
         config.option.hypothesis_seed = seed
     os.environ.setdefault("PYTHONHASHSEED", str(seed % 2**32))
 

@@ -63,9 +63,9 @@ def _storage_of(tensor: torch.Tensor) -> int | None:
         return None
     try:
         storage = tensor.untyped_storage()
-    except NotImplementedError:  # a wrapper's values are in other tensors
+        return storage.data_ptr() if storage.nbytes() else None
+    except (NotImplementedError, RuntimeError):  # a wrapper's values are in other tensors
         return None
-    return storage.data_ptr() if storage.nbytes() else None
 
 
 def _extent(tensor: torch.Tensor) -> int:

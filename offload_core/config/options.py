@@ -360,12 +360,12 @@ def _dtype_name(value: Any) -> Any:
     """The name of an element type that is given by its short name, or as torch, JAX or NumPy have it."""
     if isinstance(value, str):
         return _SHORT_DTYPES.get(value, value)
-    if type(value).__module__ == "torch":
-        return str(value).removeprefix("torch.")
     try:
-        return value if value is None else np.dtype(value).name
+        name = str(value) if type(value).__module__ == "torch" else "" if value is None else np.dtype(value).name
     except TypeError:
         return value
+    name = name.removeprefix("torch.")
+    return name if name in BY_NAME else value
 
 
 def _is_optimizer(value: Any) -> bool:
