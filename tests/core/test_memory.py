@@ -64,9 +64,10 @@ print(json.dumps({
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fields", "bound"),
-    [({}, 12.5), pytest.param({"gradient_accumulation_steps": 2}, 16.5, marks=pytest.mark.slow)],
+    [({}, 12.5), ({"gradient_accumulation_steps": 2}, 16.5)],
     ids=["each step", "accumulating"],
 )
 def test_a_wrapped_gpt2_124m_in_bf16_stays_within_its_bound(fields, bound):

@@ -115,6 +115,7 @@ def late():
         yield undo
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fields", [{}, {"update_in_backward": True}], ids=["", "updated in backward"])
 def test_parameters_that_stream_and_their_gradients_take_no_more_memory_where_there_are_more(fields, accelerator, late):
     """However late the copies are: backward waits for those of gradients."""

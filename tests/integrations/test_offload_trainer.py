@@ -544,6 +544,7 @@ def bytes_a_parameter(kind, folder):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(simulated.why_not() is not None, reason=str(simulated.why_not()))
 def test_on_an_accelerator_gradients_and_parameters_leave_its_memory(tmp_path):
     """In fp32, a parameter: torch holds parameter, gradient and moments, the optimizer alone parameter and gradient."""

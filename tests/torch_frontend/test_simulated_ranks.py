@@ -29,6 +29,7 @@ def test_ranks_on_devices_give_the_bits_of_ranks_on_the_host(tmp_path):
             assert kind == "DeviceRanks", name
 
 
+@pytest.mark.slow
 def test_ranks_on_devices_run_other_experts_of_leaf_modules_and_have_the_bits_of_stage_2_on_the_host(tmp_path):
     simulated.prepare()
     first, second = run("mixtures", 2, tmp_path, "simulated_worker.py")
