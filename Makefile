@@ -8,8 +8,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Threads that spin while they wait make steps many times as long where other processes are busy (docs/troubleshooting.md).
 PASSIVE := OMP_WAIT_POLICY=$${OMP_WAIT_POLICY:-passive}
-# Two files of tests at a time; ARGS="-n 0" for one.
-SIDE_BY_SIDE := -n 2 --dist loadfile --no-loadscope-reorder
+# Three files of tests at a time, for two processors: ranks wait for each other. ARGS="-n 0" for one.
+SIDE_BY_SIDE := -n 3 --dist loadfile --no-loadscope-reorder
 TEST := $(BIN)/python -m pytest -q $(SIDE_BY_SIDE)
 BUILD_STAMP := $(VENV)/.built
 PEERS_STAMP := $(VENV)/.peers

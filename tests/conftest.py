@@ -132,8 +132,47 @@ def needs_accelerator(item: pytest.Item) -> bool:
     return "accelerator" in getattr(item, "fixturenames", ()) or str(device).startswith("simulated")
 
 
+SAMPLED = {
+    "test_twelve_steps_equal_those_in_place": 3,
+    "test_updating_in_backward_gives_the_same_bits": 4,
+    "test_thirty_steps_are_ten_saved_and_twenty_by_as_many_ranks_or_fewer": 1,
+    "test_training_compiles_the_graphs_of_plain_torch_and_gives_its_bits": 7,
+    "test_code_that_is_compiled_around_the_engine_compiles_no_more_after_its_second_step": 4,
+    "test_units_give_the_bits_of_the_model_as_it_is": 6,
+    "test_a_save_in_the_middle_of_a_step_is_whole_or_an_error": 3,
+    "test_a_run_that_saves_and_one_that_resumes_have_the_bits_of_one_at_a_stretch": 5,
+    "test_experts_without_tokens_change_no_bit": 4,
+    "test_a_mesh_that_the_caller_has_set_changes_nothing": 4,
+    "test_a_rank_that_goes_another_way_is_one_named_error_everywhere_or_changes_nothing": 6,
+    "test_in_every_way_experts_of_leaf_modules_have_the_bits_of_stage_2_and_their_gradients_leave_during_backward": 2,
+    "test_the_sound_front_end_passes": 30,
+    "test_what_is_damaged_is_refused_or_does_not_matter": 1,
+    "test_what_p_data_gave_once_is_followed_for_as_long_as_it_is_kept": 4,
+    "test_delayed_parameters_are_a_step_behind_until_they_are_flushed": 3,
+    "test_no_transfer_is_implicit": 4,
+    "test_on_any_mesh_the_bits_are_those_of_eager_optax": 3,
+    "test_a_read_by_hand_after_a_step_sees_finished_values": 14,
+    "test_weights_that_are_put_back_have_their_master_weights": 16,
+    "test_what_is_saved_while_others_are_in_place_changes_nothing": 8,
+}
+"""Laws of which ``make test`` checks so many cases, from the first to the last; ``make test-all`` checks the others."""
+
+
+def mark_others_slow(items: list[pytest.Item]) -> None:
+    cases: dict[tuple[Path, str], list[pytest.Item]] = {}
+    for item in items:
+        if (name := getattr(item, "originalname", "")) in SAMPLED and not any(item.iter_markers("slow")):
+            cases.setdefault((item.path, name), []).append(item)
+    for (_, name), each in cases.items():
+        kept = {len(each) * i // SAMPLED[name] for i in range(SAMPLED[name])}
+        for i, item in enumerate(each):
+            if i not in kept:
+                item.add_marker("slow")
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
+    mark_others_slow(items)
     for item in filter(needs_accelerator, items):
         item.add_marker("gpu")
     yield

@@ -24,7 +24,7 @@ LIMIT = 120
 ENVIRONMENT = {
     name: value
     for name, value in os.environ.items()
-    if name not in ("PYTHON", "CC", "MAKEFLAGS", "MFLAGS", "SYSTEM", "TMPDIR")
+    if name not in ("PYTHON", "CC", "MAKEFLAGS", "MFLAGS", "MAKELEVEL", "SYSTEM", "TMPDIR")
 }
 PYTHON_WITHOUT_PIP = f"""#!/bin/sh
 case "$*" in
