@@ -1,7 +1,7 @@
 """Finds tensors that lie over one memory, which cannot keep their values once one of them is trained apart."""
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 
 import numpy as np
 import torch
@@ -42,7 +42,7 @@ def check_apart(trained: Iterable[Named], others: Iterable[Named]) -> None:
                 _check_storage(sorted(tensors, key=lambda entry: entry[:2]), trained_ids)
 
 
-def _check_storage(tensors: list[tuple[int, str, torch.Tensor]], trained: Collection[int]) -> None:
+def _check_storage(tensors: list[tuple[int, str, torch.Tensor]], trained: Set[int]) -> None:
     reaching: list[tuple[int, str, torch.Tensor]] = []
     for start, name, tensor in tensors:
         reaching = [entry for entry in reaching if entry[0] > start]

@@ -193,8 +193,8 @@ def run(args: argparse.Namespace) -> int:
         ranks = "rank(s)"
         if in_jax:
             ranks = f"process(es) of {devices} device(s)"
-        kinds = {args.param_dtype} if args.param_dtype else {dtypes.name} if isinstance(dtypes, ElementType) else None
-        in_types = "/".join(sorted(kinds or {dtype.name for dtype in dtypes.values()}))
+        kinds = [dtypes] if isinstance(dtypes, ElementType) else dtypes.values()
+        in_types = args.param_dtype or "/".join(sorted({dtype.name for dtype in kinds}))
         print(f"{what}: {numel:,} parameters, {args.world_size} {ranks}, {processes} a machine, on {args.device}")
         device = _or(args.device_memory, format_bytes, "any")
         print(f"memory: host {format_bytes(host)} a machine, device {device}; parameters are {in_types}")

@@ -125,7 +125,7 @@ def changes(what: str) -> Callable[[Method[P, T]], Method[P, T]]:
                 return method(self, *args, **kwargs)
             return lock.run(lock._alone, what, True, method, self, *args, **kwargs)
 
-        return locked
+        return locked  # type: ignore[return-value]  # it may be called with self=
 
     return decorate
 
@@ -145,4 +145,4 @@ def _locked(how: Callable[..., T], what: str, method: Method[P, T]) -> Method[P,
     def locked(self: Any, *args: P.args, **kwargs: P.kwargs) -> T:
         return how(self._state_lock, what, method, self, *args, **kwargs)
 
-    return locked
+    return locked  # type: ignore[return-value]  # it may be called with self=
