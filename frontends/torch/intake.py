@@ -3,7 +3,7 @@
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from operator import is_
 from typing import Any
@@ -190,11 +190,12 @@ class Intake:
         self._scaling, self._averaging = True, average
         scale = None if self._pipeline.scaler is None else self._pipeline.scaler.scale
         running = _Running(threading.get_ident(), average, scale not in (None, 1))
-        _RUNNING.append(running)
         try:
+            _RUNNING.append(running)
             yield scale
         finally:
-            _RUNNING.remove(running)
+            with suppress(ValueError):  # an interrupt may have come before it was added
+                _RUNNING.remove(running)
             self._scaling = self._averaging = False
 
     @contextmanager

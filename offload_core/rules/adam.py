@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -64,6 +65,7 @@ class AdamHyper:
         )
 
 
+@lru_cache(maxsize=256)
 def _decay(lr: float, weight_decay: float) -> float:
     """1 - lr * weight_decay, rounded once: torch's compiled fused kernel takes one FMA for it."""
     if not (math.isfinite(lr) and math.isfinite(weight_decay)):

@@ -158,8 +158,9 @@ class StateArray:
             if changed.any():
                 replaced[start] = mine
                 part.write(np.where(changed, theirs.astype(np.float32), mine))
-            elif replaced.pop(start, None) is not None:
+            elif start in replaced:
                 part.write(mine)
+                del replaced[start]  # after the write, which an interrupt may cut off
 
     def _decoded(self, start: int, stop: int) -> np.ndarray:
         out = np.empty(stop - start, np.float32)

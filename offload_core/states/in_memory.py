@@ -101,6 +101,10 @@ class StatesInMemory:
         if not self._replaced[param]:
             del self._replaced[param]
 
+    def forget_replaced(self) -> None:
+        """Forget what :meth:`follow` has replaced: all states get other values, and earlier ones count no longer."""
+        self._replaced.clear()
+
     def _announce(self, params: Iterable[int]) -> None:
         if self._before_change is not None:
             self._before_change(params)

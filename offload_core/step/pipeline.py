@@ -147,6 +147,7 @@ class Pipeline:
             self._unusable = self._last_step = None
         self.drop_gradients()
         self.finish()
+        self.buckets.store.forget_replaced()
         try:
             yield
         except BaseException as error:

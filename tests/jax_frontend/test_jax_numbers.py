@@ -43,3 +43,10 @@ def test_updates_without_a_cpu_have_the_same_bits(no_cpu, monkeypatch):
     for step, got in enumerate(found):
         expected = np.asarray(with_cpu.update({"w": jnp.sin(step + params["w"])})["w"])
         assert got.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("t", [1, 2, 7, 1000])
+def test_bias_corrections_are_fp32_with_64_bits_enabled_and_with_strict_promotion(t):
+    expected = numbers.bias_correction(0.999, t)
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+        assert numbers.bias_correction(0.999, t) == expected

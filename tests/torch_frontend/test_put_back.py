@@ -109,3 +109,25 @@ def test_an_element_that_stays_changed_is_followed_and_the_others_keep_their_low
     after = engine.optimizer.whole_states(weight)["master"]
     assert (after[2] == 7.0).all()
     assert same_bits(torch.cat([after[:2], after[3:]]), torch.cat([before[:2], before[3:]]))
+
+
+@pytest.mark.parametrize("fields", [{}, STAGE_3], ids=["stage 2", "stage 3"])
+def test_masters_that_are_loaded_replace_what_was_taken_out(fields, tmp_path):
+    """A write after the load is compared with what was loaded, not with what was there before."""
+    engine = wrap(nn.Linear(8, 8), lr=1e-3, param_dtype="bfloat16", **fields)
+    [weight] = [p for name, p in engine.module.named_parameters() if name == "weight"]
+    masters = []
+    for _ in range(2):
+        engine.backward(engine(torch.ones(2, 8)).float().pow(2).mean())
+        engine.step()
+        engine.save_checkpoint(tmp_path)
+        masters.append(engine.optimizer.whole_states(weight)["master"])
+    with gathered_parameters(weight, modifier_rank=0), torch.no_grad():
+        weight.fill_(3.0)
+    engine.optimizer.whole_states(weight)  # follows it
+    engine.load_checkpoint(tmp_path / "step-00000001")
+    with gathered_parameters(weight, modifier_rank=0), torch.no_grad():
+        weight[2] = 7.0
+    got = engine.optimizer.whole_states(weight)["master"]
+    want = masters[0].index_fill(0, torch.tensor([2]), 7.0)
+    assert same_bits(got, want)

@@ -6,6 +6,7 @@ import io
 import pickle
 import warnings
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 
 from frontends.torch import OffloadedAdamW
 from offload_core import ConfigError, GradientError, ParameterError
-from tests.support.torch_models import assert_same, batch, loss_of, make, same_bits, train
+from tests.support.torch_models import assert_same, batch, loss_of, make, place, same_bits, train
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -673,3 +674,19 @@ def test_refused_group_options_name_the_group():
     loss_of(model, 0).backward()
     with pytest.raises(ConfigError, match="parameter group 0: amsgrad=True is not supported"):
         optimizer.step()
+
+
+def test_a_decay_near_one_is_rounded_once_as_in_torch():
+    params = [nn.Parameter(torch.full((16,), 3.0, device=place())) for _ in range(2)]
+    for p, make_optimizer in zip(params, (OffloadedAdamW, partial(torch.optim.AdamW, fused=True)), strict=True):
+        optimizer = make_optimizer([p], lr=0.01, weight_decay=100.0)
+        p.grad = torch.zeros_like(p)
+        optimizer.step()
+    assert params[0][0] != 0.0
+    assert same_bits(*(p.detach().cpu() for p in params))
+
+
+def test_state_dict_may_be_called_with_self_as_a_keyword():
+    """As ``torch.distributed.checkpoint.state_dict`` does."""
+    optimizer = OffloadedAdamW([nn.Parameter(torch.ones(3, device=place()))])
+    assert OffloadedAdamW.state_dict(self=optimizer).keys() == optimizer.state_dict().keys()
