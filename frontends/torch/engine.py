@@ -26,8 +26,8 @@ from . import pending
 from .casting import warn_if_slow
 from .files.checkpoint import ModelCheckpoints
 from .files.export import export_safetensors
-from .groups import in_model, some_of
-from .later_parameters import LaterParameters
+from .groups import in_model
+from .model_changes import ModelChanges, check_present
 from .optimizer import OffloadedAdamW
 from .ranks.collectives import default_group
 from .tensors import TORCH_DTYPES
@@ -113,10 +113,7 @@ class Engine(nn.Module):
         self.optimizer.casts.cast(whole, model.buffers())
         self.module = model
         """The wrapped module."""
-        self._later = LaterParameters(model)
-        known = self.optimizer.group_of()
-        self._left_out = frozenset(name for name, p in model.named_parameters() if p not in known)
-        """Parameters that were in no group at wrap. The first step warns of them, for groups may be added before it."""
+        self._changes = ModelChanges(model, self.optimizer)
         self._traced = False
         """True if code was compiled that calls the engine."""
         self._compiled = self._have_compiled_modules_wait()
@@ -226,9 +223,7 @@ class Engine(nn.Module):
                 to be trained and that the optimizer was not given.
             GradientError: averaged and summed gradients are mixed; nothing was updated.
         """
-        self._check_later()
-        if self._left_out:
-            self._warn_of_left_out()
+        self._changes.check(self.module, self.optimizer)
         if boundary is None:
             self._warn_of_uncounted()
         pipeline = self.optimizer.pipeline
@@ -240,24 +235,8 @@ class Engine(nn.Module):
                     boundary=updates, may_be_empty=bool(boundary), reads_wait=reads_wait
                 )
             except StateError:
-                self._check_parameters()
+                check_present(self.module, self.optimizer)
                 raise
-
-    def _warn_of_left_out(self) -> None:
-        known = self.optimizer.group_of()
-        names = [
-            name
-            for name, p in self.module.named_parameters()
-            if name in self._left_out and p.requires_grad and p not in known
-        ]
-        if names:
-            UserLine.now("torch").warn(
-                UserWarning(
-                    f"parameters of the model that require a gradient and are in no group: {some_of(names)}; they are "
-                    "not trained. Expected them in params, or frozen (requires_grad_(False))"
-                )
-            )
-        self._left_out = frozenset()
 
     def _warn_of_uncounted(self) -> None:
         """Warn if several backwards are about to count as one micro-step, as in a loop that steps once an update."""
@@ -270,33 +249,6 @@ class Engine(nn.Module):
                     "Expected a step() after each backward, or step(boundary=True) where your loop wants the update"
                 )
             )
-
-    def _check_later(self) -> None:
-        """Raise :class:`StateError` if a parameter that came after ``wrap`` is to be trained, and has no states."""
-        later = self._later.of(self.module)
-        names = [name for name, p in later.items() if p.requires_grad and not self.optimizer.has_states(p)]
-        if not names:
-            return
-        own = {id(param) for param in self.module.parameters()}
-        if not any(id(slot.param) in own for slot in self.optimizer.slots):
-            self._check_parameters()
-        raise StateError(
-            f"parameter {names[0]!r} and {len(names) - 1} others came to the model after wrap(), require a gradient, "
-            "and are not among those that the engine updates; expected them before wrap() (get_peft_model(), "
-            "add_adapter(), load_adapter(), resize_token_embeddings()), in engine.optimizer.add_param_group(), or "
-            "without requires_grad"
-        )
-
-    def _check_parameters(self) -> None:
-        """Raise :class:`StateError` if a trained parameter is the module's no more: its gradients go elsewhere."""
-        own = {id(param) for param in self.module.parameters()}
-        gone = [slot.name for slot in self.optimizer.slots if id(slot.param) not in own]
-        if gone:
-            raise StateError(
-                f"parameter {gone[0]!r} and {len(gone) - 1} others have been replaced in the module since wrap(), so "
-                "that no gradient of theirs arrives. Is there an FSDP or fully_shard around the engine? The engine "
-                "shards itself: expected wrap(model, stage=3) and nothing around it"
-            ) from None
 
     @property
     def _reads_wait(self) -> bool:

@@ -6,6 +6,7 @@ from torch import nn
 
 from frontends.torch import OffloadedAdamW, wrap
 from offload_core import ParameterError
+from tests.support.ways import WAYS
 
 
 def model():
@@ -30,12 +31,12 @@ OVERLAPS = {
 }
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("fields", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("change", OVERLAPS.values(), ids=OVERLAPS)
-def test_tensors_over_the_memory_of_a_trained_parameter_are_named(change, stage):
+def test_tensors_over_the_memory_of_a_trained_parameter_are_named(change, fields):
     other = r"'(2|4)\.weight'|'0\.before'|'2\.before'"
     with pytest.raises(ParameterError, match=rf"parameter '0\.weight' and ({other}) lie over one memory; .*nn\.Param"):
-        wrap(alias(change), lr=1e-3, stage=stage)
+        wrap(alias(change), lr=1e-3, **fields)
 
 
 def test_the_optimizer_alone_names_them_too_also_in_a_group_that_is_added():
@@ -67,7 +68,7 @@ def interleaved(m):
 
 
 @pytest.mark.parametrize("change", [tied, parts_of_one_memory, interleaved])
-@pytest.mark.parametrize("fields", [{}, {"stage": 3, "param_persistence_threshold": 0}], ids=str)
+@pytest.mark.parametrize("fields", WAYS.values(), ids=WAYS)
 def test_what_does_not_overlap_trains_as_in_torch(change, fields):
     ours, theirs = alias(change), alias(change)
     engine = wrap(ours, lr=1e-2, **fields)

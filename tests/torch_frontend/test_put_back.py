@@ -6,18 +6,9 @@ from torch import nn
 
 from frontends.torch import gathered_parameters, wrap
 from tests.support.torch_models import batch, make, place, same_bits
+from tests.support.ways import STAGE_3, WAYS
 
-STAGE_3 = {"stage": 3, "offload_param": "cpu", "param_persistence_threshold": 0}
-WAYS = {
-    "stage 1": {"stage": 1},
-    "stage 2": {},
-    "serial": {"schedule": "serial"},
-    "in backward": {"update_in_backward": True},
-    "stage 3": STAGE_3,
-    "stage 3, nothing live": {**STAGE_3, "max_live_parameters": 1, "prefetch_bucket_size": 0},
-    "stage 3, in backward": {**STAGE_3, "update_in_backward": True},
-    "stage 3, split": {**STAGE_3, "state_format": "bf16"},
-}
+SPLIT = {"stage 3, split": {**STAGE_3, "state_format": "bf16"}}
 
 
 def exchanged(engine, tmp_path, meanwhile):
@@ -69,7 +60,7 @@ def trained(act, **fields):
 
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("act", [exchanged, loaded])
-@pytest.mark.parametrize("fields", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("fields", (WAYS | SPLIT).values(), ids=WAYS | SPLIT)
 def test_weights_that_are_put_back_have_their_master_weights(fields, act, tmp_path):
     torch.manual_seed(0)
     expected = trained(lambda engine: None, **fields)

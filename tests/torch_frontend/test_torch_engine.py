@@ -29,6 +29,7 @@ from offload_core import (
 )
 from offload_core.native.grad_norm import clip_coefficient
 from tests.support.torch_models import assert_same, batch, loss_of, make, same_bits, train
+from tests.support.ways import WAYS
 
 
 def states(engine):
@@ -245,7 +246,7 @@ def test_a_loop_that_steps_once_an_update_is_warned_that_its_backwards_count_as_
     assert report.updated
 
 
-@pytest.mark.parametrize("fields", [{}, {"stage": 3, "param_persistence_threshold": 0}], ids=str)
+@pytest.mark.parametrize("fields", WAYS.values(), ids=WAYS)
 def test_one_loss_of_two_engines_is_averaged_in_both(fields):
     def norms(two):
         first = make()

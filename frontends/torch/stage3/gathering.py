@@ -76,7 +76,10 @@ class Gathering:
         self._runs.hold(records)
         used = [self._runs.use(record) for record in records]
         # Outside a forward nothing gathers the parameter again for backward: a graph saves the memory itself instead.
-        graphs = nullcontext() if all(used) else saved_tensors_hooks(torch.Tensor.detach, torch.Tensor.detach)
+        # Under no_grad there is no such hook, which torch.func refuses. If a graph is made there, the parameters stay.
+        saves = not all(used) and torch.is_grad_enabled()
+        graphs = saved_tensors_hooks(torch.Tensor.detach, torch.Tensor.detach) if saves else nullcontext()
+        node = torch._C._autograd._get_sequence_nr()
         self._open += 1
         versions = [record.param._version for record in records]
         for record in records:
@@ -100,6 +103,16 @@ class Gathering:
                 self._spread(params, modifier_rank)
             elif changed:
                 raise unexpected_change(changed[0].spec.name)
+            if not (saves or all(used)) and node != torch._C._autograd._get_sequence_nr():
+                self._runs.keep(records, for_graph=True)
+        except RuntimeError as error:
+            if saves and "saved tensor hooks" in str(error):
+                raise StateError(
+                    "torch.func inside gathered_parameters(), whose graphs save parameters by hooks that torch.func "
+                    "refuses; expected torch.no_grad() around gathered_parameters(): torch.func differentiates there, "
+                    "too"
+                ) from error
+            raise
         finally:
             self._open -= 1
             for record in records:

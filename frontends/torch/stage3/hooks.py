@@ -21,14 +21,18 @@ and whole when the graph is made and whenever it runs. The hooks inside it see t
 no trace in it. Any other module that a graph comes to breaks it: its hook runs outside, and makes a unit of the module.
 A released parameter breaks a graph, too, so none is made that reads one; its class changes, so none is used for one.
 
-Where the user has set hooks on saved tensors (``torch.autograd.graph.save_on_cpu``), a run puts hooks of its own over
-them: gathered parameters are saved as they are, without their memory; the user's hooks get everything else.
+[Note: saved parameters] A module's graph may leave it by another way than its output: in a list, as an attribute of
+another module. While a module runs whose graph may save gathered parameters, hooks on saved tensors note them, without
+their memory. If such a graph runs and nothing keeps its parameters whole, it begins the backward of the run that saved
+them. All other saved tensors go to the user's hooks, if there are any (``torch.autograd.graph.save_on_cpu``). Inside
+``torch.func`` such hooks are not allowed: the parameters then stay whole until they change.
 """
 
 import threading
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -36,6 +40,7 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
@@ -88,19 +93,24 @@ class _Call:
 
 
 @dataclass(eq=False)
-class _Unpacked:
-    """A gathered parameter that a graph has saved: its storage has the values again when backward needs them."""
+class _Saved:
+    """A tensor that a graph has saved; of a gathered parameter, without its memory ([Note: saved parameters])."""
 
     tensor: torch.Tensor
     version: int
+    gather: Callable[[], None] | None = None
+    """Makes the parameter whole; None: the tensor is none of a gathered parameter's."""
 
     def values(self) -> torch.Tensor:
         """The tensor, as autograd gives what it saves itself."""
         if self.tensor._version != self.version:
+            what, when = ("parameter", "before step()") if self.gather else ("tensor", "before it is written to")
             raise StateError(
-                f"a parameter of shape {tuple(self.tensor.shape)} that backward needs was updated after its forward; "
-                "expected backward() before step()"
+                f"a {what} of shape {tuple(self.tensor.shape)} that backward needs was changed in place after its "
+                f"forward: it has version {self.tensor._version}, expected {self.version}; expected backward() {when}"
             )
+        if self.gather is not None:
+            self.gather()
         return self.tensor
 
 
@@ -217,7 +227,8 @@ class ModuleRuns:
     def hold(self, records: Sequence[PartitionedParameter]) -> None:
         """Make parameters whole, until :meth:`let_go`."""
         try:
-            self._parameters.live.acquire([record.live for record in records])
+            with _outside_transforms():
+                self._parameters.live.acquire([record.live for record in records])
         except BaseException:
             self._pipeline.finish()  # an error in an update is the cause, and is raised instead
             raise
@@ -287,23 +298,29 @@ class ModuleRuns:
             call.settles = () if any(other.leaf for other in others) else [*module.parameters()]
         self.hold(call.params)
         self._calls.append(call)
-        self._save_without_memory(call)
+        self._note_saved(call)
 
-    def _save_without_memory(self, call: _Call) -> None:
-        """Keep the user's hooks on saved tensors from copying gathered parameters."""
+    def _note_saved(self, call: _Call) -> None:
+        """Note gathered parameters that graphs save from now on, until the run ends ([Note: saved parameters])."""
         users = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        if not call.params or users is None or getattr(users[0], "__module__", None) in _LEFT_ALONE:
+        none_needed = not call.params or not torch.is_grad_enabled()
+        if none_needed or (call.around and users is None):  # a unit's graph is its own node
             return
-        pack, unpack = users
+        if users is not None and getattr(users[0], "__module__", None) in _LEFT_ALONE:
+            return
+        if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+            self.keep(call.params, for_graph=True)
+            return
 
         def save(tensor: torch.Tensor) -> Any:
             storage = _storage_of(tensor)
-            if any(r.whole.untyped_storage()._cdata == storage for running in self._calls for r in running.params):
-                return _Unpacked(tensor.detach(), tensor._version)
-            return pack(tensor)
+            for running in self._calls:
+                if any(record.storage == storage for record in running.params):
+                    return _Saved(tensor.detach(), tensor._version, partial(self._before_backward, running, None))
+            return _Saved(tensor, tensor._version) if users is None else users[0](tensor)
 
         def restore(packed: Any) -> torch.Tensor:
-            return packed.values() if isinstance(packed, _Unpacked) else unpack(packed)
+            return packed.values() if isinstance(packed, _Saved) else users[1](packed)
 
         call.saving = saved_tensors_hooks(save, restore)
         call.saving.__enter__()
@@ -345,12 +362,12 @@ class ModuleRuns:
 
     def _keep_escaped(self, call: _Call, tensors: Sequence[torch.Tensor], outer: _Call | None) -> None:
         """Have the calling module keep parameters that a module returns."""
-        storages = {record.whole.untyped_storage()._cdata: record for record in call.params}
+        storages = {record.storage: record for record in call.params}
         found = {storages.get(_storage_of(tensor)) for tensor in tensors} if storages else set()
         escaped = [record for record in call.params if record in found]
         for record in escaped:
             if outer is None:
-                self._keep([record], for_graph=torch.is_grad_enabled())
+                self.keep([record], for_graph=torch.is_grad_enabled())
             elif record not in outer.params:
                 self._join(outer, record)
 
@@ -361,7 +378,7 @@ class ModuleRuns:
         if call.module is not None:
             note_external(call.module, record.param)
 
-    def _keep(self, records: Sequence[PartitionedParameter], *, for_graph: bool) -> None:
+    def keep(self, records: Sequence[PartitionedParameter], *, for_graph: bool) -> None:
         """Keep parameters whole until the next forward; if a graph may read them, until they change."""
         self.hold([record for record in records if record not in self._kept])
         for record in records:
@@ -377,7 +394,7 @@ class ModuleRuns:
                     call.recorded = self._step
                     self._awaited.update(call.settles)
         if opaque and not nodes:
-            self._keep(call.params, for_graph=True)
+            self.keep(call.params, for_graph=True)
 
     def touch(self, param: int) -> None:
         """Make a released parameter whole before it is read; raise outside a forward or backward."""
@@ -446,7 +463,7 @@ class ModuleRuns:
     def _end(self, call: _Call) -> None:
         call.task = None
         if call.differentiable:
-            self._keep(call.params, for_graph=True)
+            self.keep(call.params, for_graph=True)
         self.let_go(call.params)
 
     def _backward_ended(self, task: int) -> None:
@@ -622,6 +639,13 @@ def note_external(module: nn.Module, param: torch.Tensor) -> None:
 
 def _externals_of(module: nn.Module) -> list[torch.Tensor]:
     return module.__dict__.get(_EXTERNAL, [])
+
+
+def _outside_transforms() -> AbstractContextManager[Any]:
+    """A context outside the ``torch.func`` transforms that run here: inside, nothing may be written in place."""
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return nullcontext()
+    return temporarily_clear_interpreter_stack()
 
 
 def _leaves(output: Any) -> Iterator[Any]:

@@ -51,6 +51,8 @@ class PartitionedParameter(Cut):
         """This rank's shards, end to end. Only this package writes to them, through :meth:`StateAccess.adopt` where
         the parameter is trained."""
         self.whole = torch.empty(0)
+        self.storage = 0
+        """Identifies the storage of ``whole``, as ``UntypedStorage._cdata`` does."""
         self.index: int | None = None
         """Its number in the pipeline; None while it is not trained."""
         self.data_writes = DataWrites(param)
@@ -65,7 +67,9 @@ class PartitionedParameter(Cut):
         with torch.inference_mode(False), torch._C.DisableTorchFunctionSubclass():
             self.whole = torch.empty(self.padded_numel, dtype=TORCH_DTYPES[self.spec.dtype], device=self.param.device)
             self.values.point(self.whole[: self.spec.numel])
-        self.whole.untyped_storage().resize_(0)
+        storage = self.whole.untyped_storage()
+        self.storage = storage._cdata
+        storage.resize_(0)
         self.lasts = False
 
     def allocate(self) -> torch.Tensor:
