@@ -276,7 +276,9 @@ class Intake:
         Raises:
             StateError: no gradient arrived since the last call.
             GradientError: averaged and summed gradients are mixed.
+            CollectiveError: an exchange between ranks failed before.
         """
+        self._pipeline.refuse_after_the_last()
         if not (self.fresh or (may_be_empty and self._pipeline.holds_gradients)):
             raise StateError(
                 "step() without backward(): no gradient arrived since the last step(); expected "

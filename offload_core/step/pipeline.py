@@ -96,7 +96,8 @@ class Pipeline:
         """The reason why states are to be used no more: an update or a load broke off."""
         self._last_step: str | None = None
         """The reason why no step is to follow: other ranks have parameters that this one has not."""
-        self._lost_a_rank = False
+        self._lost: CollectiveError | None = None
+        """The error that ended the exchange between ranks."""
         self.left_behind = False
         """True if a step broke off on one rank, and parameters are of the step before until they are sent anew."""
         self.params = self.buckets.params
@@ -143,7 +144,7 @@ class Pipeline:
     @contextmanager
     def replacing_states(self) -> Iterator[None]:
         """Replace all states inside. After an error there every call raises until they have been replaced."""
-        if not self._lost_a_rank:
+        if self._lost is None:
             self._unusable = self._last_step = None
         self.drop_gradients()
         self.finish()
@@ -219,7 +220,7 @@ class Pipeline:
             if self._reduction.fill(gradients, without):
                 self._launch()
         except BaseException as error:
-            self._break_off_announced(error)
+            self._break_off(error)
             raise
 
     def has_gradient(self, param: int) -> bool:
@@ -228,9 +229,9 @@ class Pipeline:
 
     def _begin_gradients(self) -> None:
         """Before a step's first gradient, wait until parameters are written: ranks exchange one thing at a time."""
+        self.refuse_after_the_last()
         if self._reduction.arrivals.present:
             return
-        self._refuse_after_the_last()
         if self._updates.publishes and not self.holds_gradients:
             self.finish_publications()
 
@@ -298,7 +299,7 @@ class Pipeline:
             try:
                 self._end_last_round(boundary=boundary)
             except BaseException as error:
-                self._break_off_announced(error)
+                self._break_off(error)
                 raise
         self._reduction.count_micro_step(boundary=boundary)
         return boundary
@@ -346,7 +347,7 @@ class Pipeline:
         """
         given = self._given(hypers, tensors, divisor, groups)
         self._refuse_other(given)
-        self._refuse_after_the_last()
+        self.refuse_after_the_last()
         after = self.device.mark()
         self._early.begin_step(given.tensors, self._reduction.last)
         if not self._updates.finished:
@@ -354,9 +355,13 @@ class Pipeline:
         try:
             self._collect(given)
         except BaseException as error:
-            self._break_off_announced(error)
+            self._break_off(error)
             raise
-        decision = self._decide(given, gathered)
+        try:
+            decision = self._decide(given, gathered)
+        except CollectiveError as error:
+            self._lost = error
+            raise
         self._change(partial(self._carry_out, decision, after))
         return decision.report
 
@@ -619,10 +624,12 @@ class Pipeline:
                 uninterrupted(partial(self._abort, error))
             raise
 
-    def _break_off_announced(self, error: BaseException) -> None:
-        """End the step if it was announced: a gradient that is lost is then an error in mid-update."""
+    def _break_off(self, error: BaseException) -> None:
+        """A gradient was lost. If the step was announced, this is an error in mid-update, and ends it."""
         if self._early.announced is not None:
             uninterrupted(partial(self._abort, error))
+        elif isinstance(error, CollectiveError):
+            self._lost = error
 
     @property
     def finished(self) -> bool:
@@ -680,6 +687,12 @@ class Pipeline:
         if self._unusable is not None:
             raise StateError(self._unusable)
 
+    def refuse_after_the_last(self) -> None:
+        """Raise if no gradient and no step may follow: a rank was lost, or states are to be used no more."""
+        self._refuse_after_the_last()
+        if self._lost is not None:
+            raise CollectiveError(str(self._lost))
+
     def _refuse_after_the_last(self) -> None:
         if (reason := self._unusable or self._last_step) is not None:
             raise StateError(reason)
@@ -687,7 +700,7 @@ class Pipeline:
     def _abort(self, error: BaseException) -> None:
         """The step broke off: states are updated all the same, and parameters that did not arrive are sent anew."""
         if isinstance(error, CollectiveError):  # other ranks went another way: there is no going on
-            self._lost_a_rank = True
+            self._lost = error
             self._unusable = (
                 f"the last update broke off ({error}): parameters and states are partly of one step, partly of "
                 "the next; expected no further use: resume from the last checkpoint"
@@ -702,7 +715,7 @@ class Pipeline:
             for work in self.buckets.all
             if work.publication.state is Publication.EARLY or work.gradient.state is Gradient.USED
         )
-        completed = [] if self._lost_a_rank else self._updates.complete()
+        completed = [] if self._lost is not None else self._updates.complete()
         self.left_behind = bool(lost or completed) and self.device.world_size == 1
         if (lost or completed) and self.device.world_size > len(self.device.ranks):
             self._last_step = (  # other processes have sent their parameters, and will not do so again
@@ -720,7 +733,7 @@ class Pipeline:
                 work.publication.on(PublicationEvent.ARRIVE)
             elif work in completed and not work.written_by_kernel:
                 work.fall_behind(work.members)
-        if self._lost_a_rank:
+        if self._lost is not None:
             self.published = {}  # parameters stay those of the step before, where nothing was written in place
         else:
             behind = self.behind

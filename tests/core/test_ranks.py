@@ -100,7 +100,7 @@ def test_a_rank_whose_copy_fails_is_an_error_on_all_and_nobody_hangs(failing, sc
         assert subject.pipeline.finished
         assert {work.gradient.state for work in subject.pipeline.buckets.all} == {Gradient.ABSENT}
         assert len(subject.pipeline.buckets.staging._free) == subject.pipeline.buckets.terms.staging_slots
-        if subject.pipeline._lost_a_rank:  # in mid-update
+        if subject.pipeline._unusable:  # it was in mid-update
             with pytest.raises(StateError, match="the last update broke off"):
                 StateAccess(subject.pipeline).states(0)
         else:

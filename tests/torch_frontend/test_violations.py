@@ -5,8 +5,10 @@ protocol once: it skips an action, repeats it, does it after the next one, or fa
 rank reports its error, or its bits beside those of the program as all ranks should run it.
 """
 
+import os
 import random
 import re
+import signal
 from contextlib import suppress
 from datetime import timedelta
 
@@ -18,6 +20,7 @@ from frontends.torch import wrap
 from frontends.torch.ranks.own_group import OwnGroup
 from offload_core import OffloadError
 from tests.support.processes import on_ranks
+from tests.support.torch_models import loss_of, make
 from tests.support.torch_rank import whole_bits
 
 NAMED = re.compile(r"(CollectiveError|StateError): .{20}")
@@ -204,3 +207,39 @@ def test_a_rank_that_goes_another_way_is_one_named_error_everywhere_or_changes_n
 def test_two_hundred_ways_to_go_astray(first, world_size):
     for number in range(first + 1000 * world_size, first + 1000 * world_size + 10):
         check(number, world_size, hasty=True)
+
+
+def said_by(act):
+    try:
+        act()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize("how", ["another backward", "is killed"])
+@pytest.mark.parametrize("fields", [{}, {"reduce_bucket_size": 1024}, {"schedule": "serial"}, {"stage": 1}], ids=str)
+def test_each_further_attempt_raises_the_first_error_again(fields, how):
+    @on_ranks(2, killed=[1] if how == "is killed" else [])
+    def found(rank):
+        engine = wrap(make(), lr=1e-2, **fields)
+
+        def backward():
+            engine.backward(loss_of(engine, rank))
+
+        backward()
+        engine.step()
+        engine.flush()
+        if rank == 1 and how == "is killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 1:
+            said_by(backward)
+        said = [said_by(act) for _ in range(4) for act in (backward, engine.step)]
+        engine.optimizer.zero_grad()
+        said.append(said_by(backward))
+        return [line for line in said if line]
+
+    for said in filter(None, found):
+        assert len(said) >= 7  # the first backward may return before its exchange has failed
+        assert said[0].startswith("CollectiveError: ")
+        assert set(said) == {said[0]}

@@ -362,9 +362,8 @@ class ModuleRuns:
 
     def _keep_escaped(self, call: _Call, tensors: Sequence[torch.Tensor], outer: _Call | None) -> None:
         """Have the calling module keep parameters that a module returns."""
-        storages = {record.storage: record for record in call.params}
-        found = {storages.get(_storage_of(tensor)) for tensor in tensors} if storages else set()
-        escaped = [record for record in call.params if record in found]
+        storages = {_storage_of(tensor) for tensor in tensors} if call.params else set()
+        escaped = [record for record in call.params if record.storage in storages]
         for record in escaped:
             if outer is None:
                 self.keep([record], for_graph=torch.is_grad_enabled())
