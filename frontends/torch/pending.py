@@ -22,8 +22,9 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.modules.module import _global_forward_pre_hooks
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 _WAITS: dict[int, Callable[[], None]] = {}
@@ -47,6 +48,15 @@ def _metadata() -> frozenset[Any]:
 
 METADATA = _metadata()
 """Torch functions that do not see values."""
+
+
+_DIFFERENTIATE = (torch.autograd.grad, torch.autograd.backward)
+"""Torch functions that take parameters (``inputs``) as places in a graph, and do not read them."""
+
+
+def _edge(param: "_Pending") -> GradientEdge:
+    with torch._C.DisableTorchFunctionSubclass():
+        return get_gradient_edge(cast(torch.Tensor, param))
 
 
 class _Pending:
@@ -74,6 +84,8 @@ class _Pending:
         if in_graph or func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
+        if func in _DIFFERENTIATE:
+            return func(*tree_map_only(_Pending, _edge, args), **tree_map_only(_Pending, _edge, kwargs or {}))
         return _await_values_and_call(func, args, kwargs)
 
 

@@ -69,11 +69,15 @@ def memory(run: torch.Tensor) -> np.ndarray:
 
 def shaped_like(run: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     """The inverse of :func:`flat`: a view of a one-dimensional tensor with ``param``'s shape and order."""
-    order = memory_order(param)
-    if order is None:
-        return run.view(param.shape)
-    inverse = sorted(range(len(order)), key=order.__getitem__)
-    return run.view([param.shape[i] for i in order]).permute(inverse)
+    return shaped(run, elements_of(param))
+
+
+def shaped(run: torch.Tensor, elements: InMemory) -> torch.Tensor:
+    """A view of a one-dimensional tensor that lists these elements, with their shape and order."""
+    if elements.order is None:
+        return run.view(elements.shape)
+    inverse = sorted(range(len(elements.order)), key=elements.order.__getitem__)
+    return run.view([elements.shape[i] for i in elements.order]).permute(inverse)
 
 
 _WRAPPERS = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module)\.")

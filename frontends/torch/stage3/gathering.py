@@ -19,7 +19,7 @@ from ..data_writes import set_data
 from ..tensors import flat, shaped_like, spec_of
 from .construction import gathered_shards, in_shards, unexpected_change
 from .hooks import ModuleRuns, note_external
-from .parameters import PartitionedParameters
+from .parameters import PartitionedParameter, PartitionedParameters
 
 _GATHERINGS: "weakref.WeakValueDictionary[int, Gathering]" = weakref.WeakValueDictionary()
 """The gathering of each parameter of an engine's model, by ``id``; it keeps them alive, so no id is reused."""
@@ -88,6 +88,7 @@ class Gathering:
         try:
             with graphs:
                 yield
+            self._refuse_resized(records)
             changed = [
                 r
                 for r, before in zip(records, versions, strict=True)
@@ -118,6 +119,21 @@ class Gathering:
             for record in records:
                 record.lasts = True  # state_dict() and others may refer to it
             self._runs.let_go(records, may_stay=False)  # an unexpected change must not stay
+
+    def _refuse_resized(self, records: Sequence[PartitionedParameter]) -> None:
+        """Raise :class:`ParameterError` if a parameter is of another size or type; it has its own again."""
+        resized = [record for record in records if not record.values.fixed and not record.fits]
+        if not resized:
+            return
+        got = resized[0].param
+        was = f"{tuple(got.shape)} {got.dtype}"
+        for record in resized:
+            record.restore()
+        raise ParameterError(
+            f"parameter {resized[0].spec.name!r} became {was} inside gathered_parameters(), and is "
+            f"{tuple(got.shape)} {got.dtype} in shards; expected no other size or type: resize or cast the model "
+            "before wrap(), or after engine.close(), and wrap it anew. What was written to it is lost"
+        )
 
     def _spread(self, params: Sequence[torch.Tensor], source: int) -> None:
         """Give all ranks one rank's values of these parameters."""

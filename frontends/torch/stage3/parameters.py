@@ -7,6 +7,7 @@ autograd saved in forward share this storage, so they have their values again in
 
 from collections.abc import Collection, Iterable, Sequence
 from functools import partial
+from typing import cast
 
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from torch import nn
 from offload_core.config.options import OffloadConfig
 from offload_core.device.protocols import GatheringDevice
 from offload_core.layout.partition import ParamSpec
+from offload_core.layout.regions import InMemory
 from offload_core.memory.plan import PARAMETER_SHARDS, PlanRow
 from offload_core.ranks.consistency import agree
 from offload_core.stage3.live_params import LiveParams, PartitionedParam
@@ -21,9 +23,9 @@ from offload_core.step.pipeline import Pipeline
 from offload_core.step.state_access import StateAccess
 
 from ..casting import Casts
-from ..data_writes import DataWrites
+from ..data_writes import DataWrites, set_data
 from ..ranks.device import as_torch
-from ..tensors import TORCH_DTYPES, is_offloadable
+from ..tensors import TORCH_DTYPES, elements_of, is_offloadable, shaped
 from ..values import Values, packed_values
 from .construction import hand_over, in_shards, shards_of
 from .cut import Cut
@@ -71,6 +73,16 @@ class PartitionedParameter(Cut):
         self.storage = storage._cdata
         storage.resize_(0)
         self.lasts = False
+
+    @property
+    def fits(self) -> bool:
+        """True if the parameter, which is whole, has the shape, memory order and type of its shards."""
+        return elements_of(self.param) == self.spec.elements and self.param.dtype == self.whole.dtype
+
+    def restore(self) -> None:
+        """Have the parameter refer to its own memory again, in its own shape and type."""
+        with torch.no_grad():
+            set_data(self.param, shaped(self.whole[: self.spec.numel], cast(InMemory, self.spec.elements)))
 
     def allocate(self) -> torch.Tensor:
         self.whole.untyped_storage().resize_(self.whole.numel() * self.whole.element_size())
