@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from offload_core.checkpoint.checkpoints import Checkpoints
-from offload_core.config.options import FIELDS, ConfigLike, OffloadConfig
+from offload_core.config.options import FIELDS, ConfigLike, OffloadConfig, check_group_keys
 from offload_core.errors import ConfigError, ParameterError, StateError
 from offload_core.memory.report import MemoryReport
 from offload_core.rules.adam import STATE_NAMES, AdamHyper
@@ -285,6 +285,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
                     f"{name}={param_group[name]!r} of a parameter group, and {name} is a function, which sets that of "
                     "all groups; expected one of them (torch.optim.lr_scheduler knows groups)"
                 )
+        check_group_keys(f"parameter group {len(self.param_groups)}", param_group)
         params = param_group["params"]
         if self.param_groups and "param_names" in self.param_groups[0] and not isinstance(params, torch.Tensor | set):
             params = list(params)  # torch requires names for all groups or for none

@@ -1,8 +1,9 @@
 """``OffloadConfig``: every setting, checked when it is made."""
 
+import difflib
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -44,6 +45,8 @@ _OTHER_NAMES = {
     "mu_dtype": "exp_avg_dtype",
 }
 """Fields by the names that other libraries give them."""
+_OF_GROUPS = ("lr", "betas", "eps", "weight_decay")
+"""The hyperparameters of a parameter group."""
 
 _MOST_THREADS = 2**31 - 1  # a C int
 
@@ -333,6 +336,22 @@ FIELDS = tuple(field.name for field in fields(OffloadConfig))
 
 SHARED_FIELDS = tuple(field.name for field in fields(OffloadConfig) if not field.metadata.get("may_differ"))
 """The fields that must be equal on all ranks."""
+
+
+def check_group_keys(where: str, keys: Collection[object]) -> None:
+    """Raise :class:`ConfigError` if a parameter group has a hyperparameter under a wrong name: a misspelt one, or
+    another library's. Other keys are the user's own, and so are all where the group has the hyperparameter, too.
+
+    Args:
+        where: names the group in the error.
+    """
+    for name in _OF_GROUPS:
+        for key in keys if name not in keys else ():
+            if not isinstance(key, str) or key.startswith(f"{name}_"):
+                continue
+            plain, right = (text.lower().replace("_", "").replace("-", "") for text in (key, name))
+            if _OTHER_NAMES.get(key) == name or difflib.SequenceMatcher(None, plain, right).ratio() > 0.88:
+                raise ConfigError(f"{where}: {checks.shown(key)} is no hyperparameter; expected {name!r}")
 
 
 def _check_names(given: Mapping[str, Any]) -> None:

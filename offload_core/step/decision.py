@@ -17,7 +17,8 @@ class StepReport:
     updated: bool
     """True if parameters were updated."""
     skipped: str | None = None
-    """Why nothing was updated: ``"accumulating"``, ``"overflow"`` (an inf or NaN gradient) or ``"no gradients"``."""
+    """Why nothing was updated: ``"accumulating"``, ``"no gradients"``, ``"non-finite"`` (an inf or NaN gradient), or
+    ``"overflow"`` (the same under loss scaling)."""
     grad_norm: float | None = None
     """Global L2 norm of the averaged, unscaled gradients before clipping; None where it was not computed."""
     clip_coefficient: float = 1.0
@@ -49,7 +50,9 @@ class Verdict:
         return self.coefficient != 1.0 or bool(self.overflow)
 
 
-def examine(squares: SumOfSquares | None, *, any_gradient: bool, unscale: float, max_norm: float | None) -> Verdict:
+def examine(
+    squares: SumOfSquares | None, *, any_gradient: bool, unscale: float, max_norm: float | None, scaled: bool
+) -> Verdict:
     """Decide on the gradients of all ranks.
 
     Args:
@@ -57,6 +60,7 @@ def examine(squares: SumOfSquares | None, *, any_gradient: bool, unscale: float,
         any_gradient: True if any rank has one.
         unscale: the divisor of the summed gradients.
         max_norm: the bound on their norm; None: they are not clipped.
+        scaled: True under loss scaling.
     """
     if not any_gradient:
         return Verdict(None, 1.0, "no gradients", None)
@@ -64,7 +68,7 @@ def examine(squares: SumOfSquares | None, *, any_gradient: bool, unscale: float,
         return Verdict(None, 1.0, None, None)
     norm = squares.norm()
     if math.isnan(norm):
-        return Verdict(norm, 1.0, "overflow", True)
+        return Verdict(norm, 1.0, "overflow" if scaled else "non-finite", True)
     norm /= unscale
     return Verdict(norm, 1.0 if max_norm is None else clip_coefficient(norm, max_norm), None, False)
 

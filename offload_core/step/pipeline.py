@@ -40,6 +40,7 @@ from ..memory.plan import PlanRow
 from ..memory.report import MemoryReport
 from ..rules.adam import Adam, AdamHyper, Scalars
 from ..support.threads import uninterrupted
+from ..support.user_line import UserLine
 from .agreement import agree
 from .bucket_states import Gradient, GradientEvent, Publication, PublicationEvent
 from .bucket_terms import BucketTerms
@@ -54,6 +55,7 @@ from .update import Updates
 __all__ = ["Pipeline", "StepReport"]
 
 T = TypeVar("T")
+_MANY_SKIPPED = 3
 
 
 class Pipeline:
@@ -96,6 +98,7 @@ class Pipeline:
         """The reason why states are to be used no more: an update or a load broke off."""
         self._last_step: str | None = None
         """The reason why no step is to follow: other ranks have parameters that this one has not."""
+        self._skipped_in_a_row = 0
         self._lost: CollectiveError | None = None
         """The error that ended the exchange between ranks."""
         self.left_behind = False
@@ -363,7 +366,23 @@ class Pipeline:
             self._lost = error
             raise
         self._change(partial(self._carry_out, decision, after))
+        self._watch_skipped(decision.verdict, given.loss_scale)
         return decision.report
+
+    def _watch_skipped(self, verdict: Verdict, loss_scale: float) -> None:
+        """Warn once if several steps in a row were skipped, and no lower loss scale can help."""
+        if not verdict.overflow or self.loss_scale < loss_scale:
+            self._skipped_in_a_row = 0
+            return
+        self._skipped_in_a_row += 1
+        if self._skipped_in_a_row == _MANY_SKIPPED:
+            UserLine.now("torch", "jax").warn(
+                UserWarning(
+                    f"the last {_MANY_SKIPPED} steps were skipped, because their gradients had an inf or a NaN "
+                    "(report.skipped says so for each); expected finite gradients: look at the loss, the learning rate "
+                    "and the data"
+                )
+            )
 
     def _collect(self, given: Given) -> None:
         """Have all gradients on the host; one that was lost on its way is an error here, before anything changes."""
@@ -395,7 +414,13 @@ class Pipeline:
             )
         works = tuple(work for work in reversed(agreed.order) if not agreed.present.isdisjoint(work.members))
         unscale, max_norm = given.unscale, self.config.gradient_clipping
-        verdict = examine(agreed.squares, any_gradient=bool(works), unscale=unscale, max_norm=max_norm)
+        verdict = examine(
+            agreed.squares,
+            any_gradient=bool(works),
+            unscale=unscale,
+            max_norm=max_norm,
+            scaled=self.scaler is not None,
+        )
         rates = tuple(hyper.lr for hyper in given.hypers)
         report = StepReport(
             verdict.skipped is None, verdict.skipped, verdict.norm, verdict.coefficient, given.loss_scale, rates

@@ -112,7 +112,13 @@ class Anything(RuleBasedStateMachine):
         examined = self.config.gradient_clipping is not None or self.config.skip_nonfinite or scaler
         gradients = [g for g in self.naive.sums if g is not None]
         finite = all(np.isfinite(g).all() for g in gradients)
-        skipped = None if gradients and (finite or not examined) else "overflow" if gradients else "no gradients"
+        skipped = (
+            None
+            if gradients and (finite or not examined)
+            else ("overflow" if scaler else "non-finite")
+            if gradients
+            else "no gradients"
+        )
 
         def update():
             if gradients and scaler:

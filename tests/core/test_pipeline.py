@@ -87,7 +87,7 @@ def test_a_skipped_step_changes_nothing(poison, dtype, fields):
         gradient[-1] = poison if i == 0 else 1
         subject.add_gradient(i, gradient)
     report = subject.pipeline.step([AdamHyper(1e-2)], subject.tensors)
-    assert (report.updated, report.skipped) == (False, "overflow")
+    assert (report.updated, report.skipped) == (False, "non-finite")
     assert bits(subject) == before
     # the gradients are gone: the next step starts clean
     for i in range(2):
@@ -576,3 +576,13 @@ def test_the_plan_is_what_is_allocated():
 def test_staging_is_bounded_by_the_bucket_size(schedule, buckets):
     subject = make(FakeDevice(), reduce_bucket_size=32, schedule=schedule)
     assert subject.pipeline.memory.report()["staging"] == buckets * 32 * 2
+
+
+@pytest.mark.parametrize("scaler", [None, LossScaler(8.0, window=None), LossScaler(1.0, window=10)], ids=str)
+def test_steps_that_are_skipped_in_a_row_are_said_once_where_no_lower_loss_scale_helps(scaler, recwarn):
+    subject = make(scaler=scaler, gradient_clipping=1.0)
+    for i, poison in enumerate([np.nan, 1, np.inf, np.nan, np.nan, np.nan]):
+        assert len([w for w in recwarn if "3 steps were skipped" in str(w.message)]) == (i > 4)
+        subject.add_gradient(0, np.full(subject.specs[0].numel, poison, BFLOAT16.numpy))
+        subject.pipeline.step([AdamHyper(1e-2)], subject.tensors)
+    assert len([w for w in recwarn if "3 steps were skipped" in str(w.message)]) == 1

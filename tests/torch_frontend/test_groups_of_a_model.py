@@ -5,8 +5,8 @@ import warnings
 import pytest
 import torch
 
-from frontends.torch import wrap
-from offload_core import ParameterError
+from frontends.torch import OffloadedAdamW, wrap
+from offload_core import ConfigError, ParameterError
 from tests.support.torch_models import loss_of, make, same_bits
 
 OPTIONS = {"lr": 1e-2, "param_dtype": "bfloat16", "state_format": "8bit"}
@@ -79,3 +79,22 @@ def test_what_is_no_tensor_is_named():
         wrap(make(), params=["0.weight"], lr=1e-2)
     with pytest.raises(ParameterError, match="got a tensor, expected an iterable"):
         wrap(make(), params=torch.ones(3), lr=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [("weightdecay", "weight_decay"), ("weight-decay", "weight_decay"), ("wd", "weight_decay"), ("LR", "lr"),
+     ("learning_rate", "lr"), ("beta", "betas"), ("epsilon", "eps")],
+)  # fmt: skip
+def test_a_hyperparameter_of_a_group_under_a_wrong_name_is_refused(key, name):
+    model = make()
+    for made in (lambda groups: wrap(model, params=groups, lr=1e-2), lambda groups: OffloadedAdamW(groups, lr=1e-2)):
+        with pytest.raises(ConfigError, match=rf"parameter group 1: '{key}' is no hyperparameter; expected '{name}'"):
+            made([{"params": model[0].parameters()}, {"params": [*model[2].parameters()], key: 0.1}])
+
+
+def test_other_keys_of_a_group_are_the_users_own():
+    own = {"name": "body", "lr_scale": 0.5, "weight_decay_mult": 2, "max_lr": 1, "initial_lr": 1.0, "layer": 3, "l2": 0}
+    [group] = OffloadedAdamW([{"params": make().parameters(), "weight_decay": 0.1, "wd": "a note", **own}]).param_groups
+    assert {key: group[key] for key in own} == own
+    assert group["wd"] == "a note"
