@@ -176,6 +176,16 @@ def run_all(folders: dict[Path, str], start: str, n_processes: int) -> None:
         server.close()
 
 
+def test_the_complete_loop_resumes_with_the_bits_of_the_uninterrupted_one_in_every_stage(tmp_path, monkeypatch):
+    [code] = [code for _, code in blocks(ROOT / "docs" / "torch.md", "python") if "def train(folder" in code]
+    monkeypatch.chdir(tmp_path)
+    space: dict[str, Callable] = {}
+    exec(code, space)  # two runs, of which the second resumes
+    found = {stage: space["train"](f"stage-{stage}", 2, stage=stage) for stage in (1, 2, 3)}
+    resumed = {stage: [space["train"](f"resumed-{stage}", n, stage=stage) for n in (1, 2)][-1] for stage in (2, 3)}
+    assert {*found.values(), *resumed.values()} == {found[2]}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if page.parent.name == "integrations"], ids=lambda page: page.stem
