@@ -2,6 +2,7 @@
 
 import os
 import signal
+from contextlib import suppress
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import pytest
 
 from frontends.jax import wrap
 from offload_core.errors import StateError
-from tests.support.interrupts import first_passes, handled_at_each_line, interrupt_at
+from tests.support.interrupts import FewerLines, first_passes, handled_at_each_line, interrupt_at
 
 CASES = {
     "clipped": ({"gradient_clipping": 0.05, "reduce_bucket_size": 64}, ""),
@@ -64,7 +65,8 @@ def test_an_interrupt_at_any_line_leaves_the_state_before_the_update_or_after_it
     seen = set()
     for place, number in passes.items():
         offloaded.load_pytree(start)
-        interrupt_at(number, lambda: update(offloaded, 2))
+        with suppress(FewerLines):
+            interrupt_at(number, lambda: update(offloaded, 2))
         outcome = end(offloaded)
         assert outcome in outcomes, place
         seen.add(outcomes.index(outcome))

@@ -29,8 +29,10 @@ PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^( *)```(\w+)\n(.*?)^ *```$", flags=re.DOTALL | re.MULTILINE)
 FILE = re.compile(r"# ([\w-]+\.py)\n")
 COMMAND = re.compile(r"^\$ (.*)\n", flags=re.MULTILINE)
-OPTIONS = ["-W", "error", "-W", "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"]
-"""Of the interpreter; the second is PEFT's."""
+IGNORED = ["`is_gradient_checkpointing` is deprecated", "param_dtype='bfloat16'"]
+"""Warnings of PEFT, and of ``wrap`` where this processor multiplies bf16 slowly."""
+OPTIONS = ["-W", "error", *(word for message in IGNORED for word in ("-W", f"ignore:{message}"))]
+"""Of the interpreter."""
 LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)")
 
 
