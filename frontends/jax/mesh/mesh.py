@@ -277,7 +277,7 @@ def ordered_mean(parts: jax.Array) -> jax.Array:
 
     The divisor is hidden from XLA, which would multiply by its reciprocal.
     """
-    parts = parts.astype(jnp.promote_types(parts.dtype, jnp.float32))
+    parts = parts.astype(np.promote_types(parts.dtype, np.float32))
     total = parts[0]
     for part in parts[1:]:
         total = total + part
