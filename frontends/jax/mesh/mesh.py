@@ -167,8 +167,7 @@ class MeshAxis:
         """
         kind = sharding.memory_kind
         places = [SingleDeviceSharding(self.devices[rank], memory_kind=kind) for rank in self.ranks]
-        local = [jax.device_put(part, place) for part, place in zip(parts, places, strict=True)]
-        return jax.make_array_from_single_device_arrays(shape, sharding, local)
+        return jax.make_array_from_single_device_arrays(shape, sharding, jax.device_put(list(parts), places))
 
     def replicate(self, value: Any) -> jax.Array:
         """A global array, whole on every device."""
