@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from functools import partial, wraps
 from pathlib import Path
-from typing import Any, Concatenate, Never, ParamSpec, TypeVar
+from typing import Any, Concatenate, Never, ParamSpec, TypeVar, Unpack
 
 import jax
 import numpy as np
@@ -45,7 +45,7 @@ from .placement.memory import checked_plan, held_bytes
 from .placement.placement import placement_for
 from .tree.trees import Mask, check_nnx, mask_leaves, parameter_positions, refuse_jit
 from .tree.wrapped_tree import WrappedTree
-from .words import resolved
+from .words import JaxSettings, resolved
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -59,7 +59,7 @@ def wrap(
     trainable: Mask | None = None,
     mesh: Mesh | None = None,
     axis: str | None = None,
-    **overrides: Any,
+    **overrides: Unpack[JaxSettings],
 ) -> "OffloadedParams":
     """Put the optimizer states of a pytree of parameters in host memory.
 
@@ -122,7 +122,7 @@ class OffloadedParams:
         trainable: Mask | None = None,
         mesh: Mesh | None = None,
         axis: str | None = None,
-        **overrides: Any,
+        **overrides: Unpack[JaxSettings],
     ) -> None:
         refuse_jit("wrap()")
         check_nnx(params, chosen=trainable is not None)

@@ -1,15 +1,25 @@
 """Settings in the words of JAX and optax: ``learning_rate``, ``b1``, ``b2``, element types such as ``jnp.bfloat16``."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, SupportsFloat
 
 import numpy as np
 
 from offload_core.config import deepspeed
 from offload_core.config.options import FIELDS, ConfigLike, OffloadConfig
+from offload_core.config.settings import OffloadSettings
 from offload_core.dtypes import BY_NUMPY
 from offload_core.errors import ConfigError
 from offload_core.support import checks
+
+
+class JaxSettings(OffloadSettings, total=False):
+    """The settings of ``wrap``, also in optax's words."""
+
+    learning_rate: SupportsFloat | Callable[[Any], Any]
+    b1: SupportsFloat
+    b2: SupportsFloat
+
 
 WORDS = {"learning_rate": "lr", "b1": "betas", "b2": "betas"}
 """The field that each stands for."""
