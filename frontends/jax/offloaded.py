@@ -533,6 +533,7 @@ class OffloadedParams:
         """Go on from other values of the parameters, clamped ones for example, and return them.
 
         An element that has changed becomes its own master weight; the others keep all bits of their master weights.
+        Elements that get the values of the last update back before the next one have its master weights again.
         Moments and counts stay. Arrays that are not trained are taken over, too. Gradients that wait for an update are
         forgotten. With several processes all must call this, with the same values.
 

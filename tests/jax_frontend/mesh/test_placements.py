@@ -336,6 +336,41 @@ CONTEXTS = {
 SOME = [("none", "none"), ("two devices", "Explicit"), ("Explicit", "two devices")]
 
 
+MEANWHILE = {
+    "nothing": lambda offloaded, folder: None,
+    "a save": lambda offloaded, folder: offloaded.save_checkpoint(folder),
+    "an export": lambda offloaded, folder: offloaded.export_safetensors(folder),
+    "a read": lambda offloaded, folder: (offloaded.flush(), offloaded.to_pytree()),
+}
+
+
+@processes(1, 2)
+@pytest.mark.parametrize(
+    ("kind", "fields", "meanwhile"),
+    [
+        *((kind, {}, "nothing") for kind in ("numpy", "one device", "sharded", "stage 2", "stage 3")),
+        ("sharded", {}, "a save"),
+        ("sharded", {"state_format": "bf16"}, "an export"),
+        ("stage 3", {"state_format": "8bit"}, "a read"),
+    ],
+)
+def test_weights_that_are_put_back_have_their_master_weights(kind, fields, meanwhile, folder):
+    """As where an average of weights is evaluated between two updates: all are halved, and get their values back."""
+    place, _, mesh = ways()[kind]
+    narrow = {**mesh, **fields, "lr": 1e-5, "param_dtype": "bfloat16"}
+    offloaded, undisturbed = (wrap(place(tree_of(0)), **narrow) for _ in range(2))
+    half = jax.jit(partial(jax.tree.map, lambda p: p / 2))
+    for step in range(2):
+        gradients = place(tree_of(step + 1))
+        kept = offloaded.update(gradients)
+        undisturbed.update(gradients)
+        offloaded.load_params(half(kept))
+        MEANWHILE[meanwhile](offloaded, folder)
+        offloaded.load_params(half(offloaded.params))
+        offloaded.load_params(kept)
+        assert_same_tree(offloaded.to_pytree(), undisturbed.to_pytree())
+
+
 @processes(1, 2)
 @pytest.mark.parametrize("kind", ["numpy", "one device", "sharded", slow("stage 2", processes=2), "stage 3"])
 @pytest.mark.parametrize("contexts", [SOME, slow([*itertools.product(CONTEXTS, CONTEXTS)])], ids=["some", "all"])
