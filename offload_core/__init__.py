@@ -1,6 +1,7 @@
 """ZeRO-Offload's core: partitioning, transfers between device and host, and the Adam update. It needs no framework."""
 
 from .config.options import OffloadConfig
+from .config.settings import OffloadSettings
 from .errors import (
     CheckpointError,
     CollectiveError,
@@ -30,6 +31,7 @@ __all__ = [
     "KernelInfo",
     "OffloadConfig",
     "OffloadError",
+    "OffloadSettings",
     "ParameterError",
     "StateError",
     "kernel_info",

@@ -10,12 +10,13 @@ import numpy as np
 
 @contextmanager
 def beside_the_accelerator() -> Iterator[Callable[[int], jax.Array]]:
-    """Compute on the CPU if JAX has one here, and whatever transfers the user forbids: numbers alone are computed.
+    """Compute on the CPU if JAX has one here, and whatever transfers and promotions the user forbids: numbers alone are
+    computed, and optax's own schedules promote.
 
     Yields:
         A function that makes an int32 scalar of a number.
     """
-    with jax.default_device(_cpu()), jax.transfer_guard("allow"):
+    with jax.default_device(_cpu()), jax.transfer_guard("allow"), jax.numpy_dtype_promotion("standard"):
         yield lambda number: jax.device_put(np.int32(number))
 
 
@@ -40,5 +41,5 @@ def bias_correction(beta: float, t: int) -> float:
     """
     if _cpu() is None:
         return float(np.float32(1) - np.float32(float(np.float32(beta)) ** t))
-    with beside_the_accelerator() as number, jax.numpy_dtype_promotion("standard"):
+    with beside_the_accelerator() as number:
         return float(_bias_correction(np.float32(beta), number(t)))  # a Python float is float64 with jax_enable_x64

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from functools import partial, wraps
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, Never, ParamSpec, TypeVar, Unpack
 
 import jax
 import numpy as np
@@ -45,7 +45,7 @@ from .placement.memory import checked_plan, held_bytes
 from .placement.placement import placement_for
 from .tree.trees import Mask, check_nnx, mask_leaves, parameter_positions, refuse_jit
 from .tree.wrapped_tree import WrappedTree
-from .words import resolved
+from .words import JaxSettings, resolved
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -59,7 +59,7 @@ def wrap(
     trainable: Mask | None = None,
     mesh: Mesh | None = None,
     axis: str | None = None,
-    **overrides: Any,
+    **overrides: Unpack[JaxSettings],
 ) -> "OffloadedParams":
     """Put the optimizer states of a pytree of parameters in host memory.
 
@@ -122,7 +122,7 @@ class OffloadedParams:
         trainable: Mask | None = None,
         mesh: Mesh | None = None,
         axis: str | None = None,
-        **overrides: Any,
+        **overrides: Unpack[JaxSettings],
     ) -> None:
         refuse_jit("wrap()")
         check_nnx(params, chosen=trainable is not None)
@@ -259,7 +259,7 @@ class OffloadedParams:
 
     # --- update ------------------------------------------------------------------------------------
 
-    def update(self, grads: Any, *, wait: bool = True, donate: bool = False) -> Any:
+    def update(self, grads: Any, *others: Never, wait: bool = True, donate: bool = False) -> Any:
         """Take the gradients of a micro-step, update at the accumulation boundary, and return the parameters.
 
         Args:
@@ -269,6 +269,7 @@ class OffloadedParams:
                 pytree, as ``jax.grad`` under ``jax.jit`` gives, is the average already. :class:`RankGradients` in
                 float32 for narrower parameters need ``communication_dtype="float32"``. With
                 ``gradient_accumulation_steps=N`` the update averages over N calls.
+            others: there are none. ``update(grads, state, params)`` is that of :meth:`as_optax`.
             wait: False: check the gradients and return None; a thread waits for them and updates, and whatever is
                 called next waits for it: ``params`` above all. What goes wrong there is raised by that call. Where the
                 devices of several processes or ranks exchange anything the update is made at once, lest its
@@ -282,7 +283,8 @@ class OffloadedParams:
         ``count`` says which.
 
         Raises (nothing has changed then):
-            GradientError: the gradients do not fit the parameters, or (in all processes) those of other processes.
+            GradientError: the gradients do not fit the parameters, or (in all processes) those of other processes; or
+                arguments come after them.
             ConfigError: the schedule's learning rate is out of range.
             StateError: under jit.
             HostMemoryError: old parameters are still held, and there is no memory for more.
@@ -291,6 +293,11 @@ class OffloadedParams:
             CollectiveError: a process was lost.
         """
         refuse_jit("update()")
+        if others:
+            raise GradientError(
+                f"update(): got {len(others)} arguments after the gradients; expected update(grads), which returns the "
+                "new parameters. optax's update(grads, state, params) is offloaded.as_optax().update"
+            )
         return self._update(grads, wait=wait, donate=donate)
 
     @_public("update()")
@@ -526,6 +533,7 @@ class OffloadedParams:
         """Go on from other values of the parameters, clamped ones for example, and return them.
 
         An element that has changed becomes its own master weight; the others keep all bits of their master weights.
+        Elements that get the values of the last update back before the next one have its master weights again.
         Moments and counts stay. Arrays that are not trained are taken over, too. Gradients that wait for an update are
         forgotten. With several processes all must call this, with the same values.
 
@@ -724,12 +732,13 @@ class OffloadedParams:
     # --- optax -------------------------------------------------------------------------------------
 
     def as_optax(self, learning_rate: Any = None) -> Any:
-        """An ``optax.GradientTransformation`` for an ordinary optax loop around these parameters.
+        """An ``optax.GradientTransformationExtraArgs`` for an ordinary optax loop around these parameters.
 
         ``optax.apply_updates(params, updates)`` gives exactly ``self.params`` (in float16, but for the sign of a
         zero); the update of an array that is not trained is a zero. In an ``optax.chain`` it comes last. The states are
-        here; the optax state only counts. ``update`` raises :class:`StateError` for a state that is not the last one,
-        for parameters that are not the last update's, and under ``jax.jit``.
+        here; the optax state only counts. ``update`` takes extra arguments (``value=loss``) and ignores them. It raises
+        :class:`StateError` for a state that is not the last one, for parameters that are not the last update's, under
+        ``jax.jit``, and for parameters narrower than fp32 with ``jax_numpy_dtype_promotion="strict"``.
 
         Args:
             learning_rate: a rate or a schedule for the updates of this transformation, in place of ``lr``. With

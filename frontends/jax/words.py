@@ -1,19 +1,45 @@
 """Settings in the words of JAX and optax: ``learning_rate``, ``b1``, ``b2``, element types such as ``jnp.bfloat16``."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, SupportsFloat
 
 import numpy as np
 
 from offload_core.config import deepspeed
 from offload_core.config.options import FIELDS, ConfigLike, OffloadConfig
+from offload_core.config.settings import OffloadSettings
 from offload_core.dtypes import BY_NUMPY
 from offload_core.errors import ConfigError
 from offload_core.support import checks
 
+
+class JaxSettings(OffloadSettings, total=False):
+    """The settings of ``wrap``, also in optax's words."""
+
+    learning_rate: SupportsFloat | Callable[[Any], Any]
+    b1: SupportsFloat
+    b2: SupportsFloat
+
+
 WORDS = {"learning_rate": "lr", "b1": "betas", "b2": "betas"}
 """The field that each stands for."""
 _BETAS = ("b1", "b2")
+_INSTEAD = {
+    **dict.fromkeys(
+        ("freeze", "frozen", "freeze_mask", "train_mask"),
+        "expected trainable=, booleans in the parameters' structure or a function of the parameters: True trains",
+    ),
+    **dict.fromkeys(
+        ("decay_mask", "weight_decay_mask"),
+        "expected mask=, booleans in the parameters' structure or a function of the parameters: True decays",
+    ),
+    **dict.fromkeys(("tx", "optimizer"), "wrap() makes the optimizer: give its settings, such as lr=1e-3"),
+    "nesterov": "the update rules are AdamW and Adam, without Nesterov momentum: leave it out",
+    "nu_dtype": "expected 'exp_avg_sq_dtype'",
+    "every_k_schedule": "expected 'gradient_accumulation_steps', a number",
+    **dict.fromkeys(("axis_name", "mesh_axis"), "expected axis=, beside mesh="),
+}
+"""Hints for words of JAX's libraries that are no field here."""
 
 
 def resolved(config: ConfigLike, overrides: Mapping[str, Any], *, world_size: int) -> OffloadConfig:
@@ -41,6 +67,8 @@ def _in_our_words(given: Mapping[str, Any], betas_of: Any) -> dict[str, Any]:
                 f"{name}={checks.shown(value)} beside {field}={checks.shown(found[field])}: they are one setting; "
                 "expected one of the two"
             )
+        if name in _INSTEAD and not (name == "optimizer" and isinstance(value, Mapping)):  # DeepSpeed has that section
+            raise ConfigError(f"unknown configuration field {checks.shown(name)}; {_INSTEAD[name]}")
         if field is None and name not in FIELDS:
             hint = checks.nearest(name, FIELDS, also=[*deepspeed.KEYS, *WORDS])
             if any(repr(word) in hint for word in WORDS):

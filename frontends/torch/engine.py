@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from offload_core.checkpoint.checkpoints import Names
 from offload_core.checkpoint.export import MAX_SHARD_BYTES
 from offload_core.checkpoint.on_signal import SaveOnSignal
 from offload_core.config.options import ConfigLike
+from offload_core.config.settings import OffloadSettings
 from offload_core.device.trace import COMPUTE
 from offload_core.errors import GradientError, ParameterError, StateError
 from offload_core.memory.report import MemoryReport
@@ -40,7 +41,7 @@ def wrap(
     *,
     params: Iterable[Any] | None = None,
     process_group: Any = None,
-    **overrides: Any,
+    **overrides: Unpack[OffloadSettings],
 ) -> "Engine":
     """Put a model's optimizer states in host memory.
 
@@ -81,7 +82,7 @@ class Engine(nn.Module):
         *,
         params: Iterable[Any] | None = None,
         process_group: Any = None,
-        **overrides: Any,
+        **overrides: Unpack[OffloadSettings],
     ) -> None:
         super().__init__()
         if isinstance(model, Engine):

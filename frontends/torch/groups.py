@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from offload_core.config.options import check_hyperparameters
+from offload_core.config.settings import SettingsButLr
 from offload_core.errors import ConfigError, ParameterError
 from offload_core.rules.adam import AdamHyper
 from offload_core.support.checks import shown
@@ -21,6 +22,17 @@ _REFUSED = {
 _OPTIONS = {**dict.fromkeys(_REFUSED, False), "foreach": None, "fused": True}
 """The other options in the groups of ``torch.optim.AdamW``, with the values that match this optimizer. The last two
 select one of torch's implementations and have no effect here."""
+
+
+class OptimizerSettings(SettingsButLr, total=False):
+    """The keywords of ``OffloadedAdamW`` beside ``lr``: settings, and the options of ``torch.optim.AdamW``."""
+
+    amsgrad: bool
+    maximize: bool
+    capturable: bool
+    differentiable: bool
+    foreach: bool | None
+    fused: bool | None
 
 
 def number(name: str, value: Any) -> Any:
@@ -41,7 +53,7 @@ def numbers(name: str, value: Any) -> Any:
     return tuple(number(f"{name}[{i}]", x) for i, x in enumerate(value)) if isinstance(value, tuple | list) else value
 
 
-def without_torchs_options(options: dict[str, Any]) -> dict[str, Any]:
+def without_torchs_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """The keywords without those options of ``torch.optim.AdamW`` that have no effect here.
 
     Raises:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, SupportsFloat, Unpack
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,16 @@ from offload_core.step.pipeline import Pipeline, StepReport
 from offload_core.step.state_lock import changes, whole
 
 from .casting import Casts
-from .groups import hyper_of, loaded, names_in, number, numbers, torchs_options, without_torchs_options
+from .groups import (
+    OptimizerSettings,
+    hyper_of,
+    loaded,
+    names_in,
+    number,
+    numbers,
+    torchs_options,
+    without_torchs_options,
+)
 from .intake import Intake
 from .ranks.device_ranks import device_for
 from .registration import NamedParam, Registration, Slot, check_new, named_params
@@ -103,24 +112,24 @@ class OffloadedAdamW(torch.optim.Optimizer):
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float | torch.Tensor | Callable[[int], float] | None = None,
+        lr: SupportsFloat | Callable[[Any], Any] | None = None,
         *,
         config: ConfigLike = None,
         early_copy: bool = False,
         model: nn.Module | None = None,
         process_group: Any = None,
-        **overrides: Any,
+        **overrides: Unpack[OptimizerSettings],
     ) -> None:
         self._parts = None
         self._model = None if model is None else weakref.ref(model)
-        overrides = without_torchs_options(overrides)
+        settings = without_torchs_options(overrides)
         if lr is not None:
-            overrides["lr"] = number("lr", lr)
-        betas = overrides.get("betas")
+            settings["lr"] = number("lr", lr)
+        betas = settings.get("betas")
         if betas is not None:
-            overrides["betas"] = numbers("betas", betas)
+            settings["betas"] = numbers("betas", betas)
         world_size = 1 if process_group is None else dist.get_world_size(process_group)
-        self.config = OffloadConfig.resolve(config, world_size=world_size, **overrides)
+        self.config = OffloadConfig.resolve(config, world_size=world_size, **settings)
         if model is None:
             _refuse_engine_fields(self.config)
         self.early_copy = early_copy

@@ -5,7 +5,7 @@ import math
 import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from ..errors import ConfigError
 from ..support import checks
 from ..support.processors import default_threads
 from . import deepspeed
+from .settings import OffloadSettings
 from .state_formats import FORMATS, SHORT_NAMES, StateFormat, formats_of
 
 _CHOICES: dict[str, tuple] = {
@@ -260,7 +261,9 @@ class OffloadConfig:
                 checks.boolean(name, getattr(self, name))
 
     @classmethod
-    def resolve(cls, config: "ConfigLike" = None, *, world_size: int = 1, **overrides: Any) -> "OffloadConfig":
+    def resolve(
+        cls, config: "ConfigLike" = None, *, world_size: int = 1, **overrides: Unpack[OffloadSettings]
+    ) -> "OffloadConfig":
         """The configuration that ``wrap(…, config, **overrides)`` means.
 
         Args:

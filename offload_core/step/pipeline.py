@@ -145,13 +145,18 @@ class Pipeline:
         return self.buckets.run(task)
 
     @contextmanager
-    def replacing_states(self) -> Iterator[None]:
-        """Replace all states inside. After an error there every call raises until they have been replaced."""
+    def replacing_states(self, *, masters: bool = True) -> Iterator[None]:
+        """Replace all states inside. After an error there every call raises until they have been replaced.
+
+        Args:
+            masters: False: master weights follow their parameters, which may still get earlier values back.
+        """
         if self._lost is None:
             self._unusable = self._last_step = None
         self.drop_gradients()
         self.finish()
-        self.buckets.store.forget_replaced()
+        if masters:
+            self.buckets.store.forget_replaced()
         try:
             yield
         except BaseException as error:

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -389,6 +390,8 @@ def test_activations_are_counted_where_they_are_given(capsys: pytest.CaptureFixt
         (["plan", "--parameters=0"], "at least 1,000,000"),
         (["plan", "--parameters=7,000,000,00"], "expected a count such as 10B"),
         (["plan", "--parameters=10"], "at least 1,000,000"),
+        (["plan", "--model=org/name"], "org/name: no such file or folder here; expected a path. A model's name"),
+        (["plan", "--model=gpt2"], "download its config.json first"),
         (["plan", "--parameters=1e30"], "at most 1,000,000,000,000"),
         (["plan", "--preset=tiny", "--world-size=2.5"], "a whole number"),
         (["plan", "--preset=tiny", "--world-size=0.4"], "expected a count"),
@@ -599,6 +602,19 @@ def test_a_reader_that_has_seen_enough_is_no_error() -> None:
 def test_a_count_may_have_the_commas_that_plan_prints(capsys: pytest.CaptureFixture[str]) -> None:
     with_commas, without = (plan(capsys, f"--parameters={n}", "--host-memory=1GB") for n in ("7,000,000", "7M"))
     assert with_commas["parameters"] == without["parameters"]
+
+
+@pytest.mark.parametrize("frontend", ["torch", "jax"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_heading_names_the_element_type(dtype: str, frontend: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--preset=tiny", "--host-memory=9GB", f"--param-dtype={dtype}", f"--frontend={frontend}")
+    assert main(["plan", *RATES, *arguments]) == 0
+    assert f"parameters are {dtype}" in capsys.readouterr().out.partition("\n\n")[0]
+
+
+def test_the_console_script_is_this_program() -> None:
+    (script,) = metadata.entry_points(group="console_scripts", name="offload-core")
+    assert script.load() is main
 
 
 def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:

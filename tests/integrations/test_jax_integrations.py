@@ -118,6 +118,65 @@ def test_what_stands_before_as_optax_has_the_effect_that_it_has_on_adamw(neighbo
     assert_same_tree(offloaded.params, eager.params)
 
 
+@pytest.mark.parametrize(
+    ("around", "others"),
+    [
+        (lambda tx: tx, 1),
+        (clipped, 1),
+        (lambda tx: optax.masked(tx, lambda params: jax.tree.map(lambda _: True, params)), 1),
+        (lambda tx: optax.multi_transform({"adam": tx}, lambda params: jax.tree.map(lambda _: "adam", params)), 1),
+        (lambda tx: optax.inject_hyperparams(lambda learning_rate: tx)(learning_rate=1.0), 3),
+    ],
+    ids=["alone", "clipped", "masked", "multi_transform", "inject_hyperparams"],
+)
+def test_states_can_be_mapped_over_parameters(around, others):
+    """Partition specs of an optimizer's state are made so. That of as_optax() has a count and no parameters."""
+    params = small(0)
+    tx = optax.chain(optax.trace(0.9), around(offloaded_of(params).as_optax()))
+    mapped = optax.tree_map_params(tx, lambda _: "spec", tx.init(params), transform_non_params=lambda _: "other")
+    leaves = jax.tree.leaves(mapped)
+    assert (leaves.count("spec"), leaves.count("other")) == (len(params), others)
+    for nothing in ({}, None, optax.MaskedNode()):
+        with pytest.raises(ParameterError, match=r"as_optax\(\): params: "):
+            offloaded_of(params).as_optax().init(nothing)
+
+
+@pytest.mark.parametrize("around", [lambda tx: tx, clipped, NEIGHBOURS["named"]], ids=["alone", "chain", "named_chain"])
+def test_extra_arguments_of_an_update_are_ignored(around):
+    """A loop gives ``value=loss`` to whatever transformation it has."""
+    params = small(0)
+    with_extra, without = (around(offloaded_of(params).as_optax()) for _ in range(2))
+    got, _ = with_extra.update(small(1), with_extra.init(params), params, value=1.0, grad=small(1))
+    expected, _ = without.update(small(1), without.init(params), params)
+    assert_same_tree(got, expected)
+
+
+def test_with_strict_promotion_the_bits_are_the_same():
+    params, grads = small(0), [small(i) for i in range(3)]
+    expected = offloaded_of(params)
+    for each in grads:
+        expected.update(each)
+    offloaded = offloaded_of(params)
+    tx, state = offloaded.as_optax(), offloaded.as_optax().init(params)
+    with jax.numpy_dtype_promotion("strict"):
+        for each in grads:
+            updates, state = tx.update(each, state, params)
+            params = optax.apply_updates(params, updates)
+    assert_same_tree(params, expected.params)
+
+
+def test_with_strict_promotion_updates_of_narrower_parameters_are_refused_before_anything_changes():
+    """Optax could not add them to the parameters."""
+    params = random_tree(0, jnp.bfloat16)
+    offloaded = offloaded_of(params)
+    tx = offloaded.as_optax()
+    with jax.numpy_dtype_promotion("strict"):
+        with pytest.raises(StateError, match=r"is bfloat16, and its exact .* float32.*'standard'.*offloaded.update"):
+            tx.update(params, tx.init(params), params)
+        assert offloaded.count == 0
+        offloaded.update(params)
+
+
 @pytest.mark.parametrize("clipping", ["in the chain", "in wrap"])
 def test_gradients_are_clipped_to_the_asked_norm(clipping):
     """The first moment after one update is a tenth of the gradient."""

@@ -402,6 +402,13 @@ def test_wrong_states_are_refused(spoil, words):
         offloaded.load_pytree(other)
 
 
+@pytest.mark.parametrize("n", [1, 2])
+def test_an_update_in_optax_form_names_the_adapter(n):
+    offloaded = trained()
+    with refused(offloaded, GradientError, f"got {n} arguments after the gradients", "offloaded.as_optax().update"):
+        offloaded.update(make_grads(), *[None, offloaded.params][:n])
+
+
 def test_the_optax_adapter_refuses_jit_and_other_parameters():
     offloaded = trained()
     tx, params, grads = offloaded.as_optax(), offloaded.params, make_grads()

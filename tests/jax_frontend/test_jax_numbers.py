@@ -50,3 +50,13 @@ def test_bias_corrections_are_fp32_with_64_bits_enabled_and_with_strict_promotio
     expected = numbers.bias_correction(0.999, t)
     with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
         assert numbers.bias_correction(0.999, t) == expected
+
+
+def test_schedules_are_computed_with_strict_promotion_too():
+    """Optax's own schedules divide an integer count."""
+    params = {"w": jnp.ones(3)}
+    with jax.numpy_dtype_promotion("strict"):
+        strict = wrap(params, lr=optax.cosine_decay_schedule(1e-2, 20))
+        strict.update({"w": jnp.ones(3)})
+    usual = wrap(params, lr=optax.cosine_decay_schedule(1e-2, 20))
+    assert np.asarray(usual.update({"w": jnp.ones(3)})["w"]).tobytes() == np.asarray(strict.params["w"]).tobytes()

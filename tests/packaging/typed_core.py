@@ -4,9 +4,13 @@
 nothing needs is an error, so those lines show that a mistake is seen.
 """
 
-from typing import assert_type
+from typing import Unpack, assert_type
 
-from offload_core import KernelInfo, OffloadConfig, kernel_info, set_instruction_set
+from offload_core import KernelInfo, OffloadConfig, OffloadSettings, kernel_info, set_instruction_set
+
+
+def resolved(**settings: Unpack[OffloadSettings]) -> OffloadConfig:
+    return OffloadConfig.resolve({"stage": 1}, **settings)
 
 
 def use() -> None:
@@ -14,6 +18,9 @@ def use() -> None:
     assert_type(config.stage, int)
     assert_type(config.gradient_clipping, float | None)
     OffloadConfig(stages=3)  # type: ignore[call-arg]
+    resolved(gradient_acumulation=2)  # type: ignore[call-arg]
+    resolved(stage="2")  # type: ignore[arg-type]
+    resolved(lr=lambda count: 1e-3, betas=(0.9, 0.95), param_dtype="bfloat16")
 
     assert_type(kernel_info(), KernelInfo)
     assert_type(kernel_info().supported, tuple[str, ...])

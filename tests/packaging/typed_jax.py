@@ -17,6 +17,8 @@ def train(params: dict[str, jax.Array], batches: list[jax.Array], folder: Path) 
     offloaded = wrap(params, OffloadConfig(), lr=lambda count: 1e-3 / (1 + count))
     assert_type(offloaded, OffloadedParams)
     wrap(params, axis=3)  # type: ignore[arg-type]
+    wrap(params, gradient_acumulation=2)  # type: ignore[call-arg]
+    wrap(params, learning_rate=1e-3, b1=0.8, param_dtype=jnp.bfloat16)
 
     compute = offloaded.value_and_grad(loss_of)
     offloaded.value_and_grad("loss")  # type: ignore[arg-type]
@@ -24,6 +26,7 @@ def train(params: dict[str, jax.Array], batches: list[jax.Array], folder: Path) 
         result = compute(offloaded.params, x)
         assert_type(result, tuple[Any, Any])
         offloaded.update(result[1])
+        offloaded.update(result[1], None, params)  # type: ignore[arg-type]
         assert_type(offloaded.report, StepReport | None)
         assert_type(offloaded.count, int)
     if offloaded.report is not None:

@@ -5,13 +5,18 @@ from typing import assert_type
 
 import torch
 
-from frontends.torch import Engine, OffloadConfig, OffloadedAdamW, StepReport, gathered_parameters, wrap
+from frontends.torch import Engine, OffloadConfig, OffloadedAdamW, StepReport, gathered_parameters, init, wrap
 
 
 def train(model: torch.nn.Module, batches: list[torch.Tensor], folder: Path) -> None:
     engine = wrap(model, OffloadConfig(stage=2), lr=3e-4)
     assert_type(engine, Engine)
     wrap("model")  # type: ignore[arg-type]
+    wrap(model, gradient_acumulation=2)  # type: ignore[call-arg]
+    wrap(model, stage="2")  # type: ignore[arg-type]
+    wrap(model, param_dtype=torch.bfloat16, betas=[0.9, 0.95], leaf_modules=["mlp"], lr=torch.tensor(1e-3))
+    with init(stagee=3):  # type: ignore[call-arg]
+        pass
 
     for batch in batches:
         loss = engine(batch).square().sum()
@@ -36,7 +41,8 @@ def train(model: torch.nn.Module, batches: list[torch.Tensor], folder: Path) -> 
 
 
 def alone(model: torch.nn.Module) -> None:
-    optimizer = OffloadedAdamW(model.parameters(), lr=1e-3)
+    OffloadedAdamW(model.parameters(), lr=1e-3, weigth_decay=0.1)  # type: ignore[call-arg]
+    optimizer = OffloadedAdamW(model.parameters(), lr=1e-3, weight_decay=0.1, fused=True)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
     optimizer.zero_grad()
     optimizer.step()

@@ -189,13 +189,13 @@ class TreeStates:
             for i, tensor in enumerate(tensors):
                 self._states.adopt(i, tensor)
 
-        self._replace(take_over)
+        self._replace(take_over, masters=False)
 
-    def _replace(self, take_over: Callable[[], None]) -> None:
-        """Replace states whole, whatever signals come. After an error in it nobody may use them."""
+    def _replace(self, take_over: Callable[[], None], *, masters: bool = True) -> None:
+        """As ``Pipeline.replacing_states``, whatever signals come."""
 
         def section() -> None:
-            with self._pipeline.replacing_states():
+            with self._pipeline.replacing_states(masters=masters):
                 take_over()
 
         uninterrupted(section)

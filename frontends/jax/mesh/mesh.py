@@ -167,8 +167,7 @@ class MeshAxis:
         """
         kind = sharding.memory_kind
         places = [SingleDeviceSharding(self.devices[rank], memory_kind=kind) for rank in self.ranks]
-        local = [jax.device_put(part, place) for part, place in zip(parts, places, strict=True)]
-        return jax.make_array_from_single_device_arrays(shape, sharding, local)
+        return jax.make_array_from_single_device_arrays(shape, sharding, jax.device_put(list(parts), places))
 
     def replicate(self, value: Any) -> jax.Array:
         """A global array, whole on every device."""
@@ -277,7 +276,7 @@ def ordered_mean(parts: jax.Array) -> jax.Array:
 
     The divisor is hidden from XLA, which would multiply by its reciprocal.
     """
-    parts = parts.astype(jnp.promote_types(parts.dtype, jnp.float32))
+    parts = parts.astype(np.promote_types(parts.dtype, np.float32))
     total = parts[0]
     for part in parts[1:]:
         total = total + part

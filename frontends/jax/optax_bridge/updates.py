@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from offload_core.errors import ParameterError, StateError
@@ -27,6 +28,11 @@ _WIDENED = "; optax.apply_updates keeps dtypes, where equinox.apply_updates wide
 _NONE = (
     "as_optax().update without params; expected update(grads, state, params), as optax.adamw has it: the updates are "
     "for these parameters alone"
+)
+_STRICT = (
+    "as_optax().update with jax_numpy_dtype_promotion='strict': params{path} is {dtype}, and its exact update is "
+    "float32, so that optax.apply_updates could not add the two; expected both calls inside "
+    "`with jax.numpy_dtype_promotion('standard'):`, or offloaded.update(grads) in the loop"
 )
 _OTHERS = (
     "as_optax().update: params{path} is not what the last update made of it: an update takes the parameters to their "
@@ -67,7 +73,8 @@ def transformation(
         return leaves, treedef
 
     def init(params: Any) -> OffloadState:
-        leaves_of(params)
+        if not _stands_for_params(params):
+            leaves_of(params)
         return OffloadState(jnp.asarray(count(), jnp.int32))
 
     def update(grads: Any, state: OffloadState, params: Any = None) -> tuple[Any, OffloadState]:
@@ -81,6 +88,7 @@ def transformation(
         if params is None:
             raise ParameterError(_NONE)
         before, treedef = leaves_of(params)
+        _check_promotion(tree)
         _check_own(tree, before)
         update_all(grads)
         updates = [placement.pass_through(no_update(leaf)) for leaf in before]
@@ -92,7 +100,24 @@ def transformation(
                 tree.leaves[i] = placement.pass_through(old)
         return jax.tree_util.tree_unflatten(treedef, updates), OffloadState(jnp.asarray(count(), jnp.int32))
 
-    return optax.GradientTransformation(init, update)
+    return optax.with_extra_args_support(optax.GradientTransformation(init, update))
+
+
+def _stands_for_params(params: Any) -> bool:
+    """True for the object that ``optax.tree_map_params`` gives to ``init`` in place of parameters."""
+    import optax
+
+    kinds: list[type] = []  # optax does not export the type, but shows such an object to any function
+    optax.tree_map_params(lambda placeholder: kinds.append(type(placeholder)), lambda leaf: leaf, None)
+    return type(params) in kinds
+
+
+def _check_promotion(tree: WrappedTree) -> None:
+    """Raise :class:`StateError` if JAX may not add an update to its parameter."""
+    if jax.config.jax_numpy_dtype_promotion == "strict":  # type: ignore[attr-defined]
+        for leaf in tree.trained:
+            if leaf.dtype != np.float32:
+                raise StateError(_STRICT.format(path=leaf.path, dtype=np.dtype(leaf.dtype).name))
 
 
 def _check_own(tree: WrappedTree, given: Sequence[Any]) -> None:

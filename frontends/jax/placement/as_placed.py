@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from offload_core.device.host_ranks import HostRanks
 from offload_core.device.protocols import Device
@@ -23,7 +23,7 @@ from offload_core.step.at_once import Held, held_shards
 from ..device import DEVICE_MEMORY, JaxDevice, ParameterBuffers, beside_its_device
 from ..mesh.mesh import Donated, JaxProcesses, MeshAxis, MeshGradient, MeshParameter
 from ..mesh.places import Places
-from ..tree.shards import Shard, local_shards, on_devices
+from ..tree.shards import Shard, local_shards, of_parts, on_devices
 from ..tree.trees import from_numpy, put, to_numpy
 from ..tree.wrapped_tree import Leaf
 from .on_mesh import Compiled, Compute
@@ -186,12 +186,11 @@ class AsPlaced:
             empty = self.device.lone[0].stack  # an empty array is in no bucket
             new = target.array if like.size else empty([np.empty(like.shape, like.dtype)])
             return jax.device_put(new, like.sharding) if like.committed else new
-        parts, places = [], []
-        for shard, target in zip(leaf.shards, targets, strict=True):
-            new = target.reshape(shard.local_shape) if self.on_host else target.array
-            parts += [new] * len(shard.devices)
-            places += [SingleDeviceSharding(device, memory_kind=like.sharding.memory_kind) for device in shard.devices]
-        return jax.make_array_from_single_device_arrays(like.shape, like.sharding, jax.device_put(parts, places))
+        parts = {
+            shard.box: target.reshape(shard.local_shape) if self.on_host else target.array
+            for shard, target in zip(leaf.shards, targets, strict=True)
+        }
+        return of_parts(like.shape, like.sharding, parts)
 
     # --- whole values --------------------------------------------------------------------------------
 
@@ -229,9 +228,7 @@ class AsPlaced:
     def spread(self, leaf: Leaf, parts: Sequence[np.ndarray], like: jax.Array) -> jax.Array:
         sharding = beside_its_device(like.sharding)
         pairs = zip(leaf.shards, parts, strict=True)
-        on = {device: part.reshape(shard.local_shape) for shard, part in pairs for device in shard.devices}
-        places = [SingleDeviceSharding(device, memory_kind=sharding.memory_kind) for device in on]
-        return jax.make_array_from_single_device_arrays(like.shape, sharding, jax.device_put(list(on.values()), places))
+        return of_parts(like.shape, sharding, {shard.box: part.reshape(shard.local_shape) for shard, part in pairs})
 
     def parts(self, leaf: Leaf, array: jax.Array) -> list[jax.Array]:
         on = on_devices(array)

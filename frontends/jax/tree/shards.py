@@ -1,7 +1,9 @@
 """The shards of an array, as its sharding cuts it: which part of the array each is, and which devices hold it."""
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
@@ -60,8 +62,7 @@ def local_shards(sharding: jax.sharding.Sharding, shape: tuple[int, ...], number
     """
     holders: dict[Box, list[jax.Device]] = {}
     for device, index in sharding.devices_indices_map(shape).items():
-        box = tuple((low, high) for low, high, _ in (i.indices(n) for i, n in zip(index, shape, strict=True)))
-        holders.setdefault(box, []).append(device)
+        holders.setdefault(_box(index, shape), []).append(device)
     found = []
     for turn, (box, devices) in enumerate(sorted(holders.items(), key=lambda item: item[0]), number):
         here = tuple(device for device in devices if device.process_index == jax.process_index())
@@ -70,6 +71,23 @@ def local_shards(sharding: jax.sharding.Sharding, shape: tuple[int, ...], number
         if here:
             found.append(Shard(shape, box, here, here[turn % len(here)], counted))
     return tuple(found)
+
+
+def of_parts(shape: tuple[int, ...], sharding: jax.sharding.Sharding, parts: Mapping[Box, Any]) -> jax.Array:
+    """A global array of the parts that this process has, which may share their memory.
+
+    One call puts them on all devices, in the sharding's own order; a put for each device takes several times as long.
+    """
+
+    def part(index: Any) -> Any:
+        return parts[_box(index, shape)]
+
+    with jax.transfer_guard("allow"):  # JAX takes a put of this call for an implicit one
+        return jax.make_array_from_callback(shape, sharding, part)
+
+
+def _box(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
+    return tuple((low, high) for low, high, _ in (i.indices(n) for i, n in zip(index, shape, strict=True)))
 
 
 def on_devices(array: jax.Array) -> dict[jax.Device, jax.Array]:

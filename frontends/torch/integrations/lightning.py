@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
@@ -19,6 +19,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from offload_core.checkpoint.folder import CHECKPOINT_NAME, rotate
 from offload_core.config.options import ConfigLike, OffloadConfig
+from offload_core.config.settings import OffloadSettings
 from offload_core.errors import CheckpointError, ConfigError
 from offload_core.support.checks import shown
 
@@ -67,7 +68,7 @@ class OffloadStrategy(DDPStrategy):
         timeout: timedelta | None = default_pg_timeout,
         start_method: Any = "popen",
         frozen: bool = True,
-        **overrides: Any,
+        **overrides: Unpack[OffloadSettings],
     ) -> None:
         self.engine: Engine | None = None
         """The engine that :meth:`wrap` made last; it stays after ``fit``."""
@@ -79,7 +80,7 @@ class OffloadStrategy(DDPStrategy):
         """The last :meth:`lightning_module_state_dict`."""
         super().__init__(process_group_backend=process_group_backend, timeout=timeout, start_method=start_method)
 
-    def wrap(self, params: Iterable[Any] | None = None, **overrides: Any) -> Engine:
+    def wrap(self, params: Iterable[Any] | None = None, **overrides: Unpack[OffloadSettings]) -> Engine:
         """Make the engine of the fitted module; its ``configure_optimizers`` calls this.
 
         Args:
@@ -124,7 +125,7 @@ class OffloadStrategy(DDPStrategy):
         self.engine = wrap(module, config, params=params)
         return self.engine
 
-    def _resolved(self, **overrides: Any) -> OffloadConfig:
+    def _resolved(self, **overrides: Unpack[OffloadSettings]) -> OffloadConfig:
         fields = {**self.precision_plugin.fields, **self._overrides, **overrides}
         return OffloadConfig.resolve(self._config, world_size=self.world_size, **fields)
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from offload_core.config.options import OffloadConfig
+from offload_core.config.settings import OffloadSettings
 from offload_core.device.host_ranks import HostRanks
 from offload_core.errors import ConfigError, ParameterError, StateError
 from offload_core.memory.host_memory import HostMemory, give_back_freed
@@ -54,7 +55,7 @@ def init(
     process_group: Any = None,
     remote_device: str | None = None,
     enabled: bool = True,
-    **overrides: Any,
+    **overrides: Unpack[OffloadSettings],
 ) -> AbstractContextManager[Any]:
     """A context in which modules are built in shards: ``with init(): model = GPT()``, then ``wrap(model, stage=3)``.
 

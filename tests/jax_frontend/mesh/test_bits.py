@@ -58,6 +58,18 @@ def test_the_bits_are_those_of_one_device_on_the_averaged_gradients(world_size, 
     assert_equals_one_device(mesh_of(world_size), dtype, **VARIETIES[dtype])
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_with_strict_promotion_the_bits_are_the_same(dtype):
+    with jax.numpy_dtype_promotion("strict"):
+        mesh = mesh_of(2)
+        assert_equals_one_device(mesh, dtype, steps=1)
+        offloaded = wrap(tree_of(0), param_dtype=dtype, mesh=mesh)
+        value = lambda params, x: x.sum().astype(dtype) + sum(p.sum() for p in jax.tree.leaves(params))  # noqa: E731
+        (loss, grads) = offloaded.value_and_grad(value)(offloaded.params, split(batch_of(0), mesh))
+        assert loss.dtype == dtype
+        offloaded.update(grads)
+
+
 @processes(1, 2)
 def test_explicit_axes_are_taken_like_auto_ones():
     """``jax.make_mesh`` makes Explicit ones by default."""

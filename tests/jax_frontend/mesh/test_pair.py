@@ -31,7 +31,7 @@ def test_no_law_was_dropped(request):
     for law in request.session.genitems(request.node.getparent(pytest.Package)):
         params = law.callspec.params if hasattr(law, "callspec") else {}
         laws.add((law.path.name, law.originalname, params.get("processes", 1)))
-    assert Counter(processes for _, _, processes in laws) == {1: 85, 2: 40}
+    assert Counter(processes for _, _, processes in laws) == {1: 89, 2: 41}
 
 
 def test_two_processes_say_how_a_law_has_ended_and_end_with_the_one_that_asks(tmp_path):

@@ -128,6 +128,41 @@ def test_on_any_mesh_the_bits_are_those_of_eager_optax(every):
             assert offloaded.sent_bytes == 0
 
 
+@pytest.mark.parametrize("spec", [P("a", "b"), P("b", "a"), P(("b", "a")), P(None, "b"), P("a"), P()], ids=str)
+@pytest.mark.parametrize("memory", ["host's", "its own"])
+def test_new_parameters_lie_on_the_devices_in_the_shardings_own_order(spec, memory, monkeypatch):
+    """All values differ, and the mesh has another order of devices than their numbers."""
+    if memory == "its own":
+        monkeypatch.setattr(placement, "on_cpu", lambda array: False)
+    devices = [jax.devices()[i] for i in (3, 1, 0, 2)]
+    sharding = NamedSharding(Mesh(np.array(devices).reshape(2, 2), ("a", "b")), spec)
+    start = np.arange(1, 33, dtype=np.float32).reshape(4, 8)
+    offloaded = wrap({"w": placed(start, sharding)}, lr=1.0, weight_decay=0.0, eps=0.0)
+    got = offloaded.update({"w": placed(np.ones_like(start), sharding)})["w"]
+    assert got.sharding == sharding
+    assert [shard.device for shard in got.addressable_shards] == list(sharding.addressable_devices_indices_map((4, 8)))
+    masters = offloaded.to_pytree(sharded=True)["master"]["w"]
+    for shard in (*got.addressable_shards, *masters.addressable_shards):
+        assert shard.data.devices() == {shard.device}
+        index = sharding.devices_indices_map((4, 8))[shard.device]
+        np.testing.assert_allclose(shard.data, (start - 1)[index], atol=1e-4)
+
+
+def test_an_update_puts_all_shards_of_a_parameter_in_one_call(monkeypatch):
+    """A put for each of the devices takes most of the processor time of an update."""
+    mesh = mesh_of((2, 2), ("fsdp", "tensor"))
+    specs = MESHES["fsdp x tensor"][2]
+    offloaded, gradients = wrap(on(mesh, specs, tree_of(0))), on(mesh, specs, tree_of(1))
+    puts = []
+    for name in ("device_put", "make_array_from_callback"):
+        made = getattr(jax, name)
+        monkeypatch.setattr(jax, name, lambda *args, made=made, **kwargs: puts.append(args) or made(*args, **kwargs))
+    offloaded.update(gradients)
+    puts = [args for args in puts if len(args) > 1]  # others are of scalars, beside the devices
+    assert len(puts) == len(SHAPES)
+    assert not any(isinstance(args[0], list) for args in puts)  # of an array for each device
+
+
 @processes(1, 2)
 @some_and_all
 def test_clipping_is_that_of_one_device(every):
@@ -299,6 +334,41 @@ CONTEXTS = {
     "Explicit": lambda: jax.set_mesh(mesh_of(*MESHES["data x fsdp"][:2], AxisType.Explicit)),
 }
 SOME = [("none", "none"), ("two devices", "Explicit"), ("Explicit", "two devices")]
+
+
+MEANWHILE = {
+    "nothing": lambda offloaded, folder: None,
+    "a save": lambda offloaded, folder: offloaded.save_checkpoint(folder),
+    "an export": lambda offloaded, folder: offloaded.export_safetensors(folder),
+    "a read": lambda offloaded, folder: (offloaded.flush(), offloaded.to_pytree()),
+}
+
+
+@processes(1, 2)
+@pytest.mark.parametrize(
+    ("kind", "fields", "meanwhile"),
+    [
+        *((kind, {}, "nothing") for kind in ("numpy", "one device", "sharded", "stage 2", "stage 3")),
+        ("sharded", {}, "a save"),
+        ("sharded", {"state_format": "bf16"}, "an export"),
+        ("stage 3", {"state_format": "8bit"}, "a read"),
+    ],
+)
+def test_weights_that_are_put_back_have_their_master_weights(kind, fields, meanwhile, folder):
+    """As where an average of weights is evaluated between two updates: all are halved, and get their values back."""
+    place, _, mesh = ways()[kind]
+    narrow = {**mesh, **fields, "lr": 1e-5, "param_dtype": "bfloat16"}
+    offloaded, undisturbed = (wrap(place(tree_of(0)), **narrow) for _ in range(2))
+    half = jax.jit(partial(jax.tree.map, lambda p: p / 2))
+    for step in range(2):
+        gradients = place(tree_of(step + 1))
+        kept = offloaded.update(gradients)
+        undisturbed.update(gradients)
+        offloaded.load_params(half(kept))
+        MEANWHILE[meanwhile](offloaded, folder)
+        offloaded.load_params(half(offloaded.params))
+        offloaded.load_params(kept)
+        assert_same_tree(offloaded.to_pytree(), undisturbed.to_pytree())
 
 
 @processes(1, 2)
