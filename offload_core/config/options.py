@@ -114,6 +114,9 @@ class OffloadConfig:
     """Bound on the global L2 norm of the gradients, or None. ``math.inf`` clips nothing, but has the norm computed."""
     gradient_accumulation_steps: int = 1
     """Micro-steps of an update; their gradients are accumulated in fp32 and averaged."""
+    average_plain_backward: bool = False
+    """In torch: an engine averages the gradients of a plain ``loss.backward()`` over the micro-steps, too, as DeepSpeed
+    does (True in its configurations). False sums them, as in PyTorch."""
     skip_nonfinite: bool | None = None
     """Skip an update whose gradients hold an inf or a NaN. None: only if the gradients are examined anyway, that is
     with clipping, loss scaling or gradients that travel as float16. True always examines them, at the cost of one more
@@ -249,6 +252,7 @@ class OffloadConfig:
             "cast_inputs",
             "pin_memory",
             "bind_threads",
+            "average_plain_backward",
             "skip_nonfinite",
             "update_in_backward",
             "loss_scale_consecutive_hysteresis",

@@ -3,6 +3,7 @@
 import json
 import math
 import pickle
+import re
 import warnings
 from fractions import Fraction
 from pathlib import Path
@@ -34,9 +35,9 @@ def read(config, **overrides):
         return OffloadConfig.resolve(config, **overrides)
 
 
-def changed(config, **overrides):
-    """The fields that are not the defaults."""
-    got, default = read(config, **overrides), OffloadConfig()
+def changed(config, *, default=None, **overrides):
+    """The fields that are not those of a DeepSpeed configuration that asks for nothing."""
+    got, default = read(config, **overrides), default or OffloadConfig.resolve({"bf16": {}})
     return {name: getattr(got, name) for name in FIELDS if getattr(got, name) != getattr(default, name)}
 
 
@@ -149,7 +150,7 @@ STAGE_3 = {
         (STAGE_3_TUTORIAL, STAGE_3, {"contiguous_gradients", "sub_group_size"}),
         (
             BLOG_POST,
-            {"lr": 5e-5, "weight_decay": 0.0, "reduce_bucket_size": 200_000_000, "gradient_clipping": 1.0, **HALF},
+            {"lr": 5e-5, "weight_decay": 0.0, "reduce_bucket_size": 200_000_000, **HALF},
             {"contiguous_gradients", "allgather_bucket_size"},
         ),
     ],
@@ -251,10 +252,10 @@ def test_a_file_with_many_keys_twice_names_some(tmp_path):
 
 
 def test_a_dict_of_fields_stays_one():
-    shared = {"gradient_clipping": 1.0, "gradient_accumulation_steps": 2}
-    assert changed(shared) == shared
-    assert changed({**shared, "stage": 1}) == {**shared, "stage": 1}
-    assert changed({}) == {}
+    shared, own = {"gradient_clipping": 1.0, "gradient_accumulation_steps": 2}, OffloadConfig()
+    assert changed(shared, default=own) == shared
+    assert changed({**shared, "stage": 1}, default=own) == {**shared, "stage": 1}
+    assert changed({}, default=own) == {}
 
 
 @law(100)
@@ -305,6 +306,10 @@ def half(**keys):
     return {"fp16": {"enabled": True, **keys}}
 
 
+def unchecked(**keys):
+    return {"bfloat16": {"enabled": True, "check_grad_overflow": False}, **zero(**keys)}
+
+
 @pytest.mark.parametrize(
     ("config", "fields"),
     [
@@ -335,7 +340,7 @@ def half(**keys):
         (adam(betas=AUTO, eps=AUTO, torch_adam=True), {}),
         (adam("Adam"), {"weight_decay": 0.0}),
         (adam("Adam", adam_w_mode=False, torch_adam=True), {"weight_decay": 0.0, "adam_mode": "adam"}),
-        ({"optimizer": None, "scheduler": None, "gradient_clipping": 0}, {}),
+        ({"optimizer": None, "scheduler": None, "gradient_clipping": 0}, {"gradient_clipping": None}),
         ({"optimizer": {"type": "adamw"}, "gradient_clipping": 0.5}, {"weight_decay": 0.0, "gradient_clipping": 0.5}),
         (half(), HALF),
         (half(loss_scale=128), {**HALF, "loss_scale": 128}),
@@ -362,10 +367,11 @@ def half(**keys):
             {"fp16": {"enabled": AUTO}, "bf16": {"enabled": AUTO}},
             {name: HALF[name] for name in HALF if name != "param_dtype"},
         ),
-        (
-            {"bfloat16": {"enabled": True, "check_grad_overflow": True}},
-            {"param_dtype": "bfloat16", "skip_nonfinite": True},
-        ),
+        (unchecked(stage=1), {"stage": 1, "param_dtype": "bfloat16", "skip_nonfinite": False}),
+        (unchecked(stage=2), {"param_dtype": "bfloat16", "skip_nonfinite": False}),
+        (unchecked(stage=3), {"stage": 3, "param_dtype": "bfloat16"}),
+        (unchecked(), {"param_dtype": "bfloat16"}),
+        (zero(stage=3, leaf_module={"names": "mlp"}), {"stage": 3, "leaf_modules": ("mlp",)}),
         ({"data_types": {"param_dtype": "fp32"}}, {"param_dtype": "float32"}),
         (
             {"bf16": {"enabled": True}, "data_types": {"buffer_dtype": "bf16"}},
@@ -386,7 +392,8 @@ def test_what_keys_become(config, fields):
     ("config", "overrides", "fields"),
     [
         (adam(lr=AUTO, weight_decay=AUTO), {"lr": 2.0, "weight_decay": 0.5}, {"lr": 2.0, "weight_decay": 0.5}),
-        ({"gradient_clipping": AUTO, "bf16": {}}, {"gradient_clipping": None}, {}),
+        ({"gradient_clipping": AUTO, "bf16": {}}, {"gradient_clipping": None}, {"gradient_clipping": None}),
+        (unchecked(stage=3), {"stage": 2}, {"param_dtype": "bfloat16", "skip_nonfinite": False}),
         (zero(stage=2, stage3_max_live_parameters=7), {"stage": 3}, {"stage": 3, "max_live_parameters": 7}),
         ({"fp16": {"enabled": AUTO, "loss_scale": 8}}, {"param_dtype": "bfloat16"}, {"param_dtype": "bfloat16"}),
         ({"fp16": {"enabled": AUTO, "loss_scale": 8}}, {"param_dtype": "float16"}, {"loss_scale": 8, **HALF}),
@@ -468,7 +475,10 @@ SCHEDULED = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3}}
         (adam(max_grad_norm=1.0), "max_grad_norm: got 1.0, which is not supported: .*gradient_clipping"),
         (adam(amsgrad=True), "amsgrad: got True, which is not supported"),
         (adam(bias_correction=False), "bias_correction: got False, which is not supported"),
-        ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op: got 'sum', which is not supported"),
+        ({"gradient_allreduce_op": "SUM"}, "gradient_allreduce_op: got 'SUM', .*: .*multiply the loss by the number"),
+        ({"managed_gradient_accumulation": False}, r"managed_gradient_acc.*: got False, .*step\(boundary=True\)"),
+        ({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, "torch_autocast: got .*leave it out, and use"),
+        ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel: got .*only data parallelism"),
         ({"amp": {"enabled": True}}, "amp: got .* not supported: .*fp16 or bf16"),
         ({"communication_data_type": "int8"}, "communication_data_type: got 'int8', expected one of 'fp32'"),
         (half(initial_scale_power=128), "fp16.initial_scale_power: got 128, expected at most 127"),
@@ -681,11 +691,62 @@ def test_a_file_trains_as_its_fields_do(tmp_path):
     )
     ours, theirs = make(), make()
     mine = wrap(ours, path)
-    yours = wrap(theirs, stage=1, lr=1e-2, weight_decay=0.0, gradient_clipping=0.5, param_dtype="bfloat16")
+    own = {"skip_nonfinite": True, "average_plain_backward": True}
+    yours = wrap(theirs, stage=1, lr=1e-2, weight_decay=0.0, gradient_clipping=0.5, param_dtype="bfloat16", **own)
     assert mine.offload_config == yours.offload_config
     for engine in (mine, yours):
         run(engine, range(3))
     assert_same(ours, theirs, mine.optimizer, yours.optimizer)
+
+
+@pytest.mark.parametrize("precision", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
+def test_a_configuration_clips_and_skips_as_deepspeed_does_where_it_says_nothing(precision):
+    """DeepSpeed 0.19.8 clips at 1.0, and skips an update whose gradient has an inf."""
+    ours, theirs = make(), make()
+    mine = wrap(ours, {"optimizer": {"type": "AdamW"}, **precision})
+    yours = wrap(theirs, weight_decay=0.0, gradient_clipping=1.0, param_dtype=mine.offload_config.param_dtype)
+    unclipped = wrap(make(), {"optimizer": {"type": "AdamW"}, "gradient_clipping": 0, **precision})
+    for seed, factor in ((0, 100.0), (1, math.inf), (2, 100.0)):
+        for engine in (mine, yours, unclipped):
+            engine.backward(loss_of(engine, seed) * factor)
+        reports = [engine.step() for engine in (mine, yours, unclipped)]
+        assert [report.updated for report in reports] == [seed != 1] * 3
+        assert [report.clip_coefficient < 1 for report in reports] == [seed != 1, seed != 1, False]
+    assert_same(ours, theirs, mine.optimizer, yours.optimizer)
+
+
+@pytest.mark.parametrize("config", [{}, {"bf16": {"enabled": True}}, zero(stage=3)], ids=["fp32", "bf16", "stage 3"])
+def test_a_plain_backward_is_averaged_as_in_deepspeed(config):
+    """Mixed with ``engine.backward``, too; without a configuration of DeepSpeed's it sums, as in torch."""
+    config = {"train_batch_size": 8, "gradient_accumulation_steps": 4, **config}
+    ours, theirs = make(), make()
+    mine, yours = wrap(ours, config), wrap(theirs, config)
+    fields = {"gradient_accumulation_steps": 4, "gradient_clipping": 1.0}
+    torchs = wrap(make(), fields, param_dtype=mine.offload_config.param_dtype)
+    for seed in range(8):
+        loss_of(mine, seed).backward() if seed % 2 else mine.backward(loss_of(mine, seed))
+        yours.backward(loss_of(yours, seed))
+        loss_of(torchs, seed).backward()
+        report, expected, summed = (engine.step() for engine in (mine, yours, torchs))
+        assert report == expected
+        if seed == 3:
+            assert summed.grad_norm == pytest.approx(4 * report.grad_norm)
+    assert_same(ours, theirs, mine.optimizer, yours.optimizer)
+
+
+def test_a_loss_of_two_engines_follows_the_backward_of_one():
+    config = {"gradient_accumulation_steps": 2, "gradient_clipping": 1.0}
+    for average in (True, False):
+        first, second = (wrap(torch.nn.Linear(4, 4), {**config, "bf16": {}}) for _ in range(2))
+        alone = wrap(torch.nn.Linear(4, 4), config)
+        alone.module.load_state_dict(first.module.state_dict())
+        for _ in range(2):
+            second.backward(second(first(torch.ones(2, 4))).sum(), average=average)
+            factor = second.module.weight.detach().sum(0)
+            alone.backward((alone(torch.ones(2, 4)) * factor).sum(), average=average)
+            second.step()
+            norms = [engine.step().grad_norm for engine in (first, alone)]
+        assert norms[0] == pytest.approx(norms[1], rel=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore::offload_core.ConfigWarning")
@@ -805,6 +866,8 @@ def test_what_asks_for_nothing_is_not_listed():
         OffloadConfig.resolve(
             {"bf16": {}, "wall_clock_breakdown": False, "tensorboard": {"enabled": False}, "amp": None}
         )
+    off = {"torch_autocast": {"dtype": "bf16"}, "hybrid_engine": {"max_out_tokens": 9}, "tensor_parallel": {"dtype": 1}}
+    assert OffloadConfig.resolve({**off, "gradient_allreduce_op": "MEAN"}) == OffloadConfig.resolve({"bf16": {}})
     assert ignored({"bf16": {}, "steps_per_print": 10, "tensorboard": {"enabled": True}}) == {
         "steps_per_print",
         "tensorboard",
@@ -816,6 +879,17 @@ def test_what_asks_for_nothing_is_not_listed():
         "zero_optimization.offload_optimizer",
         "zero_optimization.stage",
     }
+
+
+def test_one_warning_says_what_differs_from_deepspeed():
+    with pytest.warns(ConfigWarning) as caught:
+        OffloadConfig.resolve({"bf16": {"enabled": True, "bf16_optimizer_states": True}, "timers": {"a": 1}})
+    assert re.fullmatch(
+        r"DeepSpeed configuration: leave out .*: timers \(.*\)\. the run differs from that of DeepSpeed 0.19.8: "
+        r"bf16.bf16_optimizer_states \(rounded stochastically.*: leave it out for fp32\)",
+        str(caught.pop().message),
+    )
+    assert not caught.list
 
 
 def table():
