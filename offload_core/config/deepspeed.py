@@ -7,8 +7,8 @@ import io
 import math
 import os
 from collections import Counter
-from collections.abc import Collection, Mapping
-from dataclasses import MISSING, fields
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any
 
 from ..errors import ConfigError, ConfigWarning
@@ -35,6 +35,23 @@ _LONGEST_FILE = 2**20
 _NAMED = 5
 OWN_LR = 1e-3
 """The learning rate of an optimizer that is given none, in DeepSpeed as here."""
+
+
+@dataclass(frozen=True)
+class GroupSchedule:
+    """The learning rate of a ``scheduler`` section, also for parameter groups with rates of their own."""
+
+    schedule: Any
+    highest: str | None
+    """The argument of the schedule that is a group's own rate; None: all groups have the same rate."""
+
+    def __call__(self, updates: Any) -> float:
+        return self.schedule(updates)
+
+    def of_group(self, lr: float) -> Callable[[Any], float]:
+        """The schedule of a group whose own rate is ``lr``."""
+        return self.schedule if self.highest is None else replace(self.schedule, **{self.highest: lr})
+
 
 # --- which kind of dict, which file ----------------------------------------------------------------
 
@@ -372,11 +389,11 @@ class _Translation:
         if "type" not in given and given.get("params"):
             raise ConfigError(f"scheduler.type: missing; expected one of {', '.join(map(repr, SCHEDULES))}")
         if "type" in given:
-            schedule = self._scheduled(given["type"], given.get("params", {}), lr)
-            if schedule is not None:
-                self.schedule["lr"] = schedule
-            if isinstance(schedule, OneCycle) and schedule.betas is not None:
-                self.fields["betas"] = schedule.betas
+            made = self._scheduled(given["type"], given.get("params", {}), lr)
+            if made is not None:
+                self.schedule["lr"] = made
+                if isinstance(made.schedule, OneCycle) and made.schedule.betas is not None:
+                    self.fields["betas"] = made.schedule.betas
         elif lr is not None:
             self.fields["lr"] = self._or_missing(lr)
 
@@ -385,7 +402,7 @@ class _Translation:
             self.missing["optimizer.params.lr"] = "lr"
         return lr
 
-    def _scheduled(self, name: str, given: Mapping[str, Any], lr: Any) -> Any:
+    def _scheduled(self, name: str, given: Mapping[str, Any], lr: Any) -> GroupSchedule | None:
         """The schedule of this name; None if an "auto" has no known value."""
         if name not in SCHEDULES:
             raise ConfigError(
@@ -413,6 +430,6 @@ class _Translation:
         if AUTO in arguments.values():
             return None
         try:
-            return schedule(**arguments)
+            return GroupSchedule(schedule(**arguments), highest if follows else None)
         except ConfigError as error:
             raise ConfigError(f"{path}{error}") from None

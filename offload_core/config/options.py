@@ -320,13 +320,18 @@ class OffloadConfig:
         """``param_dtype`` as an element type."""
         return None if self.param_dtype is None else BY_NAME[self.param_dtype]
 
-    def hyperparameters(self, updates: Any) -> tuple[float, tuple[float, float]]:
+    def hyperparameters(self, updates: Any, own_lr: float | None = None) -> tuple[float, tuple[float, float]]:
         """``lr`` and ``betas`` of the update that follows ``updates`` others. Values that functions return are not
         checked.
 
-        ``updates`` is an integer of the type that the functions take.
+        Args:
+            updates: an integer of the type that the functions take.
+            own_lr: a parameter group's own rate, which DeepSpeed's schedules know what to do with; None: it has none.
         """
-        lr = float(self.lr(updates) if callable(self.lr) else self.lr)
+        schedule = self.lr
+        if isinstance(schedule, deepspeed.GroupSchedule) and own_lr is not None:
+            schedule = schedule.of_group(own_lr)
+        lr = float(schedule(updates) if callable(schedule) else schedule)
         return lr, self.betas(updates) if callable(self.betas) else self.betas
 
 

@@ -10,12 +10,15 @@ from typing import ClassVar
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 
 from frontends.torch import wrap
 from offload_core import ConfigWarning
 from offload_core.config.deepspeed_keys import KEYS, VERSION, spellings
 from offload_core.config.options import OffloadConfig
 from offload_core.lr_schedules import SCHEDULES
+from tests.support.strategies import law
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -146,6 +149,47 @@ def test_a_schedule_has_the_arguments_and_defaults_of_the_installed_deepspeed(na
         assert key in ours
         assert default is None or ours[key] == default, key
     assert {*ours} == {*theirs}
+
+
+ARGUMENTS = st.fixed_dictionaries(
+    {},
+    optional={
+        **dict.fromkeys(["warmup_max_lr", "warmup_min_lr", "lr_range_test_min_lr", "cycle_min_lr"], st.floats(0, 1)),
+        **dict.fromkeys(["warmup_min_ratio", "cos_min_ratio", "lr_range_test_step_rate"], st.floats(0, 1)),
+        **dict.fromkeys(["warmup_num_steps", "total_num_steps", "lr_range_test_step_size"], st.integers(1, 12)),
+        **dict.fromkeys(["cycle_max_lr", "decay_lr_rate"], st.floats(0, 1)),
+        "decay_mom_rate": st.floats(0, 0.005),
+        **dict.fromkeys(["cycle_first_step_size", "decay_step_size"], st.integers(1, 12)),
+        "warmup_type": st.sampled_from(["log", "linear"]),
+        "lr_range_test_staircase": st.booleans(),
+        "cycle_momentum": st.booleans(),
+    },
+)
+
+
+@law(25)
+@given(st.sampled_from(sorted(SCHEDULES)), ARGUMENTS)
+def test_a_section_gives_each_group_the_rates_of_the_installed_deepspeed(name, arguments):
+    theirs = getattr(lr_schedules, name)
+    known = inspect.signature(theirs).parameters
+    defaults = {"total_num_steps": 5, "cycle_min_lr": 0.1, "cycle_max_lr": 0.5}
+    given = {key: value for key, value in {**defaults, **arguments}.items() if key in known}
+    models = [torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)]
+    group, own = {"params": [models[0].weight]}, {"params": [models[0].bias], "lr": 0.25}
+    torchs = torch.optim.AdamW([dict(group), dict(own)], lr=0.125)
+    engine = wrap(
+        models[1],
+        {"optimizer": {"type": "AdamW", "params": {"lr": 0.125}}, "scheduler": {"type": name, "params": given}},
+        params=[{"params": [models[1].weight]}, {"params": [models[1].bias], "lr": 0.25}],
+    )
+    schedule = theirs(torchs, **given)
+    for _ in range(20):
+        engine.backward(engine(torch.ones(1, 2)).sum())
+        engine.step()
+        for mine, their in zip(engine.optimizer.param_groups, torchs.param_groups, strict=True):
+            assert mine["lr"] == pytest.approx(their["lr"], rel=1e-9, abs=1e-15)
+            assert mine["betas"] == pytest.approx(their["betas"])
+        schedule.step()
 
 
 # --- training --------------------------------------------------------------------------------------
