@@ -56,21 +56,23 @@ class HeaderLine:
         with ExitStack() as undo:
             undo.callback(self.close)
             if world_size > 1:
+                self._machine = _machine()
+                store.set(_machine_of(rank), self._machine)
                 self.usable = self._listen(store, timeout) if rank == 0 else self._connect(store, timeout)
             if self.usable:
                 undo.pop_all()
 
     def _listen(self, store: Any, timeout: timedelta) -> bool:
-        token, machine = secrets.token_bytes(_TOKEN_BYTES), _machine()
+        token = secrets.token_bytes(_TOKEN_BYTES)
         others = [str(rank) for rank in range(1, self._world_size)]
-        machines = [f"machine of {rank}" for rank in others]
+        machines = [_machine_of(rank) for rank in range(self._world_size)]
         store.wait(machines, timeout)
-        local = all(store.get(key).decode() == machine for key in machines)
+        local = len({*map(store.get, machines)}) == 1
         with ExitStack() as opened:
             server = None
             with suppress(OSError):
                 server = opened.enter_context(_server(_STRANGERS + self._world_size, local=local))
-            place = {"port": server and server.getsockname()[1], "machine": machine}
+            place = {"port": server and server.getsockname()[1], "machine": self._machine}
             addresses = [_LOOPBACK] if local else _addresses()
             store.set("place", json.dumps({**place, "addresses": addresses, "token": token.hex()}))
             store.wait(others, timeout)
@@ -114,12 +116,10 @@ class HeaderLine:
         return found
 
     def _connect(self, store: Any, timeout: timedelta) -> bool:
-        machine = _machine()
-        store.set(f"machine of {self._rank}", machine)
         store.wait(["place"], timeout)
         place = json.loads(store.get("place"))
         addresses = place["addresses"]
-        if place["machine"] == machine and addresses != [_LOOPBACK]:
+        if place["machine"] == self._machine and addresses != [_LOOPBACK]:
             addresses = ["localhost"]
         for address in addresses if place["port"] else ():
             try:
@@ -225,6 +225,11 @@ def _receive(peer: socket.socket, into: Any, deadline: float) -> None:
 
 def _what_happened(error: OSError, seconds: float) -> str:
     return f"did not come in {seconds:g} s" if isinstance(error, TimeoutError) else "has closed its connection"
+
+
+def _machine_of(rank: int) -> str:
+    """The store's key for :func:`_machine` of a rank."""
+    return f"machine of {rank}"
 
 
 def _machine() -> str:
