@@ -18,6 +18,7 @@ from offload_core import ConfigWarning
 from offload_core.config.deepspeed_keys import KEYS, VERSION, spellings
 from offload_core.config.options import OffloadConfig
 from offload_core.lr_schedules import SCHEDULES
+from offload_core.step.loss_scale import LossScaler
 from tests.support.strategies import law
 
 with warnings.catch_warnings():
@@ -26,6 +27,7 @@ with warnings.catch_warnings():
     from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
     from deepspeed.runtime import constants, lr_schedules, precision_config
     from deepspeed.runtime.config import _REMOVED_TOP_LEVEL_CONFIG_KEYS, _REMOVED_ZERO_CONFIG_KEYS, DeepSpeedConfig
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
     from deepspeed.runtime.zero.leaf_module_config import DeepSpeedZeroLeafModuleConfig
     from deepspeed.runtime.zero.offload_config import (
@@ -209,6 +211,21 @@ def alone(tmp_path_factory):
             deepspeed.init_distributed("gloo", verbose=False)
             yield
         dist.destroy_process_group()
+
+
+@law(50)
+@given(st.lists(st.sampled_from([False] * 5 + [True]), max_size=60), st.integers(1, 4), st.integers(1, 3))
+def test_the_loss_scale_of_the_installed_deepspeed_doubles_one_update_later(alone, overflows, window, hysteresis):
+    """At the start and after each overflow: without the first good update there, both are the same."""
+    theirs = DynamicLossScaler(2.0**8, window, 1.0, hysteresis, False, raise_error_at_min_scale=False)
+    ours = LossScaler(2.0**8, window, least=1.0, hysteresis=hysteresis)
+    first = True
+    for overflow in overflows:
+        theirs.update_scale(overflow)
+        if overflow or not first:
+            ours.update(overflow=overflow)
+        assert theirs.cur_scale == ours.scale
+        first = overflow
 
 
 ADAM = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}
