@@ -304,8 +304,9 @@ class Checkpoints:
         """
         self._wait()
         none = has_none(path)
-        found = f"{path}: {'no checkpoint' if none else 'a checkpoint'} on process {self._collectives.rank}"
-        self._check_alike("load", [none], lambda first: f"{found}, and not so on process 0; expected one folder of all")
+        found = "no checkpoint" if none else "a checkpoint"
+        differs = f"{path}: {found} on process {self._collectives.rank}, and not so on process 0; expected one folder"
+        self._check_alike("load", [none], lambda first: f"{differs} that all processes share")
         return none
 
     @whole("load_checkpoint()")

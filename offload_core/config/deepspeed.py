@@ -138,14 +138,18 @@ def fields_of(
         translation = _Translation(config, overrides, world_size)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
-    told = {
-        "leave out what is without effect here": translation.ignored,
-        f"the run differs from that of DeepSpeed {VERSION}": translation.differs,
-    }
-    parts = [f"{what}: {'; '.join(f'{k} ({why})' for k, why in keys.items())}" for what, keys in told.items() if keys]
-    if parts:
-        UserLine.now().warn(ConfigWarning(f"{where}: {'. '.join(parts)}"))
+    told = []
+    if translation.ignored:
+        told.append(f"leave out what is without effect here: {_listed(translation.ignored)}")
+    if translation.differs:
+        told.append(f"the run differs from that of DeepSpeed {VERSION}: {_listed(translation.differs)}")
+    if told:
+        UserLine.now().warn(ConfigWarning(f"{where}: {'. '.join(told)}"))
     return {**translation.fields, **overrides, **translation.schedule}
+
+
+def _listed(keys: Mapping[str, str]) -> str:
+    return "; ".join(f"{name} ({why})" for name, why in keys.items())
 
 
 class _Translation:
