@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from .errors import ConfigError
 from .support import checks
 
 
@@ -41,14 +40,15 @@ class WarmupLR:
 
 @dataclass(frozen=True)
 class WarmupDecayLR(WarmupLR):
-    """As :class:`WarmupLR`, then along a line back to ``warmup_min_lr`` at update ``total_num_steps``."""
+    """As :class:`WarmupLR`, then along a line back to ``warmup_min_lr`` at update ``total_num_steps``. With a total
+    below the warm-up the rate is ``warmup_min_lr`` right after the warm-up."""
 
     warmup_max_lr: float = 0.001
     total_num_steps: int = field(kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_total(self.total_num_steps, self.warmup_num_steps)
+        checks.integer("total_num_steps", self.total_num_steps)
 
     def _height(self, step: int) -> float:
         if step < _length(self.warmup_num_steps):
@@ -60,7 +60,7 @@ class WarmupDecayLR(WarmupLR):
 @dataclass(frozen=True)
 class WarmupCosineLR:
     """From ``warmup_min_ratio`` of ``lr`` to all of it, then along a cosine to ``cos_min_ratio`` of it at update
-    ``total_num_steps``. The first update's rate is zero."""
+    ``total_num_steps``. With a total below the warm-up the rate falls at once. The first update's rate is zero."""
 
     lr: float
     total_num_steps: int
@@ -73,7 +73,7 @@ class WarmupCosineLR:
         for name in ("lr", "warmup_min_ratio", "cos_min_ratio"):
             checks.number(name, getattr(self, name), least=0.0)
         _check_warmup(self.warmup_num_steps, self.warmup_type)
-        _check_total(self.total_num_steps, self.warmup_num_steps)
+        checks.integer("total_num_steps", self.total_num_steps)
 
     def __call__(self, updates: Any) -> float:
         step = operator.index(updates) - 1
@@ -207,12 +207,3 @@ def _between(start: float, end: float, share: float) -> float:
 def _check_warmup(warmup_num_steps: object, warmup_type: object) -> None:
     checks.integer("warmup_num_steps", warmup_num_steps)
     checks.choice("warmup_type", warmup_type, ("log", "linear"))
-
-
-def _check_total(total_num_steps: int, warmup_num_steps: int) -> None:
-    checks.integer("total_num_steps", total_num_steps)
-    if total_num_steps < warmup_num_steps:
-        raise ConfigError(
-            f"total_num_steps: got {total_num_steps}, expected at least warmup_num_steps ({warmup_num_steps}): the "
-            "total includes the warm-up"
-        )

@@ -554,15 +554,22 @@ def finish(
     if beside:
         ours, theirs = (median(beside, name) for name in ("seconds", "plain_seconds"))
         apart = max(abs(record["loss"] - record["plain_loss"]) for record in beside)
-        alike = "equal in every bit" if apart == 0 else f"at most {apart:.1g} apart"
         print(
             f"time of a step: {ours * 1e3:.1f} ms, and {theirs * 1e3:.1f} ms with {offloaded.plain_name}; in "
-            f"{len(beside)} steps of each, their losses are {alike}"
+            f"{len(beside)} steps of each, their losses are {how_close(apart, settings.clip)}"
         )
         summary |= {"plain_tokens_per_second": records[0]["tokens"] / theirs}
     else:
         print(f"time of a step: {median(records, 'seconds') * 1e3:.1f} ms")
     return summary
+
+
+def how_close(apart: float, clip: float | None) -> str:
+    """How far the losses of two optimizers are apart, and why where clipping is the reason."""
+    if apart == 0:
+        return "equal in every bit"
+    why = "" if clip is None else ": they round the norms differently by which they clip (--clip 0 clips nothing)"
+    return f"at most {apart:.1g} apart{why}"
 
 
 def show_curve(losses: list[float]) -> None:

@@ -17,6 +17,7 @@ from bench.train.presets import BETAS, WEIGHT_DECAY, learning_rate
 from bench.train.ranks import Ranks
 from bench.train.trainer import Settings, Step, check_room, terms_and_specs
 from frontends.torch import init, init_process_group, wrap
+from frontends.torch.ranks.device import told_by_allocator
 from frontends.torch.ranks.launch import device_of
 from offload_core.errors import CollectiveError
 from offload_core.memory.report import MemoryReport
@@ -178,7 +179,8 @@ class Offloaded(TorchTrainer):
         return self._accelerator_bytes
 
     def peak_device_bytes(self) -> int | None:
-        return None if self.device.type == "cpu" else torch.accelerator.max_memory_allocated(self.device)
+        known = self.device.type != "cpu"
+        return told_by_allocator(torch.accelerator.max_memory_allocated, self.device) if known else None
 
 
 class Plain(TorchTrainer):

@@ -688,6 +688,7 @@ class OffloadedParams:
         stateful: Mapping[str, Any] | None = None,
         names: Names = None,
         random_state: bool = True,
+        missing_ok: bool = False,
     ) -> Any:
         """Load a checkpoint, or the latest of a folder, and return its extras; ``params`` are then the checkpoint's.
 
@@ -699,12 +700,15 @@ class OffloadedParams:
                 paths whose names differ.
             random_state: True: the random generators go on as they were saved. A process that the saving run did not
                 have keeps the state of its own.
+            missing_ok: True returns None if there is no checkpoint yet, for loops that resume if there is one.
 
         Raises:
             CheckpointError: in all processes. Nothing has changed, unless the message says that loading broke off.
             StateError: under jit.
         """
         refuse_jit("load_checkpoint()")
+        if missing_ok and self._checkpoints.has_none(path):
+            return None
         return self._checkpoints.load(
             path,
             self._publish,

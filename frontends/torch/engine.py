@@ -411,6 +411,7 @@ class Engine(nn.Module):
         stateful: Mapping[str, Any] | None = None,
         names: Names = None,
         random_state: bool = True,
+        missing_ok: bool = False,
     ) -> Any:
         """Load a checkpoint, or the latest of a folder, and return its extras. All ranks call it.
 
@@ -421,11 +422,15 @@ class Engine(nn.Module):
             stateful: objects, by the names under which their states were saved.
             names: from this model's names to those in the checkpoint: a function, or a mapping of those that differ.
             random_state: True restores the random generators. A rank that the saving run did not have keeps its own.
+            missing_ok: True returns None if there is no checkpoint yet, for loops that resume if there is one.
 
         Raises:
             CheckpointError: on all ranks. Nothing has changed, unless the message says that loading broke off.
         """
-        return self._checkpoints.load(path, stateful=stateful, names=names, random_state=random_state)
+        checkpoints = self._checkpoints
+        if missing_ok and checkpoints.has_none(path):
+            return None
+        return checkpoints.load(path, stateful=stateful, names=names, random_state=random_state)
 
     @property
     def _checkpoints(self) -> ModelCheckpoints:

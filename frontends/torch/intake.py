@@ -133,11 +133,14 @@ class Intake:
             as_it_is = plain and self._pipeline.terms.direct
             self._take({i: gradient if as_it_is else flat_like(gradient, slot.param)})
         self._arrived[i] = self._arrived.get(i, 0) + 1
-        if self._averaging or (_RUNNING and not self._scaling and self._in_backward_of_another(slot)):
+        if self._averaging if self._scaling else self._averages_plain(slot):
             self._averaged[i] = self._averaged.get(i, 0) + 1
 
-    def _in_backward_of_another(self, slot: Slot) -> bool:
-        """True if another engine's ``backward`` averages this gradient: one loss of two engines.
+    def _averages_plain(self, slot: Slot) -> bool:
+        """True if a gradient that comes from no ``backward`` of this engine is to be averaged.
+
+        For one loss of two engines the other engine's ``backward`` decides, for a plain ``loss.backward()`` the
+        configuration.
 
         Raises:
             GradientError: that loss is scaled.
@@ -150,6 +153,8 @@ class Intake:
                 "engine's loss scale; expected loss_scale=1 in both engines, or one wrap() of a module that holds "
                 "both models"
             )
+        if not others:
+            return self._pipeline.config.average_plain_backward
         return any(other.average for other in others)
 
     _arrive_untraced = torch._disable_dynamo(_arrive)

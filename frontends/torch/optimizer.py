@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from offload_core.checkpoint.checkpoints import Checkpoints
+from offload_core.config.deepspeed import GroupSchedule
 from offload_core.config.options import FIELDS, ConfigLike, OffloadConfig, check_group_keys
 from offload_core.errors import ConfigError, ParameterError, StateError
 from offload_core.memory.report import MemoryReport
@@ -288,6 +289,10 @@ class OffloadedAdamW(torch.optim.Optimizer):
         """As ``torch.optim.Optimizer.add_param_group``; on an error nothing has changed."""
         if not isinstance(param_group, dict):
             super().add_param_group(param_group)  # raises torch's own error
+        if isinstance(self.config.lr, GroupSchedule):
+            scheduled = self._scheduled()
+            own = {name: value for name, value in param_group.items() if name not in scheduled}
+            param_group = own | ({"initial_lr": number("lr", param_group["lr"])} if "lr" in param_group else {})
         for name in ("lr", "betas"):
             if name in param_group and callable(getattr(self.config, name)):
                 raise ConfigError(
@@ -330,9 +335,11 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
     def _hypers(self) -> list[AdamHyper]:
         hypers = []
-        scheduled = self._scheduled()
+        scheduled, by_group = self._scheduled(), isinstance(self.config.lr, GroupSchedule)
         for g, group in enumerate(self.param_groups):
             group.update(scheduled)
+            if by_group and "initial_lr" in group:
+                group["lr"], _ = self.config.hyperparameters(self.updates, group["initial_lr"])
             hypers.append(hyper_of(g, group))
         return hypers
 

@@ -36,7 +36,7 @@ from ..step.state_lock import StateLock, uses, whole
 from ..support.checks import LARGEST, shown
 from ..support.threads import await_sections, uninterrupted
 from ..support.user_line import UserLine
-from .folder import MANIFEST, file_name
+from .folder import MANIFEST, file_name, has_none
 from .reader import Checkpoint, Loaded, Want
 from .safetensors import NAME_OF, NOT_AS_WRITTEN
 from .saving import Place, Save, all_or_none, failed_elsewhere
@@ -294,6 +294,20 @@ class Checkpoints:
         return found
 
     # --- loading -------------------------------------------------------------------------------------
+
+    @whole("load_checkpoint()")
+    def has_none(self, path: str | os.PathLike[str]) -> bool:
+        """True if there is no checkpoint at this path yet, as before the first save of a run. All processes call it.
+
+        Raises:
+            CheckpointError: on all processes, if they do not find the same.
+        """
+        self._wait()
+        none = has_none(path)
+        found = "no checkpoint" if none else "a checkpoint"
+        differs = f"{path}: {found} on process {self._collectives.rank}, and not so on process 0; expected one folder"
+        self._check_alike("load", [none], lambda first: f"{differs} that all processes share")
+        return none
 
     @whole("load_checkpoint()")
     def load(

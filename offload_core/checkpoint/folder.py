@@ -133,6 +133,17 @@ def committed(folder: Path) -> list[Path]:
     return [folder / name for _, name in sorted(found)]
 
 
+def has_none(path: str | os.PathLike[str]) -> bool:
+    """True if no checkpoint was saved to a folder, or the folder is missing. One that cannot be read may have some."""
+    try:
+        names = os.listdir(path)
+    except FileNotFoundError:
+        return True
+    except (OSError, ValueError):  # a null byte
+        return False
+    return not ({MANIFEST, LATEST} & {*names} or committed(Path(path)))
+
+
 def find(path: str | os.PathLike[str]) -> Path:
     """The checkpoint at a path: the folder itself, or the latest checkpoint in it.
 
@@ -149,6 +160,7 @@ def find(path: str | os.PathLike[str]) -> Path:
         raise CheckpointError(
             f"{folder}: no checkpoint: neither {MANIFEST} nor {LATEST} can be read there ({error})"
             + (f"; expected one of its folders instead: {there}" if there else "")
+            + ("; load_checkpoint(..., missing_ok=True) goes on without one" if has_none(folder) else "")
         ) from None
     if not CHECKPOINT_NAME.fullmatch(named):
         raise CheckpointError(

@@ -7,8 +7,8 @@ import io
 import math
 import os
 from collections import Counter
-from collections.abc import Collection, Mapping
-from dataclasses import MISSING, fields
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any
 
 from ..errors import ConfigError, ConfigWarning
@@ -16,7 +16,7 @@ from ..lr_schedules import SCHEDULES, OneCycle, WarmupCosineLR, WarmupLR
 from ..support import checks
 from ..support.files import read_regular
 from ..support.user_line import UserLine
-from .deepspeed_keys import AUTO, KEYS, SCHEDULE_KEYS, Key, spellings, walk
+from .deepspeed_keys import AUTO, KEYS, OWN_CLIPPING, SCHEDULE_KEYS, VERSION, Key, spellings, walk
 
 _PASSED_ON = {
     "reduce_bucket_size": "reduce_bucket_size",
@@ -26,10 +26,32 @@ _PASSED_ON = {
     "stage3_max_reuse_distance": "max_reuse_distance",
 }
 """Keys of ``zero_optimization`` whose values are those of fields."""
+_NARROW = {
+    "bf16_master_weights_and_grads": ("master_dtype", "bfloat16"),
+    "bf16_optimizer_states": ("state_format", "bf16"),
+}
+"""Keys of ``bf16`` that ask for narrow states, and the fields that do."""
 _LONGEST_FILE = 2**20
 _NAMED = 5
 OWN_LR = 1e-3
 """The learning rate of an optimizer that is given none, in DeepSpeed as here."""
+
+
+@dataclass(frozen=True)
+class GroupSchedule:
+    """The learning rate of a ``scheduler`` section, also for parameter groups with rates of their own."""
+
+    schedule: Any
+    highest: str | None
+    """The argument of the schedule that is a group's own rate; None: all groups have the same rate."""
+
+    def __call__(self, updates: Any) -> float:
+        return self.schedule(updates)
+
+    def of_group(self, lr: float) -> Callable[[Any], float]:
+        """The schedule of a group whose own rate is ``lr``."""
+        return self.schedule if self.highest is None else replace(self.schedule, **{self.highest: lr})
+
 
 # --- which kind of dict, which file ----------------------------------------------------------------
 
@@ -116,10 +138,18 @@ def fields_of(
         translation = _Translation(config, overrides, world_size)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
+    told = []
     if translation.ignored:
-        listed = "; ".join(f"{name} ({why})" for name, why in translation.ignored.items())
-        UserLine.now().warn(ConfigWarning(f"{where}: leave out what is without effect here: {listed}"))
+        told.append(f"leave out what is without effect here: {_listed(translation.ignored)}")
+    if translation.differs:
+        told.append(f"the run differs from that of DeepSpeed {VERSION}: {_listed(translation.differs)}")
+    if told:
+        UserLine.now().warn(ConfigWarning(f"{where}: {'. '.join(told)}"))
     return {**translation.fields, **overrides, **translation.schedule}
+
+
+def _listed(keys: Mapping[str, str]) -> str:
+    return "; ".join(f"{name} ({why})" for name, why in keys.items())
 
 
 class _Translation:
@@ -131,6 +161,8 @@ class _Translation:
         self.schedule: dict[str, Any] = {}
         """``lr``, if it is a function."""
         self.ignored: dict[str, str] = {}
+        self.differs: dict[str, str] = {}
+        """Keys that have another effect here than in DeepSpeed, by path, with what is done and what to set."""
         self.missing: dict[str, str] = {}
         """Paths of each ``"auto"`` without a known value, and the field that would give it; ``""`` if no field does."""
         given = dict(config)
@@ -142,9 +174,14 @@ class _Translation:
         self._zero(checked.get("zero_optimization", {}))
         lr = self._optimizer(checked.get("optimizer"))
         self._schedule(checked.get("scheduler", {}), lr)
-        clipping = self._known(checked, "gradient_clipping", "")
-        if clipping is not None:
-            self.fields["gradient_clipping"] = clipping or None
+        clipping = self._known({"gradient_clipping": OWN_CLIPPING, **checked}, "gradient_clipping", "")
+        self.fields["gradient_clipping"] = clipping or None
+        self.fields["average_plain_backward"] = True
+        clips = self.overrides.get("gradient_clipping", clipping or None) is not None
+        if clips and not self.overrides.get("skip_nonfinite", self.fields["skip_nonfinite"]):
+            self.differs["bf16.check_grad_overflow"] = (
+                "clipping skips updates whose gradient has an inf or a NaN: give gradient_clipping 0 to make them"
+            )
         if self.missing:
             fields_missing = [f"{field}=..." for field in dict.fromkeys(self.missing.values()) if field]
             beside = f"; or beside it: wrap(..., {', '.join(fields_missing)})" if fields_missing else ""
@@ -237,13 +274,15 @@ class _Translation:
         dtype = self.overrides.get("param_dtype", self.fields.get("param_dtype"))
         if fp16.get("enabled", False) and dtype in (None, "float16"):
             self._loss_scaling(fp16, sure=dtype is not None)
-        if bf16.get("enabled", False) and "check_grad_overflow" in bf16:
-            self.fields["skip_nonfinite"] = bf16["check_grad_overflow"]
+        self.fields["skip_nonfinite"] = True
         if bf16.get("enabled", False):
-            if bf16.get("bf16_master_weights_and_grads", False):
-                self.fields["master_dtype"] = "bfloat16"
-            if bf16.get("bf16_optimizer_states", False):
-                self.fields["state_format"] = "bf16"
+            stage = self.overrides.get("stage", given.get("zero_optimization", {}).get("stage"))
+            if stage in (1, 2):
+                self.fields["skip_nonfinite"] = bf16.get("check_grad_overflow", True)
+            for key, (field, value) in _NARROW.items():
+                if bf16.get(key, False):
+                    self.fields[field] = value
+                    self.differs[f"bf16.{key}"] = "rounded stochastically, not to the nearest: leave it out for fp32"
         communication = given.get("communication_data_type")
         if given.get("fp32_allreduce", False):
             if communication not in (None, "float32"):
@@ -354,11 +393,11 @@ class _Translation:
         if "type" not in given and given.get("params"):
             raise ConfigError(f"scheduler.type: missing; expected one of {', '.join(map(repr, SCHEDULES))}")
         if "type" in given:
-            schedule = self._scheduled(given["type"], given.get("params", {}), lr)
-            if schedule is not None:
-                self.schedule["lr"] = schedule
-            if isinstance(schedule, OneCycle) and schedule.betas is not None:
-                self.fields["betas"] = schedule.betas
+            made = self._scheduled(given["type"], given.get("params", {}), lr)
+            if made is not None:
+                self.schedule["lr"] = made
+                if isinstance(made.schedule, OneCycle) and made.schedule.betas is not None:
+                    self.fields["betas"] = made.schedule.betas
         elif lr is not None:
             self.fields["lr"] = self._or_missing(lr)
 
@@ -367,7 +406,7 @@ class _Translation:
             self.missing["optimizer.params.lr"] = "lr"
         return lr
 
-    def _scheduled(self, name: str, given: Mapping[str, Any], lr: Any) -> Any:
+    def _scheduled(self, name: str, given: Mapping[str, Any], lr: Any) -> GroupSchedule | None:
         """The schedule of this name; None if an "auto" has no known value."""
         if name not in SCHEDULES:
             raise ConfigError(
@@ -395,6 +434,6 @@ class _Translation:
         if AUTO in arguments.values():
             return None
         try:
-            return schedule(**arguments)
+            return GroupSchedule(schedule(**arguments), highest if follows else None)
         except ConfigError as error:
             raise ConfigError(f"{path}{error}") from None

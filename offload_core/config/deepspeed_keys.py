@@ -8,7 +8,11 @@ from ..errors import ConfigError
 from ..lr_schedules import SCHEDULES
 from ..support import checks
 
+VERSION = "0.19.8"
+"""The version of DeepSpeed whose keys and defaults these are."""
 AUTO = "auto"
+OWN_CLIPPING = 1.0
+"""The bound on the gradients' norm where a configuration gives none: DeepSpeed's since 0.19.3."""
 
 Convert = Callable[[str, Any], Any]
 """``convert(name, value)`` checks the value of the key ``name``, and returns it as a Python value."""
@@ -32,12 +36,16 @@ class Key:
     """True if training without the key would give other results: it may only be switched off."""
     agrees: tuple[Any, ...] = ()
     """For a key that sets nothing: the values that ask for what happens anyway."""
+    switch: str = ""
+    """For a section that sets nothing: the key that turns it on. Empty: it is on unless ``enabled`` turns it off."""
 
     def wants(self, value: Any) -> bool:
         """For a key that sets nothing: True if this value asks for something."""
         if isinstance(value, Mapping):
-            return bool(value) and not checks.is_in(value.get("enabled"), (False, AUTO))
-        alike = any(checks.is_in(value, (a,)) and isinstance(value, bool) == isinstance(a, bool) for a in self.agrees)
+            on = value.get(self.switch, False) if self.switch else value.get("enabled", bool(value))
+            return not checks.is_in(on, (None, False, 0, AUTO))
+        lower = value.lower() if isinstance(value, str) else value
+        alike = any(checks.is_in(lower, (a,)) and isinstance(value, bool) == isinstance(a, bool) for a in self.agrees)
         return not checks.is_in(value, (None, AUTO)) and not alike
 
 
@@ -90,9 +98,10 @@ def text(name: str, value: Any) -> str:
 
 
 def texts(name: str, value: Any) -> list[str]:
-    if not isinstance(value, list | tuple):
+    """A string alone is a list of one."""
+    if not isinstance(value, list | tuple | str):
         raise ConfigError(f"{name}: got {checks.shown(value)}, expected a list of strings")
-    return [text(name, each) for each in value]
+    return [text(name, each) for each in ([value] if isinstance(value, str) else value)]
 
 
 _DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
@@ -115,8 +124,8 @@ def _ignored(reason: str, *agrees: Any, old: tuple[str, ...] = ()) -> Key:
     return Key(reason, old=old, agrees=agrees or (False,))
 
 
-def _refused(reason: str, *agrees: Any) -> Key:
-    return Key(reason, refused=True, agrees=agrees or (False,))
+def _refused(reason: str, *agrees: Any, switch: str = "") -> Key:
+    return Key(reason, refused=True, agrees=agrees or (False,), switch=switch)
 
 
 _GIVEN = "to be given"
@@ -138,11 +147,12 @@ _OFFLOAD = {
     "pin_memory": _sets(boolean, "`pin_memory`"),
     "nvme_path": _NVME,
     "buffer_count": _NVME,
-    "buffer_size": _NVME,
 }
 
 _ZERO: dict[str, Key] = {
-    "stage": _sets(integer(0), "`stage`; 0 is stage 1, with the same result"),
+    "stage": _sets(
+        integer(0), "`stage`; 0 is stage 1: the same in fp32, other rounding in 16 bits; 2 where it is missing"
+    ),
     "offload_optimizer": _section(
         {
             **_OFFLOAD,
@@ -159,6 +169,7 @@ _ZERO: dict[str, Key] = {
         {
             **_OFFLOAD,
             "device": _sets(_DEVICES, '`offload_param`; `"nvme"` is an error'),
+            "buffer_size": _NVME,
             "max_in_cpu": _NVME,
         },
     ),
@@ -302,7 +313,9 @@ _FP16: dict[str, Key] = {
 
 _BF16: dict[str, Key] = {
     "enabled": _sets(boolean, '`param_dtype="bfloat16"`', auto=_MODELS),
-    "check_grad_overflow": _sets(boolean, "`skip_nonfinite`"),
+    "check_grad_overflow": _sets(
+        boolean, "`skip_nonfinite`, in stages 1 and 2; true where it is missing, and whatever it says in stage 3"
+    ),
     "immediate_grad_update": _ignored("gradients leave as they appear", True),
     "bf16_master_weights_and_grads": _sets(boolean, '`master_dtype="bfloat16"`, rounded stochastically'),
     "bf16_optimizer_states": _sets(boolean, '`state_format="bf16"`, rounded stochastically'),
@@ -316,7 +329,9 @@ KEYS: dict[str, Key] = {
     "gradient_accumulation_steps": _sets(
         integer(1), "`gradient_accumulation_steps`", auto="from the batch sizes, or to be given"
     ),
-    "gradient_clipping": _sets(number, "`gradient_clipping`; 0 is none", auto=_GIVEN),
+    "gradient_clipping": _sets(
+        number, f"`gradient_clipping`; {OWN_CLIPPING:g} where it is missing, as in DeepSpeed; 0 is none", auto=_GIVEN
+    ),
     "optimizer": _section(_OPTIMIZER),
     "scheduler": _section(_SCHEDULER),
     "fp16": _section(_FP16),
@@ -329,11 +344,16 @@ KEYS: dict[str, Key] = {
             "param_dtype": _sets(dtype, "`param_dtype`; `fp16` and `bf16` must agree"),
             "grad_accum_dtype": _ignored("gradients are always accumulated in fp32", "fp32"),
             "buffer_dtype": _sets(dtype, "`buffer_dtype`"),
-            "keep_in_fp32_modules": _ignored("`param_dtype` is that of all parameters but BatchNorm's", []),
+            "keep_in_fp32_modules": _ignored("buffers keep their own type unless `buffer_dtype` is given", []),
         },
     ),
-    "managed_gradient_accumulation": _refused("`engine.step()` counts micro-steps", True),
-    "gradient_allreduce_op": _refused("gradients are averaged over the ranks", "mean"),
+    "managed_gradient_accumulation": _refused(
+        "`engine.step()` counts micro-steps: leave it out, and call `engine.step(boundary=True)` for an update",
+        True,
+    ),
+    "gradient_allreduce_op": _refused(
+        "gradients are averaged over the ranks: leave it out, and multiply the loss by the number of ranks", "mean"
+    ),
     "prescale_gradients": _ignored("gradients are summed in fp32 and divided once"),
     "gradient_predivide_factor": _ignored("gradients are summed in fp32 and divided once", 1),
     "sparse_gradients": _ignored("gradients are dense"),
@@ -368,14 +388,16 @@ KEYS: dict[str, Key] = {
     "seq_parallel_communication_data_type": _ignored("there is no sequence parallelism", None),
     "use_data_before_expert_parallelism": _ignored("there is no expert parallelism"),
     "pipeline": _ignored("there is no pipeline"),
-    "torch_autocast": _refused("it changes what forward computes: use `torch.autocast` round it, or `bf16`"),
+    "torch_autocast": _refused(
+        "it changes what forward computes: leave it out, and use `torch.autocast` round it, or `bf16`", switch="enabled"
+    ),
     "amp": _refused("it changes what forward computes: use `fp16` or `bf16`"),
-    "tensor_parallel": _refused(_OTHER_PARALLELISM),
+    "tensor_parallel": _refused(_OTHER_PARALLELISM, switch="autotp_size"),
     "sequence_parallel_size": _refused(_OTHER_PARALLELISM, 1),
-    "expert_parallel": _refused(_OTHER_PARALLELISM),
+    "expert_parallel": _refused(_OTHER_PARALLELISM, switch="enabled"),
     "elasticity": _refused("give the three batch sizes instead"),
-    "hybrid_engine": _refused("there is no engine for generation"),
-    "data_efficiency": _refused(_OWN_LOOP + ": sample there"),
+    "hybrid_engine": _refused("there is no engine for generation", switch="enabled"),
+    "data_efficiency": _refused(_OWN_LOOP + ": sample there", switch="enabled"),
     "curriculum_learning": _refused(_OWN_LOOP + ": sample there"),
     "progressive_layer_drop": _refused("it changes the model"),
     "compression_training": _refused("it changes the model"),

@@ -118,6 +118,9 @@ class OffloadConfig:
     """Bound on the global L2 norm of the gradients, or None. ``math.inf`` clips nothing, but has the norm computed."""
     gradient_accumulation_steps: int = 1
     """Micro-steps of an update; their gradients are accumulated in fp32 and averaged."""
+    average_plain_backward: bool = False
+    """In torch: an engine averages the gradients of a plain ``loss.backward()`` over the micro-steps, too, as DeepSpeed
+    does (True in its configurations). False sums them, as in PyTorch."""
     skip_nonfinite: bool | None = None
     """Skip an update whose gradients hold an inf or a NaN. None: only if the gradients are examined anyway, that is
     with clipping, loss scaling or gradients that travel as float16. True always examines them, at the cost of one more
@@ -253,6 +256,7 @@ class OffloadConfig:
             "cast_inputs",
             "pin_memory",
             "bind_threads",
+            "average_plain_backward",
             "skip_nonfinite",
             "update_in_backward",
             "loss_scale_consecutive_hysteresis",
@@ -322,13 +326,18 @@ class OffloadConfig:
         """``param_dtype`` as an element type."""
         return None if self.param_dtype is None else BY_NAME[self.param_dtype]
 
-    def hyperparameters(self, updates: Any) -> tuple[float, tuple[float, float]]:
+    def hyperparameters(self, updates: Any, own_lr: float | None = None) -> tuple[float, tuple[float, float]]:
         """``lr`` and ``betas`` of the update that follows ``updates`` others. Values that functions return are not
         checked.
 
-        ``updates`` is an integer of the type that the functions take.
+        Args:
+            updates: an integer of the type that the functions take.
+            own_lr: a parameter group's own rate, which DeepSpeed's schedules know what to do with; None: it has none.
         """
-        lr = float(self.lr(updates) if callable(self.lr) else self.lr)
+        schedule = self.lr
+        if isinstance(schedule, deepspeed.GroupSchedule) and own_lr is not None:
+            schedule = schedule.of_group(own_lr)
+        lr = float(schedule(updates) if callable(schedule) else schedule)
         return lr, self.betas(updates) if callable(self.betas) else self.betas
 
 

@@ -30,6 +30,7 @@ class SettingsButLr(TypedDict, total=False):
     cast_inputs: bool
     gradient_clipping: float | None
     gradient_accumulation_steps: int
+    average_plain_backward: bool
     skip_nonfinite: bool | None
     loss_scale: float | str | None
     initial_loss_scale: float

@@ -191,6 +191,19 @@ def test_the_first_steps_are_taken_with_torch_adamw_too_unless_told_otherwise(tm
     assert "in 2 steps of each, their losses are equal in every bit" in printed
 
 
+@beside_torch
+def test_losses_that_clipping_keeps_apart_are_told_with_the_reason(tmp_path: Path) -> None:
+    needs("torch")
+    printed, records, _ = run("--compare", "--steps=2", "--clip=0.1", out=tmp_path)
+    apart = max(abs(record["loss"] - record["plain_loss"]) for record in records)
+    assert f"their losses are {program.how_close(apart, 0.1)}" in printed
+    assert program.how_close(9e-5, 1.0) == (
+        "at most 9e-05 apart: they round the norms differently by which they clip (--clip 0 clips nothing)"
+    )
+    assert program.how_close(9e-5, None) == "at most 9e-05 apart"
+    assert program.how_close(0.0, 1.0) == "equal in every bit"
+
+
 @pytest.mark.parametrize(
     ("arguments", "steps"),
     [

@@ -147,3 +147,23 @@ def test_numbers_of_another_kind_are_refused(tmp_path):
     offloaded = in_jax.wrap(tree, trainable={"h": True, "frozen": False, "seen": False}, lr=1e-2)
     with pytest.raises(CheckpointError, match="'seen' is of int64 in it, expected float32"):
         offloaded.load_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("make", [lambda: in_torch.wrap(Model(0)), lambda: new_jax(0, 2)], ids=["torch", "jax"])
+def test_a_loop_that_resumes_if_there_is_something_begins_where_there_is_nothing(make, tmp_path):
+    """As DeepSpeed's ``load_checkpoint`` does; a checkpoint that is there but cannot be read is an error."""
+    mine, leftover = make(), tmp_path / "leftover"
+    (leftover / ".step-00000001.saving").mkdir(parents=True)
+    (tmp_path / "file").write_text("")
+    for nothing in (tmp_path / "none", leftover):
+        assert mine.load_checkpoint(nothing, missing_ok=True) is None
+        with pytest.raises(
+            CheckpointError, match=r"no checkpoint: .*; load_checkpoint\(..., missing_ok=True\) goes on"
+        ):
+            mine.load_checkpoint(nothing)
+    mine.save_checkpoint(leftover, extras={"step": 1}, wait=False)
+    assert mine.load_checkpoint(leftover, missing_ok=True) == {"step": 1}
+    (leftover / "latest").unlink()
+    for wrong in (leftover, tmp_path / "file", "null\0byte"):
+        with pytest.raises(CheckpointError, match=r"no checkpoint((?!missing_ok).)*$"):
+            mine.load_checkpoint(wrong, missing_ok=True)

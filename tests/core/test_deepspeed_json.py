@@ -3,6 +3,7 @@
 import json
 import math
 import pickle
+import re
 import warnings
 from fractions import Fraction
 from pathlib import Path
@@ -34,9 +35,9 @@ def read(config, **overrides):
         return OffloadConfig.resolve(config, **overrides)
 
 
-def changed(config, **overrides):
-    """The fields that are not the defaults."""
-    got, default = read(config, **overrides), OffloadConfig()
+def changed(config, *, default=None, **overrides):
+    """The fields that are not those of a DeepSpeed configuration that asks for nothing."""
+    got, default = read(config, **overrides), default or OffloadConfig.resolve({"bf16": {}})
     return {name: getattr(got, name) for name in FIELDS if getattr(got, name) != getattr(default, name)}
 
 
@@ -149,7 +150,7 @@ STAGE_3 = {
         (STAGE_3_TUTORIAL, STAGE_3, {"contiguous_gradients", "sub_group_size"}),
         (
             BLOG_POST,
-            {"lr": 5e-5, "weight_decay": 0.0, "reduce_bucket_size": 200_000_000, "gradient_clipping": 1.0, **HALF},
+            {"lr": 5e-5, "weight_decay": 0.0, "reduce_bucket_size": 200_000_000, **HALF},
             {"contiguous_gradients", "allgather_bucket_size"},
         ),
     ],
@@ -251,10 +252,10 @@ def test_a_file_with_many_keys_twice_names_some(tmp_path):
 
 
 def test_a_dict_of_fields_stays_one():
-    shared = {"gradient_clipping": 1.0, "gradient_accumulation_steps": 2}
-    assert changed(shared) == shared
-    assert changed({**shared, "stage": 1}) == {**shared, "stage": 1}
-    assert changed({}) == {}
+    shared, own = {"gradient_clipping": 1.0, "gradient_accumulation_steps": 2}, OffloadConfig()
+    assert changed(shared, default=own) == shared
+    assert changed({**shared, "stage": 1}, default=own) == {**shared, "stage": 1}
+    assert changed({}, default=own) == {}
 
 
 @law(100)
@@ -305,6 +306,10 @@ def half(**keys):
     return {"fp16": {"enabled": True, **keys}}
 
 
+def unchecked(**keys):
+    return {"bfloat16": {"enabled": True, "check_grad_overflow": False}, **zero(**keys)}
+
+
 @pytest.mark.parametrize(
     ("config", "fields"),
     [
@@ -335,7 +340,7 @@ def half(**keys):
         (adam(betas=AUTO, eps=AUTO, torch_adam=True), {}),
         (adam("Adam"), {"weight_decay": 0.0}),
         (adam("Adam", adam_w_mode=False, torch_adam=True), {"weight_decay": 0.0, "adam_mode": "adam"}),
-        ({"optimizer": None, "scheduler": None, "gradient_clipping": 0}, {}),
+        ({"optimizer": None, "scheduler": None, "gradient_clipping": 0}, {"gradient_clipping": None}),
         ({"optimizer": {"type": "adamw"}, "gradient_clipping": 0.5}, {"weight_decay": 0.0, "gradient_clipping": 0.5}),
         (half(), HALF),
         (half(loss_scale=128), {**HALF, "loss_scale": 128}),
@@ -362,10 +367,11 @@ def half(**keys):
             {"fp16": {"enabled": AUTO}, "bf16": {"enabled": AUTO}},
             {name: HALF[name] for name in HALF if name != "param_dtype"},
         ),
-        (
-            {"bfloat16": {"enabled": True, "check_grad_overflow": True}},
-            {"param_dtype": "bfloat16", "skip_nonfinite": True},
-        ),
+        (unchecked(stage=1), {"stage": 1, "param_dtype": "bfloat16", "skip_nonfinite": False}),
+        (unchecked(stage=2), {"param_dtype": "bfloat16", "skip_nonfinite": False}),
+        (unchecked(stage=3), {"stage": 3, "param_dtype": "bfloat16"}),
+        (unchecked(), {"param_dtype": "bfloat16"}),
+        (zero(stage=3, leaf_module={"names": "mlp"}), {"stage": 3, "leaf_modules": ("mlp",)}),
         ({"data_types": {"param_dtype": "fp32"}}, {"param_dtype": "float32"}),
         (
             {"bf16": {"enabled": True}, "data_types": {"buffer_dtype": "bf16"}},
@@ -386,7 +392,8 @@ def test_what_keys_become(config, fields):
     ("config", "overrides", "fields"),
     [
         (adam(lr=AUTO, weight_decay=AUTO), {"lr": 2.0, "weight_decay": 0.5}, {"lr": 2.0, "weight_decay": 0.5}),
-        ({"gradient_clipping": AUTO, "bf16": {}}, {"gradient_clipping": None}, {}),
+        ({"gradient_clipping": AUTO, "bf16": {}}, {"gradient_clipping": None}, {"gradient_clipping": None}),
+        (unchecked(stage=3), {"stage": 2}, {"param_dtype": "bfloat16", "skip_nonfinite": False}),
         (zero(stage=2, stage3_max_live_parameters=7), {"stage": 3}, {"stage": 3, "max_live_parameters": 7}),
         ({"fp16": {"enabled": AUTO, "loss_scale": 8}}, {"param_dtype": "bfloat16"}, {"param_dtype": "bfloat16"}),
         ({"fp16": {"enabled": AUTO, "loss_scale": 8}}, {"param_dtype": "float16"}, {"loss_scale": 8, **HALF}),
@@ -468,7 +475,10 @@ SCHEDULED = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3}}
         (adam(max_grad_norm=1.0), "max_grad_norm: got 1.0, which is not supported: .*gradient_clipping"),
         (adam(amsgrad=True), "amsgrad: got True, which is not supported"),
         (adam(bias_correction=False), "bias_correction: got False, which is not supported"),
-        ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op: got 'sum', which is not supported"),
+        ({"gradient_allreduce_op": "SUM"}, "gradient_allreduce_op: got 'SUM', .*: .*multiply the loss by the number"),
+        ({"managed_gradient_accumulation": False}, r"managed_gradient_acc.*: got False, .*step\(boundary=True\)"),
+        ({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, "torch_autocast: got .*leave it out, and use"),
+        ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel: got .*only data parallelism"),
         ({"amp": {"enabled": True}}, "amp: got .* not supported: .*fp16 or bf16"),
         ({"communication_data_type": "int8"}, "communication_data_type: got 'int8', expected one of 'fp32'"),
         (half(initial_scale_power=128), "fp16.initial_scale_power: got 128, expected at most 127"),
@@ -527,9 +537,9 @@ def close(value, expected):
 
 
 @law(100)
-@given(st.integers(2, 30), st.integers(0, 30), st.integers(0, 70))
+@given(st.integers(2, 30), st.integers(-30, 30), st.integers(0, 70))
 def test_warmup_follows_a_line_or_a_logarithm_and_decays_along_a_line(length, rest, n):
-    low, high, total = Fraction(1, 64), Fraction(1, 4), length + rest
+    low, high, total = Fraction(1, 64), Fraction(1, 4), max(1, length + rest)
     step = n - 1  # DeepSpeed sets the rate of step s after update s
     line = low + (high - low) * Fraction(min(max(step, 0), length), length)
     args = {"warmup_min_lr": float(low), "warmup_max_lr": float(high), "warmup_num_steps": length}
@@ -545,11 +555,11 @@ def test_warmup_follows_a_line_or_a_logarithm_and_decays_along_a_line(length, re
 
 
 @law(60)
-@given(st.integers(2, 20), st.integers(1, 30), st.integers(1, 60))
+@given(st.integers(2, 20), st.integers(-30, 30), st.integers(1, 60))
 def test_a_cosine_halves_its_way_at_half_its_time_and_ends_at_its_least(length, rest, n):
     schedule = WarmupCosineLR(
         lr=0.5,
-        total_num_steps=length + rest,
+        total_num_steps=max(1, length + rest),
         warmup_min_ratio=0.25,
         warmup_num_steps=length,
         cos_min_ratio=0.125,
@@ -560,9 +570,9 @@ def test_a_cosine_halves_its_way_at_half_its_time_and_ends_at_its_least(length, 
     if step < length:
         assert close(schedule(n), 0.5 * (0.25 + 0.75 * step / length))
     else:
-        done = min(1.0, (step - length + 1) / rest)
+        done = min(1.0, (step - length + 1) / max(1, rest))
         assert close(schedule(n), 0.5 * (0.125 + 0.875 * math.cos(math.pi / 2 * done) ** 2))
-    assert close(schedule(length + rest + n), 0.5 * 0.125)
+    assert close(schedule(length + max(0, rest) + n), 0.5 * 0.125)
 
 
 def test_a_range_test_grows_evenly_or_in_stairs():
@@ -600,7 +610,7 @@ def test_one_cycle_goes_up_and_down_and_decays():
     [
         (lambda: WarmupLR(-1.0), "warmup_max_lr: got -1.0"),
         (lambda: WarmupLR(1.0, warmup_type="cubic"), "warmup_type: got 'cubic', expected one of 'log', 'linear'"),
-        (lambda: WarmupDecayLR(warmup_num_steps=5, total_num_steps=4), "total_num_steps: got 4, expected at least .*5"),
+        (lambda: WarmupDecayLR(warmup_num_steps=5, total_num_steps=0), "total_num_steps: got 0, expected an integer"),
         (lambda: LRRangeTest(lr_range_test_step_size=0), "lr_range_test_step_size: got 0"),
         (lambda: OneCycle(1.0, 2.0, cycle_max_mom=1.0), "cycle_max_mom: got 1.0"),
     ],
@@ -633,7 +643,8 @@ def test_wrong_schedules_are_refused(make_schedule, match):
     ids=str,
 )
 def test_a_scheduler_becomes_a_learning_rate(scheduler, overrides, lr):
-    assert read({**adam(lr=5e-5), "scheduler": scheduler}, **overrides).lr == lr
+    got = read({**adam(lr=5e-5), "scheduler": scheduler}, **overrides).lr
+    assert getattr(got, "schedule", got) == lr
 
 
 def test_a_number_that_the_schedule_would_not_look_at_is_refused():
@@ -653,7 +664,7 @@ def test_a_cycle_moves_betas_too_and_an_optimizer_without_rate_has_the_default()
     config = read({"scheduler": {"type": "OneCycle", "params": cycle}})
     assert config.hyperparameters(2) == (OneCycle(**cycle)(2), (pytest.approx(0.85), 0.99))
     assert read({"scheduler": {"type": "OneCycle", "params": {**cycle, "cycle_momentum": False}}}).betas == (0.9, 0.999)
-    assert read({"scheduler": {"type": "WarmupLR"}}).lr == WarmupLR(OffloadConfig().lr)
+    assert read({"scheduler": {"type": "WarmupLR"}}).lr.schedule == WarmupLR(OffloadConfig().lr)
     assert OffloadConfig().lr == OWN_LR
 
 
@@ -681,11 +692,62 @@ def test_a_file_trains_as_its_fields_do(tmp_path):
     )
     ours, theirs = make(), make()
     mine = wrap(ours, path)
-    yours = wrap(theirs, stage=1, lr=1e-2, weight_decay=0.0, gradient_clipping=0.5, param_dtype="bfloat16")
+    own = {"skip_nonfinite": True, "average_plain_backward": True}
+    yours = wrap(theirs, stage=1, lr=1e-2, weight_decay=0.0, gradient_clipping=0.5, param_dtype="bfloat16", **own)
     assert mine.offload_config == yours.offload_config
     for engine in (mine, yours):
         run(engine, range(3))
     assert_same(ours, theirs, mine.optimizer, yours.optimizer)
+
+
+@pytest.mark.parametrize("precision", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
+def test_a_configuration_clips_and_skips_as_deepspeed_does_where_it_says_nothing(precision):
+    """DeepSpeed 0.19.8 clips at 1.0, and skips an update whose gradient has an inf."""
+    ours, theirs = make(), make()
+    mine = wrap(ours, {"optimizer": {"type": "AdamW"}, **precision})
+    yours = wrap(theirs, weight_decay=0.0, gradient_clipping=1.0, param_dtype=mine.offload_config.param_dtype)
+    unclipped = wrap(make(), {"optimizer": {"type": "AdamW"}, "gradient_clipping": 0, **precision})
+    for seed, factor in ((0, 100.0), (1, math.inf), (2, 100.0)):
+        for engine in (mine, yours, unclipped):
+            engine.backward(loss_of(engine, seed) * factor)
+        reports = [engine.step() for engine in (mine, yours, unclipped)]
+        assert [report.updated for report in reports] == [seed != 1] * 3
+        assert [report.clip_coefficient < 1 for report in reports] == [seed != 1, seed != 1, False]
+    assert_same(ours, theirs, mine.optimizer, yours.optimizer)
+
+
+@pytest.mark.parametrize("config", [{}, {"bf16": {"enabled": True}}, zero(stage=3)], ids=["fp32", "bf16", "stage 3"])
+def test_a_plain_backward_is_averaged_as_in_deepspeed(config):
+    """Mixed with ``engine.backward``, too; without a configuration of DeepSpeed's it sums, as in torch."""
+    config = {"train_batch_size": 8, "gradient_accumulation_steps": 4, **config}
+    ours, theirs = make(), make()
+    mine, yours = wrap(ours, config), wrap(theirs, config)
+    fields = {"gradient_accumulation_steps": 4, "gradient_clipping": 1.0}
+    torchs = wrap(make(), fields, param_dtype=mine.offload_config.param_dtype)
+    for seed in range(8):
+        loss_of(mine, seed).backward() if seed % 2 else mine.backward(loss_of(mine, seed))
+        yours.backward(loss_of(yours, seed))
+        loss_of(torchs, seed).backward()
+        report, expected, summed = (engine.step() for engine in (mine, yours, torchs))
+        assert report == expected
+        if seed == 3:
+            assert summed.grad_norm == pytest.approx(4 * report.grad_norm)
+    assert_same(ours, theirs, mine.optimizer, yours.optimizer)
+
+
+def test_a_loss_of_two_engines_follows_the_backward_of_one():
+    config = {"gradient_accumulation_steps": 2, "gradient_clipping": 1.0}
+    for average in (True, False):
+        first, second = (wrap(torch.nn.Linear(4, 4), {**config, "bf16": {}}) for _ in range(2))
+        alone = wrap(torch.nn.Linear(4, 4), config)
+        alone.module.load_state_dict(first.module.state_dict())
+        for _ in range(2):
+            second.backward(second(first(torch.ones(2, 4))).sum(), average=average)
+            factor = second.module.weight.detach().sum(0)
+            alone.backward((alone(torch.ones(2, 4)) * factor).sum(), average=average)
+            second.step()
+            norms = [engine.step().grad_norm for engine in (first, alone)]
+        assert norms[0] == pytest.approx(norms[1], rel=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore::offload_core.ConfigWarning")
@@ -780,6 +842,44 @@ def test_a_group_with_a_rate_of_its_own_and_a_schedule_are_refused():
         OffloadedAdamW(groups, lr=lambda updates: 1e-3)
 
 
+@pytest.mark.parametrize(
+    ("scheduler", "rates"),
+    [
+        ({"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_type": "linear"}}, ([0, 0, 25], [0, 0, 250])),
+        ({"type": "WarmupLR", "params": {"warmup_max_lr": 8e-3, "warmup_num_steps": 2}}, ([0, 0, 800],) * 2),
+        (
+            {"type": "WarmupCosineLR", "params": {"total_num_steps": 1, "warmup_num_steps": 2, "cos_min_ratio": 0.5}},
+            ([0, 0, 100, 50], [0, 0, 1000, 500]),
+        ),
+        ({"type": "LRRangeTest", "params": {"lr_range_test_step_size": 1}}, ([100, 200, 300],) * 2),
+        ({"type": "OneCycle", "params": {"cycle_min_lr": 0, "cycle_max_lr": 4e-3, "cycle_first_step_size": 4}},
+         ([0, 100, 200],) * 2),
+    ],
+    ids=lambda value: value["type"] if isinstance(value, dict) else "",
+)  # fmt: skip
+def test_a_scheduler_section_does_with_a_groups_own_rate_what_deepspeed_does(scheduler, rates):
+    """The rates are in units of 1e-5; they go on after a resumption, and for a group that comes later."""
+
+    def make_engine():
+        model = make()
+        groups = [{"params": model[0].parameters()}, {"params": model[2].parameters(), "lr": 1e-2, "betas": (0.8, 0.9)}]
+        return wrap(model, {**adam(lr=1e-3), "scheduler": scheduler}, params=groups)
+
+    engine = make_engine()
+    for n in range(len(rates[0])):
+        if n == 2:
+            saved, engine = engine.optimizer.state_dict(), make_engine()
+            engine.optimizer.load_state_dict(saved)
+        run(engine, [n])
+        groups = engine.optimizer.param_groups
+        assert [group["lr"] for group in groups] == pytest.approx([rate[n] * 1e-5 for rate in rates], abs=1e-12)
+        assert (groups[1]["betas"] == (0.8, 0.9)) == (scheduler["type"] != "OneCycle")
+    engine.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))], "lr": 2e-2})
+    ratio = 2 if rates[0] != rates[1] else 1
+    run(engine, [9])
+    assert engine.optimizer.param_groups[2]["lr"] == pytest.approx(ratio * engine.optimizer.param_groups[1]["lr"])
+
+
 def test_a_schedule_that_leaves_its_range_is_an_error_before_the_update():
     engine = wrap(make(), lr=lambda updates: 1e-3 if updates < 1 else -1.0)
     run(engine, [0])
@@ -805,6 +905,8 @@ def test_what_asks_for_nothing_is_not_listed():
         OffloadConfig.resolve(
             {"bf16": {}, "wall_clock_breakdown": False, "tensorboard": {"enabled": False}, "amp": None}
         )
+    off = {"torch_autocast": {"dtype": "bf16"}, "hybrid_engine": {"max_out_tokens": 9}, "tensor_parallel": {"dtype": 1}}
+    assert OffloadConfig.resolve({**off, "gradient_allreduce_op": "MEAN"}) == OffloadConfig.resolve({"bf16": {}})
     assert ignored({"bf16": {}, "steps_per_print": 10, "tensorboard": {"enabled": True}}) == {
         "steps_per_print",
         "tensorboard",
@@ -816,6 +918,17 @@ def test_what_asks_for_nothing_is_not_listed():
         "zero_optimization.offload_optimizer",
         "zero_optimization.stage",
     }
+
+
+def test_one_warning_says_what_differs_from_deepspeed():
+    with pytest.warns(ConfigWarning) as caught:
+        OffloadConfig.resolve({"bf16": {"enabled": True, "bf16_optimizer_states": True}, "timers": {"a": 1}})
+    assert re.fullmatch(
+        r"DeepSpeed configuration: leave out .*: timers \(.*\)\. the run differs from that of DeepSpeed 0.19.8: "
+        r"bf16.bf16_optimizer_states \(rounded stochastically.*: leave it out for fp32\)",
+        str(caught.pop().message),
+    )
+    assert not caught.list
 
 
 def table():

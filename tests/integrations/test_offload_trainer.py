@@ -392,7 +392,7 @@ def test_a_schedule_of_deepspeed_is_that_of_the_run_and_of_the_resumed_one(tmp_p
         on_engine(tmp_path, scheduled(total_num_steps=9))
 
 
-def test_a_schedule_of_deepspeed_over_groups_with_rates_of_their_own_is_refused(tmp_path):
+def test_a_schedule_of_deepspeed_does_with_groups_own_rates_what_deepspeed_does(tmp_path):
     class Two(Trainer):
         def create_optimizer(self, model=None):
             optimizer = super().create_optimizer(model)
@@ -402,8 +402,12 @@ def test_a_schedule_of_deepspeed_over_groups_with_rates_of_their_own_is_refused(
     class OffloadTwo(OffloadTrainer, Two):
         pass
 
-    with pytest.raises(ConfigError, match=r"learning rates \[0.01, 0.001\] of parameter groups, and a scheduler in"):
-        on_engine(tmp_path, scheduled(), kind=OffloadTwo, save_strategy="no")
+    params = {"warmup_num_steps": "auto", "warmup_type": "linear"}
+    for given, ratio in (({}, 10), ({"warmup_max_lr": "auto"}, 1)):
+        scheduler = {"type": "WarmupLR", "params": {**params, **given}}
+        trainer = on_engine(tmp_path, AUTO | {"scheduler": scheduler}, kind=OffloadTwo, save_strategy="no", max_steps=4)
+        rates = [group["lr"] for group in trainer.optimizer.param_groups]
+        assert rates == pytest.approx([LR, LR / ratio])
 
 
 def test_a_total_that_is_a_float_counts_when_a_share_of_it_is_the_warm_up(tmp_path):

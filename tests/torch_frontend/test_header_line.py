@@ -139,7 +139,7 @@ def test_a_forked_process_neither_uses_the_ranks_connections_nor_ends_them(forks
 
 
 def test_where_no_port_can_be_opened_no_rank_uses_the_line(monkeypatch):
-    def refused(backlog):
+    def refused(backlog, *, local):
         raise PermissionError
 
     monkeypatch.setattr(header_line, "_server", refused)
@@ -164,6 +164,39 @@ def test_a_stranger_that_connects_is_not_taken_for_a_rank():
     assert on_threads(3, lambda rank, line: line.exchange(header("bucket 0")), make) == [None] * 3
     for stranger in strangers:
         stranger.close()
+
+
+def test_a_crowd_of_strangers_that_say_nothing_or_little_holds_nobody_up():
+    """Each took a tenth of the time limit before."""
+    strangers = []
+
+    class Store(dist.PrefixStore):
+        def set(self, key, value):
+            if key == "place":
+                place = json.loads(value)
+                for i in range(40):
+                    strangers.append(socket.create_connection(("127.0.0.1", place["port"])))
+                    strangers[-1].sendall(bytes.fromhex(place["token"])[: i % 3])
+            super().set(key, value)
+
+    def make(store, rank, world_size, timeout):
+        return HeaderLine(Store("x", store), rank, world_size, timeout / 6)
+
+    assert on_threads(3, lambda rank, line: line.exchange(header("bucket 0")), make) == [None] * 3
+    for stranger in strangers:
+        stranger.close()
+
+
+@pytest.mark.parametrize("machines", ["ab", "aa", "aab"])
+def test_only_ranks_of_other_machines_have_rank_0_listen_on_all_interfaces(machines, monkeypatch):
+    made, server, name = [], header_line._server, iter(machines)
+    monkeypatch.setattr(header_line, "_machine", lambda: next(name))
+    monkeypatch.setattr(header_line, "_addresses", lambda: ["127.0.0.1"])
+    monkeypatch.setattr(header_line, "_server", lambda *args, **kw: made.append(server(*args, **kw)) or made[-1].dup())
+    assert on_threads(len(machines), lambda rank, line: line.exchange(header("bucket 0"))) == [None] * len(machines)
+    [listener] = made
+    assert (listener.getsockname()[0] == "127.0.0.1") == (len({*machines}) == 1)
+    listener.close()
 
 
 def test_ranks_of_other_machines_reach_an_address_of_an_interface(monkeypatch):

@@ -21,7 +21,7 @@ from torch.optim import lr_scheduler, swa_utils
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from frontends.torch import OffloadedAdamW, wrap
-from offload_core import ConfigError, GradientError, StateError
+from offload_core import ConfigError, GradientError, ParameterError, StateError
 from tests.support.torch_models import assert_same, batch, loss_of, make, place, same_bits, train
 
 everywhere = pytest.mark.usefixtures("device")
@@ -374,6 +374,24 @@ def test_what_torchs_optimizer_refuses_is_refused_with_the_same_kind_of_error(er
         with pytest.raises(error):
             new([*params], **options)
     assert alone([P, Q]).close() is None  # nobody owns them
+
+
+@pytest.mark.parametrize(
+    ("error", "said", "values", "args"),
+    [
+        (TypeError, "positional arguments", torch.ones(4), (1e-3, (0.9, 0.95))),
+        (ParameterError, r"float64; expected .*model.float\(\)", torch.ones(4, dtype=torch.float64), ()),
+        (ParameterError, "gaps or overlaps; .*contiguous", torch.ones(4, 6)[:, ::2], ()),
+        (ParameterError, "gaps or overlaps; .*contiguous", torch.ones(1).expand(4), ()),
+    ],
+    ids=["positional betas", "fp64", "gaps", "overlaps"],
+)
+def test_what_torchs_optimizer_takes_and_this_one_does_not_is_refused_by_name(error, said, values, args):
+    assert torch.optim.AdamW([nn.Parameter(values)], *args)
+    with pytest.raises(error, match=said):
+        OffloadedAdamW([nn.Parameter(values)], *args)
+    for dense in (torch.ones(4, 6).t(), torch.ones(2, 3, 4, 4).to(memory_format=torch.channels_last)):
+        OffloadedAdamW([nn.Parameter(dense)])
 
 
 def test_what_is_no_parameter_group_cannot_be_added():

@@ -11,9 +11,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.accelerator import memory
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from frontends.torch import wrap
+from frontends.torch.ranks.device import told_by_allocator
 from offload_core import HostMemoryWarning
 from tests.support import simulated
 from tests.support.torch_models import batch, make, same_bits
@@ -108,6 +110,28 @@ def test_an_allocation_beyond_the_capacity_is_refused_and_fits_once_memory_is_fr
         assert torch.accelerator.max_memory_allocated() >= used
         free, total = torch.accelerator.get_memory_info()
         assert 0 <= free < total
+
+
+@pytest.mark.parametrize("lacks", ["everything", "the free memory", "nothing"])
+def test_memory_of_an_allocator_without_statistics_is_unknown(lacks, monkeypatch):
+    """As of a backend that gives torch a ``c10::Allocator`` alone: torch raises these where it is asked."""
+
+    def plain(*arguments):
+        raise RuntimeError("device_allocator INTERNAL ASSERT FAILED: Allocator for simulated is not a DeviceAllocator.")
+
+    def unwritten(*arguments):
+        raise NotImplementedError("getMemoryInfo is not implemented for this allocator yet.")
+
+    if lacks == "everything":
+        monkeypatch.setattr(torch._C, "_accelerator_isAllocatorInitialized", plain)
+    monkeypatch.setattr(memory, "get_memory_info", {"nothing": memory.get_memory_info}.get(lacks, unwritten))
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", memory.get_memory_info)
+    engine = wrap(make().to(D), lr=1e-2)
+    engine.backward(engine(batch(0).to(D)).pow(2).mean())
+    assert engine.step().updated
+    assert (engine.optimizer.pipeline.device.free_bytes() is None) == (lacks != "nothing")
+    peak = told_by_allocator(torch.accelerator.max_memory_allocated, torch.device(D))
+    assert (peak is None) == (lacks == "everything")
 
 
 def test_a_copy_that_fails_is_reported_to_the_next_who_waits():

@@ -134,6 +134,22 @@ def test_thirty_steps_are_ten_saved_and_twenty_by_as_many_ranks_or_fewer(stage, 
         assert resumed == straight[:1] * world_size
 
 
+def test_ranks_begin_together_where_there_is_nothing_and_refuse_what_one_alone_sees(tmp_path):
+    @on_ranks(2)
+    def said(rank):
+        engine = wrap(nn.Linear(3, 3))
+        none = engine.load_checkpoint(tmp_path / "none", missing_ok=True)
+        if rank == 0:
+            wrap(nn.Linear(3, 3), process_group=torch.distributed.new_group([0], use_local_synchronization=True))\
+                .save_checkpoint(tmp_path / "0")  # fmt: skip
+        torch.distributed.barrier()
+        return none, said_by(lambda: engine.load_checkpoint(tmp_path / str(rank), missing_ok=True))
+
+    assert [none for none, _ in said] == [None, None]
+    assert "no checkpoint on process 1, and not so on process 0; expected one folder" in said[1][1]
+    assert "CheckpointError" in said[0][1]
+
+
 def test_thirty_steps_in_float16_are_the_same_in_each_stage():
     @on_ranks(2)
     def found(rank):

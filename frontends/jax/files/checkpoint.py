@@ -107,6 +107,9 @@ class TreeCheckpoints:
         """Return when the last checkpoint is on the disk."""
         self._core.wait()
 
+    def has_none(self, path: str | os.PathLike[str]) -> bool:
+        return self._core.has_none(path)
+
     def load(
         self,
         path: str | os.PathLike[str],

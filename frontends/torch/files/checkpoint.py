@@ -121,6 +121,10 @@ class ModelCheckpoints:
         )
 
     @whole("load_checkpoint()")
+    def has_none(self, path: Any) -> bool:
+        self._check_closed("load_checkpoint()")
+        return self._optimizer.checkpoints.has_none(path)
+
     def load(
         self,
         path: Any,

@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -129,7 +129,6 @@ class OffloadTrainer(Trainer):
         if self._scheduler is not None and self.lr_scheduler is None:
             config = _scheduled(self._scheduler, self.args, num_training_steps)
             optimizer = self.optimizer if optimizer is None else optimizer
-            _check_rates(optimizer.param_groups, self.args)
             schedule: Any = _Schedule(optimizer, config)
             self.lr_scheduler = schedule
             self._created_lr_scheduler = True
@@ -278,10 +277,10 @@ class _Schedule(torch.optim.lr_scheduler.LRScheduler):
         super().__init__(optimizer)
 
     def get_lr(self) -> list[float | torch.Tensor]:
-        lr, betas = self._config.hyperparameters(self.last_epoch)
-        for group in self.optimizer.param_groups:
+        values = [self._config.hyperparameters(self.last_epoch, float(base)) for base in self.base_lrs]
+        for group, (_, betas) in zip(self.optimizer.param_groups, values, strict=True):
             group["betas"] = betas
-        return [lr] * len(self.optimizer.param_groups)
+        return [lr for lr, _ in values]
 
     def state_dict(self) -> dict[str, Any]:
         """Numbers alone: functions come from the configuration."""
@@ -375,16 +374,6 @@ def _scheduled(scheduler: Mapping[str, Any], args: TrainingArguments, updates: i
     rates = {"lr": args.learning_rate, "betas": [args.adam_beta1, args.adam_beta2]}
     section = {"type": scheduler["type"], "params": filled}
     return OffloadConfig.resolve({"optimizer": {"type": "AdamW", "params": rates}, "scheduler": section}, world_size=1)
-
-
-def _check_rates(groups: Sequence[Mapping[str, Any]], args: TrainingArguments) -> None:
-    """Raise :class:`ConfigError` if a group has a learning rate of its own, which a ``scheduler`` would overwrite."""
-    rates = [group.get("initial_lr", group["lr"]) for group in groups]
-    if any(rate != args.learning_rate for rate in rates):
-        raise ConfigError(
-            f"learning rates {rates} of parameter groups, and a scheduler in offload=, which sets that of all groups; "
-            "expected TrainingArguments(lr_scheduler_type=...) in place of the scheduler, or learning_rate alone"
-        )
 
 
 def _configuration(offload: ConfigLike, args: TrainingArguments, scaler: Any, model: Any) -> OffloadConfig:

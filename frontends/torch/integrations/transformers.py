@@ -18,6 +18,7 @@ from offload_core.errors import CheckpointError, ConfigError, ConfigWarning
 from offload_core.step_log import StepLog
 
 from ..optimizer import OffloadedAdamW
+from ..ranks.device import told_by_allocator
 from .accelerate import EngineOptimizer
 from .shards import FOLDER, Shards
 
@@ -174,7 +175,8 @@ class OffloadCallback(TrainerCallback):
         }
         device = offloaded.slots[0].param.device
         if device.type != "cpu":
-            added["offload_peak_device_bytes"] = torch.accelerator.max_memory_allocated(device)
+            peak = told_by_allocator(torch.accelerator.max_memory_allocated, device)
+            added |= {} if peak is None else {"offload_peak_device_bytes": peak}
         engines = isinstance(running["optimizer"], EngineOptimizer)  # its norm is Trainer's
         if report is not None and report.grad_norm is not None and not engines:
             added["offload_grad_norm"] = report.grad_norm

@@ -2,9 +2,9 @@
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -35,6 +35,20 @@ class Lane(Protocol):
 
         What was allocated inside needs no keeping: its memory is used again in the order of the copies.
         """
+
+
+Told = TypeVar("Told")
+
+
+def told_by_allocator(ask: Callable[[torch.device], Told], device: torch.device) -> Told | None:
+    """What a function of ``torch.accelerator`` says of a device's memory; None: its allocator keeps no statistics.
+
+    Torch then raises an internal error. A backend outside of torch's own need not have them.
+    """
+    try:
+        return ask(device)
+    except RuntimeError:  # an error of the device itself comes again where it is used
+        return None
 
 
 class TorchDevice(ABC):
@@ -195,9 +209,11 @@ class AcceleratorDevice(TorchDevice):
         self._leaving: deque[Event] = deque()
         """The ends of the last copies to the host, oldest first."""
 
-    def free_bytes(self) -> int:
-        kept = torch.accelerator.memory_reserved(self.device) - torch.accelerator.memory_allocated(self.device)
-        return torch.accelerator.get_memory_info(self.device)[0] + kept
+    def free_bytes(self) -> int | None:
+        reserved = told_by_allocator(torch.accelerator.memory_reserved, self.device)
+        allocated = told_by_allocator(torch.accelerator.memory_allocated, self.device)
+        info = told_by_allocator(torch.accelerator.get_memory_info, self.device)
+        return None if reserved is None or allocated is None or info is None else info[0] + reserved - allocated
 
     def mark(self) -> Event:
         return _StreamEvent(torch.accelerator.current_stream(self.device), None)

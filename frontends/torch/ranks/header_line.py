@@ -7,13 +7,14 @@ here it is two system calls of the thread that waits (on two processors 26 µs a
 import json
 import os
 import secrets
+import selectors
 import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -25,7 +26,8 @@ _RANK_BYTES = 4
 _STRANGERS = 100
 """Connections of others that may stand before those of ranks: whoever scans the machine's ports."""
 _CONNECT_SECONDS = 3.0
-"""To each of rank 0's addresses."""
+"""To each of rank 0's addresses; and for rank 0 to tell the ranks from strangers."""
+_LOOPBACK = "127.0.0.1"
 _LATER = 0.5
 """Seconds that the others wait longer than rank 0, which can say who is missing. A rank that has failed waits longer
 than this to hear what others failed in."""
@@ -54,32 +56,29 @@ class HeaderLine:
         with ExitStack() as undo:
             undo.callback(self.close)
             if world_size > 1:
+                self._machine = _machine()
+                store.set(_machine_of(rank), self._machine)
                 self.usable = self._listen(store, timeout) if rank == 0 else self._connect(store, timeout)
             if self.usable:
                 undo.pop_all()
 
     def _listen(self, store: Any, timeout: timedelta) -> bool:
         token = secrets.token_bytes(_TOKEN_BYTES)
+        others = [str(rank) for rank in range(1, self._world_size)]
+        machines = [_machine_of(rank) for rank in range(self._world_size)]
+        store.wait(machines, timeout)
+        local = len({*map(store.get, machines)}) == 1
         with ExitStack() as opened:
             server = None
             with suppress(OSError):
-                server = opened.enter_context(_server(_STRANGERS + self._world_size))
-            place = {"port": server and server.getsockname()[1], "machine": _machine(), "addresses": _addresses()}
-            store.set("place", json.dumps({**place, "token": token.hex()}))
-            others = [str(rank) for rank in range(1, self._world_size)]
+                server = opened.enter_context(_server(_STRANGERS + self._world_size, local=local))
+            place = {"port": server and server.getsockname()[1], "machine": self._machine}
+            addresses = [_LOOPBACK] if local else _addresses()
+            store.set("place", json.dumps({**place, "addresses": addresses, "token": token.hex()}))
             store.wait(others, timeout)
             found: dict[int, socket.socket] = {}
             if server is not None and all(store.get(rank) == b"reached" for rank in others):
-                server.settimeout(min(self._seconds, _CONNECT_SECONDS))
-                with suppress(OSError):
-                    while len(found) < len(others):
-                        peer, _ = server.accept()
-                        self._peers.append(peer)
-                        said = bytearray(_TOKEN_BYTES + _RANK_BYTES)
-                        with suppress(OSError):  # a rank has sent it by now; a stranger may send nothing
-                            _receive(peer, said, time.monotonic() + min(self._seconds / 10, _CONNECT_SECONDS))
-                        if secrets.compare_digest(bytes(said[:_TOKEN_BYTES]), token):
-                            found[int.from_bytes(said[_TOKEN_BYTES:], "little")] = peer
+                found = self._admitted(server, token)
             usable = sorted(found) == list(range(1, self._world_size))
             store.set("all", "reached" if usable else "not reached")
         for stranger in {*self._peers} - {*found.values()}:
@@ -87,12 +86,41 @@ class HeaderLine:
         self._peers = [found[rank] for rank in sorted(found)]
         for peer in self._peers:
             peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            peer.settimeout(self._seconds)
         return usable
+
+    def _admitted(self, server: socket.socket, token: bytes) -> dict[int, socket.socket]:
+        """The connections that say the token, by rank.
+
+        Ranks have said it by now. Strangers may say nothing, or one byte at a time: all are listened to at once, under
+        one time limit.
+        """
+        found: dict[int, socket.socket] = {}
+        deadline, n_bytes = time.monotonic() + min(self._seconds, _CONNECT_SECONDS), _TOKEN_BYTES + _RANK_BYTES
+        server.setblocking(False)  # who connected may have gone before accept()
+        with selectors.DefaultSelector() as ready:
+            ready.register(server, selectors.EVENT_READ)
+            while len(found) < self._world_size - 1 and (left := deadline - time.monotonic()) > 0:
+                for key, _ in ready.select(left):
+                    with suppress(OSError):
+                        if key.fileobj is server:
+                            self._peers.append(server.accept()[0])
+                            ready.register(self._peers[-1], selectors.EVENT_READ, bytearray())
+                            continue
+                        peer, said = cast(socket.socket, key.fileobj), key.data
+                        said += peer.recv(n_bytes - len(said)) or bytes(n_bytes)  # nothing: it was closed
+                        if len(said) >= n_bytes:
+                            ready.unregister(peer)
+                            if secrets.compare_digest(bytes(said[:_TOKEN_BYTES]), token):
+                                found[int.from_bytes(said[_TOKEN_BYTES:], "little")] = peer
+        return found
 
     def _connect(self, store: Any, timeout: timedelta) -> bool:
         store.wait(["place"], timeout)
         place = json.loads(store.get("place"))
-        addresses = ["localhost"] if place["machine"] == _machine() else place["addresses"]
+        addresses = place["addresses"]
+        if place["machine"] == self._machine and addresses != [_LOOPBACK]:
+            addresses = ["localhost"]
         for address in addresses if place["port"] else ():
             try:
                 peer = socket.create_connection((address, place["port"]), min(self._seconds, _CONNECT_SECONDS))
@@ -175,7 +203,10 @@ class HeaderLine:
             self._peers.pop().close()
 
 
-def _server(backlog: int) -> socket.socket:
+def _server(backlog: int, *, local: bool) -> socket.socket:
+    """A listener on all interfaces, or for ranks of this machine alone (``local``) on the loopback interface."""
+    if local:
+        return socket.create_server((_LOOPBACK, 0), backlog=backlog)
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", 0), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True)
     return socket.create_server(("", 0), backlog=backlog)
@@ -194,6 +225,11 @@ def _receive(peer: socket.socket, into: Any, deadline: float) -> None:
 
 def _what_happened(error: OSError, seconds: float) -> str:
     return f"did not come in {seconds:g} s" if isinstance(error, TimeoutError) else "has closed its connection"
+
+
+def _machine_of(rank: int) -> str:
+    """The store's key for :func:`_machine` of a rank."""
+    return f"machine of {rank}"
 
 
 def _machine() -> str:
