@@ -578,7 +578,9 @@ def test_staging_is_bounded_by_the_bucket_size(schedule, buckets):
     assert subject.pipeline.memory.report()["staging"] == buckets * 32 * 2
 
 
-@pytest.mark.parametrize("scaler", [None, LossScaler(8.0, window=None), LossScaler(1.0, window=10)], ids=str)
+@pytest.mark.parametrize(
+    "scaler", [None, LossScaler(8.0, window=None), LossScaler(1.0, window=10)], ids=["none", "fixed", "least"]
+)
 def test_steps_that_are_skipped_in_a_row_are_said_once_where_no_lower_loss_scale_helps(scaler, recwarn):
     subject = make(scaler=scaler, gradient_clipping=1.0)
     for i, poison in enumerate([np.nan, 1, np.inf, np.nan, np.nan, np.nan]):
