@@ -77,6 +77,9 @@ class OffloadedAdamW(torch.optim.Optimizer):
     states when they first have a gradient. Changes from outside are followed: ``p.copy_(...)`` and the like under
     ``no_grad``, ``load_state_dict``, ``p.data = ...`` and in-place writes through ``p.data``.
 
+    A new optimizer that has all parameters of an earlier idle one takes over: the earlier one is flushed and closed,
+    and the new one starts with new states. An earlier one is not idle while gradients wait for its update.
+
     ``state[p]`` holds ``step``, ``exp_avg``, ``exp_avg_sq`` and ``master`` on the host, in fp32 unless ``state_format``
     says otherwise: shaped as ``p``, or with several ranks this rank's part, one-dimensional. An fp32 parameter on the
     CPU is its own master weight, and with ``master_dtype="bfloat16"`` a bfloat16 one, too.
@@ -94,7 +97,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
         overrides: fields of ``OffloadConfig`` (``betas``, ``eps``, ``weight_decay``, ``gradient_clipping``, …).
 
     Raises:
-        ConfigError, ParameterError, StateError, HostMemoryError: before anything is changed.
+        ConfigError, ParameterError, StateError, HostMemoryError: before anything is changed. Memory is looked for when
+            an earlier optimizer has given way.
     """
 
     # Not class attributes: Lightning's wrapper is a subclass, and only asks the optimizer for what it lacks itself.
@@ -102,6 +106,10 @@ class OffloadedAdamW(torch.optim.Optimizer):
     """None until the optimizer is built, and after it is closed."""
     _model: "weakref.ref[nn.Module] | None"
     """An engine's model, which names the parameters of groups that are added; None: there is none."""
+    _ranks: frozenset[int]
+    """The ranks that partition the states; empty: this process alone."""
+    _gave_way: bool
+    """True if a later optimizer took over."""
     _states: Any
     """``state`` while there are no parts."""
     _updates: int
@@ -176,8 +184,10 @@ class OffloadedAdamW(torch.optim.Optimizer):
         self._hypers()
         params = [param for _, param, _ in trained]
         device = params[0].device
+        self._gave_way = False
+        self._ranks = frozenset(() if process_group is None else dist.get_process_group_ranks(process_group))
         check_finished()
-        check_new(named, device)
+        check_new(named, device, self)
         config = replace(self.config, op_order=self.config.op_order or "torch")
         if model is None:  # only an Engine announces its steps
             config = replace(config, update_in_backward=False)
@@ -196,7 +206,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
             check_takes_none(
                 [*(entry[:2] for entry in named), *(model.named_parameters() if model is not None else ())], config
             )
-        registration = Registration(pipeline, device, self.partitioned, casts, gradients_leave=self.early_copy)
+        registration = Registration(self, pipeline, device, self.partitioned, casts, gradients_leave=self.early_copy)
         intake = Intake(pipeline, registration, early=self.early_copy)
         if self.partitioned is not None:
             self.partitioned.runs.tell(intake.settle)
@@ -224,6 +234,11 @@ class OffloadedAdamW(torch.optim.Optimizer):
     @property
     def parts(self) -> Parts:
         """The optimizer's parts; :class:`StateError` once it is closed."""
+        if self._parts is None and self._gave_way:
+            raise StateError(
+                "this optimizer was closed, because a later one took over its parameters; expected that one to be used "
+                "(was the model wrapped twice?)"
+            )
         if self._parts is None:
             raise StateError("this optimizer was closed; expected an open one: wrap the model anew")
         return self._parts
@@ -358,6 +373,30 @@ class OffloadedAdamW(torch.optim.Optimizer):
             self._parts.pipeline.device.close()
         self.partitioned = self._parts = None
         self.state = defaultdict(dict)
+
+    # --- an optimizer that takes over ------------------------------------------------------------------
+
+    def keeps_from(self, other: "OffloadedAdamW") -> str | None:
+        """As :meth:`Owner.keeps_from`."""
+        members, parts = other.group_of(), self.parts
+        left = [slot.name for slot in self.slots if slot.param not in members]
+        if other.param_groups is self.param_groups:
+            return "of which this one is a shallow copy (copy.deepcopy() makes a twin)"
+        if left:
+            return f"which also has {', '.join(map(repr, left[:2]))}{', …' * (len(left) > 2)}, and this one does not"
+        if self.partitioned is not None:
+            return "which has it in shards (stage 3), and not all may fit whole"
+        if not self._ranks <= other._ranks:
+            return f"which partitions its states over the ranks {sorted(self._ranks)}, and this one does not"
+        running = torch._C._current_graph_task_id() != -1 or parts.intake.in_backward or self._state_lock.is_changing()
+        if running or parts.intake.fresh or parts.intake.has_deferred or parts.pipeline.holds_gradients:
+            return f"which is {'running' if running else 'not idle: gradients wait for its update'}"
+        return None
+
+    def give_way(self) -> None:
+        """As :meth:`Owner.give_way`."""
+        self.close()
+        self._gave_way = True
 
     # --- step --------------------------------------------------------------------------------------
 

@@ -15,13 +15,14 @@ from transformers import TrainerCallback, get_scheduler
 from frontends.torch import OffloadedAdamW
 from frontends.torch.integrations.transformers import FOLDER, OffloadCallback
 from offload_core.checkpoint.reader import Checkpoint, Loaded
-from offload_core.errors import CheckpointError, ConfigError, ConfigWarning
+from offload_core.errors import CheckpointError, ConfigError, ConfigWarning, StateError
 from offload_core.step_log import StepLog
 from tests.support.hugging_face import (
     ARGUMENTS,
     CLIP,
     EPOCH,
     LR,
+    OFFLOADED,
     RANKS,
     STEPS,
     TORCHS,
@@ -75,6 +76,19 @@ def test_an_optimizer_and_a_schedule_of_ones_own_mean_the_same(reference, tmp_pa
     schedule = get_scheduler("cosine", optimizer, 2, STEPS)
     trainer = trained(tmp_path, {"optimizers": (optimizer, schedule)}, model=model, save_strategy="no")
     assert_same_run(trainer, reference)
+
+
+def test_a_second_trainer_over_one_model_trains_as_with_torchs_optimizer(tmp_path):
+    """The first one is still there, and says so when it is used again."""
+    runs = []
+    for optimizer in (OFFLOADED, TORCHS):
+        model = llama()
+        first, second = (trained(tmp_path, optimizer, model=model, max_steps=2, save_strategy="no") for _ in range(2))
+        runs.append((first, second))
+    (first, second), (_, reference) = runs
+    assert_same_run(second, reference)
+    with pytest.raises(StateError, match="a later one took over its parameters"):
+        first.optimizer.step()
 
 
 @pytest.mark.parametrize("step", [2, EPOCH], ids=["in an epoch", "between epochs"])
