@@ -1,5 +1,6 @@
 """OffloadTrainer: an engine inside Hugging Face's Trainer has the bits of torch's fused AdamW, at every stage."""
 
+import gc
 import json
 import math
 import os
@@ -19,7 +20,7 @@ from frontends.torch.integrations.trainer import OffloadTrainer
 from frontends.torch.integrations.transformers import FOLDER, OffloadCallback, offloaded_adamw
 from frontends.torch.tensors import TakenGradient
 from offload_core.config.options import OffloadConfig
-from offload_core.errors import CheckpointError, ConfigError
+from offload_core.errors import CheckpointError, ConfigError, StateError
 from tests.support import simulated
 from tests.support.hugging_face import (
     CLIP,
@@ -106,6 +107,26 @@ def test_a_resumed_run_is_the_uninterrupted_one(straight, tmp_path, stage, later
     settings = {"callbacks": [Generated()], "save_strategy": "no", **FOUR, **EVALUATING}
     resumed = on_engine(tmp_path / "elsewhere", later, resume=str(folder), **settings)
     assert_same_run(resumed, expected)
+
+
+@pytest.mark.parametrize("stage", ["2", "3"])
+def test_a_second_trainer_over_one_model_trains_as_with_torchs_optimizer(stage, tmp_path):
+    """The first one was dropped, and its reference cycles are still there; in stage 2 it may also live on."""
+    settings = {"max_steps": 2, "save_strategy": "no", "max_grad_norm": 0.0}
+    theirs = llama()
+    for _ in range(2):
+        reference = trained(tmp_path, TORCHS, model=theirs, **settings)
+    ours = llama()
+    gc.disable()
+    try:
+        first = on_engine(tmp_path, stage, model=ours, **settings)
+        if stage == "3":
+            with pytest.raises(StateError, match=r"engine.close\(\) before another engine or Trainer gets the model"):
+                on_engine(tmp_path, stage, model=ours, **settings)
+            del first
+        assert_same_run(on_engine(tmp_path, stage, model=ours, **settings), reference)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("stage", ["2", "3"])

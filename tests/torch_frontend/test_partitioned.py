@@ -479,6 +479,47 @@ def test_another_engine_cannot_take_a_frozen_parameter_that_is_in_shards():
     train(wrap(second, **STAGE_3), gpt_loss, 1)
 
 
+def drop_in_a_cycle(engine):
+    """As a trainer that nobody has any more: only the collector of garbage finds it."""
+    cycle = [engine]
+    cycle.append(cycle)
+
+
+USES = {
+    "move": lambda model: model.to("cpu"),
+    "read": lambda model: model.embedding.weight.sum().item(),
+    "state_dict": lambda model: copy.deepcopy(model.state_dict()),
+    "engine": lambda model: wrap(model, **STAGE_3),
+    "optimizer": lambda model: OffloadedAdamW(model.parameters()),
+    "engine, frozen": lambda model: wrap(nn.Sequential(model.requires_grad_(False), nn.Linear(2, 2)), **STAGE_3),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_model_can_be_used_whose_engine_is_garbage(use):
+    expected = [p.detach().clone() for p in gpt().parameters()]
+    gc.disable()
+    try:
+        model = gpt()
+        drop_in_a_cycle(wrap(model, **STAGE_3))
+        new = USES[use](model)
+    finally:
+        gc.enable()
+    with gathered_parameters(model.parameters()):
+        assert [*map(torch.equal, model.parameters(), expected)] == [True] * len(expected)
+    del new
+
+
+def test_reading_what_an_engine_has_says_what_to_do():
+    model = gpt()
+    engine = wrap(model, **STAGE_3)
+    said = "an engine has its shards; expected .*gathered_parameters.* or stage=2 .*engine.close.. before another"
+    with pytest.raises(StateError, match=said):
+        model.to("cpu")
+    engine.close()
+    model.to("cpu")
+
+
 def test_a_parameter_of_another_module_is_noticed_once_and_then_known():
     engine = wrap(external(), **STAGE_3)
     touched = []

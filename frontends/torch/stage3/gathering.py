@@ -1,5 +1,6 @@
 """Partitioned parameters (stage 3) made whole by hand: ``with gathered_parameters(...)``."""
 
+import gc
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -222,10 +223,15 @@ def register_external_parameter(module: nn.Module, param: torch.Tensor) -> None:
 
 def check_unowned(model: nn.Module) -> None:
     """Raise :class:`StateError` if another engine has partitioned one of the parameters."""
-    for name, param in model.named_parameters():
-        other = _gathering_of(param)
-        if other is not None and other.knows(param):
-            raise StateError(
-                f"parameter {name!r} is there in shards of another engine; expected one owner: end that one with "
-                ".close(), or give this model a parameter of its own"
-            )
+
+    def owned() -> str | None:
+        named = ((name, param, _gathering_of(param)) for name, param in model.named_parameters())
+        return next((name for name, param, other in named if other is not None and other.knows(param)), None)
+
+    if owned() is not None:
+        gc.collect()  # a reference cycle of an old trainer may keep its engine
+    if (name := owned()) is not None:
+        raise StateError(
+            f"parameter {name!r} is there in shards of another engine; expected one owner: end that one with "
+            ".close(), or give this model a parameter of its own"
+        )

@@ -28,6 +28,7 @@ them. All other saved tensors go to the user's hooks, if there are any (``torch.
 ``torch.func`` such hooks are not allowed: the parameters then stay whole until they change.
 """
 
+import gc
 import threading
 import weakref
 from collections import Counter, OrderedDict
@@ -401,8 +402,9 @@ class ModuleRuns:
         if not self.use(record):
             raise StateError(
                 f"parameter {record.spec.name!r} of {record.module} was read outside the forward of a module; in stage "
-                "3 it is there for those only; expected `with gathered_parameters(...)` around what reads it "
-                "(state_dict() too)"
+                "3 it is there for those only, and an engine has its shards; expected `with gathered_parameters(...)` "
+                "around what reads it (state_dict() too), or stage=2 where that is code of others; and engine.close() "
+                "before another engine or Trainer gets the model"
             )
 
     def use(self, record: PartitionedParameter) -> bool:
@@ -673,13 +675,22 @@ def _backward() -> int | None:
 
 
 def _touched(runs: "weakref.ref[ModuleRuns]", param: int, name: str) -> None:
-    this = runs()
-    if this is None:
-        raise StateError(
-            f"parameter {name!r} was left in shards: its engine is gone; expected engine.close() before, which makes "
-            "parameters whole"
-        )
-    this.touch(param)
+    if (this := runs()) is not None:
+        several = this._several
+        try:
+            return this.touch(param)
+        except StateError as error:
+            refused = error.with_traceback(None)  # which would keep the engine alive
+        del this
+        gc.collect()  # a reference cycle of an old trainer may keep its engine, which else lets go of its model
+        if runs() is not None:
+            raise refused
+        if not several:
+            return None
+    raise StateError(
+        f"parameter {name!r} was left in shards: its engine is gone; expected engine.close() before, which makes "
+        "parameters whole"
+    )
 
 
 def _remove(handles: list[_Removable]) -> None:
