@@ -11,6 +11,7 @@ from typing import Any, SupportsFloat, Unpack
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from offload_core.checkpoint.checkpoints import Checkpoints
 from offload_core.config.options import FIELDS, ConfigLike, OffloadConfig, check_group_keys
@@ -39,6 +40,7 @@ from .stage3.construction import check_finished, check_takes_none
 from .stage3.hooks import leaf_modules
 from .stage3.partitioned import PartitionedModel
 from .state_io import (
+    IN_SHARDS,
     Hidden,
     TorchStates,
     check_counts,
@@ -110,6 +112,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
     """The ranks that partition the states; empty: this process alone."""
     _gave_way: bool
     """True if a later optimizer took over."""
+    _awaiting: RemovableHandle | None
+    """Refuses steps while a loaded file only says where the states are; None: no states are awaited."""
     _states: Any
     """``state`` while there are no parts."""
     _updates: int
@@ -184,7 +188,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         self._hypers()
         params = [param for _, param, _ in trained]
         device = params[0].device
-        self._gave_way = False
+        self._gave_way, self._awaiting = False, None
         self._ranks = frozenset(() if process_group is None else dist.get_process_group_ranks(process_group))
         check_finished()
         check_new(named, device, self)
@@ -278,6 +282,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
     def replaced(self, tensors: Sequence[torch.Tensor]) -> None:
         """After master weights were replaced: write them to the parameters, and discard earlier gradients."""
         parts = self.parts
+        self._await_states(None)
         parts.registration.follow_replaced(tensors)
         parts.intake.forget()
 
@@ -575,10 +580,16 @@ class OffloadedAdamW(torch.optim.Optimizer):
         The model's parameters are not changed, and may be loaded before or after this. The next step uses a master
         weight if it rounds to the parameter; otherwise, and for torch's own states, which have none, the parameter.
 
+        A dict that only says that the states are in shards (:func:`stub`) has the next step refused, unless the shards
+        are loaded before it.
+
         Raises:
             StateError, ConfigError: the states are of another model or rank, of float64 or of no floating-point type,
                 or a count or a hyperparameter is out of range; nothing has changed.
         """
+        if IN_SHARDS in state_dict:
+            self._await_states(state_dict[IN_SHARDS])
+            return
         self.flush()
         final: dict[str, Any] = {}
 
@@ -598,6 +609,26 @@ class OffloadedAdamW(torch.optim.Optimizer):
             super().load_state_dict(state_dict)
         finally:
             hook.remove()
+        self._await_states(None)
+
+    @property
+    def awaits_states(self) -> bool:
+        """True if a loaded file only said that the states are in shards, and these have not been loaded."""
+        return self._awaiting is not None
+
+    def _await_states(self, folder: str | None) -> None:
+        """Refuse steps until states are loaded, which are in this folder; None: they are loaded."""
+
+        def refuse(*_: Any) -> None:
+            raise StateError(
+                f"load_state_dict: the states are not in the file but in shards, in {folder}/ beside it, and have not "
+                "been loaded; expected what saved them: Trainer(callbacks=[OffloadCallback()]), or save_in_shards() "
+                "before Accelerate's load_state()"
+            )
+
+        if self._awaiting is not None:
+            self._awaiting.remove()
+        self._awaiting = None if folder is None else self.register_step_pre_hook(refuse)
 
     @whole("torch_state_dict()")
     def torch_state_dict(self, *, rank0_only: bool = True) -> dict[str, Any] | None:

@@ -138,6 +138,16 @@ def test_a_run_with_torchs_adamw_goes_on_with_an_engine(tmp_path, stage):
 
 
 @pytest.mark.parametrize("stage", ["2", "3"])
+def test_a_plain_trainer_goes_on_from_an_engines_checkpoint_with_the_callback(tmp_path, stage):
+    settings = {"max_grad_norm": 0.0, "save_steps": 3, "max_steps": 6}
+    expected = on_engine(tmp_path, stage, **settings)
+    resume = str(tmp_path / "checkpoint-3")
+    with pytest.raises(StateError, match=r"not in the file but in shards, in offload/ .*callbacks=\[OffloadCallback"):
+        trained(tmp_path, resume=resume, **settings)
+    assert_same_run(trained(tmp_path, callbacks=[OffloadCallback()], resume=resume, **settings), expected)
+
+
+@pytest.mark.parametrize("stage", ["2", "3"])
 def test_bf16_autocast_is_trainers_own(tmp_path, stage):
     """The last update of the epoch, the sixth, has one micro-step."""
     settings = {"bf16": True, "max_steps": 7, "save_strategy": "no", **FOUR, "gradient_accumulation_steps": 3}

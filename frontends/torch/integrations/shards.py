@@ -14,13 +14,6 @@ from ..optimizer import OffloadedAdamW
 
 FOLDER = "offload"
 """The name of the engine's folder in the library's."""
-IN_SHARDS = "in_shards"
-"""The key in a library's file of an optimizer; its value is the name of the folder that has the states."""
-
-
-def stub(folder: str = FOLDER) -> dict[str, Any]:
-    """A state dict without states, which says where they are."""
-    return {"state": {}, "param_groups": [], IN_SHARDS: folder}
 
 
 class Shards:

@@ -135,9 +135,7 @@ class OffloadCallback(TrainerCallback):
     def _resume(self, folder: Path, state: TrainerState, running: Mapping[str, Any]) -> None:
         step = state.global_step
         if not (folder / FOLDER).is_dir():
-            optimizer = running["optimizer"]
-            stub = isinstance(optimizer, EngineOptimizer) and optimizer.loaded_stub
-            if (folder / OPTIMIZER_NAME).is_file() and not stub:
+            if (folder / OPTIMIZER_NAME).is_file() and not _offloaded(running).awaits_states:
                 return  # saved without this callback; Trainer has loaded it
             raise CheckpointError(
                 f"{folder}: training resumes at step {step}, and neither {FOLDER}/ nor {OPTIMIZER_NAME} is there; "
