@@ -686,19 +686,19 @@ class OffloadedAdamW(torch.optim.Optimizer):
             super().__setstate__(rest)
             self.report = None
             self._build(None, scaler=scaler, casts=casts)
-            self._take_on_all(entries, self.param_groups)
+            self.take_on_all(entries, self.param_groups)
             self.parts.states.load(entries)
         else:
             groups = [loaded(group, self.defaults) for group in state["param_groups"]]
             for g, group in enumerate(groups):
                 hyper_of(g, group)
             entries = self._parts.states.checked(entries)
-            self._take_on_all(entries, groups)  # needs memory, and changes no states that are there
+            self.take_on_all(entries, groups)  # needs memory, and changes no states that are there
             before = partial(super().__setstate__, {**rest, "param_groups": groups})
             self.parts.states.load(entries, before, after)
         self.state.update(others)
 
-    def _take_on_all(self, params: Iterable[torch.Tensor], groups: Sequence[Mapping[str, Any]]) -> None:
+    def take_on_all(self, params: Iterable[torch.Tensor], groups: Sequence[Mapping[str, Any]]) -> None:
         """Make states for those of these parameters that have none."""
         new = {param for param in params if not self.has_states(param)}
         if new:
