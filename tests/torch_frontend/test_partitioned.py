@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from frontends.torch import OffloadedAdamW, gathered_parameters, wrap
+from frontends.torch import OffloadedAdamW, gathered_parameters, init, wrap
 from frontends.torch.pending import PendingParameter
 from frontends.torch.ranks import device_ranks
 from offload_core import ConfigError, ParameterError, StateError
@@ -510,14 +510,26 @@ def test_a_model_can_be_used_whose_engine_is_garbage(use):
     del new
 
 
-def test_reading_what_an_engine_has_says_what_to_do():
-    model = gpt()
+MOVES = {
+    "to": lambda model: model.to("cpu"),
+    "bfloat16": lambda model: model.bfloat16(),
+    "double": lambda model: model.double(),
+    "share_memory": lambda model: model.share_memory(),
+}
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_moving_or_casting_what_is_in_shards_says_what_to_do(move):
+    with init(**STAGE_3):
+        model = nn.Linear(4, 4)
+    with pytest.raises(StateError, match=r"'Linear.weight', built in shards by init\(\), was to be moved or cast .*de"):
+        MOVES[move](model)
     engine = wrap(model, **STAGE_3)
-    said = "an engine has its shards; expected .*gathered_parameters.* or stage=2 .*engine.close.. before another"
-    with pytest.raises(StateError, match=said):
-        model.to("cpu")
+    for each in (engine, model):
+        with pytest.raises(StateError, match="in shards; expected the device before .* or engine.close.. before an"):
+            MOVES[move](each)
     engine.close()
-    model.to("cpu")
+    MOVES[move](model)
 
 
 def test_a_parameter_of_another_module_is_noticed_once_and_then_known():

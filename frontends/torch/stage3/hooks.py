@@ -51,7 +51,7 @@ from offload_core.stage3.live_params import LiveParams
 from offload_core.step.pipeline import Pipeline
 from offload_core.support.threads import clear_up
 
-from ..pending import await_all, breaks_graph, forget, guard
+from ..pending import await_all, breaks_graph, forget, guard, is_moving_model
 from .parameters import PartitionedParameter, PartitionedParameters
 
 _EXTERNAL = "_offload_external_parameters"
@@ -399,13 +399,19 @@ class ModuleRuns:
     def touch(self, param: int) -> None:
         """Make a released parameter whole before it is read; raise outside a forward or backward."""
         record = self._parameters.records[param]
-        if not self.use(record):
+        if self.use(record):
+            return
+        name = f"parameter {record.spec.name!r} of {record.module}"
+        if is_moving_model():
             raise StateError(
-                f"parameter {record.spec.name!r} of {record.module} was read outside the forward of a module; in stage "
-                "3 it is there for those only, and an engine has its shards; expected `with gathered_parameters(...)` "
-                "around what reads it (state_dict() too), or stage=2 where that is code of others; and engine.close() "
-                "before another engine or Trainer gets the model"
+                f"{name} was to be moved or cast (.to(), .bfloat16()), and an engine has it in shards; expected the "
+                "device before wrap() and the element type in wrap(param_dtype=...), or engine.close() before another "
+                "engine or Trainer gets the model; in gathered_parameters() it is whole, but stays as it is"
             )
+        raise StateError(
+            f"{name} was read outside the forward of a module; in stage 3 it is there for those only; expected `with "
+            "gathered_parameters(...)` around what reads it (state_dict() too), or stage=2 where that is code of others"
+        )
 
     def use(self, record: PartitionedParameter) -> bool:
         """Have the running forward or backward keep a parameter; return False if none runs."""
