@@ -3,7 +3,7 @@
 import gc
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -120,6 +120,25 @@ class Gathering:
             for record in records:
                 record.lasts = True  # state_dict() and others may refer to it
             self._runs.let_go(records, may_stay=False)  # an unexpected change must not stay
+
+    @contextmanager
+    def gathered_when_read(self) -> Iterator[None]:
+        """A context in which a read outside forward and backward gathers its parameter, until the context ends.
+
+        All ranks must read the same ones in the same order. Changes count on one rank; with several they are an error.
+        """
+        source = 0 if self._world.world_size == 1 else None
+        with ExitStack() as gathered:
+
+            def gather(param: torch.Tensor) -> None:
+                with torch.no_grad():  # a hook on saved tensors would end in another order than those of the reader
+                    gathered.enter_context(self.gathered([param], source))
+
+            before, self._runs.gather_read = self._runs.gather_read, gather
+            try:
+                yield
+            finally:
+                self._runs.gather_read = before
 
     def _refuse_resized(self, records: Sequence[PartitionedParameter]) -> None:
         """Raise :class:`ParameterError` if a parameter is of another size or type; it has its own again."""

@@ -163,6 +163,8 @@ class ModuleRuns:
         self._leaves: weakref.WeakSet[nn.Module] = weakref.WeakSet(leaves)
         self._settle: Settle | None = None
         """Settles parameters; None on one rank."""
+        self.gather_read: Callable[[torch.Tensor], None] | None = None
+        """Makes a parameter whole that is read outside forward and backward; None: such a read is an error."""
         self._step = 0
         self._awaited: Counter[torch.Tensor] = Counter()
         """The number of leaf modules' runs whose backward is to come in this step, for each parameter."""
@@ -401,6 +403,8 @@ class ModuleRuns:
         record = self._parameters.records[param]
         if self.use(record):
             return
+        if self.gather_read is not None:
+            return self.gather_read(record.param)
         name = f"parameter {record.spec.name!r} of {record.module}"
         if is_moving_model():
             raise StateError(
