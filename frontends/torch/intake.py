@@ -215,6 +215,11 @@ class Intake:
     # --- gradients that have arrived -----------------------------------------------------------------
 
     @property
+    def in_backward(self) -> bool:
+        """True inside :meth:`scaled_backward`, in any thread."""
+        return self._scaling
+
+    @property
     def backwards(self) -> int:
         """Backwards since the last micro-step ended: as many as each parameter has had gradients, at least."""
         return min(self._arrived.values(), default=0) - self._counted

@@ -11,6 +11,7 @@ from typing import Any, SupportsFloat, Unpack
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from offload_core.checkpoint.checkpoints import Checkpoints
 from offload_core.config.deepspeed import GroupSchedule
@@ -40,6 +41,7 @@ from .stage3.construction import check_finished, check_takes_none
 from .stage3.hooks import leaf_modules
 from .stage3.partitioned import PartitionedModel
 from .state_io import (
+    IN_SHARDS,
     Hidden,
     TorchStates,
     check_counts,
@@ -78,6 +80,9 @@ class OffloadedAdamW(torch.optim.Optimizer):
     states when they first have a gradient. Changes from outside are followed: ``p.copy_(...)`` and the like under
     ``no_grad``, ``load_state_dict``, ``p.data = ...`` and in-place writes through ``p.data``.
 
+    A new optimizer that has all parameters of an earlier idle one takes over: the earlier one is flushed and closed,
+    and the new one starts with new states. An earlier one is not idle while gradients wait for its update.
+
     ``state[p]`` holds ``step``, ``exp_avg``, ``exp_avg_sq`` and ``master`` on the host, in fp32 unless ``state_format``
     says otherwise: shaped as ``p``, or with several ranks this rank's part, one-dimensional. An fp32 parameter on the
     CPU is its own master weight, and with ``master_dtype="bfloat16"`` a bfloat16 one, too.
@@ -95,7 +100,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
         overrides: fields of ``OffloadConfig`` (``betas``, ``eps``, ``weight_decay``, ``gradient_clipping``, …).
 
     Raises:
-        ConfigError, ParameterError, StateError, HostMemoryError: before anything is changed.
+        ConfigError, ParameterError, StateError, HostMemoryError: before anything is changed. Memory is looked for when
+            an earlier optimizer has given way.
     """
 
     # Not class attributes: Lightning's wrapper is a subclass, and only asks the optimizer for what it lacks itself.
@@ -103,6 +109,12 @@ class OffloadedAdamW(torch.optim.Optimizer):
     """None until the optimizer is built, and after it is closed."""
     _model: "weakref.ref[nn.Module] | None"
     """An engine's model, which names the parameters of groups that are added; None: there is none."""
+    _ranks: frozenset[int]
+    """The ranks that partition the states; empty: this process alone."""
+    _gave_way: bool
+    """True if a later optimizer took over."""
+    _awaiting: RemovableHandle | None
+    """Refuses steps while a loaded file only says where the states are; None: no states are awaited."""
     _states: Any
     """``state`` while there are no parts."""
     _updates: int
@@ -177,8 +189,10 @@ class OffloadedAdamW(torch.optim.Optimizer):
         self._hypers()
         params = [param for _, param, _ in trained]
         device = params[0].device
+        self._gave_way, self._awaiting = False, None
+        self._ranks = frozenset(() if process_group is None else dist.get_process_group_ranks(process_group))
         check_finished()
-        check_new(named, device)
+        check_new(named, device, self)
         config = replace(self.config, op_order=self.config.op_order or "torch")
         if model is None:  # only an Engine announces its steps
             config = replace(config, update_in_backward=False)
@@ -197,7 +211,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
             check_takes_none(
                 [*(entry[:2] for entry in named), *(model.named_parameters() if model is not None else ())], config
             )
-        registration = Registration(pipeline, device, self.partitioned, casts, gradients_leave=self.early_copy)
+        registration = Registration(self, pipeline, device, self.partitioned, casts, gradients_leave=self.early_copy)
         intake = Intake(pipeline, registration, early=self.early_copy)
         if self.partitioned is not None:
             self.partitioned.runs.tell(intake.settle)
@@ -225,6 +239,11 @@ class OffloadedAdamW(torch.optim.Optimizer):
     @property
     def parts(self) -> Parts:
         """The optimizer's parts; :class:`StateError` once it is closed."""
+        if self._parts is None and self._gave_way:
+            raise StateError(
+                "this optimizer was closed, because a later one took over its parameters; expected that one to be used "
+                "(was the model wrapped twice?)"
+            )
         if self._parts is None:
             raise StateError("this optimizer was closed; expected an open one: wrap the model anew")
         return self._parts
@@ -264,6 +283,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
     def replaced(self, tensors: Sequence[torch.Tensor]) -> None:
         """After master weights were replaced: write them to the parameters, and discard earlier gradients."""
         parts = self.parts
+        self._await_states(None)
         parts.registration.follow_replaced(tensors)
         parts.intake.forget()
 
@@ -365,6 +385,30 @@ class OffloadedAdamW(torch.optim.Optimizer):
             self._parts.pipeline.device.close()
         self.partitioned = self._parts = None
         self.state = defaultdict(dict)
+
+    # --- an optimizer that takes over ------------------------------------------------------------------
+
+    def keeps_from(self, other: "OffloadedAdamW") -> str | None:
+        """As :meth:`Owner.keeps_from`."""
+        members, parts = other.group_of(), self.parts
+        left = [slot.name for slot in self.slots if slot.param not in members]
+        if other.param_groups is self.param_groups:
+            return "of which this one is a shallow copy (copy.deepcopy() makes a twin)"
+        if left:
+            return f"which also has {', '.join(map(repr, left[:2]))}{', …' * (len(left) > 2)}, and this one does not"
+        if self.partitioned is not None:
+            return "which has it in shards (stage 3), and not all may fit whole"
+        if not self._ranks <= other._ranks:
+            return f"which partitions its states over the ranks {sorted(self._ranks)}, and this one does not"
+        running = torch._C._current_graph_task_id() != -1 or parts.intake.in_backward or self._state_lock.is_changing()
+        if running or parts.intake.fresh or parts.intake.has_deferred or parts.pipeline.holds_gradients:
+            return f"which is {'running' if running else 'not idle: gradients wait for its update'}"
+        return None
+
+    def give_way(self) -> None:
+        """As :meth:`Owner.give_way`."""
+        self.close()
+        self._gave_way = True
 
     # --- step --------------------------------------------------------------------------------------
 
@@ -543,10 +587,16 @@ class OffloadedAdamW(torch.optim.Optimizer):
         The model's parameters are not changed, and may be loaded before or after this. The next step uses a master
         weight if it rounds to the parameter; otherwise, and for torch's own states, which have none, the parameter.
 
+        A dict that only says that the states are in shards (:func:`stub`) has the next step refused, unless the shards
+        are loaded before it.
+
         Raises:
             StateError, ConfigError: the states are of another model or rank, of float64 or of no floating-point type,
                 or a count or a hyperparameter is out of range; nothing has changed.
         """
+        if IN_SHARDS in state_dict:
+            self._await_states(state_dict[IN_SHARDS])
+            return
         self.flush()
         final: dict[str, Any] = {}
 
@@ -566,6 +616,26 @@ class OffloadedAdamW(torch.optim.Optimizer):
             super().load_state_dict(state_dict)
         finally:
             hook.remove()
+        self._await_states(None)
+
+    @property
+    def awaits_states(self) -> bool:
+        """True if a loaded file only said that the states are in shards, and these have not been loaded."""
+        return self._awaiting is not None
+
+    def _await_states(self, folder: str | None) -> None:
+        """Refuse steps until states are loaded, which are in this folder; None: they are loaded."""
+
+        def refuse(*_: Any) -> None:
+            raise StateError(
+                f"load_state_dict: the states are not in the file but in shards, in {folder}/ beside it, and have not "
+                "been loaded; expected what saved them: Trainer(callbacks=[OffloadCallback()]), or save_in_shards() "
+                "before Accelerate's load_state()"
+            )
+
+        if self._awaiting is not None:
+            self._awaiting.remove()
+        self._awaiting = None if folder is None else self.register_step_pre_hook(refuse)
 
     @whole("torch_state_dict()")
     def torch_state_dict(self, *, rank0_only: bool = True) -> dict[str, Any] | None:
@@ -623,19 +693,19 @@ class OffloadedAdamW(torch.optim.Optimizer):
             super().__setstate__(rest)
             self.report = None
             self._build(None, scaler=scaler, casts=casts)
-            self._take_on_all(entries, self.param_groups)
+            self.take_on_all(entries, self.param_groups)
             self.parts.states.load(entries)
         else:
             groups = [loaded(group, self.defaults) for group in state["param_groups"]]
             for g, group in enumerate(groups):
                 hyper_of(g, group)
             entries = self._parts.states.checked(entries)
-            self._take_on_all(entries, groups)  # needs memory, and changes no states that are there
+            self.take_on_all(entries, groups)  # needs memory, and changes no states that are there
             before = partial(super().__setstate__, {**rest, "param_groups": groups})
             self.parts.states.load(entries, before, after)
         self.state.update(others)
 
-    def _take_on_all(self, params: Iterable[torch.Tensor], groups: Sequence[Mapping[str, Any]]) -> None:
+    def take_on_all(self, params: Iterable[torch.Tensor], groups: Sequence[Mapping[str, Any]]) -> None:
         """Make states for those of these parameters that have none."""
         new = {param for param in params if not self.has_states(param)}
         if new:

@@ -307,6 +307,16 @@ def await_values_of_garbage(param: torch.Tensor) -> None:
         forget(param)
 
 
+def is_moving_model() -> bool:
+    """Return whether a module's ``to()``, ``bfloat16()``, ``cuda()`` and the like are running in this thread."""
+    frame = sys._getframe(1)
+    while frame.f_code is not nn.Module._apply.__code__:
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+    return True
+
+
 def forget(param: torch.Tensor) -> None:
     """Record that the parameter is not pending."""
     if isinstance(param, _Pending):

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import is_
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from offload_core.layout.partition import ParamSpec
 from offload_core.memory.host_memory import available_bytes
 from offload_core.memory.plan import MemoryPlan
 from offload_core.memory.report import MemoryReport
+from offload_core.ranks.consistency import combine
 from offload_core.step.bucket_terms import GATHERED, GRADIENTS, PARAMETERS
 from offload_core.step.pipeline import Pipeline
 from offload_core.step.state_access import StateAccess
@@ -50,6 +51,16 @@ NamedParam = tuple[str, torch.Tensor, int]
 """A parameter's name, the parameter, and the number of its group."""
 
 
+class Owner(Protocol):
+    """An optimizer, as another one sees it that is given its parameters."""
+
+    def keeps_from(self, other: Any) -> str | None:
+        """The reason why it does not let another optimizer take over; None: it lets it."""
+
+    def give_way(self) -> None:
+        """Flush, close, and say why when it is used again."""
+
+
 @dataclass(eq=False)
 class Slot:
     """A parameter that has states, and its number in the pipeline and in :class:`Columns`."""
@@ -60,6 +71,7 @@ class Slot:
     taken: TakenGradient
     order: list[int] | None
     """The memory order of its states (``tensors.memory_order``)."""
+    owner: "weakref.ref[Owner]"
     partitioned: bool = False
     """True if the rank holds a shard of it; then only ``gathered_parameters`` changes it from outside."""
     data_writes: DataWrites | None = None
@@ -99,6 +111,7 @@ class Registration:
     It lives as long as the pipeline. Closing or deleting it releases the parameters for another optimizer.
 
     Args:
+        owner: the optimizer, which is not kept alive.
         device: the device of all parameters.
         partitioned: the model's partitioned parameters; None: none are.
         casts: the element types that parameters get.
@@ -107,6 +120,7 @@ class Registration:
 
     def __init__(
         self,
+        owner: Owner,
         pipeline: Pipeline,
         device: torch.device,
         partitioned: PartitionedModel | None,
@@ -123,6 +137,7 @@ class Registration:
         self._used: set[DataWrites] = set()
         """Those of parameters whose ``data`` was used."""
         self._grouping = Grouping([], [], frozenset(), [])
+        self._owner = weakref.ref(owner)
         self._pipeline = pipeline
         self._device = device
         self._partitioned = partitioned
@@ -138,7 +153,7 @@ class Registration:
 
     def check_new(self, named: Iterable[NamedParam]) -> None:
         """As the function :func:`check_new`, for parameters to be added to those of this optimizer."""
-        check_new(named, self._device, self.slots)
+        check_new(named, self._device, self._owner(), self.slots)
 
     def grouping(self, groups: Sequence[Mapping[str, Any]]) -> Grouping:
         """These groups and the parameters that have states, made anew where one of the two has changed."""
@@ -162,7 +177,8 @@ class Registration:
         return [entry for g, group in enumerate(groups) for entry in named_params(g, group) if entry[1] in new]
 
     def take_on(self, named: Sequence[NamedParam], model: nn.Module | None = None) -> list[Slot]:
-        """Allocate states for these parameters; cast them as ``casts`` says.
+        """Allocate states for these parameters; cast them as ``casts`` says. Earlier optimizers that have states of
+        them give way.
 
         Args:
             model: the plan includes the memory of its other tensors, too.
@@ -184,6 +200,7 @@ class Registration:
         trained = [(spec, p) for spec, (_, p, _) in zip(specs, named, strict=True)]
         plan = self._plan(trained, frozen, self._others(trained, frozen, _tensors_of(model)))
         device = pipeline.device
+        self._take_over(named)
         processes = min(local_processes(), device.world_size)
         plan.check(available_bytes(), device.free_bytes(), processes=processes)
         first = len(pipeline.params)
@@ -205,6 +222,7 @@ class Registration:
                 first + i,
                 TakenGradient(param, name),
                 memory_order(param),
+                self._owner,
                 partitioned=specs[i].partitioned,
                 data_writes=None
                 if specs[i].partitioned
@@ -216,6 +234,22 @@ class Registration:
             OWNED[id(param)] = slot
             new.append(slot)
         return new
+
+    def _take_over(self, named: Sequence[NamedParam]) -> None:
+        """Have earlier optimizers give way that have states of these parameters."""
+        earlier = earlier_owners(named, self._owner(), self.slots)
+        device = self._pipeline.device
+        if device.world_size > 1:
+            what = "who takes over from an earlier optimizer"
+            known = self._pipeline.run_in_order(partial(combine, device.collectives, what, same=[bool(earlier)]))
+            if not known.alike.all():
+                got = "belong to an earlier OffloadedAdamW" if earlier else "are nobody's"
+                raise StateError(
+                    f"parameters {got} on this rank, and it is otherwise on another rank; expected the same on all: "
+                    "end an earlier optimizer with .close() on all ranks"
+                )
+        for owner in earlier:
+            owner.give_way()
 
     # --- what the pipeline reads and writes ----------------------------------------------------------
 
@@ -409,34 +443,56 @@ def named_params(g: int, group: Mapping[str, Any]) -> list[NamedParam]:
 
 
 def check_new(
-    named: Iterable[NamedParam], device: torch.device, known: Collection[torch.Tensor] | Mapping[torch.Tensor, Any] = ()
+    named: Iterable[NamedParam],
+    device: torch.device,
+    taker: Owner | None,
+    known: Collection[torch.Tensor] | Mapping[torch.Tensor, Any] = (),
 ) -> None:
     """Check that an optimizer can take on these parameters.
 
     Args:
         device: the device that all of them must be on.
-        known: parameters that the optimizer already has.
+        taker: the optimizer.
+        known: parameters that it already has.
 
     Raises:
         ParameterError: a parameter cannot train, or is on another device.
-        StateError: a parameter belongs to another optimizer.
+        StateError: a parameter belongs to another optimizer, which does not give way.
     """
-    for name, param, _ in named:
-        if not param.requires_grad:
-            continue  # checked when it is unfrozen
+    trained = [entry for entry in named if entry[1].requires_grad]  # others are checked when they are unfrozen
+    for name, param, _ in trained:
         check_param(name, param)
         if param.device != device:
             raise ParameterError(
                 f"parameter {name!r} is on {param.device}, others are on {device}; expected one device a process"
             )
-        if id(param) in OWNED and param not in known:
-            gc.collect()  # a reference cycle of an old trainer may keep its optimizer alive
-        if id(param) in OWNED and param not in known:
+    earlier_owners(trained, taker, known)
+
+
+def earlier_owners(
+    named: Iterable[NamedParam], taker: Owner | None, known: Collection[torch.Tensor] | Mapping[torch.Tensor, Any]
+) -> list[Owner]:
+    """The optimizers that have states of these parameters, and let this one take over.
+
+    Raises:
+        StateError: one does not.
+    """
+    others = [(name, param) for name, param, _ in named if id(param) in OWNED and param not in known]
+    if others:
+        gc.collect()  # a reference cycle of an old trainer may keep its optimizer alive
+    found: dict[int, Owner] = {}
+    for name, param in others:
+        slot = OWNED.get(id(param))
+        owner = None if slot is None else slot.owner()
+        if owner is None or id(owner) in found:
+            continue
+        if (reason := owner.keeps_from(taker)) is not None:
             raise StateError(
-                f"parameter {name!r} already belongs to another OffloadedAdamW (was the model wrapped twice?); "
-                "expected one owner: use the first one, or end it with .close() (a Trainer's: "
-                "trainer.optimizer.optimizer.close())"
+                f"parameter {name!r} already belongs to another OffloadedAdamW, {reason}; expected one owner: use the "
+                "earlier one, or end it with .close() before this one is made"
             )
+        found[id(owner)] = owner
+    return [*found.values()]
 
 
 def let_go(slots: dict[torch.Tensor, Slot]) -> None:

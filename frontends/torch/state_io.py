@@ -23,6 +23,14 @@ from .stage3.gathering import gathered_parameters
 from .state_views import Kept, Views, plain_entries, state_views
 from .tensors import ELEMENT_TYPES, flat_like, shaped_like
 
+IN_SHARDS = "in_shards"
+"""The key in a library's file of an optimizer; its value is the name of the folder that has the states."""
+
+
+def stub(folder: str) -> dict[str, Any]:
+    """A state dict without states, which says where they are."""
+    return {"state": {}, "param_groups": [], IN_SHARDS: folder}
+
 
 class States(Kept, defaultdict):
     """States by parameter. Reading an entry waits for the last update to end.

@@ -168,6 +168,12 @@ def test_shards_are_loaded_whole_or_not_at_all(tmp_path):
         resumed.accelerator.load_state(str(tmp_path / name))
         found = [value for state in resumed.optimizer.state.values() for value in state.values()]
         assert all(same_bits(one, other) for one, other in zip(found, expected, strict=True))
+    plain = Run(ours, model=gpt2(torch.bfloat16))
+    plain.accelerator.load_state(str(tmp_path / "shards"))
+    with pytest.raises(StateError, match=r"in shards, in offload/ beside it, .* or save_in_shards\(\) before"):
+        plain.train()
+    plain.accelerator.load_state(str(tmp_path / "without"))
+    plain.train()
     shutil.rmtree(tmp_path / "shards" / FOLDER)
     with pytest.raises(CheckpointError, match=r"the states are in offload/, which is not there; expected the folder"):
         resumed.accelerator.load_state(str(tmp_path / "shards"))

@@ -10,8 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.callbacks import BaseFinetuning, EMAWeightAveraging, ModelPruning
 from lightning.pytorch.plugins.precision import DoublePrecision, MixedPrecision
+from lightning.pytorch.tuner import Tuner
 from torch.utils.data import DataLoader
 
 from frontends.torch import wrap
@@ -417,6 +418,68 @@ def test_a_model_is_fitted_again_by_another_trainer(tmp_path):
             assert same_bits(p, q), name
 
 
+class Unfreezing(BaseFinetuning):
+    """Trains a block from the second epoch on, and after a resume, which freezes it, from the fourth on."""
+
+    def freeze_before_training(self, pl_module):
+        self.freeze(pl_module.gpt.blocks[0])
+
+    def finetune_function(self, pl_module, epoch, optimizer):
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.gpt.blocks[0], optimizer, lr=1e-3)
+        elif epoch == 3:
+            self.make_trainable(pl_module.gpt.blocks[0])
+
+
+def trainable(module):
+    return [p for p in module.parameters() if p.requires_grad]
+
+
+class Constant(Model):
+    """Without a schedule: Lightning's callback adds a group that one does not know."""
+
+    def configure_optimizers(self):
+        return self.new(self)
+
+
+def test_finetuning_resumes_with_its_groups_and_states_as_with_torchs_adamw(tmp_path):
+    theirs = lambda m: torch.optim.AdamW(trainable(m), lr=LR, weight_decay=DECAY, fused=True)  # noqa: E731
+    mine = lambda m: m.trainer.strategy.wrap(trainable(m), lr=LR, weight_decay=DECAY).optimizer  # noqa: E731
+    seen = {}
+    for name, new, strategy in (("torch", theirs, lambda: "auto"), ("engine", mine, OffloadStrategy)):
+        run = lambda **more: fitted(tmp_path / name, Constant(new, dropout=0.0), strategy(), weights_only=False,  # noqa: B023, E731
+                                    callbacks=[Unfreezing()], max_epochs=5, **more)  # fmt: skip
+        straight = run(save_every=2 * BATCHES)
+        resumed = run(resume=tmp_path / name / f"step={2 * BATCHES}.ckpt")
+        assert len(resumed.fitting.optimizers[0].param_groups) == 2
+        seen[name] = straight.seen, resumed.seen
+    assert seen["engine"] == seen["torch"]
+
+
+def test_pruning_under_the_strategy_is_as_with_torchs_adamw(tmp_path):
+    def seen(new, strategy):
+        model = Model(new, dropout=0.0)
+        pruned = [(model.gpt.blocks[0].mlp_in, "weight")]
+        fitted(tmp_path, model, strategy, callbacks=[ModelPruning("l1_unstructured", pruned, amount=0.5)])
+        return model.seen, (model.gpt.blocks[0].mlp_in.weight == 0).sum()
+
+    assert seen(engines, OffloadStrategy(stage=2)) == seen(torchs, "auto")
+
+
+def test_a_learning_rate_is_found_before_the_fit_as_with_torchs_adamw(tmp_path):
+    """The tuner's own fit has an optimizer, too."""
+
+    def seen(new, strategy="auto"):
+        model, loader = Constant(new, dropout=0.0), DataLoader(TOKENS, batch_size=2)
+        with quiet():
+            trainer = trainer_of(tmp_path, strategy)
+            found = Tuner(trainer).lr_find(model, loader, num_training=5, attr_name="rate", update_attr=False)
+            trainer.fit(model, loader)
+        return model.seen, found.results["loss"]
+
+    assert seen(ours) == seen(engines, OffloadStrategy()) == seen(torchs)
+
+
 def test_a_checkpoint_of_another_strategy_goes_on_under_this_one(tmp_path):
     straight = fitted(tmp_path, Model(torchs, dropout=0.0), save_every=BATCHES)
     for stage, fields in STAGES.items():
@@ -553,6 +616,9 @@ class OwnBackward(Model):
          r"gradient_accumulation_steps=4, and the Trainer has accumulate_grad_batches=2"),
         (lambda: Model(engines), {"stag": 3}, {}, r"unknown configuration field 'stag'"),
         (lambda: Model(engines), STAGES[3], {"callbacks": [EMAWeightAveraging()]}, r"EMAWeightAveraging in stage 3"),
+        (lambda: Model(engines), STAGES[3], {"callbacks": [Unfreezing()]}, r"Unfreezing in stage 3: it reads weights"),
+        (lambda: Model(engines), STAGES[3], {"callbacks": [ModelPruning("l1_unstructured", amount=0.5)]},
+         r"ModelPruning in stage 3: it reads weights between steps, where none is whole; expected Off"),
         (lambda: Model(engines), {}, {"plugins": [DoublePrecision()]}, r"precision is DoublePrecision, expected '32-"),
     ],
 )  # fmt: skip

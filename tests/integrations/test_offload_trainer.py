@@ -1,5 +1,6 @@
 """OffloadTrainer: an engine inside Hugging Face's Trainer has the bits of torch's fused AdamW, at every stage."""
 
+import gc
 import json
 import math
 import os
@@ -19,7 +20,7 @@ from frontends.torch.integrations.trainer import OffloadTrainer
 from frontends.torch.integrations.transformers import FOLDER, OffloadCallback, offloaded_adamw
 from frontends.torch.tensors import TakenGradient
 from offload_core.config.options import OffloadConfig
-from offload_core.errors import CheckpointError, ConfigError
+from offload_core.errors import CheckpointError, ConfigError, StateError
 from tests.support import simulated
 from tests.support.hugging_face import (
     CLIP,
@@ -109,11 +110,87 @@ def test_a_resumed_run_is_the_uninterrupted_one(straight, tmp_path, stage, later
 
 
 @pytest.mark.parametrize("stage", ["2", "3"])
+def test_a_second_trainer_over_one_model_trains_as_with_torchs_optimizer(stage, tmp_path):
+    """The first one was dropped, and its reference cycles are still there; in stage 2 it may also live on."""
+    settings = {"max_steps": 2, "save_strategy": "no", "max_grad_norm": 0.0}
+    theirs = llama()
+    for _ in range(2):
+        reference = trained(tmp_path, TORCHS, model=theirs, **settings)
+    ours = llama()
+    gc.disable()
+    try:
+        first = on_engine(tmp_path, stage, model=ours, **settings)
+        if stage == "3":
+            with pytest.raises(StateError, match=r"engine.close\(\) before another engine or Trainer gets the model"):
+                on_engine(tmp_path, stage, model=ours, **settings)
+            del first
+        assert_same_run(on_engine(tmp_path, stage, model=ours, **settings), reference)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("stage", ["2", "3"])
 def test_a_run_with_torchs_adamw_goes_on_with_an_engine(tmp_path, stage):
     settings = {"max_grad_norm": 0.0, "save_steps": 3, "max_steps": 6}
     expected = trained(tmp_path, TORCHS, **settings)
     resumed = on_engine(tmp_path, stage, resume=str(tmp_path / "checkpoint-3"), **settings)
     assert_same_run(resumed, expected)
+
+
+class Syncing(TrainerCallback):
+    """Mixes the weights into a reference model, as TRL's ``sync_ref_model`` does, and may halve one of them."""
+
+    def __init__(self, writes):
+        self.reference, self._writes = llama(), writes
+
+    def on_step_end(self, args, state, control, model, **kwargs):
+        for target, param in zip(self.reference.parameters(), model.parameters(), strict=True):
+            target.data.mul_(0.5).add_(param.data, alpha=0.5)
+        if self._writes:
+            model.model.norm.weight.data.mul_(0.5)
+            with torch.no_grad():
+                model.lm_head.weight.mul_(0.9)
+
+
+@pytest.mark.parametrize("writes", [False, True])
+@pytest.mark.parametrize("stage", ["2", "3"])
+def test_callbacks_may_read_and_write_weights_between_steps(tmp_path, stage, writes):
+    settings = {"max_steps": 4, "max_grad_norm": 0.0, "save_strategy": "no"}
+    theirs, ours = Syncing(writes), Syncing(writes)
+    expected = trained(tmp_path, TORCHS, callbacks=[theirs], **settings)
+    found = on_engine(tmp_path, stage, callbacks=[ours], **settings)
+    assert_same_run(found, expected)
+    assert bits(ours.reference) == bits(theirs.reference)
+    if stage == "3":
+        assert found.engine.optimizer.partitioned.live.numel == 0
+        with pytest.raises(StateError, match=r"read outside the forward .* or stage=2 where that is code of others"):
+            ours.on_step_end(None, None, None, found.model)
+
+
+def test_callbacks_on_two_ranks_may_read_weights_in_stage_3_and_are_told_when_they_write(tmp_path):
+    @on_ranks(2)
+    def found(rank):
+        settings = {"max_steps": 2, "save_strategy": "no", **RANKS}
+        seen = []
+        for stage in ("2", "3"):
+            syncing = Syncing(False)
+            on_engine(tmp_path, stage, callbacks=[syncing], **settings)
+            seen.append(bits(syncing.reference))
+        with pytest.raises(StateError, match="'model.norm.weight' was changed inside|'lm_head.weight' was changed ins"):
+            on_engine(tmp_path, "3", callbacks=[Syncing(True)], **settings)
+        return seen
+
+    assert len({bits for seen in found for bits in seen}) == 1
+
+
+@pytest.mark.parametrize("stage", ["2", "3"])
+def test_a_plain_trainer_goes_on_from_an_engines_checkpoint_with_the_callback(tmp_path, stage):
+    settings = {"max_grad_norm": 0.0, "save_steps": 3, "max_steps": 6}
+    expected = on_engine(tmp_path, stage, **settings)
+    resume = str(tmp_path / "checkpoint-3")
+    with pytest.raises(StateError, match=r"not in the file but in shards, in offload/ .*callbacks=\[OffloadCallback"):
+        trained(tmp_path, resume=resume, **settings)
+    assert_same_run(trained(tmp_path, callbacks=[OffloadCallback()], resume=resume, **settings), expected)
 
 
 @pytest.mark.parametrize("stage", ["2", "3"])

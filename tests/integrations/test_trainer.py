@@ -5,23 +5,27 @@ import shutil
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from transformers import TrainerCallback, get_scheduler
+from transformers import Trainer, TrainerCallback, get_scheduler
+from transformers.trainer_utils import HPSearchBackend
 
 from frontends.torch import OffloadedAdamW
+from frontends.torch.integrations.trainer import OffloadTrainer
 from frontends.torch.integrations.transformers import FOLDER, OffloadCallback
 from offload_core.checkpoint.reader import Checkpoint, Loaded
-from offload_core.errors import CheckpointError, ConfigError, ConfigWarning
+from offload_core.errors import CheckpointError, ConfigError, ConfigWarning, StateError
 from offload_core.step_log import StepLog
 from tests.support.hugging_face import (
     ARGUMENTS,
     CLIP,
     EPOCH,
     LR,
+    OFFLOADED,
     RANKS,
     STEPS,
     TORCHS,
@@ -77,6 +81,19 @@ def test_an_optimizer_and_a_schedule_of_ones_own_mean_the_same(reference, tmp_pa
     assert_same_run(trainer, reference)
 
 
+def test_a_second_trainer_over_one_model_trains_as_with_torchs_optimizer(tmp_path):
+    """The first one is still there, and says so when it is used again."""
+    runs = []
+    for optimizer in (OFFLOADED, TORCHS):
+        model = llama()
+        first, second = (trained(tmp_path, optimizer, model=model, max_steps=2, save_strategy="no") for _ in range(2))
+        runs.append((first, second))
+    (first, second), (_, reference) = runs
+    assert_same_run(second, reference)
+    with pytest.raises(StateError, match="a later one took over its parameters"):
+        first.optimizer.step()
+
+
 @pytest.mark.parametrize("step", [2, EPOCH], ids=["in an epoch", "between epochs"])
 @pytest.mark.parametrize("way", ["Trainer's file", "both", "shards"])
 def test_a_resumed_run_is_the_uninterrupted_one(straight, tmp_path, way, step):
@@ -123,6 +140,45 @@ def test_the_learning_rate_betas_and_eps_of_the_arguments_hold(tmp_path):
     ours = trained(tmp_path, ARGUMENTS, callbacks=[OffloadCallback()], **settings)
     assert_same_run(ours, trained(tmp_path, {}, optim="adamw_torch_fused", **settings))
     assert logged(ours, "learning_rate")[-1] == [3e-3]
+
+
+TRIALS = [{"learning_rate": 0.1}, {"learning_rate": 1e-3, "adam_beta1": 0.5}, {"adam_epsilon": 1e-2}]
+
+
+@pytest.mark.parametrize("kind", [Trainer, OffloadTrainer])
+def test_each_trial_of_a_search_trains_with_its_own_settings(kind, tmp_path, monkeypatch):
+    """As a backend of ``hyperparameter_search`` gives them to a Trainer; the callback warns of nothing."""
+    monkeypatch.setattr("transformers.integrations.hp_params", lambda trial: trial.params)  # no backend is there
+    ours = ARGUMENTS if kind is Trainer else {"offload": {"stage": 2}}
+    found = []
+    for optimizer, given in ((ours, {"kind": kind}), ({}, {"optim": "adamw_torch_fused"})):
+        settings = {"max_steps": 2, "max_grad_norm": 0.0, "save_strategy": "no", "warmup_steps": 0, **given}
+        callbacks = [OffloadCallback()] if optimizer else []
+        trainer = trainer_of(tmp_path, optimizer, callbacks=callbacks, model_init=lambda: llama(), **settings)
+        trainer.hp_search_backend, trainer.hp_space = HPSearchBackend.OPTUNA, lambda trial: trial.params
+        trials = [SimpleNamespace(number=number, params=params) for number, params in enumerate(TRIALS)]
+        found.append([(trainer.train(trial=trial).training_loss, bits(trainer.model)) for trial in trials])
+    assert found[0] == found[1]
+    assert len({*found[0]}) == len(TRIALS)
+
+
+class OneCycle(Trainer):
+    def create_scheduler(self, num_training_steps, optimizer=None):
+        self.lr_scheduler = torch.optim.lr_scheduler.OneCycleLR(
+            self.optimizer, max_lr=self.args.learning_rate, total_steps=num_training_steps
+        )
+        return self.lr_scheduler
+
+
+class OneCycleOnEngine(OneCycle, OffloadTrainer):
+    pass
+
+
+@pytest.mark.parametrize("kind", [OneCycle, OneCycleOnEngine])
+def test_a_schedule_that_sets_rates_itself_is_not_warned_of(kind, tmp_path):
+    optimizer = ARGUMENTS if kind is OneCycle else {"offload": {"stage": 2}}
+    trained(tmp_path, optimizer, kind=kind, callbacks=[OffloadCallback()], max_steps=2, save_strategy="no",
+            learning_rate=3e-3)  # fmt: skip
 
 
 def with_rate(**lr):

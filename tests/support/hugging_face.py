@@ -107,7 +107,9 @@ def told(trainer, generated=None):
     return bits(SimpleNamespace(parameters=lambda: masters)), losses, tokens
 
 
-def trainer_of(folder, optimizer=OFFLOADED, *, kind=Trainer, model=None, callbacks=(), evaluated=None, **settings):
+def trainer_of(
+    folder, optimizer=OFFLOADED, *, kind=Trainer, model=None, model_init=None, callbacks=(), evaluated=None, **settings
+):
     """A Trainer that accumulates, clips, decays, warms up, and saves in the middle and at the end of an epoch.
 
     ``optimizer``: Trainer's arguments for it, or a function of the TrainingArguments that returns these.
@@ -118,9 +120,9 @@ def trainer_of(folder, optimizer=OFFLOADED, *, kind=Trainer, model=None, callbac
         "use_cpu": True, "report_to": "none", "disable_tqdm": True, "dataloader_pin_memory": False,
     } | settings  # fmt: skip
     arguments = TrainingArguments(output_dir=str(folder), **settings)
-    model = llama() if model is None else model
+    model = llama() if model is None and model_init is None else model
     optimizer = optimizer(arguments) if callable(optimizer) else optimizer
-    data = {"train_dataset": DATA, "eval_dataset": evaluated}
+    data = {"train_dataset": DATA, "eval_dataset": evaluated, "model_init": model_init}
     return kind(model, arguments, **data, callbacks=list(callbacks), **optimizer)
 
 

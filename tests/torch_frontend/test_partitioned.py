@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from frontends.torch import OffloadedAdamW, gathered_parameters, wrap
+from frontends.torch import OffloadedAdamW, gathered_parameters, init, wrap
 from frontends.torch.pending import PendingParameter
 from frontends.torch.ranks import device_ranks
 from offload_core import ConfigError, ParameterError, StateError
@@ -477,6 +477,59 @@ def test_another_engine_cannot_take_a_frozen_parameter_that_is_in_shards():
     values(engine)
     engine.close()
     train(wrap(second, **STAGE_3), gpt_loss, 1)
+
+
+def drop_in_a_cycle(engine):
+    """As a trainer that nobody has any more: only the collector of garbage finds it."""
+    cycle = [engine]
+    cycle.append(cycle)
+
+
+USES = {
+    "move": lambda model: model.to("cpu"),
+    "read": lambda model: model.embedding.weight.sum().item(),
+    "state_dict": lambda model: copy.deepcopy(model.state_dict()),
+    "engine": lambda model: wrap(model, **STAGE_3),
+    "optimizer": lambda model: OffloadedAdamW(model.parameters()),
+    "engine, frozen": lambda model: wrap(nn.Sequential(model.requires_grad_(False), nn.Linear(2, 2)), **STAGE_3),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_model_can_be_used_whose_engine_is_garbage(use):
+    expected = [p.detach().clone() for p in gpt().parameters()]
+    gc.disable()
+    try:
+        model = gpt()
+        drop_in_a_cycle(wrap(model, **STAGE_3))
+        new = USES[use](model)
+    finally:
+        gc.enable()
+    with gathered_parameters(model.parameters()):
+        assert [*map(torch.equal, model.parameters(), expected)] == [True] * len(expected)
+    del new
+
+
+MOVES = {
+    "to": lambda model: model.to("cpu"),
+    "bfloat16": lambda model: model.bfloat16(),
+    "double": lambda model: model.double(),
+    "share_memory": lambda model: model.share_memory(),
+}
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_moving_or_casting_what_is_in_shards_says_what_to_do(move):
+    with init(**STAGE_3):
+        model = nn.Linear(4, 4)
+    with pytest.raises(StateError, match=r"'Linear.weight', built in shards by init\(\), was to be moved or cast .*de"):
+        MOVES[move](model)
+    engine = wrap(model, **STAGE_3)
+    for each in (engine, model):
+        with pytest.raises(StateError, match="in shards; expected the device before .* or engine.close.. before an"):
+            MOVES[move](each)
+    engine.close()
+    MOVES[move](model)
 
 
 def test_a_parameter_of_another_module_is_noticed_once_and_then_known():

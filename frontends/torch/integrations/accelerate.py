@@ -1,6 +1,5 @@
 """Hugging Face's Accelerate: states in shards, which each rank saves and loads itself; an engine's optimizer."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,8 @@ from offload_core.errors import CheckpointError, ConfigError
 from ..engine import Engine
 from ..files.checkpoint import ModelCheckpoints
 from ..optimizer import OffloadedAdamW
-from .shards import FOLDER, IN_SHARDS, stub
+from ..state_io import IN_SHARDS, stub
+from .shards import FOLDER
 
 
 def save_in_shards(accelerator: Accelerator, model: nn.Module, optimizer: Any, *, folder: str = FOLDER) -> None:
@@ -88,8 +88,6 @@ class EngineOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         self._engine = engine
         self.norm: torch.Tensor | None = None
         """The gradients' norm, which the next step sets."""
-        self.loaded_stub = False
-        """True if a file was loaded that says that the states are in shards."""
         self._is_accelerate_prepared = True  # Accelerate's own mark: it wraps an optimizer once
 
     def step(self, closure: Any = None) -> None:
@@ -107,9 +105,4 @@ class EngineOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         return report is not None and not report.updated
 
     def state_dict(self) -> dict[str, Any]:
-        return stub()
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        self.loaded_stub = IN_SHARDS in state_dict
-        if not self.loaded_stub:  # of a run with torch's AdamW
-            super().load_state_dict(state_dict)
+        return stub(FOLDER)

@@ -10,7 +10,7 @@ from typing import Any, Unpack
 import torch
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -33,6 +33,8 @@ from .shards import FOLDER, Shards
 
 TRAINER = "trainer.ckpt"
 """The file that Lightning itself saves, beside the shards in a checkpoint's folder."""
+_READ_WEIGHTS = (BaseFinetuning, ModelPruning, StochasticWeightAveraging, WeightAveraging)
+"""Callbacks of Lightning that look at parameters between steps."""
 
 
 class OffloadStrategy(DDPStrategy):
@@ -107,10 +109,10 @@ class OffloadStrategy(DDPStrategy):
         config = self._resolved(**overrides)
         callbacks: list[Any] = getattr(trainer, "callbacks", []) if config.stage == 3 else []
         for callback in callbacks:
-            if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
+            if isinstance(callback, _READ_WEIGHTS):
                 raise ConfigError(
-                    f"{type(callback).__name__} in stage 3, where no parameter is whole after a step; expected "
-                    "OffloadStrategy(stage=2)"
+                    f"{type(callback).__name__} in stage 3: it reads weights between steps, where none is whole; "
+                    "expected OffloadStrategy(stage=2)"
                 )
         accumulate, clip = trainer.accumulate_grad_batches, trainer.gradient_clip_val
         if config.gradient_accumulation_steps not in (1, accumulate):
@@ -293,8 +295,21 @@ class OffloadStrategy(DDPStrategy):
         if self.engine is None:
             load_weights(self._module, shards)
         else:
+            self._restore_groups(checkpoint)
             self._shards.load(shards, self._module, self.engine.optimizer)
         return checkpoint
+
+    def _restore_groups(self, checkpoint: dict[str, Any]) -> None:
+        """Give the optimizer the groups that finetuning callbacks had made, before their states are loaded.
+
+        Lightning would do this later, for the strategy restores a checkpoint after it has set up the engine.
+        """
+        trainer, saved = self._module.trainer, checkpoint.get("callbacks", {})
+        callbacks: list[Any] = getattr(trainer, "callbacks", [])
+        for callback in callbacks:
+            if isinstance(callback, BaseFinetuning) and callback.state_key in saved:
+                callback.load_state_dict(saved.pop(callback.state_key))
+                callback.on_fit_start(trainer, self._module)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         if checkpoint.get("state_dict") or not self._from_shards:

@@ -6,21 +6,16 @@ from typing import Any
 
 from torch import nn
 
+from offload_core.checkpoint.reader import Checkpoint, Loaded
 from offload_core.errors import CheckpointError
 from offload_core.support.checks import shown
 
-from ..files.checkpoint import ModelCheckpoints, random_states, set_random_states
+from ..files.checkpoint import TENSORS, ModelCheckpoints, random_states, set_random_states
+from ..files.export import uncompiled
 from ..optimizer import OffloadedAdamW
 
 FOLDER = "offload"
 """The name of the engine's folder in the library's."""
-IN_SHARDS = "in_shards"
-"""The key in a library's file of an optimizer; its value is the name of the folder that has the states."""
-
-
-def stub(folder: str = FOLDER) -> dict[str, Any]:
-    """A state dict without states, which says where they are."""
-    return {"state": {}, "param_groups": [], IN_SHARDS: folder}
 
 
 class Shards:
@@ -59,7 +54,8 @@ class Shards:
         stateful: Mapping[str, Any] | None = None,
         accept: Callable[[int], None] = lambda step: None,
     ) -> None:
-        """Load ``folder/offload``, or the one checkpoint in it.
+        """Load ``folder/offload``, or the one checkpoint in it. Parameters of the optimizer that were trained and are
+        frozen now get their states, too: a library's callback may unfreeze them again.
 
         Args:
             accept: is given the library's step, and may raise :class:`CheckpointError` before anything changes.
@@ -74,6 +70,10 @@ class Shards:
                 )
             accept(step)
 
+        with optimizer.checkpoints.together("load"):
+            named = {uncompiled(name): param for name, param in model.named_parameters()}
+            saved, members = Loaded(Checkpoint(path), None, [TENSORS]).parameters, optimizer.group_of()
+            optimizer.take_on_all([named[name] for name in saved if named.get(name) in members], optimizer.param_groups)
         checkpoints = ModelCheckpoints(model, optimizer)
         checkpoints.load(path, stateful=stateful, names=None, random_state=True, accept_extras=accept_extras)
         self._random = random_states()

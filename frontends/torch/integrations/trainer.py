@@ -4,7 +4,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from accelerate.utils import is_peft_model
 from safetensors import safe_open
 from torch import nn
 from transformers import Trainer, TrainingArguments
+from transformers.trainer_callback import CallbackHandler
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from offload_core.config import deepspeed
@@ -46,6 +47,8 @@ _OF_SCHEDULE = {
     "total_num_steps": "max_steps or num_train_epochs",
 }
 """Arguments of DeepSpeed's schedules that Trainer's arguments give, and the names of these."""
+_OF_CHECKPOINTS = ("on_train_begin", "on_save")
+"""Events in which ``OffloadCallback`` loads or saves."""
 _MANY_UPDATES = 2**31
 """Of a run whose length is not known."""
 
@@ -90,8 +93,16 @@ class OffloadTrainer(Trainer):
         self._callback = found[0] if found else OffloadCallback()
         if not found:
             self.add_callback(self._callback)
+        vars(self.callback_handler).update(call_event=self._call_event)
         if self.model_init is None:
             self.create_optimizer()
+
+    def _call_event(self, event: str, *args: Any, **kwargs: Any) -> Any:
+        """Call the callbacks. In stage 3 they may read weights: those that they read are gathered until they return."""
+        parted = None if self.engine is None else self.engine.optimizer.partitioned
+        reads = nullcontext() if parted is None or event in _OF_CHECKPOINTS else parted.gathered_when_read()
+        with reads:
+            return CallbackHandler.call_event(self.callback_handler, event, *args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()

@@ -3,7 +3,7 @@
 import json
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,22 +23,45 @@ from .accelerate import EngineOptimizer
 from .shards import FOLDER, Shards
 
 
-def offloaded_adamw(args: TrainingArguments, **overrides: Any) -> tuple[type[OffloadedAdamW], dict[str, Any]]:
+def offloaded_adamw(args: TrainingArguments, **overrides: Any) -> tuple[type[OffloadedAdamW], Mapping[str, Any]]:
     """``OffloadedAdamW`` with the values of the arguments: ``Trainer(optimizer_cls_and_kwargs=offloaded_adamw(args))``.
 
     These are ``learning_rate``, ``adam_beta1``, ``adam_beta2`` and ``adam_epsilon``, which Trainer passes on to its own
-    optimizers only; it sets ``weight_decay`` itself. With several processes the states are partitioned over all.
+    optimizers only; it sets ``weight_decay`` itself. They are read when Trainer makes the optimizer, so that each trial
+    of ``hyperparameter_search`` has its own. With several processes the states are partitioned over all.
 
     Args:
+        args: the arguments that the Trainer has.
         overrides: further arguments of ``OffloadedAdamW``, or other values of these.
     """
-    settings = {
-        "lr": args.learning_rate,
-        "betas": (args.adam_beta1, args.adam_beta2),
-        "eps": args.adam_epsilon,
-        "process_group": dist.group.WORLD if args.world_size > 1 else None,
-    }
-    return OffloadedAdamW, {**settings, **overrides}
+    return OffloadedAdamW, _Settings(args, overrides)
+
+
+class _Settings(Mapping[str, Any]):
+    """Keyword arguments of an optimizer, with the values that the arguments have when they are read."""
+
+    def __init__(self, args: TrainingArguments, overrides: dict[str, Any]) -> None:
+        self._args = args
+        self._overrides = overrides
+
+    def _now(self) -> dict[str, Any]:
+        args = self._args
+        settings = {
+            "lr": args.learning_rate,
+            "betas": (args.adam_beta1, args.adam_beta2),
+            "eps": args.adam_epsilon,
+            "process_group": dist.group.WORLD if args.world_size > 1 else None,
+        }
+        return settings | self._overrides
+
+    def __getitem__(self, name: str) -> Any:
+        return self._now()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._now())
+
+    def __len__(self) -> int:
+        return len(self._now())
 
 
 class OffloadCallback(TrainerCallback):
@@ -65,8 +88,8 @@ class OffloadCallback(TrainerCallback):
 
     Raises:
         ConfigError: when training begins, with another optimizer or without a required setting.
-        ConfigWarning: when training begins, if the optimizer's learning rate is not that of the arguments, and seems
-            not to be meant: it is the default, or the arguments' is not.
+        ConfigWarning: when training begins, if the optimizer was made with another learning rate than that of the
+            arguments, and this seems not to be meant: it is the default, or the arguments' is not.
         CheckpointError: when training begins, if ``resume_from`` has no states or those of another step; when saving
             fails.
     """
@@ -88,8 +111,9 @@ class OffloadCallback(TrainerCallback):
                 "Trainer(optimizer_cls_and_kwargs=offloaded_adamw(args)), or OffloadedAdamW(..., "
                 "process_group=torch.distributed.group.WORLD)"
             )
-        _check_rate(args, _offloaded(kwargs))
         whole = not isinstance(kwargs["optimizer"], EngineOptimizer)
+        if whole:  # an engine's rate comes from the arguments
+            _check_rate(args, _offloaded(kwargs))
         if whole and world_size > 1 and args.save_strategy != "no" and not args.save_only_model:
             raise ConfigError(
                 f"save_only_model=False on {world_size} ranks: Trainer would write the states of rank 0 only; expected "
@@ -112,9 +136,7 @@ class OffloadCallback(TrainerCallback):
     def _resume(self, folder: Path, state: TrainerState, running: Mapping[str, Any]) -> None:
         step = state.global_step
         if not (folder / FOLDER).is_dir():
-            optimizer = running["optimizer"]
-            stub = isinstance(optimizer, EngineOptimizer) and optimizer.loaded_stub
-            if (folder / OPTIMIZER_NAME).is_file() and not stub:
+            if (folder / OPTIMIZER_NAME).is_file() and not _offloaded(running).awaits_states:
                 return  # saved without this callback; Trainer has loaded it
             raise CheckpointError(
                 f"{folder}: training resumes at step {step}, and neither {FOLDER}/ nor {OPTIMIZER_NAME} is there; "
@@ -189,14 +211,19 @@ class OffloadCallback(TrainerCallback):
 
 
 def _check_rate(args: TrainingArguments, optimizer: OffloadedAdamW) -> None:
-    """Warn if the learning rate is not that of the arguments, and one of them seems to have been forgotten."""
+    """Warn if the learning rate is not that of the arguments, and one of them seems to have been forgotten.
+
+    A group that has another rate than the optimizer was made with was given its own, or a schedule has set it.
+    """
+    made_with = float(optimizer.defaults["lr"])
     rates = {float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups}
-    forgotten = OffloadConfig.lr in rates or args.learning_rate != TrainingArguments.learning_rate
-    if args.learning_rate not in rates and forgotten:
+    forgotten = made_with == OffloadConfig.lr or args.learning_rate != TrainingArguments.learning_rate
+    if made_with in rates and args.learning_rate not in rates and forgotten:
         warnings.warn(
             f"the optimizer's learning rate is {', '.join(map(str, sorted(rates)))}, and "
             f"TrainingArguments(learning_rate={args.learning_rate}) has no effect: Trainer does not pass it on; "
-            "expected Trainer(optimizer_cls_and_kwargs=offloaded_adamw(args)), or the same value in both",
+            "expected Trainer(optimizer_cls_and_kwargs=offloaded_adamw(args)) of the Trainer's own args, or the same "
+            "value in both",
             ConfigWarning,
             stacklevel=2,
         )

@@ -33,7 +33,7 @@ from offload_core.memory.host_memory import HostMemory, give_back_freed
 from offload_core.memory.plan import PARAMETER_SHARDS
 from offload_core.ranks.consistency import combine, fingerprint
 
-from ..pending import METADATA, forget, forget_at_end, make_pending
+from ..pending import METADATA, forget, forget_at_end, is_moving_model, make_pending
 from ..ranks.collectives import default_group
 from ..ranks.device import as_torch
 from ..ranks.device_ranks import device_for
@@ -244,6 +244,12 @@ def _read(reference: "weakref.ref[torch.Tensor]") -> None:
     param, active = reference(), _active()
     assert param is not None
     shards = _SHARDS[param]
+    if active is None and is_moving_model():
+        raise StateError(
+            f"parameter {shards.spec.name!r}, built in shards by init(), was to be moved or cast (.to(), .bfloat16()); "
+            "expected the device where it is built (`with torch.device(...), init(...):`), and the element type in "
+            "wrap(model, stage=3, param_dtype=...)"
+        )
     if active is None:
         raise StateError(
             f"parameter {shards.spec.name!r}, built in shards by init(), was read; expected wrap(model, stage=3, ...) "

@@ -1,8 +1,9 @@
 """Partitioned parameters (stage 3) made whole by hand: ``with gathered_parameters(...)``."""
 
+import gc
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -120,6 +121,25 @@ class Gathering:
                 record.lasts = True  # state_dict() and others may refer to it
             self._runs.let_go(records, may_stay=False)  # an unexpected change must not stay
 
+    @contextmanager
+    def gathered_when_read(self) -> Iterator[None]:
+        """A context in which a read outside forward and backward gathers its parameter, until the context ends.
+
+        All ranks must read the same ones in the same order. Changes count on one rank; with several they are an error.
+        """
+        source = 0 if self._world.world_size == 1 else None
+        with ExitStack() as gathered:
+
+            def gather(param: torch.Tensor) -> None:
+                with torch.no_grad():  # a hook on saved tensors would end in another order than those of the reader
+                    gathered.enter_context(self.gathered([param], source))
+
+            before, self._runs.gather_read = self._runs.gather_read, gather
+            try:
+                yield
+            finally:
+                self._runs.gather_read = before
+
     def _refuse_resized(self, records: Sequence[PartitionedParameter]) -> None:
         """Raise :class:`ParameterError` if a parameter is of another size or type; it has its own again."""
         resized = [record for record in records if not record.values.fixed and not record.fits]
@@ -222,10 +242,15 @@ def register_external_parameter(module: nn.Module, param: torch.Tensor) -> None:
 
 def check_unowned(model: nn.Module) -> None:
     """Raise :class:`StateError` if another engine has partitioned one of the parameters."""
-    for name, param in model.named_parameters():
-        other = _gathering_of(param)
-        if other is not None and other.knows(param):
-            raise StateError(
-                f"parameter {name!r} is there in shards of another engine; expected one owner: end that one with "
-                ".close(), or give this model a parameter of its own"
-            )
+
+    def owned() -> str | None:
+        named = ((name, param, _gathering_of(param)) for name, param in model.named_parameters())
+        return next((name for name, param, other in named if other is not None and other.knows(param)), None)
+
+    if owned() is not None:
+        gc.collect()  # a reference cycle of an old trainer may keep its engine
+    if (name := owned()) is not None:
+        raise StateError(
+            f"parameter {name!r} is there in shards of another engine; expected one owner: end that one with "
+            ".close(), or give this model a parameter of its own"
+        )

@@ -28,6 +28,7 @@ them. All other saved tensors go to the user's hooks, if there are any (``torch.
 ``torch.func`` such hooks are not allowed: the parameters then stay whole until they change.
 """
 
+import gc
 import threading
 import weakref
 from collections import Counter, OrderedDict
@@ -50,7 +51,7 @@ from offload_core.stage3.live_params import LiveParams
 from offload_core.step.pipeline import Pipeline
 from offload_core.support.threads import clear_up
 
-from ..pending import await_all, breaks_graph, forget, guard
+from ..pending import await_all, breaks_graph, forget, guard, is_moving_model
 from .parameters import PartitionedParameter, PartitionedParameters
 
 _EXTERNAL = "_offload_external_parameters"
@@ -162,6 +163,8 @@ class ModuleRuns:
         self._leaves: weakref.WeakSet[nn.Module] = weakref.WeakSet(leaves)
         self._settle: Settle | None = None
         """Settles parameters; None on one rank."""
+        self.gather_read: Callable[[torch.Tensor], None] | None = None
+        """Makes a parameter whole that is read outside forward and backward; None: such a read is an error."""
         self._step = 0
         self._awaited: Counter[torch.Tensor] = Counter()
         """The number of leaf modules' runs whose backward is to come in this step, for each parameter."""
@@ -398,12 +401,21 @@ class ModuleRuns:
     def touch(self, param: int) -> None:
         """Make a released parameter whole before it is read; raise outside a forward or backward."""
         record = self._parameters.records[param]
-        if not self.use(record):
+        if self.use(record):
+            return
+        if self.gather_read is not None:
+            return self.gather_read(record.param)
+        name = f"parameter {record.spec.name!r} of {record.module}"
+        if is_moving_model():
             raise StateError(
-                f"parameter {record.spec.name!r} of {record.module} was read outside the forward of a module; in stage "
-                "3 it is there for those only; expected `with gathered_parameters(...)` around what reads it "
-                "(state_dict() too)"
+                f"{name} was to be moved or cast (.to(), .bfloat16()), and an engine has it in shards; expected the "
+                "device before wrap() and the element type in wrap(param_dtype=...), or engine.close() before another "
+                "engine or Trainer gets the model; in gathered_parameters() it is whole, but stays as it is"
             )
+        raise StateError(
+            f"{name} was read outside the forward of a module; in stage 3 it is there for those only; expected `with "
+            "gathered_parameters(...)` around what reads it (state_dict() too), or stage=2 where that is code of others"
+        )
 
     def use(self, record: PartitionedParameter) -> bool:
         """Have the running forward or backward keep a parameter; return False if none runs."""
@@ -673,13 +685,22 @@ def _backward() -> int | None:
 
 
 def _touched(runs: "weakref.ref[ModuleRuns]", param: int, name: str) -> None:
-    this = runs()
-    if this is None:
-        raise StateError(
-            f"parameter {name!r} was left in shards: its engine is gone; expected engine.close() before, which makes "
-            "parameters whole"
-        )
-    this.touch(param)
+    if (this := runs()) is not None:
+        several = this._several
+        try:
+            return this.touch(param)
+        except StateError as error:
+            refused = error.with_traceback(None)  # which would keep the engine alive
+        del this
+        gc.collect()  # a reference cycle of an old trainer may keep its engine, which else lets go of its model
+        if runs() is not None:
+            raise refused
+        if not several:
+            return None
+    raise StateError(
+        f"parameter {name!r} was left in shards: its engine is gone; expected engine.close() before, which makes "
+        "parameters whole"
+    )
 
 
 def _remove(handles: list[_Removable]) -> None:

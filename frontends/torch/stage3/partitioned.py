@@ -1,6 +1,7 @@
 """Stage 3: parameters in shards, made whole for the modules that use them."""
 
 from collections.abc import Collection, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -61,6 +62,10 @@ class PartitionedModel:
     def check_closed(self, what: str = "an update") -> None:
         """As :meth:`Gathering.check_closed`."""
         self._gathering.check_closed(what)
+
+    def gathered_when_read(self) -> AbstractContextManager[None]:
+        """As :meth:`Gathering.gathered_when_read`."""
+        return self._gathering.gathered_when_read()
 
     def before_change(self) -> int:
         """Release all parameters before they change. Return a number that is equal on ranks which gathered the same
