@@ -152,7 +152,9 @@ class Engine(nn.Module):
         """
         if torch.compiler.is_dynamo_compiling():
             self._traced = True
-        elif self.optimizer.partitioned is not None:
+        elif self.optimizer.updates == 0:
+            self.optimizer.follow_sizes()
+        if self.optimizer.partitioned is not None and not torch.compiler.is_dynamo_compiling():
             self._have_compiled_modules_wait()  # those that were compiled just now gather their parameters, too
         args, kwargs = self.cast(args, kwargs)
         try:

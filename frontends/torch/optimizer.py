@@ -211,12 +211,19 @@ class OffloadedAdamW(torch.optim.Optimizer):
             check_takes_none(
                 [*(entry[:2] for entry in named), *(model.named_parameters() if model is not None else ())], config
             )
-        registration = Registration(self, pipeline, device, self.partitioned, casts, gradients_leave=self.early_copy)
+        self._take_on_first(pipeline, trained, model)
+
+    def _take_on_first(self, pipeline: Pipeline, named: Sequence[NamedParam], model: nn.Module | None) -> None:
+        """Make the other parts of a pipeline without parameters, and take on these."""
+        params = [param for _, param, _ in named]
+        registration = Registration(
+            self, pipeline, params[0].device, self.partitioned, self.casts, gradients_leave=self.early_copy
+        )
         intake = Intake(pipeline, registration, early=self.early_copy)
         if self.partitioned is not None:
             self.partitioned.runs.tell(intake.settle)
         parts = Parts(pipeline, registration, intake, TorchStates(pipeline, registration))
-        _take_on(parts, trained, model)
+        _take_on(parts, named, model)
         if self.partitioned is not None:
             self.partitioned.keep_frozen(params)
         pipeline.updates = self._updates
@@ -349,6 +356,25 @@ class OffloadedAdamW(torch.optim.Optimizer):
             parts.registration.check_new(new)
             _take_on(parts, new)
 
+    def follow_sizes(self) -> None:
+        """Before the first update, make states anew if parameters have grown (a vocabulary, embeddings), in stages 1
+        and 2. Their elements that were there, at the same indices, keep their master weights."""
+        parts = self._parts
+        first = parts is not None and not (self.updates or self.partitioned or parts.pipeline.holds_gradients)
+        if parts is not None and first and parts.registration.grown():
+            self._start_over(parts)
+
+    @changes("a resize of parameters")
+    def _start_over(self, parts: Parts) -> None:
+        slots, masters = parts.registration.slots, parts.states.masters()
+        named = [entry for g, group in enumerate(self.param_groups) for entry in named_params(g, group)]
+        named = [entry for entry in named if entry[1] in slots]
+        parts.intake.close()
+        parts.registration.close()
+        parts.pipeline.start_over()
+        self._take_on_first(parts.pipeline, named, None if self._model is None else self._model())
+        self.parts.states.keep_masters(masters)
+
     def group_of(self) -> dict[torch.Tensor, int]:
         """The number of each parameter's group, as ``param_groups`` has them now."""
         return {param: g for g, group in enumerate(self.param_groups) for param in group["params"]}
@@ -464,6 +490,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
     @changes("step()")
     def _update(self) -> StepReport:
         boundary, self._boundary = self._boundary, None
+        self.follow_sizes()
         parts = self.parts
         pipeline, intake, registration = parts.pipeline, parts.intake, parts.registration
         hypers, groups = self._prepare(parts, boundary=True)

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from operator import is_
+from operator import ge, is_
 from typing import Any, Protocol
 
 import torch
@@ -302,6 +302,18 @@ class Registration:
     def doubt(self, slot: Slot) -> None:
         """Record that the parameter may differ from its master weights: their next use compares them first."""
         self.columns.doubt(slot.index)
+
+    def grown(self) -> bool:
+        """True if parameters are larger than when their states were made, and all are the same otherwise."""
+        if self.columns.unchanged():
+            return False
+        for slot in self.slots.values():
+            before, param = slot.taken.shape, slot.param
+            larger = param.dim() == len(before) and all(map(ge, param.shape, before))
+            dtype = TORCH_DTYPES[self._pipeline.params[slot.index].dtype]
+            if not larger or (param.dtype, param.device) != (dtype, self._device):
+                return False
+        return True
 
     def check_unchanged(self) -> None:
         """Raise :class:`ParameterError` if a parameter has another size, type, device or order than its states."""

@@ -5,12 +5,13 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from offload_core.device.protocols import Device
 from offload_core.errors import StateError
+from offload_core.layout.regions import InMemory
 from offload_core.rules.adam import STATE_NAMES
 from offload_core.step.loss_scale import LossScaler, checked_state
 from offload_core.step.pipeline import Pipeline
@@ -21,7 +22,7 @@ from offload_core.support.threads import uninterrupted
 from .registration import Registration, Slot
 from .stage3.gathering import gathered_parameters
 from .state_views import Kept, Views, plain_entries, state_views
-from .tensors import ELEMENT_TYPES, flat_like, shaped_like
+from .tensors import ELEMENT_TYPES, flat, flat_like, shaped, shaped_like
 
 IN_SHARDS = "in_shards"
 """The key in a library's file of an optimizer; its value is the name of the folder that has the states."""
@@ -200,6 +201,23 @@ class TorchStates:
         [tensor] = self._registration.current_tensors([slot])
         whole = self._states.whole_states(slot.index, names, tensor=tensor)
         return {name: shaped_like(torch.from_numpy(state), param) for name, state in whole.items()}
+
+    def masters(self) -> dict[torch.Tensor, torch.Tensor]:
+        """A copy of all master weights that lie apart from their parameters, in fp32, shaped as when they were made."""
+        found = {}
+        for param, slot in self._registration.slots.items():
+            if param.dtype is not torch.float32 and not self._states.own_masters(slot.index, flat(param)):
+                run = self._states.whole_states(slot.index, ("master",))["master"]
+                found[param] = shaped(torch.from_numpy(run), cast(InMemory, self._states.elements(slot.index)))
+        return found
+
+    def keep_masters(self, masters: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        """Give elements of parameters that have grown the master weights that they had, unless they have changed."""
+        for param, before in masters.items():
+            values = param.detach().to("cpu", torch.float32, copy=True)
+            part = values[tuple(slice(0, n) for n in before.shape)]
+            part.copy_(torch.where(before.to(param.dtype).float() == part, before, part))
+            self.load_master(param, values)
 
     def load_master(self, param: torch.Tensor, values: torch.Tensor) -> None:
         """As ``OffloadedAdamW.load_master``."""

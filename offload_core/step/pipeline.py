@@ -72,26 +72,14 @@ class Pipeline:
         self.scaler = scaler
         self._state_lock = StateLock()
         self.rule = Adam(config.op_order or "torch", config.adam_mode)
-        self.steps: list[np.ndarray] = []
-        """Updates that each parameter has had: zero-dimensional float32 arrays, so that a front end can share them."""
-        self._counts: list[np.ndarray] = [np.zeros(0, np.float32)]
-        """The memory of ``steps``: an array for each :meth:`add_parameters`."""
         self.updates = 0
         """Updates made so far."""
-        self.published: Mapping[int, bool] = {}
-        """Parameters that the last :meth:`step` or :meth:`flush` wrote (with ``schedule="delayed"`` those of the step
-        before); False where it broke off before all of the parameter was written."""
         self.publications = 0
         """Steps and flushes that have set ``published``. After an interrupt the caller sees here if its own was one."""
         self.save_asked = False
         """This rank was asked to save (by a signal); the next step tells the others."""
         self.save_agreed = False
         """Up to the last step a rank was asked to save; the same on all ranks."""
-        self.buckets = LocalBuckets(config, device, self.rule, scaled=scaler is not None)
-        self._examines = self.buckets.terms.examines
-        self._reduction = Reduction(self.buckets)
-        self._updates = Updates(self.buckets, self.rule)
-        self._early = EarlyPublish(self.buckets, self._updates)
         self._last: Verdict | None = None
         """The last step's."""
         self._unusable: str | None = None
@@ -101,8 +89,24 @@ class Pipeline:
         self._skipped_in_a_row = 0
         self._lost: CollectiveError | None = None
         """The error that ended the exchange between ranks."""
+        self._begin()
+
+    def _begin(self) -> None:
+        """Have no parameters."""
+        self.steps: list[np.ndarray] = []
+        """Updates that each parameter has had: zero-dimensional float32 arrays, so that a front end can share them."""
+        self._counts: list[np.ndarray] = [np.zeros(0, np.float32)]
+        """The memory of ``steps``: an array for each :meth:`add_parameters`."""
+        self.published: Mapping[int, bool] = {}
+        """Parameters that the last :meth:`step` or :meth:`flush` wrote (with ``schedule="delayed"`` those of the step
+        before); False where it broke off before all of the parameter was written."""
         self.left_behind = False
         """True if a step broke off on one rank, and parameters are of the step before until they are sent anew."""
+        self.buckets = LocalBuckets(self.config, self.device, self.rule, scaled=self.scaler is not None)
+        self._examines = self.buckets.terms.examines
+        self._reduction = Reduction(self.buckets)
+        self._updates = Updates(self.buckets, self.rule)
+        self._early = EarlyPublish(self.buckets, self._updates)
         self.params = self.buckets.params
         self.memory = self.buckets.memory
 
@@ -139,6 +143,13 @@ class Pipeline:
         self._reduction.take_on(self.buckets.add(specs, tensors, frozen))
         self._counts.append(np.zeros(len(specs), np.float32))
         self.steps += [self._counts[-1][i : i + 1].reshape(()) for i in range(len(specs))]
+
+    @changes("the registration of parameters")
+    def start_over(self) -> None:
+        """Forget all parameters and their states, and free their memory. Others may be added then."""
+        self.finish()
+        self.drop_gradients()
+        self._begin()
 
     def run_in_order(self, task: Callable[[], T]) -> T:
         """Do a task after all earlier ones, and return its result: ranks exchange one thing at a time, in one order."""
