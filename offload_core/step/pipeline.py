@@ -248,9 +248,11 @@ class Pipeline:
 
     def _begin_gradients(self) -> None:
         """Before a step's first gradient, wait until parameters are written: ranks exchange one thing at a time."""
-        self.refuse_after_the_last()
+        if self._lost is not None:
+            self.refuse_after_the_last()
         if self._reduction.arrivals.present:
             return
+        self._refuse_after_the_last()
         if self._updates.publishes and not self.holds_gradients:
             self.finish_publications()
 
