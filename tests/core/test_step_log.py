@@ -334,7 +334,7 @@ def test_torch_reports_the_rate_and_the_number_of_each_update_through_checkpoint
 
     with StepLog(tmp_path / "steps.jsonl") as log:
         run(3)
-    rates = [(1, None, 1.0), (2, "overflow", 0.5), (2, None, 0.5)]
+    rates = [(1, None, 1.0), (2, "non-finite", 0.5), (2, None, 0.5)]
     assert [(line["step"], line["skipped"], line["lr"]) for line in lines(tmp_path / "steps.jsonl")] == rates
     assert [line["loss"] is None for line in lines(tmp_path / "steps.jsonl")] == [False, True, False]
     with StepLog(tmp_path / "steps.jsonl") as log:

@@ -32,7 +32,14 @@ ADDRESS = re.compile(r" at 0x\w+")
         ({"config": {"lr": 1, "b1": 0.5}, "learning_rate": 0.2, "b2": 0.6}, {"betas": (0.5, 0.6), "lr": 0.2}),
         (
             {"config": {"train_batch_size": 1, "optimizer": {"type": "AdamW", "params": {"lr": 0.3}}}, "b1": 0.7},
-            {"lr": 0.3, "betas": (0.7, 0.999), "weight_decay": 0.0},
+            {
+                "lr": 0.3,
+                "betas": (0.7, 0.999),
+                "weight_decay": 0.0,
+                "gradient_clipping": 1.0,
+                "skip_nonfinite": True,
+                "average_plain_backward": True,
+            },  # DeepSpeed's own defaults
         ),
         ({"param_dtype": jnp.bfloat16}, {"param_dtype": "bfloat16"}),
         ({"param_dtype": np.dtype(ml_dtypes.bfloat16)}, {"param_dtype": "bfloat16"}),

@@ -41,7 +41,7 @@ class Naive:
 
     def __init__(self, masters, dtypes, groups, config, hypers, names=None):
         self.dtypes, self.groups, self.config, self.hypers = dtypes, groups, config, hypers
-        self.names = names or [f"p{i}" for i in range(len(masters))]
+        self.names = names
         self.states = [self.kept(i, [m, np.zeros_like(m), np.zeros_like(m)], None) for i, m in enumerate(masters)]
         self.steps = [0] * len(masters)
         self.sums = [None] * len(masters)
@@ -49,7 +49,7 @@ class Naive:
     def kept(self, i, values, update):
         """States as their formats keep them, rounded at random for this update; None: to nearest."""
         formats = self.config.state_formats(self.dtypes[i])
-        seed = ParamSpec(self.names[i], values[0].size, self.dtypes[i]).seed
+        seed = ParamSpec(self.names[i] if self.names else f"p{i}", values[0].size, self.dtypes[i]).seed
         bits = None if update is None else state_formats.random_bits(seed, update, 0, values[0].size)
         found = []
         for name, value in zip(STATES, values, strict=True):
