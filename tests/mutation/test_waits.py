@@ -657,6 +657,7 @@ def a_parameter_that_does_not_arrive():
         "add a parameter": lambda twin, last: twin.pipeline.add_parameters(
             [ParamSpec("new", 3, BFLOAT16)], [FakeTensor(np.ones(3, BFLOAT16.numpy))]
         ),
+        "start over": lambda twin, last: twin.pipeline.start_over(),
         "end a micro-step": lambda twin, last: twin.pipeline.end_micro_step(),
         "read states": lambda twin, last: StateAccess(twin.pipeline).states(0),
         "read a parameter": lambda twin, last: twin.pipeline.await_param(last),
