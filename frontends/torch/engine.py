@@ -436,6 +436,7 @@ class Engine(nn.Module):
 
     @property
     def _checkpoints(self) -> ModelCheckpoints:
+        self.optimizer.follow_sizes()
         return ModelCheckpoints(self.module, self.optimizer)
 
     def export_safetensors(

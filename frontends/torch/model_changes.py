@@ -74,7 +74,7 @@ class ModelChanges:
 
     def _refuse(self, optimizer: OffloadedAdamW) -> None:
         names = [name for name, p in self._later.items() if p.requires_grad and not optimizer.has_states(p)]
-        replaced = [name for name in self._gone if name in self._later]
+        replaced = [n for n in self._gone if n in self._later and not optimizer.has_states(self._later[n])]
         if replaced and (len(self._gone) == len(optimizer.slots) or not names):
             raise _replaced(self._gone)
         if names:

@@ -248,8 +248,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
         """The optimizer's parts; :class:`StateError` once it is closed."""
         if self._parts is None and self._gave_way:
             raise StateError(
-                "this optimizer was closed, because a later one took over its parameters; expected that one to be used "
-                "(was the model wrapped twice?)"
+                "this optimizer was closed, because a later one was made of its parameters; expected that one to be "
+                "used (was the model wrapped twice?), or the model to be wrapped anew"
             )
         if self._parts is None:
             raise StateError("this optimizer was closed; expected an open one: wrap the model anew")
@@ -276,6 +276,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
         That schedule holds back the last step's parameters; after a flush the next forward sees them a step early.
         """
+        self.follow_sizes()
         self.parts.registration.flush()
 
     @property
@@ -358,10 +359,16 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
     def follow_sizes(self) -> None:
         """Before the first update, make states anew if parameters have grown (a vocabulary, embeddings), in stages 1
-        and 2. Their elements that were there, at the same indices, keep their master weights."""
+        and 2. Their elements that were there, at the same indices, keep their master weights. With several ranks it is
+        collective then.
+
+        Raises:
+            ParameterError, HostMemoryError: there can be no such states; the optimizer is closed.
+        """
         parts = self._parts
         first = parts is not None and not (self.updates or self.partitioned or parts.pipeline.holds_gradients)
         if parts is not None and first and parts.registration.grown():
+            self.checkpoints.wait()
             self._start_over(parts)
 
     @changes("a resize of parameters")
@@ -371,9 +378,15 @@ class OffloadedAdamW(torch.optim.Optimizer):
         named = [entry for entry in named if entry[1] in slots]
         parts.intake.close()
         parts.registration.close()
-        parts.pipeline.start_over()
-        self._take_on_first(parts.pipeline, named, None if self._model is None else self._model())
-        self.parts.states.keep_masters(masters)
+        try:
+            parts.pipeline.start_over()
+            self._take_on_first(parts.pipeline, named, None if self._model is None else self._model())
+            self.parts.states.keep_masters(masters)
+        except BaseException:
+            self._parts = None
+            self.state = defaultdict(dict)
+            parts.pipeline.device.close()
+            raise
 
     def group_of(self) -> dict[torch.Tensor, int]:
         """The number of each parameter's group, as ``param_groups`` has them now."""
@@ -402,7 +415,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
         """Remove the hooks from the parameters, discard gradients on the host, and free the states."""
         if self._parts is not None:
             self.checkpoints.wait()
-            self.flush()
+            if self._parts.pipeline.usable:  # else it must end, too
+                self._parts.registration.flush()
         if self.partitioned is not None:
             self.partitioned.close()
         if self._parts is not None:
@@ -455,6 +469,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.follow_sizes()
         with torch.no_grad():
             self.report = self._update()
         return loss
@@ -490,7 +505,6 @@ class OffloadedAdamW(torch.optim.Optimizer):
     @changes("step()")
     def _update(self) -> StepReport:
         boundary, self._boundary = self._boundary, None
-        self.follow_sizes()
         parts = self.parts
         pipeline, intake, registration = parts.pipeline, parts.intake, parts.registration
         hypers, groups = self._prepare(parts, boundary=True)
@@ -684,6 +698,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
         In fp32 on the host, shaped and laid out in memory as the parameter. All ranks must call this.
         """
+        self.follow_sizes()
         return self.parts.states.whole(param, names)
 
     @whole("load_master()")

@@ -307,13 +307,16 @@ class Registration:
         """True if parameters are larger than when their states were made, and all are the same otherwise."""
         if self.columns.unchanged():
             return False
+        grown = False
         for slot in self.slots.values():
             before, param = slot.taken.shape, slot.param
-            larger = param.dim() == len(before) and all(map(ge, param.shape, before))
             dtype = TORCH_DTYPES[self._pipeline.params[slot.index].dtype]
-            if not larger or (param.dtype, param.device) != (dtype, self._device):
+            larger = param.dim() == len(before) and all(map(ge, param.shape, before)) and param.shape != before
+            same = param.shape == before and memory_order(param) == slot.order
+            if not (larger or same) or (param.dtype, param.device) != (dtype, self._device):
                 return False
-        return True
+            grown |= larger
+        return grown
 
     def check_unchanged(self) -> None:
         """Raise :class:`ParameterError` if a parameter has another size, type, device or order than its states."""

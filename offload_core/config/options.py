@@ -48,6 +48,8 @@ _OTHER_NAMES = {
 """Fields by the names that other libraries give them."""
 _OF_GROUPS = ("lr", "betas", "eps", "weight_decay")
 """The hyperparameters of a parameter group."""
+_OF_GROUPS_ELSEWHERE = {"learning_rate": "lr", "wd": "weight_decay", "epsilon": "eps"}
+"""The same by names that can hardly be a key of the user's own."""
 
 _MOST_THREADS = 2**31 - 1  # a C int
 
@@ -362,7 +364,7 @@ def check_group_keys(where: str, keys: Collection[object]) -> None:
             if not isinstance(key, str) or key.startswith(f"{name}_"):
                 continue
             plain, right = (text.lower().replace("_", "").replace("-", "") for text in (key, name))
-            if _OTHER_NAMES.get(key) == name or difflib.SequenceMatcher(None, plain, right).ratio() > 0.88:
+            if _OF_GROUPS_ELSEWHERE.get(key) == name or difflib.SequenceMatcher(None, plain, right).ratio() > 0.88:
                 raise ConfigError(f"{where}: {checks.shown(key)} is no hyperparameter; expected {name!r}")
 
 

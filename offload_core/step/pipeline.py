@@ -726,6 +726,11 @@ class Pipeline:
         """True if this process's shards of partitioned parameters lie in host memory."""
         return self.buckets.terms.host_shards
 
+    @property
+    def usable(self) -> bool:
+        """True if states are whole, and a step may follow."""
+        return self._unusable is None and self._last_step is None and self._lost is None
+
     def refuse_if_unusable(self) -> None:
         if self._unusable is not None:
             raise StateError(self._unusable)

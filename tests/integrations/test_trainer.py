@@ -90,7 +90,7 @@ def test_a_second_trainer_over_one_model_trains_as_with_torchs_optimizer(tmp_pat
         runs.append((first, second))
     (first, second), (_, reference) = runs
     assert_same_run(second, reference)
-    with pytest.raises(StateError, match="a later one took over its parameters"):
+    with pytest.raises(StateError, match="a later one was made of its parameters"):
         first.optimizer.step()
 
 

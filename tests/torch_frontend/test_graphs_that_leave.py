@@ -1,5 +1,7 @@
 """Graphs that leave a module by another way than its output, and functions that torch transforms."""
 
+import weakref
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -198,3 +200,78 @@ def test_a_graph_of_gathered_parameters_made_under_no_grad_runs_later():
     twin = nn.ModuleDict({"last": theirs[0], "rest": theirs[2]})
     with_torch(twin, lambda m, x: F.linear(torch.tanh(F.linear(x, m.last.weight)), m.rest.weight).pow(2).mean(), 1)
     assert_trained_as_in_torch(engine.module, theirs)
+
+
+class Squashes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(16))
+
+    def forward(self, x):
+        return torch.tanh(x @ self.weight)  # saves its own output
+
+
+def test_a_graph_without_a_backward_is_freed_with_its_output():
+    engine = wrap(Squashes().to(place()), lr=1e-2, **STAGE_3)
+    for keep in (False, True):
+        output = engine(inputs(0))
+        if keep:
+            engine.backward(output.sum(), retain_graph=True)
+        gone = weakref.ref(output)
+        del output
+        assert gone() is None
+
+
+class ReadsAnothers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.aux = nn.Linear(16, 16), []
+
+    def forward(self, x):
+        h = self.inner(x)
+        self.aux.append((h.detach() @ self.inner.weight @ self.inner.weight).pow(2).mean())
+        return h
+
+    def left(self):
+        return self.aux.pop()
+
+
+@pytest.mark.parametrize("fields", WAYS.values(), ids=WAYS)
+def test_a_weight_that_a_forward_reads_of_a_module_inside_it_is_whole_too(fields):
+    engine, twin = wrap(made(ReadsAnothers), lr=1e-2, **fields), made(ReadsAnothers)
+    for each in (engine, twin):
+        each(inputs(0))
+    engine.backward(engine.module.left())
+    twin.left().backward()
+    engine.step()
+    torch.optim.AdamW(twin.parameters(), lr=1e-2, fused=twin.inner.weight.is_cpu).step()
+    engine.flush()
+    assert_trained_as_in_torch(engine.module, twin)
+
+
+class Around(Squashes):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = [inner]  # no module of this one's
+
+    def forward(self, x):
+        return super().forward(self.inner[0](x))
+
+
+def test_an_engine_inside_another_notes_what_it_saves_itself():
+    inner = wrap(made(ReadsAnothers), lr=1e-2, **STAGE_3)
+    outer = wrap(Around(inner).to(place()), lr=1e-2, **STAGE_3)
+    outer(inputs(0))
+    inner.backward(inner.module.left())
+    assert inner.step().updated
+
+
+def test_hooks_of_the_user_that_end_after_the_module_leave_none_of_ours_behind():
+    engine = wrap(made(plain), lr=1e-2, **STAGE_3)
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().clone(), lambda t: t)
+    module = engine.module[0]
+    module.register_forward_pre_hook(lambda *_: hooks.__enter__())
+    module.register_forward_hook(lambda *_: hooks.__exit__())
+    engine.backward(engine(inputs(0)).pow(2).mean())
+    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+    assert engine.step().updated

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from frontends.torch import OffloadedAdamW, gathered_parameters, wrap
-from offload_core import ParameterError
+from offload_core import ParameterError, StateError
 from tests.support.processes import on_ranks
 from tests.support.torch_models import loss_of, make, same_bits
 from tests.support.ways import STAGE_3, WAYS
@@ -149,3 +149,30 @@ def test_ranks_grow_alike():
     for i, p in enumerate(alone.parameters()):
         for masters in found:
             assert same_bits(masters[i], alone.optimizer.whole_states(p)["master"])
+
+
+def test_what_is_saved_right_after_growing_has_all_rows_and_is_loaded(tmp_path):
+    engine = wrap(make(), lr=1e-2, param_dtype="bfloat16")
+    running = engine.save_checkpoint(tmp_path / "before", wait=False)
+    with_more_rows(engine.module)
+    engine.save_checkpoint(tmp_path / "after")
+    assert running.is_dir()
+    fresh = wrap(make(), lr=1e-2, param_dtype="bfloat16")
+    with_more_rows(fresh.module)
+    fresh.load_checkpoint(tmp_path / "after")
+    for p, q in zip(fresh.parameters(), engine.parameters(), strict=True):
+        assert same_bits(p, q)
+        assert same_bits(fresh.optimizer.whole_states(p)["master"], engine.optimizer.whole_states(q)["master"])
+
+
+def test_growing_into_memory_of_another_is_an_error_after_which_the_model_is_wrapped_anew():
+    engine = wrap(make(), lr=1e-2)
+    memory = torch.zeros(80, 64)
+    engine.module[0].weight.data, engine.module[2].weight.data = memory[:, :32].contiguous(), memory
+    engine.module[0].weight.data = memory[:64, :32]
+    with pytest.raises(ParameterError):
+        engine(torch.zeros(1, 32))
+    with pytest.raises(StateError, match="closed; expected an open one: wrap the model anew"):
+        engine.step()
+    engine.module[0].weight.data = torch.zeros(64, 32)
+    wrap(engine.module, lr=1e-2)

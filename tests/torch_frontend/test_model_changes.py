@@ -80,3 +80,13 @@ def test_a_copy_knows_its_own_parameters():
     by_table(engine.module, trained=True)
     with pytest.raises(StateError, match=r"'0\.bias' and 0 others came to"):
         step(engine)
+
+
+def test_a_new_head_that_the_optimizer_was_given_trains_in_the_old_ones_place():
+    engine = wrap(make(), lr=1e-2)
+    step(engine)
+    engine.module[2] = nn.Linear(64, 16)
+    engine.optimizer.add_param_group({"params": [*engine.module[2].parameters()]})
+    before = engine.module[2].weight.detach().clone()
+    step(engine)
+    assert not torch.equal(engine.module[2].weight, before)

@@ -33,7 +33,7 @@ def test_an_optimizer_takes_over_with_new_states_as_torch_lets_it(first, second)
     train(theirs, yours, range(3, 6))
     assert_same(ours, theirs, mine, yours)
     for use in (earlier.step, earlier.zero_grad, earlier.state_dict, earlier.flush):
-        with pytest.raises(StateError, match="a later one took over its parameters; expected that one to be used"):
+        with pytest.raises(StateError, match="a later one was made of its parameters; expected that one to be used"):
             use()
     earlier.close()
     train(ours, mine, range(1))

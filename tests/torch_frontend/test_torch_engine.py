@@ -833,7 +833,7 @@ def test_a_closed_engine_says_so_and_its_model_can_be_wrapped_anew():
     assert step(engine, 0).updated
     again = wrap(model)
     for use in (engine.step, engine.optimizer.step, engine.optimizer.zero_grad, engine.memory_report):
-        with pytest.raises(StateError, match=r"a later one took over its parameters; .*was the model wrapped twice"):
+        with pytest.raises(StateError, match=r"a later one was made of its parameters; .*was the model wrapped twice"):
             use()
     engine = again
     engine.close()

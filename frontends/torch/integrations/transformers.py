@@ -3,7 +3,7 @@
 import json
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +37,13 @@ def offloaded_adamw(args: TrainingArguments, **overrides: Any) -> tuple[type[Off
     return OffloadedAdamW, _Settings(args, overrides)
 
 
-class _Settings(Mapping[str, Any]):
+class _Settings(MutableMapping[str, Any]):
     """Keyword arguments of an optimizer, with the values that the arguments have when they are read."""
 
-    def __init__(self, args: TrainingArguments, overrides: dict[str, Any]) -> None:
+    def __init__(self, args: TrainingArguments, overrides: Mapping[str, Any]) -> None:
         self._args = args
-        self._overrides = overrides
+        self._overrides = dict(overrides)
+        self._left_out: set[str] = set()
 
     def _now(self) -> dict[str, Any]:
         args = self._args
@@ -52,10 +53,24 @@ class _Settings(Mapping[str, Any]):
             "eps": args.adam_epsilon,
             "process_group": dist.group.WORLD if args.world_size > 1 else None,
         }
-        return settings | self._overrides
+        return {name: value for name, value in (settings | self._overrides).items() if name not in self._left_out}
 
     def __getitem__(self, name: str) -> Any:
         return self._now()[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._overrides[name] = value
+        self._left_out.discard(name)
+
+    def __delitem__(self, name: str) -> None:
+        del self._now()[name]  # raises if it is not there
+        self._left_out.add(name)
+
+    def __or__(self, other: Mapping[str, Any]) -> "_Settings":
+        merged = _Settings(self._args, self._overrides)
+        merged._left_out = self._left_out.difference(other)
+        merged._overrides.update(other)
+        return merged
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._now())

@@ -129,8 +129,8 @@ def _in_unit() -> bool:
 
 _in_unit._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
-_LEFT_ALONE = (None, __name__, "torch.utils.checkpoint")
-"""Modules whose hooks on saved tensors copy nothing: torch's own functions, the ones here, and checkpointing."""
+_LEFT_ALONE = (None, "torch.utils.checkpoint")
+"""Modules whose hooks on saved tensors copy nothing: torch's own functions, and checkpointing."""
 
 
 class ModuleRuns:
@@ -165,6 +165,8 @@ class ModuleRuns:
         """Settles parameters; None on one rank."""
         self.gather_read: Callable[[torch.Tensor], None] | None = None
         """Makes a parameter whole that is read outside forward and backward; None: such a read is an error."""
+        self._saves: weakref.WeakSet[Callable[[torch.Tensor], Any]] = weakref.WeakSet()
+        """The hooks on saved tensors of its runs."""
         self._step = 0
         self._awaited: Counter[torch.Tensor] = Counter()
         """The number of leaf modules' runs whose backward is to come in this step, for each parameter."""
@@ -309,7 +311,7 @@ class ModuleRuns:
         none_needed = not call.params or not torch.is_grad_enabled()
         if none_needed or (call.around and users is None):  # a unit's graph is its own node
             return
-        if users is not None and getattr(users[0], "__module__", None) in _LEFT_ALONE:
+        if users is not None and (users[0] in self._saves or getattr(users[0], "__module__", None) in _LEFT_ALONE):
             return
         if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
             self.keep(call.params, for_graph=True)
@@ -320,11 +322,13 @@ class ModuleRuns:
             for running in self._calls:
                 if any(record.storage == storage for record in running.params):
                     return _Saved(tensor.detach(), tensor._version, partial(self._before_backward, running, None))
-            return _Saved(tensor, tensor._version) if users is None else users[0](tensor)
+            # Detached: it may be the output of the node that saves it, which would then keep itself alive.
+            return _Saved(tensor.detach(), tensor._version) if users is None else users[0](tensor)
 
         def restore(packed: Any) -> torch.Tensor:
             return packed.values() if isinstance(packed, _Saved) else users[1](packed)
 
+        self._saves.add(save)
         call.saving = saved_tensors_hooks(save, restore)
         call.saving.__enter__()
 
@@ -377,6 +381,8 @@ class ModuleRuns:
         """Add a parameter that a running module turned out to use."""
         self.hold([record])
         call.params.append(record)
+        if call.saving is None and call is self._calls[-1]:
+            self._note_saved(call)
         if call.module is not None:
             note_external(call.module, record.param)
 
@@ -510,9 +516,19 @@ class ModuleRuns:
 
 
 def _end_saving(call: _Call) -> None:
-    top = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    if call.saving is not None and top is not None and top[0] is call.saving.pack_hook:
-        call.saving.__exit__()
+    """Take away the run's hooks on saved tensors. Those that began inside the run, and have not ended, stay."""
+    if call.saving is None:
+        return
+    above, top = [], torch._C._autograd._top_saved_tensors_default_hooks(False)
+    while top is not None and top[0] is not call.saving.pack_hook:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        above.append(top)
+        top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if top is not None:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    for pack, unpack in reversed(above):
+        torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+    call.saving = None
 
 
 def leaf_modules(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
