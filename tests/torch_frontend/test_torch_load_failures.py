@@ -208,6 +208,21 @@ def test_code_of_others_runs_last_and_its_failure_says_what_is_loaded(saved, wha
     train(engine, stateful)
 
 
+@pytest.mark.parametrize("end", ["close", "wrap"])
+def test_an_engine_whose_load_broke_off_can_be_closed_and_its_model_wrapped_anew(saved, end):
+    engine, stateful = new(2)
+    engine.module[0].refuses = True
+    with pytest.raises(CheckpointError, match="loading broke off in"):
+        engine.load_checkpoint(saved, stateful=stateful)
+    if end == "close":
+        engine.close()
+    engine.module[0].refuses = False
+    anew = wrap(engine.module, lr=1e-2)
+    anew.load_checkpoint(saved, stateful=stateful)
+    anew.backward(anew(torch.ones(2, 4, dtype=anew.module[0].weight.dtype)).float().pow(2).mean())
+    assert anew.step().updated
+
+
 @everywhere
 def test_weights_alone_come_before_the_states_of_modules(saved):
     model = nn.Sequential(Remembers(), nn.Linear(4, 2)).to(place(), torch.bfloat16)
