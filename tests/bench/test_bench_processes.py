@@ -194,7 +194,7 @@ def test_all_contenders_of_a_library_are_told_why_it_cannot_be_imported(tmp_path
 
 def test_contenders_of_a_library_are_forks_of_one_process_unless_their_environments_differ(tmp_path, monkeypatch):
     module(tmp_path, monkeypatch, COUNT)
-    ways = [{}, {}, {"malloc": {}}, {"library": "other"}, {"environment": {"A": "1"}}]
+    ways = [{}, {}, {"malloc": {}}, {"library": "other"}, {"environment": {"OF_CONTENDERS": "1"}}]
     groups = [ProcessGroup("contender_here", [], ranks=1, threads=1, **way) for way in ways]
     firsts = [answer["versions"]["first"] for group in groups for answer in group.answers()]
     for group in groups:

@@ -207,6 +207,14 @@ def checkpoints():
         path = other.save_checkpoint(f"{folder}/other", wait=False)
         other.wait_for_checkpoint()
         assert path.is_dir()
+        grown = on_device()
+        path, saving_it = grown.save_checkpoint(f"{folder}/grown", wait=False), grown.optimizer.checkpoints
+        bias = grown.module[2].bias
+        bias.data = torch.cat([bias.data, bias.data])
+        grown.optimizer.follow_sizes()
+        complete = path.is_dir()
+        saving_it.wait()
+        assert complete
 
 
 def an_export():
