@@ -283,8 +283,8 @@ class OffloadedParams:
         ``count`` says which.
 
         Raises (nothing has changed then):
-            GradientError: the gradients do not fit the parameters, or (in all processes) those of other processes; or
-                arguments come after them.
+            GradientError: the gradients do not fit the parameters, or (in all processes) those of other processes.
+            GradientError: arguments come after the gradients.
             ConfigError: the schedule's learning rate is out of range.
             StateError: under jit.
             HostMemoryError: old parameters are still held, and there is no memory for more.
