@@ -20,7 +20,7 @@ PEERS_STAMP := $(VENV)/.peers
 help:
 	@echo "make train       train a small GPT (FRONTEND=jax, PYTHON=python3.12, ARGS=--help)"
 	@echo "make demo        train GPT-2 124M, for a GPU"
-	@echo "make test        the tests, in seven minutes; make quick runs a few, test-all and soak more"
+	@echo "make test        the tests, in six minutes; make quick runs a few, test-all and soak more"
 	@echo "make lint docs bench wheel pins check-pins clean: see CONTRIBUTING.md"
 
 train: $(VENV)/.has-$(FRONTEND) $(BUILD_STAMP)
@@ -34,7 +34,7 @@ demo: $(VENV)/.has-$(FRONTEND) $(BUILD_STAMP)
 quick: setup
 	$(TEST) -m quick $(ARGS) $$(grep -rl --include='test_*.py' 'mark\.quick' tests)
 
-# Every law and behaviour once, in seven minutes.
+# Every law and behaviour once, in six minutes.
 test: setup
 	$(TEST) -m "not slow and not soak" $(ARGS)
 
