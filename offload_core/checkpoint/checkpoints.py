@@ -28,6 +28,7 @@ from ..errors import CheckpointError, CheckpointWarning, StateError
 from ..layout.regions import Region
 from ..ranks.collectives import Collectives
 from ..ranks.consistency import combine, fingerprint, processes
+from ..rules import MASTER, STATE_NAMES
 from ..states.arrays import StateArray
 from ..step.loss_scale import checked_state
 from ..step.pipeline import Pipeline
@@ -44,7 +45,6 @@ from .shard_writer import ShardWriter, Source
 from .stateful import LastPart, run_last
 from .values import ArrayType, encode
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 _KINDS = {str(dtype): {"V": "f", "u": "i"}.get(dtype.kind, dtype.kind) for dtype in NAME_OF}
 """The kind of each element type. A tensor may be loaded from another type of the same kind."""
 _TARGET_BYTES = 64 * 2**20
@@ -341,6 +341,7 @@ class Checkpoints:
         with self.together("load"):
             loaded = Loaded(Checkpoint(path), self._collectives.rank, types)
             _check(loaded, {name: self._states.elements(i).shape for i, name in enumerate(names)}, targets)
+            self._check_states(loaded.checkpoint, names)
             last = accept(loaded)
             scale = self._loss_scale(loaded)
             self._say_conversions(loaded)
@@ -360,7 +361,7 @@ class Checkpoints:
                     self._read_states(read, i, name, tensors[i], i in behind)
                 read.finish()
                 if self._collectives.rank == 0:  # check the blocks that no process reads, too
-                    loaded.checkpoint.verify(besides=("master", *_MOMENTS, "param"))
+                    loaded.checkpoint.verify(besides=(*STATE_NAMES, "param"))
                 _read_targets(loaded, targets)
             self._states.publish_later(range(len(names)))
             publish()
@@ -385,11 +386,24 @@ class Checkpoints:
                 run_last(loaded.checkpoint.path, users, ours)
         return loaded
 
+    def _check_states(self, checkpoint: Checkpoint, names: Sequence[str]) -> None:
+        """Raise :class:`CheckpointError` if a parameter was updated there by another rule."""
+        for i, name in enumerate(names):
+            theirs = [state for state in STATE_NAMES if state != MASTER and checkpoint.has(name, state)]
+            mine = [state for state in self._states.names(i) if state != MASTER]
+            if theirs != mine and checkpoint.has(name, MASTER):
+                raise CheckpointError(
+                    f"{checkpoint.path}: {name!r} has {_these(theirs)} in it, expected {_these(mine)}: it was saved with "
+                    "another optimizer, or with its momentum 0 and not now; expected the same `optimizer` and "
+                    "hyperparameters here"
+                )
+
     def _say_conversions(self, loaded: Loaded) -> None:
         """Warn if states were saved in another format than this run keeps them in."""
         mine = _format_names(self._pipeline)
         theirs = loaded.state_formats
-        differ = [f"{state} from {theirs[state]} to {mine[state]}" for state in mine if theirs[state] != mine[state]]
+        shared = [state for state in mine if state in theirs]
+        differ = [f"{state} from {theirs[state]} to {mine[state]}" for state in shared if theirs[state] != mine[state]]
         if differ:
             UserLine.now().warn(
                 CheckpointWarning(
@@ -413,12 +427,12 @@ class Checkpoints:
         elements = self._states.elements(i)
         master = "master" if read.checkpoint.has(name, "master") and not behind else "param"
         for run in self._states.runs(i, tensor):
-            kinds = {kind: kind for kind in _MOMENTS} | ({} if run.in_place else {"master": master})
-            for state, kind in kinds.items():
+            for state in run.arrays if not run.in_place else run.arrays.keys() - {MASTER}:
+                kind = master if state == MASTER else state
                 values = read.values_of(run.arrays[state])
                 for at, region in elements.regions(run.start, run.numel):
                     part = values[at : at + region.numel]
-                    if read.checkpoint.has(name, kind) or state == "master":
+                    if read.checkpoint.has(name, kind) or state == MASTER:
                         read.want(Want(name, kind, region, part))
                     else:  # the parameter was not trained
                         part[:] = 0
@@ -588,8 +602,16 @@ def _written(pipeline: Pipeline, front_end: str | None) -> dict[str, Any]:
 def _format_names(pipeline: Pipeline) -> dict[str, str]:
     """The formats of the states by name; the narrowest where they depend on the parameter's type."""
     types = {spec.dtype for spec in pipeline.params} or {FLOAT32}
-    of_each = [pipeline.config.state_formats(dtype) for dtype in types]
-    return {state: min((formats[state] for formats in of_each), key=_width).name for state in of_each[0]}
+    rules = dict.fromkeys(map(pipeline.terms.rule_of, pipeline.params)) or {pipeline.config.rule(): None}
+    of_each = [pipeline.config.state_formats(dtype, rule) for dtype in types for rule in rules]
+    states = dict.fromkeys(state for formats in of_each for state in formats)
+    return {
+        state: min((formats[state] for formats in of_each if state in formats), key=_width).name for state in states
+    }
+
+
+def _these(states: Sequence[str]) -> str:
+    return f"states {', '.join(states)}" if states else "a master weight alone"
 
 
 def _width(format: StateFormat) -> int:

@@ -14,7 +14,7 @@ import numpy as np
 from ..dtypes import BY_NUMPY
 from ..errors import CheckpointError, NewerCheckpointError
 from ..layout.regions import Region
-from ..rules.adam import STATE_NAMES
+from ..rules import STATE_NAMES
 from ..support.checks import shown
 from ..support.disks import names_to_disk
 from ..support.files import read_regular

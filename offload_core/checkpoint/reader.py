@@ -12,7 +12,7 @@ import xxhash
 from ..config.state_formats import FORMATS
 from ..errors import CheckpointError
 from ..layout.regions import Region, common
-from ..rules.adam import STATE_NAMES
+from ..rules import MASTER, STATE_NAMES
 from ..support.checks import is_in, shown
 from ..support.disks import begin_reading
 from ..support.files import open_regular
@@ -300,11 +300,12 @@ def _scatter(data: np.ndarray, places: np.ndarray, out: np.ndarray) -> None:
     out[np.repeat(to, numel) + within] = data[np.repeat(at, numel) + within].astype(out.dtype)
 
 
-_FP32_STATES = dict.fromkeys(STATE_NAMES, "float32")
+_FP32_STATES = dict.fromkeys((MASTER, "exp_avg", "exp_avg_sq"), "float32")
+"""The formats of a checkpoint that does not name them: of the first version, which had Adam only."""
 
 
 def _state_formats(given: Any) -> dict[str, str]:
-    if type(given) is not dict or given.keys() != _FP32_STATES.keys():
+    if type(given) is not dict or MASTER not in given or not given.keys() <= set(STATE_NAMES):
         raise TypeError(f"state_formats is {shown(given)}")
     for state, name in given.items():
         if not is_in(name, FORMATS):

@@ -11,6 +11,7 @@ import numpy as np
 
 from ..dtypes import BFLOAT16, BY_NAME, ElementType
 from ..errors import ConfigError
+from ..rules import RULES, Rule
 from ..support import checks
 from ..support.processors import default_threads
 from . import deepspeed
@@ -18,6 +19,7 @@ from .settings import OffloadSettings
 from .state_formats import FORMATS, SHORT_NAMES, StateFormat, formats_of
 
 _CHOICES: dict[str, tuple] = {
+    "optimizer": tuple(RULES),
     "adam_mode": ("adamw", "adam"),
     "op_order": ("torch", "optax"),
     "param_dtype": (None, *BY_NAME),
@@ -46,10 +48,8 @@ _OTHER_NAMES = {
     "mu_dtype": "exp_avg_dtype",
 }
 """Fields by the names that other libraries give them."""
-_OF_GROUPS = ("lr", "betas", "eps", "weight_decay")
-"""The hyperparameters of a parameter group."""
 _OF_GROUPS_ELSEWHERE = {"learning_rate": "lr", "wd": "weight_decay", "epsilon": "eps"}
-"""The same by names that can hardly be a key of the user's own."""
+"""Hyperparameters of a parameter group by names that can hardly be a key of the user's own."""
 
 _MOST_THREADS = 2**31 - 1  # a C int
 
@@ -73,8 +73,9 @@ _BUILT: dict[str, tuple] = {
 class OffloadConfig:
     """Settings of an offloaded optimizer. Raises :class:`ConfigError` if a value is out of range.
 
-    The Adam fields mean what they mean in ``torch.optim.AdamW`` and ``optax.adamw``; ``lr`` and ``betas`` may be
-    schedules: functions of the number of updates made so far (an optax schedule, those of ``lr_schedules``).
+    Hyperparameters mean what they mean in ``torch.optim.AdamW`` and ``optax.adamw``, or ``torch.optim.SGD`` and
+    ``optax.sgd``. ``lr`` and ``betas`` may be schedules: functions of the number of updates made so far (an optax
+    schedule, those of ``lr_schedules``).
     """
 
     lr: float | Callable[[Any], Any] = 1e-3
@@ -85,10 +86,19 @@ class OffloadConfig:
     """Added to the square root of the second moment."""
     eps_root: float = 0.0
     """Added under the square root; ``op_order="optax"`` only."""
-    weight_decay: float = 0.01
-    """0.01 in both front ends, as in torch; ``optax.adamw`` has 1e-4."""
+    weight_decay: float = None  # type: ignore[assignment]  # a number once it is made
+    """None: 0.01 with AdamW in both front ends, as in torch (``optax.adamw`` has 1e-4), and 0 with SGD."""
     adam_mode: str = "adamw"
     """``"adamw"`` decouples weight decay from the gradient; ``"adam"`` adds it to the gradient (L2)."""
+    optimizer: str = "adamw"
+    """``"adamw"`` (Adam with ``adam_mode="adam"``) or ``"sgd"``. In torch a parameter group may have another one:
+    ``{"params": ..., "optimizer": "sgd", "momentum": 0.9}``."""
+    momentum: float = 0.0
+    """SGD's; 0: there is no momentum, and no memory for it."""
+    dampening: float = 0.0
+    """SGD's: 1 - dampening is the weight of a gradient in the momentum after the first."""
+    nesterov: bool = False
+    """SGD with Nesterov's momentum."""
     op_order: str | None = None
     """The library whose rounding is reproduced, ``"torch"`` or ``"optax"``; None: the front end's own."""
     stage: int = 2
@@ -207,12 +217,7 @@ class OffloadConfig:
             if checks.is_in(value, later):
                 raise ConfigError(f"{name}={checks.shown(value)} is not built yet in this version; it has {instead}")
             checks.choice(name, value, (*_BUILT[name], *later))
-        if not callable(self.lr):
-            checks.number("lr", self.lr, least=0.0)
-        if not callable(self.betas):
-            check_betas(self.betas)
-        for name in ("eps", "eps_root", "weight_decay"):
-            checks.number(name, getattr(self, name), least=0.0)
+        self._check_hyperparameters()
         if self.eps_root and self.op_order == "torch":
             raise ConfigError(f"eps_root={self.eps_root!r} has no place in op_order='torch'; expected 0")
         if not checks.is_in(self.gradient_clipping, (None, math.inf)):
@@ -266,6 +271,20 @@ class OffloadConfig:
             if not (name == "skip_nonfinite" and self.skip_nonfinite is None):
                 checks.boolean(name, getattr(self, name))
 
+    def _check_hyperparameters(self) -> None:
+        rule = RULES[self.optimizer]
+        if self.weight_decay is None:
+            object.__setattr__(self, "weight_decay", rule.hyper(0.0).weight_decay)
+        given = {name: getattr(self, name) for name in names_of(rule)}
+        rule.hyper(**{"lr": 0.0, **{name: value for name, value in given.items() if not callable(value)}}).check()
+        for other in RULES.values():
+            for name in other.settings if other is not rule else ():
+                if getattr(self, name) != _DEFAULTS[name]:
+                    raise ConfigError(
+                        f"{name}={checks.shown(getattr(self, name))} has no place in optimizer={self.optimizer!r}; "
+                        f"expected optimizer={other.name!r} beside it"
+                    )
+
     @classmethod
     def resolve(
         cls, config: "ConfigLike" = None, *, world_size: int = 1, **overrides: Unpack[OffloadSettings]
@@ -308,15 +327,21 @@ class OffloadConfig:
         """True if parameters of at least ``param_persistence_threshold`` elements are partitioned."""
         return self.stage == 3 and (world_size > 1 or self.offload_param is not None)
 
-    def state_formats(self, dtype: ElementType) -> Mapping[str, StateFormat]:
+    def rule(self, group: Mapping[str, Any] | None = None) -> Rule:
+        """The update rule of these settings, or of a parameter group that replaces some of them."""
+        settings = {**vars(self), **(group or {})}
+        return RULES[settings["optimizer"]].of(settings)
+
+    def state_formats(self, dtype: ElementType, rule: Rule) -> Mapping[str, StateFormat]:
         """The formats of the states of parameters of this element type, by name."""
-        asked = (self.master_dtype, self.exp_avg_dtype, self.exp_avg_sq_dtype)
-        return formats_of(self.state_format, *asked, dtype)
+        own = tuple(getattr(self, f"{state.name}_dtype", None) for state in rule.states)
+        return formats_of(self.state_format, self.master_dtype, rule.states, own, dtype)
 
     @property
     def state_block(self) -> int:
         """Parameters are cut at whole multiples of so many elements."""
-        return max(format.block for format in self.state_formats(BFLOAT16).values())
+        every = [self.state_formats(BFLOAT16, kind.of(vars(self))) for kind in RULES.values()]
+        return max(format.block for formats in every for format in formats.values())
 
     @property
     def threads(self) -> int:
@@ -352,14 +377,23 @@ SHARED_FIELDS = tuple(field.name for field in fields(OffloadConfig) if not field
 """The fields that must be equal on all ranks."""
 
 
-def check_group_keys(where: str, keys: Collection[object]) -> None:
+_DEFAULTS = {field.name: field.default for field in fields(OffloadConfig)}
+
+
+def names_of(rule: type[Rule]) -> tuple[str, ...]:
+    """The names of a rule's hyperparameters."""
+    return tuple(field.name for field in fields(rule.hyper))
+
+
+def check_group_keys(where: str, keys: Collection[object], names: Collection[str]) -> None:
     """Raise :class:`ConfigError` if a parameter group has a hyperparameter under a wrong name: a misspelt one, or
     another library's. Other keys are the user's own, and so are all where the group has the hyperparameter, too.
 
     Args:
         where: names the group in the error.
+        names: of the group's hyperparameters.
     """
-    for name in _OF_GROUPS:
+    for name in names:
         for key in keys if name not in keys else ():
             if not isinstance(key, str) or key.startswith(f"{name}_"):
                 continue
@@ -404,22 +438,3 @@ def _dtype_name(value: Any) -> Any:
 def _is_optimizer(value: Any) -> bool:
     """True for optimizers of torch and of optax."""
     return hasattr(value, "param_groups") or (hasattr(value, "init") and hasattr(value, "update"))
-
-
-def check_betas(betas: object) -> None:
-    """Raise :class:`ConfigError` unless ``betas`` is a pair of numbers in [0, 1)."""
-    if not isinstance(betas, tuple | list) or len(betas) != 2:
-        raise ConfigError(f"betas: got {checks.shown(betas)}, expected a pair of numbers in [0, 1)")
-    for i, beta in enumerate(betas):
-        checks.number(f"betas[{i}]", beta, least=0.0, below=1.0)
-
-
-def check_hyperparameters(where: str, lr: float, betas: object, eps: float, weight_decay: float) -> None:
-    """Check one parameter group's hyper-parameters; ``where`` names the group in the error."""
-    try:
-        checks.number("lr", lr, least=0.0)
-        check_betas(betas)
-        checks.number("eps", eps, least=0.0)
-        checks.number("weight_decay", weight_decay, least=0.0)
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from None

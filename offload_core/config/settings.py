@@ -19,6 +19,10 @@ class SettingsButLr(TypedDict, total=False):
     eps_root: float
     weight_decay: float
     adam_mode: str
+    optimizer: str
+    momentum: float
+    dampening: float
+    nesterov: bool
     op_order: str | None
     stage: int
     state_format: str

@@ -8,6 +8,7 @@ from types import MappingProxyType
 import numpy as np
 
 from ..dtypes import BFLOAT16, FLOAT32, ElementType
+from ..rules import MASTER, State
 
 BLOCK = 256
 """Elements of a float8 state that share a scale. The first block begins with the parameter's first element."""
@@ -51,27 +52,30 @@ FORMATS = {each.name: each for each in _ALL}
 SPLIT = StateFormat("split", np.dtype(np.uint16), FLOAT32, 8, upper=BFLOAT16)
 """A float32 master weight of which the parameter is the upper half: it has all bits of ``"float32"``."""
 
-SHORT_NAMES: dict[str, tuple[str, str, str]] = {
-    "fp32": ("float32", "float32", "float32"),
-    "bf16": ("float32", "bfloat16", "bfloat16"),
-    "8bit": ("float32", "float8", "float8"),
+SHORT_NAMES: dict[str, tuple[str, str]] = {
+    "fp32": ("float32", "float32"),
+    "bf16": ("float32", "bfloat16"),
+    "8bit": ("float32", "float8"),
 }
-"""What each ``state_format`` says of master weights, first and second moments."""
+"""The formats of master weights, and of the other states, that each ``state_format`` means."""
 
 
 @cache  # a plan asks for each bucket
 def formats_of(
-    short: str, master: str | None, exp_avg: str | None, exp_avg_sq: str | None, dtype: ElementType
+    short: str, master: str | None, states: tuple[State, ...], own: tuple[str | None, ...], dtype: ElementType
 ) -> Mapping[str, StateFormat]:
     """The formats of the states of parameters of type ``dtype``, by the states' names.
 
     Args:
-        short: a key of ``SHORT_NAMES``, for those of the next three that are None.
+        short: a key of ``SHORT_NAMES``, for formats that are None.
+        master: the format of master weights.
+        own: that of each of the other states.
     """
-    given = (master, exp_avg, exp_avg_sq)
-    names = [own or other for own, other in zip(given, SHORT_NAMES[short], strict=True)]
+    of_master, of_others = SHORT_NAMES[short]
     if dtype is not BFLOAT16:  # a master weight is at least as exact as its parameter
-        names[0] = FLOAT32.name
-    formats = {state: FORMATS[name] for state, name in zip(("master", "exp_avg", "exp_avg_sq"), names, strict=True)}
-    formats["exp_avg_sq"] = replace(formats["exp_avg_sq"], has_sign=False)
-    return MappingProxyType(formats)
+        master = of_master = FLOAT32.name
+    others = {
+        state.name: replace(FORMATS[name or of_others], has_sign=state.has_sign)
+        for state, name in zip(states, own, strict=True)
+    }
+    return MappingProxyType({MASTER: FORMATS[master or of_master], **others})

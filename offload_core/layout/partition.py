@@ -16,6 +16,7 @@ from functools import lru_cache
 from ..config.options import OffloadConfig
 from ..dtypes import ElementType
 from ..errors import ConfigError
+from ..rules import Rule
 from .regions import Elements
 
 _MOST_BUCKETS = 2**15
@@ -38,6 +39,8 @@ class ParamSpec:
     """A rank's tensor holds its own shards only."""
     place: int = 0
     """Parameters of different places share no bucket."""
+    rule: Rule | None = None
+    """Its update rule, the same for all parameters of a group; None: that of the configuration."""
     counted: bool = True
     """False: another process holds the same elements, and counts and saves them."""
     seed_name: str | None = None
@@ -83,15 +86,17 @@ class Bucket:
     """True if it holds a run of one parameter, of which each rank keeps only its own shard."""
     place: int = 0
     """That of its parameters."""
+    rule: Rule | None = None
+    """That of its parameters."""
 
     @property
     def padded_numel(self) -> int:
         return self.shard_numel * self.world_size
 
     @property
-    def key(self) -> tuple[int, str, bool, int]:
-        """Group, element type, ``partitioned`` and place: the same for all parameters of a bucket."""
-        return (self.group, self.dtype.name, self.partitioned, self.place)
+    def key(self) -> "Key":
+        """Group, element type, ``partitioned``, place and rule: the same for all parameters of a bucket."""
+        return (self.group, self.dtype.name, self.partitioned, self.place, self.rule)
 
     @property
     def start(self) -> int:
@@ -129,6 +134,9 @@ class Bucket:
                     found = Piece(found.param, before.start, before.numel + found.numel, before.offset)
                 owned.append(found)
         return tuple(owned)
+
+
+Key = tuple[int, str, bool, int, Rule | None]
 
 
 def round_up(n: int, multiple: int) -> int:
@@ -203,17 +211,18 @@ def build_buckets(
             f"expected at most {_MOST_BUCKETS:,}: give at least {-(-numel // _MOST_BUCKETS):,}"
         )
     buckets: list[Bucket] = []
-    filling: dict[tuple[int, str, bool, int], list[Piece]] = {}
+    filling: dict[Key, list[Piece]] = {}
 
-    def close(key: tuple[int, str, bool, int], dtype: ElementType) -> None:
+    def close(key: Key, dtype: ElementType) -> None:
         pieces = filling.pop(key)
         numel = pieces[-1].offset + pieces[-1].numel
         shard_numel = round_up(numel, unit) // world_size
         index = first_bucket + len(buckets)
-        buckets.append(Bucket(index, key[0], dtype, tuple(pieces), shard_numel, world_size, key[2], key[3]))
+        group, _, *rest = key
+        buckets.append(Bucket(index, group, dtype, tuple(pieces), shard_numel, world_size, *rest))
 
     for local, spec in reversed(list(enumerate(params))):
-        key = (spec.group, spec.dtype.name, spec.partitioned, spec.place)
+        key = (spec.group, spec.dtype.name, spec.partitioned, spec.place, spec.rule)
         start = 0
         while start < spec.numel:
             pieces = filling.setdefault(key, [])

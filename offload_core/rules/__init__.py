@@ -1,1 +1,13 @@
-"""The update rules: what a step does to a shard's states. Seam: rule."""
+"""The update rules: what a step does to a parameter and its states. Seam: rule."""
+
+from .adam import Adam
+from .rule import MASTER, Hyper, Rule, Scalars, State, write_scalars
+from .sgd import SGD
+
+__all__ = ["MASTER", "RULES", "STATE_NAMES", "Hyper", "Rule", "Scalars", "State", "write_scalars"]
+
+RULES: dict[str, type[Rule]] = {rule.name: rule for rule in (Adam, SGD)}
+"""The rules by their names in configurations."""
+
+STATE_NAMES = (MASTER, *dict.fromkeys(state.name for rule in RULES.values() for state in rule.every_state))
+"""The names of the states of all rules."""

@@ -1,67 +1,94 @@
-"""Adam and AdamW: the states that they keep, the scalars of a step, and the update."""
+"""Adam and AdamW."""
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import lru_cache
-from typing import Protocol
+from typing import Any, ClassVar, Self
 
-import numpy as np
+from ..errors import ConfigError
+from ..support import checks
+from .rule import Rule, State
 
-from ..dtypes import ElementType
-from ..native import kernels
 
-STATE_NAMES = ("master", "exp_avg", "exp_avg_sq")
-_COUNT_BITS = 32
-"""Of a number of updates, which fp32 counts exactly up to 2^24."""
+def check_betas(betas: object) -> None:
+    """Raise :class:`ConfigError` unless ``betas`` is a pair of numbers in [0, 1)."""
+    if not isinstance(betas, tuple | list) or len(betas) != 2:
+        raise ConfigError(f"betas: got {checks.shown(betas)}, expected a pair of numbers in [0, 1)")
+    for i, beta in enumerate(betas):
+        checks.number(f"betas[{i}]", beta, least=0.0, below=1.0)
 
 
 @dataclass(frozen=True)
 class AdamHyper:
-    """One parameter group's hyper-parameters for one step, as in ``torch.optim.AdamW`` and ``optax.adamw``."""
+    """Hyperparameters as in ``torch.optim.AdamW`` and ``optax.adamw``."""
 
     lr: float
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.01
     eps_root: float = 0.0
-    bias_correction: Callable[[float, int], float] | None = None
-    """``op_order="optax"``: 1 - beta^t as the framework's own float32 arithmetic gives it; None: in double."""
 
     @property
     def numbers(self) -> tuple[float, ...]:
-        """All of them but the function: ranks that have equal numbers update alike."""
+        """All fields as numbers: ranks that have equal numbers update alike."""
         return tuple(map(float, (self.lr, *self.betas, self.eps, self.weight_decay, self.eps_root)))
 
-    def scalars(self, t: int, *, op_order: str, grad_scale: float) -> tuple[float, ...]:
-        """The kernel's scalars (``oc_adam_scalars``) for update number ``t``, counted from 1.
+    def check(self) -> None:
+        """Raise :class:`ConfigError` if a value is out of range."""
+        checks.number("lr", self.lr, least=0.0)
+        check_betas(self.betas)
+        for name in ("eps", "weight_decay", "eps_root"):
+            checks.number(name, getattr(self, name), least=0.0)
 
-        In double, from ``t`` and never from a running product, so that a resumed run gives the same bits. The kernel
-        rounds them.
-        """
-        beta1, beta2 = self.betas
-        if op_order == "torch":
+
+@dataclass(frozen=True)
+class Adam(Rule):
+    """AdamW (Loshchilov and Hutter, arXiv:1711.05101) or Adam with L2 (Kingma and Ba, arXiv:1412.6980), as
+    docs/numerics.md defines their arithmetic."""
+
+    mode: str = "adamw"
+    """``"adamw"`` or ``"adam"``."""
+    bias_correction: Callable[[float, int], float] | None = field(default=None, compare=False, repr=False)
+    """``op_order="optax"``: 1 - beta^t as the framework's own float32 arithmetic gives it; None: in double."""
+
+    name = "adamw"
+    hyper: ClassVar[type[AdamHyper]] = AdamHyper
+    settings = ("betas", "eps", "eps_root", "adam_mode", "exp_avg_dtype", "exp_avg_sq_dtype")
+    every_state = (State("exp_avg"), State("exp_avg_sq", has_sign=False))
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> Self:
+        return cls(settings["op_order"] or "torch", settings["adam_mode"])
+
+    @property
+    def kernel(self) -> str:
+        return f"adam_{self.op_order}"
+
+    def values(self, hyper: AdamHyper, t: int) -> tuple[float, ...]:
+        beta1, beta2 = hyper.betas
+        decoupled = self.mode == "adamw"
+        if self.op_order == "torch":
             correction1, correction2 = 0.0, math.sqrt(1 - beta2**t)
-            step_size = -self.lr / (1 - beta1**t)
+            step_size = -hyper.lr / (1 - beta1**t)
         else:
             correct = self.bias_correction or (lambda beta, t: 1 - beta**t)
             correction1, correction2 = correct(beta1, t), correct(beta2, t)
-            step_size = -self.lr
+            step_size = -hyper.lr
         return (
-            grad_scale,
-            self.weight_decay,
-            _decay(self.lr, self.weight_decay),
+            0.0 if decoupled else hyper.weight_decay,
+            hyper.weight_decay if decoupled else 0.0,
+            _decay(hyper.lr, hyper.weight_decay) if decoupled else 1.0,
             beta1,
             beta2,
             1 - beta1,
             1 - beta2,
             correction1,
             correction2,
-            self.eps,
-            self.eps_root,
+            hyper.eps,
+            hyper.eps_root,
             step_size,
-            t,
         )
 
 
@@ -72,101 +99,3 @@ def _decay(lr: float, weight_decay: float) -> float:
         return 1 - lr * weight_decay
     exact = 1 - Fraction(lr) * Fraction(weight_decay)
     return exact.numerator / exact.denominator if abs(exact) < 2**1000 else float("-inf")
-
-
-class Scalars:
-    """The kernel scalars of one step: a row for each distinct (group, update number).
-
-    Args:
-        rule: whose scalars they are.
-        hypers: one for each parameter group.
-        groups: the group of each parameter.
-        steps: updates that each parameter has had.
-        present: the parameters that have a gradient.
-        grad_scale: the factor on the gradients.
-    """
-
-    def __init__(
-        self,
-        rule: "Adam",
-        hypers: Sequence[AdamHyper],
-        groups: Sequence[int],
-        steps: np.ndarray,
-        present: Collection[int],
-        *,
-        grad_scale: float,
-    ) -> None:
-        params = np.fromiter(present, np.int64, len(present))
-        group, count = np.asarray(groups, np.int64)[params], steps[params].astype(np.int64)
-        pairs, of_param = np.unique(group << _COUNT_BITS | count, return_inverse=True)
-        self.rows = np.full(len(groups), -1)
-        """The row of ``table`` that is each parameter's; -1: it has no gradient."""
-        self.rows[params] = of_param
-        values = [
-            hypers[pair >> _COUNT_BITS].scalars(
-                (pair & (1 << _COUNT_BITS) - 1) + 1, op_order=rule.op_order, grad_scale=grad_scale
-            )
-            for pair in pairs.tolist()
-        ]
-        self.table = np.array(values, dtype=kernels.SCALARS)
-
-
-class States(Protocol):
-    """A run of a state in host memory."""
-
-    def point(self, rows: np.ndarray, name: str, offsets: np.ndarray) -> None:
-        """Have the kernel's rows point to these elements of state ``name``."""
-        ...
-
-
-@dataclass(frozen=True)
-class Adam:
-    """AdamW (Loshchilov and Hutter, arXiv:1711.05101) or Adam with L2 (Kingma and Ba, arXiv:1412.6980), as
-    docs/numerics.md defines their arithmetic."""
-
-    op_order: str
-    """``"torch"`` or ``"optax"``: whose rounding."""
-    mode: str
-    """``"adamw"`` or ``"adam"``."""
-    state_names = STATE_NAMES
-
-    def segments(self, states: Mapping[str, States], offsets: np.ndarray, numels: np.ndarray) -> np.ndarray:
-        """Rows for the kernel: runs of the states at these offsets, of so many elements.
-
-        Gradients, device parameters, places in the parameters and the rows of scalars are the caller's to fill in.
-        """
-        rows = np.zeros(len(offsets), kernels.SEGMENT)
-        for name, array in states.items():
-            array.point(rows, name, offsets)
-        rows["numel"] = numels
-        return rows
-
-    def update(
-        self,
-        segments: np.ndarray,
-        scalars: Scalars,
-        formats: Mapping[str, str],
-        *,
-        grad_dtype: ElementType,
-        param_dtype: ElementType | None,
-        threads: int,
-        keep_states: bool,
-    ) -> None:
-        """One pass over the segments: unscale, clip, update, and round to the device parameters.
-
-        Args:
-            formats: the names of the formats of the states that the segments point to, by state.
-            param_dtype: of the device parameters to write; None: none are written.
-            keep_states: leave the states as they are, and write the device parameters only.
-        """
-        kernels.adam(
-            segments,
-            scalars.table,
-            grad_dtype=grad_dtype,
-            param_dtype=param_dtype,
-            op_order=self.op_order,
-            adam_mode=self.mode,
-            threads=threads,
-            keep_states=keep_states,
-            **{f"{name}_format": format for name, format in formats.items()},
-        )

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..config.state_formats import StateFormat
-from ..layout.partition import Bucket
+from ..layout.partition import Bucket, Key
 from ..memory.host_memory import HostMemory
 from ..memory.plan import PARAMETER_SHARDS
 from .arrays import StateArray
@@ -44,7 +44,7 @@ class StatesInMemory:
 
     def allocate(self, buckets: Sequence[Bucket], formats: Callable[[Bucket], Mapping[str, StateFormat]]) -> None:
         """Make the states of new buckets, zeroed: those that ``formats`` names, the same for all buckets of a key."""
-        by_key: dict[tuple[int, str, bool, int], list[Bucket]] = {}
+        by_key: dict[Key, list[Bucket]] = {}
         for bucket in buckets:
             by_key.setdefault(bucket.key, []).append(bucket)
         for alike in by_key.values():

@@ -5,7 +5,7 @@ what comes and goes on the device follow from the order in which gradients are e
 """
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from ..device.protocols import Arrival, DeviceTerms
 from ..dtypes import BFLOAT16, BY_NAME, FLOAT16, FLOAT32, ElementType
 from ..layout.partition import Bucket, Kinds, ParamSpec, planned
 from ..memory.plan import PARAMETER_SHARDS, MemoryPlan, PlanRow
-from ..rules.adam import STATE_NAMES
+from ..rules import MASTER, Rule
 from .worker import Background, Inline
 
 STAGING = "staging"
@@ -40,17 +40,17 @@ _NEXT = {"float32": ("bf16", "bfloat16"), "bfloat16": ("8bit", "float8")}
 """The next narrower format of a moment: its short name, and its own."""
 
 
-def _narrower_states(config: OffloadConfig, specs: Sequence[ParamSpec]) -> dict[str, str]:
+def _narrower_states(config: OffloadConfig, rules: Iterable[Rule], specs: Sequence[ParamSpec]) -> dict[str, str]:
     """By state the setting that stores it in fewer bytes."""
-    formats = {state: str(format) for state, format in config.state_formats(BFLOAT16).items()}
+    formats = {state: str(format) for rule in rules for state, format in config.state_formats(BFLOAT16, rule).items()}
     narrower = {}
-    for state in ("exp_avg", "exp_avg_sq"):
-        if formats[state] in _NEXT:
-            short, long = _NEXT[formats[state]]
-            alone = getattr(config, f"{state}_dtype") is not None
+    if formats.pop(MASTER, None) == FLOAT32.name and any(spec.dtype is BFLOAT16 for spec in specs):
+        narrower[MASTER] = "master_dtype='bfloat16'"
+    for state, format in formats.items():
+        if format in _NEXT:
+            short, long = _NEXT[format]
+            alone = getattr(config, f"{state}_dtype", None) is not None
             narrower[state] = f"{state}_dtype='{long}'" if alone else f"state_format='{short}'"
-    if formats["master"] == FLOAT32.name and any(spec.dtype is BFLOAT16 for spec in specs):
-        narrower["master"] = "master_dtype='bfloat16'"
     return narrower
 
 
@@ -75,6 +75,7 @@ class BucketTerms:
         self.config = config
         self._terms = device
         self._scaled = scaled
+        self._rule = config.rule()
         self.direct = device.addressable and device.world_size == 1
         """Nothing is moved: kernels read gradients and write parameters where they are."""
         self.sums = config.gradient_accumulation_steps > 1 or device.world_size > 1
@@ -163,7 +164,9 @@ class BucketTerms:
             one_by_one: gradients come during backward, so that updates can follow them.
         """
         kinds = self._kinds(specs)
-        host: dict[str, int] = dict.fromkeys((*STATE_NAMES, GRADIENTS_ON_HOST, STAGING), 0)
+        rules = dict.fromkeys(self.rule_of(bucket) for bucket, _ in kinds) or {self._rule: None}
+        states = dict.fromkeys(name for rule in rules for name in rule.state_names)
+        host: dict[str, int] = dict.fromkeys((*states, GRADIENTS_ON_HOST, STAGING), 0)
         for bucket, n in kinds:
             numel = len(self._terms.ranks) * bucket.shard_numel
             for name, format in self.state_formats(bucket).items():
@@ -180,7 +183,7 @@ class BucketTerms:
             host[PARAMETER_SHARDS] = _shard_bytes(kinds) + _shard_bytes(self._kinds(frozen))
         smaller = _NARROWER if any(spec.dtype is FLOAT32 for spec in (*specs, *frozen)) else _RANKS
         remedies = {
-            **_narrower_states(self.config, specs),
+            **_narrower_states(self.config, rules, specs),
             GRADIENTS_ON_HOST: self._fewer_gradients(one_by_one) or smaller,
             STAGING: "reduce_bucket_size",
             PARAMETER_SHARDS: smaller,
@@ -344,12 +347,16 @@ class BucketTerms:
             block=config.state_block,
         )
 
+    def rule_of(self, alike: Bucket | ParamSpec) -> Rule:
+        """The update rule of a bucket, or of a parameter."""
+        return alike.rule or self._rule
+
     def state_formats(self, bucket: Bucket) -> dict[str, StateFormat]:
         """The formats of the states that a bucket's parameters have; no master weight where they are their own.
 
         Master weights are split where the parameters lie on the host, and nobody but this package writes to them.
         """
-        formats = dict(self.config.state_formats(bucket.dtype))
+        formats = dict(self.config.state_formats(bucket.dtype, self.rule_of(bucket)))
         if self.config.schedule == "delayed" or self.sends_early:  # parameter and master may be of different steps
             return formats
         in_place = self.host_shards if bucket.partitioned else self._terms.updates_in_place

@@ -15,7 +15,6 @@ from ..memory.host_memory import HostMemory, StagingRing
 from ..memory.plan import PlanRow
 from ..native import kernels
 from ..ranks.consistency import agree
-from ..rules.adam import Adam
 from ..states.in_memory import StatesInMemory
 from ..support.threads import Task
 from .bucket_terms import BucketTerms
@@ -31,7 +30,7 @@ class LocalBuckets:
     A bucket that was given to the worker belongs to it until :meth:`claim`.
     """
 
-    def __init__(self, config: OffloadConfig, device: Device, rule: Adam, *, scaled: bool = False) -> None:
+    def __init__(self, config: OffloadConfig, device: Device, *, scaled: bool = False) -> None:
         self.config = config
         self.terms = BucketTerms(config, device, scaled=scaled)
         self.device = device
@@ -77,6 +76,7 @@ class LocalBuckets:
                 bucket,
                 bucket.shards(self.device.ranks),
                 {piece.param: specs[piece.param - first] for piece in bucket.pieces},
+                terms.rule_of(bucket),
                 terms.wire(bucket),
                 own,
                 without_master="master" not in states,

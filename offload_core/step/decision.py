@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..native.grad_norm import SumOfSquares, clip_coefficient
-from ..rules.adam import Scalars
+from ..rules import Hyper, Scalars
 from .local_bucket import LocalBucket
 
 
@@ -98,7 +98,7 @@ class Decision:
 class Given:
     """The arguments of one :meth:`Pipeline.step`."""
 
-    hypers: Sequence[Any]
+    hypers: Sequence[Hyper]
     """One for each parameter group."""
     tensors: Sequence[Any]
     divisor: float

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from ..device.events import Event
-from ..rules.adam import Scalars
+from ..rules import Scalars
 from .bucket_states import Gradient, Publication, PublicationEvent
 from .buckets import LocalBuckets
 from .decision import Given

@@ -13,6 +13,7 @@ from ..layout.partition import Bucket, ParamSpec, Piece
 from ..memory.host_memory import Lease
 from ..native import kernels
 from ..native.grad_norm import SumOfSquares
+from ..rules import Rule
 from ..support.threads import Task
 from .bucket_states import (
     GradientEvent,
@@ -33,6 +34,8 @@ class LocalBucket:
     """The runs of parameters that this process's ranks own."""
     specs: InitVar[Mapping[int, ParamSpec]]
     """Of each parameter."""
+    rule: Rule
+    """How its parameters are updated."""
     wire: ElementType
     """The element type in which gradients travel."""
     own: np.ndarray | None

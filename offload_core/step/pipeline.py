@@ -38,7 +38,7 @@ from ..errors import CollectiveError, StateError
 from ..layout.partition import ParamSpec
 from ..memory.plan import PlanRow
 from ..memory.report import MemoryReport
-from ..rules.adam import Adam, AdamHyper, Scalars
+from ..rules import Hyper, Scalars
 from ..support.threads import uninterrupted
 from ..support.user_line import UserLine
 from .agreement import agree
@@ -71,7 +71,6 @@ class Pipeline:
         self.device = device
         self.scaler = scaler
         self._state_lock = StateLock()
-        self.rule = Adam(config.op_order or "torch", config.adam_mode)
         self.updates = 0
         """Updates made so far."""
         self.publications = 0
@@ -102,10 +101,10 @@ class Pipeline:
         before); False where it broke off before all of the parameter was written."""
         self.left_behind = False
         """True if a step broke off on one rank, and parameters are of the step before until they are sent anew."""
-        self.buckets = LocalBuckets(self.config, self.device, self.rule, scaled=self.scaler is not None)
+        self.buckets = LocalBuckets(self.config, self.device, scaled=self.scaler is not None)
         self._examines = self.buckets.terms.examines
         self._reduction = Reduction(self.buckets)
-        self._updates = Updates(self.buckets, self.rule)
+        self._updates = Updates(self.buckets)
         self._early = EarlyPublish(self.buckets, self._updates)
         self.params = self.buckets.params
         self.memory = self.buckets.memory
@@ -345,7 +344,7 @@ class Pipeline:
     @changes("step()")
     def step(
         self,
-        hypers: Sequence[AdamHyper],
+        hypers: Sequence[Hyper],
         tensors: Sequence[Any],
         *,
         divisor: float = 1.0,
@@ -529,7 +528,7 @@ class Pipeline:
     @changes("backward()")
     def expect_step(
         self,
-        hypers: Sequence[AdamHyper],
+        hypers: Sequence[Hyper],
         tensors: Sequence[Any],
         *,
         divisor: float = 1.0,
@@ -556,7 +555,7 @@ class Pipeline:
 
     def confirm_step(
         self,
-        hypers: Sequence[AdamHyper],
+        hypers: Sequence[Hyper],
         tensors: Sequence[Any],
         *,
         divisor: float = 1.0,
@@ -577,13 +576,13 @@ class Pipeline:
             self._early.renew(given, self._scalars(given, range(len(self.params)), 1.0 / given.unscale))
 
     def _given(
-        self, hypers: Sequence[AdamHyper], tensors: Sequence[Any], divisor: float, groups: Sequence[int] | None
+        self, hypers: Sequence[Hyper], tensors: Sequence[Any], divisor: float, groups: Sequence[int] | None
     ) -> Given:
         groups = [spec.group for spec in self.params] if groups is None else list(groups)
         return Given(list(hypers), list(tensors), divisor, groups, self.loss_scale)  # the tensors are read later
 
     def check_expected(
-        self, hypers: Sequence[AdamHyper], *, divisor: float = 1.0, groups: Sequence[int] | None = None
+        self, hypers: Sequence[Hyper], *, divisor: float = 1.0, groups: Sequence[int] | None = None
     ) -> None:
         """Raise :class:`StateError` where gradients were used with other arguments than these of :meth:`step`."""
         self._refuse_other(self._given(hypers, (), divisor, groups))
@@ -627,7 +626,8 @@ class Pipeline:
 
     def _scalars(self, given: Given, params: Collection[int], grad_scale: float) -> Scalars:
         steps = np.concatenate(self._counts)
-        return Scalars(self.rule, given.hypers, given.groups, steps, params, grad_scale=grad_scale)
+        rules = [self.terms.rule_of(spec) for spec in self.params]
+        return Scalars(rules, given.hypers, given.groups, steps, params, grad_scale=grad_scale)
 
     def _count(self, params: Collection[int]) -> None:
         """These parameters have had an update more."""

@@ -13,7 +13,6 @@ import numpy as np
 from ..layout.partition import Piece
 from ..layout.regions import Elements, InMemory
 from ..ranks.collectives import merge
-from ..rules.adam import STATE_NAMES
 from ..states.arrays import StateArray
 from ..support.checks import LARGEST, shown
 from .local_bucket import LocalBucket
@@ -38,7 +37,7 @@ class StateRun(NamedTuple):
     start: int
     numel: int
     arrays: dict[str, StateArray]
-    """By name, those of ``rules.adam.STATE_NAMES``."""
+    """By name, those of the parameter's rule."""
     in_place: bool
     """True if the parameter is its own master weight: ``"master"`` is its memory."""
     read_parameter: Callable[[int, np.ndarray], None]
@@ -49,7 +48,7 @@ class StateAccess:
     """The states of one process's shards.
 
     Parameters are numbered as in the pipeline, and tensors are the device's, one-dimensional and contiguous. States
-    have the names of ``rules.adam.STATE_NAMES``; a parameter that is its own master weight has no ``"master"``.
+    have the names that the parameter's rule gives them; a parameter that is its own master weight has no ``"master"``.
     """
 
     def __init__(self, pipeline: Pipeline) -> None:
@@ -74,7 +73,7 @@ class StateAccess:
 
     def extents(self, param: int) -> list[tuple[int, int]]:
         """``(start, elements)`` of each run of :meth:`states`."""
-        return [(start, next(iter(arrays.values())).size) for start, arrays in self._states(param)]
+        return [(start, numel) for start, numel, _, _ in self._merged(param)]
 
     def local_states(self, param: int) -> dict[str, np.ndarray]:
         """This process's part of a parameter's states, one-dimensional: the runs of :meth:`states`, end to end."""
@@ -111,18 +110,24 @@ class StateAccess:
         numel = len(self._pipeline.device.ranks) * sum(work.bucket.shard_numel for work in works)
         return arena["master"][at : at + numel].upper if "master" in arena else None
 
+    def names(self, param: int) -> tuple[str, ...]:
+        """The names of a parameter's states, the master weight first."""
+        return self._pipeline.terms.rule_of(self._pipeline.params[param]).state_names
+
     def whole_states(
-        self, param: int, names: Collection[str] = STATE_NAMES, *, tensor: Any = None
+        self, param: int, names: Collection[str] | None = None, *, tensor: Any = None
     ) -> dict[str, np.ndarray]:
         """A copy of a parameter's whole states, with the parts of all ranks it is cut over: ``{name: fp32 array}``.
 
         One-dimensional, in the order of :meth:`states`. All processes call it alike.
 
         Args:
+            names: of the states; None: all.
             tensor: the device parameter; it is read where it is its own master weights.
         """
         self._pipeline.refuse_if_unusable()
-        return self._pipeline.run_in_order(lambda: self._whole_states(param, names, tensor))
+        wanted = self.names(param) if names is None else names
+        return self._pipeline.run_in_order(lambda: self._whole_states(param, wanted, tensor))
 
     # --- writing -------------------------------------------------------------------------------------
 
@@ -188,6 +193,12 @@ class StateAccess:
         return self._buckets.store.locate(work.bucket.index, piece.offset)
 
     def _states(self, param: int) -> list[tuple[int, dict[str, StateArray]]]:
+        return [
+            (start, {name: array[at : at + numel] for name, array in arena.items()})
+            for start, numel, at, arena in self._merged(param)
+        ]
+
+    def _merged(self, param: int) -> list[tuple[int, int, int, dict[str, StateArray]]]:
         runs: list[tuple[int, int, int, dict[str, StateArray]]] = []
         for work, piece in self._pieces_of(param):
             arena, at = self._locate(work, piece)
@@ -196,7 +207,7 @@ class StateAccess:
                 before = runs.pop()
                 start, numel, at = before[0], before[1] + numel, before[2]
             runs.append((start, numel, at, arena))
-        return [(start, {name: a[at : at + numel] for name, a in arena.items()}) for start, numel, at, arena in runs]
+        return runs
 
     def _local_states(self, param: int) -> dict[str, StateArray]:
         pieces = self._pieces_of(param)

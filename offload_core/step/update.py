@@ -14,7 +14,7 @@ from ..dtypes import BY_NUMPY
 from ..memory.host_memory import Lease
 from ..native import kernels
 from ..ranks.consistency import combine
-from ..rules.adam import Adam, Scalars
+from ..rules import Scalars
 from ..support.threads import Task
 from .bucket_states import Gradient, GradientEvent, Publication, PublicationEvent
 from .buckets import LocalBuckets
@@ -28,9 +28,8 @@ class Updates:
     Parameters may be sent before the step, as gradients arrive (:meth:`send_early`); the step then confirms them.
     """
 
-    def __init__(self, buckets: LocalBuckets, rule: Adam) -> None:
+    def __init__(self, buckets: LocalBuckets) -> None:
         self._buckets = buckets
-        self._rule = rule
         self._travelling: deque[LocalBucket] = deque()
         """Buckets that were sent; no task waits for their arrival yet. Oldest first."""
         self._publishing: deque[tuple[LocalBucket, Task[Event], Task[None]]] = deque()
@@ -185,7 +184,7 @@ class Updates:
         in_tensors = tensors if in_place or (out is None and work.parameters_apart) else None
         rounds = out is not None or (in_tensors is not None and not in_place)
         for dtype, pieces in work.held(chosen):
-            segments = self._rule.segments(states.arrays, work.offsets[pieces], work.numels[pieces])
+            segments = work.rule.segments(states.arrays, work.offsets[pieces], work.numels[pieces])
             segments["grad"] = work.gradients.addresses[pieces]
             segments["scalars"] = rows[pieces]
             segments["start"] = work.starts[pieces]
@@ -195,7 +194,7 @@ class Updates:
             if out is not None:
                 segments["param"] = kernels.address(out) + work.offsets[pieces] * out.itemsize
             with self._buckets.trace.span(UPDATE, "", work.bucket.index):
-                self._rule.update(
+                work.rule.update(
                     segments,
                     scalars,
                     formats,

@@ -1,0 +1,183 @@
+"""The seam *rule*: the states that an update keeps, its hyperparameters, its scalars, and the update itself."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol, Self
+
+import numpy as np
+
+from ..dtypes import ElementType
+from ..native import kernels
+
+MASTER = "master"
+"""The name of the state that every rule has: the master weight."""
+_COUNT_BITS = 32
+"""Bits for a parameter's number of updates, which fp32 counts exactly up to 2^24."""
+
+
+@dataclass(frozen=True)
+class State:
+    """A state that a rule keeps beside the master weight. It begins with zeros."""
+
+    name: str
+    """As the framework's own optimizer calls it."""
+    has_sign: bool = True
+    """False: values are never negative. In 8 bits they then have one more bit of exponent."""
+
+
+class Hyper(Protocol):
+    """One parameter group's hyperparameters for one step: a frozen dataclass. Its fields have the names and, but for
+    ``lr``, the defaults of the framework's own optimizer."""
+
+    @property
+    def lr(self) -> float:
+        """The learning rate."""
+        ...
+
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """All fields as numbers: ranks that have equal numbers update alike."""
+        ...
+
+    def check(self) -> None:
+        """Raise :class:`ConfigError` if a value is out of range."""
+        ...
+
+
+class StateMemory(Protocol):
+    """A run of a state in host memory."""
+
+    def point(self, rows: np.ndarray, moment: int | None, offsets: np.ndarray) -> None:
+        """Have the kernel's rows point to these elements: of the master weight (None), or of the moment of this
+        number."""
+        ...
+
+
+@dataclass(frozen=True)
+class Rule(ABC):
+    """How parameters are updated. Rules that are equal update alike."""
+
+    op_order: str
+    """The library whose rounding it has: ``"torch"`` or ``"optax"``."""
+
+    name: ClassVar[str]
+    """The value of ``OffloadConfig.optimizer`` that asks for it."""
+    hyper: ClassVar[type[Any]]
+    """The class of its hyperparameters, a :class:`Hyper`."""
+    settings: ClassVar[tuple[str, ...]]
+    """The fields of ``OffloadConfig`` that only this class of rules has."""
+    every_state: ClassVar[tuple[State, ...]]
+    """All states that any rule of this class keeps beside the master weight, in the order of the kernel's moments."""
+
+    @classmethod
+    @abstractmethod
+    def of(cls, settings: Mapping[str, Any]) -> Self:
+        """The rule that these fields of ``OffloadConfig`` ask for; a parameter group may have replaced some."""
+
+    @property
+    def states(self) -> tuple[State, ...]:
+        """The states that this rule keeps beside the master weight, in the order of the kernel's moments."""
+        return self.every_state
+
+    @property
+    @abstractmethod
+    def kernel(self) -> str:
+        """Its key in ``kernels.RULES``."""
+
+    @abstractmethod
+    def values(self, hyper: Any, t: int) -> tuple[float, ...]:
+        """The kernel's scalars (``oc_scalars.values``) for update number ``t``, counted from 1.
+
+        In double, from ``t`` and never from a running product, so that a resumed run gives the same bits. The kernel
+        rounds them.
+        """
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """The names of all states, the master weight first."""
+        return (MASTER, *(state.name for state in self.states))
+
+    def segments(self, states: Mapping[str, StateMemory], offsets: np.ndarray, numels: np.ndarray) -> np.ndarray:
+        """Rows for the kernel: runs of the states at these offsets, of so many elements.
+
+        Gradients, device parameters, places in the parameters and the rows of scalars are the caller's to fill in.
+        """
+        rows = np.zeros(len(offsets), kernels.SEGMENT)
+        for moment, state in enumerate(self.states):
+            states[state.name].point(rows, moment, offsets)
+        if MASTER in states:
+            states[MASTER].point(rows, None, offsets)
+        rows["numel"] = numels
+        return rows
+
+    def update(
+        self,
+        segments: np.ndarray,
+        scalars: "Scalars",
+        formats: Mapping[str, str],
+        *,
+        grad_dtype: ElementType,
+        param_dtype: ElementType | None,
+        threads: int,
+        keep_states: bool,
+    ) -> None:
+        """One pass over the segments: unscale, clip, update, and round to the device parameters.
+
+        Args:
+            formats: the names of the formats of the states that the segments point to, by state.
+            param_dtype: of the device parameters to write; None: none are written.
+            keep_states: leave the states as they are, and write the device parameters only.
+        """
+        kernels.update(
+            segments,
+            scalars.table,
+            rule=self.kernel,
+            grad_dtype=grad_dtype,
+            param_dtype=param_dtype,
+            threads=threads,
+            keep_states=keep_states,
+            master_format=formats[MASTER],
+            moment_formats=[formats[state.name] for state in self.states],
+        )
+
+
+class Scalars:
+    """The kernel scalars of one step: a row for each distinct (group, update number).
+
+    Args:
+        rules: the rule of each parameter; parameters of one group have the same.
+        hypers: one for each parameter group.
+        groups: the group of each parameter.
+        steps: updates that each parameter has had.
+        present: the parameters that have a gradient.
+        grad_scale: the factor on the gradients.
+    """
+
+    def __init__(
+        self,
+        rules: Sequence[Rule],
+        hypers: Sequence[Hyper],
+        groups: Sequence[int],
+        steps: np.ndarray,
+        present: Collection[int],
+        *,
+        grad_scale: float,
+    ) -> None:
+        params = np.fromiter(present, np.int64, len(present))
+        group, count = np.asarray(groups, np.int64)[params], steps[params].astype(np.int64)
+        pairs, first, of_param = np.unique(group << _COUNT_BITS | count, return_index=True, return_inverse=True)
+        self.rows = np.full(len(groups), -1)
+        """The row of ``table`` that is each parameter's; -1: it has no gradient."""
+        self.rows[params] = of_param
+        self.table = np.zeros(len(pairs), kernels.SCALARS)
+        for row, pair, param in zip(self.table, pairs.tolist(), params[first].tolist(), strict=True):
+            t = (pair & (1 << _COUNT_BITS) - 1) + 1
+            write_scalars(row, rules[param], hypers[pair >> _COUNT_BITS], t, grad_scale)
+
+
+def write_scalars(row: Any, rule: Rule, hyper: Hyper, t: int, grad_scale: float) -> None:
+    """Fill in a row of ``kernels.SCALARS`` for update number ``t``."""
+    values = rule.values(hyper, t)
+    row["grad_scale"], row["update"] = grad_scale, t
+    row["values"][: len(values)] = values
