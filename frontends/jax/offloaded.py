@@ -17,14 +17,14 @@ from jax.sharding import Mesh
 from offload_core.checkpoint.checkpoints import Names
 from offload_core.checkpoint.export import MAX_SHARD_BYTES
 from offload_core.checkpoint.on_signal import SaveOnSignal
-from offload_core.config.options import ConfigLike, check_hyperparameters
+from offload_core.config.options import ConfigLike
 from offload_core.device.trace import COMPUTE
 from offload_core.dtypes import BY_NUMPY
 from offload_core.errors import ConfigError, GradientError, StateError
 from offload_core.layout.partition import ParamSpec as CoreParam
 from offload_core.memory.report import MemoryReport
 from offload_core.ranks.consistency import agree
-from offload_core.rules.adam import AdamHyper
+from offload_core.rules import Hyper
 from offload_core.step.loss_scale import scaler_for
 from offload_core.step.pipeline import Pipeline, StepReport
 from offload_core.step.state_lock import changes, whole
@@ -39,7 +39,7 @@ from .files.states import TreeStates
 from .gradients import check_alike, given_gradients
 from .loss_scale import DeviceScale
 from .mesh.mesh import delete
-from .numbers import beside_the_accelerator, bias_correction
+from .numbers import beside_the_accelerator, in_xlas_numbers
 from .optax_bridge.updates import transformation
 from .placement.memory import checked_plan, held_bytes
 from .placement.placement import placement_for
@@ -155,7 +155,7 @@ class OffloadedParams:
         scaler = scaler_for(self.config, [s.dtype for s in specs])
         # Gradients come to the core all at once. Parameters in JAX's host memory are device parameters to it.
         config = replace(self.config, update_in_backward=False, offload_param=None)
-        self._pipeline = Pipeline(config, self._placement.device, scaler)
+        self._pipeline = Pipeline(config, self._placement.device, scaler, in_xlas_numbers(config.rule()))
         self._state_lock = self._pipeline.state_lock
         self._planned = checked_plan(self._pipeline, self._placement, leaves, tree.trained, specs)
         arrays = [self._placement.place(leaf.path, leaves[leaf.position]) for leaf in tree.trained]
@@ -318,7 +318,7 @@ class OffloadedParams:
 
     @changes("update()")
     def _take_later(
-        self, gradients: Sequence[Sequence[Any]], hypers: Sequence[AdamHyper], donated: Sequence[Any]
+        self, gradients: Sequence[Sequence[Any]], hypers: Sequence[Hyper], donated: Sequence[Any]
     ) -> None:
         with self._pipeline.device.trace.span(COMPUTE, "update"):
             self._take(gradients, hypers, donated)
@@ -337,7 +337,7 @@ class OffloadedParams:
                 self._asked = None
 
     def _take(
-        self, gradients: Sequence[Sequence[Any]], hypers: Sequence[AdamHyper], donated: Sequence[Any] = ()
+        self, gradients: Sequence[Sequence[Any]], hypers: Sequence[Hyper], donated: Sequence[Any] = ()
     ) -> None:
         """Update, if this is the boundary, with gradients and hyperparameters that were checked.
 
@@ -439,7 +439,7 @@ class OffloadedParams:
         self._await_update()
         self._pipeline.drop_gradients()
 
-    def _check(self, grads: Any, learning_rate: Any, *, donate: bool) -> tuple[list[list[Any]], list[AdamHyper]]:
+    def _check(self, grads: Any, learning_rate: Any, *, donate: bool) -> tuple[list[list[Any]], list[Hyper]]:
         """Check everything; return each leaf's gradients as the pipeline takes them, none or all, and hyperparameters.
 
         An error in one process is an error in all: raised in one alone, it would leave the others waiting.
@@ -472,24 +472,27 @@ class OffloadedParams:
             gradients.append(parts)
         return gradients, hypers
 
-    def _hypers(self, learning_rate: Any = None) -> list[AdamHyper]:
+    def _hypers(self, learning_rate: Any = None) -> list[Hyper]:
         """The hyperparameters of decayed parameters and of those that ``mask`` excludes.
 
         Args:
             learning_rate: a rate or a schedule in place of the configuration's; None: the configuration's.
         """
-        config = self.config
+        config, rule = self.config, self.config.rule()
         if learning_rate is not None or callable(config.lr) or callable(config.betas):
             with beside_the_accelerator() as number:
                 count = number(self.count)
-                lr, betas = config.hyperparameters(count)
+                values = config.values(count)
                 if learning_rate is not None:
-                    lr = float(learning_rate(count) if callable(learning_rate) else learning_rate)
-            check_hyperparameters(f"update {self.count}", lr, betas, config.eps, config.weight_decay)
+                    values["lr"] = float(learning_rate(count) if callable(learning_rate) else learning_rate)
+            decayed: Hyper = rule.hyper(**values)
+            try:
+                decayed.check()
+            except ConfigError as error:
+                raise ConfigError(f"update {self.count}: {error}") from None
         else:  # the configuration has checked them
-            lr, betas = float(config.lr), config.betas
-        decayed = AdamHyper(lr, betas, config.eps, config.weight_decay, config.eps_root, bias_correction)
-        return [decayed, replace(decayed, weight_decay=0.0)]
+            decayed = rule.hyper(**config.values(0))
+        return [decayed, replace(decayed, weight_decay=0.0)]  # type: ignore[type-var]
 
     # --- states ------------------------------------------------------------------------------------
 

@@ -29,7 +29,7 @@ from .files.checkpoint import ModelCheckpoints
 from .files.export import export_safetensors
 from .groups import in_model
 from .model_changes import ModelChanges, check_present
-from .optimizer import OffloadedAdamW
+from .optimizer import class_for
 from .ranks.collectives import default_group
 from .tensors import TORCH_DTYPES
 from .values import packed_values
@@ -101,7 +101,7 @@ class Engine(nn.Module):
         elif not isinstance(params, torch.Tensor):
             params = in_model(model, params)
         group = default_group(process_group)
-        self.optimizer = OffloadedAdamW(
+        self.optimizer = class_for(config, overrides)(
             params, config=config, early_copy=True, model=model, process_group=group, **overrides
         )
         """The model's optimizer, for learning-rate schedulers and the like."""

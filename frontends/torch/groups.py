@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload_core.config.options import check_hyperparameters
+from offload_core.config.options import OffloadConfig, names_of
 from offload_core.config.settings import SettingsButLr
 from offload_core.errors import ConfigError, ParameterError
-from offload_core.rules.adam import AdamHyper
-from offload_core.support.checks import shown
+from offload_core.rules import RULES, Hyper
+from offload_core.support.checks import choice, shown
 
 _REFUSED = {
     "amsgrad": "there is no third moment",
@@ -19,13 +19,18 @@ _REFUSED = {
     "capturable": "the update runs on the host, outside CUDA graphs",
     "differentiable": "the update runs outside autograd",
 }
-_OPTIONS = {**dict.fromkeys(_REFUSED, False), "foreach": None, "fused": True}
-"""The other options in the groups of ``torch.optim.AdamW``, with the values that match this optimizer. The last two
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "adamw": {**dict.fromkeys(_REFUSED, False), "foreach": None, "fused": True},
+    "sgd": {"maximize": False, "differentiable": False, "foreach": None, "fused": True},
+}
+"""By optimizer the other options in the groups of torch's own, with the values that match this optimizer. The last two
 select one of torch's implementations and have no effect here."""
+NAMES = {name: tuple(field for field in names_of(rule) if field != "eps_root") for name, rule in RULES.items()}
+"""By optimizer the hyperparameters that torch's groups have."""
 
 
 class OptimizerSettings(SettingsButLr, total=False):
-    """The keywords of ``OffloadedAdamW`` beside ``lr``: settings, and the options of ``torch.optim.AdamW``."""
+    """The keywords of an optimizer beside ``lr``: settings, and the options of torch's own optimizer."""
 
     amsgrad: bool
     maximize: bool
@@ -54,22 +59,40 @@ def numbers(name: str, value: Any) -> Any:
 
 
 def without_torchs_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The keywords without those options of ``torch.optim.AdamW`` that have no effect here.
+    """The keywords without those options of torch's own optimizers that have no effect here.
 
     Raises:
         ConfigError: one of them asks for something that this optimizer does not do.
     """
     _refuse("", options)
-    return {name: value for name, value in options.items() if name not in _OPTIONS}
+    known = {name for names in _OPTIONS.values() for name in names}
+    return {name: value for name, value in options.items() if name not in known}
 
 
-def torchs_options(adam_mode: str) -> dict[str, Any]:
-    """The options that torch's own optimizer needs in its groups to continue from this one's state."""
-    return {**_OPTIONS, "decoupled_weight_decay": adam_mode == "adamw"}
+def defaults_of(config: OffloadConfig) -> dict[str, Any]:
+    """The values of a parameter group that gives none: hyperparameters, and the options that torch's own optimizer
+    needs to continue from this one's state."""
+    values = config.values(0)
+    decoupled = {"decoupled_weight_decay": config.adam_mode == "adamw"} if config.optimizer == "adamw" else {}
+    return {name: values[name] for name in NAMES[config.optimizer]} | _OPTIONS[config.optimizer] | decoupled
 
 
-_check_once = lru_cache(maxsize=1024)(check_hyperparameters)
-"""The same check, run once for equal values: every step asks for it, and the values rarely change."""
+def with_own_defaults(where: str, group: Mapping[str, Any], optimizer: str) -> dict[str, Any]:
+    """A parameter group with the defaults of its own optimizer, if that is another one than ``optimizer``."""
+    name = group.get("optimizer", optimizer)
+    if name == optimizer:
+        return dict(group)
+    defaults = RULES[_checked_name(where, name)].hyper(0.0)
+    own = {field: getattr(defaults, field) for field in NAMES[name] if field != "lr"}
+    return {**own, **_OPTIONS[name], **group}
+
+
+def _checked_name(where: str, optimizer: Any) -> str:
+    try:
+        choice("optimizer", optimizer, RULES)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    return str(optimizer)
 
 
 def in_model(model: nn.Module, params: Iterable[Any]) -> list[Any]:
@@ -111,22 +134,58 @@ def some_of(names: Sequence[str], most: int = 3) -> str:
     return ", ".join(map(repr, names[:most])) + (f" and {rest} others" if rest > 0 else "")
 
 
-def hyper_of(g: int, group: Mapping[str, Any]) -> AdamHyper:
-    """The hyper-parameters of group ``g``, checked.
+def hyper_of(g: int, group: Mapping[str, Any], optimizer: str) -> Hyper:
+    """The hyperparameters of group ``g``, checked.
+
+    Args:
+        optimizer: that of a group that names none.
 
     Raises:
         ConfigError: a value is out of range, or asks for something that this optimizer does not do.
     """
-    where = f"parameter group {g}"
-    lr, betas, eps, weight_decay = group["lr"], group["betas"], group["eps"], group["weight_decay"]
-    if type(betas) is tuple and {type(x) for x in (lr, *betas, eps, weight_decay)} <= {float, int}:
-        _check_once(where, lr, betas, eps, weight_decay)
+    where, name = f"parameter group {g}", group.get("optimizer", optimizer)
+    if name not in NAMES:
+        _checked_name(where, name)
+    values = [group[field] for field in NAMES[name]]
+    if _are_plain(values):
+        hyper = _checked_once(where, name, *values)
     else:
-        lr, betas = number(f"{where}: lr", lr), numbers(f"{where}: betas", betas)
-        check_hyperparameters(where, lr, betas, eps, weight_decay)
+        fields = zip(NAMES[name], values, strict=True)
+        hyper = _checked(where, name, *[_plain(f"{where}: {field}", value) for field, value in fields])
     _refuse(f"{where}: ", group)
-    beta1, beta2 = betas
-    return AdamHyper(float(lr), (float(beta1), float(beta2)), float(eps), float(weight_decay))
+    return hyper
+
+
+def _are_plain(values: Iterable[Any]) -> bool:
+    return all(
+        type(value) in (float, int, bool) or (type(value) is tuple and {type(x) for x in value} <= {float, int})
+        for value in values
+    )
+
+
+def _plain(name: str, value: Any) -> Any:
+    return numbers(name, value) if isinstance(value, tuple | list) else number(name, value)
+
+
+def _checked(where: str, optimizer: str, *values: Any) -> Hyper:
+    rule = RULES[optimizer]
+    given = dict(zip(NAMES[optimizer], values, strict=True))
+    try:
+        rule.hyper(**given).check()
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    hyper: Hyper = rule.hyper(**{name: _as_float(value) for name, value in given.items()})
+    return hyper
+
+
+def _as_float(value: Any) -> Any:
+    if isinstance(value, tuple | list):
+        return tuple(map(float, value))
+    return value if isinstance(value, bool) else float(value)
+
+
+_checked_once = lru_cache(maxsize=1024, typed=True)(_checked)
+"""The same, made once for equal values: every step asks for them, and they rarely change."""
 
 
 def _refuse(where: str, options: Mapping[str, Any]) -> None:
@@ -161,7 +220,7 @@ def paired(theirs: Mapping[str, int], mine: Mapping[str, int], n_groups: int) ->
     return [there[g] if g in there else next(left) for g in range(n_groups)]
 
 
-def checked_values(g: int, group: Mapping[str, Any], saved: Any) -> dict[str, Any]:
+def checked_values(g: int, group: Mapping[str, Any], saved: Any, optimizer: str) -> dict[str, Any]:
     """The values of a saved group, as group ``g`` can take them.
 
     Raises:
@@ -170,7 +229,7 @@ def checked_values(g: int, group: Mapping[str, Any], saved: Any) -> dict[str, An
     """
     if not isinstance(saved, dict) or not saved.keys().isdisjoint(("params", "param_names")):
         raise TypeError(f"parameter group {g}: got {shown(saved)}, expected values by name")
-    hyper_of(g, {**group, **saved})
+    hyper_of(g, {**group, **saved}, optimizer)
     return {
         key: float(number(key, value)) if isinstance(group.get(key), torch.Tensor) else value
         for key, value in saved.items()
@@ -192,4 +251,5 @@ def loaded(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, A
 
     ``decoupled_weight_decay`` stays this optimizer's own, as in torch, whichever class saved the states.
     """
-    return {**defaults, **group, "decoupled_weight_decay": defaults["decoupled_weight_decay"]}
+    own = {name: value for name, value in defaults.items() if name == "decoupled_weight_decay"}
+    return {**defaults, **group, **own}

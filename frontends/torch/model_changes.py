@@ -16,13 +16,13 @@ from offload_core.errors import StateError
 from offload_core.support.user_line import UserLine
 
 from .groups import some_of
-from .optimizer import OffloadedAdamW
+from .optimizer import OffloadedOptimizer
 
 
 class ModelChanges:
     """The parameters of an engine's model, as they were at ``wrap``. In a copy it begins anew, with a copied model."""
 
-    def __init__(self, model: nn.Module | None = None, optimizer: OffloadedAdamW | None = None) -> None:
+    def __init__(self, model: nn.Module | None = None, optimizer: OffloadedOptimizer | None = None) -> None:
         self._first: dict[int, weakref.ref[nn.Parameter]] = {}
         """The parameters at ``wrap``, by their ``id``."""
         self._modules: list[nn.Module] = []
@@ -37,7 +37,7 @@ class ModelChanges:
         if model is not None and optimizer is not None:
             self._begin(model, optimizer)
 
-    def _begin(self, model: nn.Module, optimizer: OffloadedAdamW) -> None:
+    def _begin(self, model: nn.Module, optimizer: OffloadedOptimizer) -> None:
         known = optimizer.group_of()
         named = dict(model.named_parameters())
         self._first = {id(param): weakref.ref(param) for param in named.values()}
@@ -51,7 +51,7 @@ class ModelChanges:
     def _present(self) -> list[Any]:
         return [one for m in self._modules for one in (*m._parameters.values(), *m._modules.values())]
 
-    def check(self, model: nn.Module, optimizer: OffloadedAdamW) -> None:
+    def check(self, model: nn.Module, optimizer: OffloadedOptimizer) -> None:
         """Warn of parameters that require a gradient and are in no group, once of each.
 
         Raises:
@@ -72,7 +72,7 @@ class ModelChanges:
     def _was_there(self, param: nn.Parameter) -> bool:
         return id(param) in self._first and self._first[id(param)]() is param
 
-    def _refuse(self, optimizer: OffloadedAdamW) -> None:
+    def _refuse(self, optimizer: OffloadedOptimizer) -> None:
         names = [name for name, p in self._later.items() if p.requires_grad and not optimizer.has_states(p)]
         replaced = [n for n in self._gone if n in self._later and not optimizer.has_states(self._later[n])]
         if replaced and (len(self._gone) == len(optimizer.slots) or not names):
@@ -85,7 +85,7 @@ class ModelChanges:
                 "engine.optimizer.add_param_group(), or without requires_grad"
             )
 
-    def _warn_of_left_out(self, optimizer: OffloadedAdamW) -> None:
+    def _warn_of_left_out(self, optimizer: OffloadedOptimizer) -> None:
         with torch._C.DisableTorchFunctionSubclass():
             trained = [name for name, param in self._left_out.items() if param.requires_grad]
         if not trained:
@@ -105,14 +105,14 @@ class ModelChanges:
         return ModelChanges, ()
 
 
-def check_present(model: nn.Module, optimizer: OffloadedAdamW) -> None:
+def check_present(model: nn.Module, optimizer: OffloadedOptimizer) -> None:
     """Raise :class:`StateError` if a trained parameter has left the model: its gradients go elsewhere."""
     gone = _gone(model, optimizer)
     if gone:
         raise _replaced(gone) from None
 
 
-def _gone(model: nn.Module, optimizer: OffloadedAdamW) -> list[str]:
+def _gone(model: nn.Module, optimizer: OffloadedOptimizer) -> list[str]:
     own = {id(param) for param in model.parameters()}
     return [slot.name for slot in optimizer.slots if id(slot.param) not in own]
 

@@ -1,4 +1,4 @@
-"""``OffloadedAdamW``: a ``torch.optim.Optimizer`` whose states live in host memory."""
+"""``OffloadedAdamW`` and ``OffloadedSGD``: ``torch.optim.Optimizer`` with states in host memory."""
 
 import weakref
 from collections import defaultdict
@@ -18,20 +18,22 @@ from offload_core.config.deepspeed import GroupSchedule
 from offload_core.config.options import FIELDS, ConfigLike, OffloadConfig, check_group_keys
 from offload_core.errors import ConfigError, ParameterError, StateError
 from offload_core.memory.report import MemoryReport
-from offload_core.rules.adam import STATE_NAMES, AdamHyper
+from offload_core.rules import Hyper, Rule
 from offload_core.step.loss_scale import LossScaler, scaler_for
 from offload_core.step.pipeline import Pipeline, StepReport
 from offload_core.step.state_lock import changes, whole
 
 from .casting import Casts
 from .groups import (
+    NAMES,
     OptimizerSettings,
+    defaults_of,
     hyper_of,
     loaded,
     names_in,
     number,
     numbers,
-    torchs_options,
+    with_own_defaults,
     without_torchs_options,
 )
 from .intake import Intake
@@ -71,38 +73,12 @@ class _Boundary:
     may_be_empty: bool
 
 
-class OffloadedAdamW(torch.optim.Optimizer):
-    """AdamW with master weights and moments in host memory, updated by a C kernel.
+class OffloadedOptimizer(torch.optim.Optimizer):
+    """A ``torch.optim.Optimizer`` with master weights and states in host memory, updated by a C kernel: the base of
+    :class:`OffloadedAdamW` and :class:`OffloadedSGD`, which say what it does."""
 
-    On fp32 parameters of a multiple of 16 elements the bits are those of ``torch.optim.AdamW(fused=True)``; other
-    sizes follow the same arithmetic. The class keeps torch's optimizer protocol: ``param_groups`` hold the parameters
-    themselves and are read at every step; parameters without a gradient are left alone; frozen parameters get
-    states when they first have a gradient. Changes from outside are followed: ``p.copy_(...)`` and the like under
-    ``no_grad``, ``load_state_dict``, ``p.data = ...`` and in-place writes through ``p.data``.
-
-    A new optimizer that has all parameters of an earlier idle one takes over: the earlier one is flushed and closed,
-    and the new one starts with new states. An earlier one is not idle while gradients wait for its update.
-
-    ``state[p]`` holds ``step``, ``exp_avg``, ``exp_avg_sq`` and ``master`` on the host, in fp32 unless ``state_format``
-    says otherwise: shaped as ``p``, or with several ranks this rank's part, one-dimensional. An fp32 parameter on the
-    CPU is its own master weight, and with ``master_dtype="bfloat16"`` a bfloat16 one, too.
-
-    Args:
-        params: as any torch optimizer takes them: tensors, ``(name, tensor)`` pairs, or parameter groups.
-        lr: learning rate: a number, a one-element tensor, or a function of the number of updates made so far. The
-            value of a function (``betas`` may be one, too) is written to all ``param_groups`` before each update.
-        config: an ``OffloadConfig``, a dict of its fields, or a DeepSpeed configuration: a dict, or a file's path.
-        process_group: the ranks that partition the states and average the gradients; None: this process alone.
-        model: given by an Engine, which counts micro-steps, scales losses and partitions the model's parameters.
-        early_copy: True takes each gradient during backward, as it appears, and frees it on the device. ``p.grad``
-            then holds a stand-in that raises when used. False reads ``p.grad`` at ``step()``, so that clipping and
-            unscaling from outside work as with torch's own optimizers.
-        overrides: fields of ``OffloadConfig`` (``betas``, ``eps``, ``weight_decay``, ``gradient_clipping``, …).
-
-    Raises:
-        ConfigError, ParameterError, StateError, HostMemoryError: before anything is changed. Memory is looked for when
-            an earlier optimizer has given way.
-    """
+    optimizer = "adamw"
+    """The value of ``OffloadConfig.optimizer``: the rule of groups that name none."""
 
     # Not class attributes: Lightning's wrapper is a subclass, and only asks the optimizer for what it lacks itself.
     _parts: Parts | None
@@ -142,7 +118,14 @@ class OffloadedAdamW(torch.optim.Optimizer):
         if betas is not None:
             settings["betas"] = numbers("betas", betas)
         world_size = 1 if process_group is None else dist.get_world_size(process_group)
+        settings.setdefault("optimizer", self.optimizer)
         self.config = OffloadConfig.resolve(config, world_size=world_size, **settings)
+        if self.config.optimizer != self.optimizer:
+            raise ConfigError(
+                f"optimizer={self.config.optimizer!r} in {type(self).__name__}; expected "
+                f"{CLASSES[self.config.optimizer].__name__}, or {{'params': ..., 'optimizer': "
+                f"{self.config.optimizer!r}}} for some parameters"
+            )
         if model is None:
             _refuse_engine_fields(self.config)
         self.early_copy = early_copy
@@ -156,15 +139,9 @@ class OffloadedAdamW(torch.optim.Optimizer):
         if not params:
             raise ParameterError("params: got none, expected at least one parameter; was the iterator used up already?")
         self._updates = 0
-        first_lr, first_betas = self.config.hyperparameters(0)
-        defaults = {
-            "lr": lr if isinstance(lr, torch.Tensor) else first_lr,
-            "betas": tuple(betas if isinstance(betas, tuple | list) else first_betas),
-            "eps": self.config.eps,
-            "weight_decay": self.config.weight_decay,
-            **torchs_options(self.config.adam_mode),
-        }
-        super().__init__(params, defaults)
+        own = {"lr": lr} if isinstance(lr, torch.Tensor) else {}
+        own |= {"betas": tuple(betas)} if isinstance(betas, tuple | list) else {}
+        super().__init__(params, {**defaults_of(self.config), **own})
         self._build(process_group, model)
 
     def _build(
@@ -223,7 +200,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         if self.partitioned is not None:
             self.partitioned.runs.tell(intake.settle)
         parts = Parts(pipeline, registration, intake, TorchStates(pipeline, registration))
-        _take_on(parts, named, model)
+        _take_on(parts, named, self._rules(self.param_groups), model)
         if self.partitioned is not None:
             self.partitioned.keep_frozen(params)
         pipeline.updates = self._updates
@@ -327,7 +304,9 @@ class OffloadedAdamW(torch.optim.Optimizer):
                     f"{name}={param_group[name]!r} of a parameter group, and {name} is a function, which sets that of "
                     "all groups; expected one of them (torch.optim.lr_scheduler knows groups)"
                 )
-        check_group_keys(f"parameter group {len(self.param_groups)}", param_group)
+        where = f"parameter group {len(self.param_groups)}"
+        param_group = with_own_defaults(where, param_group, self.optimizer)
+        check_group_keys(where, param_group, NAMES[param_group.get("optimizer", self.optimizer)])
         params = param_group["params"]
         if self.param_groups and "param_names" in self.param_groups[0] and not isinstance(params, torch.Tensor | set):
             params = list(params)  # torch requires names for all groups or for none
@@ -344,7 +323,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
             self._hypers()
             named = named_params(len(self.param_groups) - 1, self.param_groups[-1])
             self.registration.check_new(named)
-            _take_on(self._parts, [entry for entry in named if entry[1].requires_grad])
+            self._take_on([entry for entry in named if entry[1].requires_grad])
         except Exception:
             self.param_groups.pop()
             raise
@@ -355,7 +334,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         new = parts.registration.unfrozen(self.param_groups, with_gradient=with_gradient)
         if new:
             parts.registration.check_new(new)
-            _take_on(parts, new)
+            self._take_on(new)
 
     def follow_sizes(self) -> None:
         """Before the first update, make states anew if parameters have grown (a vocabulary, embeddings), in stages 1
@@ -392,14 +371,14 @@ class OffloadedAdamW(torch.optim.Optimizer):
         """The number of each parameter's group, as ``param_groups`` has them now."""
         return {param: g for g, group in enumerate(self.param_groups) for param in group["params"]}
 
-    def _hypers(self) -> list[AdamHyper]:
+    def _hypers(self) -> list[Hyper]:
         hypers = []
         scheduled, by_group = self._scheduled(), isinstance(self.config.lr, GroupSchedule)
         for g, group in enumerate(self.param_groups):
             group.update(scheduled)
             if by_group and "initial_lr" in group:
                 group["lr"], _ = self.config.hyperparameters(self.updates, group["initial_lr"])
-            hypers.append(hyper_of(g, group))
+            hypers.append(hyper_of(g, group, self.optimizer))
         return hypers
 
     def _scheduled(self) -> dict[str, Any]:
@@ -428,7 +407,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
     # --- an optimizer that takes over ------------------------------------------------------------------
 
-    def keeps_from(self, other: "OffloadedAdamW") -> str | None:
+    def keeps_from(self, other: "OffloadedOptimizer") -> str | None:
         """As :meth:`Owner.keeps_from`."""
         members, parts = other.group_of(), self.parts
         left = [slot.name for slot in self.slots if slot.param not in members]
@@ -538,7 +517,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         parts.intake.forget()
         parts.registration.follow_update(broken=True)
 
-    def _prepare(self, parts: Parts, *, boundary: bool) -> tuple[list[AdamHyper], list[int]]:
+    def _prepare(self, parts: Parts, *, boundary: bool) -> tuple[list[Hyper], list[int]]:
         """Check everything that an update needs, take the gradients that are in ``p.grad``, and return the
         hyperparameters of each group and the group of each parameter.
 
@@ -693,10 +672,14 @@ class OffloadedAdamW(torch.optim.Optimizer):
         return torch_state_dict(self, rank0_only=rank0_only)
 
     @whole("whole_states()")
-    def whole_states(self, param: torch.Tensor, names: Collection[str] = STATE_NAMES) -> dict[str, torch.Tensor]:
-        """A copy of a parameter's states (``"master"``, ``"exp_avg"``, ``"exp_avg_sq"``), gathered from all ranks.
+    def whole_states(self, param: torch.Tensor, names: Collection[str] | None = None) -> dict[str, torch.Tensor]:
+        """A copy of a parameter's states (``"master"``, ``"exp_avg"``, ``"exp_avg_sq"`` of AdamW), gathered from all
+        ranks.
 
         In fp32 on the host, shaped and laid out in memory as the parameter. All ranks must call this.
+
+        Args:
+            names: the states to return; None: all.
         """
         self.follow_sizes()
         return self.parts.states.whole(param, names)
@@ -740,8 +723,9 @@ class OffloadedAdamW(torch.optim.Optimizer):
         else:
             groups = [loaded(group, self.defaults) for group in state["param_groups"]]
             for g, group in enumerate(groups):
-                hyper_of(g, group)
-            entries = self._parts.states.checked(entries)
+                hyper_of(g, group, self.optimizer)
+            rules = {p: rule for rule, group in zip(self._rules(groups), groups, strict=True) for p in group["params"]}
+            entries = self._parts.states.checked(entries, rules)
             self.take_on_all(entries, groups)  # needs memory, and changes no states that are there
             before = partial(super().__setstate__, {**rest, "param_groups": groups})
             self.parts.states.load(entries, before, after)
@@ -752,12 +736,78 @@ class OffloadedAdamW(torch.optim.Optimizer):
         new = {param for param in params if not self.has_states(param)}
         if new:
             named = [entry for g, group in enumerate(groups) for entry in named_params(g, group)]
-            _take_on(self.parts, [entry for entry in named if entry[1] in new])
+            self._take_on([entry for entry in named if entry[1] in new], groups)
+
+    def _rules(self, groups: Sequence[Mapping[str, Any]]) -> list[Rule]:
+        config = replace(self.config, op_order=self.config.op_order or "torch")
+        return [config.rule(group) for group in groups]
+
+    def _take_on(
+        self, named: Sequence[NamedParam], groups: Sequence[Mapping[str, Any]] | None = None
+    ) -> None:
+        """Make states for these parameters, and take their gradients from now on."""
+        _take_on(self.parts, named, self._rules(self.param_groups if groups is None else groups))
 
 
-def _take_on(parts: Parts, named: Sequence[NamedParam], model: nn.Module | None = None) -> None:
-    """Make states for these parameters, and take their gradients from now on."""
-    for slot in parts.registration.take_on(named, model):
+class OffloadedAdamW(OffloadedOptimizer):
+    """AdamW with master weights and moments in host memory, updated by a C kernel.
+
+    On fp32 parameters of a multiple of 16 elements the bits are those of ``torch.optim.AdamW(fused=True)``; other
+    sizes follow the same arithmetic. The class keeps torch's optimizer protocol: ``param_groups`` hold the parameters
+    themselves and are read at every step; parameters without a gradient are left alone; frozen parameters get
+    states when they first have a gradient. Changes from outside are followed: ``p.copy_(...)`` and the like under
+    ``no_grad``, ``load_state_dict``, ``p.data = ...`` and in-place writes through ``p.data``.
+
+    A new optimizer that has all parameters of an earlier idle one takes over: the earlier one is flushed and closed,
+    and the new one starts with new states. An earlier one is not idle while gradients wait for its update.
+
+    ``state[p]`` holds ``step``, ``exp_avg``, ``exp_avg_sq`` and ``master`` on the host, in fp32 unless ``state_format``
+    says otherwise: shaped as ``p``, or with several ranks this rank's part, one-dimensional. An fp32 parameter on the
+    CPU is its own master weight, and with ``master_dtype="bfloat16"`` a bfloat16 one, too.
+
+    Args:
+        params: as any torch optimizer takes them: tensors, ``(name, tensor)`` pairs, or parameter groups.
+        lr: learning rate: a number, a one-element tensor, or a function of the number of updates made so far. The
+            value of a function (``betas`` may be one, too) is written to all ``param_groups`` before each update.
+        config: an ``OffloadConfig``, a dict of its fields, or a DeepSpeed configuration: a dict, or a file's path.
+        process_group: the ranks that partition the states and average the gradients; None: this process alone.
+        model: given by an Engine, which counts micro-steps, scales losses and partitions the model's parameters.
+        early_copy: True takes each gradient during backward, as it appears, and frees it on the device. ``p.grad``
+            then holds a stand-in that raises when used. False reads ``p.grad`` at ``step()``, so that clipping and
+            unscaling from outside work as with torch's own optimizers.
+        overrides: fields of ``OffloadConfig`` (``betas``, ``eps``, ``weight_decay``, ``gradient_clipping``, …).
+
+    Raises:
+        ConfigError, ParameterError, StateError, HostMemoryError: before anything is changed. Memory is looked for when
+            an earlier optimizer has given way.
+    """
+
+
+class OffloadedSGD(OffloadedOptimizer):
+    """SGD with master weights and momentum in host memory, as :class:`OffloadedAdamW` in everything else.
+
+    On fp32 parameters of a multiple of 16 elements the bits are those of ``torch.optim.SGD(fused=True)``. ``state[p]``
+    holds ``step``, ``momentum_buffer`` if the momentum is not 0, and ``master``. A momentum may change, but not from or
+    to 0.
+    """
+
+    optimizer = "sgd"
+
+
+CLASSES: dict[str, type[OffloadedOptimizer]] = {each.optimizer: each for each in (OffloadedAdamW, OffloadedSGD)}
+"""By the value of ``OffloadConfig.optimizer``."""
+
+
+def class_for(config: ConfigLike, overrides: Mapping[str, Any]) -> type[OffloadedOptimizer]:
+    """The class of the optimizer that a configuration asks for."""
+    name = config.optimizer if isinstance(config, OffloadConfig) else None
+    name = config.get("optimizer") if isinstance(config, Mapping) else name
+    name = overrides.get("optimizer", name)
+    return CLASSES[name] if isinstance(name, str) and name in CLASSES else OffloadedAdamW  # it refuses other names
+
+
+def _take_on(parts: Parts, named: Sequence[NamedParam], rules: Sequence[Rule], model: nn.Module | None = None) -> None:
+    for slot in parts.registration.take_on(named, rules, model):
         parts.states.hold(slot)
         parts.intake.hook(slot)
 

@@ -18,6 +18,7 @@ from offload_core.memory.host_memory import available_bytes
 from offload_core.memory.plan import MemoryPlan
 from offload_core.memory.report import MemoryReport
 from offload_core.ranks.consistency import combine
+from offload_core.rules import Rule
 from offload_core.step.bucket_terms import GATHERED, GRADIENTS, PARAMETERS
 from offload_core.step.pipeline import Pipeline
 from offload_core.step.state_access import StateAccess
@@ -176,11 +177,14 @@ class Registration:
             return []
         return [entry for g, group in enumerate(groups) for entry in named_params(g, group) if entry[1] in new]
 
-    def take_on(self, named: Sequence[NamedParam], model: nn.Module | None = None) -> list[Slot]:
+    def take_on(
+        self, named: Sequence[NamedParam], rules: Sequence[Rule], model: nn.Module | None = None
+    ) -> list[Slot]:
         """Allocate states for these parameters; cast them as ``casts`` says. Earlier optimizers that have states of
         them give way.
 
         Args:
+            rules: the update rule of each group.
             model: the plan includes the memory of its other tensors, too.
         """
         for name, param, _ in named:
@@ -190,7 +194,7 @@ class Registration:
         pipeline, parted = self._pipeline, self._partitioned
         targets = [self._casts.of_param(param) for _, param, _ in named]
         specs = [
-            spec_of(name, p, g, target, parted is not None and parted.parameters.takes(p))
+            replace(spec_of(name, p, g, target, parted is not None and parted.parameters.takes(p)), rule=rules[g])
             for (name, p, g), target in zip(named, targets, strict=True)
         ]
         if parted is not None:

@@ -2,7 +2,7 @@
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -12,7 +12,7 @@ import torch
 from offload_core.device.protocols import Device
 from offload_core.errors import StateError
 from offload_core.layout.regions import InMemory
-from offload_core.rules.adam import STATE_NAMES
+from offload_core.rules import MASTER, STATE_NAMES, Rule
 from offload_core.step.loss_scale import LossScaler, checked_state
 from offload_core.step.pipeline import Pipeline
 from offload_core.step.state_access import StateAccess, checked_count
@@ -129,13 +129,18 @@ class TorchStates:
         slot, held = self._registration.slots[param], self.views[param]
         if entry:
             entry = own_part(self._pipeline, slot.index, param, entry)
-            check_entry(slot.name, held.shape_of("exp_avg"), entry)
+            check_entry(slot.name, held.shape, entry, self._states.names(slot.index))
         self._registration.flush()
         entry = {name: held[name] for name in ("master",) if name in held} | dict(entry)
         self._replace("an assignment to optimizer.state", partial(self._load, slot, entry))
 
-    def checked(self, entries: Mapping[torch.Tensor, Mapping[str, Any]]) -> dict[torch.Tensor, Mapping[str, Any]]:
+    def checked(
+        self, entries: Mapping[torch.Tensor, Mapping[str, Any]], rules: Mapping[torch.Tensor, Rule]
+    ) -> dict[torch.Tensor, Mapping[str, Any]]:
         """This rank's part of the given states, by parameter.
+
+        Args:
+            rules: the update rules of parameters.
 
         Raises:
             StateError: they do not fit their parameters.
@@ -144,10 +149,10 @@ class TorchStates:
         for param, entry in entries.items():
             slot = self._registration.slots.get(param)
             if slot is None:
-                check_entry("?", param.shape, entry)
+                check_entry("?", param.shape, entry, rules[param].state_names)
             else:
                 entry = own_part(self._pipeline, slot.index, param, entry)
-                check_entry(slot.name, self.views[param].shape_of("exp_avg"), entry)
+                check_entry(slot.name, self.views[param].shape, entry, self._states.names(slot.index))
             own[param] = entry
         return own
 
@@ -195,7 +200,7 @@ class TorchStates:
             self._states.adopt(slot.index, shard)
         self._registration.doubt(slot)  # the model's weights may be loaded after this
 
-    def whole(self, param: torch.Tensor, names: Collection[str] = STATE_NAMES) -> dict[str, torch.Tensor]:
+    def whole(self, param: torch.Tensor, names: Collection[str] | None = None) -> dict[str, torch.Tensor]:
         """As ``OffloadedAdamW.whole_states``."""
         slot = self._registration.slots[param]
         [tensor] = self._registration.current_tensors([slot])
@@ -258,7 +263,8 @@ def check_partition(device: Device, groups: Iterable[Mapping[str, Any]], state_d
     params = [param for group in groups for param in group["params"]]
     indices = [i for group in state_dict["param_groups"] for i in group["params"]]
     for param, i in zip(params, indices, strict=False):
-        value = state_dict["state"].get(i, {}).get("exp_avg")
+        entry = state_dict["state"].get(i, {})
+        value = next((entry[name] for name in STATE_NAMES if name in entry), None)
         if isinstance(value, torch.Tensor) and value.shape != param.shape:
             raise StateError(
                 f"load_state_dict: states of a part of parameter {i}, {tuple(value.shape)} of {tuple(param.shape)}, "
@@ -296,8 +302,9 @@ def own_part(pipeline: Pipeline, index: int, param: torch.Tensor, entry: Mapping
     return {name: part(value) for name, value in entry.items()}
 
 
-def check_entry(name: str, expected: torch.Size, entry: Mapping[str, Any]) -> None:
-    for key in ("exp_avg", "exp_avg_sq", *(["master"] if "master" in entry else [])):
+def check_entry(name: str, expected: torch.Size, entry: Mapping[str, Any], states: Sequence[str]) -> None:
+    """Raise :class:`StateError` unless an entry has these states, but perhaps no master weight, and a step count."""
+    for key in states if MASTER in entry else states[1:]:
         value = entry.get(key)
         if not isinstance(value, torch.Tensor) or value.shape != expected:
             got = tuple(value.shape) if isinstance(value, torch.Tensor) else value
@@ -327,11 +334,16 @@ def hide_state(state_dict: dict[str, Any], after: Callable[[], None]) -> dict[st
 
 def torch_state_dict(optimizer: Any, *, rank0_only: bool) -> dict[str, Any] | None:
     """As ``OffloadedAdamW.torch_state_dict``."""
+    if any("optimizer" in group for group in optimizer.param_groups):
+        raise StateError(
+            "torch_state_dict: groups of several optimizers, and torch has one for each; expected save_checkpoint() or "
+            "state_dict(), or groups without 'optimizer'"
+        )
     optimizer.flush()
-    adam = torch.optim.AdamW if optimizer.config.adam_mode == "adamw" else torch.optim.Adam
-    settings = {
-        name: value for name, value in adam([torch.empty(0, device="cpu")]).param_groups[0].items() if name != "params"
-    }
+    name = optimizer.config.adam_mode if optimizer.optimizer == "adamw" else optimizer.optimizer
+    torchs: Any = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}[name]
+    made = torchs([torch.empty(0, device="cpu")], lr=1e-3).param_groups[0]
+    settings = {name: value for name, value in made.items() if name != "params"}
     groups = [{**settings, **group, "fused": True} for group in optimizer.state_dict()["param_groups"]]
     wanted = optimizer.pipeline.device.collectives.rank == 0 or not rank0_only
     numbers = [i for group in groups for i in group["params"]]
@@ -339,7 +351,8 @@ def torch_state_dict(optimizer: Any, *, rank0_only: bool) -> dict[str, Any] | No
     state = {}
     for i, param in zip(numbers, params, strict=True):
         if optimizer.has_states(param) and optimizer.state[param]["step"] > 0:  # torch has no states before an update
-            whole = optimizer.whole_states(param, ["exp_avg", "exp_avg_sq"])
+            whole = optimizer.whole_states(param)
+            del whole[MASTER]
             if wanted:
                 state[i] = {"step": optimizer.state[param]["step"].clone(), **whole}
     return {"state": state, "param_groups": groups} if wanted else None

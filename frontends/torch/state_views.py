@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from offload_core.errors import StateError
+from offload_core.rules import MASTER
 from offload_core.states.arrays import StateArray
 from offload_core.step.pipeline import Pipeline
 from offload_core.step.state_access import StateAccess
@@ -168,21 +169,23 @@ class Views(Kept):
     0, but leaves a master weight as it is.
 
     Args:
+        shape: of each state.
         encoded: states that have no view. Each read makes a copy.
         changing: called before states change.
     """
 
     def __init__(
-        self, views: Mapping[str, torch.Tensor], encoded: Mapping[str, Encoded], changing: Callable[[], None]
+        self,
+        shape: torch.Size,
+        views: Mapping[str, torch.Tensor],
+        encoded: Mapping[str, Encoded],
+        changing: Callable[[], None],
     ) -> None:
         super().__init__({**views, **encoded})
+        self.shape = shape
         self.held = frozenset(self)
         """The names of the optimizer's states; other entries are the user's."""
         self._changing = changing
-
-    def shape_of(self, name: str) -> torch.Size:
-        """The shape of a state."""
-        return super().__getitem__(name).shape
 
     def put(self, name: str, value: Any) -> None:
         """Give a state these values; a number is that of every element."""
@@ -206,9 +209,10 @@ class Views(Kept):
             super().__setitem__(name, value)
             return
         value = torch.as_tensor(value)
-        if value.shape != self.shape_of(name):
+        expected = super().__getitem__(name).shape
+        if value.shape != expected:
             raise StateError(
-                f"state[p][{name!r}] = a tensor of shape {tuple(value.shape)}, expected {tuple(self.shape_of(name))}"
+                f"state[p][{name!r}] = a tensor of shape {tuple(value.shape)}, expected {tuple(expected)}"
             )
         self._changing()
         self.put(name, value)
@@ -249,11 +253,12 @@ def state_views(pipeline: Pipeline, index: int, param: torch.Tensor) -> Views:
         else:
             run = as_torch(array.view)
             views[name] = shaped_like(run, param) if alone else run
-    if not arrays:  # a parameter of no elements, or none of them this rank's
-        views |= {name: torch.empty(param.shape if alone else 0, device="cpu") for name in ("exp_avg", "exp_avg_sq")}
+    shape = param.shape if alone else torch.Size([sum(numel for _, numel in access.extents(index))])
+    if 0 in shape:  # a parameter of no elements, or none of them this rank's
+        views |= {name: torch.empty(shape, device="cpu") for name in access.names(index) if name != MASTER}
     kind = HostState if alone else StatePart
     own = {name: view.as_subclass(kind) for name, view in views.items()}
-    return Views(own, encoded, partial(access.will_change, [index]))
+    return Views(shape, own, encoded, partial(access.will_change, [index]))
 
 
 def plain_entries(states: Mapping[Any, Any]) -> dict[Any, Any]:

@@ -59,13 +59,17 @@ class GroupSchedule:
 def is_deepspeed(given: Mapping[str, Any], own: Collection[str]) -> bool:
     """True if a dict is a DeepSpeed configuration, False if it is one of the fields ``own``.
 
-    Names that both have (``gradient_clipping``, ``gradient_accumulation_steps``) mean the same in both.
+    Names that both have (``gradient_clipping``, ``gradient_accumulation_steps``) mean the same in both, but for
+    ``optimizer``, which is a section there and a name here.
 
     Raises:
         ConfigError: the dict has keys of both kinds.
     """
-    theirs = [name for name in given if name not in own and name in spellings(KEYS)]
-    ours = [name for name in given if name in own and name not in spellings(KEYS)]
+    known = spellings(KEYS)
+    sections = {name for name, value in given.items() if isinstance(value, Mapping)}
+    theirs = [name for name in given if name in known and (name not in own or name in sections)]
+    named = [name for name, value in given.items() if name == "optimizer" and isinstance(value, str)]
+    ours = [name for name in given if name in own and name not in known] + named
     if theirs and ours:
         raise ConfigError(
             f"config: {ours[0]!r} is a field of OffloadConfig and {theirs[0]!r} a key of DeepSpeed's configurations; "

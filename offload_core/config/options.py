@@ -303,6 +303,8 @@ class OffloadConfig:
         """
         if isinstance(config, cls):
             _check_names(overrides)
+            if "optimizer" in overrides and config.weight_decay == config.rule().hyper(0.0).weight_decay:
+                overrides = {"weight_decay": None, **overrides}  # type: ignore[typeddict-item]  # its own default
             return replace(config, **_converted(overrides))
         if isinstance(config, str | os.PathLike):
             given = deepspeed.load(config)
@@ -352,6 +354,18 @@ class OffloadConfig:
     def target_dtype(self) -> ElementType | None:
         """``param_dtype`` as an element type."""
         return None if self.param_dtype is None else BY_NAME[self.param_dtype]
+
+    def values(self, updates: Any) -> dict[str, Any]:
+        """The rule's hyperparameters, by name, of the update that follows ``updates`` others. Values that functions
+        return are not checked.
+
+        Args:
+            updates: an integer of the type that the functions take.
+        """
+        lr, betas = self.hyperparameters(updates)
+        return {name: getattr(self, name) for name in names_of(RULES[self.optimizer])} | {"lr": lr} | (
+            {"betas": betas} if self.optimizer == "adamw" else {}
+        )
 
     def hyperparameters(self, updates: Any, own_lr: float | None = None) -> tuple[float, tuple[float, float]]:
         """``lr`` and ``betas`` of the update that follows ``updates`` others. Values that functions return are not

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Protocol, Self
 import numpy as np
 
 from ..dtypes import ElementType
+from ..errors import ConfigError
 from ..native import kernels
 
 MASTER = "master"
@@ -172,8 +173,14 @@ class Scalars:
         self.rows[params] = of_param
         self.table = np.zeros(len(pairs), kernels.SCALARS)
         for row, pair, param in zip(self.table, pairs.tolist(), params[first].tolist(), strict=True):
-            t = (pair & (1 << _COUNT_BITS) - 1) + 1
-            write_scalars(row, rules[param], hypers[pair >> _COUNT_BITS], t, grad_scale)
+            t, hyper = (pair & (1 << _COUNT_BITS) - 1) + 1, hypers[pair >> _COUNT_BITS]
+            if type(hyper) is not rules[param].hyper:
+                raise ConfigError(
+                    f"parameter group {pair >> _COUNT_BITS} has a parameter whose states are those of "
+                    f"optimizer={rules[param].name!r}, and its hyperparameters are {hyper}; expected groups of that "
+                    "optimizer: make the optimizer anew to change it"
+                )
+            write_scalars(row, rules[param], hyper, t, grad_scale)
 
 
 def write_scalars(row: Any, rule: Rule, hyper: Hyper, t: int, grad_scale: float) -> None:

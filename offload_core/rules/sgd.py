@@ -53,7 +53,10 @@ class SGD(Rule):
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Self:
-        return cls(settings["op_order"] or "torch", bool(settings["momentum"]))
+        order = settings["op_order"] or "torch"
+        if order == "optax" and settings["dampening"]:
+            raise ConfigError(f"dampening={settings['dampening']!r} has no place in op_order='optax'; expected 0")
+        return cls(order, bool(settings["momentum"]))
 
     @property
     def states(self) -> tuple[State, ...]:

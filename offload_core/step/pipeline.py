@@ -38,7 +38,7 @@ from ..errors import CollectiveError, StateError
 from ..layout.partition import ParamSpec
 from ..memory.plan import PlanRow
 from ..memory.report import MemoryReport
-from ..rules import Hyper, Scalars
+from ..rules import Hyper, Rule, Scalars
 from ..support.threads import uninterrupted
 from ..support.user_line import UserLine
 from .agreement import agree
@@ -66,8 +66,15 @@ class Pipeline:
     waits for them.
     """
 
-    def __init__(self, config: OffloadConfig, device: Device, scaler: LossScaler | None) -> None:
+    def __init__(
+        self, config: OffloadConfig, device: Device, scaler: LossScaler | None, rule: Rule | None = None
+    ) -> None:
+        """
+        Args:
+            rule: of parameters that name none; None: the configuration's.
+        """
         self.config = config
+        self._rule = rule or config.rule()
         self.device = device
         self.scaler = scaler
         self._state_lock = StateLock()
@@ -626,7 +633,7 @@ class Pipeline:
 
     def _scalars(self, given: Given, params: Collection[int], grad_scale: float) -> Scalars:
         steps = np.concatenate(self._counts)
-        rules = [self.terms.rule_of(spec) for spec in self.params]
+        rules = [spec.rule or self._rule for spec in self.params]
         return Scalars(rules, given.hypers, given.groups, steps, params, grad_scale=grad_scale)
 
     def _count(self, params: Collection[int]) -> None:

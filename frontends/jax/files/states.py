@@ -10,14 +10,14 @@ import numpy as np
 from offload_core.config.options import OffloadConfig
 from offload_core.dtypes import BY_NUMPY
 from offload_core.errors import ParameterError, StateError
-from offload_core.rules.adam import STATE_NAMES
+from offload_core.rules import MASTER
 from offload_core.step.loss_scale import checked_state
 from offload_core.step.pipeline import Pipeline
 from offload_core.step.state_access import StateAccess, checked_count
 from offload_core.support.threads import uninterrupted
 
 from ..device import in_host_memory, lies_as
-from ..optax_bridge.state import adam_of, state_of
+from ..optax_bridge.state import state_of, states_of
 from ..placement.placement import Placement
 from ..tree.trees import check_form, from_numpy, is_array, is_key, numpy_shape, to_numpy
 from ..tree.wrapped_tree import Leaf, WrappedTree
@@ -35,6 +35,7 @@ class TreeStates:
         self._states = StateAccess(pipeline)
         self._placement = placement
         self._tree = tree
+        self._rule = pipeline.config.rule()
         self._trained = {leaf.position: leaf for leaf in tree.trained}
         self._shapes = {leaf.position: leaf.shape for leaf in tree.trained}
 
@@ -52,7 +53,7 @@ class TreeStates:
                     for i, leaf in enumerate(self._tree.leaves)
                 }
             ),
-            **self._trees(STATE_NAMES, self._spread_states if sharded else self._whole_states),
+            **self._trees(self._rule.state_names, self._spread_states if sharded else self._whole_states),
             "steps": self._tree.of(steps),
             **({} if scaler is None else {"loss_scale": scaler.state_dict()}),
         }
@@ -67,10 +68,8 @@ class TreeStates:
                 f"to_optax_state: {names[0]} has had {steps[0]} updates and {names[1]} {steps[other]}; expected the "
                 "same of all parameters, as optax counts them together: a gradient was None; use to_pytree()"
             )
-        moments = self._trees(["exp_avg", "exp_avg_sq"], self._whole_states)
-        return state_of(
-            config, masked=masked, steps=steps[0], count=count, mu=moments["exp_avg"], nu=moments["exp_avg_sq"]
-        )
+        states = self._trees([state.name for state in self._rule.states], self._whole_states)
+        return state_of(config, masked=masked, steps=steps[0], count=count, states=states)
 
     def whole_leaf(self, position: int, *, master: bool, wanted: bool) -> np.ndarray | None:
         """A leaf, or with ``master`` its master weights if it has any; None where this process does not want it.
@@ -79,7 +78,7 @@ class TreeStates:
         """
         leaf, value = self._trained.get(position), self._tree.leaves[position]
         if leaf is not None and master:
-            return self._whole_states(leaf, ["master"])["master"]
+            return self._whole_states(leaf, [MASTER])[MASTER]
         of_all = isinstance(value, jax.Array) and not (value.is_fully_addressable or value.is_fully_replicated)
         return self._as_numpy(position, value) if wanted or of_all else None
 
@@ -125,7 +124,7 @@ class TreeStates:
             raise _missing("count", tree)
         arrays = {i: numpy_shape(leaf) for i, leaf in enumerate(self._tree.leaves) if is_array(leaf)}
         params = self._leaves_of(tree, "params", arrays)
-        states = {name: self._leaves_of(tree, name, self._shapes) for name in STATE_NAMES}
+        states = {name: self._leaves_of(tree, name, self._shapes) for name in self._rule.state_names}
         steps = self._leaves_of(tree, "steps", dict.fromkeys(self._shapes, ()))
         count = self._checked("load_pytree", states, [tree["count"], *steps.values()])[0]
         scale = tree.get("loss_scale")
@@ -150,9 +149,8 @@ class TreeStates:
 
     def load_optax(self, state: Any, flush: Callable[[], Any]) -> None:
         """As ``OffloadedParams.load_optax_state``."""
-        mu, nu, steps, count = adam_of(state)
-        moments = {"exp_avg": mu, "exp_avg_sq": nu}
-        states = {name: self._leaves_of(moments, name, self._shapes, "load_optax_state") for name in moments}
+        given, steps, count = states_of(state, self._rule)
+        states = {name: self._leaves_of(given, name, self._shapes, "load_optax_state") for name in given}
         self._checked("load_optax_state", states, [steps, count])
         self._pipeline.refuse_if_unusable()  # the master weights stay
         self._pipeline.drop_gradients()

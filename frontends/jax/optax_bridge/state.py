@@ -1,5 +1,6 @@
-"""The state of ``optax.adamw``, made from offloaded states and read for them."""
+"""The state of optax's own optimizers, made from offloaded states and read for them."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -7,44 +8,64 @@ import numpy as np
 
 from offload_core.config.options import OffloadConfig
 from offload_core.errors import StateError
+from offload_core.rules import Rule
+
+_NODES = {"adamw": ("ScaleByAdamState", "optax.adamw"), "sgd": ("TraceState", "optax.sgd with a momentum")}
+"""By rule the node of optax's states that holds ours, and the transformation that has it."""
+_FIELDS = {"exp_avg": "mu", "exp_avg_sq": "nu", "momentum_buffer": "trace"}
+"""The names of our states in those nodes."""
 
 
-def state_of(config: OffloadConfig, *, masked: bool, steps: int, count: int, mu: Any, nu: Any) -> Any:
+def state_of(config: OffloadConfig, *, masked: bool, steps: int, count: int, states: Mapping[str, Any]) -> Any:
     """The state that optax's transformation with these settings would have.
 
     Args:
         masked: True if a mask says which parameters weight decay applies to.
         steps: updates that all parameters have had.
         count: updates that the schedule has seen.
-        mu, nu: trees of the moments, with None for a leaf that is not trained.
+        states: a tree of each state, by name, with None for a leaf that is not trained.
     """
     import optax
 
-    first_lr, (b1, b2) = config.hyperparameters(0)
-    lr = config.lr if callable(config.lr) else first_lr
+    tx = _transformation(config, masked)
+    node = getattr(optax, _NODES[config.optimizer][0])
+    own = {_FIELDS[name]: tree for name, tree in states.items()}
+    own |= {"count": np.asarray(steps, np.int32)} if "count" in node._fields else {}
+
+    def fill(given: Any) -> Any:
+        if isinstance(given, node):
+            return node(**own)
+        if isinstance(given, optax.ScaleByScheduleState):
+            return optax.ScaleByScheduleState(np.asarray(count, np.int32))
+        return given
+
+    filled = (node, optax.ScaleByScheduleState)
+    like = next(iter(states.values()), {})
+    return jax.tree.map(fill, jax.eval_shape(tx.init, like), is_leaf=lambda given: isinstance(given, filled))
+
+
+def _transformation(config: OffloadConfig, masked: bool) -> Any:
+    import optax
+
+    values = config.values(0)
+    lr = config.lr if callable(config.lr) else values["lr"]
     mask = (lambda params: jax.tree.map(lambda _: True, params)) if masked else None
+    if config.optimizer == "sgd":
+        sgd = optax.sgd(lr, config.momentum or None, config.nesterov)
+        return optax.chain(optax.add_decayed_weights(config.weight_decay, mask), sgd) if config.weight_decay else sgd
+    b1, b2 = values["betas"]
     terms = {"b1": b1, "b2": b2, "eps": config.eps, "eps_root": config.eps_root}
     if config.adam_mode == "adamw":
-        tx = optax.adamw(lr, **terms, weight_decay=config.weight_decay, mask=mask)
-    else:
-        tx = optax.chain(optax.add_decayed_weights(config.weight_decay, mask), optax.adam(lr, **terms))
-
-    def fill(node: Any) -> Any:
-        if isinstance(node, optax.ScaleByAdamState):
-            return optax.ScaleByAdamState(np.asarray(steps, np.int32), mu, nu)
-        if isinstance(node, optax.ScaleByScheduleState):
-            return optax.ScaleByScheduleState(np.asarray(count, np.int32))
-        return node
-
-    filled = (optax.ScaleByAdamState, optax.ScaleByScheduleState)
-    return jax.tree.map(fill, jax.eval_shape(tx.init, mu), is_leaf=lambda node: isinstance(node, filled))
+        return optax.adamw(lr, **terms, weight_decay=config.weight_decay, mask=mask)
+    return optax.chain(optax.add_decayed_weights(config.weight_decay, mask), optax.adam(lr, **terms))
 
 
-def adam_of(state: Any) -> tuple[Any, Any, int, int]:
-    """``(mu, nu, steps, count)`` of the state of any transformation with one Adam; None stands for missing moments.
+def states_of(state: Any, rule: Rule) -> tuple[dict[str, Any], int, int]:
+    """``(states, steps, count)`` of the state of any transformation with one optimizer of this rule: trees by the
+    states' names, with None for missing ones, and numbers of updates.
 
     Raises:
-        StateError: it has no Adam, or several.
+        StateError: it has no such optimizer, or several.
     """
     import optax
 
@@ -52,13 +73,13 @@ def adam_of(state: Any) -> tuple[Any, Any, int, int]:
         leaves = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, kind))
         return [leaf for leaf in leaves if isinstance(leaf, kind)]
 
-    adams, schedules = found(optax.ScaleByAdamState), found(optax.ScaleByScheduleState)
-    if len(adams) != 1:
+    name, whose = _NODES[rule.name]
+    nodes, schedules = found(getattr(optax, name)), found(optax.ScaleByScheduleState)
+    if len(nodes) != bool(rule.states):
         raise StateError(
-            f"load_optax_state: {len(adams)} ScaleByAdamState in a {type(state).__name__}, expected one: the state of "
-            "optax.adamw, or of a chain that has it"
+            f"load_optax_state: {len(nodes)} {name} in a {type(state).__name__}, expected "
+            + (f"one: the state of {whose}, or of a chain that has it" if rule.states else "none, as momentum is 0")
         )
-    [adam] = adams
 
     def bare(tree: Any) -> Any:
         empty = (optax.MaskedNode, type(None))
@@ -66,5 +87,7 @@ def adam_of(state: Any) -> tuple[Any, Any, int, int]:
             lambda leaf: None if isinstance(leaf, empty) else leaf, tree, is_leaf=lambda leaf: isinstance(leaf, empty)
         )
 
+    states = {each.name: bare(getattr(nodes[0], _FIELDS[each.name])) for each in rule.states}
     counts = {int(schedule.count) for schedule in schedules}
-    return bare(adam.mu), bare(adam.nu), int(adam.count), max(counts, default=int(adam.count))
+    steps = int(nodes[0].count) if nodes and "count" in nodes[0]._fields else max(counts, default=0)
+    return states, steps, max(counts, default=steps)

@@ -32,7 +32,7 @@ from offload_core.step.state_lock import whole
 from offload_core.support.checks import shown
 
 from ..groups import checked_values, paired, set_values
-from ..optimizer import OffloadedAdamW
+from ..optimizer import OffloadedOptimizer
 from ..stage3.parameters import PartitionedParameter
 from ..stage3.partitioned import PartitionedModel
 from ..tensors import NUMPY_DTYPES, elements_of, flat, memory, usable_accelerator
@@ -62,7 +62,7 @@ TENSORS = ArrayType("torch", lambda value: isinstance(value, torch.Tensor), _to_
 class ModelCheckpoints:
     """The checkpoints of a model and its optimizer."""
 
-    def __init__(self, model: nn.Module, optimizer: OffloadedAdamW) -> None:
+    def __init__(self, model: nn.Module, optimizer: OffloadedOptimizer) -> None:
         self._model = model
         self._optimizer = optimizer
         self._state_lock = optimizer.checkpoints.state_lock
@@ -196,7 +196,10 @@ class ModelCheckpoints:
         theirs = {name: entry["group"] for name, entry in loaded.parameters.items()}
         try:
             values = [groups[g] for g in paired(theirs, mine, len(own))]
-            return [checked_values(g, group, saved) for g, (group, saved) in enumerate(zip(own, values, strict=True))]
+            return [
+                checked_values(g, group, saved, optimizer.optimizer)
+                for g, (group, saved) in enumerate(zip(own, values, strict=True))
+            ]
         except Exception as error:
             raise CheckpointError(f"{path}: its parameter groups are not those of this optimizer: {error}") from error
 

@@ -14,7 +14,7 @@ from offload_core.checkpoint.export import Weight, export_weights
 from offload_core.errors import ParameterError
 from offload_core.support import checks
 
-from ..optimizer import OffloadedAdamW
+from ..optimizer import OffloadedOptimizer
 from ..stage3.gathering import gathered_parameters
 from ..tensors import ELEMENT_TYPES, NUMPY_DTYPES, memory
 
@@ -24,7 +24,7 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in ELEMENT_TYPES}
 
 def export_safetensors(
     model: nn.Module,
-    optimizer: OffloadedAdamW,
+    optimizer: OffloadedOptimizer,
     folder: str | os.PathLike[str],
     *,
     max_shard_bytes: int,
@@ -95,7 +95,7 @@ def _untied(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         yield kept, found[kept]
 
 
-def _weight(optimizer: OffloadedAdamW, name: str, tensor: torch.Tensor, target: torch.dtype | None) -> Weight:
+def _weight(optimizer: OffloadedOptimizer, name: str, tensor: torch.Tensor, target: torch.dtype | None) -> Weight:
     dtype = target if target is not None and tensor.dtype.is_floating_point else tensor.dtype
     if is_traceable_wrapper_subclass(tensor):
         raise ParameterError(

@@ -12,7 +12,7 @@ from offload_core.errors import CheckpointError, ConfigError
 
 from ..engine import Engine
 from ..files.checkpoint import ModelCheckpoints
-from ..optimizer import OffloadedAdamW
+from ..optimizer import OffloadedOptimizer
 from ..state_io import IN_SHARDS, stub
 from .shards import FOLDER
 
@@ -36,7 +36,7 @@ def save_in_shards(accelerator: Accelerator, model: nn.Module, optimizer: Any, *
             damaged or of another model.
     """
     offloaded = getattr(optimizer, "optimizer", optimizer)
-    if not isinstance(optimizer, AcceleratedOptimizer) or not isinstance(offloaded, OffloadedAdamW):
+    if not isinstance(optimizer, AcceleratedOptimizer) or not isinstance(offloaded, OffloadedOptimizer):
         got = " of ".join(dict.fromkeys([type(optimizer).__name__, type(offloaded).__name__]))
         raise ConfigError(
             f"save_in_shards: the optimizer is {got}, expected an OffloadedAdamW as accelerator.prepare() returned it"

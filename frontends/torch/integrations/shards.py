@@ -12,7 +12,7 @@ from offload_core.support.checks import shown
 
 from ..files.checkpoint import TENSORS, ModelCheckpoints, random_states, set_random_states
 from ..files.export import uncompiled
-from ..optimizer import OffloadedAdamW
+from ..optimizer import OffloadedOptimizer
 
 FOLDER = "offload"
 """The name of the engine's folder in the library's."""
@@ -28,7 +28,7 @@ class Shards:
         self,
         folder: Path,
         model: nn.Module,
-        optimizer: OffloadedAdamW,
+        optimizer: OffloadedOptimizer,
         *,
         step: int,
         stateful: Mapping[str, Any] | None = None,
@@ -49,7 +49,7 @@ class Shards:
         self,
         path: Path,
         model: nn.Module,
-        optimizer: OffloadedAdamW,
+        optimizer: OffloadedOptimizer,
         *,
         stateful: Mapping[str, Any] | None = None,
         accept: Callable[[int], None] = lambda step: None,

@@ -17,7 +17,7 @@ from offload_core.config.options import OffloadConfig
 from offload_core.errors import CheckpointError, ConfigError, ConfigWarning
 from offload_core.step_log import StepLog
 
-from ..optimizer import OffloadedAdamW
+from ..optimizer import OffloadedAdamW, OffloadedOptimizer
 from ..ranks.device import told_by_allocator
 from .accelerate import EngineOptimizer
 from .shards import FOLDER, Shards
@@ -225,7 +225,7 @@ class OffloadCallback(TrainerCallback):
         state.log_history[-1].update(added)  # it is a copy of logs
 
 
-def _check_rate(args: TrainingArguments, optimizer: OffloadedAdamW) -> None:
+def _check_rate(args: TrainingArguments, optimizer: OffloadedOptimizer) -> None:
     """Warn if the learning rate is not that of the arguments, and one of them seems to have been forgotten.
 
     A group that has another rate than the optimizer was made with was given its own, or a schedule has set it.
@@ -249,10 +249,10 @@ def _checkpoint_folder(args: TrainingArguments, state: TrainerState) -> Path:
     return Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
 
 
-def _offloaded(running: Mapping[str, Any]) -> OffloadedAdamW:
+def _offloaded(running: Mapping[str, Any]) -> OffloadedOptimizer:
     optimizer = running["optimizer"]
     found = getattr(optimizer, "optimizer", optimizer)  # Accelerate's wrapper
-    if not isinstance(found, OffloadedAdamW):
+    if not isinstance(found, OffloadedOptimizer):
         raise ConfigError(
             f"OffloadCallback: the optimizer is {type(found).__name__}, expected OffloadedAdamW: "
             "Trainer(optimizer_cls_and_kwargs=offloaded_adamw(args))"
