@@ -2,10 +2,14 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import jax
 import numpy as np
+
+from offload_core.rules import Rule
+from offload_core.rules.adam import Adam
 
 
 @contextmanager

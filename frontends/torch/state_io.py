@@ -127,7 +127,7 @@ class TorchStates:
     def replace(self, param: torch.Tensor, entry: Mapping[str, Any]) -> None:
         """Give a parameter these states; an empty ``entry`` sets moments and step count to 0, no master weight."""
         slot, held = self._registration.slots[param], self.views[param]
-        if entry:
+        if entry := counted(entry, self._states.names(slot.index)):
             entry = own_part(self._pipeline, slot.index, param, entry)
             check_entry(slot.name, held.shape, entry, self._states.names(slot.index))
         self._registration.flush()
@@ -146,8 +146,11 @@ class TorchStates:
             StateError: they do not fit their parameters.
         """
         own = {}
-        for param, entry in entries.items():
+        for param, given in entries.items():
+            entry = counted(given, rules[param].state_names)
             slot = self._registration.slots.get(param)
+            if not entry:
+                continue
             if slot is None:
                 check_entry("?", param.shape, entry, rules[param].state_names)
             else:
@@ -300,6 +303,14 @@ def own_part(pipeline: Pipeline, index: int, param: torch.Tensor, entry: Mapping
         return torch.cat([whole[start : start + numel] for start, numel in runs] or [whole[:0]])
 
     return {name: part(value) for name, value in entry.items()}
+
+
+def counted(entry: Mapping[str, Any], states: Sequence[str]) -> Mapping[str, Any]:
+    """A parameter's states with their number of updates. ``torch.optim.SGD`` counts none, and only the first update
+    differs from others: one that has a momentum has had it."""
+    if "step" in entry or "exp_avg" in states:
+        return entry
+    return {**entry, "step": 1.0} if entry.get("momentum_buffer") is not None else {}
 
 
 def check_entry(name: str, expected: torch.Size, entry: Mapping[str, Any], states: Sequence[str]) -> None:

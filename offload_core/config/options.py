@@ -334,8 +334,9 @@ class OffloadConfig:
         settings = {**vars(self), **(group or {})}
         return RULES[settings["optimizer"]].of(settings)
 
-    def state_formats(self, dtype: ElementType, rule: Rule) -> Mapping[str, StateFormat]:
-        """The formats of the states of parameters of this element type, by name."""
+    def state_formats(self, dtype: ElementType, rule: Rule | None = None) -> Mapping[str, StateFormat]:
+        """The formats of the states of parameters of this element type, by name; ``rule`` is None: these settings'."""
+        rule = rule or self.rule()
         own = tuple(getattr(self, f"{state.name}_dtype", None) for state in rule.states)
         return formats_of(self.state_format, self.master_dtype, rule.states, own, dtype)
 

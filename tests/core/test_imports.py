@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = {
     "offload_core": """
-        errors dtypes support lr_schedules config native rules layout memory ranks device states step stage3 checkpoint
+        errors dtypes support native rules lr_schedules config layout memory ranks device states step stage3 checkpoint
         commands testing memory_report pipeline step_log __main__""",
     "frontends.torch": """
         tensors columns overlaps data_writes pending values casting groups ranks stage3 registration intake state_views
