@@ -1,11 +1,11 @@
-"""Offloaded AdamW for PyTorch: ``wrap(model)``, or ``OffloadedAdamW`` as an optimizer of its own."""
+"""Offloaded optimizers for PyTorch: ``wrap(model)``, or ``OffloadedAdamW`` and ``OffloadedSGD`` alone."""
 
 from offload_core.config.options import OffloadConfig
 from offload_core.step.pipeline import StepReport
 
 from .deepspeed_weights import load_deepspeed
 from .engine import Engine, wrap
-from .optimizer import OffloadedAdamW
+from .optimizer import OffloadedAdamW, OffloadedSGD
 from .ranks.launch import init_process_group
 from .stage3.construction import init
 from .stage3.gathering import gathered_parameters, register_external_parameter
@@ -14,6 +14,7 @@ __all__ = [
     "Engine",
     "OffloadConfig",
     "OffloadedAdamW",
+    "OffloadedSGD",
     "StepReport",
     "gathered_parameters",
     "init",
