@@ -17,6 +17,7 @@ from ..dtypes import BFLOAT16, BY_NAME, ElementType
 from ..errors import ConfigError
 from ..memory.host_memory import available_bytes, format_bytes
 from ..memory.plan import MemoryPlan, format_table
+from ..rules import RULES
 from ..step.at_once import rows_at_once
 from ..step.bucket_terms import NARROWER, BucketTerms
 from ..step.loss_scale import scaler_for
@@ -48,6 +49,8 @@ _FIELDS = (
     "update_in_backward",
     "state_format",
     "master_dtype",
+    "optimizer",
+    "momentum",
     "activation_memory",
     "host_activation_memory",
 )
@@ -108,6 +111,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--state-format", choices=tuple(SHORT_NAMES), help="as OffloadConfig.state_format (default: fp32)")
     add("--master-dtype", choices=("float32", "bfloat16"), help="as OffloadConfig.master_dtype")
+    add("--optimizer", choices=tuple(RULES), help="as OffloadConfig.optimizer (default: adamw)")
+    add("--momentum", type=float, metavar="X", help="of sgd; its state needs memory unless it is 0 (default: 0)")
     add("--dram-bandwidth", type=rate, metavar="RATE", help="of a machine, bytes a second (default: measured here)")
     add("--link-bandwidth", type=rate, metavar="RATE", help="between host and each device, each way")
     add("--flops", type=count, metavar="N", help="operations a second that each device reaches, such as 50T")

@@ -218,8 +218,8 @@ def build_buckets(
         numel = pieces[-1].offset + pieces[-1].numel
         shard_numel = round_up(numel, unit) // world_size
         index = first_bucket + len(buckets)
-        group, _, *rest = key
-        buckets.append(Bucket(index, group, dtype, tuple(pieces), shard_numel, world_size, *rest))
+        group, _, partitioned, place, rule = key
+        buckets.append(Bucket(index, group, dtype, tuple(pieces), shard_numel, world_size, partitioned, place, rule))
 
     for local, spec in reversed(list(enumerate(params))):
         key = (spec.group, spec.dtype.name, spec.partitioned, spec.place, spec.rule)

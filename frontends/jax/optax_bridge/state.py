@@ -40,7 +40,7 @@ def state_of(config: OffloadConfig, *, masked: bool, steps: int, count: int, sta
         return given
 
     filled = (node, optax.ScaleByScheduleState)
-    like = next(iter(states.values()), {})
+    like: Any = next(iter(states.values()), {})
     return jax.tree.map(fill, jax.eval_shape(tx.init, like), is_leaf=lambda given: isinstance(given, filled))
 
 
