@@ -30,7 +30,7 @@ from offload_core.device.host_ranks import HostRanks
 from offload_core.dtypes import BFLOAT16
 from offload_core.layout.partition import ParamSpec
 from offload_core.memory.plan import format_table
-from offload_core.rules.adam import STATE_NAMES
+from offload_core.rules import STATE_NAMES
 from offload_core.step.pipeline import Pipeline
 
 RESULTS = Path(__file__).resolve().parent / "results" / "formats.jsonl"

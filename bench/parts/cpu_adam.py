@@ -33,7 +33,7 @@ from offload_core.dtypes import BFLOAT16, FLOAT16, FLOAT32, ElementType
 from offload_core.memory.host_memory import HostMemory, available_bytes, format_bytes
 from offload_core.native import kernels
 from offload_core.native.grad_norm import SumOfSquares, clip_coefficient
-from offload_core.rules.adam import AdamHyper
+from offload_core.rules.adam import Adam, AdamHyper
 from offload_core.support.processors import available_cpus
 
 _STREAM_CDEF = """
@@ -48,7 +48,7 @@ _PEAK_BYTES = 72
 """Of a parameter, with all contenders' buffers and torch's temporaries."""
 _CLIPPING = 1.0
 _HOST_STEP_TENSORS = 24
-_HYPER = AdamHyper(1e-3)
+_RULE, _HYPER = Adam("torch"), AdamHyper(1e-3)
 
 FP32, BF16, FP16 = "this, fp32", "this, bf16 gradient and output", "this, fp16 gradient and output"
 SINGLE, FOREACH, FUSED = "torch AdamW, single tensor", "torch AdamW, foreach", "torch AdamW, fused"
@@ -102,7 +102,7 @@ class Buffers:
 
     def adam(self, grad: ElementType, out: ElementType | None, instruction_set: str | None = None) -> Run:
         """One AdamW step of each set with clipping's factor, in the engine's call."""
-        scalars = np.array([_HYPER.scalars(10, op_order="torch", grad_scale=0.5)], kernels.SCALARS)
+        scalars = np.array([_RULE.scalars(_HYPER, 10, grad_scale=0.5)], kernels.SCALARS)
         runs = [
             partial(
                 kernels.update,
@@ -195,7 +195,7 @@ class Buffers:
             scale = clip_coefficient(norm.norm(), _CLIPPING)
             kernels.update(
                 segments,
-                np.array([_HYPER.scalars(10, op_order="torch", grad_scale=scale)], kernels.SCALARS),
+                np.array([_RULE.scalars(_HYPER, 10, grad_scale=scale)], kernels.SCALARS),
                 grad_dtype=BFLOAT16,
                 param_dtype=BFLOAT16,
                 rule="adam_torch",

@@ -14,10 +14,10 @@ from bench.peers import find_compilers
 from bench.record import append, missing, parser, row, versions
 from offload_core.dtypes import FLOAT32
 from offload_core.native import kernels
-from offload_core.rules.adam import AdamHyper
+from offload_core.rules.adam import Adam, AdamHyper
 from offload_core.support.processors import available_cpus
 
-_HYPER = AdamHyper(1e-3)
+_RULE, _HYPER = Adam("torch"), AdamHyper(1e-3)
 _MOST_CUT = 200
 
 Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]
@@ -42,7 +42,7 @@ def this(threads: int) -> Update:
             ]
             kernels.update(
                 kernels.segments_of(rows),
-                np.array([_HYPER.scalars(t, op_order="torch", grad_scale=1.0)], kernels.SCALARS),
+                np.array([_RULE.scalars(_HYPER, t, grad_scale=1.0)], kernels.SCALARS),
                 grad_dtype=FLOAT32,
                 param_dtype=None,
                 rule="adam_torch",

@@ -12,7 +12,7 @@ from bench.record import append, parser, ratio, rows, versions
 from offload_core.dtypes import BFLOAT16
 from offload_core.memory.host_memory import HostMemory
 from offload_core.native import kernels
-from offload_core.rules.adam import STATE_NAMES, AdamHyper
+from offload_core.rules.adam import Adam, AdamHyper
 from offload_core.support.processors import available_cpus
 
 IN_CACHE = 1 << 14
@@ -37,7 +37,7 @@ def update(
     """One call that updates states in these formats so often; all share the gradient and the parameter."""
     n = shared["grad"].size
     arrays = []
-    for state, name in zip(STATE_NAMES, names, strict=True):
+    for state, name in zip(Adam("torch").state_names, names, strict=True):
         data = memory.allocate(state, n, np.dtype(_NUMPY[name]))
         kinds: dict[str, np.ndarray] = {}
         if name == "float8":
@@ -59,7 +59,7 @@ def update(
     row = {name: kernels.address(array) for name, array in shared.items()}
     row |= {"master": master.pop("data"), "moments": [moment["data"] for moment in moments], "numel": n, **master}
     segments = kernels.segments_of([row | {"scales": [moment.get("scales", 0) for moment in moments]}] * times)
-    scalars = np.array([AdamHyper(1e-3).scalars(10, op_order="torch", grad_scale=0.5)], kernels.SCALARS)
+    scalars = np.array([Adam("torch").scalars(AdamHyper(1e-3), 10, grad_scale=0.5)], kernels.SCALARS)
 
     def run(held: object = (shared, arrays)) -> None:
         kernels.update(

@@ -317,9 +317,7 @@ class OffloadedParams:
         return self._now() if wait else None
 
     @changes("update()")
-    def _take_later(
-        self, gradients: Sequence[Sequence[Any]], hypers: Sequence[Hyper], donated: Sequence[Any]
-    ) -> None:
+    def _take_later(self, gradients: Sequence[Sequence[Any]], hypers: Sequence[Hyper], donated: Sequence[Any]) -> None:
         with self._pipeline.device.trace.span(COMPUTE, "update"):
             self._take(gradients, hypers, donated)
             self._follow()
@@ -336,9 +334,7 @@ class OffloadedParams:
             if task.done():  # else an interrupt ended the wait
                 self._asked = None
 
-    def _take(
-        self, gradients: Sequence[Sequence[Any]], hypers: Sequence[Hyper], donated: Sequence[Any] = ()
-    ) -> None:
+    def _take(self, gradients: Sequence[Sequence[Any]], hypers: Sequence[Hyper], donated: Sequence[Any] = ()) -> None:
         """Update, if this is the boundary, with gradients and hyperparameters that were checked.
 
         Args:

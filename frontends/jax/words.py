@@ -34,7 +34,6 @@ _INSTEAD = {
         "expected mask=, booleans in the parameters' structure or a function of the parameters: True decays",
     ),
     **dict.fromkeys(("tx", "optimizer"), "wrap() makes the optimizer: give its settings, such as lr=1e-3"),
-    "nesterov": "the update rules are AdamW and Adam, without Nesterov momentum: leave it out",
     "nu_dtype": "expected 'exp_avg_sq_dtype'",
     "every_k_schedule": "expected 'gradient_accumulation_steps', a number",
     **dict.fromkeys(("axis_name", "mesh_axis"), "expected axis=, beside mesh="),
@@ -67,7 +66,8 @@ def _in_our_words(given: Mapping[str, Any], betas_of: Any) -> dict[str, Any]:
                 f"{name}={checks.shown(value)} beside {field}={checks.shown(found[field])}: they are one setting; "
                 "expected one of the two"
             )
-        if name in _INSTEAD and not (name == "optimizer" and isinstance(value, Mapping)):  # DeepSpeed has that section
+        own = name == "optimizer" and isinstance(value, str | Mapping)  # a mapping is DeepSpeed's section
+        if name in _INSTEAD and not own:
             raise ConfigError(f"unknown configuration field {checks.shown(name)}; {_INSTEAD[name]}")
         if field is None and name not in FIELDS:
             hint = checks.nearest(name, FIELDS, also=[*deepspeed.KEYS, *WORDS])

@@ -5,7 +5,7 @@ from offload_core.step.pipeline import StepReport
 
 from .deepspeed_weights import load_deepspeed
 from .engine import Engine, wrap
-from .optimizer import OffloadedAdamW, OffloadedSGD
+from .optimizer import OffloadedAdamW, OffloadedOptimizer, OffloadedSGD
 from .ranks.launch import init_process_group
 from .stage3.construction import init
 from .stage3.gathering import gathered_parameters, register_external_parameter
@@ -14,6 +14,7 @@ __all__ = [
     "Engine",
     "OffloadConfig",
     "OffloadedAdamW",
+    "OffloadedOptimizer",
     "OffloadedSGD",
     "StepReport",
     "gathered_parameters",

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload_core.config.options import OffloadConfig, names_of
+from offload_core.config.options import OffloadConfig, check_group_keys, names_of
 from offload_core.config.settings import SettingsButLr
 from offload_core.errors import ConfigError, ParameterError
 from offload_core.rules import RULES, Hyper
@@ -78,11 +78,16 @@ def defaults_of(config: OffloadConfig) -> dict[str, Any]:
 
 
 def with_own_defaults(where: str, group: Mapping[str, Any], optimizer: str) -> dict[str, Any]:
-    """A parameter group with the defaults of its own optimizer, if that is another one than ``optimizer``."""
-    name = group.get("optimizer", optimizer)
+    """A parameter group with the defaults of its own optimizer, if that is another one than ``optimizer``.
+
+    Raises:
+        ConfigError: there is no such optimizer, or a hyperparameter has a wrong name.
+    """
+    name = _checked_name(where, group.get("optimizer", optimizer))
+    check_group_keys(where, group, NAMES[name])
     if name == optimizer:
         return dict(group)
-    defaults = RULES[_checked_name(where, name)].hyper(0.0)
+    defaults = RULES[name].hyper(0.0)
     own = {field: getattr(defaults, field) for field in NAMES[name] if field != "lr"}
     return {**own, **_OPTIONS[name], **group}
 

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from offload_core.checkpoint.checkpoints import Checkpoints
 from offload_core.config.deepspeed import GroupSchedule
-from offload_core.config.options import FIELDS, ConfigLike, OffloadConfig, check_group_keys
+from offload_core.config.options import FIELDS, ConfigLike, OffloadConfig
 from offload_core.errors import ConfigError, ParameterError, StateError
 from offload_core.memory.report import MemoryReport
 from offload_core.rules import Hyper, Rule
@@ -25,7 +25,6 @@ from offload_core.step.state_lock import changes, whole
 
 from .casting import Casts
 from .groups import (
-    NAMES,
     OptimizerSettings,
     defaults_of,
     hyper_of,
@@ -139,7 +138,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if not params:
             raise ParameterError("params: got none, expected at least one parameter; was the iterator used up already?")
         self._updates = 0
-        own = {"lr": lr} if isinstance(lr, torch.Tensor) else {}
+        own: dict[str, Any] = {"lr": lr} if isinstance(lr, torch.Tensor) else {}
         own |= {"betas": tuple(betas)} if isinstance(betas, tuple | list) else {}
         super().__init__(params, {**defaults_of(self.config), **own})
         self._build(process_group, model)
@@ -306,7 +305,6 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 )
         where = f"parameter group {len(self.param_groups)}"
         param_group = with_own_defaults(where, param_group, self.optimizer)
-        check_group_keys(where, param_group, NAMES[param_group.get("optimizer", self.optimizer)])
         params = param_group["params"]
         if self.param_groups and "param_names" in self.param_groups[0] and not isinstance(params, torch.Tensor | set):
             params = list(params)  # torch requires names for all groups or for none
@@ -536,6 +534,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self.take_on_unfrozen(with_gradient=parts.pipeline.device.world_size == 1)
         registration.check_unchanged()
         grouping = registration.grouping(self.param_groups)
+        for g, rule in grouping.rules:
+            try:
+                rule.check(hypers[g])
+            except ConfigError as error:
+                raise ConfigError(f"parameter group {g}: {error}") from None
         parts.intake.take_present(grouping.left_out, boundary=boundary)
         return hypers, grouping.groups
 
@@ -742,9 +745,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         config = replace(self.config, op_order=self.config.op_order or "torch")
         return [config.rule(group) for group in groups]
 
-    def _take_on(
-        self, named: Sequence[NamedParam], groups: Sequence[Mapping[str, Any]] | None = None
-    ) -> None:
+    def _take_on(self, named: Sequence[NamedParam], groups: Sequence[Mapping[str, Any]] | None = None) -> None:
         """Make states for these parameters, and take their gradients from now on."""
         _take_on(self.parts, named, self._rules(self.param_groups if groups is None else groups))
 

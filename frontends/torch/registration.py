@@ -92,6 +92,8 @@ class Grouping:
     """The parameters of each group."""
     groups: list[int]
     """The group of each parameter that has states."""
+    rules: frozenset[tuple[int, Rule]]
+    """Each group's number with the update rules that its parameters were taken on with: one, unless some were moved."""
     left_out: frozenset[int]
     """The numbers of those that are in no group; ``groups`` has 0 for them."""
     without_states: list[torch.Tensor]
@@ -137,7 +139,7 @@ class Registration:
         """Those that have other memory since: theirs is not kept alive."""
         self._used: set[DataWrites] = set()
         """Those of parameters whose ``data`` was used."""
-        self._grouping = Grouping([], [], frozenset(), [])
+        self._grouping = Grouping([], [], frozenset(), frozenset(), [])
         self._owner = weakref.ref(owner)
         self._pipeline = pipeline
         self._device = device
@@ -161,9 +163,15 @@ class Registration:
         if not self._grouping.holds(groups, len(self.slots)):
             members = [list(group["params"]) for group in groups]
             group_of = {param: g for g, params in enumerate(members) for param in params}
+            rules = [spec.rule for spec in self._pipeline.params]
             self._grouping = Grouping(
                 members,
                 [group_of.get(param, 0) for param in self.slots],
+                frozenset(
+                    (group_of[param], rule)
+                    for param, slot in self.slots.items()
+                    if param in group_of and (rule := rules[slot.index])
+                ),
                 frozenset(slot.index for param, slot in self.slots.items() if param not in group_of),
                 [param for param in group_of if param not in self.slots],
             )
@@ -177,9 +185,7 @@ class Registration:
             return []
         return [entry for g, group in enumerate(groups) for entry in named_params(g, group) if entry[1] in new]
 
-    def take_on(
-        self, named: Sequence[NamedParam], rules: Sequence[Rule], model: nn.Module | None = None
-    ) -> list[Slot]:
+    def take_on(self, named: Sequence[NamedParam], rules: Sequence[Rule], model: nn.Module | None = None) -> list[Slot]:
         """Allocate states for these parameters; cast them as ``casts`` says. Earlier optimizers that have states of
         them give way.
 

@@ -211,9 +211,7 @@ class Views(Kept):
         value = torch.as_tensor(value)
         expected = super().__getitem__(name).shape
         if value.shape != expected:
-            raise StateError(
-                f"state[p][{name!r}] = a tensor of shape {tuple(value.shape)}, expected {tuple(expected)}"
-            )
+            raise StateError(f"state[p][{name!r}] = a tensor of shape {tuple(value.shape)}, expected {tuple(expected)}")
         self._changing()
         self.put(name, value)
 

@@ -393,8 +393,8 @@ class Checkpoints:
             mine = [state for state in self._states.names(i) if state != MASTER]
             if theirs != mine and checkpoint.has(name, MASTER):
                 raise CheckpointError(
-                    f"{checkpoint.path}: {name!r} has {_these(theirs)} in it, expected {_these(mine)}: it was saved with "
-                    "another optimizer, or with its momentum 0 and not now; expected the same `optimizer` and "
+                    f"{checkpoint.path}: {name!r} has {_these(theirs)} in it, expected {_these(mine)}: it was saved "
+                    "with another optimizer, or with its momentum 0 and not now; expected the same `optimizer` and "
                     "hyperparameters here"
                 )
 

@@ -18,7 +18,7 @@ from ..memory.host_memory import HostMemory, available_bytes, control_group_limi
 from ..memory.near import node_near
 from ..memory.pinning import DRIVERS
 from ..native import kernels
-from ..rules.adam import AdamHyper
+from ..rules.adam import Adam, AdamHyper
 from ..support.bfloat16 import why_bfloat16_is_slow
 from ..support.launchers import place_on_machine
 from ..support.processors import Share, available_cpus, nodes_of_ranks, share_near
@@ -46,12 +46,10 @@ def measure_bandwidths(threads: int) -> Bandwidths:
     arrays = [memory.allocate("measurement", _MEASURED, FLOAT32.numpy) for _ in range(4)]
     grad, master, *moments = map(kernels.address, arrays)
     segments = kernels.segments_of([{"grad": grad, "master": master, "moments": moments, "numel": _MEASURED}])
-    scalars = np.array([AdamHyper(1e-3).scalars(1, op_order="torch", grad_scale=1.0)], kernels.SCALARS)
+    scalars = np.array([Adam("torch").scalars(AdamHyper(1e-3), 1, grad_scale=1.0)], kernels.SCALARS)
 
     def update() -> None:
-        kernels.update(
-            segments, scalars, rule="adam_torch", grad_dtype=FLOAT32, param_dtype=None, threads=threads
-        )
+        kernels.update(segments, scalars, rule="adam_torch", grad_dtype=FLOAT32, param_dtype=None, threads=threads)
 
     def copy() -> None:
         kernels.cast_array(arrays[0], FLOAT32, arrays[1], FLOAT32, threads)

@@ -364,8 +364,10 @@ class OffloadConfig:
             updates: an integer of the type that the functions take.
         """
         lr, betas = self.hyperparameters(updates)
-        return {name: getattr(self, name) for name in names_of(RULES[self.optimizer])} | {"lr": lr} | (
-            {"betas": betas} if self.optimizer == "adamw" else {}
+        return (
+            {name: getattr(self, name) for name in names_of(RULES[self.optimizer])}
+            | {"lr": lr}
+            | ({"betas": betas} if self.optimizer == "adamw" else {})
         )
 
     def hyperparameters(self, updates: Any, own_lr: float | None = None) -> tuple[float, tuple[float, float]]:

@@ -1,10 +1,10 @@
 """The update rules: what a step does to a parameter and its states. Seam: rule."""
 
 from .adam import Adam
-from .rule import MASTER, Hyper, Rule, Scalars, State, write_scalars
+from .rule import MASTER, Hyper, Rule, Scalars, State
 from .sgd import SGD
 
-__all__ = ["MASTER", "RULES", "STATE_NAMES", "Hyper", "Rule", "Scalars", "State", "write_scalars"]
+__all__ = ["MASTER", "RULES", "STATE_NAMES", "Hyper", "Rule", "Scalars", "State"]
 
 RULES: dict[str, type[Rule]] = {rule.name: rule for rule in (Adam, SGD)}
 """The rules by their names in configurations."""

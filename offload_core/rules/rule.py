@@ -94,6 +94,19 @@ class Rule(ABC):
         rounds them.
         """
 
+    def check(self, hyper: Hyper) -> None:
+        """Raise :class:`ConfigError` if parameters that were taken on with this rule cannot be updated with ``hyper``."""
+        if type(hyper) is not self.hyper:
+            raise ConfigError(
+                f"states are those of optimizer={self.name!r}, and the hyperparameters are {hyper}; expected a group of "
+                "that optimizer: make the optimizer anew to change it"
+            )
+
+    def scalars(self, hyper: Any, t: int, *, grad_scale: float) -> tuple[float, tuple[float, ...], int]:
+        """A row of ``kernels.SCALARS`` for update number ``t``, with this factor on the gradients."""
+        values = self.values(hyper, t)
+        return grad_scale, (*values, *[0.0] * (kernels.N_SCALARS - len(values))), t
+
     @property
     def state_names(self) -> tuple[str, ...]:
         """The names of all states, the master weight first."""
@@ -171,20 +184,8 @@ class Scalars:
         self.rows = np.full(len(groups), -1)
         """The row of ``table`` that is each parameter's; -1: it has no gradient."""
         self.rows[params] = of_param
-        self.table = np.zeros(len(pairs), kernels.SCALARS)
-        for row, pair, param in zip(self.table, pairs.tolist(), params[first].tolist(), strict=True):
+        rows = []
+        for pair, param in zip(pairs.tolist(), params[first].tolist(), strict=True):
             t, hyper = (pair & (1 << _COUNT_BITS) - 1) + 1, hypers[pair >> _COUNT_BITS]
-            if type(hyper) is not rules[param].hyper:
-                raise ConfigError(
-                    f"parameter group {pair >> _COUNT_BITS} has a parameter whose states are those of "
-                    f"optimizer={rules[param].name!r}, and its hyperparameters are {hyper}; expected groups of that "
-                    "optimizer: make the optimizer anew to change it"
-                )
-            write_scalars(row, rules[param], hyper, t, grad_scale)
-
-
-def write_scalars(row: Any, rule: Rule, hyper: Hyper, t: int, grad_scale: float) -> None:
-    """Fill in a row of ``kernels.SCALARS`` for update number ``t``."""
-    values = rule.values(hyper, t)
-    row["grad_scale"], row["update"] = grad_scale, t
-    row["values"][: len(values)] = values
+            rows.append(rules[param].scalars(hyper, t, grad_scale=grad_scale))
+        self.table = np.array(rows, kernels.SCALARS)

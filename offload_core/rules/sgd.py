@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Self
 
 from ..errors import ConfigError
 from ..support import checks
-from .rule import Rule, State
+from .rule import Hyper, Rule, State
 
 
 @dataclass(frozen=True)
@@ -66,13 +66,16 @@ class SGD(Rule):
     def kernel(self) -> str:
         return f"sgd_{self.op_order}"
 
-    def values(self, hyper: SGDHyper, t: int) -> tuple[float, ...]:
-        if bool(hyper.momentum) is not self.has_momentum:
+    def check(self, hyper: Hyper) -> None:
+        super().check(hyper)
+        if isinstance(hyper, SGDHyper) and bool(hyper.momentum) is not self.has_momentum:
             raise ConfigError(
                 f"momentum: got {hyper.momentum!r}, expected "
                 + ("a value above 0: its state is there" if self.has_momentum else "0, as it was when states were made")
                 + ". Make the optimizer anew to change between them"
             )
+
+    def values(self, hyper: SGDHyper, t: int) -> tuple[float, ...]:
         return (
             hyper.lr,
             hyper.momentum,

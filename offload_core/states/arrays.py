@@ -94,8 +94,10 @@ class StateArray:
         """Have the kernel's rows point to these elements, each of which begins a block: of the master weight (None), or
         of the moment of this number."""
         at = self._first + offsets
-        data, beside = (rows["master"], rows["ties"]) if moment is None else (
-            rows["moments"][:, moment], rows["scales"][:, moment]
+        data, beside = (
+            (rows["master"], rows["ties"])
+            if moment is None
+            else (rows["moments"][:, moment], rows["scales"][:, moment])
         )
         data[:] = kernels.address(self._data) + at * self._data.itemsize
         if self._beside is not None:

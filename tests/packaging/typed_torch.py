@@ -5,7 +5,7 @@ from typing import assert_type
 
 import torch
 
-from frontends.torch import Engine, OffloadConfig, OffloadedAdamW, StepReport, gathered_parameters, init, wrap
+from frontends.torch import Engine, OffloadConfig, OffloadedAdamW, OffloadedOptimizer, StepReport, gathered_parameters, init, wrap
 
 
 def train(model: torch.nn.Module, batches: list[torch.Tensor], folder: Path) -> None:
@@ -31,7 +31,7 @@ def train(model: torch.nn.Module, batches: list[torch.Tensor], folder: Path) -> 
         engine.flush()
     engine.step(None)  # type: ignore[call-arg]
 
-    assert_type(engine.optimizer, OffloadedAdamW)
+    assert_type(engine.optimizer, OffloadedOptimizer)
     assert_type(engine.module, torch.nn.Module)
     assert_type(engine.offload_config, OffloadConfig)
     assert_type(engine.sent_bytes, int)

@@ -9,7 +9,7 @@ import numpy as np
 
 from offload_core.dtypes import BY_NAME
 from offload_core.native.kernels import SCALARS
-from offload_core.rules.adam import AdamHyper
+from offload_core.rules.adam import Adam, AdamHyper
 from tests.support.kernel_calls import (
     State,
     accumulate,
@@ -49,7 +49,7 @@ def adam_cases() -> Iterator[tuple[dict, State, list[np.ndarray]]]:
     ):
         kind = {"rule": f"adam_{op_order}", "param_dtype": param_dtype}
         scalars = [
-            np.array([hyper.scalars(t, op_order=op_order, grad_scale=0.3, mode=adam_mode)], SCALARS)
+            np.array([Adam(op_order, adam_mode).scalars(hyper, t, grad_scale=0.3)], SCALARS)
             for t in range(1, STEPS + 1)
         ]
         yield kind, replace(state, grad=cast(state.grad, grad_dtype)), scalars
