@@ -71,7 +71,7 @@ def test_a_setting_in_jax_words_is_the_same_setting(theirs, ours):
         ({"freeze": {"w": True}}, "'freeze'; expected trainable=, booleans in the parameters' structure"),
         ({"config": {"frozen": None}}, "'frozen'; expected trainable="),
         ({"decay_mask": None}, "'decay_mask'; expected mask="),
-        ({"nesterov": True}, "'nesterov'; the update rules are AdamW and Adam, without Nesterov momentum"),
+        ({"nesterov": True}, "nesterov=True has no place in optimizer='adamw'; expected optimizer='sgd' beside it"),
         ({"mu_dtype": jnp.bfloat16}, "'mu_dtype'; expected 'exp_avg_dtype'"),
         ({"nu_dtype": jnp.bfloat16}, "'nu_dtype'; expected 'exp_avg_sq_dtype'"),
         ({"every_k_schedule": 2}, "'every_k_schedule'; expected 'gradient_accumulation_steps'"),

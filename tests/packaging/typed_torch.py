@@ -5,7 +5,16 @@ from typing import assert_type
 
 import torch
 
-from frontends.torch import Engine, OffloadConfig, OffloadedAdamW, OffloadedOptimizer, StepReport, gathered_parameters, init, wrap
+from frontends.torch import (
+    Engine,
+    OffloadConfig,
+    OffloadedAdamW,
+    OffloadedOptimizer,
+    StepReport,
+    gathered_parameters,
+    init,
+    wrap,
+)
 
 
 def train(model: torch.nn.Module, batches: list[torch.Tensor], folder: Path) -> None:
