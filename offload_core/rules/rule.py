@@ -95,11 +95,11 @@ class Rule(ABC):
         """
 
     def check(self, hyper: Hyper) -> None:
-        """Raise :class:`ConfigError` if parameters that were taken on with this rule cannot be updated with ``hyper``."""
+        """Raise :class:`ConfigError` if parameters that have this rule's states cannot be updated with ``hyper``."""
         if type(hyper) is not self.hyper:
             raise ConfigError(
-                f"states are those of optimizer={self.name!r}, and the hyperparameters are {hyper}; expected a group of "
-                "that optimizer: make the optimizer anew to change it"
+                f"states are those of optimizer={self.name!r}, and the hyperparameters are {hyper}; expected a group "
+                "of that optimizer: make the optimizer anew to change it"
             )
 
     def scalars(self, hyper: Any, t: int, *, grad_scale: float) -> tuple[float, tuple[float, ...], int]:
