@@ -16,11 +16,11 @@ enum { OC_FLOAT8 = 4, OC_SPLIT = 5 };
 /* Elements that have one scale, or one key of random bits. */
 enum { OC_STATE_BLOCK = 256 };
 
-/* The library whose rounding an update reproduces (docs/numerics.md). */
-enum { OC_ORDER_TORCH = 0, OC_ORDER_OPTAX = 1 };
+/* Update rules, each with the rounding of one library (docs/numerics.md). c_src/rules.h has what each consists of. */
+enum { OC_ADAM_TORCH = 0, OC_ADAM_OPTAX = 1, OC_SGD_TORCH = 2, OC_SGD_OPTAX = 3, OC_RULES = 4 };
 
-/* Weight decay: OC_ADAMW decouples it, OC_ADAM adds it to the gradient (L2). */
-enum { OC_ADAMW = 0, OC_ADAM = 1 };
+/* The most moments and scalars that a rule has. */
+enum { OC_MOMENTS = 2, OC_SCALARS = 12 };
 
 /* Instruction sets, the scalar oracle first. */
 enum { OC_SCALAR = 0, OC_AVX2 = 1, OC_AVX512 = 2, OC_NEON = 3, OC_ISA_COUNT = 4 };
@@ -32,38 +32,27 @@ enum { OC_EARGUMENT = 1, OC_EMEMORY = 2, OC_EUNSUPPORTED = 3 };
  * Adding two bin arrays element by element adds the sums, so the order and the partition of elements do not matter. */
 enum { OC_NORM_DIGITS = 19, OC_NORM_NONFINITE = 19, OC_NORM_BINS = 20 };
 
-/* The scalars of one update of one parameter. oc_adam rounds each once to float32; a caller that flushes subnormals to
- * zero could not. */
+/* The scalars of one update of one parameter. oc_update rounds each once to float32; a caller that flushes subnormals
+ * to zero could not. */
 typedef struct {
-    double grad_scale; /* unscale and clip factor on the gradient; not multiplied if it is 1 */
-    double weight_decay;
-    double decay; /* torch adamw: 1 - lr * weight_decay */
-    double beta1;
-    double beta2;
-    double one_minus_beta1;
-    double one_minus_beta2;
-    double correction1; /* optax: 1 - beta1^t; torch: unused */
-    double correction2; /* optax: 1 - beta2^t; torch: sqrt(1 - beta2^t) */
-    double eps;
-    double eps_root;  /* optax only */
-    double step_size; /* optax: -lr; torch: -lr / (1 - beta1^t) */
-    int64_t update;   /* t, counted from 1; stochastic rounding depends on it */
-} oc_adam_scalars;
+    double grad_scale;         /* unscale and clip factor on the gradient; not multiplied if it is 1 */
+    double values[OC_SCALARS]; /* in the rule's own order (rules.h); the rest is not read */
+    int64_t update;            /* t, counted from 1; stochastic rounding depends on it */
+} oc_scalars;
 
-/* A run of elements of one parameter. param may be NULL if the kind's param_dtype is OC_NO_PARAM; it may be the memory
- * of `high`, or of a bf16 master, unless the states are kept. */
+/* A run of elements of one parameter. Moments that the rule lacks are not read, and may be NULL. param may be NULL if
+ * the kind's param_dtype is OC_NO_PARAM; it may be the memory of `high`, or of a bf16 master, unless the states are
+ * kept. */
 typedef struct {
     const void *grad;
     void *master;
-    void *exp_avg;
-    void *exp_avg_sq;
+    void *moments[OC_MOMENTS];
     void *param;
-    void *high;                /* OC_SPLIT: the master rounded to bf16, read, and written unless the states are kept */
-    uint8_t *ties;             /* OC_SPLIT: bit i & 7 of byte i >> 3 is element i's */
-    uint8_t *exp_avg_scale;    /* OC_FLOAT8: a byte for every 256 elements of the segment */
-    uint8_t *exp_avg_sq_scale; /* the same */
+    void *high;    /* OC_SPLIT: the master rounded to bf16, read, and written unless the states are kept */
+    uint8_t *ties; /* OC_SPLIT: bit i & 7 of byte i >> 3 is element i's */
+    uint8_t *scales[OC_MOMENTS]; /* of OC_FLOAT8 moments: a byte for every 256 elements of the segment */
     int64_t numel;
-    int64_t scalars; /* index into the array of oc_adam_scalars */
+    int64_t scalars; /* index into the array of oc_scalars */
     int64_t start;   /* number of the first element within the parameter; with OC_FLOAT8 a multiple of 256 */
     uint64_t seed;   /* the parameter's, for stochastic rounding */
 } oc_segment;
@@ -71,13 +60,11 @@ typedef struct {
 typedef struct {
     int32_t grad_dtype;
     int32_t param_dtype;
-    int32_t op_order;
-    int32_t adam_mode;
-    int32_t keep_states;       /* read the states, write the device parameter only */
-    int32_t master_format;     /* OC_FLOAT32, OC_BFLOAT16 or OC_SPLIT */
-    int32_t exp_avg_format;    /* OC_FLOAT32, OC_BFLOAT16 or OC_FLOAT8 */
-    int32_t exp_avg_sq_format; /* the same */
-} oc_adam_kind;
+    int32_t rule;
+    int32_t keep_states;                /* read the states, write the device parameter only */
+    int32_t master_format;              /* OC_FLOAT32, OC_BFLOAT16 or OC_SPLIT */
+    int32_t moment_formats[OC_MOMENTS]; /* OC_FLOAT32, OC_BFLOAT16 or OC_FLOAT8 */
+} oc_kind;
 
 /* A run of one state in some format. */
 typedef struct {
@@ -87,7 +74,7 @@ typedef struct {
     uint8_t *ties;   /* OC_SPLIT */
     int64_t numel;
     int32_t format;
-    int32_t has_sign; /* OC_FLOAT8: 1 for exp_avg, 0 for exp_avg_sq, whose bytes have an exponent bit instead */
+    int32_t has_sign; /* OC_FLOAT8: 1; 0 if the bytes have an exponent bit instead (rules.h says it of each moment) */
 } oc_state;
 
 /* A run of elements, read from src and, if the operation has an output, written to dst. */
@@ -109,9 +96,9 @@ typedef struct {
     int32_t add;   /* to dst, instead of overwriting it */
 } oc_reduction;
 
-/* One AdamW or Adam step of every segment: unscale, clip factor, update, cast, in one pass. */
-int oc_adam(const oc_segment *segments, int64_t n_segments, const oc_adam_scalars *scalars, int64_t n_scalars,
-            oc_adam_kind kind, int threads);
+/* One step of every segment: unscale, clip factor, update, cast, in one pass. */
+int oc_update(const oc_segment *segments, int64_t n_segments, const oc_scalars *scalars, int64_t n_scalars,
+              oc_kind kind, int threads);
 
 /* bins += sum of squares of every span's src. */
 int oc_sum_squares(const oc_span *spans, int64_t n_spans, int dtype, int64_t *bins, int threads);

@@ -10,6 +10,7 @@
 
 #include "formats.h"
 #include "offload_core.h"
+#include "rules.h"
 #include "sum_squares.h"
 
 /* --- instruction sets ---------------------------------------------------------------------------- */
@@ -141,75 +142,68 @@ typedef struct {
     chunked chunks;
     const oc_kernels *kernels;
     const oc_segment *segments;
-    const oc_adam_scalars *scalars;
-    oc_adam_kind kind;
+    const oc_scalars *scalars;
+    oc_kind kind;
     int stream;
-} adam_job;
+} update_job;
 
 /* Call inside a task, where subnormals are kept. */
-static oc_rounded_scalars rounded(const oc_adam_scalars *s) {
-    return (oc_rounded_scalars){
-        .grad_scale = (float)s->grad_scale,
-        .weight_decay = (float)s->weight_decay,
-        .decay = (float)s->decay,
-        .beta1 = (float)s->beta1,
-        .beta2 = (float)s->beta2,
-        .one_minus_beta1 = (float)s->one_minus_beta1,
-        .one_minus_beta2 = (float)s->one_minus_beta2,
-        .correction1 = (float)s->correction1,
-        .correction2 = (float)s->correction2,
-        .eps = (float)s->eps,
-        .eps_root = (float)s->eps_root,
-        .step_size = (float)s->step_size,
-        .update = (uint64_t)s->update,
-    };
+static oc_rounded_scalars rounded(const oc_scalars *s) {
+    oc_rounded_scalars r = {.grad_scale = (float)s->grad_scale, .update = (uint64_t)s->update, .exact = s->values};
+    for (int i = 0; i < OC_SCALARS; i++)
+        r.values[i] = (float)s->values[i];
+    return r;
 }
 
-static void adam_chunk(void *context, int64_t chunk) {
-    const adam_job *job = context;
+static void update_chunk(void *context, int64_t chunk) {
+    const update_job *job = context;
     int64_t begin, run = find_run(&job->chunks, chunk, &begin);
     const oc_segment *segment = job->segments + run;
     const oc_rounded_scalars scalars = rounded(job->scalars + segment->scalars);
-    job->kernels->adam(segment, begin, begin + chunk_length(segment->numel, begin), &scalars, &job->kind, job->stream);
+    job->kernels->update(segment, begin, begin + chunk_length(segment->numel, begin), &scalars, &job->kind,
+                         job->stream);
 }
 
 static int is_moment(int format) { return format == OC_FLOAT32 || format == OC_BFLOAT16 || format == OC_FLOAT8; }
 
-static int is_good_kind(const oc_adam_kind *k) {
-    return is_float(k->grad_dtype) && (is_float(k->param_dtype) || k->param_dtype == OC_NO_PARAM) && k->op_order >= 0 &&
-           k->op_order <= OC_ORDER_OPTAX && k->adam_mode >= 0 && k->adam_mode <= OC_ADAM && k->keep_states >= 0 &&
-           k->keep_states <= 1 && !(k->keep_states && k->param_dtype == OC_NO_PARAM) && is_moment(k->exp_avg_format) &&
-           is_moment(k->exp_avg_sq_format) &&
+static int is_good_kind(const oc_kind *k) {
+    for (int i = 0; i < OC_MOMENTS; i++)
+        if (!is_moment(k->moment_formats[i]))
+            return 0;
+    return is_float(k->grad_dtype) && (is_float(k->param_dtype) || k->param_dtype == OC_NO_PARAM) && k->rule >= 0 &&
+           k->rule < OC_RULES && k->keep_states >= 0 && k->keep_states <= 1 &&
+           !(k->keep_states && k->param_dtype == OC_NO_PARAM) &&
            (k->master_format == OC_FLOAT32 || k->master_format == OC_BFLOAT16 || k->master_format == OC_SPLIT);
 }
 
-static int is_good_segment(const oc_segment *s, const oc_adam_kind *k, int64_t n_scalars) {
+static int is_good_segment(const oc_segment *s, const oc_kind *k, const oc_scalars *scalars, int64_t n_scalars) {
     int has_param = k->param_dtype != OC_NO_PARAM, split = k->master_format == OC_SPLIT;
-    int blocks = k->exp_avg_format == OC_FLOAT8 || k->exp_avg_sq_format == OC_FLOAT8;
-    if (s->scalars < 0 || s->scalars >= n_scalars || !s->grad || !s->master || !s->exp_avg || !s->exp_avg_sq ||
-        (!s->param && has_param) || (split && (!s->high || !s->ties)) || s->start < 0 ||
-        (k->exp_avg_format == OC_FLOAT8 && !s->exp_avg_scale) ||
-        (k->exp_avg_sq_format == OC_FLOAT8 && !s->exp_avg_sq_scale) || (blocks && s->start % OC_STATE_BLOCK))
+    if (s->scalars < 0 || s->scalars >= n_scalars || !s->grad || !s->master || (!s->param && has_param) ||
+        (split && (!s->high || !s->ties)) || s->start < 0)
         return 0;
+    int kept = oc_kept_moments(k->rule, scalars[s->scalars].values);
+    for (int i = 0; i < kept; i++)
+        if (!s->moments[i] || (k->moment_formats[i] == OC_FLOAT8 && (!s->scales[i] || s->start % OC_STATE_BLOCK)))
+            return 0;
     /* A parameter in the master's memory has the master's type, and cannot be written without it. */
     const void *shared = split ? s->high : k->master_format == OC_BFLOAT16 ? s->master : NULL;
     return !has_param || s->param != shared || (k->param_dtype == OC_BFLOAT16 && !k->keep_states);
 }
 
-int oc_adam(const oc_segment *segments, int64_t n_segments, const oc_adam_scalars *scalars, int64_t n_scalars,
-            oc_adam_kind kind, int threads) {
+int oc_update(const oc_segment *segments, int64_t n_segments, const oc_scalars *scalars, int64_t n_scalars,
+              oc_kind kind, int threads) {
     if (n_segments < 0 || !is_good_kind(&kind))
         return OC_EARGUMENT;
     for (int64_t i = 0; i < n_segments; i++)
-        if (!is_good_segment(segments + i, &kind, n_scalars))
+        if (!is_good_segment(segments + i, &kind, scalars, n_scalars))
             return OC_EARGUMENT;
-    adam_job job = {.kernels = oc_current_kernels(), .segments = segments, .scalars = scalars, .kind = kind};
+    update_job job = {.kernels = oc_current_kernels(), .segments = segments, .scalars = scalars, .kind = kind};
     int error =
         chunk_runs(&job.chunks, (const char *)segments, sizeof *segments, offsetof(oc_segment, numel), n_segments);
     if (error)
         return error;
     job.stream = job.chunks.total >= STREAM_FROM;
-    run_chunks(&job.chunks, adam_chunk, &job, threads);
+    run_chunks(&job.chunks, update_chunk, &job, threads);
     return 0;
 }
 

@@ -10,9 +10,9 @@
 
 #include "offload_core.h"
 
-/* A byte of OC_FLOAT8 is a float with 3 bits of mantissa: 4 of exponent and a sign in exp_avg, 5 of exponent in
- * exp_avg_sq. The block's largest value has the exponent OC_TOP. One more is left above it, so that it can be rounded
- * up: nothing is clamped. */
+/* A byte of OC_FLOAT8 is a float with 3 bits of mantissa, and 4 of exponent and a sign or 5 of exponent. The block's
+ * largest value has the exponent OC_TOP. One more is left above it, so that it can be rounded up: nothing is clamped.
+ */
 enum { OC_MANTISSA = 3, OC_DROPPED = 23 - OC_MANTISSA, OC_TOP_SIGNED = 14, OC_TOP_UNSIGNED = 30 };
 
 /* A block's scale is the biased exponent of its largest value, and at least OC_LEAST_SCALE, so that no code stands for

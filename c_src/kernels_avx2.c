@@ -142,5 +142,5 @@ INLINE uint64_t w_int_sum(vint a) {
 
 OC_TARGET_END
 
-const oc_kernels oc_avx2_kernels = {OC_AVX2, adam, sum_squares, accumulate, reduce, cast};
+const oc_kernels oc_avx2_kernels = {OC_AVX2, update, sum_squares, accumulate, reduce, cast};
 #endif

@@ -137,5 +137,5 @@ INLINE uint64_t w_int_sum(vint a) {
 
 OC_TARGET_END
 
-const oc_kernels oc_avx512_kernels = {OC_AVX512, adam, sum_squares, accumulate, reduce, cast};
+const oc_kernels oc_avx512_kernels = {OC_AVX512, update, sum_squares, accumulate, reduce, cast};
 #endif

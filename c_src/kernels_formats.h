@@ -1,4 +1,4 @@
-/* The Adam update of states in narrow formats, for kernels_simd.h: a block of 256 elements at a time.
+/* The update of states in narrow formats, for kernels_simd.h: a block of 256 elements at a time.
  *
  * One loop decodes, updates as in fp32 and leaves fp32 results in the innermost cache; others round these. The
  * processor divides only as fast as several elements are under way at once, and keeps a limited number of results until
@@ -79,8 +79,8 @@ INLINE v32 load_master(const oc_segment *a, int format, int64_t i) {
 
 /* fp32 results in place where a state is fp32, else in the scratch memory of a block. */
 typedef struct {
-    float *master, *exp_avg, *exp_avg_sq;
-} adam_results;
+    float *master, *moments[OC_MOMENTS];
+} block_results;
 
 /* Both keys of the elements of a run, which lies in one block of the parameter or in two. */
 typedef struct {
@@ -120,14 +120,14 @@ static void fill_random(uint32_t *random, uint64_t key, uint32_t number, int64_t
         v_bits_store(random + i, next_random(&s));
 }
 
-/* What part of an element's random bits is its master's, exp_avg's or exp_avg_sq's. */
-enum { FOR_MASTER, FOR_EXP_AVG, FOR_EXP_AVG_SQ };
+/* What part of an element's random bits is a moment's, by its number, or the master's. */
+enum { FOR_FIRST, FOR_SECOND, FOR_MASTER };
 
 INLINE vbits random_16(const uint32_t *random, int whose) {
     vbits bits = v_bits_load(random);
     switch (whose) {
+    case FOR_FIRST: return v_bits_and(bits, v_bits_set(0xffff));
     case FOR_MASTER: return v_bits_right(v_bits_mul(bits, v_bits_set(OC_HASH_MASTER)), 16);
-    case FOR_EXP_AVG: return v_bits_and(bits, v_bits_set(0xffff));
     default: return v_bits_right(bits, 16);
     }
 }
@@ -153,8 +153,8 @@ static uint8_t scale_of(uint32_t largest) {
 }
 
 /* Without a sign, values are not negative. */
-INLINE void round_to_float8(const float *values, uint8_t *codes, int biased, const uint32_t *random, int has_sign,
-                            int64_t n) {
+INLINE void round_to_float8(const float *values, uint8_t *codes, int biased, const uint32_t *random, int whose,
+                            int has_sign, int64_t n) {
     const int top = has_sign ? OC_TOP_SIGNED : OC_TOP_UNSIGNED;
     if (biased == OC_NAN_SCALE) {
         memset(codes, 0, (size_t)n);
@@ -168,7 +168,8 @@ INLINE void round_to_float8(const float *values, uint8_t *codes, int biased, con
         for (int k = 0; k < 4; k++) {
             v32 value = v_load(values + i + k * LANES);
             vbits bits = v_bits_of(value), r = v_bits_load(random + i + k * LANES);
-            r = has_sign ? v_bits_and(r, v_bits_set((1 << OC_DROPPED) - 1)) : v_bits_right(r, 32 - OC_DROPPED);
+            r = whose == FOR_FIRST ? v_bits_and(r, v_bits_set((1 << OC_DROPPED) - 1))
+                                   : v_bits_right(r, 32 - OC_DROPPED);
             vbits half_least = has_sign ? v_bits_or(v_bits_and(bits, sign), offset) : offset;
             vbits exact = v_max32(bits, v_bits_of(v_fma(value, half, v_of_bits(half_least))));
             sums[k] = v_bits_sub(v_bits_add(exact, r), offset);
@@ -207,51 +208,67 @@ INLINE void store_params(void *param, int dtype, int64_t i, v32 x, v32 y, int st
 
 /* What a function is made for: its own constants, or what `kind` says. */
 typedef struct {
-    int order, grad_dtype, exp_avg_format, exp_avg_sq_format, master_format, param_dtype;
-} adam_types;
+    int rule, grad_dtype, first_format, second_format, master_format, param_dtype;
+} block_types;
+
+INLINE int moment_format(block_types types, int moment) { return moment ? types.second_format : types.first_format; }
 
 /* What the loop over a block works with. */
 typedef struct {
     oc_segment a;
-    adam_results to;
-    adam_constants c;
-    adam_types types;
-    float8_block m_block, v_block;
+    block_results to;
+    rule_constants c;
+    block_types types;
+    float8_block first_codes, second_codes;
     int stream, splits, has_param;
     uint32_t *random; /* where the loop leaves random bits, if it makes them */
 } block_loop;
 
 /* Elements whose moments are new, and whose masters are not. */
 typedef struct {
-    v32 m, root;
+    v32 moments[OC_MOMENTS], carry;
 } begun;
 
 /* What goes from vector to vector. The largest absolute bits of new moments say a block's scale, or that one is a NaN.
  */
 typedef struct {
-    vbits largest_m, largest_v;
+    vbits largest[OC_MOMENTS];
     random_vectors random;
 } carried;
 
+INLINE v32 load_kept(const block_loop *b, int64_t i, int moment) {
+    if (!has_moment(&b->c, b->types.rule, moment))
+        return v_set(0);
+    return load_moment(b->a.moments[moment], moment_format(b->types, moment), i, oc_has_sign(b->types.rule, moment),
+                       moment ? &b->second_codes : &b->first_codes);
+}
+
+INLINE void store_kept(const block_loop *b, int64_t i, v32 x, carried *next, int moment) {
+    if (!has_moment(&b->c, b->types.rule, moment))
+        return;
+    v_store(b->to.moments[moment] + i, x);
+    if (moment_format(b->types, moment) != OC_FLOAT32)
+        next->largest[moment] = v_max32(next->largest[moment], v_bits_and(v_bits_of(x), v_bits_set(0x7fffffff)));
+}
+
+/* Of what follows there is one statement for each moment, and no loop: the compiler unrolls none so long. */
+_Static_assert(OC_MOMENTS == 2, "a block has statements for two moments");
+
 INLINE begun begin_vector(const block_loop *b, int64_t i, carried *next) {
     v32 g = load_as_f32(b->a.grad, b->types.grad_dtype, i);
-    v32 m = load_moment(b->a.exp_avg, b->types.exp_avg_format, i, 1, &b->m_block);
-    v32 v = load_moment(b->a.exp_avg_sq, b->types.exp_avg_sq_format, i, 0, &b->v_block);
-    v32 p = b->c.l2 ? load_master(&b->a, b->types.master_format, i) : g;
-    v32 root = adam_moments(g, p, &m, &v, &b->c, b->types.order);
-    v_store(b->to.exp_avg + i, m);
-    v_store(b->to.exp_avg_sq + i, v);
-    if (b->types.exp_avg_format != OC_FLOAT32)
-        next->largest_m = v_max32(next->largest_m, v_bits_and(v_bits_of(m), v_bits_set(0x7fffffff)));
-    if (b->types.exp_avg_sq_format != OC_FLOAT32)
-        next->largest_v = v_max32(next->largest_v, v_bits_and(v_bits_of(v), v_bits_set(0x7fffffff)));
+    v32 moments[OC_MOMENTS] = {load_kept(b, i, 0), load_kept(b, i, 1)};
+    v32 p = b->c.reads_master ? load_master(&b->a, b->types.master_format, i) : g;
+    v32 carry = new_moments(g, p, moments, &b->c, b->types.rule);
+    store_kept(b, i, moments[0], next, 0);
+    store_kept(b, i, moments[1], next, 1);
     if (b->random)
         v_bits_store(b->random + i, next_random(&next->random));
-    return (begun){m, root};
+    return (begun){{moments[0], moments[1]}, carry};
 }
 
 INLINE v32 finish_vector(const block_loop *b, int64_t i, begun x) {
-    v32 p = adam_master(load_master(&b->a, b->types.master_format, i), x.m, x.root, &b->c, b->types.order);
+    v32 p = load_master(&b->a, b->types.master_format, i);
+    p = new_master(p, x.moments, x.carry, &b->c, b->types.rule);
     v_store(b->to.master + i, p);
     return p;
 }
@@ -263,43 +280,46 @@ INLINE void store_pair(const block_loop *b, int64_t i, v32 p, v32 q) {
         store_params(b->a.param, b->types.param_dtype, i, p, q, b->stream);
 }
 
+INLINE void fetch_two(const void *array, int dtype, int64_t i) {
+    fetch(array, dtype, i);
+    if (LANES == 16 && dtype == OC_FLOAT32) /* two cache lines */
+        fetch(array, dtype, i + LANES);
+}
+
 INLINE void fetch_pair(const block_loop *b, int64_t i) {
-    fetch(b->a.grad, b->types.grad_dtype, i);
-    fetch(b->a.master, b->types.master_format, i);
-    fetch(b->a.exp_avg, b->types.exp_avg_format, i);
-    fetch(b->a.exp_avg_sq, b->types.exp_avg_sq_format, i);
-    if (LANES == 16) { /* two cache lines */
-        if (b->types.grad_dtype == OC_FLOAT32)
-            fetch(b->a.grad, OC_FLOAT32, i + LANES);
-        if (b->types.master_format == OC_FLOAT32)
-            fetch(b->a.master, OC_FLOAT32, i + LANES);
-        if (b->types.exp_avg_format == OC_FLOAT32)
-            fetch(b->a.exp_avg, OC_FLOAT32, i + LANES);
-        if (b->types.exp_avg_sq_format == OC_FLOAT32)
-            fetch(b->a.exp_avg_sq, OC_FLOAT32, i + LANES);
-    }
+    fetch_two(b->a.grad, b->types.grad_dtype, i);
+    fetch_two(b->a.master, b->types.master_format, i);
+    if (has_moment(&b->c, b->types.rule, 0))
+        fetch_two(b->a.moments[0], b->types.first_format, i);
+    if (has_moment(&b->c, b->types.rule, 1))
+        fetch_two(b->a.moments[1], b->types.second_format, i);
     if (b->types.master_format == OC_SPLIT)
         fetch(b->a.high, OC_BFLOAT16, i);
 }
 
-INLINE carried adam_values(const oc_segment *a, adam_results to, int64_t n, const adam_constants *c,
-                           const oc_adam_kind *kind, adam_types types, uint32_t *random, const random_source *source,
-                           int stream) {
+INLINE float8_block codes_of(const oc_segment *a, const rule_constants *c, block_types types, int moment) {
+    const int format = has_moment(c, types.rule, moment) ? moment_format(types, moment) : OC_FLOAT32;
+    return float8_block_of(a->moments[moment], a->scales[moment], format);
+}
+
+INLINE carried block_values(const oc_segment *a, block_results to, int64_t n, const rule_constants *c,
+                            const oc_kind *kind, block_types types, uint32_t *random, const random_source *source,
+                            int stream) {
     const int splits = types.master_format == OC_SPLIT && !kind->keep_states;
     const block_loop b = {
         .a = *a,
         .to = to,
         .c = *c,
         .types = types,
-        .m_block = float8_block_of(a->exp_avg, a->exp_avg_scale, types.exp_avg_format),
-        .v_block = float8_block_of(a->exp_avg_sq, a->exp_avg_sq_scale, types.exp_avg_sq_format),
+        .first_codes = codes_of(a, c, types, 0),
+        .second_codes = codes_of(a, c, types, 1),
         .stream = stream,
         .splits = splits,
         .has_param =
             types.param_dtype != OC_NO_PARAM && types.master_format != OC_BFLOAT16 && !(splits && a->param == a->high),
         .random = random,
     };
-    carried next = {v_bits_zero(), v_bits_zero(), random_from(source->key, source->number)};
+    carried next = {{v_bits_zero(), v_bits_zero()}, random_from(source->key, source->number)};
     begun first = begin_vector(&b, 0, &next), second = begin_vector(&b, LANES, &next);
     for (int64_t i = 2 * LANES; i < n; i += 2 * LANES) {
         const begun first_before = first, second_before = second;
@@ -319,31 +339,38 @@ INLINE carried adam_values(const oc_segment *a, adam_results to, int64_t n, cons
 enum { PASS = 4 * LANES };
 
 /* A moment's results, rounded to its format. */
-INLINE void round_moment(float *values, uint32_t largest, void *array, uint8_t *scale, int format,
-                         const uint32_t *random, int whose, int64_t n) {
+INLINE void round_moment(const oc_segment *a, const block_results *to, const carried *last, block_types types,
+                         const uint32_t *random, int moment, int64_t n) {
+    float *values = to->moments[moment];
+    const int format = moment_format(types, moment);
+    if (format == OC_FLOAT32)
+        return;
+    uint32_t largest = v_top(last->largest[moment]);
     if (format == OC_FLOAT8) {
-        *scale = scale_of(largest);
-        round_to_float8(values, array, *scale, random, whose == FOR_EXP_AVG, n);
-    } else if (format == OC_BFLOAT16) {
+        *a->scales[moment] = scale_of(largest);
+        round_to_float8(values, a->moments[moment], *a->scales[moment], random, moment, oc_has_sign(types.rule, moment),
+                        n);
+    } else {
         if (largest > 0x7f800000)
             quiet_nans(values, n);
-        round_to_bf16(values, array, random, whose, n);
+        round_to_bf16(values, a->moments[moment], random, moment, n);
     }
 }
 
 /* Padding is of zeros, and its new moments are zeros, unless another element's are NaN. */
-INLINE void adam_block(const oc_segment *a, int64_t n, const adam_constants *c, uint64_t update,
-                       const oc_adam_kind *kind, adam_types types, int stream) {
-    _Alignas(64) float master[OC_STATE_BLOCK], exp_avg[OC_STATE_BLOCK], exp_avg_sq[OC_STATE_BLOCK];
+INLINE void update_block(const oc_segment *a, int64_t n, const rule_constants *c, uint64_t update, const oc_kind *kind,
+                         block_types types, int stream) {
+    _Alignas(64) float master[OC_STATE_BLOCK], moments[OC_MOMENTS][OC_STATE_BLOCK];
     _Alignas(64) uint32_t random[OC_STATE_BLOCK + LANES];
     _Alignas(64) uint16_t rounded[OC_STATE_BLOCK];
     const int keep = kind->keep_states, master_format = types.master_format;
-    const int exp_avg_format = types.exp_avg_format, exp_avg_sq_format = types.exp_avg_sq_format;
-    adam_results to = {keep || master_format != OC_FLOAT32 ? master : a->master,
-                       keep || exp_avg_format != OC_FLOAT32 ? exp_avg : a->exp_avg,
-                       keep || exp_avg_sq_format != OC_FLOAT32 ? exp_avg_sq : a->exp_avg_sq};
-    const int rounds =
-        master_format == OC_BFLOAT16 || (!keep && (exp_avg_format != OC_FLOAT32 || exp_avg_sq_format != OC_FLOAT32));
+    int rounds = master_format == OC_BFLOAT16;
+    block_results to = {.master = keep || master_format != OC_FLOAT32 ? master : a->master};
+    for (int k = 0; k < OC_MOMENTS; k++) {
+        const int is_narrow = moment_format(types, k) != OC_FLOAT32;
+        to.moments[k] = keep || is_narrow ? moments[k] : a->moments[k];
+        rounds |= !keep && is_narrow && has_moment(c, types.rule, k);
+    }
     const random_source source = random_source_of(a, update);
     const int two_keys = source.next_from < n;
     if (rounds && two_keys) {
@@ -351,13 +378,11 @@ INLINE void adam_block(const oc_segment *a, int64_t n, const adam_constants *c, 
         fill_random(random + source.next_from, source.next_key, 0, n - source.next_from);
     }
     uint32_t *to_fill = rounds && !two_keys ? random : NULL;
-    const carried last = adam_values(a, to, n, c, kind, types, to_fill, &source, stream);
-    if (!keep) {
-        round_moment(to.exp_avg, v_top(last.largest_m), a->exp_avg, a->exp_avg_scale, exp_avg_format, random,
-                     FOR_EXP_AVG, n);
-        round_moment(to.exp_avg_sq, v_top(last.largest_v), a->exp_avg_sq, a->exp_avg_sq_scale, exp_avg_sq_format,
-                     random, FOR_EXP_AVG_SQ, n);
-    }
+    const carried last = block_values(a, to, n, c, kind, types, to_fill, &source, stream);
+    if (!keep && has_moment(c, types.rule, 0))
+        round_moment(a, &to, &last, types, random, 0, n);
+    if (!keep && has_moment(c, types.rule, 1))
+        round_moment(a, &to, &last, types, random, 1, n);
     if (!keep && master_format == OC_SPLIT)
         split_masters(master, a, n);
     if (master_format == OC_BFLOAT16) { /* the device parameter is what the master was rounded to */
@@ -371,73 +396,75 @@ INLINE void adam_block(const oc_segment *a, int64_t n, const adam_constants *c, 
     }
 }
 
-/* Each common pair of formats has a function for each order, in which they are constants. Other pairs share one. */
-#define EACH_NARROW_MASTER(DO, ORDER, M) DO(ORDER, M, OC_BFLOAT16) DO(ORDER, M, OC_SPLIT)
-#define EACH_MASTER(DO, ORDER, M) DO(ORDER, M, OC_FLOAT32) EACH_NARROW_MASTER(DO, ORDER, M)
-#define EACH_MOMENT(DO, ORDER)                                                                                         \
-    EACH_NARROW_MASTER(DO, ORDER, OC_FLOAT32) EACH_MASTER(DO, ORDER, OC_BFLOAT16) EACH_MASTER(DO, ORDER, OC_FLOAT8)
-#define EACH_BLOCK(DO) EACH_MOMENT(DO, OC_ORDER_TORCH) EACH_MOMENT(DO, OC_ORDER_OPTAX)
+/* Each common pair of formats has a function for each rule, in which they are constants. Other pairs share one. */
+#define EACH_NARROW_MASTER(DO, RULE, M) DO(RULE, M, OC_BFLOAT16) DO(RULE, M, OC_SPLIT)
+#define EACH_MASTER(DO, RULE, M) DO(RULE, M, OC_FLOAT32) EACH_NARROW_MASTER(DO, RULE, M)
+#define EACH_FORMAT(DO, RULE)                                                                                          \
+    EACH_NARROW_MASTER(DO, RULE, OC_FLOAT32) EACH_MASTER(DO, RULE, OC_BFLOAT16) EACH_MASTER(DO, RULE, OC_FLOAT8)
 
 /* So has each type of gradients of fp32 masters and bf16 parameters. */
-#define EACH_GRAD_TO_BF16(DO, ORDER, M) DO(ORDER, M, OC_FLOAT32) DO(ORDER, M, OC_BFLOAT16)
-#define EACH_MOMENT_TO_BF16(DO, ORDER) EACH_GRAD_TO_BF16(DO, ORDER, OC_BFLOAT16) EACH_GRAD_TO_BF16(DO, ORDER, OC_FLOAT8)
-#define EACH_BLOCK_TO_BF16(DO) EACH_MOMENT_TO_BF16(DO, OC_ORDER_TORCH) EACH_MOMENT_TO_BF16(DO, OC_ORDER_OPTAX)
+#define EACH_GRAD_TO_BF16(DO, RULE, M) DO(RULE, M, OC_FLOAT32) DO(RULE, M, OC_BFLOAT16)
+#define EACH_TO_BF16(DO, RULE) EACH_GRAD_TO_BF16(DO, RULE, OC_BFLOAT16) EACH_GRAD_TO_BF16(DO, RULE, OC_FLOAT8)
 
-#define BLOCK_FUNCTION(NAME, ORDER, G, M, V, MASTER, P)                                                                \
-    static void NAME(const oc_segment *a, int64_t n, const adam_constants *c, uint64_t update,                         \
-                     const oc_adam_kind *kind, int stream) {                                                           \
-        adam_block(a, n, c, update, kind, (adam_types){ORDER, G, M, V, MASTER, P}, stream);                            \
+#define BLOCK_FUNCTION(BLOCK, RULE, G, M, N, MASTER, P)                                                                \
+    static void BLOCK(const oc_segment *a, int64_t n, const rule_constants *c, uint64_t update, const oc_kind *kind,   \
+                      int stream) {                                                                                    \
+        update_block(a, n, c, update, kind, (block_types){RULE, G, M, N, MASTER, P}, stream);                          \
     }
-#define DEFINE_BLOCK(ORDER, M, MASTER)                                                                                 \
-    BLOCK_FUNCTION(block_##ORDER##_##M##_##MASTER, ORDER, kind->grad_dtype, M, M, MASTER, kind->param_dtype)
-#define DEFINE_BLOCK_TO_BF16(ORDER, M, G)                                                                              \
-    BLOCK_FUNCTION(to_bf16_##ORDER##_##M##_##G, ORDER, G, M, M, OC_FLOAT32, OC_BFLOAT16)
-#define DEFINE_ANY_BLOCK(ORDER)                                                                                        \
-    BLOCK_FUNCTION(block_##ORDER, ORDER, kind->grad_dtype, kind->exp_avg_format, kind->exp_avg_sq_format,              \
+#define DEFINE_BLOCK(RULE, M, MASTER)                                                                                  \
+    BLOCK_FUNCTION(block_##RULE##_##M##_##MASTER, RULE, kind->grad_dtype, M, M, MASTER, kind->param_dtype)
+#define DEFINE_BLOCK_TO_BF16(RULE, M, G)                                                                               \
+    BLOCK_FUNCTION(to_bf16_##RULE##_##M##_##G, RULE, G, M, M, OC_FLOAT32, OC_BFLOAT16)
+#define DEFINE_BLOCKS(RULE, ...)                                                                                       \
+    EACH_FORMAT(DEFINE_BLOCK, RULE)                                                                                    \
+    EACH_TO_BF16(DEFINE_BLOCK_TO_BF16, RULE)                                                                           \
+    BLOCK_FUNCTION(block_##RULE, RULE, kind->grad_dtype, kind->moment_formats[0], kind->moment_formats[1],             \
                    kind->master_format, kind->param_dtype)
-EACH_BLOCK(DEFINE_BLOCK)
-EACH_BLOCK_TO_BF16(DEFINE_BLOCK_TO_BF16)
-DEFINE_ANY_BLOCK(OC_ORDER_TORCH)
-DEFINE_ANY_BLOCK(OC_ORDER_OPTAX)
+OC_EACH_RULE(DEFINE_BLOCKS)
 
-typedef void block_fn(const oc_segment *a, int64_t n, const adam_constants *c, uint64_t update,
-                      const oc_adam_kind *kind, int stream);
-#define BLOCK_ENTRY(ORDER, M, MASTER) [ORDER][M][MASTER] = block_##ORDER##_##M##_##MASTER,
-#define BLOCK_TO_BF16_ENTRY(ORDER, M, G) [ORDER][M][G] = to_bf16_##ORDER##_##M##_##G,
-static block_fn *const blocks[2][OC_FLOAT8 + 1][OC_SPLIT + 1] = {EACH_BLOCK(BLOCK_ENTRY)};
-static block_fn *const blocks_to_bf16[2][OC_FLOAT8 + 1][2] = {EACH_BLOCK_TO_BF16(BLOCK_TO_BF16_ENTRY)};
+typedef void block_fn(const oc_segment *a, int64_t n, const rule_constants *c, uint64_t update, const oc_kind *kind,
+                      int stream);
+#define BLOCK_ENTRY(RULE, M, MASTER) [RULE][M][MASTER] = block_##RULE##_##M##_##MASTER,
+#define BLOCK_TO_BF16_ENTRY(RULE, M, G) [RULE][M][G] = to_bf16_##RULE##_##M##_##G,
+#define BLOCK_ENTRIES(RULE, ...) EACH_FORMAT(BLOCK_ENTRY, RULE)
+#define BLOCK_TO_BF16_ENTRIES(RULE, ...) EACH_TO_BF16(BLOCK_TO_BF16_ENTRY, RULE)
+#define ANY_BLOCK_ENTRY(RULE, ...) [RULE] = block_##RULE,
+static block_fn *const blocks[OC_RULES][OC_FLOAT8 + 1][OC_SPLIT + 1] = {OC_EACH_RULE(BLOCK_ENTRIES)};
+static block_fn *const blocks_to_bf16[OC_RULES][OC_FLOAT8 + 1][2] = {OC_EACH_RULE(BLOCK_TO_BF16_ENTRIES)};
+static block_fn *const blocks_of_any[OC_RULES] = {OC_EACH_RULE(ANY_BLOCK_ENTRY)};
 
-static block_fn *find_block(const oc_adam_kind *kind) {
-    const int moments = kind->exp_avg_format;
-    if (moments != kind->exp_avg_sq_format)
-        return kind->op_order == OC_ORDER_TORCH ? block_OC_ORDER_TORCH : block_OC_ORDER_OPTAX;
+static block_fn *find_block(const oc_kind *kind) {
+    const int rule = kind->rule, format = kind->moment_formats[0];
+    for (int k = 1; k < oc_moments(rule); k++)
+        if (kind->moment_formats[k] != format)
+            return blocks_of_any[rule];
     if (kind->master_format == OC_FLOAT32 && kind->param_dtype == OC_BFLOAT16 && kind->grad_dtype != OC_FLOAT16)
-        return blocks_to_bf16[kind->op_order][moments][kind->grad_dtype];
-    return blocks[kind->op_order][moments][kind->master_format];
+        return blocks_to_bf16[rule][format][kind->grad_dtype];
+    return blocks[rule][format][kind->master_format];
 }
 
 /* The arrays of a block that is no whole number of passes, padded with zeros. */
 typedef struct {
-    _Alignas(64) float grad[OC_STATE_BLOCK], master[OC_STATE_BLOCK], exp_avg[OC_STATE_BLOCK];
-    _Alignas(64) float exp_avg_sq[OC_STATE_BLOCK], param[OC_STATE_BLOCK];
+    _Alignas(64) float grad[OC_STATE_BLOCK], master[OC_STATE_BLOCK], moments[OC_MOMENTS][OC_STATE_BLOCK];
+    _Alignas(64) float param[OC_STATE_BLOCK];
     _Alignas(64) uint16_t high[OC_STATE_BLOCK];
     uint8_t ties[OC_STATE_BLOCK / 8];
 } padded_block;
 
-static void adam_padded(const oc_segment *a, int64_t count, const adam_constants *c, uint64_t update,
-                        const oc_adam_kind *kind, block_fn *run_block) {
+static void update_padded(const oc_segment *a, int64_t count, const rule_constants *c, uint64_t update,
+                          const oc_kind *kind, block_fn *run_block) {
     padded_block pad;
     oc_segment block = *a;
     const int split = kind->master_format == OC_SPLIT, bits = (int)(count % 8);
-    const size_t n = (size_t)count, tie_bytes = (n + 7) / 8;
-    const size_t master = n * (size_t)oc_itemsize(kind->master_format);
-    const size_t exp_avg = n * (size_t)oc_itemsize(kind->exp_avg_format);
-    const size_t exp_avg_sq = n * (size_t)oc_itemsize(kind->exp_avg_sq_format);
+    const size_t n = (size_t)count, tie_bytes = (n + 7) / 8, master = n * (size_t)oc_itemsize(kind->master_format);
+    size_t moments[OC_MOMENTS];
     memset(&pad, 0, sizeof pad);
     block.grad = memcpy(pad.grad, a->grad, n * (size_t)oc_itemsize(kind->grad_dtype));
     block.master = memcpy(pad.master, a->master, master);
-    block.exp_avg = memcpy(pad.exp_avg, a->exp_avg, exp_avg);
-    block.exp_avg_sq = memcpy(pad.exp_avg_sq, a->exp_avg_sq, exp_avg_sq);
+    for (int k = 0; k < c->n_moments; k++) {
+        moments[k] = n * (size_t)oc_itemsize(kind->moment_formats[k]);
+        block.moments[k] = memcpy(pad.moments[k], a->moments[k], moments[k]);
+    }
     block.param = pad.param;
     if (split) {
         block.high = memcpy(pad.high, a->high, 2 * n);
@@ -446,8 +473,8 @@ static void adam_padded(const oc_segment *a, int64_t count, const adam_constants
     run_block(&block, (count + PASS - 1) / PASS * PASS, c, update, kind, 0);
     if (!kind->keep_states) {
         memcpy(a->master, pad.master, master);
-        memcpy(a->exp_avg, pad.exp_avg, exp_avg);
-        memcpy(a->exp_avg_sq, pad.exp_avg_sq, exp_avg_sq);
+        for (int k = 0; k < c->n_moments; k++)
+            memcpy(a->moments[k], pad.moments[k], moments[k]);
     }
     if (!kind->keep_states && split) {
         if (bits) { /* of the last byte, those past the end stay as they are */
@@ -466,24 +493,24 @@ static void *moved(const void *array, int dtype, int64_t i) {
 }
 
 /* Elements [begin, end) of a segment, from a multiple of 256 on. */
-static void adam_blocks(const oc_segment *a, int64_t begin, int64_t end, const adam_constants *c, uint64_t update,
-                        const oc_adam_kind *kind, int stream) {
+static void update_blocks(const oc_segment *a, int64_t begin, int64_t end, const rule_constants *c, uint64_t update,
+                          const oc_kind *kind, int stream) {
     block_fn *run_block = find_block(kind);
     for (int64_t i = begin; i < end; i += OC_STATE_BLOCK) {
         int64_t count = end - i < OC_STATE_BLOCK ? end - i : OC_STATE_BLOCK;
         oc_segment block = {.grad = moved(a->grad, kind->grad_dtype, i),
                             .master = moved(a->master, kind->master_format, i),
-                            .exp_avg = moved(a->exp_avg, kind->exp_avg_format, i),
-                            .exp_avg_sq = moved(a->exp_avg_sq, kind->exp_avg_sq_format, i),
                             .param = moved(a->param, kind->param_dtype, i),
                             .high = moved(a->high, OC_BFLOAT16, i),
                             .ties = a->ties ? a->ties + i / 8 : NULL,
-                            .exp_avg_scale = a->exp_avg_scale ? a->exp_avg_scale + i / OC_STATE_BLOCK : NULL,
-                            .exp_avg_sq_scale = a->exp_avg_sq_scale ? a->exp_avg_sq_scale + i / OC_STATE_BLOCK : NULL,
                             .start = a->start + i,
                             .seed = a->seed};
+        for (int k = 0; k < OC_MOMENTS; k++) {
+            block.moments[k] = moved(a->moments[k], kind->moment_formats[k], i);
+            block.scales[k] = moved(a->scales[k], OC_FLOAT8, i / OC_STATE_BLOCK);
+        }
         if (count % PASS)
-            adam_padded(&block, count, c, update, kind, run_block);
+            update_padded(&block, count, c, update, kind, run_block);
         else
             run_block(&block, count, c, update, kind, stream);
     }

@@ -121,5 +121,5 @@ INLINE uint64_t w_int_sum(vint a) { return vaddvq_u64(a); }
 
 #include "kernels_simd.h"
 
-const oc_kernels oc_neon_kernels = {OC_NEON, adam, sum_squares, accumulate, reduce, cast};
+const oc_kernels oc_neon_kernels = {OC_NEON, update, sum_squares, accumulate, reduce, cast};
 #endif

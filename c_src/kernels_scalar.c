@@ -8,6 +8,7 @@
 
 #include "formats.h"
 #include "offload_core.h"
+#include "rules.h"
 #include "sum_squares.h"
 
 static uint32_t float_bits(float x) {
@@ -188,78 +189,119 @@ void oc_encode_run(const oc_state *s, int64_t begin, int64_t end, const float *v
         encode_block(s, i, end - i < OC_STATE_BLOCK ? end - i : OC_STATE_BLOCK, values + i, NULL);
 }
 
-/* --- Adam ------------------------------------------------------------------------------------------------ */
+/* --- update rules ---------------------------------------------------------------------------------------- */
 
-/* One element's new values in place of its old ones. */
-static void update_element(float g, float *master, float *exp_avg, float *exp_avg_sq, const oc_rounded_scalars *s,
-                           const oc_adam_kind *kind) {
-    int l2 = kind->adam_mode == OC_ADAM && s->weight_decay != 0;
-    float p = *master, m = *exp_avg, v = *exp_avg_sq;
-    if (s->grad_scale != 1)
-        g = g * s->grad_scale;
-    if (kind->op_order == OC_ORDER_TORCH) {
-        if (kind->adam_mode == OC_ADAMW)
-            p = p * s->decay;
-        if (l2)
-            g = fmaf(p, s->weight_decay, g);
+/* An element's states: each rule's function puts the new ones in place of the old. g is scaled already. */
+typedef struct {
+    float master, moments[OC_MOMENTS];
+} element;
+
+static void adam(float g, element *x, const oc_rounded_scalars *s, int rule) {
+    const float *k = s->values, w1 = k[ADAM_ONE_MINUS_BETA1], w2 = k[ADAM_ONE_MINUS_BETA2];
+    float p = x->master, m = x->moments[0], v = x->moments[1];
+    if (rule == OC_ADAM_TORCH) {
+        if (k[ADAM_L2] != 0)
+            g = fmaf(p, k[ADAM_L2], g);
+        p = p * k[ADAM_DECAY];
         float difference = g - m;
-        m = s->one_minus_beta1 < 0.5f ? fmaf(s->one_minus_beta1, difference, m)
-                                      : fmaf(s->one_minus_beta1 - 1, difference, g);
-        v = fmaf(s->one_minus_beta2 * g, g, v * s->beta2);
-        p = p + s->step_size * m / (sqrtf(v) / s->correction2 + s->eps);
+        m = w1 < 0.5f ? fmaf(w1, difference, m) : fmaf(w1 - 1, difference, g);
+        v = fmaf(w2 * g, g, v * k[ADAM_BETA2]);
+        p = p + k[ADAM_STEP_SIZE] * m / (sqrtf(v) / k[ADAM_CORRECTION2] + k[ADAM_EPS]);
     } else {
-        if (l2)
-            g = g + s->weight_decay * p;
-        m = s->one_minus_beta1 * g + s->beta1 * m;
-        v = s->one_minus_beta2 * (g * g) + s->beta2 * v;
-        float update = m / s->correction1 / (sqrtf(v / s->correction2 + s->eps_root) + s->eps);
-        if (kind->adam_mode == OC_ADAMW && s->weight_decay != 0)
-            update = update + s->weight_decay * p;
-        p = p + update * s->step_size;
+        if (k[ADAM_L2] != 0)
+            g = g + k[ADAM_L2] * p;
+        m = w1 * g + k[ADAM_BETA1] * m;
+        v = w2 * (g * g) + k[ADAM_BETA2] * v;
+        float update = m / k[ADAM_CORRECTION1] / (sqrtf(v / k[ADAM_CORRECTION2] + k[ADAM_EPS_ROOT]) + k[ADAM_EPS]);
+        if (k[ADAM_WEIGHT_DECAY] != 0)
+            update = update + k[ADAM_WEIGHT_DECAY] * p;
+        p = p + update * k[ADAM_STEP_SIZE];
     }
-    *master = p;
-    *exp_avg = m;
-    *exp_avg_sq = v;
+    *x = (element){p, {m, v}};
 }
 
-static void adam_block(const oc_segment *segment, int64_t begin, int64_t n, const oc_rounded_scalars *s,
-                       const oc_adam_kind *kind) {
-    oc_state master = {.data = segment->master, .high = segment->high, .ties = segment->ties};
-    oc_state exp_avg = {.data = segment->exp_avg, .scales = segment->exp_avg_scale, .has_sign = 1};
-    oc_state exp_avg_sq = {.data = segment->exp_avg_sq, .scales = segment->exp_avg_sq_scale};
-    float p[OC_STATE_BLOCK] = {0}, m[OC_STATE_BLOCK] = {0}, v[OC_STATE_BLOCK] = {0};
-    uint32_t random_m[OC_STATE_BLOCK] = {0}, random_v[OC_STATE_BLOCK] = {0};
-    int narrow = kind->master_format || kind->exp_avg_format || kind->exp_avg_sq_format;
-    master.format = kind->master_format;
-    exp_avg.format = kind->exp_avg_format;
-    exp_avg_sq.format = kind->exp_avg_sq_format;
+static void sgd(float g, element *x, const oc_rounded_scalars *s, int rule) {
+    const float *k = s->values, momentum = k[SGD_MOMENTUM];
+    const int torch = rule == OC_SGD_TORCH, nesterov = k[SGD_NESTEROV] != 0;
+    float p = x->master, *m = x->moments;
+    if (k[SGD_WEIGHT_DECAY] != 0)
+        g = torch ? fmaf(p, k[SGD_WEIGHT_DECAY], g) : g + k[SGD_WEIGHT_DECAY] * p;
+    if (oc_kept_moments(rule, s->exact)) {
+        if (!torch)
+            *m = g + momentum * *m;
+        else if (k[SGD_FIRST] != 0)
+            *m = g;
+        else
+            *m = fmaf(g, k[SGD_ONE_MINUS_DAMPENING], *m * momentum);
+        if (!nesterov)
+            g = *m;
+        else
+            g = torch ? fmaf(*m, momentum, g) : g + momentum * *m;
+    }
+    x->master = torch ? fmaf(g, -k[SGD_LR], p) : p + -k[SGD_LR] * g;
+}
+
+static void update_element(float g, element *x, const oc_rounded_scalars *s, int rule) {
+    if (s->grad_scale != 1)
+        g = g * s->grad_scale;
+    switch (rule) {
+#define CASE(RULE, NAME, ...)                                                                           \
+    case RULE: NAME(g, x, s, RULE); break;
+        OC_EACH_RULE(CASE)
+    }
+}
+
+static int is_narrow(const oc_kind *kind) {
+    int narrow = kind->master_format != OC_FLOAT32;
+    for (int i = 0; i < OC_MOMENTS; i++)
+        narrow |= kind->moment_formats[i] != OC_FLOAT32;
+    return narrow;
+}
+
+static void update_block(const oc_segment *segment, int64_t begin, int64_t n, const oc_rounded_scalars *s,
+                         const oc_kind *kind) {
+    const int n_moments = oc_kept_moments(kind->rule, s->exact), narrow = is_narrow(kind);
+    oc_state master = {
+        .data = segment->master, .high = segment->high, .ties = segment->ties, .format = kind->master_format};
+    oc_state moments[OC_MOMENTS];
+    float p[OC_STATE_BLOCK] = {0}, m[OC_MOMENTS][OC_STATE_BLOCK] = {{0}};
+    uint32_t random[OC_MOMENTS][OC_STATE_BLOCK] = {{0}};
+    for (int j = 0; j < n_moments; j++)
+        moments[j] = (oc_state){.data = segment->moments[j],
+                                .scales = segment->scales[j],
+                                .format = kind->moment_formats[j],
+                                .has_sign = oc_has_sign(kind->rule, j)};
     for (int64_t k = 0; k < n; k++) {
         int64_t i = begin + k;
-        uint32_t random = narrow ? random_of(segment, s->update, i) : 0;
-        random_m[k] = kind->exp_avg_format == OC_FLOAT8 ? random & 0xfffff : random & 0xffff;
-        random_v[k] = kind->exp_avg_sq_format == OC_FLOAT8 ? random >> 12 : random >> 16;
-        p[k] = decoded(&master, i);
-        m[k] = decoded(&exp_avg, i);
-        v[k] = decoded(&exp_avg_sq, i);
-        update_element(load(segment->grad, kind->grad_dtype, i), p + k, m + k, v + k, s, kind);
+        uint32_t bits = narrow ? random_of(segment, s->update, i) : 0;
+        element x = {.master = decoded(&master, i)};
+        for (int j = 0; j < n_moments; j++) { /* the first takes the lower bits, the second the upper ones */
+            int width = moments[j].format == OC_FLOAT8 ? OC_DROPPED : 16;
+            random[j][k] = j ? bits >> (32 - width) : bits & ((1u << width) - 1);
+            x.moments[j] = decoded(moments + j, i);
+        }
+        update_element(load(segment->grad, kind->grad_dtype, i), &x, s, kind->rule);
+        p[k] = x.master;
+        for (int j = 0; j < n_moments; j++)
+            m[j][k] = x.moments[j];
         if (kind->master_format == OC_BFLOAT16)
-            p[k] = load((uint16_t[]){to_bfloat16_at_random(p[k], random * OC_HASH_MASTER >> 16)}, OC_BFLOAT16, 0);
+            p[k] = load((uint16_t[]){to_bfloat16_at_random(p[k], bits * OC_HASH_MASTER >> 16)}, OC_BFLOAT16, 0);
     }
     if (!kind->keep_states) {
         encode_block(&master, begin, n, p, NULL); /* a bf16 master is rounded already */
-        encode_block(&exp_avg, begin, n, m, random_m);
-        encode_block(&exp_avg_sq, begin, n, v, random_v);
+        for (int j = 0; j < n_moments; j++)
+            encode_block(moments + j, begin, n, m[j], random[j]);
     }
     for (int64_t k = 0; k < n; k++)
         if (kind->param_dtype != OC_NO_PARAM)
             store(segment->param, kind->param_dtype, begin + k, p[k]);
 }
 
-static void adam(const oc_segment *segment, int64_t begin, int64_t end, const oc_rounded_scalars *s,
-                 const oc_adam_kind *kind, int stream) {
+static void update(const oc_segment *segment, int64_t begin, int64_t end, const oc_rounded_scalars *s,
+                   const oc_kind *kind, int stream) {
     (void)stream;
     for (int64_t i = begin; i < end; i += OC_STATE_BLOCK)
-        adam_block(segment, i, end - i < OC_STATE_BLOCK ? end - i : OC_STATE_BLOCK, s, kind);
+        update_block(segment, i, end - i < OC_STATE_BLOCK ? end - i : OC_STATE_BLOCK, s, kind);
 }
 
 static void sum_squares(const void *src, int dtype, int64_t n, int64_t *bins) {
@@ -293,4 +335,4 @@ static void cast(const void *src, int src_dtype, void *dst, int dst_dtype, int64
         store(dst, dst_dtype, i, load(src, src_dtype, i));
 }
 
-const oc_kernels oc_scalar_kernels = {OC_SCALAR, adam, sum_squares, accumulate, reduce, cast};
+const oc_kernels oc_scalar_kernels = {OC_SCALAR, update, sum_squares, accumulate, reduce, cast};

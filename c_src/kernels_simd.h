@@ -16,6 +16,7 @@
  * element's bits do not depend on its position.
  */
 #include "offload_core.h"
+#include "rules.h"
 #include "sum_squares.h"
 
 /* Main loop and tail share these: dtype is a constant in every call, so each switch folds away. */
@@ -60,86 +61,112 @@ INLINE void from_lanes(const lanes *padded, void *array, int dtype, int64_t i, i
     memcpy((unsigned char *)array + i * size, padded->bytes, (size_t)(n * size));
 }
 
-/* --- Adam ---------------------------------------------------------------------------------------- */
+/* --- update -------------------------------------------------------------------------------------- */
 
+/* What a rule's functions work with. */
 typedef struct {
-    v32 grad_scale, weight_decay, decay, beta1, beta2, w1, w2, correction1, correction2, eps, eps_root, step_size;
-    int scaled, l2, decoupled, small_w1;
-} adam_constants;
+    v32 grad_scale, values[OC_SCALARS]; /* the rounded scalars, which the rule may replace */
+    int n_moments, scaled, reads_master;
+    int on[2]; /* the rule's own switches */
+} rule_constants;
 
-/* The first half of an element's update: the new moments. Returns the root that the second half divides by. p is read
- * with l2 alone. */
-INLINE v32 adam_moments(v32 g, v32 p, v32 *m, v32 *v, const adam_constants *c, int op_order) {
+#include "rule_adam.h"
+#include "rule_sgd.h"
+
+static rule_constants rule_constants_of(const oc_rounded_scalars *s, int rule) {
+    rule_constants c = {
+        .grad_scale = v_set(s->grad_scale), .n_moments = oc_kept_moments(rule, s->exact), .scaled = s->grad_scale != 1};
+    for (int k = 0; k < OC_SCALARS; k++)
+        c.values[k] = v_set(s->values[k]);
+    switch (rule) {
+#define CONSTANTS_CASE(RULE, NAME, ...)                                                                                \
+    case RULE: NAME##_constants(&c, s, RULE); break;
+        OC_EACH_RULE(CONSTANTS_CASE)
+    }
+    return c;
+}
+
+/* True if the update has this moment. Both are constants in every call, so that most rules ask nothing. */
+INLINE int has_moment(const rule_constants *c, int rule, int moment) {
+    return moment < oc_moments(rule) && (oc_moments_depend_on(rule) == OC_ALWAYS || moment < c->n_moments);
+}
+
+/* Both halves of an element's update. The rule is a constant in every call. */
+
+INLINE v32 new_moments(v32 g, v32 p, v32 *moments, const rule_constants *c, int rule) {
     if (c->scaled)
         g = v_mul(g, c->grad_scale);
-    if (op_order == OC_ORDER_TORCH) {
-        if (c->l2)
-            g = v_fma(p, c->weight_decay, g);
-        v32 difference = v_sub(g, *m);
-        *m = v_fma(c->w1, difference, c->small_w1 ? *m : g);
-        *v = v_fma(v_mul(c->w2, g), g, v_mul(*v, c->beta2));
-        return v_sqrt(*v);
+    switch (rule) {
+#define MOMENTS_CASE(RULE, NAME, ...)                                                                                  \
+    case RULE: return NAME##_moments(g, p, moments, c, RULE);
+        OC_EACH_RULE(MOMENTS_CASE)
     }
-    if (c->l2)
-        g = v_add(g, v_mul(c->weight_decay, p));
-    *m = v_add(v_mul(c->w1, g), v_mul(c->beta1, *m));
-    *v = v_add(v_mul(c->w2, v_mul(g, g)), v_mul(c->beta2, *v));
-    return v_sqrt(v_add(v_div(*v, c->correction2), c->eps_root));
+    return g;
 }
 
-INLINE v32 adam_master(v32 p, v32 m, v32 root, const adam_constants *c, int op_order) {
-    if (op_order == OC_ORDER_TORCH) {
-        if (c->decoupled)
-            p = v_mul(p, c->decay);
-        v32 denominator = v_add(v_div(root, c->correction2), c->eps);
-        return v_add(p, v_div(v_mul(c->step_size, m), denominator));
+INLINE v32 new_master(v32 p, const v32 *moments, v32 carry, const rule_constants *c, int rule) {
+    switch (rule) {
+#define MASTER_CASE(RULE, NAME, ...)                                                                                   \
+    case RULE: return NAME##_master(p, moments, carry, c, RULE);
+        OC_EACH_RULE(MASTER_CASE)
     }
-    v32 update = v_div(v_div(m, c->correction1), v_add(root, c->eps));
-    if (c->decoupled)
-        update = v_add(update, v_mul(c->weight_decay, p));
-    return v_add(p, v_mul(update, c->step_size));
+    return p;
 }
 
-INLINE void adam_range(const oc_segment *a, int64_t begin, int64_t end, const adam_constants *constants, int grad_dtype,
-                       int param_dtype, int op_order, int stream, int keep_states) {
-    const adam_constants c = *constants;
-    float *all_masters = a->master, *all_exp_avgs = a->exp_avg, *all_exp_avg_sqs = a->exp_avg_sq;
+/* All loops over moments have a constant length, so that the compiler unrolls them and the arrays become registers. */
+
+INLINE void update_range(const oc_segment *a, int64_t begin, int64_t end, const rule_constants *constants, int rule,
+                         int grad_dtype, int param_dtype, int stream, int keep_states) {
+    const rule_constants c = *constants;
+    float *all_masters = a->master, *all_moments[OC_MOMENTS];
+    v32 moments[OC_MOMENTS];
     int64_t i = begin;
+    for (int k = 0; k < OC_MOMENTS; k++) {
+        all_moments[k] = a->moments[k];
+        moments[k] = v_set(0);
+    }
     /* main loop */
     for (; i + LANES <= end; i += LANES) {
         fetch(a->grad, grad_dtype, i + FETCH_AHEAD);
         fetch(a->master, OC_FLOAT32, i + FETCH_AHEAD);
-        fetch(a->exp_avg, OC_FLOAT32, i + FETCH_AHEAD);
-        fetch(a->exp_avg_sq, OC_FLOAT32, i + FETCH_AHEAD);
-        v32 g = load_as_f32(a->grad, grad_dtype, i), m = v_load(all_exp_avgs + i), v = v_load(all_exp_avg_sqs + i);
-        v32 p = v_load(all_masters + i), root = adam_moments(g, p, &m, &v, &c, op_order);
-        p = adam_master(p, m, root, &c, op_order);
+        for (int k = 0; k < OC_MOMENTS; k++)
+            if (has_moment(&c, rule, k)) {
+                fetch(a->moments[k], OC_FLOAT32, i + FETCH_AHEAD);
+                moments[k] = v_load(all_moments[k] + i);
+            }
+        v32 g = load_as_f32(a->grad, grad_dtype, i), p = v_load(all_masters + i);
+        v32 carry = new_moments(g, p, moments, &c, rule);
+        p = new_master(p, moments, carry, &c, rule);
         if (!keep_states) {
             v_store(all_masters + i, p);
-            v_store(all_exp_avgs + i, m);
-            v_store(all_exp_avg_sqs + i, v);
+            for (int k = 0; k < OC_MOMENTS; k++)
+                if (has_moment(&c, rule, k))
+                    v_store(all_moments[k] + i, moments[k]);
         }
         store_from_f32(a->param, param_dtype, i, p, stream);
     }
     /* tail */
     if (i < end) {
-        lanes grad, master, exp_avg, exp_avg_sq, param;
+        lanes grad, master, param, padded[OC_MOMENTS];
         int64_t n = end - i;
         to_lanes(&grad, a->grad, grad_dtype, i, n);
         to_lanes(&master, a->master, OC_FLOAT32, i, n);
-        to_lanes(&exp_avg, a->exp_avg, OC_FLOAT32, i, n);
-        to_lanes(&exp_avg_sq, a->exp_avg_sq, OC_FLOAT32, i, n);
-        v32 g = load_as_f32(grad.bytes, grad_dtype, 0);
-        v32 m = v_load((float *)exp_avg.bytes), v = v_load((float *)exp_avg_sq.bytes);
-        v32 p = v_load((float *)master.bytes), root = adam_moments(g, p, &m, &v, &c, op_order);
-        p = adam_master(p, m, root, &c, op_order);
+        for (int k = 0; k < OC_MOMENTS; k++)
+            if (has_moment(&c, rule, k)) {
+                to_lanes(padded + k, a->moments[k], OC_FLOAT32, i, n);
+                moments[k] = v_load((float *)padded[k].bytes);
+            }
+        v32 g = load_as_f32(grad.bytes, grad_dtype, 0), p = v_load((float *)master.bytes);
+        v32 carry = new_moments(g, p, moments, &c, rule);
+        p = new_master(p, moments, carry, &c, rule);
         if (!keep_states) {
             v_store((float *)master.bytes, p);
-            v_store((float *)exp_avg.bytes, m);
-            v_store((float *)exp_avg_sq.bytes, v);
             from_lanes(&master, a->master, OC_FLOAT32, i, n);
-            from_lanes(&exp_avg, a->exp_avg, OC_FLOAT32, i, n);
-            from_lanes(&exp_avg_sq, a->exp_avg_sq, OC_FLOAT32, i, n);
+            for (int k = 0; k < OC_MOMENTS; k++)
+                if (has_moment(&c, rule, k)) {
+                    v_store((float *)padded[k].bytes, moments[k]);
+                    from_lanes(padded + k, a->moments[k], OC_FLOAT32, i, n);
+                }
         }
         if (param_dtype != OC_NO_PARAM) {
             store_from_f32(param.bytes, param_dtype, 0, p, 0);
@@ -152,57 +179,41 @@ INLINE void adam_range(const oc_segment *a, int64_t begin, int64_t end, const ad
 
 #include "kernels_formats.h"
 
-/* Each pair of element types has a function for each order. They are constants in it, so its switches fold away. One
+/* Each pair of element types has a function for each rule. They are constants in it, so its switches fold away. One
  * function of all pairs would be slow to compile: the compiler's time grows faster than a function's length. */
-#define EACH_PARAM(DO, ORDER, G)                                                                                       \
-    DO(ORDER, G, OC_FLOAT32) DO(ORDER, G, OC_BFLOAT16) DO(ORDER, G, OC_FLOAT16) DO(ORDER, G, OC_NO_PARAM)
-#define EACH_GRAD(DO, ORDER)                                                                                           \
-    EACH_PARAM(DO, ORDER, OC_FLOAT32) EACH_PARAM(DO, ORDER, OC_BFLOAT16) EACH_PARAM(DO, ORDER, OC_FLOAT16)
-#define EACH_RANGE(DO) EACH_GRAD(DO, OC_ORDER_TORCH) EACH_GRAD(DO, OC_ORDER_OPTAX)
+#define EACH_PARAM(DO, RULE, G)                                                                                        \
+    DO(RULE, G, OC_FLOAT32) DO(RULE, G, OC_BFLOAT16) DO(RULE, G, OC_FLOAT16) DO(RULE, G, OC_NO_PARAM)
+#define EACH_PAIR(DO, RULE)                                                                                            \
+    EACH_PARAM(DO, RULE, OC_FLOAT32) EACH_PARAM(DO, RULE, OC_BFLOAT16) EACH_PARAM(DO, RULE, OC_FLOAT16)
 
-#define DEFINE_RANGE(ORDER, G, P)                                                                                      \
-    static void range_##ORDER##_##G##_##P(const oc_segment *a, int64_t begin, int64_t end, const adam_constants *c,    \
-                                          int stream, int keep_states) {                                               \
-        adam_range(a, begin, end, c, G, P, ORDER, stream, keep_states);                                                \
+#define DEFINE_RANGE(RULE, G, P)                                                                                       \
+    static void range_##RULE##_##G##_##P(const oc_segment *a, int64_t begin, int64_t end, const rule_constants *c,     \
+                                         int stream, int keep_states) {                                                \
+        update_range(a, begin, end, c, RULE, G, P, stream, keep_states);                                               \
     }
-EACH_RANGE(DEFINE_RANGE)
+#define DEFINE_RANGES(RULE, ...) EACH_PAIR(DEFINE_RANGE, RULE)
+OC_EACH_RULE(DEFINE_RANGES)
 
-typedef void range_fn(const oc_segment *a, int64_t begin, int64_t end, const adam_constants *c, int stream,
+typedef void range_fn(const oc_segment *a, int64_t begin, int64_t end, const rule_constants *c, int stream,
                       int keep_states);
-#define RANGE_ENTRY(ORDER, G, P) [ORDER][G][P] = range_##ORDER##_##G##_##P,
-static range_fn *const ranges[2][3][4] = {EACH_RANGE(RANGE_ENTRY)};
+#define RANGE_ENTRY(RULE, G, P) [RULE][G][P] = range_##RULE##_##G##_##P,
+#define RANGE_ENTRIES(RULE, ...) EACH_PAIR(RANGE_ENTRY, RULE)
+static range_fn *const ranges[OC_RULES][3][4] = {OC_EACH_RULE(RANGE_ENTRIES)};
 
-static void adam(const oc_segment *a, int64_t begin, int64_t end, const oc_rounded_scalars *s, const oc_adam_kind *kind,
-                 int stream) {
-    int small_w1 = s->one_minus_beta1 < 0.5f || kind->op_order == OC_ORDER_OPTAX;
-    adam_constants c = {
-        .grad_scale = v_set(s->grad_scale),
-        .weight_decay = v_set(s->weight_decay),
-        .decay = v_set(s->decay),
-        .beta1 = v_set(s->beta1),
-        .beta2 = v_set(s->beta2),
-        .w1 = v_set(small_w1 ? s->one_minus_beta1 : s->one_minus_beta1 - 1),
-        .w2 = v_set(s->one_minus_beta2),
-        .correction1 = v_set(s->correction1),
-        .correction2 = v_set(s->correction2),
-        .eps = v_set(s->eps),
-        .eps_root = v_set(s->eps_root),
-        .step_size = v_set(s->step_size),
-        .scaled = s->grad_scale != 1,
-        .l2 = kind->adam_mode == OC_ADAM && s->weight_decay != 0,
-        .decoupled = kind->adam_mode == OC_ADAMW && s->weight_decay != 0,
-        .small_w1 = small_w1,
-    };
+static void update(const oc_segment *a, int64_t begin, int64_t end, const oc_rounded_scalars *s, const oc_kind *kind,
+                   int stream) {
+    const rule_constants c = rule_constants_of(s, kind->rule);
+    int narrow = kind->master_format != OC_FLOAT32;
+    for (int k = 0; k < oc_moments(kind->rule); k++)
+        narrow |= kind->moment_formats[k] != OC_FLOAT32;
     if (kind->param_dtype != OC_NO_PARAM) { /* streaming stores need whole aligned vectors */
         int64_t size = oc_itemsize(kind->param_dtype);
         stream = stream && ((uintptr_t)a->param + (uintptr_t)(begin * size)) % (uintptr_t)(LANES * size) == 0;
     }
-    if (kind->master_format != OC_FLOAT32 || kind->exp_avg_format != OC_FLOAT32 ||
-        kind->exp_avg_sq_format != OC_FLOAT32) {
-        adam_blocks(a, begin, end, &c, s->update, kind, stream);
-    } else {
-        ranges[kind->op_order][kind->grad_dtype][kind->param_dtype](a, begin, end, &c, stream, kind->keep_states);
-    }
+    if (narrow)
+        update_blocks(a, begin, end, &c, s->update, kind, stream);
+    else
+        ranges[kind->rule][kind->grad_dtype][kind->param_dtype](a, begin, end, &c, stream, kind->keep_states);
 }
 
 /* --- sum of squares ------------------------------------------------------------------------------ */

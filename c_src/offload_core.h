@@ -6,18 +6,18 @@
 
 #include "api.h"
 
-/* oc_adam_scalars as the kernels use them. */
+/* oc_scalars as the kernels use them. */
 typedef struct {
-    float grad_scale, weight_decay, decay, beta1, beta2, one_minus_beta1, one_minus_beta2, correction1, correction2,
-        eps, eps_root, step_size;
+    float grad_scale, values[OC_SCALARS];
     uint64_t update;
+    const double *exact; /* the values before rounding: these decide which moments there are */
 } oc_rounded_scalars;
 
 /* One instruction set's kernels. Each does the same IEEE operations in the same order on every element, at any
  * position, so all entries give the same bits (docs/numerics.md). n may be any non-negative
  * number; pointers need no alignment beyond their element's own. */
-typedef void oc_adam_fn(const oc_segment *segment, int64_t begin, int64_t end, const oc_rounded_scalars *scalars,
-                        const oc_adam_kind *kind, int stream);
+typedef void oc_update_fn(const oc_segment *segment, int64_t begin, int64_t end, const oc_rounded_scalars *scalars,
+                          const oc_kind *kind, int stream);
 typedef void oc_sum_squares_fn(const void *src, int dtype, int64_t n, int64_t *bins);
 typedef void oc_accumulate_fn(const void *src, int dtype, float *dst, int64_t n);
 typedef void oc_reduce_fn(const oc_reduction *reduction, int64_t begin, int64_t end);
@@ -25,7 +25,7 @@ typedef void oc_cast_fn(const void *src, int src_dtype, void *dst, int dst_dtype
 
 typedef struct {
     int isa;
-    oc_adam_fn *adam;
+    oc_update_fn *update;
     oc_sum_squares_fn *sum_squares;
     oc_accumulate_fn *accumulate;
     oc_reduce_fn *reduce;

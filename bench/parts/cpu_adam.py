@@ -33,7 +33,7 @@ from offload_core.dtypes import BFLOAT16, FLOAT16, FLOAT32, ElementType
 from offload_core.memory.host_memory import HostMemory, available_bytes, format_bytes
 from offload_core.native import kernels
 from offload_core.native.grad_norm import SumOfSquares, clip_coefficient
-from offload_core.rules.adam import STATE_NAMES, AdamHyper
+from offload_core.rules.adam import AdamHyper
 from offload_core.support.processors import available_cpus
 
 _STREAM_CDEF = """
@@ -105,13 +105,12 @@ class Buffers:
         scalars = np.array([_HYPER.scalars(10, op_order="torch", grad_scale=0.5)], kernels.SCALARS)
         runs = [
             partial(
-                kernels.adam,
+                kernels.update,
                 kernels.segments_of([self._segment(grad, out, start, start + self.n)]),
                 scalars,
                 grad_dtype=grad,
                 param_dtype=out,
-                op_order="torch",
-                adam_mode="adamw",
+                rule="adam_torch",
                 threads=self.threads,
             )
             for start in self._starts
@@ -127,11 +126,17 @@ class Buffers:
 
         return run
 
-    def _segment(self, grad: ElementType, out: ElementType | None, start: int, end: int) -> dict[str, int]:
-        arrays = dict(zip(STATE_NAMES, self.states, strict=True)) | {"grad": self.grads[grad]}
-        if out is not None:
-            arrays["param"] = self.outs[out]
-        return {name: kernels.address(array[start:]) for name, array in arrays.items()} | {"numel": end - start}
+    def _segment(
+        self, grad: ElementType, out: ElementType | None, start: int, end: int
+    ) -> dict[str, int | Sequence[int]]:
+        master, *moments = (kernels.address(state[start:]) for state in self.states)
+        return {
+            "grad": kernels.address(self.grads[grad][start:]),
+            "master": master,
+            "moments": moments,
+            "param": 0 if out is None else kernels.address(self.outs[out][start:]),
+            "numel": end - start,
+        }
 
     def norm(self, grad: ElementType) -> Run:
         """The exact sum of squares of each set's gradient."""
@@ -188,13 +193,12 @@ class Buffers:
             norm = SumOfSquares()
             norm.add(spans, BFLOAT16, threads=self.threads)
             scale = clip_coefficient(norm.norm(), _CLIPPING)
-            kernels.adam(
+            kernels.update(
                 segments,
                 np.array([_HYPER.scalars(10, op_order="torch", grad_scale=scale)], kernels.SCALARS),
                 grad_dtype=BFLOAT16,
                 param_dtype=BFLOAT16,
-                op_order="torch",
-                adam_mode="adamw",
+                rule="adam_torch",
                 threads=self.threads,
             )
 

@@ -31,18 +31,21 @@ def this(threads: int) -> Update:
         param = arrays[0].copy()
         exp_avg, exp_avg_sq = np.zeros_like(param), np.zeros_like(param)
         for t, grad in enumerate(arrays[1:], 1):
-            given = {"grad": grad, "master": param, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
             rows = [
-                {name: kernels.address(array[part]) for name, array in given.items()} | {"numel": param[part].size}
+                {
+                    "grad": kernels.address(grad[part]),
+                    "master": kernels.address(param[part]),
+                    "moments": [kernels.address(moment[part]) for moment in (exp_avg, exp_avg_sq)],
+                    "numel": param[part].size,
+                }
                 for part in parts
             ]
-            kernels.adam(
+            kernels.update(
                 kernels.segments_of(rows),
                 np.array([_HYPER.scalars(t, op_order="torch", grad_scale=1.0)], kernels.SCALARS),
                 grad_dtype=FLOAT32,
                 param_dtype=None,
-                op_order="torch",
-                adam_mode="adamw",
+                rule="adam_torch",
                 threads=threads,
             )
         return param, exp_avg, exp_avg_sq

@@ -36,15 +36,16 @@ def update(
 ) -> Callable[[], None]:
     """One call that updates states in these formats so often; all share the gradient and the parameter."""
     n = shared["grad"].size
-    arrays = dict(shared)
+    arrays = []
     for state, name in zip(STATE_NAMES, names, strict=True):
-        data = arrays[state] = memory.allocate(state, n, np.dtype(_NUMPY[name]))
+        data = memory.allocate(state, n, np.dtype(_NUMPY[name]))
         kinds: dict[str, np.ndarray] = {}
         if name == "float8":
-            kinds["scales"] = arrays[f"{state}_scale"] = memory.allocate("scale", -(-n // 256), np.dtype(np.uint8))
+            kinds["scales"] = memory.allocate("scale", -(-n // 256), np.dtype(np.uint8))
         if name == "split":
-            arrays["high"] = kinds["high"] = shared["param"]
-            arrays["ties"] = kinds["ties"] = memory.allocate("ties", -(-n // 8), np.dtype(np.uint8))
+            kinds["high"] = shared["param"]
+            kinds["ties"] = memory.allocate("ties", -(-n // 8), np.dtype(np.uint8))
+        arrays.append({"data": data, **kinds})
         values = shared["grad"].astype(np.float32)
         kernels.encode(
             name,
@@ -54,20 +55,22 @@ def update(
             has_sign=state != "exp_avg_sq",
             threads=threads,
         )
-    row = {name: kernels.address(array) for name, array in arrays.items()} | {"numel": n}
-    segments = kernels.segments_of([row] * times)
+    (master, *moments) = ({name: kernels.address(array) for name, array in kinds.items()} for kinds in arrays)
+    row = {name: kernels.address(array) for name, array in shared.items()}
+    row |= {"master": master.pop("data"), "moments": [moment["data"] for moment in moments], "numel": n, **master}
+    segments = kernels.segments_of([row | {"scales": [moment.get("scales", 0) for moment in moments]}] * times)
     scalars = np.array([AdamHyper(1e-3).scalars(10, op_order="torch", grad_scale=0.5)], kernels.SCALARS)
 
-    def run(held: object = arrays) -> None:
-        kernels.adam(
+    def run(held: object = (shared, arrays)) -> None:
+        kernels.update(
             segments,
             scalars,
             grad_dtype=BFLOAT16,
             param_dtype=BFLOAT16,
-            op_order="torch",
-            adam_mode="adamw",
+            rule="adam_torch",
             threads=threads,
-            **{f"{state}_format": name for state, name in zip(STATE_NAMES, names, strict=True)},
+            master_format=names[0],
+            moment_formats=names[1:],
         )
 
     return run

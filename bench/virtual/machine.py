@@ -31,7 +31,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "delayed": {"schedule": "delayed", "delay_warmup_steps": 0},
     "serial": {"schedule": "serial"},
 }
-KERNELS = ("adam", "sum_squares", "cast", "reduce")
+KERNELS = ("update", "sum_squares", "cast", "reduce")
 GB = 1e9
 
 
@@ -93,7 +93,7 @@ def slow_kernels(bandwidth: float) -> Iterator[None]:
 
         return run
 
-    def of_adam(
+    def of_update(
         segments: np.ndarray,
         scalars: Any,
         *,
@@ -112,7 +112,7 @@ def slow_kernels(bandwidth: float) -> Iterator[None]:
         return int(spans["numel"].sum())
 
     before = {name: getattr(kernels, name) for name in KERNELS}
-    kernels.adam = lasting(kernels.adam, of_adam)
+    kernels.update = lasting(kernels.update, of_update)
     kernels.sum_squares = lasting(
         kernels.sum_squares, lambda spans, dtype, bins, threads: numel(spans) * dtype.itemsize
     )

@@ -1,7 +1,7 @@
 /* Checks every instruction set's kernels against the scalar oracle, bit for bit, and the thread pool.
  *
- *     test_kernels [--bench] [isa] [adam] [formats] [cast] [accumulate] [reduce] [norm] [entry] [stream] [fork] [pool]
- * [bind]
+ *     test_kernels [--bench] [isa] [update] [formats] [cast] [accumulate] [reduce] [norm] [entry] [stream] [fork]
+ * [pool] [bind]
  *
  * Without names, every section runs. One randomised body for each kernel is its check and, with --bench, its
  * benchmark (as in dav1d's checkasm), so only code that was checked is timed. Stops at the first failing case and
@@ -22,27 +22,28 @@
 #include <unistd.h>
 
 #include "../offload_core.h"
+#include "../rules.h"
 #include "../sum_squares.h"
 
 #define COUNT(array) ((int64_t)(sizeof(array) / sizeof *(array)))
 
 static const char *const isa_names[] = {"scalar", "avx2", "avx512", "neon"};
 static const char *const dtype_names[] = {"float32", "bfloat16", "float16", "none"};
-static const char *const order_names[] = {"torch", "optax"};
-static const char *const mode_names[] = {"adamw", "adam"};
+#define RULE_NAME(RULE, ...) #RULE,
+static const char *const rule_names[] = {OC_EACH_RULE(RULE_NAME)};
 
 /* --- the present case, and its failure ----------------------------------------------------------- */
 
-enum { GRAD, MASTER, EXP_AVG, EXP_AVG_SQ, PARAM, ARRAYS };
+enum { GRAD, MASTER, MOMENTS, PARAM = MOMENTS + OC_MOMENTS, ARRAYS };
 
 typedef struct {
     const char *kernel;
-    int isa, src_dtype, dst_dtype; /* for Adam: of the gradient and of the device parameter */
+    int isa, src_dtype, dst_dtype; /* of an update: of the gradient and of the device parameter */
     int64_t begin, n;
     int offset[ARRAYS]; /* elements past a 64-byte boundary; spans use the first two */
-    oc_adam_kind kind;
+    oc_kind kind;
     int stream, threads;
-    oc_adam_scalars scalars;
+    oc_scalars scalars;
 } test_case;
 
 static test_case now;
@@ -50,21 +51,20 @@ static int64_t n_checks;
 static int benchmark;
 
 static _Noreturn __attribute__((format(printf, 1, 2))) void fail(const char *format, ...) {
-    const oc_adam_scalars *s = &now.scalars;
     va_list arguments;
     printf("FAILED %s %s: ", isa_names[now.isa], now.kernel);
     va_start(arguments, format);
     vprintf(format, arguments);
     va_end(arguments);
-    printf("\n  src %s, dst %s, begin %lld, n %lld, offsets %d %d %d %d %d, stream %d, threads %d, %s, %s, "
+    printf("\n  src %s, dst %s, begin %lld, n %lld, offsets %d %d %d %d %d, stream %d, threads %d, %s, "
            "keep_states %d\n",
            dtype_names[now.src_dtype], dtype_names[now.dst_dtype], (long long)now.begin, (long long)now.n,
            now.offset[0], now.offset[1], now.offset[2], now.offset[3], now.offset[4], now.stream, now.threads,
-           order_names[now.kind.op_order], mode_names[now.kind.adam_mode], now.kind.keep_states);
-    printf("  grad_scale %a, weight_decay %a, decay %a, beta1 %a, beta2 %a, w1 %a, w2 %a, correction1 %a, "
-           "correction2 %a, eps %a, eps_root %a, step_size %a\n",
-           s->grad_scale, s->weight_decay, s->decay, s->beta1, s->beta2, s->one_minus_beta1, s->one_minus_beta2,
-           s->correction1, s->correction2, s->eps, s->eps_root, s->step_size);
+           rule_names[now.kind.rule], now.kind.keep_states);
+    printf("  grad_scale %a, values", now.scalars.grad_scale);
+    for (int i = 0; i < OC_SCALARS; i++)
+        printf(" %a", now.scalars.values[i]);
+    printf("\n");
     exit(1);
 }
 
@@ -313,162 +313,174 @@ static void test_isa(void) {
         }
 }
 
-/* --- Adam ---------------------------------------------------------------------------------------- */
+/* --- updates ------------------------------------------------------------------------------------- */
 
-static oc_adam_scalars adam_scalars(double beta1, double weight_decay, double grad_scale, int op_order) {
-    double lr = 1e-3, beta2 = 0.999, t = 1.0 + (double)random_below(1000);
+/* Scalars of a rule, some of which are at the places where its functions branch. */
+
+static oc_scalars adam_scalars(unsigned options, int rule) {
+    const double beta1s[] = {0.9, 0.5, 0.0, 0.3}; /* on each side of the branch at 1 - beta1 = 0.5, and on it */
+    double lr = 1e-3, beta2 = 0.999, t = 1.0 + (double)random_below(1000), decay = options >> 4 & 1 ? 0.1 : 0;
+    double beta1 = beta1s[options >> 3 & 1 ? 1 + random_below(3) : 0];
     double unbias1 = 1 - pow(beta1, t), unbias2 = 1 - pow(beta2, t);
-    int torch = op_order == OC_ORDER_TORCH;
-    return (oc_adam_scalars){
-        .grad_scale = grad_scale,
-        .weight_decay = weight_decay,
-        .decay = 1 - lr * weight_decay,
-        .beta1 = beta1,
-        .beta2 = beta2,
-        .one_minus_beta1 = 1 - beta1,
-        .one_minus_beta2 = 1 - beta2,
-        .correction1 = unbias1,
-        .correction2 = torch ? sqrt(unbias2) : unbias2,
-        .eps = random_below(2) ? 1e-8 : 1e-40, /* the second is subnormal as a float */
-        .eps_root = random_below(2) ? 1e-12 : 0,
-        .step_size = torch ? -lr / unbias1 : -lr,
-        .update = (int64_t)t,
-    };
+    int torch = rule == OC_ADAM_TORCH, l2 = options >> 1 & 1;
+    oc_scalars s = {.update = (int64_t)t};
+    s.values[ADAM_L2] = l2 ? decay : 0;
+    s.values[ADAM_WEIGHT_DECAY] = l2 ? 0 : decay;
+    s.values[ADAM_DECAY] = l2 ? 1 : 1 - lr * decay;
+    s.values[ADAM_BETA1] = beta1;
+    s.values[ADAM_BETA2] = beta2;
+    s.values[ADAM_ONE_MINUS_BETA1] = 1 - beta1;
+    s.values[ADAM_ONE_MINUS_BETA2] = 1 - beta2;
+    s.values[ADAM_CORRECTION1] = unbias1;
+    s.values[ADAM_CORRECTION2] = torch ? sqrt(unbias2) : unbias2;
+    s.values[ADAM_EPS] = random_below(2) ? 1e-8 : 1e-40; /* the second is subnormal as a float */
+    s.values[ADAM_EPS_ROOT] = random_below(2) ? 1e-12 : 0;
+    s.values[ADAM_STEP_SIZE] = torch ? -lr / unbias1 : -lr;
+    return s;
 }
 
-static oc_rounded_scalars rounded(const oc_adam_scalars *scalars) {
-    double each[offsetof(oc_adam_scalars, update) / sizeof(double)];
-    float nearest[COUNT(each)];
-    oc_rounded_scalars result = {.update = (uint64_t)scalars->update};
-    memcpy(each, scalars, sizeof each);
-    for (int i = 0; i < COUNT(each); i++)
-        nearest[i] = (float)each[i];
-    memcpy(&result, nearest, sizeof nearest);
+static oc_scalars sgd_scalars(unsigned options, int rule) {
+    oc_scalars s = {.update = 1 + random_below(1000)};
+    (void)rule;
+    s.values[SGD_LR] = 1e-3;
+    s.values[SGD_MOMENTUM] = options >> 3 & 1 ? 0 : random_below(4) ? 0.9 : 1e-40;
+    s.values[SGD_ONE_MINUS_DAMPENING] = random_below(2) ? 1 : 0.7;
+    s.values[SGD_WEIGHT_DECAY] = options >> 4 & 1 ? 0.1 : 0;
+    s.values[SGD_NESTEROV] = options >> 1 & 1;
+    s.values[SGD_FIRST] = random_below(4) == 0;
+    return s;
+}
+
+static oc_scalars scalars_of(unsigned options, int rule, double grad_scale) {
+    oc_scalars s = {0};
+    switch (rule) {
+#define SCALARS_CASE(RULE, NAME, ...)                                                                                  \
+    case RULE: s = NAME##_scalars(options, RULE); break;
+        OC_EACH_RULE(SCALARS_CASE)
+    }
+    s.grad_scale = grad_scale;
+    return s;
+}
+
+static oc_rounded_scalars rounded(const oc_scalars *scalars) {
+    oc_rounded_scalars result = {
+        .grad_scale = (float)scalars->grad_scale, .update = (uint64_t)scalars->update, .exact = scalars->values};
+    for (int i = 0; i < OC_SCALARS; i++)
+        result.values[i] = (float)scalars->values[i];
     return result;
 }
 
-static const char *const adam_names[] = {"grad", "master", "exp_avg", "exp_avg_sq", "param"};
+static const char *const array_names[] = {"grad", "master", "first moment", "second moment", "param"};
 
-static void adam_dtypes(int *dtypes) {
-    for (int i = 0; i < ARRAYS; i++)
-        dtypes[i] = OC_FLOAT32;
-    dtypes[GRAD] = now.src_dtype;
-    dtypes[PARAM] = now.dst_dtype;
-}
+static int array_type(int array) { return array == GRAD ? now.src_dtype : array == PARAM ? now.dst_dtype : OC_FLOAT32; }
 
-static oc_segment segment_of(const buffer *b, int64_t numel) {
-    return (oc_segment){.grad = b[GRAD].data,
-                        .master = b[MASTER].data,
-                        .exp_avg = b[EXP_AVG].data,
-                        .exp_avg_sq = b[EXP_AVG_SQ].data,
-                        .param = b[PARAM].data,
-                        .numel = numel};
+/* Moments that the rule lacks are NULL. */
+static oc_segment segment_of(const buffer *b, int64_t numel, const oc_scalars *scalars) {
+    oc_segment segment = {.grad = b[GRAD].data, .master = b[MASTER].data, .param = b[PARAM].data, .numel = numel};
+    for (int k = 0; k < oc_kept_moments(now.kind.rule, scalars->values); k++)
+        segment.moments[k] = b[MOMENTS + k].data;
+    return segment;
 }
 
 /* Two equal sets of arrays of n elements: one for the oracle, one, misaligned, for the kernel. */
-static void adam_arrays(buffer *expected, buffer *got, int64_t n) {
-    int dtypes[ARRAYS];
-    adam_dtypes(dtypes);
+static void new_arrays(buffer *expected, buffer *got, int64_t n) {
     for (int i = 0; i < ARRAYS; i++) {
-        expected[i] = new_buffer(dtypes[i], n, 0);
+        expected[i] = new_buffer(array_type(i), n, 0);
         if (i != PARAM)
-            fill(expected[i].data, dtypes[i], n, benchmark ? ordinary_value : any_value);
-        if (i == EXP_AVG_SQ) /* only sometimes a negative one, whose root is NaN */
-            for (int64_t j = 0; j < n; j++)
+            fill(expected[i].data, array_type(i), n, benchmark ? ordinary_value : any_value);
+        if (i >= MOMENTS && i < PARAM && !oc_has_sign(now.kind.rule, i - MOMENTS))
+            for (int64_t j = 0; j < n; j++) /* only sometimes a negative one, whose root is NaN */
                 if (benchmark || random_below(16))
                     ((float *)expected[i].data)[j] = fabsf(((float *)expected[i].data)[j]);
-        got[i] = copy_of(expected[i].data, dtypes[i], n, now.offset[i]);
+        got[i] = copy_of(expected[i].data, array_type(i), n, now.offset[i]);
     }
 }
 
-static void check_adam_arrays(buffer *expected, buffer *got, int64_t n) {
-    int dtypes[ARRAYS];
-    adam_dtypes(dtypes);
+static void check_arrays(buffer *expected, buffer *got, int64_t n) {
     for (int i = 0; i < ARRAYS; i++) {
-        check_same(adam_names[i], got[i].data, expected[i].data, dtypes[i], n);
-        release(expected + i, adam_names[i]);
-        release(got + i, adam_names[i]);
+        check_same(array_names[i], got[i].data, expected[i].data, array_type(i), n);
+        release(expected + i, array_names[i]);
+        release(got + i, array_names[i]);
     }
 }
 
-static void check_adam(void) {
+static void check_update(void) {
     int64_t end = now.begin + now.n;
     buffer expected[ARRAYS], got[ARRAYS];
     const oc_kernels *kernels = kernels_of(now.isa);
-    adam_arrays(expected, got, end);
-    oc_segment oracle = segment_of(expected, end), segment = segment_of(got, end);
+    new_arrays(expected, got, end);
+    oc_segment oracle = segment_of(expected, end, &now.scalars), segment = segment_of(got, end, &now.scalars);
     oc_rounded_scalars scalars = rounded(&now.scalars);
-    oc_scalar_kernels.adam(&oracle, now.begin, end, &scalars, &now.kind, 0);
-    kernels->adam(&segment, now.begin, end, &scalars, &now.kind, now.stream);
-    check_adam_arrays(expected, got, end);
+    oc_scalar_kernels.update(&oracle, now.begin, end, &scalars, &now.kind, 0);
+    kernels->update(&segment, now.begin, end, &scalars, &now.kind, now.stream);
+    check_arrays(expected, got, end);
     if (benchmark) {
-        adam_arrays(expected, got, end);
-        segment = segment_of(got, end);
-        BENCH(24 + oc_itemsize(now.src_dtype) + oc_itemsize(now.dst_dtype),
-              kernels->adam(&segment, now.begin, end, &scalars, &now.kind, now.stream));
+        new_arrays(expected, got, end);
+        segment = segment_of(got, end, &now.scalars);
+        BENCH(8 + 8 * oc_kept_moments(now.kind.rule, now.scalars.values) + oc_itemsize(now.src_dtype) +
+                  oc_itemsize(now.dst_dtype),
+              kernels->update(&segment, now.begin, end, &scalars, &now.kind, now.stream));
         for (int i = 0; i < ARRAYS; i++) {
-            release(expected + i, adam_names[i]);
-            release(got + i, adam_names[i]);
+            release(expected + i, array_names[i]);
+            release(got + i, array_names[i]);
         }
     }
 }
 
-static void set_adam_case(unsigned options, int grad_dtype, int param_dtype) {
-    double beta1s[] = {0.9, 0.5, 0.0, 0.3}; /* on each side of the branch at 1 - beta1 = 0.5, and on it */
+static void set_case(unsigned options, int rule, int grad_dtype, int param_dtype) {
     now.src_dtype = grad_dtype;
     now.dst_dtype = param_dtype;
-    now.kind = (oc_adam_kind){
-        .grad_dtype = grad_dtype, .param_dtype = param_dtype, .op_order = options & 1, .adam_mode = options >> 1 & 1};
+    now.kind = (oc_kind){.grad_dtype = grad_dtype, .param_dtype = param_dtype, .rule = rule};
     now.kind.keep_states = param_dtype != OC_NO_PARAM && options >> 6 & 1;
     now.stream = options >> 2 & 1;
-    now.scalars = adam_scalars(beta1s[options >> 3 & 1 ? 1 + random_below(3) : 0], options >> 4 & 1 ? 0.1 : 0,
-                               options >> 5 & 1 ? 0.3 : 1, now.kind.op_order);
+    now.scalars = scalars_of(options, rule, options >> 5 & 1 ? 0.3 : 1);
 }
 
-static void test_adam(void) {
-    now.kernel = "adam";
+static void test_update(void) {
     if (benchmark) {
         now.n = 1 << 14;
-        for (int dtype = 0; dtype < 3; dtype++) {
-            set_adam_case(0x10, dtype, dtype);
-            for_each_isa(check_adam);
-        }
+        for (int rule = 0; rule < OC_RULES; rule++)
+            for (int dtype = 0; dtype < 3; dtype++) {
+                now.kernel = rule_names[rule];
+                set_case(0x10, rule, dtype, dtype);
+                for_each_isa(check_update);
+            }
         return;
     }
-    for (unsigned options = 0; options < 128; options++)
-        for (int pair = 0; pair < 12; pair++)
-            for (int i = 0; i < COUNT(lengths); i++) {
-                if (i >= SMALL_LENGTHS && random_below(96))
-                    continue;
-                set_adam_case(options, pair % 3, pair / 3);
-                random_offsets();
-                now.n = lengths[i];
-                now.begin = now.offset[0] ? random_below(20) : 16 * random_below(2);
-                for_each_isa(check_adam);
-            }
+    now.kernel = "update";
+    for (int rule = 0; rule < OC_RULES; rule++)
+        for (unsigned options = 0; options < 128; options += 2) /* the lowest bit is free */
+            for (int pair = 0; pair < 12; pair++)
+                for (int i = 0; i < COUNT(lengths); i++) {
+                    if (i >= SMALL_LENGTHS && random_below(96))
+                        continue;
+                    set_case(options, rule, pair % 3, pair / 3);
+                    random_offsets();
+                    now.n = lengths[i];
+                    now.begin = now.offset[0] ? random_below(20) : 16 * random_below(2);
+                    for_each_isa(check_update);
+                }
 }
 
 /* --- states in narrow formats -------------------------------------------------------------------- */
 
 /* The arrays of a segment, and their types: a byte is as wide as an OC_FLOAT8. */
-enum { HIGH = ARRAYS, TIES, EXP_AVG_SCALE, EXP_AVG_SQ_SCALE, FORMAT_ARRAYS };
-static const char *const format_names[] = {"grad", "master", "exp_avg",       "exp_avg_sq",      "param",
-                                           "high", "ties",   "exp_avg_scale", "exp_avg_sq_scale"};
+enum { HIGH = ARRAYS, TIES, SCALES, FORMAT_ARRAYS = SCALES + OC_MOMENTS };
+static const char *const format_names[] = {"grad", "master", "first moment", "second moment", "param",
+                                           "high", "ties",   "first scales", "second scales"};
 
 static int format_type(int array) {
     switch (array) {
     case GRAD: return now.kind.grad_dtype;
     case MASTER: return now.kind.master_format;
-    case EXP_AVG: return now.kind.exp_avg_format;
-    case EXP_AVG_SQ: return now.kind.exp_avg_sq_format;
     case PARAM: return now.kind.param_dtype;
     case HIGH: return OC_BFLOAT16;
-    default: return OC_FLOAT8;
+    default: return array < PARAM ? now.kind.moment_formats[array - MOMENTS] : OC_FLOAT8;
     }
 }
 
 static int64_t format_length(int array, int64_t n) {
-    return array == TIES ? (n + 7) / 8 : array >= EXP_AVG_SCALE ? (n + 255) / 256 : n;
+    return array == TIES ? (n + 7) / 8 : array >= SCALES ? (n + 255) / 256 : n;
 }
 
 /* Any bytes are a state: what they stand for is the same to all instruction sets. But with the scale 254 codes past
@@ -481,19 +493,19 @@ static buffer format_array(int array, int64_t n) {
     else
         for (size_t i = 0; i < b.bytes; i++)
             ((uint8_t *)b.data)[i] =
-                (uint8_t)(array >= EXP_AVG_SCALE && random_below(4) ? 100 + random_below(30) : random_below(256));
-    if (array >= EXP_AVG_SCALE)
+                (uint8_t)(array >= SCALES && random_below(4) ? 100 + random_below(30) : random_below(256));
+    if (array >= SCALES)
         for (size_t i = 0; i < b.bytes; i++)
             ((uint8_t *)b.data)[i] -= ((uint8_t *)b.data)[i] == 254;
     return b;
 }
 
 static oc_segment format_segment(const buffer *b, int64_t numel, int64_t start) {
-    oc_segment segment = segment_of(b, numel);
+    oc_segment segment = segment_of(b, numel, &now.scalars);
     segment.high = b[HIGH].data;
     segment.ties = b[TIES].data;
-    segment.exp_avg_scale = b[EXP_AVG_SCALE].data;
-    segment.exp_avg_sq_scale = b[EXP_AVG_SQ_SCALE].data;
+    for (int k = 0; k < OC_MOMENTS; k++)
+        segment.scales[k] = b[SCALES + k].data;
     segment.start = start;
     segment.seed = 7;
     return segment;
@@ -501,7 +513,7 @@ static oc_segment format_segment(const buffer *b, int64_t numel, int64_t start) 
 
 static void check_format(void) {
     buffer expected[FORMAT_ARRAYS], got[FORMAT_ARRAYS];
-    int blocks = now.kind.exp_avg_format == OC_FLOAT8 || now.kind.exp_avg_sq_format == OC_FLOAT8;
+    int blocks = now.kind.moment_formats[0] == OC_FLOAT8 || now.kind.moment_formats[1] == OC_FLOAT8;
     int64_t start = blocks ? now.begin * 256 : now.begin;
     for (int i = 0; i < FORMAT_ARRAYS; i++) {
         expected[i] = format_array(i, now.n);
@@ -509,9 +521,9 @@ static void check_format(void) {
     }
     oc_segment oracle = format_segment(expected, now.n, start), segment = format_segment(got, now.n, start);
     kernels_of(OC_SCALAR);
-    int error = oc_adam(&oracle, 1, &now.scalars, 1, now.kind, 1);
+    int error = oc_update(&oracle, 1, &now.scalars, 1, now.kind, 1);
     kernels_of(now.isa);
-    error |= oc_adam(&segment, 1, &now.scalars, 1, now.kind, now.threads);
+    error |= oc_update(&segment, 1, &now.scalars, 1, now.kind, now.threads);
     check(error == 0, "the calls succeed");
     for (int i = 0; i < FORMAT_ARRAYS; i++) {
         int64_t length = format_length(i, now.n);
@@ -534,7 +546,7 @@ static void bench_format(void) {
     fill(b[GRAD].data, now.kind.grad_dtype, now.n, ordinary_value);
     oc_segment segment = format_segment(b, now.n, 0);
     oc_rounded_scalars scalars = rounded(&now.scalars);
-    BENCH(0, kernels->adam(&segment, 0, now.n, &scalars, &now.kind, 0));
+    BENCH(0, kernels->update(&segment, 0, now.n, &scalars, &now.kind, 0));
     for (int i = 0; i < FORMAT_ARRAYS; i++)
         release(b + i, format_names[i]);
 }
@@ -544,19 +556,19 @@ static void test_formats(void) {
     static const int moments[] = {OC_FLOAT32, OC_BFLOAT16, OC_FLOAT8};
     for (int combination = 0; combination < 27; combination++) {
         static char name[64];
-        int master = masters[combination / 9], exp_avg = moments[combination / 3 % 3],
-            exp_avg_sq = moments[combination % 3];
-        snprintf(name, sizeof name, "adam %d %d %d", master, exp_avg, exp_avg_sq);
+        int master = masters[combination / 9], first = moments[combination / 3 % 3], second = moments[combination % 3];
+        snprintf(name, sizeof name, "update %d %d %d", master, first, second);
         now.kernel = name;
-        for (int repeat = 0; repeat < (benchmark ? 1 : 150); repeat++) {
+        for (int repeat = 0; repeat < (benchmark ? OC_RULES : 300); repeat++) {
             unsigned options = benchmark ? 0x10 : (unsigned)random_below(128);
-            set_adam_case(options, benchmark ? 1 : (int)random_below(3), benchmark ? 1 : (int)random_below(4));
+            set_case(options, repeat % OC_RULES, benchmark ? 1 : (int)random_below(3),
+                     benchmark ? 1 : (int)random_below(4));
             now.kind.master_format = master;
-            now.kind.exp_avg_format = exp_avg;
-            now.kind.exp_avg_sq_format = exp_avg_sq;
+            now.kind.moment_formats[0] = first;
+            now.kind.moment_formats[1] = second;
             now.begin = random_below(600);
             now.threads = 1 + (int)random_below(3);
-            now.n = benchmark ? 1 << 14 : repeat < 140 ? random_below(700) : lengths[random_below(COUNT(lengths))];
+            now.n = benchmark ? 1 << 14 : repeat < 280 ? random_below(700) : lengths[random_below(COUNT(lengths))];
             random_offsets();
             for_each_isa(benchmark ? bench_format : check_format);
         }
@@ -833,30 +845,29 @@ enum { RUNS = 4 };
 static const int64_t run_lengths[] = {0, 1, 17, 2049, 32767, 32768, 32769, 70001};
 static const int thread_counts[] = {-1, 1, 2, 3, 9};
 
-static void entry_adam(void) {
-    now.kernel = "oc_adam";
-    for (int repeat = 0; repeat < 15; repeat++) {
+static void entry_update(void) {
+    now.kernel = "oc_update";
+    for (int repeat = 0; repeat < 8 * OC_RULES; repeat++) {
         buffer expected[RUNS][ARRAYS], got[RUNS][ARRAYS];
         oc_segment segments[RUNS];
-        oc_adam_scalars scalars[RUNS];
-        unsigned options = (unsigned)random_below(128);
-        set_adam_case(options, (int)random_below(3), (int)random_below(4));
+        oc_scalars scalars[RUNS];
+        set_case((unsigned)random_below(128), repeat % OC_RULES, (int)random_below(3), (int)random_below(4));
         now.threads = thread_counts[repeat % COUNT(thread_counts)];
         for (int i = 0; i < RUNS; i++) {
             random_offsets();
             now.n = run_lengths[random_below(COUNT(run_lengths))];
-            scalars[i] = adam_scalars(0.8 + 0.05 * i, 0.1, i % 2 ? 0.5 : 1e-40, now.kind.op_order);
+            scalars[i] = scalars_of((unsigned)random_below(128), now.kind.rule, i % 2 ? 0.5 : 1e-40);
             oc_rounded_scalars floats = rounded(scalars + i);
-            adam_arrays(expected[i], got[i], now.n);
-            segments[i] = segment_of(expected[i], now.n);
-            oc_scalar_kernels.adam(segments + i, 0, now.n, &floats, &now.kind, 0);
-            segments[i] = segment_of(got[i], now.n);
+            new_arrays(expected[i], got[i], now.n);
+            segments[i] = segment_of(expected[i], now.n, scalars + i);
+            oc_scalar_kernels.update(segments + i, 0, now.n, &floats, &now.kind, 0);
+            segments[i] = segment_of(got[i], now.n, scalars + i);
             segments[i].scalars = i;
         }
         kernels_of(now.isa);
-        WITH_HOSTILE_CONTROL(oc_adam(segments, RUNS, scalars, RUNS, now.kind, now.threads));
+        WITH_HOSTILE_CONTROL(oc_update(segments, RUNS, scalars, RUNS, now.kind, now.threads));
         for (int i = 0; i < RUNS; i++)
-            check_adam_arrays(expected[i], got[i], segments[i].numel);
+            check_arrays(expected[i], got[i], segments[i].numel);
     }
 }
 
@@ -865,22 +876,22 @@ static void check_streaming(void) {
     enum { N = 32768 + 1, TIMES = (8 << 20) / N + 1 };
     static oc_segment segments[TIMES];
     buffer expected[ARRAYS], got[ARRAYS];
-    now.kernel = "oc_adam, streaming";
+    now.kernel = "oc_update, streaming";
     now.n = N;
     now.threads = 1;
     for (int param_dtype = 0; param_dtype < 3; param_dtype++) {
-        set_adam_case(0x30, OC_BFLOAT16, param_dtype);
+        set_case(0x30, param_dtype % 2 ? OC_SGD_TORCH : OC_ADAM_TORCH, OC_BFLOAT16, param_dtype);
         memset(now.offset, 0, sizeof now.offset);
-        adam_arrays(expected, got, N);
-        oc_segment oracle = segment_of(expected, N);
+        new_arrays(expected, got, N);
+        oc_segment oracle = segment_of(expected, N, &now.scalars);
         oc_rounded_scalars scalars = rounded(&now.scalars);
         for (int i = 0; i < TIMES; i++) {
-            oc_scalar_kernels.adam(&oracle, 0, N, &scalars, &now.kind, 0);
-            segments[i] = segment_of(got, N);
+            oc_scalar_kernels.update(&oracle, 0, N, &scalars, &now.kind, 0);
+            segments[i] = segment_of(got, N, &now.scalars);
         }
         kernels_of(now.isa);
-        WITH_HOSTILE_CONTROL(oc_adam(segments, TIMES, &now.scalars, 1, now.kind, 1));
-        check_adam_arrays(expected, got, N);
+        WITH_HOSTILE_CONTROL(oc_update(segments, TIMES, &now.scalars, 1, now.kind, 1));
+        check_arrays(expected, got, N);
     }
 }
 
@@ -962,21 +973,20 @@ static void entry_reduce(void) {
 
 /* n elements in two runs, on two threads, through every entry point that takes runs. */
 static void call_on_two_runs(int64_t n_elements) {
-    static float src[32769], sum[32769], exp_avg[32769], exp_avg_sq[32769], param[32769];
+    static float src[32769], sum[32769], first[32769], second[32769], param[32769];
     int64_t bins[OC_NORM_BINS] = {0}, half = n_elements / 2, rest = n_elements - half;
     oc_span sums[] = {{src, sum, half}, {src + half, sum + half, rest}};
     oc_span casts[] = {{src, param, half}, {src + half, param + half, rest}};
-    oc_segment first = {.grad = src, .master = sum, .exp_avg = exp_avg, .exp_avg_sq = exp_avg_sq, .param = param};
-    oc_segment segments[] = {first, first};
-    segments[0].numel = half;
-    segments[1] = (oc_segment){.grad = src + half,
-                               .master = sum + half,
-                               .exp_avg = exp_avg + half,
-                               .exp_avg_sq = exp_avg_sq + half,
-                               .param = param + half,
-                               .numel = rest};
-    oc_adam_scalars scalars = adam_scalars(0.9, 0, 1, OC_ORDER_TORCH);
-    int error = oc_adam(segments, 2, &scalars, 1, (oc_adam_kind){0}, 2) | oc_cast(casts, 2, 0, 0, 2) |
+    oc_segment segments[] = {
+        {.grad = src, .master = sum, .moments = {first, second}, .param = param, .numel = half},
+        {.grad = src + half,
+         .master = sum + half,
+         .moments = {first + half, second + half},
+         .param = param + half,
+         .numel = rest},
+    };
+    oc_scalars scalars = scalars_of(0, OC_ADAM_TORCH, 1);
+    int error = oc_update(segments, 2, &scalars, 1, (oc_kind){0}, 2) | oc_cast(casts, 2, 0, 0, 2) |
                 oc_accumulate(sums, 2, 0, 2) | oc_sum_squares(sums, 2, 0, bins, 2);
     check(error == 0, "the calls succeed");
 }
@@ -994,25 +1004,22 @@ static void entry_small_calls(void) {
 static void entry_refusals(void) {
     float x[4] = {1, 2, 3, 4};
     int64_t bins[OC_NORM_BINS] = {0};
-    const oc_adam_kind kind = {0};
-    oc_adam_kind bad_kind[] = {{.grad_dtype = OC_NO_PARAM},
-                               {.grad_dtype = -1},
-                               {.param_dtype = 4},
-                               {.op_order = 2},
-                               {.op_order = -1},
-                               {.adam_mode = 2},
-                               {.adam_mode = -1},
-                               {.keep_states = 2},
-                               {.keep_states = -1},
-                               {.param_dtype = OC_NO_PARAM, .keep_states = 1},
-                               {.master_format = OC_FLOAT16},
-                               {.master_format = OC_FLOAT8},
-                               {.exp_avg_format = OC_SPLIT},
-                               {.exp_avg_sq_format = OC_NO_PARAM}};
-    oc_segment good = {.grad = x, .master = x + 1, .exp_avg = x + 2, .exp_avg_sq = x + 3, .param = x, .numel = 1},
-               bad[8];
+    const oc_kind kind = {0};
+    oc_kind bad_kind[] = {{.grad_dtype = OC_NO_PARAM},
+                          {.grad_dtype = -1},
+                          {.param_dtype = 4},
+                          {.rule = OC_RULES},
+                          {.rule = -1},
+                          {.keep_states = 2},
+                          {.keep_states = -1},
+                          {.param_dtype = OC_NO_PARAM, .keep_states = 1},
+                          {.master_format = OC_FLOAT16},
+                          {.master_format = OC_FLOAT8},
+                          {.moment_formats = {OC_SPLIT}},
+                          {.moment_formats = {0, OC_NO_PARAM}}};
+    oc_segment good = {.grad = x, .master = x + 1, .moments = {x + 2, x + 3}, .param = x, .numel = 1}, bad[8];
     oc_span span = {x, x + 1, 1}, no_src = {NULL, x, 1}, no_dst = {x, NULL, 1}, negative = {x, x + 1, -1};
-    oc_adam_scalars scalars = {0};
+    oc_scalars scalars = {0}, with_momentum = {.values = {[SGD_MOMENTUM] = 0.9}};
     const oc_reduction sum = {x, x + 2, 2, 1, 1, 1, 0, 0};
     oc_reduction bad_sum[] = {sum, sum, sum, sum, sum, sum};
     bad_sum[0].src = bad_sum[1].dst = NULL;
@@ -1022,15 +1029,18 @@ static void entry_refusals(void) {
     now.kernel = "refusals";
     for (int i = 0; i < COUNT(bad); i++)
         bad[i] = good;
-    bad[0].grad = bad[1].master = bad[2].exp_avg = bad[3].exp_avg_sq = bad[4].param = NULL;
+    bad[0].grad = bad[1].master = bad[2].moments[0] = bad[3].moments[1] = bad[4].param = NULL;
     bad[5].numel = bad[6].scalars = bad[7].start = -1;
     for (int i = 0; i < COUNT(bad); i++)
-        check(oc_adam(bad + i, 1, &scalars, 1, kind, 1) == OC_EARGUMENT, "a bad segment is refused");
+        check(oc_update(bad + i, 1, &scalars, 1, kind, 1) == OC_EARGUMENT, "a bad segment is refused");
     for (int i = 0; i < COUNT(bad_kind); i++)
-        check(oc_adam(&good, 1, &scalars, 1, bad_kind[i], 1) == OC_EARGUMENT, "a bad kind is refused");
-    check(oc_adam(&good, -1, &scalars, 1, kind, 1) == OC_EARGUMENT, "a negative count is refused");
-    check(oc_adam(&good, 1, &scalars, 0, kind, 1) == OC_EARGUMENT, "scalars that are not there are refused");
-    check(oc_adam(NULL, 0, NULL, 0, kind, 1) == 0, "no segments is no work");
+        check(oc_update(&good, 1, &scalars, 1, bad_kind[i], 1) == OC_EARGUMENT, "a bad kind is refused");
+    for (int rule = OC_SGD_TORCH; rule <= OC_SGD_OPTAX; rule++)
+        check(oc_update(bad + 2, 1, &with_momentum, 1, (oc_kind){.rule = rule}, 1) == OC_EARGUMENT,
+              "momentum without a moment is refused");
+    check(oc_update(&good, -1, &scalars, 1, kind, 1) == OC_EARGUMENT, "a negative count is refused");
+    check(oc_update(&good, 1, &scalars, 0, kind, 1) == OC_EARGUMENT, "scalars that are not there are refused");
+    check(oc_update(NULL, 0, NULL, 0, kind, 1) == 0, "no segments is no work");
     check(oc_cast(&no_src, 1, 0, 0, 1) == OC_EARGUMENT, "a null source is refused");
     check(oc_sum_squares(&no_src, 1, 0, bins, 1) == OC_EARGUMENT, "a null source is refused");
     check(oc_cast(&no_dst, 1, 0, 0, 1) == OC_EARGUMENT, "a null destination is refused");
@@ -1094,7 +1104,7 @@ static void test_entry(void) {
     entry_small_calls(); /* first, because the pool keeps the workers of all calls */
     for (now.isa = 0; now.isa < OC_ISA_COUNT; now.isa++)
         if (oc_isa_supported(now.isa)) {
-            entry_adam();
+            entry_update();
             entry_spans();
             entry_reduce();
         }
@@ -1287,7 +1297,7 @@ static const struct {
     const char *name;
     void (*run)(void);
 } sections[] = {{"isa", test_isa},
-                {"adam", test_adam},
+                {"update", test_update},
                 {"formats", test_formats},
                 {"cast", test_cast},
                 {"accumulate", test_accumulate},

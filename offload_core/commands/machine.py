@@ -44,21 +44,12 @@ def measure_bandwidths(threads: int) -> Bandwidths:
     """Measure the bandwidths. It takes about 270 MB and a second."""
     memory = HostMemory(threads)
     arrays = [memory.allocate("measurement", _MEASURED, FLOAT32.numpy) for _ in range(4)]
-    grad, master, exp_avg, exp_avg_sq = map(kernels.address, arrays)
-    row = {"grad": grad, "master": master, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "numel": _MEASURED}
-    segments = kernels.segments_of([row])
+    grad, master, *moments = map(kernels.address, arrays)
+    segments = kernels.segments_of([{"grad": grad, "master": master, "moments": moments, "numel": _MEASURED}])
     scalars = np.array([AdamHyper(1e-3).scalars(1, op_order="torch", grad_scale=1.0)], kernels.SCALARS)
 
     def update() -> None:
-        kernels.adam(
-            segments,
-            scalars,
-            grad_dtype=FLOAT32,
-            param_dtype=None,
-            op_order="torch",
-            adam_mode="adamw",
-            threads=threads,
-        )
+        kernels.update(segments, scalars, rule="adam_torch", grad_dtype=FLOAT32, param_dtype=None, threads=threads)
 
     def copy() -> None:
         kernels.cast_array(arrays[0], FLOAT32, arrays[1], FLOAT32, threads)

@@ -27,23 +27,35 @@ _NUMPY = {"double": np.float64, "int64_t": np.int64, "uint64_t": np.uint64}
 
 
 def _record(struct: str) -> np.dtype:
-    """The NumPy type of a C struct; a pointer is an address."""
-    fields = ffi.typeof(struct).fields
-    dtype = np.dtype([(name, _NUMPY.get(field.type.cname, np.uintp)) for name, field in fields])
+    """The NumPy type of a C struct; a pointer is an address, an array a subarray."""
+    fields: list[tuple[str, type, tuple[int, ...]]] = []
+    for name, field in ffi.typeof(struct).fields:
+        is_array = field.type.kind == "array"
+        item = field.type.item if is_array else field.type
+        fields.append((name, _NUMPY.get(item.cname, np.uintp), (field.type.length,) if is_array else ()))
+    dtype = np.dtype(fields)
     assert ffi.sizeof(struct) == dtype.itemsize, f"{struct} differs between C and Python"
     return dtype
 
 
 SEGMENT = _record("oc_segment")
 SPAN = _record("oc_span")
-SCALARS = _record("oc_adam_scalars")
+SCALARS = _record("oc_scalars")
 
 NORM_BINS = lib.OC_NORM_BINS
 NORM_NONFINITE = lib.OC_NORM_NONFINITE
 NORM_DIGITS = lib.OC_NORM_DIGITS
 
-OP_ORDERS = {"torch": lib.OC_ORDER_TORCH, "optax": lib.OC_ORDER_OPTAX}
-ADAM_MODES = {"adamw": lib.OC_ADAMW, "adam": lib.OC_ADAM}
+MOMENTS = lib.OC_MOMENTS
+"""The most moments that a rule has."""
+N_SCALARS = lib.OC_SCALARS
+"""The length of ``values`` in ``SCALARS``. ``c_src/rules.h`` has their order for each rule."""
+RULES = {
+    "adam_torch": lib.OC_ADAM_TORCH,
+    "adam_optax": lib.OC_ADAM_OPTAX,
+    "sgd_torch": lib.OC_SGD_TORCH,
+    "sgd_optax": lib.OC_SGD_OPTAX,
+}
 FORMATS = {"float32": lib.OC_FLOAT32, "bfloat16": lib.OC_BFLOAT16, "float8": lib.OC_FLOAT8, "split": lib.OC_SPLIT}
 """Formats of states: masters are ``"float32"``, ``"bfloat16"`` or ``"split"``, moments ``"float32"``, ``"bfloat16"`` or
 ``"float8"`` (docs/numerics.md)."""
@@ -108,47 +120,45 @@ def address(array: np.ndarray) -> int:
     return array.ctypes.data
 
 
-def adam(
+def update(
     segments: np.ndarray,
     scalars: np.ndarray,
     *,
     grad_dtype: ElementType,
     param_dtype: ElementType | None,
-    op_order: str,
-    adam_mode: str,
+    rule: str,
     threads: int,
     keep_states: bool = False,
     master_format: str = "float32",
-    exp_avg_format: str = "float32",
-    exp_avg_sq_format: str = "float32",
+    moment_formats: Sequence[str] = (),
 ) -> None:
-    """Update every segment (dtype ``SEGMENT``) in place, with the ``scalars`` (dtype ``SCALARS``) it names.
+    """Update every segment (dtype ``SEGMENT``) in place by a rule of ``RULES``, with the ``scalars`` (dtype
+    ``SCALARS``) it names.
 
     The kernel rounds the scalars to float32: NumPy would flush subnormal ones to zero in a thread that does.
     ``param_dtype=None`` writes no device parameter; ``keep_states`` writes nothing but the device parameter,
-    with the same bits. The formats are of ``FORMATS``; ``c_src/api.h`` says what a segment of each needs. The caller
-    keeps the memory at the addresses alive during the call.
+    with the same bits. The formats are of ``FORMATS``; moments without one are in ``"float32"``. ``c_src/api.h`` says
+    what a segment of each format needs. The caller keeps the memory at the addresses alive during the call.
     """
     assert segments.dtype == SEGMENT
     assert scalars.dtype == SCALARS
-    kind = ffi.new("oc_adam_kind *")
+    kind = ffi.new("oc_kind *")
     kind.grad_dtype = grad_dtype.code
     kind.param_dtype = lib.OC_NO_PARAM if param_dtype is None else param_dtype.code
-    kind.op_order = OP_ORDERS[op_order]
-    kind.adam_mode = ADAM_MODES[adam_mode]
+    kind.rule = RULES[rule]
     kind.keep_states = keep_states
     kind.master_format = FORMATS[master_format]
-    kind.exp_avg_format = FORMATS[exp_avg_format]
-    kind.exp_avg_sq_format = FORMATS[exp_avg_sq_format]
-    code = lib.oc_adam(
+    for i, moment_format in enumerate(moment_formats):
+        kind.moment_formats[i] = FORMATS[moment_format]
+    code = lib.oc_update(
         _pointer("oc_segment *", segments),
         len(segments),
-        _pointer("oc_adam_scalars *", scalars),
+        _pointer("oc_scalars *", scalars),
         len(scalars),
         kind[0],
         threads,
     )
-    _check("oc_adam", code)
+    _check("oc_update", code)
 
 
 def _state(
@@ -190,7 +200,7 @@ def decode(
         scales: of ``"float8"``: a byte for every 256 elements.
         high: of ``"split"``: the bfloat16 parameter, whose lower bits ``data`` is.
         ties: of ``"split"``: a bit an element.
-        has_sign: of ``"float8"``: True for exp_avg, False for exp_avg_sq, whose bytes have one more exponent bit.
+        has_sign: of ``"float8"``: False for a moment without a sign, whose bytes have one more exponent bit.
     """
     assert out.dtype == np.float32
     state = _state(state_format, data, out.size, scales, high, ties, has_sign)
@@ -279,7 +289,7 @@ def first_touch(array: np.ndarray, *, threads: int) -> None:
     _check("oc_first_touch", lib.oc_first_touch(_pointer("void *", array), array.nbytes, threads))
 
 
-def segments_of(rows: Sequence[Mapping[str, int]]) -> np.ndarray:
+def segments_of(rows: Sequence[Mapping[str, int | Sequence[int]]]) -> np.ndarray:
     """An array of ``SEGMENT`` from the fields of each row; those that are not named are 0."""
     segments = np.zeros(len(rows), SEGMENT)
     for segment, row in zip(segments, rows, strict=True):

@@ -34,8 +34,10 @@ class AdamHyper:
         """All of them but the function: ranks that have equal numbers update alike."""
         return tuple(map(float, (self.lr, *self.betas, self.eps, self.weight_decay, self.eps_root)))
 
-    def scalars(self, t: int, *, op_order: str, grad_scale: float) -> tuple[float, ...]:
-        """The kernel's scalars (``oc_adam_scalars``) for update number ``t``, counted from 1.
+    def scalars(
+        self, t: int, *, op_order: str, grad_scale: float, mode: str = "adamw"
+    ) -> tuple[float, tuple[float, ...], int]:
+        """The kernel's scalars (``oc_scalars``) for update number ``t``, counted from 1.
 
         In double, from ``t`` and never from a running product, so that a resumed run gives the same bits. The kernel
         rounds them.
@@ -48,10 +50,11 @@ class AdamHyper:
             correct = self.bias_correction or (lambda beta, t: 1 - beta**t)
             correction1, correction2 = correct(beta1, t), correct(beta2, t)
             step_size = -self.lr
-        return (
-            grad_scale,
-            self.weight_decay,
-            _decay(self.lr, self.weight_decay),
+        l2, decoupled = (self.weight_decay, 0.0) if mode == "adam" else (0.0, self.weight_decay)
+        values = (
+            l2,
+            decoupled,
+            _decay(self.lr, decoupled),
             beta1,
             beta2,
             1 - beta1,
@@ -61,13 +64,15 @@ class AdamHyper:
             self.eps,
             self.eps_root,
             step_size,
-            t,
         )
+        return grad_scale, values, t
 
 
 @lru_cache(maxsize=256)
 def _decay(lr: float, weight_decay: float) -> float:
     """1 - lr * weight_decay, rounded once: torch's compiled fused kernel takes one FMA for it."""
+    if weight_decay == 0:
+        return 1.0
     if not (math.isfinite(lr) and math.isfinite(weight_decay)):
         return 1 - lr * weight_decay
     exact = 1 - Fraction(lr) * Fraction(weight_decay)
@@ -104,7 +109,7 @@ class Scalars:
         self.rows[params] = of_param
         values = [
             hypers[pair >> _COUNT_BITS].scalars(
-                (pair & (1 << _COUNT_BITS) - 1) + 1, op_order=rule.op_order, grad_scale=grad_scale
+                (pair & (1 << _COUNT_BITS) - 1) + 1, op_order=rule.op_order, grad_scale=grad_scale, mode=rule.mode
             )
             for pair in pairs.tolist()
         ]
@@ -114,8 +119,8 @@ class Scalars:
 class States(Protocol):
     """A run of a state in host memory."""
 
-    def point(self, rows: np.ndarray, name: str, offsets: np.ndarray) -> None:
-        """Have the kernel's rows point to these elements of state ``name``."""
+    def point(self, rows: np.ndarray, moment: int | None, offsets: np.ndarray) -> None:
+        """Have the kernel's rows point to these elements of a moment, by its number; None: of the master."""
         ...
 
 
@@ -136,8 +141,9 @@ class Adam:
         Gradients, device parameters, places in the parameters and the rows of scalars are the caller's to fill in.
         """
         rows = np.zeros(len(offsets), kernels.SEGMENT)
+        moments = {name: i for i, name in enumerate(self.state_names[1:])}
         for name, array in states.items():
-            array.point(rows, name, offsets)
+            array.point(rows, moments.get(name), offsets)
         rows["numel"] = numels
         return rows
 
@@ -159,14 +165,14 @@ class Adam:
             param_dtype: of the device parameters to write; None: none are written.
             keep_states: leave the states as they are, and write the device parameters only.
         """
-        kernels.adam(
+        kernels.update(
             segments,
             scalars.table,
             grad_dtype=grad_dtype,
             param_dtype=param_dtype,
-            op_order=self.op_order,
-            adam_mode=self.mode,
+            rule=f"adam_{self.op_order}",
             threads=threads,
             keep_states=keep_states,
-            **{f"{name}_format": format for name, format in formats.items()},
+            master_format=formats["master"],
+            moment_formats=[formats[name] for name in self.state_names[1:]],
         )

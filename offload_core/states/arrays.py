@@ -90,13 +90,18 @@ class StateArray:
         """The memory of the parameter that is kept with the state, to be read only; None: there is none."""
         return None if self._upper is None else self._upper[self._first : self._first + self.size]
 
-    def point(self, rows: np.ndarray, name: str, offsets: np.ndarray) -> None:
-        """Have the kernel's rows point to these elements of state ``name``; each begins a block."""
+    def point(self, rows: np.ndarray, moment: int | None, offsets: np.ndarray) -> None:
+        """Have the kernel's rows point to these elements of a moment, by its number; None: of the master.
+
+        Each begins a block.
+        """
         at = self._first + offsets
-        rows[name] = kernels.address(self._data) + at * self._data.itemsize
+        data, beside = (
+            (rows["master"], rows["ties"]) if moment is None else (rows[f][:, moment] for f in ("moments", "scales"))
+        )
+        data[:] = kernels.address(self._data) + at * self._data.itemsize
         if self._beside is not None:
-            field = "ties" if self.format is SPLIT else f"{name}_scale"
-            rows[field] = kernels.address(self._beside) + at // self.format.block
+            beside[:] = kernels.address(self._beside) + at // self.format.block
         if self._upper is not None:
             rows["high"] = kernels.address(self._upper) + at * self._upper.itemsize
 

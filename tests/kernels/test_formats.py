@@ -1,7 +1,7 @@
 """Laws of the narrow formats of states: which bits an update leaves, and that rounding is fair."""
 
 from dataclasses import replace
-from itertools import pairwise
+from itertools import combinations, pairwise, product
 
 import ml_dtypes
 import numpy as np
@@ -16,7 +16,7 @@ from tests.support import kernel_calls as call
 from tests.support import oracles
 from tests.support import state_formats as formats
 from tests.support import strategies as our
-from tests.support.kernel_calls import INSTRUCTION_SETS, AdamState
+from tests.support.kernel_calls import INSTRUCTION_SETS, State
 from tests.support.state_formats import BLOCK, MASTERS, MOMENTS, STATES
 
 lengths = st.one_of(our.lengths, st.sampled_from([255, 256, 257, 511, 513]))
@@ -32,12 +32,12 @@ def updates(draw, of_length=lengths, of_formats=narrow) -> formats.Update:
     start = draw(
         st.sampled_from([0, 256, 2560, 2**40]) if "float8" in names else st.sampled_from([0, 1, 203, 255, 257])
     )
-    return formats.update_of(draw(our.adam_states(of_length)), names, start=start, seed=draw(seeds))
+    return formats.update_of(draw(our.states(of_length)), names, start=start, seed=draw(seeds))
 
 
 def cut_at(update: formats.Update, places: list[int]) -> list[slice]:
     """The update in parts, at these places, or the blocks' ends before them where blocks have scales."""
-    blocks = "float8" in (update.exp_avg.format, update.exp_avg_sq.format)
+    blocks = any(state.format == "float8" for state in update.states)
     edges = {0, update.grad.size, *(min(i // BLOCK * BLOCK if blocks else i, update.grad.size) for i in places)}
     return [slice(a, b) for a, b in pairwise(sorted(edges))]
 
@@ -46,59 +46,63 @@ def cut_at(update: formats.Update, places: list[int]) -> list[slice]:
 
 
 @pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
-@our.law(100)
-@given(updates(), our.hypers, our.kinds)
-def test_every_instruction_set_equals_the_numpy_oracle(instruction_set, update, hyper, kind):
+@our.law(150)
+@given(updates(), our.steps())
+def test_every_instruction_set_equals_the_numpy_oracle(instruction_set, update, case):
+    step, kind = case
     with call.using(instruction_set):
-        [got] = formats.adam([update], hyper.scalars(kind["op_order"]), **kind)
-    formats.assert_same_update(f"{instruction_set}, {hyper}, {kind}", got, formats.expected(update, hyper, **kind))
+        [got] = formats.run([update], step.scalars(kind["rule"]), **kind)
+    formats.assert_same_update(f"{instruction_set}, {step}, {kind}", got, formats.expected(update, step, **kind))
 
 
 @our.law()
-@given(updates(), our.hypers, our.kinds, st.lists(st.integers(0, 4100), max_size=5), st.data())
-def test_a_cut_anywhere_changes_no_bits(update, hyper, kind, places, data):
-    scalars = hyper.scalars(kind["op_order"])
-    [whole] = formats.adam([update], scalars, **kind)
+@given(updates(), our.steps(), st.lists(st.integers(0, 4100), max_size=5), st.data())
+def test_a_cut_anywhere_changes_no_bits(update, case, places, data):
+    step, kind = case
+    scalars = step.scalars(kind["rule"])
+    [whole] = formats.run([update], scalars, **kind)
     parts = data.draw(st.permutations(cut_at(update, places)))
-    for part, got in zip(
-        parts, formats.adam([update[p] for p in parts], scalars, **kind) if parts else [], strict=True
-    ):
+    for part, got in zip(parts, formats.run([update[p] for p in parts], scalars, **kind) if parts else [], strict=True):
         formats.assert_same_update(f"{part}", got, whole[part])
 
 
 @our.law(15)
-@given(updates(our.long_lengths), our.hypers, our.kinds, st.integers(2, 9))
-def test_thread_count_changes_no_bits(update, hyper, kind, threads):
-    scalars = hyper.scalars(kind["op_order"])
-    [one] = formats.adam([update], scalars, **kind)
-    [many] = formats.adam([update], scalars, **kind, threads=threads)
+@given(updates(our.long_lengths), our.steps(), st.integers(2, 9))
+def test_thread_count_changes_no_bits(update, case, threads):
+    step, kind = case
+    scalars = step.scalars(kind["rule"])
+    [one] = formats.run([update], scalars, **kind)
+    [many] = formats.run([update], scalars, **kind, threads=threads)
     formats.assert_same_update(f"{threads} threads", many, one)
 
 
 @our.law()
-@given(updates(), our.hypers, our.kinds, st.lists(our.offsets, min_size=5, max_size=5))
-def test_alignment_changes_no_bits(update, hyper, kind, offsets):
-    scalars = hyper.scalars(kind["op_order"])
-    [aligned] = formats.adam([update], scalars, **kind)
-    [misaligned] = formats.adam([update], scalars, **kind, offsets=offsets)
+@given(updates(), our.steps(), st.lists(our.offsets, min_size=5, max_size=5))
+def test_alignment_changes_no_bits(update, case, offsets):
+    step, kind = case
+    scalars = step.scalars(kind["rule"])
+    [aligned] = formats.run([update], scalars, **kind)
+    [misaligned] = formats.run([update], scalars, **kind, offsets=offsets)
     formats.assert_same_update(f"offsets {offsets}", misaligned, aligned)
 
 
 @our.law()
-@given(updates(of_formats=narrow.filter(lambda names: names[0] != "float32")), our.hypers)
-def test_a_parameter_in_its_masters_memory_changes_no_bits(update, hyper):
-    kind = {"op_order": "torch", "adam_mode": "adamw", "param_dtype": BFLOAT16}
-    [apart] = formats.adam([update], hyper.scalars("torch"), **kind)
-    [shared] = formats.adam([update], hyper.scalars("torch"), **kind, shared=True)
+@given(updates(of_formats=narrow.filter(lambda names: names[0] != "float32")), our.steps())
+def test_a_parameter_in_its_masters_memory_changes_no_bits(update, case):
+    step, kind = case
+    kind = {"rule": kind["rule"], "param_dtype": BFLOAT16}
+    [apart] = formats.run([update], step.scalars(kind["rule"]), **kind)
+    [shared] = formats.run([update], step.scalars(kind["rule"]), **kind, shared=True)
     formats.assert_same_update("shared", shared, apart)
 
 
 @our.law()
-@given(updates(), our.hypers, our.element_types)
-def test_an_early_parameter_has_the_bits_of_the_update_that_follows(update, hyper, param_dtype):
-    kind = {"op_order": "torch", "adam_mode": "adamw", "param_dtype": param_dtype}
-    [early] = formats.adam([update], hyper.scalars("torch"), **kind, keep_states=True)
-    [late] = formats.adam([update], hyper.scalars("torch"), **kind)
+@given(updates(), our.steps(), our.element_types)
+def test_an_early_parameter_has_the_bits_of_the_update_that_follows(update, case, param_dtype):
+    step, kind = case
+    kind = {"rule": kind["rule"], "param_dtype": param_dtype}
+    [early] = formats.run([update], step.scalars(kind["rule"]), **kind, keep_states=True)
+    [late] = formats.run([update], step.scalars(kind["rule"]), **kind)
     formats.assert_same_update("states", early, replace(update, param=None))
     oracles.assert_same_bits("param", early.param, late.param)
 
@@ -108,29 +112,27 @@ ties = st.integers(0, 2**16 - 1).map(lambda upper: upper << 16 | 0x8000)
 
 @pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
 @our.law()
-@given(
-    our.adam_states(lengths), st.lists(ties, max_size=9), our.hypers, st.sampled_from(["torch", "optax"]), our.offsets
-)
+@given(our.states(lengths), st.lists(ties, max_size=9), our.steps(), our.offsets)
 @example(
-    AdamState(*np.zeros((4, 40), np.float32)),
+    State(*np.zeros((2, 40), np.float32), tuple(np.zeros((2, 40), np.float32))),
     [0x3F808000, 0x3F818000, 0x7F7F8000, 0x8000],
-    our.Hyper(lr=0.0),
-    "torch",
+    (our.Adam(lr=0.0), {"rule": "adam_torch"}),
     0,
 )
-def test_split_masters_have_every_bit_of_whole_ones(instruction_set, state, halves, hyper, op_order, offset):
+def test_split_masters_have_every_bit_of_whole_ones(instruction_set, state, halves, case, offset):
     master = state.master.copy()
     master.view(np.uint32)[: len(halves)] = halves[: master.size]
     state = replace(state, master=master)
-    kind = {"op_order": op_order, "adam_mode": "adamw", "param_dtype": BFLOAT16, "offsets": (offset,) * 5}
+    step, kind = case
+    kind = {"rule": kind["rule"], "param_dtype": BFLOAT16, "offsets": (offset,) * 5}
     split, whole = (formats.update_of(state, (name, "float32", "float32")) for name in ("split", "float32"))
     for _ in range(3):
         with call.using(instruction_set):
-            [split] = formats.adam([split], hyper.scalars(op_order), **kind)
-            [whole] = formats.adam([whole], hyper.scalars(op_order), **kind)
+            [split] = formats.run([split], step.scalars(kind["rule"]), **kind)
+            [whole] = formats.run([whole], step.scalars(kind["rule"]), **kind)
         oracles.assert_same_bits("master", formats.kernel_decode(split.master), whole.master.data)
-        for name in ("exp_avg", "exp_avg_sq"):
-            oracles.assert_same_bits(name, getattr(split, name).data, getattr(whole, name).data)
+        for name, ours, theirs in zip(STATES[1:], split.states[1:], whole.states[1:], strict=True):
+            oracles.assert_same_bits(name, ours.data, theirs.data)
         oracles.assert_same_bits("param", split.param, whole.param)
 
 
@@ -139,15 +141,17 @@ def test_streaming_stores_change_no_bits(names):
     """One large call streams the parameter; small calls do not."""
     n = (8 << 20) + 512
     rng = np.random.default_rng(0)
-    values = [np.resize(rng.standard_normal(4099).astype(np.float32), n) for _ in range(4)]
-    update = formats.update_of(AdamState(*values[:3], np.abs(values[3])), names)
-    scalars = oracles.Hyper().scalars("torch")
-    for param_dtype in (BFLOAT16, FLOAT16, None):
-        kind = {"op_order": "torch", "adam_mode": "adamw", "param_dtype": param_dtype}
-        [large] = formats.adam([update], scalars, **kind, threads=2)
+    grad, master, first, second = (np.resize(rng.standard_normal(4099).astype(np.float32), n) for _ in range(4))
+    update = formats.update_of(State(grad, master, (first, np.abs(second))), names)
+    for step, rule, param_dtype in (
+        *((oracles.Adam(), "adam_torch", dtype) for dtype in (BFLOAT16, FLOAT16, None)),
+        (oracles.Sgd(), "sgd_torch", BFLOAT16),
+    ):
+        kind = {"rule": rule, "param_dtype": param_dtype}
+        [large] = formats.run([update], step.scalars(rule), **kind, threads=2)
         for part in (slice(0, 1 << 20), slice(n - (1 << 20), n)):
-            [small] = formats.adam([update[part]], scalars, **kind)
-            formats.assert_same_update(f"{param_dtype}, {part}", large[part], small)
+            [small] = formats.run([update[part]], step.scalars(rule), **kind)
+            formats.assert_same_update(f"{rule}, {param_dtype}, {part}", large[part], small)
 
 
 # --- conversions ----------------------------------------------------------------------------------------
@@ -225,21 +229,21 @@ FAIR = [("bfloat16", "bfloat16", "bfloat16"), ("bfloat16", "float8", "float8"), 
 def deviations(names: tuple[str, ...], n: int, times: int) -> dict[str, float]:
     """In standard errors, the mean of rounded minus exact of each state, over elements and update numbers."""
     rng = np.random.default_rng(1)
-    grad, master, exp_avg, exp_avg_sq = (
+    grad, master, first, second = (
         (rng.standard_normal(n) * np.exp(rng.uniform(-6, 0, n))).astype(np.float32) for _ in range(4)
     )
-    update = formats.update_of(AdamState(grad, master, exp_avg, exp_avg_sq**2), names, seed=5)
-    hyper = oracles.Hyper()
-    scalars = hyper.scalars("torch")
-    kind = {"op_order": "torch", "adam_mode": "adamw", "param_dtype": None}
-    before = AdamState(grad, *(formats.decode(state) for state in update.states.values()))
-    exact = oracles.adam(before, hyper, **kind)
+    update = formats.update_of(State(grad, master, (first, second**2)), names, seed=5)
+    step = oracles.Adam()
+    scalars = step.scalars("adam_torch")
+    kind = {"rule": "adam_torch", "param_dtype": None}
+    exact = oracles.update(update.decoded(), step, **kind)
+    references = dict(zip(STATES, (exact.master, *exact.moments), strict=True))
     sums = {f"{name}, {of}": np.zeros(2) for name in STATES for of in ("absolute", "relative")}
     for number in range(times):
         scalars["update"] = number + 1
-        [after] = formats.adam([update], scalars, **kind, threads=2)
-        for name, state in after.states.items():
-            reference = getattr(exact, name).astype(np.float64)
+        [after] = formats.run([update], scalars, **kind, threads=2)
+        for name, state in zip(STATES, after.states, strict=True):
+            reference = references[name].astype(np.float64)
             error = formats.kernel_decode(state, threads=2) - reference
             for of, value in (("absolute", error), ("relative", error / np.where(reference == 0, 1, reference))):
                 sums[f"{name}, {of}"] += value.sum(), (value**2).sum()
@@ -265,25 +269,22 @@ def test_the_second_moment_decays_without_gradients(name):
     rng = np.random.default_rng(2)
     exp_avg_sq = formats.encode(name, np.exp(rng.normal(-12, 3, n)).astype(np.float32), has_sign=False)
     before = formats.decode(exp_avg_sq).astype(np.float64)
-    zeros = np.zeros(n, np.float32)
-    arrays = {"grad": zeros, "master": zeros.copy(), "exp_avg": zeros.copy(), "exp_avg_sq": exp_avg_sq.data}
-    if exp_avg_sq.scales is not None:
-        arrays["exp_avg_sq_scale"] = exp_avg_sq.scales
-    segments = kernels.segments_of(
-        [{key: array.ctypes.data for key, array in arrays.items()} | {"numel": n, "seed": 3}]
-    )
-    scalars = oracles.Hyper().scalars("torch")
+    zeros, first = np.zeros((2, n), np.float32)
+    arrays = {"grad": zeros, "master": zeros.copy()}
+    row = {key: array.ctypes.data for key, array in arrays.items()} | {"numel": n, "seed": 3}
+    row["moments"] = [first.ctypes.data, exp_avg_sq.data.ctypes.data]
+    row["scales"] = [0, 0 if exp_avg_sq.scales is None else exp_avg_sq.scales.ctypes.data]
+    segments, scalars = kernels.segments_of([row]), oracles.Adam().scalars("adam_torch")
     for number in range(times):
         scalars["update"] = number + 1
-        kernels.adam(
+        kernels.update(
             segments,
             scalars,
+            rule="adam_torch",
             grad_dtype=FLOAT32,
             param_dtype=None,
-            op_order="torch",
-            adam_mode="adamw",
             threads=1,
-            exp_avg_sq_format=name,
+            moment_formats=("float32", name),
         )
     left = formats.decode(exp_avg_sq).astype(np.float64) / 0.999**times
     assert left.sum() / before.sum() == pytest.approx(1, abs=0.05)
@@ -298,8 +299,8 @@ def fields(update: int) -> dict[str, np.ndarray]:
     """What rounds each state, as fractions of one, of 2^12 blocks of a parameter."""
     bits = formats.random_bits(11, update, 0, 2**20)
     return {
-        f"{state} in {name}": formats.random_of(state, name, bits) / 2.0 ** (20 if name == "float8" else 16)
-        for state, name in (("master", "bfloat16"), *((s, f) for s in STATES[1:] for f in ("bfloat16", "float8")))
+        f"{STATES[i]} in {name}": formats.random_of(i, name, bits) / 2.0 ** (20 if name == "float8" else 16)
+        for i, name in ((0, "bfloat16"), *product((1, 2), ("bfloat16", "float8")))
     }
 
 
@@ -325,7 +326,7 @@ def test_random_bits_are_even_and_independent():
             spread = ups.var() / (BLOCK * share * (1 - share))
             assert abs(spread - 1) < 5 * np.sqrt(2 / ups.size), f"{name}, {share}"
     for other in ("bfloat16", "float8"):
-        for first, second in (("exp_avg", "exp_avg_sq"), ("exp_avg", "master"), ("exp_avg_sq", "master")):
+        for first, second in combinations(STATES, 2):
             pair = [now[f"{state} in {'bfloat16' if state == 'master' else other}"] for state in (first, second)]
             assert abs(joint(*pair)) < 5, f"{first} and {second} in {other}"
 
@@ -338,8 +339,8 @@ def test_random_bits_are_even_and_independent():
     [
         (("split", "float32", "float32"), {"high": 0}),
         (("split", "float32", "float32"), {"ties": 0}),
-        (("float32", "float8", "float32"), {"exp_avg_scale": 0}),
-        (("float32", "float32", "float8"), {"exp_avg_sq_scale": 0}),
+        (("float32", "float8", "float32"), {"scales": [0, 1]}),
+        (("float32", "float32", "float8"), {"scales": [1, 0]}),
         (("float32", "float8", "float32"), {"start": 255}),
         (("float32", "float32", "float8"), {"start": -256}),
         (("float8", "float32", "float32"), {}),
@@ -349,9 +350,8 @@ def test_random_bits_are_even_and_independent():
 )
 def test_a_bad_segment_is_refused_and_nothing_is_written(names, damage):
     x = np.ones(64, np.float32)
-    pointers = ("grad", "master", "exp_avg", "exp_avg_sq", "param", "high", "ties", "exp_avg_scale", "exp_avg_sq_scale")
-    row = {name: x[4 * i :].ctypes.data for i, name in enumerate(pointers)} | {"numel": 1}
-    with pytest.raises(KernelError, match="oc_adam failed: an argument is out of range or a pointer is null"):
+    row = row_in(x)
+    with pytest.raises(KernelError, match="oc_update failed: an argument is out of range or a pointer is null"):
         refused_call(row | damage, names)
     assert (x == 1).all()
 
@@ -361,22 +361,28 @@ def test_a_bad_segment_is_refused_and_nothing_is_written(names, damage):
 def test_a_parameter_in_its_masters_memory_is_its_master_alone(names, kind):
     """Written without its master, or as another type, it would be a master that never was."""
     x = np.ones(64, np.float32)
-    pointers = ("grad", "master", "exp_avg", "exp_avg_sq", "high", "ties")
-    row = {name: x[4 * i :].ctypes.data for i, name in enumerate(pointers)} | {"numel": 1}
-    with pytest.raises(KernelError, match="oc_adam failed"):
+    row = row_in(x)
+    with pytest.raises(KernelError, match="oc_update failed"):
         refused_call(row | {"param": row["high" if names[0] == "split" else "master"]}, names, **kind)
     assert (x == 1).all()
 
 
-def refused_call(row: dict[str, int], names: tuple[str, ...], *, param_dtype=BFLOAT16, keep_states=False) -> None:
-    kernels.adam(
+def row_in(x: np.ndarray) -> dict:
+    """A segment of one element, each of whose arrays begins at another place of ``x``."""
+    grad, master, first, second, param, high, ties, *scales = (x[4 * i :].ctypes.data for i in range(9))
+    named = {"grad": grad, "master": master, "param": param, "high": high, "ties": ties}
+    return named | {"moments": [first, second], "scales": scales, "numel": 1}
+
+
+def refused_call(row: dict, names: tuple[str, ...], *, param_dtype=BFLOAT16, keep_states=False) -> None:
+    kernels.update(
         kernels.segments_of([row]),
-        oracles.Hyper().scalars("torch"),
+        oracles.Adam().scalars("adam_torch"),
+        rule="adam_torch",
         grad_dtype=FLOAT32,
         param_dtype=param_dtype,
-        op_order="torch",
-        adam_mode="adamw",
         threads=1,
         keep_states=keep_states,
-        **{f"{state}_format": name for state, name in zip(STATES, names, strict=True)},
+        master_format=names[0],
+        moment_formats=names[1:],
     )

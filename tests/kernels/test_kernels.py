@@ -20,14 +20,15 @@ from offload_core.native.grad_norm import SumOfSquares
 from tests.support import kernel_calls as call
 from tests.support import oracles
 from tests.support import strategies as our
-from tests.support.kernel_calls import INSTRUCTION_SETS, AdamState
+from tests.support.kernel_calls import INSTRUCTION_SETS, State
 
-NO_PARAM = {"op_order": "torch", "adam_mode": "adamw", "param_dtype": None}
+NO_PARAM = {"rule": "adam_torch", "param_dtype": None}
 MAX = np.finfo(np.float32).max
 
 
-def state_of(n: int, grad=0.5, master=1.0, exp_avg=0.0, exp_avg_sq=0.0) -> AdamState:
-    return AdamState(*(np.full(n, x, np.float32) for x in (grad, master, exp_avg, exp_avg_sq)))
+def state_of(n: int, grad=0.5, master=1.0, first=0.0, second=0.0) -> State:
+    grad, master, *moments = (np.full(n, x, np.float32) for x in (grad, master, first, second))
+    return State(grad, master, tuple(moments))
 
 
 def cut(n: int, at: list[int]) -> list[slice]:
@@ -66,62 +67,79 @@ def test_the_float_strategy_draws_every_kind_of_float(kind):
     assert kind(find(our.float_arrays(FLOAT32, 1), lambda x: bool(kind(x)[0]), settings=unlimited)[0])
 
 
-# --- Adam -------------------------------------------------------------------------------------------
+# --- updates ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
-@our.law(100)
-@given(our.adam_states(), our.hypers, our.kinds)
-@example(state_of(9), our.Hyper(beta1=0.5), NO_PARAM)  # w1 = 0.5 takes the branch of the large
-@example(state_of(17, exp_avg_sq=-1.0), our.Hyper(), NO_PARAM)  # the root of a negative moment
-@example(state_of(9, grad=0.0, master=-0.0), our.Hyper(eps=0.0), NO_PARAM)  # 0 / 0
-@example(state_of(9, grad=1e-45, exp_avg=1e-45, exp_avg_sq=1e-45), our.Hyper(), NO_PARAM)  # subnormals throughout
-@example(state_of(9, grad=MAX, exp_avg=-MAX), our.Hyper(), {**NO_PARAM, "op_order": "optax"})  # overflows
-def test_every_instruction_set_equals_the_numpy_oracle(instruction_set, state, hyper, kind):
+@our.law(150)
+@given(our.states(), our.steps())
+@example(state_of(9), (our.Adam(beta1=0.5), NO_PARAM))  # w1 = 0.5 takes the branch of the large
+@example(state_of(17, second=-1.0), (our.Adam(), NO_PARAM))  # the root of a negative moment
+@example(state_of(9, grad=0.0, master=-0.0), (our.Adam(eps=0.0), NO_PARAM))  # 0 / 0
+@example(state_of(9, grad=1e-45, first=1e-45, second=1e-45), (our.Adam(), NO_PARAM))  # subnormals throughout
+@example(state_of(9, grad=MAX, first=-MAX), (our.Adam(), {**NO_PARAM, "rule": "adam_optax"}))  # overflows
+@example(state_of(9, grad=1e-45, first=1e-45), (our.Sgd(step=2), {**NO_PARAM, "rule": "sgd_torch"}))
+@example(state_of(9, grad=MAX, first=MAX), (our.Sgd(), {**NO_PARAM, "rule": "sgd_optax"}))
+def test_every_instruction_set_equals_the_numpy_oracle(instruction_set, state, case):
+    step, kind = case
     with call.using(instruction_set):
-        [got] = call.adam([state], [hyper.scalars(kind["op_order"])], **kind)
-    oracles.assert_same_state(f"{instruction_set}, {hyper}, {kind}", got, oracles.adam(state, hyper, **kind))
+        [got] = call.update([state], [step.scalars(kind["rule"])], **kind)
+    oracles.assert_same_state(f"{instruction_set}, {step}, {kind}", got, oracles.update(state, step, **kind))
 
 
 @pytest.mark.quick
 @our.law()
-@given(our.adam_states(), our.hypers, our.kinds, st.lists(st.integers(0, 4100), max_size=5), st.data())
-def test_a_cut_anywhere_changes_no_bits(state, hyper, kind, at, data):
-    scalars = [hyper.scalars(kind["op_order"])]
+@given(our.states(), our.steps(), st.lists(st.integers(0, 4100), max_size=5), st.data())
+def test_a_cut_anywhere_changes_no_bits(state, case, at, data):
+    step, kind = case
+    scalars = [step.scalars(kind["rule"])]
     parts = data.draw(st.permutations(cut(state.master.size, at)))
-    [whole] = call.adam([state], scalars, **kind)
-    for part, got in zip(parts, call.adam([state[p] for p in parts], scalars, **kind), strict=True):
+    [whole] = call.update([state], scalars, **kind)
+    for part, got in zip(parts, call.update([state[p] for p in parts], scalars, **kind), strict=True):
         oracles.assert_same_state(f"{part}", got, whole[part])
 
 
 @pytest.mark.quick
 @our.law(15)
-@given(our.adam_states(our.long_lengths), our.hypers, our.kinds, st.integers(2, 9))
-def test_thread_count_changes_no_bits(state, hyper, kind, threads):
-    scalars = [hyper.scalars(kind["op_order"])]
-    [one] = call.adam([state], scalars, **kind)
-    [many] = call.adam([state], scalars, **kind, threads=threads)
+@given(our.states(our.long_lengths), our.steps(), st.integers(2, 9))
+def test_thread_count_changes_no_bits(state, case, threads):
+    step, kind = case
+    scalars = [step.scalars(kind["rule"])]
+    [one] = call.update([state], scalars, **kind)
+    [many] = call.update([state], scalars, **kind, threads=threads)
     oracles.assert_same_state(f"{threads} threads", many, one)
 
 
 @our.law()
-@given(our.adam_states(), our.hypers, our.kinds, st.lists(our.offsets, min_size=5, max_size=5))
-def test_alignment_changes_no_bits(state, hyper, kind, offsets):
-    scalars = [hyper.scalars(kind["op_order"])]
-    [aligned] = call.adam([state], scalars, **kind)
-    [misaligned] = call.adam([state], scalars, **kind, offsets=offsets)
+@given(our.states(), our.steps(), st.lists(our.offsets, min_size=5, max_size=5))
+def test_alignment_changes_no_bits(state, case, offsets):
+    step, kind = case
+    scalars = [step.scalars(kind["rule"])]
+    [aligned] = call.update([state], scalars, **kind)
+    [misaligned] = call.update([state], scalars, **kind, offsets=offsets)
     oracles.assert_same_state(f"offsets {offsets}", misaligned, aligned)
 
 
 @our.law()
-@given(st.lists(our.adam_states(st.integers(0, 40)), min_size=2, max_size=4), our.kinds, st.data())
-def test_segments_of_one_call_keep_to_their_own_scalars(states, kind, data):
+@given(st.lists(our.states(st.integers(0, 40)), min_size=2, max_size=4), our.steps(), st.data())
+def test_segments_of_one_call_keep_to_their_own_scalars(states, case, data):
     states = [replace(s, grad=s.grad.astype(np.float32)) for s in states]
-    hypers = [data.draw(our.hypers) for _ in states]
-    together = call.adam(states, [h.scalars(kind["op_order"]) for h in hypers], **kind)
-    for state, hyper, got in zip(states, hypers, together, strict=True):
-        oracles.assert_same_state(f"{hyper}", got, oracles.adam(state, hyper, **kind))
+    step, kind = case
+    steps = [step, *(data.draw(our.steps(kind["rule"]))[0] for _ in states[1:])]
+    together = call.update(states, [s.scalars(kind["rule"]) for s in steps], **kind)
+    for state, step, got in zip(states, steps, together, strict=True):
+        oracles.assert_same_state(f"{step}", got, oracles.update(state, step, **kind))
+
+
+@our.law()
+@given(our.states(), our.steps("sgd_torch", "sgd_optax"))
+def test_a_moment_that_the_rule_lacks_may_be_absent(state, case):
+    step, kind = case
+    few = replace(state, moments=state.moments[: step.n_moments])
+    [got] = call.update([few], [step.scalars(kind["rule"])], **kind)
+    expected = oracles.update(state, step, **kind)
+    oracles.assert_same_state(f"{step}", got, replace(expected, moments=expected.moments[: step.n_moments]))
 
 
 # --- sum of squares ---------------------------------------------------------------------------------
@@ -255,26 +273,29 @@ def test_casts_of_every_half_and_round_every_tie_equal_ml_dtypes_and_numpy(instr
 
 
 @pytest.mark.parametrize(
-    "damage",
+    ("rule", "damage"),
     [
-        *({name: 0} for name in ("grad", "master", "exp_avg", "exp_avg_sq", "param")),
-        *({name: -1} for name in ("numel", "scalars")),
-        {"scalars": 1},
+        *(("adam_torch", {name: 0}) for name in ("grad", "master", "param")),
+        *(("adam_torch", {"moments": at}) for at in ([0, 1], [1, 0])),
+        *(("adam_torch", {name: -1}) for name in ("numel", "scalars")),
+        ("adam_torch", {"scalars": 1}),
+        ("sgd_torch", {"moments": [0, 1]}),
+        ("sgd_optax", {"moments": [0, 0]}),
     ],
     ids=str,
 )
-def test_a_bad_segment_is_refused_and_nothing_is_written(damage):
+def test_a_bad_segment_is_refused_and_nothing_is_written(rule, damage):
     x = np.ones(5, np.float32)
-    row = {name: x[i:].ctypes.data for i, name in enumerate(("grad", "master", "exp_avg", "exp_avg_sq", "param"))}
-    segments = kernels.segments_of([row | {"numel": 1} | damage])
-    with pytest.raises(KernelError, match=r"oc_adam failed: an argument is out of range or a pointer is null"):
-        kernels.adam(
-            segments,
-            our.Hyper().scalars("torch"),
+    grad, master, *moments, param = (x[i:].ctypes.data for i in range(5))
+    row = {"grad": grad, "master": master, "moments": moments, "param": param, "numel": 1}
+    step = our.Adam() if rule == "adam_torch" else our.Sgd()
+    with pytest.raises(KernelError, match=r"oc_update failed: an argument is out of range or a pointer is null"):
+        kernels.update(
+            kernels.segments_of([row | damage]),
+            step.scalars(rule),
+            rule=rule,
             grad_dtype=FLOAT32,
             param_dtype=FLOAT32,
-            op_order="torch",
-            adam_mode="adamw",
             threads=1,
         )
     assert (x == 1).all()
@@ -302,7 +323,7 @@ def test_an_unknown_element_type_is_refused():
 
 
 def test_no_work_is_no_error():
-    assert call.adam([], [our.Hyper().scalars("torch")], **NO_PARAM) == []
+    assert call.update([], [our.Adam().scalars("adam_torch")], **NO_PARAM) == []
     assert call.sum_of_squares(np.zeros(0, np.float32)).exact() == 0
 
 

@@ -23,10 +23,7 @@ import numpy as np
 
 import offload_core
 from tests.support import oracles
-from tests.support.kernel_calls import (
-    INSTRUCTION_SETS,
-    AdamState,
-)
+from tests.support.kernel_calls import INSTRUCTION_SETS, State
 from tests.support.pinned_bits import BITS, digest, pinned
 
 # --- the checks -----------------------------------------------------------------------------------------
@@ -71,9 +68,9 @@ HYPER = {"lr": 1e-2, "betas": (0.5, 0.75), "weight_decay": 0.1}  # 1 - beta is e
 def expected_step(before: np.ndarray, grad: np.ndarray, op_order: str) -> np.ndarray:
     """A parameter after the first step, by the oracle."""
     zeros = np.zeros(before.size, np.float32)
-    state = AdamState(grad.reshape(-1), before.reshape(-1), zeros, zeros)
-    hyper = oracles.Hyper(HYPER["lr"], *HYPER["betas"], weight_decay=HYPER["weight_decay"])
-    after = oracles.adam(state, hyper, op_order=op_order, adam_mode="adamw", param_dtype=None)
+    state = State(grad.reshape(-1), before.reshape(-1), (zeros, zeros))
+    step = oracles.Adam(HYPER["lr"], *HYPER["betas"], weight_decay=HYPER["weight_decay"])
+    after = oracles.update(state, step, rule=f"adam_{op_order}", param_dtype=None)
     return after.master.reshape(before.shape)
 
 

@@ -1,10 +1,10 @@
-"""``torch.optim.AdamW(fused=True)``, with which tests compare, has the bits of docs/numerics.md where torch's vectors
-have FMA: on x86 with AVX2. Elsewhere torch rounds products and sums apart, and tests compare with the definition.
+"""torch's fused AdamW and SGD, with which tests compare, have the bits of docs/numerics.md where torch's vectors have
+FMA: on x86 with AVX2. Elsewhere torch rounds products and sums apart, and tests compare with the definition.
 """
 
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,33 +19,52 @@ def rounds_apart() -> bool:
 
 
 def follow_the_definition() -> None:
-    """Have torch's fused Adam and AdamW compute what ``oracles.adam`` does, in this process."""
+    """Have torch's fused Adam, AdamW and SGD compute what ``oracles.update`` does, in this process."""
     import torch
 
-    torch._fused_adamw_ = by_definition(torch._fused_adamw_, "adamw")
-    torch._fused_adam_ = by_definition(torch._fused_adam_, "adam")
+    from tests.support import oracles
+
+    def adam(mode: str) -> StepOf:
+        def step_of(given: Mapping[str, Any], lists: Sequence[Any], i: int) -> oracles.Step:
+            named = {name: float(given[name]) for name in ("lr", "beta1", "beta2", "eps", "weight_decay")}
+            return oracles.Adam(**named, step=int(lists[-1][i]), mode=mode)
+
+        return step_of
+
+    def sgd(given: Mapping[str, Any], lists: Sequence[Any], i: int) -> oracles.Step:
+        named = {name: float(given[name]) for name in ("lr", "momentum", "dampening", "weight_decay")}
+        return oracles.Sgd(**named, nesterov=given["nesterov"], step=1 if given["is_first_step"] else 2)
+
+    torch._fused_adamw_ = by_definition(torch._fused_adamw_, adam("adamw"))
+    torch._fused_adam_ = by_definition(torch._fused_adam_, adam("adam"))
+    torch._fused_sgd_ = by_definition(torch._fused_sgd_, sgd)
 
 
-def by_definition(torchs: Callable[..., None], adam_mode: str) -> Callable[..., None]:
-    def update(params: Sequence[Any], grads: Any, exp_avgs: Any, exp_avg_sqs: Any, *rest: Any, **given: Any) -> None:
+StepOf = Callable[[Mapping[str, Any], Sequence[Any], int], Any]
+"""A parameter's step, of the keywords and the lists that torch's function is given, and the parameter's number."""
+
+
+def by_definition(torchs: Callable[..., None], step_of: StepOf) -> Callable[..., None]:
+    def update(params: Sequence[Any], grads: Any, *lists: Any, **given: Any) -> None:
         import torch
 
         from tests.support import kernel_calls, oracles
 
         here = all(p.device.type in ("cpu", "simulated") and p.dtype is torch.float32 for p in params)
-        if not here or given["amsgrad"]:
-            return torchs(params, grads, exp_avgs, exp_avg_sqs, *rest, **given)
+        if not here or given.get("amsgrad"):
+            return torchs(params, grads, *lists, **given)
         if given["found_inf"] is not None and given["found_inf"]:
             return None
-        for p, grad, exp_avg, exp_avg_sq, step in zip(params, grads, exp_avgs, exp_avg_sqs, rest[-1], strict=True):
+        for i, (p, grad) in enumerate(zip(params, grads, strict=True)):
             if given["grad_scale"] is not None:
                 grad.div_(given["grad_scale"])
-            tensors = (-grad if given["maximize"] else grad, p, exp_avg, exp_avg_sq)
-            state = kernel_calls.AdamState(*(t.detach().cpu().numpy() for t in tensors))
-            named = {name: float(given[name]) for name in ("lr", "beta1", "beta2", "eps", "weight_decay")}
-            hyper = oracles.Hyper(**named, step=int(step))
-            after = oracles.adam(state, hyper, op_order="torch", adam_mode=adam_mode, param_dtype=None)
-            for tensor, array in zip(tensors[1:], (after.master, after.exp_avg, after.exp_avg_sq), strict=True):
+            moments = [each[i] for each in lists[:2] if each]
+            tensors = (-grad if given["maximize"] else grad, p, *moments)
+            g, master, *before = (t.detach().cpu().numpy() for t in tensors)
+            step = step_of(given, lists, i)
+            state = kernel_calls.State(g, master, tuple(before))
+            after = oracles.update(state, step, rule=f"{step.family}_torch", param_dtype=None)
+            for tensor, array in zip(tensors[1:], (after.master, *after.moments), strict=True):
                 tensor.copy_(torch.from_numpy(array.reshape(tensor.shape)))
         return None
 

@@ -34,54 +34,59 @@ def placed(array: np.ndarray, offset: int = 0) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class AdamState:
-    """The arrays of one update: ``grad`` of any element type, fp32 states, and the device parameter after it."""
+class State:
+    """The arrays of one update: ``grad`` of any element type, fp32 states, and the device parameter after it.
+
+    A rule leaves the moments that it lacks as they are.
+    """
 
     grad: np.ndarray
     master: np.ndarray
-    exp_avg: np.ndarray
-    exp_avg_sq: np.ndarray
+    moments: tuple[np.ndarray, ...]
     param: np.ndarray | None = None
 
-    def __getitem__(self, part: slice) -> "AdamState":
-        arrays = (self.grad, self.master, self.exp_avg, self.exp_avg_sq, self.param)
-        return AdamState(*(None if x is None else x[part] for x in arrays))
+    def __getitem__(self, part: slice) -> "State":
+        param = None if self.param is None else self.param[part]
+        return State(self.grad[part], self.master[part], tuple(moment[part] for moment in self.moments), param)
 
-    def placed(self, offsets: Sequence[int]) -> "AdamState":
+    def placed(self, offsets: Sequence[int]) -> "State":
         """A copy, each array at its own ``offset`` from a 64-byte boundary."""
-        arrays = (self.grad, self.master, self.exp_avg, self.exp_avg_sq)
-        return AdamState(*(placed(x, offset) for x, offset in zip(arrays, offsets, strict=True)))
+        arrays = (self.grad, self.master, *self.moments)
+        grad, master, *moments = (placed(x, offset) for x, offset in zip(arrays, offsets, strict=False))
+        return State(grad, master, tuple(moments))
 
 
-def adam(
-    states: Sequence[AdamState],
+def update(
+    states: Sequence[State],
     scalars: Sequence[np.ndarray],
     *,
-    op_order: str,
-    adam_mode: str,
+    rule: str,
     param_dtype: ElementType | None,
     keep_states: bool = False,
     threads: int = 1,
     offsets: Sequence[int] = (0, 0, 0, 0, 0),
-) -> list[AdamState]:
+) -> list[State]:
     """One call that updates copies of the states, the i-th with the i-th scalars (the last for all further)."""
     after = [state.placed(offsets[:4]) for state in states]
     if param_dtype is not None:
         after = [replace(s, param=placed(np.zeros(s.master.size, param_dtype.numpy), offsets[4])) for s in after]
-    segments = np.zeros(len(after), kernels.SEGMENT)
-    for i, state in enumerate(after):
-        for name in ("grad", "master", "exp_avg", "exp_avg_sq", "param"):
-            if getattr(state, name) is not None:
-                segments[i][name] = getattr(state, name).ctypes.data
-        segments[i]["numel"] = state.master.size
-        segments[i]["scalars"] = min(i, len(scalars) - 1)
-    kernels.adam(
-        segments,
+    rows = [
+        {
+            "grad": state.grad.ctypes.data,
+            "master": state.master.ctypes.data,
+            "moments": [*(moment.ctypes.data for moment in state.moments), 0, 0][: kernels.MOMENTS],
+            "param": 0 if state.param is None else state.param.ctypes.data,
+            "numel": state.master.size,
+            "scalars": min(i, len(scalars) - 1),
+        }
+        for i, state in enumerate(after)
+    ]
+    kernels.update(
+        kernels.segments_of(rows),
         np.concatenate(scalars),
         grad_dtype=BY_NUMPY[states[0].grad.dtype] if states else FLOAT32,
         param_dtype=param_dtype,
-        op_order=op_order,
-        adam_mode=adam_mode,
+        rule=rule,
         keep_states=keep_states,
         threads=threads,
     )

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache
+from typing import ClassVar
 
 import ml_dtypes
 import numpy as np
@@ -15,6 +16,7 @@ from offload_core.native.kernels import SCALARS
 from tests.support import kernel_calls as call
 
 DTYPES = tuple(BY_NAME.values())
+Arrays = tuple[np.ndarray, ...]
 
 
 def round_to_float32(x: Fraction) -> np.float32:
@@ -49,9 +51,37 @@ def fma(a, b, c) -> np.ndarray:
         return np.where(to_odd, np.nextafter(total, np.copysign(np.inf, error)), total).astype(np.float32)
 
 
+class Step:
+    """The hyperparameters of one update, in double, and what the update does with them."""
+
+    family: ClassVar[str]
+    grad_scale: float
+    step: int
+    n_moments: int
+    """Of the update: others it does not touch."""
+
+    def values(self, order: str) -> list[float]:
+        """The values of the kernel's scalars."""
+        raise NotImplementedError
+
+    def arrays(self, g: np.ndarray, p: np.ndarray, moments: Arrays, order: str) -> tuple[np.ndarray, Arrays]:
+        """The new master and moments, by the definition in docs/numerics.md. ``g`` is scaled; all are fp32."""
+        raise NotImplementedError
+
+    def scalars(self, rule: str) -> np.ndarray:
+        """The kernel's scalars (one record of ``SCALARS``), which it rounds."""
+        family, _, order = rule.partition("_")
+        assert family == self.family
+        values = self.values(order)
+        record = np.zeros(1, SCALARS)
+        record["grad_scale"], record["update"] = self.grad_scale, self.step
+        record["values"][0, : len(values)] = values
+        return record
+
+
 @dataclass(frozen=True)
-class Hyper:
-    """What a user sets for one step, in double."""
+class Adam(Step):
+    """AdamW, or Adam with L2 (``mode="adam"``)."""
 
     lr: float = 1e-3
     beta1: float = 0.9
@@ -61,72 +91,99 @@ class Hyper:
     weight_decay: float = 0.1
     grad_scale: float = 1.0
     step: int = 1
+    mode: str = "adamw"
+    family = "adam"
+    n_moments = 2
 
-    def scalars(self, op_order: str) -> np.ndarray:
-        """The kernel's scalars (one record of ``SCALARS``), which it rounds."""
+    def values(self, order: str) -> list[float]:
         unbias1, unbias2 = 1 - self.beta1**self.step, 1 - self.beta2**self.step
-        torch = op_order == "torch"
-        record = np.zeros(1, SCALARS)
-        for name, value in {
-            "grad_scale": self.grad_scale,
-            "weight_decay": self.weight_decay,
-            "decay": _LIBM.fma(-self.lr, self.weight_decay, 1.0),
-            "beta1": self.beta1,
-            "beta2": self.beta2,
-            "one_minus_beta1": 1 - self.beta1,
-            "one_minus_beta2": 1 - self.beta2,
-            "correction1": unbias1,
-            "correction2": math.sqrt(unbias2) if torch else unbias2,
-            "eps": self.eps,
-            "eps_root": self.eps_root,
-            "step_size": -self.lr / unbias1 if torch else -self.lr,
-            "update": self.step,
-        }.items():
-            record[name] = value
-        return record
+        torch, adamw = order == "torch", self.mode == "adamw"
+        return [
+            0.0 if adamw else self.weight_decay,
+            self.weight_decay if adamw else 0.0,
+            _LIBM.fma(-self.lr, self.weight_decay, 1.0) if adamw else 1.0,
+            self.beta1,
+            self.beta2,
+            1 - self.beta1,
+            1 - self.beta2,
+            unbias1,
+            math.sqrt(unbias2) if torch else unbias2,
+            self.eps,
+            self.eps_root,
+            -self.lr / unbias1 if torch else -self.lr,
+        ]
+
+    def arrays(self, g: np.ndarray, p: np.ndarray, moments: Arrays, order: str) -> tuple[np.ndarray, Arrays]:
+        l2, decoupled, decay, b1, b2, w1, w2, c1, c2, eps, eps_root, step_size = map(np.float32, self.values(order))
+        m, v = moments
+        if order == "torch":
+            if l2 != 0:
+                g = fma(p, l2, g)
+            p = p * decay
+            m = fma(w1, g - m, m) if w1 < 0.5 else fma(w1 - np.float32(1), g - m, g)
+            v = fma(w2 * g, g, v * b2)
+            return p + (step_size * m) / (np.sqrt(v) / c2 + eps), (m, v)
+        if l2 != 0:
+            g = g + l2 * p
+        m = w1 * g + b1 * m
+        v = w2 * (g * g) + b2 * v
+        u = (m / c1) / (np.sqrt(v / c2 + eps_root) + eps)
+        if decoupled != 0:
+            u = u + decoupled * p
+        return p + u * step_size, (m, v)
 
 
-def adam(
-    state: call.AdamState,
-    hyper: Hyper,
-    *,
-    op_order: str,
-    adam_mode: str,
-    param_dtype: ElementType | None,
-    keep_states: bool = False,
-) -> call.AdamState:
+@dataclass(frozen=True)
+class Sgd(Step):
+    """SGD. ``dampening`` and the first update's rule are torch's alone."""
+
+    lr: float = 1e-2
+    momentum: float = 0.9
+    dampening: float = 0.0
+    weight_decay: float = 0.1
+    nesterov: bool = False
+    grad_scale: float = 1.0
+    step: int = 1
+    family = "sgd"
+
+    @property
+    def n_moments(self) -> int:
+        return int(self.momentum != 0)
+
+    def values(self, order: str) -> list[float]:
+        return [self.lr, self.momentum, 1 - self.dampening, self.weight_decay, self.nesterov, self.step == 1]
+
+    def arrays(self, g: np.ndarray, p: np.ndarray, moments: Arrays, order: str) -> tuple[np.ndarray, Arrays]:
+        lr, momentum, undamped, weight_decay = map(np.float32, self.values(order)[:4])
+        torch = order == "torch"
+
+        def plus_product(x, a, b):
+            return fma(a, b, x) if torch else x + a * b
+
+        if weight_decay != 0:
+            g = plus_product(g, p, weight_decay)
+        if self.n_moments:
+            m = moments[0]
+            if not torch:
+                m = g + momentum * m
+            else:
+                m = g if self.step == 1 else fma(g, undamped, m * momentum)
+            moments = (m, *moments[1:])
+            g = plus_product(g, m, momentum) if self.nesterov else m
+        return plus_product(p, g, -lr), moments
+
+
+def update(
+    state: call.State, step: Step, *, rule: str, param_dtype: ElementType | None, keep_states: bool = False
+) -> call.State:
     """The state after one step, by the definition in docs/numerics.md."""
-    [exact] = hyper.scalars(op_order)
-    s = {name: np.float32(exact[name]) for name in SCALARS.names}
-    one = np.float32(1)
     with np.errstate(all="ignore"):
-        g, p, m, v = (x.astype(np.float32) for x in (state.grad, state.master, state.exp_avg, state.exp_avg_sq))
-        if s["grad_scale"] != 1:
-            g = g * s["grad_scale"]
-        l2 = adam_mode == "adam" and s["weight_decay"] != 0
-        if op_order == "torch":
-            if adam_mode == "adamw":
-                p = p * s["decay"]
-            if l2:
-                g = fma(p, s["weight_decay"], g)
-            w1, w2 = s["one_minus_beta1"], s["one_minus_beta2"]
-            m = fma(w1, g - m, m) if w1 < 0.5 else fma(w1 - one, g - m, g)
-            v = fma(w2 * g, g, v * s["beta2"])
-            d = np.sqrt(v) / s["correction2"] + s["eps"]
-            p = p + (s["step_size"] * m) / d
-        else:
-            if l2:
-                g = g + s["weight_decay"] * p
-            m = s["one_minus_beta1"] * g + s["beta1"] * m
-            v = s["one_minus_beta2"] * (g * g) + s["beta2"] * v
-            u = (m / s["correction1"]) / (np.sqrt(v / s["correction2"] + s["eps_root"]) + s["eps"])
-            if adam_mode == "adamw" and s["weight_decay"] != 0:
-                u = u + s["weight_decay"] * p
-            p = p + u * s["step_size"]
+        g, p, *moments = (x.astype(np.float32) for x in (state.grad, state.master, *state.moments))
+        if np.float32(step.grad_scale) != 1:
+            g = g * np.float32(step.grad_scale)
+        p, after = step.arrays(g, p, tuple(moments), rule.partition("_")[2])
         param = None if param_dtype is None else p.astype(param_dtype.numpy)
-    if keep_states:
-        return replace(state, param=param)
-    return call.AdamState(state.grad, p, m, v, param)
+    return replace(state, param=param) if keep_states else call.State(state.grad, p, after, param)
 
 
 def accumulate(src: np.ndarray, dst: np.ndarray) -> np.ndarray:
@@ -172,11 +229,13 @@ def assert_same_bits(what: str, got: np.ndarray, expected: np.ndarray) -> None:
         )
 
 
-def assert_same_state(what: str, got: call.AdamState, expected: call.AdamState) -> None:
+def assert_same_state(what: str, got: call.State, expected: call.State) -> None:
     """``assert_same_bits`` of each array of two states."""
-    for name in ("grad", "master", "exp_avg", "exp_avg_sq", "param"):
+    for name in ("grad", "master", "param"):
         if getattr(expected, name) is not None:
             assert_same_bits(f"{what}: {name}", getattr(got, name), getattr(expected, name))
+    for i, (ours, theirs) in enumerate(zip(got.moments, expected.moments, strict=True)):
+        assert_same_bits(f"{what}: moment {i}", ours, theirs)
 
 
 def check_kernels(instruction_set: str) -> None:
@@ -190,10 +249,16 @@ def check_kernels(instruction_set: str) -> None:
 def _sample() -> list[Callable[[], None]]:
     """Checks of the kernels that are set now, with what the oracles expect: computed once, used for every mutant."""
     rng = np.random.default_rng(0)
-    hypers = (
-        Hyper(weight_decay=0.1, grad_scale=0.3, step=3),
-        Hyper(beta1=0.3, beta2=0.95, eps_root=1e-12, step=2),
-        Hyper(weight_decay=0.0, step=10),
+    adams = (
+        Adam(weight_decay=0.1, grad_scale=0.3, step=3),
+        Adam(beta1=0.3, beta2=0.95, eps_root=1e-12, step=2),
+        Adam(weight_decay=0.0, step=10),
+    )
+    sgds = (
+        Sgd(dampening=0.5, grad_scale=0.3, step=3),
+        Sgd(nesterov=True, step=3),
+        Sgd(dampening=0.5, weight_decay=0.0, step=1),
+        Sgd(momentum=0.0, step=2),
     )
 
     def normal(n, dtype=FLOAT32, scale=1.0):
@@ -205,9 +270,11 @@ def _sample() -> list[Callable[[], None]]:
         expected = oracle(*args, **kind)
         checks.append(lambda: assert_same_bits(what, kernel(*args, **kind), expected))
 
-    def same_state(what, state, hyper, **kind):
-        scalars, expected = hyper.scalars(kind["op_order"]), adam(state, hyper, **kind)
-        checks.append(lambda: assert_same_state(what, call.adam([state], [scalars], **kind)[0], expected))
+    def same_state(n, grad_dtype, step, **kind):
+        state = call.State(normal(n, grad_dtype), normal(n), (normal(n, scale=0.1), normal(n) ** 2))
+        scalars, expected = step.scalars(kind["rule"]), update(state, step, **kind)
+        what = f"update of {n} {grad_dtype} with {step}, {kind}"
+        checks.append(lambda: assert_same_state(what, call.update([state], [scalars], **kind)[0], expected))
 
     def same_sum(values):
         what, expected = f"sum of {values.size} squares of {values.dtype}", sum_of_squares(values)
@@ -221,16 +288,21 @@ def _sample() -> list[Callable[[], None]]:
         checks.append(check)
 
     for n in (0, 1, 7, 8, 9, 16, 17, 33, 100):
-        for case in range(len(hypers) * len(DTYPES) * 4):
-            hyper, grad_dtype = hypers[case % 3], DTYPES[case // 3 % 3]
+        for case in range(len(adams) * len(DTYPES) * 4):
             kind = {
-                "op_order": ("torch", "optax")[case // 9 % 2],
-                "adam_mode": ("adamw", "adam")[case // 18],
+                "rule": ("adam_torch", "adam_optax")[case // 9 % 2],
                 "param_dtype": (FLOAT32, BFLOAT16, FLOAT16, None)[(case + n) % 4],
                 "keep_states": (case + n) % 4 != 3 and case % 5 == 0,
             }
-            state = call.AdamState(normal(n, grad_dtype), normal(n), normal(n, scale=0.1), normal(n) ** 2)
-            same_state(f"adam of {n} with {hyper}, {kind}", state, hyper, **kind)
+            step = replace(adams[case % 3], mode=("adamw", "adam")[case // 18])
+            same_state(n, DTYPES[case // 3 % 3], step, **kind)
+        for case in range(len(sgds) * len(DTYPES) * 2):
+            kind = {
+                "rule": ("sgd_torch", "sgd_optax")[case // 4 % 2],
+                "param_dtype": (FLOAT32, BFLOAT16, FLOAT16, None)[(case // 4 + n) % 4],
+                "keep_states": False,
+            }
+            same_state(n, DTYPES[case // 8], sgds[case % 4], **kind)
         for dtype in DTYPES:
             src, dst = normal(n, dtype), normal(n)
             same(f"accumulate of {n} {dtype}", call.accumulate, accumulate, src, dst)

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -10,12 +11,12 @@ from offload_core.dtypes import BY_NAME
 from offload_core.native.kernels import SCALARS
 from offload_core.rules.adam import AdamHyper
 from tests.support.kernel_calls import (
-    AdamState,
+    State,
     accumulate,
-    adam,
     cast,
     reduce,
     sum_of_squares,
+    update,
     using,
 )
 
@@ -32,30 +33,32 @@ def pinned(label: str, numel: int, *, exponents: range, positive: bool = False) 
     return (raw & (0x7FFFFF if positive else 0x807FFFFF) | exponent << 23).astype(np.uint32).view(np.float32)
 
 
-def adam_cases() -> Iterator[tuple[dict, AdamState, list[np.ndarray]]]:
-    """For each kind of update: the arguments of ``kernel_calls.adam``, a state, and the scalars of its steps."""
-    state = AdamState(
+def adam_cases() -> Iterator[tuple[dict, State, list[np.ndarray]]]:
+    """For each kind of update: the arguments of ``kernel_calls.update``, a state, and the scalars of its steps."""
+    state = State(
         pinned("grad", NUMEL, exponents=range(-20, 4)),
         pinned("master", NUMEL, exponents=range(-10, 2)),
-        pinned("exp_avg", NUMEL, exponents=range(-20, 1)),
-        pinned("exp_avg_sq", NUMEL, exponents=range(-127, 1), positive=True),
+        (
+            pinned("exp_avg", NUMEL, exponents=range(-20, 1)),
+            pinned("exp_avg_sq", NUMEL, exponents=range(-127, 1), positive=True),
+        ),
     )
     hyper = AdamHyper(lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1)
     for op_order, adam_mode, grad_dtype, param_dtype in product(
         ("torch", "optax"), ("adamw", "adam"), BY_NAME.values(), (*BY_NAME.values(), None)
     ):
-        kind = {"op_order": op_order, "adam_mode": adam_mode, "param_dtype": param_dtype}
+        kind = {"rule": f"adam_{op_order}", "param_dtype": param_dtype}
         scalars = [
-            np.array([hyper.scalars(t, op_order=op_order, grad_scale=0.3)], SCALARS) for t in range(1, STEPS + 1)
+            np.array([hyper.scalars(t, op_order=op_order, grad_scale=0.3, mode=adam_mode)], SCALARS)
+            for t in range(1, STEPS + 1)
         ]
-        grad = cast(state.grad, grad_dtype)
-        yield kind, AdamState(grad, state.master, state.exp_avg, state.exp_avg_sq), scalars
+        yield kind, replace(state, grad=cast(state.grad, grad_dtype)), scalars
 
 
-def after_steps(kind: dict, state: AdamState, scalars: list[np.ndarray]) -> AdamState:
+def after_steps(kind: dict, state: State, scalars: list[np.ndarray]) -> State:
     """The state after one update with each of the scalars, all with the same gradient."""
     for record in scalars:
-        (state,) = adam([state], [record], **kind, threads=2)
+        (state,) = update([state], [record], **kind, threads=2)
     return state
 
 
@@ -66,7 +69,7 @@ def digest(instruction_set: str) -> str:
     with using(instruction_set):
         for case in adam_cases():
             after = after_steps(*case)
-            for array in (after.master, after.exp_avg, after.exp_avg_sq, after.param):
+            for array in (after.master, *after.moments, after.param):
                 if array is not None:
                     found.update(array.tobytes())
         for dtype in BY_NAME.values():

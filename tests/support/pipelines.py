@@ -17,7 +17,7 @@ from offload_core.step.pipeline import Pipeline
 from offload_core.step.state_access import StateAccess
 from offload_core.testing.fake_device import FakeDevice, FakeTensor
 from tests.support import oracles, state_formats
-from tests.support.kernel_calls import AdamState
+from tests.support.kernel_calls import State
 from tests.support.oracles import assert_same_bits
 from tests.support.strategies import element_types
 
@@ -52,9 +52,9 @@ class Naive:
         seed = ParamSpec(self.names[i] if self.names else f"p{i}", values[0].size, self.dtypes[i]).seed
         bits = None if update is None else state_formats.random_bits(seed, update, 0, values[0].size)
         found = []
-        for name, value in zip(STATES, values, strict=True):
+        for state, (name, value) in enumerate(zip(STATES, values, strict=True)):
             kind, has_sign = formats[name].name, name != "exp_avg_sq"
-            random = None if bits is None else state_formats.random_of(name, kind, bits)
+            random = None if bits is None else state_formats.random_of(state, kind, bits)
             found.append(state_formats.decode(state_formats.encode(kind, value, has_sign=has_sign, random=random)))
         return found
 
@@ -74,9 +74,10 @@ class Naive:
                 continue
             hyper = self.hypers[self.groups[i]]
             self.steps[i] += 1
-            after = oracles.adam(
-                AdamState(gradient, *self.states[i]),
-                oracles.Hyper(
+            master, *moments = self.states[i]
+            after = oracles.update(
+                State(gradient, master, tuple(moments)),
+                oracles.Adam(
                     hyper.lr,
                     *hyper.betas,
                     hyper.eps,
@@ -84,12 +85,12 @@ class Naive:
                     hyper.weight_decay,
                     coefficient / divisor,
                     self.steps[i],
+                    self.config.adam_mode,
                 ),
-                op_order=self.config.op_order,
-                adam_mode=self.config.adam_mode,
+                rule=f"adam_{self.config.op_order}",
                 param_dtype=None,
             )
-            self.states[i] = self.kept(i, [after.master, after.exp_avg, after.exp_avg_sq], self.steps[i])
+            self.states[i] = self.kept(i, [after.master, *after.moments], self.steps[i])
         self.sums = [None] * len(self.sums)
         return norm
 

@@ -14,7 +14,7 @@ import numpy as np
 from offload_core.dtypes import BFLOAT16, BY_NUMPY, FLOAT16, FLOAT32, ElementType
 from offload_core.native import kernels
 from tests.support import oracles
-from tests.support.kernel_calls import AdamState, placed, using
+from tests.support.kernel_calls import State, placed, using
 
 BLOCK = 256
 NUMPY = {
@@ -25,7 +25,8 @@ NUMPY = {
 }
 MASTERS = ("float32", "bfloat16", "split")
 MOMENTS = ("float32", "bfloat16", "float8")
-STATES = ("master", "exp_avg", "exp_avg_sq")
+STATES = ("master", "first moment", "second moment")
+SIGNED = (True, True, False)
 
 
 @dataclass(frozen=True)
@@ -101,12 +102,12 @@ def random_bits(seed: int, update: int, start: int, n: int) -> np.ndarray:
     return (x ^ x >> 16)[start % BLOCK :][:n].astype(np.uint32)
 
 
-def random_of(state: str, state_format: str, bits: np.ndarray) -> np.ndarray:
-    """The part of an element's random bits that rounds this state, in units of what its format drops."""
-    if state == "master":
+def random_of(state: int, state_format: str, bits: np.ndarray) -> np.ndarray:
+    """The part of an element's random bits that rounds a state of ``STATES``, in units of what its format drops."""
+    if state == 0:
         return (bits.astype(np.uint64) * 0x9E3779B1 % 2**32 >> 16).astype(np.uint32)
     width = 20 if state_format == "float8" else 16
-    return bits % 2**width if state == "exp_avg" else bits >> (32 - width)
+    return bits % 2**width if state == 1 else bits >> (32 - width)
 
 
 def code_values(scale: int, has_sign: bool) -> np.ndarray:
@@ -210,63 +211,60 @@ def decode(state: Stored) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Update:
-    """All that one update reads: the gradient and three states, and which elements of which parameter they are."""
+    """All that one update reads: the gradient, the master and two moments, and which elements they are of which
+    parameter."""
 
     grad: np.ndarray
-    master: Stored
-    exp_avg: Stored
-    exp_avg_sq: Stored
+    states: tuple[Stored, ...]
     start: int = 0
     seed: int = 0
     param: np.ndarray | None = None
 
     @property
-    def states(self) -> dict[str, Stored]:
-        return {name: getattr(self, name) for name in STATES}
+    def master(self) -> Stored:
+        return self.states[0]
 
     def __getitem__(self, part: slice) -> "Update":
         a = part.indices(self.grad.size)[0]
-        states = {name: state[part] for name, state in self.states.items()}
+        states = tuple(state[part] for state in self.states)
         param = None if self.param is None else self.param[part]
-        return replace(self, grad=self.grad[part], **states, start=self.start + a, param=param)
+        return replace(self, grad=self.grad[part], states=states, start=self.start + a, param=param)
+
+    def decoded(self) -> State:
+        """The fp32 values."""
+        master, *moments = map(decode, self.states)
+        return State(self.grad, master, tuple(moments))
 
 
-def update_of(values: AdamState, formats: Sequence[str], *, start: int = 0, seed: int = 0) -> Update:
+def update_of(values: State, formats: Sequence[str], *, start: int = 0, seed: int = 0) -> Update:
     """An update of states that are rounded to nearest from these fp32 values."""
-    states = {
-        name: encode(state_format, getattr(values, name), has_sign=name != "exp_avg_sq")
-        for name, state_format in zip(STATES, formats, strict=True)
-    }
-    return Update(values.grad, **states, start=start, seed=seed)
+    arrays = zip(formats, (values.master, *values.moments), SIGNED, strict=True)
+    states = tuple(encode(state_format, array, has_sign=has_sign) for state_format, array, has_sign in arrays)
+    return Update(values.grad, states, start=start, seed=seed)
 
 
 def expected(
-    before: Update,
-    hyper: oracles.Hyper,
-    *,
-    op_order: str,
-    adam_mode: str,
-    param_dtype: ElementType | None,
-    keep_states: bool,
+    before: Update, step: oracles.Step, *, rule: str, param_dtype: ElementType | None, keep_states: bool
 ) -> Update:
     """What the update gives: fp32's, on decoded values, rounded to the formats."""
-    bits = random_bits(before.seed, hyper.step, before.start, before.grad.size)
-    values = AdamState(before.grad, *(decode(state) for state in before.states.values()))
-    after = oracles.adam(values, hyper, op_order=op_order, adam_mode=adam_mode, param_dtype=None)
-    states = {}
-    for name, state in before.states.items():
-        random = random_of(name, state.format, bits)
-        states[name] = encode(state.format, getattr(after, name), has_sign=state.has_sign, random=random)
-    master = decode(states["master"]) if before.master.format == "bfloat16" else after.master
+    bits = random_bits(before.seed, step.step, before.start, before.grad.size)
+    after = oracles.update(before.decoded(), step, rule=rule, param_dtype=None)
+    states = tuple(
+        encode(state.format, array, has_sign=state.has_sign, random=random_of(i, state.format, bits))
+        if i <= step.n_moments
+        else state
+        for i, (state, array) in enumerate(zip(before.states, (after.master, *after.moments), strict=True))
+    )
+    master = decode(states[0]) if before.master.format == "bfloat16" else after.master
     with np.errstate(all="ignore"):
         param = None if param_dtype is None else master.astype(param_dtype.numpy)
-    return replace(before, param=param, **({} if keep_states else states))
+    return replace(before, param=param, states=before.states if keep_states else states)
 
 
 def assert_same_update(what: str, got: Update, expected: Update) -> None:
     """Equal bits of all states and of the device parameter."""
-    for name in STATES:
-        assert_same(f"{what}: {name}", getattr(got, name), getattr(expected, name))
+    for name, ours, theirs in zip(STATES, got.states, expected.states, strict=True):
+        assert_same(f"{what}: {name}", ours, theirs)
     if expected.param is not None:
         oracles.assert_same_bits(f"{what}: param", got.param, expected.param)
 
@@ -274,12 +272,11 @@ def assert_same_update(what: str, got: Update, expected: Update) -> None:
 # --- the kernels ------------------------------------------------------------------------------------
 
 
-def adam(
+def run(
     updates: Sequence[Update],
     scalars: np.ndarray,
     *,
-    op_order: str,
-    adam_mode: str,
+    rule: str,
     param_dtype: ElementType | None,
     keep_states: bool = False,
     threads: int = 1,
@@ -289,40 +286,47 @@ def adam(
     """One call on copies of the updates. ``shared``: the device parameter lies in the master's memory."""
     rows, memory = [], []
     for update in updates:
-        packed = {
-            name: state.packed(offset) for (name, state), offset in zip(update.states.items(), offsets, strict=False)
-        }
-        grad = placed(update.grad, offsets[3])
-        row = {"grad": grad, **{name: arrays["data"] for name, arrays in packed.items()}}
-        row |= {name: packed["master"][name] for name in ("high", "ties") if name in packed["master"]}
-        row |= {f"{name}_scale": packed[name]["scales"] for name in STATES[1:] if "scales" in packed[name]}
-        param = None
+        packed = [state.packed(offset) for state, offset in zip(update.states, offsets, strict=False)]
+        addresses = [{name: array.ctypes.data for name, array in arrays.items()} for arrays in packed]
+        grad, param = placed(update.grad, offsets[3]), None
         if shared:
-            param = packed["master"]["high" if update.master.format == "split" else "data"]
+            param = packed[0]["high" if update.master.format == "split" else "data"]
         elif param_dtype is not None:
             param = placed(np.zeros(update.grad.size, param_dtype.numpy), offsets[4])
-        if param is not None:
-            row["param"] = param
-        memory.append((row, packed, param))
-        numbers = {"numel": update.grad.size, "start": update.start, "seed": update.seed}
-        rows.append({name: array.ctypes.data for name, array in row.items()} | numbers)
-    kernels.adam(
+        memory.append((grad, packed, param))
+        master, *moments = addresses
+        rows.append(
+            {
+                "grad": grad.ctypes.data,
+                "master": master["data"],
+                "moments": [moment["data"] for moment in moments],
+                "param": 0 if param is None else param.ctypes.data,
+                "high": master.get("high", 0),
+                "ties": master.get("ties", 0),
+                "scales": [moment.get("scales", 0) for moment in moments],
+                "numel": update.grad.size,
+                "start": update.start,
+                "seed": update.seed,
+            }
+        )
+    master_format, *moment_formats = (state.format for state in updates[0].states)
+    kernels.update(
         kernels.segments_of(rows),
         scalars,
         grad_dtype=BY_NUMPY[updates[0].grad.dtype],
         param_dtype=param_dtype,
-        op_order=op_order,
-        adam_mode=adam_mode,
+        rule=rule,
         keep_states=keep_states,
         threads=threads,
-        **{f"{name}_format": state.format for name, state in updates[0].states.items()},
+        master_format=master_format,
+        moment_formats=moment_formats,
     )
     for update, (_, packed, _) in zip(updates, memory, strict=True):
-        if "ties" in packed["master"]:
-            unused = np.unpackbits(packed["master"]["ties"], bitorder="little")[update.grad.size :]
+        if "ties" in packed[0]:
+            unused = np.unpackbits(packed[0]["ties"], bitorder="little")[update.grad.size :]
             assert unused.all(), "bits past the last element's have changed"
     return [
-        replace(update, param=param, **{name: state.unpacked(packed[name]) for name, state in update.states.items()})
+        replace(update, param=param, states=tuple(s.unpacked(p) for s, p in zip(update.states, packed, strict=True)))
         for update, (_, packed, param) in zip(updates, memory, strict=True)
     ]
 
@@ -353,7 +357,7 @@ def check_formats(instruction_set: str) -> None:
     """Compare the update of every pair of formats with the oracle on a fixed sample. Raises AssertionError."""
     with using(instruction_set):
         for what, before, scalars, kind, after in _sample():
-            [got] = adam([before], scalars, **kind)
+            [got] = run([before], scalars, **kind)
             assert_same_update(what, got, after)
 
 
@@ -372,22 +376,18 @@ def _sample() -> list[tuple[str, Update, np.ndarray, dict, Update]]:
                 grad[9], values[1][9] = np.inf, -np.inf  # their sum is on x86-64 a NaN with a sign
             if case % 4 == 3 and n == 37:  # blocks below the least scale
                 grad, values[1], values[2] = (np.float32(1e-32) * (rng.standard_normal((3, n)))).astype(np.float32)
-            state = AdamState(grad, values[0], values[1], np.abs(values[2]))
+            state = State(grad, values[0], (values[1], np.abs(values[2])))
             before = update_of(state, formats, start=start, seed=2**63 + case)
             if before.master.format == "split":  # of an odd upper half: a tie that becomes one of the next
                 before.master.data[5], before.master.ties[5] = 0x8000, False
                 before.master.high.view(np.uint16)[5] = 0x3F81
-            # A tie shows only if an update leaves its master: no step.
-            hyper = oracles.Hyper(
-                step=3 + case, lr=0.0 if case % 3 == 0 else 1e-3, weight_decay=0.0 if case % 3 == 0 else 0.1
-            )
             param_dtype = (FLOAT32, BFLOAT16, FLOAT16, None)[case % 4]
-            kind = {
-                "op_order": ("torch", "optax")[case // 4 % 2],
-                "adam_mode": "adamw",
-                "param_dtype": param_dtype,
-                "keep_states": param_dtype is not None and (case + n) % 2 == 0,
-            }
-            what = f"{n} of {', '.join(formats)}, {kind}"
-            rows.append((what, before, hyper.scalars(kind["op_order"]), kind, expected(before, hyper, **kind)))
+            keep_states = param_dtype is not None and (case + n) % 2 == 0
+            # A tie shows only if an update leaves its master: no step.
+            rates = {"lr": 0.0, "weight_decay": 0.0} if case % 3 == 0 else {"lr": 1e-3, "weight_decay": 0.1}
+            for step in (oracles.Adam(**rates, step=3 + case), oracles.Sgd(**rates, step=3 + case)):
+                rule = f"{step.family}_{('torch', 'optax')[case // 4 % 2]}"
+                kind = {"rule": rule, "param_dtype": param_dtype, "keep_states": keep_states}
+                what = f"{n} of {', '.join(formats)}, {kind}"
+                rows.append((what, before, step.scalars(rule), kind, expected(before, step, **kind)))
     return rows

@@ -5,8 +5,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from offload_core.dtypes import BY_NUMPY, FLOAT32, ElementType
-from tests.support.kernel_calls import AdamState
-from tests.support.oracles import Hyper
+from offload_core.native.kernels import RULES
+from tests.support.kernel_calls import State
+from tests.support.oracles import Adam, Sgd
 
 
 def law(max_examples: int = 60) -> settings:
@@ -46,34 +47,48 @@ lengths = st.one_of(st.integers(0, 70), st.sampled_from([2047, 2048, 2049, 4100]
 # Of a chunk of the dispatch.
 long_lengths = st.sampled_from([1, 32767, 32768, 32769, 100_003])
 offsets = st.integers(0, 17)
-kinds = st.fixed_dictionaries(
-    {
-        "op_order": st.sampled_from(["torch", "optax"]),
-        "adam_mode": st.sampled_from(["adamw", "adam"]),
-        "param_dtype": st.none() | element_types,
-        "keep_states": st.booleans(),
-    }
-).map(lambda kind: kind if kind["param_dtype"] else {**kind, "keep_states": False})
 
 
 @st.composite
-def adam_states(draw, of_length: st.SearchStrategy[int] = lengths) -> AdamState:
+def states(draw, of_length: st.SearchStrategy[int] = lengths) -> State:
     """A state before a step; the second moment has no sign, the rest may be anything."""
     n = draw(of_length)
     grad = draw(element_types.flatmap(lambda dtype: float_arrays(dtype, n)))
-    master, exp_avg, exp_avg_sq = (draw(float_arrays(FLOAT32, n)) for _ in range(3))
-    return AdamState(grad, master, exp_avg, np.abs(exp_avg_sq))
+    master, first, second = (draw(float_arrays(FLOAT32, n)) for _ in range(3))
+    return State(grad, master, (first, np.abs(second)))
 
 
+_SCALES = st.sampled_from([1.0, 0.3, 2.0**-16])
+_COUNTS = st.sampled_from([1, 2, 1000, 10**6])
 # beta1 on each side of the branch at 1 - beta1 = 0.5, and on it; factors that are 1 or 0 and are then left out.
-hypers = st.builds(
-    Hyper,
+adams = st.builds(
+    Adam,
     lr=st.sampled_from([1e-3, 0.0, 1e-8, 1.0]),
     beta1=st.sampled_from([0.9, 0.5, 0.3, 0.0, 0.99]),
     beta2=st.sampled_from([0.999, 0.95, 0.0]),
     eps=st.sampled_from([1e-8, 0.0, 1e-3]),
     eps_root=st.sampled_from([0.0, 1e-12]),
     weight_decay=st.sampled_from([0.1, 0.0, 0.01]),
-    grad_scale=st.sampled_from([1.0, 0.3, 2.0**-16]),
-    step=st.sampled_from([1, 2, 1000, 10**6]),
+    grad_scale=_SCALES,
+    step=_COUNTS,
+    mode=st.sampled_from(["adamw", "adam"]),
 )
+sgds = st.builds(
+    Sgd,
+    lr=st.sampled_from([1e-2, 0.0, 1e-8, 1.0]),
+    momentum=st.sampled_from([0.9, 0.0, 0.5, 1e-50]),
+    dampening=st.sampled_from([0.0, 0.1, 0.9]),
+    weight_decay=st.sampled_from([0.1, 0.0, 0.01]),
+    nesterov=st.booleans(),
+    grad_scale=_SCALES,
+    step=_COUNTS,
+)
+
+
+@st.composite
+def steps(draw, *rules: str) -> tuple[Adam | Sgd, dict]:
+    """A step of one of the rules (default: all), and the other arguments of its kernel call."""
+    rule, param_dtype = draw(st.sampled_from(rules or sorted(RULES))), draw(st.none() | element_types)
+    step = draw({"adam": adams, "sgd": sgds}[rule.partition("_")[0]])
+    keep_states = param_dtype is not None and draw(st.booleans())
+    return step, {"rule": rule, "param_dtype": param_dtype, "keep_states": keep_states}
