@@ -165,7 +165,7 @@ def test_a_gradient_dropped_between_micro_steps_does_not_come_back(world_size):
     case = model(OffloadConfig(gradient_accumulation_steps=2))
 
     def body(rank, first):
-        subject = Subject(FakeDevice(), case.masters, case.dtypes, case.groups, case.config, collectives=rank)
+        subject = Subject.of(FakeDevice(), case, collectives=rank)
         give(subject)
         subject.pipeline.end_micro_step()
         subject.pipeline.drop_gradients(first)
