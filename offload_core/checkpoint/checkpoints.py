@@ -2,7 +2,7 @@
 
 A checkpoint holds the state that training continues from, in logical elements: master weights and moments of trained
 parameters, the values of other tensors, and plain values. A device parameter is its master weight rounded, and is not
-saved; except one that is *behind*, that is older than its master weight (``schedule="delayed"``).
+saved, except a stale one (``schedule="delayed"``), which is older than its master weight.
 
 Each process writes a file of tensors, and a *part* that describes it. When all parts are there, process 0 joins them
 to a manifest (``saving.py``). So no process waits for another while training goes on.
@@ -48,7 +48,7 @@ from .values import ArrayType, encode
 _KINDS = {str(dtype): {"V": "f", "u": "i"}.get(dtype.kind, dtype.kind) for dtype in NAME_OF}
 """The kind of each element type. A tensor may be loaded from another type of the same kind."""
 _TARGET_BYTES = 64 * 2**20
-"""Bytes of tensors that are not trained to read at a time; at least one tensor is."""
+"""Bytes after which a group of tensors is read; the last tensor of a group may exceed them."""
 
 Names = Mapping[str, str] | Callable[[str], str] | None
 """From a model's names to those in a checkpoint."""
@@ -77,7 +77,7 @@ class Contents:
     left_out: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Shapes of tensors that are not trained and not saved: a model that loads the checkpoint keeps its own values."""
     parts: bool = False
-    """True if parameters of one name are parts of one."""
+    """True if parameters with the same name are parts of one parameter."""
     groups: Sequence[int] | None = None
     """The number of each parameter's group in ``state``; None: as they were when the pipeline took them on."""
 
@@ -203,7 +203,7 @@ class Checkpoints:
         return place.folder / place.name
 
     def _begin(self, save: Save) -> None:
-        """Begin to write, and have changes of states wait until what they change is copied."""
+        """Begin to write. From now on, a change of states waits until the blocks that it changes are copied."""
         save.start()
         self._save = save
         self._states.watch(save.writer.capture)
@@ -443,9 +443,9 @@ class Checkpoints:
 
 
 class _Reading:
-    """Reads states into the memory in which they are kept, those that are kept encoded through a buffer.
+    """Reads states into the memory in which they are kept; encoded states pass through buffers.
 
-    A buffer is encoded as soon as ``_TARGET_BYTES`` are filled, so that no more are needed.
+    Buffers are encoded as soon as ``_TARGET_BYTES`` are filled, so that they never need more memory.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -455,7 +455,7 @@ class _Reading:
         self._n_bytes = 0
 
     def values_of(self, array: StateArray) -> np.ndarray:
-        """An array for the values of a run, which are kept by the next :meth:`finish`."""
+        """Return an array to fill with the values of a run; the next :meth:`finish` stores them."""
         if not array.encoded:
             return array.view
         values = np.zeros(array.size, np.float32)
@@ -464,11 +464,11 @@ class _Reading:
         return values
 
     def want(self, want: Want) -> None:
-        """Have this read by the next :meth:`finish`."""
+        """Have the next :meth:`finish` read this region."""
         self._wants.append(want)
 
     def go_on(self) -> None:
-        """All of a run is wanted: read what there is if buffers are full."""
+        """Read what is wanted so far if the buffers are full. Call it when all of a run is wanted."""
         if self._n_bytes >= _TARGET_BYTES:
             self.finish()
 
@@ -577,7 +577,7 @@ class InOrder:
 
 
 def _written(pipeline: Pipeline, front_end: str | None) -> dict[str, Any]:
-    """For information: versions, settings and date. Loading does not depend on it."""
+    """Return versions, settings and date, for information. Loading does not depend on them."""
     config = {
         field.name: value
         if value is None or isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value))

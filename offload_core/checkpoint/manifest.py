@@ -1,4 +1,4 @@
-"""``manifest.json``: what the files of a checkpoint hold.
+"""``manifest.json``: the contents of a checkpoint's files.
 
 It is ``{"format", "version", "checksum", "content"}``; the checksum is that of the content's text. The content names
 each file, its size, the checksums of its blocks, and which part of which parameter each of its tensors holds. Nothing

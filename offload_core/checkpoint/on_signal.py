@@ -1,4 +1,4 @@
-"""Saves that a signal asks for: noted at once, made between two steps, by all ranks after the same step."""
+"""Saves that a signal asks for. The signal is noted at once; all ranks save after the same step."""
 
 import signal
 import threading
