@@ -39,7 +39,7 @@ in JAX, parameters sharded over a mesh of 4 x 2 devices of one process:
 Sizes may be given in GB (10^9 bytes) or GiB (2^30); they are printed in GiB, so that 64GB is 59.6 GiB.
 The exit status is 0 if a stage fits, 1 if none does."""
 _COLUMNS = 100
-"""Of what is printed, at most."""
+"""The most columns of the output."""
 _TIERS: tuple[tuple[int, str | None], ...] = ((1, None), (2, None), (3, None), (3, "cpu"))
 _FIELDS = (
     "reduce_bucket_size",
@@ -126,7 +126,7 @@ class _Tier:
     """The plan for one stage; in JAX for one way to give gradients."""
 
     about: dict[str, Any]
-    """The settings that it is of."""
+    """The settings of the plan."""
     plan: MemoryPlan
     missing: dict[str, int]
     step: StepTime
@@ -340,7 +340,7 @@ def _memory_table(tiers: Sequence[_Tier]) -> str:
 
 
 def _format_table(formats: Mapping[str, Sequence[_Tier]]) -> str:
-    """What other formats of states take, in the tier that takes the least of the host."""
+    """Return a table of the bytes that other formats of states need, in the tier that needs the least host memory."""
     lines = []
     for setting, tiers in formats.items():
         least = min(tiers, key=lambda tier: tier.plan.host_bytes)

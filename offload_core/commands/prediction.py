@@ -31,7 +31,7 @@ class StepTime:
     to_host: float | None
     to_device: float | None
     tail: float
-    """Those of the last bucket: its way to the host, its update, and its way back."""
+    """Seconds of the last bucket: its way to the host, its update, and its way back."""
     overlaps: bool
     """True if the parts run at the same time."""
 

@@ -72,7 +72,7 @@ def integer(least: int) -> Convert:
 
 
 def one_of(*choices: Any) -> Convert:
-    """In any case of letters."""
+    """A converter to one of these words, in upper or lower case."""
 
     def convert(name: str, value: Any) -> Any:
         lower = value.lower() if isinstance(value, str) else value

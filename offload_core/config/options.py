@@ -114,7 +114,7 @@ class OffloadConfig:
     exp_avg_dtype: str | None = None
     """``"float32"``, ``"bfloat16"`` or ``"float8"``, of the first moment; None: as ``state_format`` says."""
     exp_avg_sq_dtype: str | None = None
-    """The same of the second moment."""
+    """As ``exp_avg_dtype``, of the second moment."""
     param_dtype: str | None = None
     """Element type of the device parameters; None keeps the model's. In torch, layers with running statistics in
     float32 (BatchNorm) keep their parameters in float32, too: torch computes with both, whatever the input's type."""
@@ -194,10 +194,10 @@ class OffloadConfig:
     run: names of classes (``"MixtralSparseMoeBlock"``, or with the package), or of modules, whole or their end
     (``"layers.0.mlp"``, ``"mlp"``). For mixtures of experts: ranks then need not run the same experts."""
     activation_memory: int = field(default=0, metadata=_MAY_DIFFER)
-    """Bytes on each device that activations take. Nothing is allocated for them: what is declared here counts when it
-    is checked, before anything is allocated, whether training fits."""
+    """Bytes on each device that activations take. Nothing is allocated for them: they are counted in the check,
+    before any allocation, that training fits."""
     host_activation_memory: int = field(default=0, metadata=_MAY_DIFFER)
-    """The same of activations that wait in a process's host memory (torch's ``save_on_cpu``)."""
+    """Bytes of activations that wait in a process's host memory (torch's ``save_on_cpu``), counted in the same way."""
     pin_memory: bool = field(default=True, metadata=_MAY_DIFFER)
     """Pin the staging buffers if the device copies from host memory."""
     num_threads: int | None = field(default=None, metadata=_MAY_DIFFER)
