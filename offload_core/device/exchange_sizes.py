@@ -10,7 +10,7 @@ REFUSED_DEVICES = {
     "mps": "MPS has one stream, where copies would wait for the model, and shares the host's memory",
     "xla": "torch_xla's devices have no streams; frontends.jax trains on TPUs",
 }
-"""Types of devices that nothing can be exchanged with behind a step, as torch names them, and why."""
+"""Types of devices, by torch's names, that cannot exchange while a step goes on, and the reason."""
 
 
 @dataclass(frozen=True)

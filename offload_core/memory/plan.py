@@ -7,7 +7,7 @@ from ..errors import DeviceMemoryError, HostMemoryError
 from .host_memory import format_bytes
 
 PARAMETER_SHARDS = "parameters on the host"
-"""What ``offload_param`` keeps there: the label of their memory, and of their row in the plan."""
+"""The label of the parameters that ``offload_param`` keeps on the host: in reports of memory, and in the plan."""
 _NAMED = 3
 """The number of consumers that an error names."""
 
@@ -70,7 +70,7 @@ class MemoryPlan:
         """The bytes that are needed in each memory that has fewer free.
 
         Args:
-            host: free bytes; None: unknown, and counted as enough. Likewise ``device``.
+            host: free bytes; None: unknown, and counted as enough. ``device`` is read in the same way.
             processes: processes of this machine with such a plan each; they share its memory.
         """
         free = {"host": host, "device": device}
