@@ -1,8 +1,8 @@
-"""What ranks tell each other before the data of an exchange: what it is that they are about to exchange.
+"""Headers: before the data of an exchange, each rank tells the others which exchange it is about to make.
 
-Ranks that went different ways (one skipped a module, or repeated a backward) would else pair data of equal size
-silently, and a backend that gets more bytes than it expects may end the process. All ranks see all headers before any
-data moves, so all raise the same error, and it names what each of them was about to do.
+Without headers, ranks that went different ways (one skipped a module, or repeated a backward) would pair data of equal
+size silently, and a backend that gets more bytes than it expects may end the process. All ranks see all headers before
+any data moves. So all of them raise the same error, and it names the exchange at which each rank was.
 
 [Note: a header] ``HEADER_BYTES`` bytes for each rank. The layout never changes, so that ranks of any version can read
 it:
@@ -29,7 +29,7 @@ _TEXT = 16
 
 
 class Header(NamedTuple):
-    """What one rank is about to exchange. Two exchanges belong together only if their headers are equal."""
+    """The name and size of a rank's next exchange. Two exchanges belong together only if their headers are equal."""
 
     what: str
     """Names the data: the bucket or the parameter, and what is done with it."""
