@@ -8,7 +8,7 @@ from collections.abc import Collection
 from ..errors import ConfigError
 
 LARGEST = 2**62
-"""No count that is asked for is larger: sums of a few of them still fit in 64 bits."""
+"""The largest count that a user may ask for: sums of a few of them still fit in 64 bits."""
 _SHOWN = 500
 
 

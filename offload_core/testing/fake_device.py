@@ -144,7 +144,7 @@ class FakeDevice:
         return self._enqueue("to_device", host.nbytes, write)
 
     def compute(self, work: Callable[[], object]) -> Event:
-        """Run ``work`` in the compute lane, after all earlier work of that lane."""
+        """Call ``work`` in the compute lane, after all earlier tasks of that lane."""
         self._computing = self._lanes["compute"].submit(work)
         return _LaneEvent(self, self._computing)
 
