@@ -33,7 +33,7 @@ def without_context_mesh(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def is_traced() -> bool:
-    """True while JAX traces the caller (``jit``, ``scan``): what Python does then is not done again by the program."""
+    """True while JAX traces the caller (``jit``, ``scan``). The compiled program does not repeat Python's actions."""
     with jax.transfer_guard("allow"):
         return isinstance(jnp.zeros(()), jax.core.Tracer)
 

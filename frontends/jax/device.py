@@ -93,7 +93,7 @@ def free_bytes(devices: Sequence[jax.Device]) -> int | None:
 
 
 def in_host_memory(array: jax.Array) -> bool:
-    """True if the array lies in host memory, where ``offload_param="cpu"`` puts parameters, and not on its device."""
+    """True if the array lies in host memory, where ``offload_param="cpu"`` puts parameters."""
     return array.sharding.memory_kind == HOST_MEMORY
 
 
@@ -148,7 +148,7 @@ class _Generation:
 
 
 class ParameterBuffers:
-    """Host buffers for new parameters, in generations: a buffer is used again when nobody reads it any more.
+    """Host buffers for new parameters, in generations: a buffer is used again after its last reader is done.
 
     Two generations alternate in a training loop that drops its old parameters.
     """
@@ -181,7 +181,7 @@ class ParameterBuffers:
         return buffers
 
     def _await_readers(self) -> None:
-        """Wait a little for the buffers of old parameters that the caller holds no more.
+        """Wait a little for the buffers of old parameters that the caller has dropped.
 
         The runtime lets go of them when the computations that read them have ended, and gives their memory back at the
         next garbage collection.

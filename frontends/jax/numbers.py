@@ -25,7 +25,7 @@ def beside_the_accelerator() -> Iterator[Callable[[int], jax.Array]]:
 
 
 def _cpu() -> jax.Device | None:
-    """None: with ``JAX_PLATFORMS=cuda`` there is none."""
+    """Return JAX's CPU; None if JAX has none, as with ``JAX_PLATFORMS=cuda``."""
     try:
         return jax.local_devices(backend="cpu")[0]
     except RuntimeError:

@@ -192,7 +192,8 @@ def _form(name: str, leaf: Any) -> tuple[tuple[int, ...], np.dtype]:
 
 
 def _sources(name: str, leaf: Any, *, first: bool) -> list[Source]:
-    """What this process saves of an array that is not trained: the first process all of it, if that has all."""
+    """Return the parts of an untrained array that this process saves. The first process saves every array that it holds
+    whole."""
     shape, dtype = _form(name, leaf)
     if not isinstance(leaf, jax.Array):
         region = Region(shape, 0, int(np.prod(shape, dtype=np.int64)))

@@ -53,7 +53,7 @@ class AsPlaced:
         meshes = {tuple(_in_order(sharding)) for sharding in shardings}
         everywhere = max(meshes, key=len)
         self._several = len(everywhere) > 1
-        """Whether parameters are sharded or replicated over several devices."""
+        """True if parameters are sharded or replicated over several devices."""
         self._everywhere = everywhere
         here = [device for devices in meshes for device in devices if device.process_index == jax.process_index()]
         self._places = sorted(set(here), key=lambda device: device.id)
@@ -154,7 +154,7 @@ class AsPlaced:
         return [MeshGradient(part, False, part.size, BY_NUMPY[np.dtype(like.dtype)], used) for part in parts]
 
     def _beside(self, gradient: Any, like: jax.Array) -> jax.Array:
-        """The gradient, on the devices of its parameter and cut as it is."""
+        """Return the gradient on the devices of its parameter, cut as the parameter is."""
         to = like.sharding
         if to.memory_kind not in (None, DEVICE_MEMORY):
             to = to.with_memory_kind(DEVICE_MEMORY)
@@ -280,7 +280,7 @@ def _same(array: jax.Array) -> jax.Array:
 
 
 def _of_new_arrays() -> jax.sharding.Sharding:
-    """Where JAX puts arrays that are made of NumPy's: on the default device, or on the mesh that the caller has set."""
+    """Return the sharding that JAX gives to NumPy's arrays: the default device, or the mesh that the caller has set."""
     return jax.device_put(np.float32(0)).sharding
 
 

@@ -42,7 +42,7 @@ class Compute(Protocol):
 
         Args:
             trained: the arrays with respect to which gradients are taken.
-            seen: makes of these arrays the leaves that the user's function sees.
+            seen: turns these arrays into the leaves that the user's function sees.
         """
         ...
 
@@ -191,7 +191,7 @@ class OnMesh:
         return Differentiated([self._axis.vary(array) for array in trained] if varying else list(trained), list)
 
     def _as_outputs(self, gradients: Sequence[jax.Array]) -> list[jax.Array]:
-        """Each rank's part of the gradients; :meth:`_specs` says how they are put together."""
+        """Return each rank's part of the gradients; :meth:`_specs` puts them together."""
         return [gradient[None] for gradient in gradients]
 
     def _split(self, in_specs: Any, args: tuple, kwargs: dict[str, Any]) -> "tuple[_Split, list[Any]]":
@@ -268,7 +268,7 @@ class Differentiated(NamedTuple):
 
     leaves: list[Any]
     seen: Callable[[list[Any]], list[Any]]
-    """Makes of them the leaves that the user's function sees."""
+    """Turns them into the leaves that the user's function sees."""
 
 
 def names(spec: Iterable[Any]) -> set[str]:

@@ -36,7 +36,7 @@ from .on_mesh import Differentiated, OnMesh, names
 
 @dataclass
 class ShardedParameter:
-    """A parameter of which each rank has a slice: its present value, and what has arrived of its next value."""
+    """A parameter of which each rank has a slice: its present value, and the arrived part of its next value."""
 
     array: jax.Array
     layout: ShardLayout
@@ -206,10 +206,10 @@ class ShardedOnMesh(OnMesh):
         return PartitionSpec(*[None] * dim, all_names if len(all_names) > 1 else self._axis.name)
 
     def _dim_of(self, leaf: Any) -> int | None:
-        """The dimension that a parameter is cut along; None: it is not cut.
+        """Return the dimension along which a parameter is cut; None: it is not cut.
 
-        It is the dimension that it is cut along already, or the first that the ranks divide. The very first of several
-        is left out, because it may be that of stacked layers.
+        A parameter that is cut already keeps its dimension. Otherwise it is the first dimension that the ranks divide,
+        without the very first of several, because that may be the dimension of stacked layers.
         """
         n = self._axis.world_size
         if leaf.size == 0:

@@ -80,7 +80,7 @@ class ShardLayout:
         return {rank: padded[: self.local_numel].reshape(self.local_shape) for rank, padded in found.items()}
 
     def of_slices(self, slices: Mapping[int, np.ndarray]) -> np.ndarray:
-        """The elements in the core's order, of which only those of these ranks are set: the inverse of
+        """Return the elements in the core's order, with only these ranks' elements set: the inverse of
         :meth:`slices`."""
         first = next(iter(slices.values()))
         flat = np.empty(self.numel, first.dtype)  # memory that nobody writes to is not taken
@@ -96,7 +96,7 @@ class ShardLayout:
         """The places of a run of elements among those that a process holds of the parameter (``Bucket.in_tensor``).
 
         Args:
-            n_ranks: how many ranks the process has.
+            n_ranks: the number of ranks of the process.
 
         Returns:
             ``(rank, start, stop)`` for each part of the run, in order: elements ``[start, stop)`` of that rank's padded

@@ -68,7 +68,7 @@ def dotted_names(tree: Any) -> list[str]:
 
 
 def check_paths(expected: Sequence[str], flat: Sequence[tuple[str, Any]], error: type[OffloadError], what: str) -> None:
-    """Raise ``error`` for the first leaf whose path differs. Trees of other node types pass if their paths agree.
+    """Raise ``error`` for the first leaf whose path differs. Trees of other node types pass if their paths are equal.
 
     One of the trees may have a leaf in a box, as in a flax.nnx Variable: ``['w']`` is the same as ``['w'].value``.
     """
@@ -126,7 +126,7 @@ def parameter_positions(paths: Sequence[str], leaves: Sequence[Any], trained: Se
 
 
 def check_nnx(params: Any, *, chosen: bool) -> None:
-    """Raise :class:`ParameterError` if a tree holds what a flax.nnx model changes in its forward.
+    """Raise :class:`ParameterError` if a tree holds values that a flax.nnx model changes in its forward.
 
     The tree that comes back from an update has those values as they were wrapped: dropout would draw the same mask in
     each step, and statistics would be trained and decayed like weights.
@@ -218,7 +218,8 @@ def from_numpy(value: Any, like: Any) -> Any:
 
 
 def put(value: Any, sharding: jax.sharding.Sharding) -> jax.Array:
-    """An array that lies so, of a value that this process has whole. With several processes all must have the same."""
+    """Return an array with this sharding, of a value that this process has whole. All processes must have the same
+    value."""
     if sharding.is_fully_addressable:
         return jax.device_put(value, sharding)
     places = sharding.addressable_devices_indices_map(value.shape)
