@@ -17,14 +17,15 @@ _DATA: Any = torch.Tensor.data
 _WATCHED: "weakref.WeakValueDictionary[int, DataWrites]" = weakref.WeakValueDictionary()
 """By the ``id`` of their parameter."""
 _MANY = 16
-"""Tensors of one parameter that are kept before those that nobody else holds are let go."""
+"""The number of tensors of one parameter after which those that only this module holds are released."""
 
 
 class DataWrites:
-    """Tells of writes through ``param.data``, from now on. Whoever has it keeps the parameter, too.
+    """Reports writes through ``param.data``, from now on. It keeps the parameter alive.
 
     Args:
-        used: gets this object when ``param.data`` is used; :meth:`seen` takes it out when nobody can write any more.
+        used: gets this object when ``param.data`` is used; :meth:`seen` removes it when no tensor that could write is
+            left.
         replaced: called when the parameter gets other memory.
     """
 
@@ -38,13 +39,13 @@ class DataWrites:
         self._used = used
         self.replaced = replaced
         self._tensors: list[tuple[torch.Tensor, int]] = []
-        """What ``data`` gave or got, and its version when it was last looked at."""
+        """The tensors that ``data`` gave or got, each with its version when it was last looked at."""
         self._many = _MANY
         self._written = False
         _WATCHED[id(param)] = self
 
     def add(self, tensor: torch.Tensor) -> None:
-        """The parameter's ``data`` gave or got this tensor."""
+        """Watch a tensor that the parameter's ``data`` gave or got."""
         if tensor.is_inference():
             return  # it has no counter
         if len(self._tensors) >= self._many:
@@ -55,7 +56,7 @@ class DataWrites:
             self._used.add(self)
 
     def seen(self) -> bool:
-        """Return whether there was a write since :meth:`forget`."""
+        """True if there was a write since :meth:`forget`."""
         self.end()  # first: another thread may use the parameter while this one looks
         if self._tensors:
             self._look()
@@ -64,19 +65,19 @@ class DataWrites:
         return self._written
 
     def end(self) -> None:
-        """Be no more among those that were used."""
+        """Remove this object from the set of used ones."""
         if self._used is not None:
             self._used.discard(self)
 
     @property
     def possible(self) -> bool:
-        """Whether somebody holds what ``data`` gave or got, and can write to it at any time."""
+        """True if other code holds a tensor that ``data`` gave or got, and so can write to it at any time."""
         if self._tensors:
             self._look()
         return bool(self._tensors)
 
     def forget(self) -> None:
-        """What was seen is taken care of."""
+        """Forget the writes that were seen: the caller has handled them."""
         self._written = False
 
     def _look(self) -> None:
@@ -92,12 +93,12 @@ class DataWrites:
 
 
 def data_of(param: torch.Tensor) -> torch.Tensor:
-    """``param.data``, for writes that are no changes from outside."""
+    """Return ``param.data``, for writes that do not count as changes from outside."""
     return _DATA.__get__(param)
 
 
 def set_data(param: torch.Tensor, values: torch.Tensor) -> None:
-    """``param.data = values``, where that is no change from outside."""
+    """Set ``param.data = values``, without counting it as a change from outside."""
     _DATA.__set__(param, values)
 
 

@@ -1,4 +1,4 @@
-"""Finds tensors that lie over one memory, which cannot keep their values once one of them is trained apart."""
+"""Finds tensors that share memory. Training one of them would leave the others with old values."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Set
@@ -82,7 +82,7 @@ def _share_elements(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 class _Places:
-    """The places of a tensor's elements, as an array of NumPy whose memory nobody reads."""
+    """The places of a tensor's elements, as a NumPy array whose memory is never read."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         itemsize = tensor.element_size()

@@ -48,7 +48,7 @@ class HostState(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As ``Tensor.to``, but return this tensor if only a device is asked for."""
+        """As ``Tensor.to``, but return this tensor if only a device is given."""
         dtype = torch._C._nn._parse_to(*args, **{k: v for k, v in kwargs.items() if k != "copy"})[1]
         if kwargs.get("copy") or dtype is not None:  # torch's own optimizers load states so
             return self.as_subclass(torch.Tensor).to(*args, **kwargs)
@@ -66,7 +66,7 @@ class StatePart(HostState):
     """A rank's part of a state; copies are plain tensors."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Raise: other libraries pickle the states of rank 0 alone, for all ranks, and no rank can go on from that."""
+        """Raise :class:`StateError`: other libraries pickle only rank 0's states, and no rank can go on from them."""
         raise StateError(
             "pickling (torch.save) of optimizer states of which each rank holds a part: a file for all ranks would "
             "lack the others' parts; expected engine.save_checkpoint(folder), OffloadCallback (Trainer), "
@@ -75,7 +75,8 @@ class StatePart(HostState):
         )
 
     def __create_write_items__(self, name: str, value: object) -> list[Any]:
-        """Raise: ``torch.distributed.checkpoint`` calls this to save, and can only save a box of a tensor as a part."""
+        """Raise :class:`StateError`: ``torch.distributed.checkpoint`` calls this to save, and the only parts that it
+        can save are boxes of a tensor."""
         raise StateError(
             f"torch.distributed.checkpoint of {name!r}, of which this rank holds a part, in the order of its memory; "
             "expected engine.save_checkpoint(folder), which writes parts that any number of ranks can load"
@@ -96,7 +97,7 @@ def _flat(values: Any) -> Iterator[Any]:
 
 
 class _Decoded(HostState):
-    """A copy of a state: nothing may be written to it or to a view of it, for that would be lost."""
+    """A copy of a state. Writing to it or to a view of it is an error, because the write would be lost."""
 
     @classmethod
     def __torch_function__(  # type: ignore[override]
@@ -138,11 +139,11 @@ class DecodedPart(_Decoded, StatePart):
 
 
 class Encoded:
-    """A state in a format that torch has no tensors of: it is read as a copy, and replaced whole.
+    """A state in a format for which torch has no tensors. Reading it makes a copy, and writing replaces all of it.
 
     Args:
-        array: this process's part of it.
-        param: the parameter of which it is the whole state; None: it is a part, one-dimensional.
+        array: this process's part of the state.
+        param: the parameter, if this is its whole state; None: it is a part, one-dimensional.
     """
 
     def __init__(self, array: StateArray, param: torch.Tensor | None) -> None:
@@ -188,7 +189,7 @@ class Views(Kept):
         self._changing = changing
 
     def put(self, name: str, value: Any) -> None:
-        """Give a state these values; a number is that of every element."""
+        """Give a state these values; a number becomes the value of every element."""
         target = super().__getitem__(name)
         value = torch.as_tensor(value)
         with torch.no_grad():

@@ -48,7 +48,7 @@ def save_in_shards(accelerator: Accelerator, model: nn.Module, optimizer: Any, *
 
 
 class _States:
-    """Takes the place of an optimizer's ``state_dict`` and ``load_state_dict``: Accelerate calls these after hooks."""
+    """Replaces an optimizer's ``state_dict`` and ``load_state_dict``, which Accelerate calls after its hooks."""
 
     def __init__(self, model: nn.Module, optimizer: AcceleratedOptimizer, folder: str) -> None:
         self._checkpoints = ModelCheckpoints(model, optimizer.optimizer)

@@ -21,7 +21,7 @@ from offload_core.ranks.headers import HEADER_BYTES, Header, check_alike
 from .header_line import HeaderLine
 
 _PATIENCE = 1.0
-"""Seconds to wait for the group's thread to release a buffer, and for what other ranks failed in."""
+"""Seconds to wait for the group's thread to release a buffer, and for the other ranks' errors."""
 _SPARE_DESCRIPTORS = 16
 """File descriptors that a group takes, at most, besides two for each rank."""
 _MAKING = "making a group of the engine's ranks"
@@ -124,16 +124,16 @@ class OwnGroup:
             )
 
     def agree(self, what: str, n_bytes: int) -> None:
-        """Wait until all ranks are about to exchange the same.
+        """Compare the headers of all ranks.
 
         Raises:
-            CollectiveError: they are not, or a rank was lost; on all ranks.
+            CollectiveError: they differ, or a rank was lost; on all ranks.
         """
         with self._lock:
             self._guarded(what, lambda: self._agree(Header(what, n_bytes)))
 
     def run(self, what: str, start: Callable[..., Iterable[Any]], *arrays: np.ndarray) -> None:
-        """Exchange, when all ranks are about to do so.
+        """Exchange, after a comparison of all ranks' headers.
 
         Args:
             what: names the data, alike on all ranks.
@@ -174,7 +174,7 @@ class OwnGroup:
         check_alike(self._headers.numpy().reshape(self.world_size, HEADER_BYTES))
 
     def _guarded(self, what: str, act: Callable[[], None]) -> None:
-        """Do this unless an exchange has failed before; if it fails, none is done any more."""
+        """Call ``act``, unless an exchange has failed before. If it fails, no later exchange begins."""
         if self._failure is not None:
             raise CollectiveError(self._failure)
         if not self._gloo:
@@ -195,7 +195,8 @@ class OwnGroup:
             raise
 
     def _failed_elsewhere(self, what: str) -> str:
-        """Say what has failed here, and return what has failed on other ranks, which may wait in another group."""
+        """Tell the other ranks the exchange that failed here, and return their failures: they may wait in another
+        group."""
         said: list[str] = []
 
         def ask() -> None:
@@ -218,7 +219,7 @@ class OwnGroup:
         return ", ".join(said)
 
     def close(self) -> None:
-        """Free the connections and threads; nothing is exchanged any more."""
+        """Free the connections and threads. No exchange follows."""
         with self._lock:
             self._end()
 
