@@ -31,8 +31,8 @@ from .pinning import drivers_of
 
 
 class _Agreed:
-    """The end of an exchange. Waiting for it compares the headers of all ranks. The start does not compare them, because
-    it runs in another thread than the host's exchanges."""
+    """The end of an exchange. Waiting for it compares the headers of all ranks. The start does not compare them,
+    because it runs in another thread than the host's exchanges."""
 
     def __init__(self, event: Event, agree: Callable[[], None]) -> None:
         self._event = event
