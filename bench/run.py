@@ -24,7 +24,7 @@ _LAST_LINES = 20
 
 
 def free_path(folder: Path, parts: Sequence[str], quick: bool) -> Path:
-    """A new file, named after the parts (none: all), the hardware, the date and the commit."""
+    """Return the path of a new file, named after the parts (none: all), the hardware, the date and the commit."""
     stem = f"{'+'.join(parts) or 'all'}-{hardware()}-{datetime.now(UTC):%Y-%m-%d}-{commit()[:7]}"
     stem += "-quick" if quick else ""
     later = (folder / f"{stem}{'' if i == 1 else f'-{i}'}.jsonl" for i in range(1, 1000))
@@ -32,12 +32,12 @@ def free_path(folder: Path, parts: Sequence[str], quick: bool) -> Path:
 
 
 def size(path: Path) -> int:
-    """Bytes of a file, none if it does not exist."""
+    """Return the bytes of a file; 0 if it does not exist."""
     return path.stat().st_size if path.exists() else 0
 
 
 def run(part: str, path: Path, quick: bool, seconds: float) -> str:
-    """Why the part failed, in its own last words, or nothing."""
+    """Run a part, and return the reason why it failed, in its own last words; empty: it did not fail."""
     module = module_of(part)
     if find_spec(module) is None:
         return f"there is no {module}"

@@ -20,7 +20,7 @@ MOST_SECONDS = 540
 
 
 def accelerator(folder: Path) -> dict[str, Any]:
-    """The one that torch sees, in words; it is asked once, in a process of its own."""
+    """Return the accelerator that torch sees, in words. Torch is asked once, in a separate process."""
     path = folder / "accelerator.json"
     if not path.exists():
         asked = subprocess.run([sys.executable, "-m", "bench.gpu.accelerator"], capture_output=True, text=True)

@@ -11,7 +11,7 @@ PARTS = {
     "overlap": 200,
     "simulate": 250,
 }
-"""After how many seconds each is given up; together they took 20 minutes on 2 cores in a slow hour."""
+"""Seconds after which each part is given up; together they took 20 minutes on 2 cores in a slow hour."""
 ON_REQUEST = {
     "jax_mesh": 400,
     "checkpoint": 500,
@@ -23,4 +23,4 @@ ON_REQUEST = {
     "eight_bit": 500,
     "trainer": 400,
 }
-"""Parts that run where they are named only."""
+"""Parts that run only if they are named."""

@@ -250,7 +250,7 @@ def answer(asked: list[Question], traces: Path | None = None) -> list[dict[str, 
 
 
 def delayed(batches: tuple[int, ...]) -> list[dict[str, Any]]:
-    """How many times faster than the step that waits; every time is in proportion to the parameters."""
+    """Return the speed-up over the step that waits; every time is in proportion to the parameters."""
     published_adam = BYTES * 10e9 / PUBLISHED_ADAM[10e9]
     print("\ntimes faster than a step that ends when all parameters are written")
     drams = ((DGX2.dram, "DRAM as assumed"), (published_adam, "the published Adam"))

@@ -1,4 +1,4 @@
-"""Text to train on, as bytes: what a user names, or what every machine has, the standard library's own source."""
+"""Text to train on, as bytes: a user's file or folder, or the source of Python's standard library."""
 
 import hashlib
 import sysconfig

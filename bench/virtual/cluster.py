@@ -57,7 +57,7 @@ class Machines:
     """Of one machine."""
     machines: int
     flops: float
-    """That a GPU reaches in forward and backward."""
+    """The operations a second that a GPU reaches in forward and backward."""
     link: float
     """Of a GPU to the host, each way."""
     dram: float
@@ -154,7 +154,7 @@ class Gpu:
         self.clock = clock
         self._link = link
         self._free: defaultdict[str, float] = defaultdict(float)
-        """When each queue is through with what it was given."""
+        """The time at which each queue will have done its tasks."""
 
     def hold(self, queue: str, until: float) -> None:
         self._free[queue] = max(self._free[queue], until)
@@ -195,7 +195,7 @@ class Gpu:
 
 
 class SimulatedGroup:
-    """Where ranks 0 and 1 meet; the others are as rank 1."""
+    """The group of all ranks. Ranks 0 and 1 meet in it; the others are as rank 1."""
 
     def __init__(
         self, clock: Clock, world_size: int, exchange: Callable[[int], float], gather: Callable[[int], float]
