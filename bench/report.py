@@ -490,7 +490,7 @@ CLOSE, OVERLAP, DIFFER = "close", "overlap", "DIFFER"
 
 
 def agreement(a: Record, b: Record) -> str:
-    """``CLOSE`` where each median lies within the other's 20th to 80th percentile, or they differ by no more than
+    """``CLOSE`` if each median lies within the other's 20th to 80th percentile, or they differ by at most
     :data:`RESOLUTION`; ``OVERLAP`` where these intervals do."""
     within = a["p20"] <= b["p50"] <= a["p80"] and b["p20"] <= a["p50"] <= b["p80"]
     if within or abs(a["p50"] / b["p50"] - 1) <= RESOLUTION:

@@ -42,7 +42,7 @@ def run(part: str, path: Path, quick: bool, seconds: float) -> str:
     if find_spec(module) is None:
         return f"there is no {module}"
     command = [sys.executable, "-m", module, "--json", str(path), *(["--quick"] if quick else [])]
-    # Of its own session: what it started ends with it. Contenders have sessions of their own, and end when nobody asks.
+    # In a new session, so that its children end with it. Contenders have their own sessions, and end when nobody asks.
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:
         _, errors = process.communicate(timeout=seconds)
@@ -84,7 +84,7 @@ def main(arguments: list[str] | None = None) -> int:
         if why:
             failed.append(part)
             print(f"{part}: FAILED: {why}", flush=True)
-        if why and size(path) == before:  # else it has said itself what could not run
+        if why and size(path) == before:  # else it has printed itself what could not run
             record = {"bench": part, "title": part, "config": {}, "versions": {}, "rows": [], "ratios": []}
             append(path, {**record, "missing": [missing(part, why)], "notes": []})
         print(f"== {part}: {time.monotonic() - start:.0f} s", flush=True)

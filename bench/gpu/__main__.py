@@ -68,5 +68,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # what is running ends, too
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # the running process ends, too
     sys.exit(main())

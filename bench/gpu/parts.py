@@ -47,7 +47,7 @@ _OUTCOME = re.compile(r"^(\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b"
 def tests(session: Session) -> None:
     session.command("machine", ["offload_core", "info"], 30, partial(_words, "machine"))
     for name, arguments in session.sizes.tests.items():
-        # A library of this machine that warns is not what is tested here.
+        # A warning of this machine's libraries is no failure of these tests.
         options = ["-v", "--color=no", "-p", "no:cacheprovider", "-W", "default", "-o", "timeout=100"]
         session.command(name, ["pytest", *options, *arguments], 200, partial(outcomes_of, name))
     device = session.accelerator["type"]

@@ -62,7 +62,7 @@ class Contender:
     def build(self, warm_up: int) -> None:
         self.losses = _mean_losses(self._guarded(partial(self.group.ask, steps=warm_up)))
         self.setup_peak = self.group.peak()
-        self.group.forget_peak()  # of what is kept, that of building stays
+        self.group.forget_peak()  # the peak of building is kept
 
     def measure(self, steps: int, workloads: Sequence[Mapping[str, Any]]) -> list[Measurement] | None:
         if self.failure:

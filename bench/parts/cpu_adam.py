@@ -157,7 +157,7 @@ class Buffers:
 
     def stream(self, ffi: FFI, lib: Any, grad: ElementType) -> Run:
         """The streaming limit; each thread has one contiguous part of a set."""
-        if not self._streamed:  # of its own: what it leaves there are no numbers to compute with
+        if not self._streamed:  # in a separate array: it leaves values that are no numbers to compute with
             self._streamed = [self._memory.allocate("streamed", array.size, array.dtype) for array in self.states]
         pool = ThreadPoolExecutor(self.threads)
         ends = [self.n * i // self.threads // 64 * 64 for i in range(self.threads)] + [self.n]
@@ -418,7 +418,7 @@ def main(arguments: list[str] | None = None) -> None:
         known["missing"].append(missing(f"{n:,} parameters", f"all contenders together need {need}, {have} available"))
     if not fitting:
         options.error(f"--numel: {known['missing'][0]['why']}")
-    compared = max((n for n in fitting if n <= _SLOW), default=fitting[0])  # what README's ratios are of
+    compared = max((n for n in fitting if n <= _SLOW), default=fitting[0])  # the size of the README's ratios
     few = max(rounds // 8, 2)
     find_compilers()
     cold = 10**6 if args.quick else _COLD

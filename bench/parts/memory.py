@@ -32,7 +32,7 @@ TARGET = 0.7
 UNIT = "bytes/parameter"
 ON_DEVICE = 4
 """Bytes of a bf16 parameter and its gradient, which are on the device if that is a GPU."""
-# Freed blocks go back, and always the same: glibc's own bound rises to 32 MiB with what came before.
+# Freed blocks of 1 MiB and more go back: the threshold of glibc rises to 32 MiB, depending on earlier blocks.
 _MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(2**20)}
 
 

@@ -84,7 +84,7 @@ class Cell(NamedTuple):
     measured: list[float]
     """Seconds of a step, one a round."""
     predicted: list[float]
-    """Likewise, from what was measured of exchanges in that round."""
+    """Predicted seconds of a step, one a round, from that round's measured exchanges."""
 
 
 # --- against the wall clock ------------------------------------------------------------------------------

@@ -56,7 +56,7 @@ def ds_config(stage: int) -> dict[str, Any]:
     }
     if stage == 3:
         sizes = dict.fromkeys(("stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"), "auto")
-        # Of 2.1 million: what is documented, 1e9, would keep all of them.
+        # Of 2.1 million parameters: the documented 1e9 would keep all of them.
         live = dict.fromkeys(("stage3_max_live_parameters", "stage3_max_reuse_distance"), 600_000)
         section |= {"offload_param": {"device": "cpu", "pin_memory": True}, **sizes, **live}
     warmup = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")

@@ -65,7 +65,7 @@ PATIENCE = 5.0
 def main(arguments: list[str] | None = None) -> int:
     try:
         launched = Ranks.launched()
-    except ConfigError as error:  # nobody knows whose word it is
+    except ConfigError as error:  # it is not known yet which rank prints errors
         print(f"bench.train: {error}", file=sys.stderr)
         return 1
     with ExitStack() as at_end:  # other ranks learn of an error by losing this one: after it has been said
@@ -430,7 +430,7 @@ def train(
                 done, seconds = timed(offloaded, batches)
             losses = [done.loss]
             if plain is not None:
-                # Step by step, so that what slows the machine for a while slows both.
+                # Step by step, so that a slow phase of the machine slows both.
                 other, plain_seconds = timed(plain, batches)
                 losses.append(other.loss)
             *losses, asked = ranks.gather([*losses, interrupt.asked]).mean(axis=0).tolist()

@@ -14,7 +14,7 @@ from offload_core.rules.adam import Adam
 
 @contextmanager
 def beside_the_accelerator() -> Iterator[Callable[[int], jax.Array]]:
-    """Compute on the CPU if JAX has one here, and whatever transfers and promotions the user forbids: numbers alone are
+    """Compute on the CPU if JAX has one here, also if the user forbids transfers and promotions: only numbers are
     computed, and optax's own schedules promote.
 
     Yields:

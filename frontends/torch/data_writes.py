@@ -88,7 +88,7 @@ class DataWrites:
         for ref in held:
             tensor = ref()
             if tensor is not None:
-                tensor._fix_weakref()  # type: ignore[attr-defined]  # C++ code may be who holds it
+                tensor._fix_weakref()  # type: ignore[attr-defined]  # C++ code may hold it
                 self._tensors.append((tensor, tensor._version))
 
 

@@ -33,7 +33,7 @@ def check_apart(trained: Iterable[Named], others: Iterable[Named]) -> None:
     for name, tensor in others:
         known.setdefault(id(tensor), (name, tensor))
     by_storage = defaultdict(list)
-    with torch._C.DisableTorchFunctionSubclass():  # no read: nobody has to wait
+    with torch._C.DisableTorchFunctionSubclass():  # no values are read, so there is no wait
         for name, tensor in known.values():
             if (address := _storage_of(tensor)) is not None:
                 by_storage[address].append((tensor.data_ptr(), name, tensor))

@@ -282,7 +282,7 @@ class Registration:
                         self._replaced.discard(slot.index)  # first: it may be replaced again
                         self._flat[slot.index] = self.tensor(slot)
         for slot in written if slots is None else set(slots).intersection(written):
-            with torch._C.DisableTorchFunctionSubclass():  # no read: nobody has to wait
+            with torch._C.DisableTorchFunctionSubclass():  # no values are read, so there is no wait
                 tensor = self._flat[slot.index] = self.tensor(slot)
             StateAccess(self._pipeline).adopt(slot.index, tensor)
             self.note(slot)

@@ -216,7 +216,7 @@ class Views(Kept):
         self._changing()
         self.put(name, value)
 
-    # dict's own methods would give what stands for an encoded state.
+    # dict's own methods would give the placeholder of an encoded state.
 
     def __getitem__(self, name: str) -> Any:
         value = super().__getitem__(name)

@@ -104,7 +104,7 @@ def parts_of_random_state(
     try:
         state = loaded.own["random"]
         check(state)
-    except Exception as error:  # generators check what they are given as they like
+    except Exception as error:  # generators raise errors of any type
         raise CheckpointError(
             f"{loaded.checkpoint.path}: its state of the random generators is none that these take ({error!r}); "
             "expected load_checkpoint(..., random_state=False), which leaves them as they are"

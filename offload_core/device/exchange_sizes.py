@@ -115,7 +115,7 @@ class MeshSizes:
 
     def way_bytes(self, bucket: Bucket, wire: ElementType) -> int:
         """As :meth:`ExchangeSizes.way_bytes`."""
-        return self.link_numel(bucket) * self.leaves_as(wire).itemsize  # what leaves
+        return self.link_numel(bucket) * self.leaves_as(wire).itemsize  # the gradients that leave
 
 
 @dataclass(frozen=True)

@@ -178,7 +178,7 @@ _SERVING: dict["SimpleQueue[Task[Any] | None]", threading.Thread] = {}
 def _serve(tasks: "SimpleQueue[Task[Any] | None]") -> None:
     while (task := tasks.get()) is not None:
         task.run()
-        del task  # else what it did stays alive until the next one comes
+        del task  # else its objects stay alive until the next task comes
     _SERVING.pop(tasks, None)
 
 
@@ -200,7 +200,7 @@ def do_in_threads(acts: Sequence[Callable[[], object]]) -> None:
     tasks = [Task(act) for act in acts]
 
     def do_all() -> None:
-        with suppress(RuntimeError):  # no thread can be started: this one does what is left
+        with suppress(RuntimeError):  # no thread can be started: this one makes the remaining calls
             for task in tasks[1:]:
                 start_new_thread(task.run, ())
         for task in tasks:
@@ -218,7 +218,7 @@ RUNNING_SECTIONS: list[Task[None]] = []
 
 
 def uninterrupted(section: Callable[[], object]) -> None:
-    """Run a section of code whole, or not at all, whatever signals the main thread gets; raise its error.
+    """Run a section of code completely or not at all, even if signals come, and raise its error.
 
     Python raises ``KeyboardInterrupt`` and the like in the main thread only, between any two of its instructions. So
     the section runs in another thread, while the caller waits; the first interrupt of this wait is raised when the

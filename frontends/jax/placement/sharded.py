@@ -165,7 +165,7 @@ class ShardedMeshDevice(JaxMeshDevice):
             run = into[bucket.shard_start : bucket.shard_start + bucket.shard_numel]
             run[:] = shard[: run.size]
         if tensor.received + bucket.shard_numel == layout.padded_numel:
-            parts = [part.reshape(layout.local_shape) for part in tensor.partial]  # nobody writes them again
+            parts = [part.reshape(layout.local_shape) for part in tensor.partial]  # they are never written again
             tensor.partial = self._mesh_axis.of_parts(layout.shape, tensor.array.sharding, parts)
         self._count_received(bucket, tensor)
 

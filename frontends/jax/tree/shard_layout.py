@@ -83,7 +83,7 @@ class ShardLayout:
         """Return the elements in the core's order, with only these ranks' elements set: the inverse of
         :meth:`slices`."""
         first = next(iter(slices.values()))
-        flat = np.empty(self.numel, first.dtype)  # memory that nobody writes to is not taken
+        flat = np.empty(self.numel, first.dtype)  # memory that is never written takes no room
         for start, stop in self._buckets():
             for rank, part in slices.items():
                 run = flat[self.world_size * start + rank * (stop - start) :][: stop - start]

@@ -56,7 +56,7 @@ class TorchRanks:
         self.sent_bytes += send.nbytes * (self.world_size - 1)
 
         def start(gloo: Any, received: torch.Tensor, send: torch.Tensor) -> Iterable[Any]:
-            # gloo's all-gather takes 2.5 times as long: it copies all data through a buffer of its own.
+            # gloo's all-gather takes 2.5 times as long: it copies all data through another buffer.
             parts = received.view(self.world_size, -1)
             parts[self.rank] = send
             return [gloo.broadcast(parts[rank], rank) for rank in range(self.world_size)]

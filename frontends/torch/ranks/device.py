@@ -221,12 +221,12 @@ class AcceleratorDevice(TorchDevice):
 
     def synchronize(self) -> None:
         for stream in (self._to_host, self._to_device):
-            with suppress(RuntimeError):  # a copy that failed is an error of its own event
+            with suppress(RuntimeError):  # the event of a failed copy raises its error
                 stream.synchronize()
 
     def to_host_lane(self) -> AbstractContextManager[Lane]:
         while len(self._leaving) >= _LEAVE_AT_ONCE:
-            with suppress(RuntimeError):  # a copy that failed is an error of its own bucket
+            with suppress(RuntimeError):  # the bucket of a failed copy raises its error
                 self._leaving.popleft().wait()
         return self._lane(self._to_host, self.mark(), self._leaving)
 

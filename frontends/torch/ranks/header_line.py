@@ -97,7 +97,7 @@ class HeaderLine:
         """
         found: dict[int, socket.socket] = {}
         deadline, n_bytes = time.monotonic() + min(self._seconds, _CONNECT_SECONDS), _TOKEN_BYTES + _RANK_BYTES
-        server.setblocking(False)  # who connected may have gone before accept()
+        server.setblocking(False)  # a stranger may have gone before accept()
         with selectors.DefaultSelector() as ready:
             ready.register(server, selectors.EVENT_READ)
             while len(found) < self._world_size - 1 and (left := deadline - time.monotonic()) > 0:

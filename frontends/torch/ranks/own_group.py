@@ -211,7 +211,7 @@ class OwnGroup:
                             self._failures.wait([str(rank)], left)
                             said.append(f"rank {rank} failed in {self._failures.get(str(rank)).decode()}")
 
-        # In a thread that may stay behind: where the network is gone, the store never answers, whatever the timeout.
+        # In a thread that may outlive this call: without a network the store never answers, with any timeout.
         asking = threading.Thread(target=ask, name="offload-failures", daemon=True)
         with suppress(RuntimeError):  # at the interpreter's end no thread can be started
             asking.start()
