@@ -51,8 +51,8 @@ def _check_storage(tensors: list[tuple[int, str, torch.Tensor]], trained: Set[in
                 first, second = (other_name, name) if id(other) in trained else (name, other_name)
                 raise ParameterError(
                     f"parameter {first!r} and {second!r} lie over one memory; expected each to have its own, as "
-                    "training the first would leave the second behind: make them one nn.Parameter (second = first), "
-                    "which is trained as one, or give the second memory of its own (.clone())"
+                    "training the first would leave old values in the second: make them one nn.Parameter (second = "
+                    "first), which is trained as one, or give the second memory of its own (.clone())"
                 )
         reaching.append((start + _extent(tensor), name, tensor))
 

@@ -169,8 +169,8 @@ def find(path: str | os.PathLike[str]) -> Path:
         )
     if not os.path.exists(folder / named / MANIFEST):
         raise CheckpointError(
-            f"{folder / LATEST} names {named[:80]!r}, which is no whole checkpoint there; expected one of those that "
-            f"are: {_last_of(folder) or 'none'}"
+            f"{folder / LATEST} names {named[:80]!r}, which is no complete checkpoint there; expected one of those "
+            f"that are: {_last_of(folder) or 'none'}"
         )
     return folder / named
 

@@ -145,5 +145,5 @@ def read_manifest(path: Path) -> dict[str, Any]:
     except NOT_AS_WRITTEN:
         whole = False
     if not whole:
-        raise CheckpointError(f"{path}: what it says is not what was written; take another checkpoint")
+        raise CheckpointError(f"{path}: it was changed or damaged after it was written; take another checkpoint")
     return content

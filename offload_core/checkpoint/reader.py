@@ -72,7 +72,7 @@ class Checkpoint:
             try:
                 size = path.stat().st_size
             except OSError as error:
-                raise CheckpointError(f"{path}: {error.strerror}; the checkpoint is not whole, take another") from None
+                raise CheckpointError(f"{path}: {error.strerror}; the checkpoint is incomplete, take another") from None
             if size != record["bytes"]:
                 raise CheckpointError(
                     f"{path} has {size:,} bytes, expected {record['bytes']:,}: it was cut off or replaced; take "

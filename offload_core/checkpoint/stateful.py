@@ -106,7 +106,7 @@ def parts_of_random_state(
         check(state)
     except Exception as error:  # generators raise errors of any type
         raise CheckpointError(
-            f"{loaded.checkpoint.path}: its state of the random generators is none that these take ({error!r}); "
+            f"{loaded.checkpoint.path}: its state of the random generators does not fit these generators ({error!r}); "
             "expected load_checkpoint(..., random_state=False), which leaves them as they are"
         ) from None
     return [LastPart("the random generators", partial(restore, state))]

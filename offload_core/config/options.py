@@ -245,7 +245,7 @@ class OffloadConfig:
             )
         if self.offload_param is not None and self.stage != 3:
             raise ConfigError(
-                f"offload_param={self.offload_param!r} with stage={self.stage}: only stage 3 takes parameters apart; "
+                f"offload_param={self.offload_param!r} with stage={self.stage}: only stage 3 partitions parameters; "
                 "expected stage=3"
             )
         if self.num_threads is not None:

@@ -43,8 +43,8 @@ def _is_key_of(kind: str, value: Any) -> bool:
 def _to_numpy(array: jax.Array) -> np.ndarray:
     if not (array.is_fully_addressable or array.is_fully_replicated):
         raise CheckpointError(
-            f"an array of {array.dtype}{list(array.shape)} that lies in several processes; expected one that each has "
-            "whole"
+            f"an array of {array.dtype}{list(array.shape)} that lies in several processes; expected an array that each "
+            "process has whole"
         )
     return np.asarray(array)
 

@@ -205,8 +205,8 @@ class OnMesh:
             got = "" if first is None else f" (the first array is {first.dtype}{list(first.shape)})"
             if any(isinstance(leaf, jax.core.Tracer) for _, leaf in flat):
                 raise StateError(
-                    f"value_and_grad under jit: how its arguments lie on the mesh axis {axis!r} is not known there; "
-                    "expected a call outside jit (it is already compiled), or "
+                    f"value_and_grad under jit: the cut of its arguments over the mesh axis {axis!r} is not known "
+                    "there; expected a call outside jit (it is already compiled), or "
                     f"value_and_grad(fun, in_specs=P({axis!r}))"
                 )
             raise ParameterError(

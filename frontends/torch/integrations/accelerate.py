@@ -75,7 +75,7 @@ class _States:
         elif not self._loaded:
             raise CheckpointError(
                 f"load_state: the states are in {states[IN_SHARDS]}/, which is not there; expected the folder that "
-                "save_state() wrote, whole, in accelerator.load_state()"
+                "save_state() wrote, with all its files, in accelerator.load_state()"
             )
         self._loaded = False
 
