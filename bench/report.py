@@ -176,7 +176,7 @@ class Figure:
 
     part: str
     ratio: str
-    """Its name in the results."""
+    """The ratio's name in the results."""
     words: str
     """The measured thing, and the thing that it is compared with."""
     as_factor: bool = False
@@ -284,7 +284,7 @@ class Meaning:
     part: str
     ratio: str
     sentence: str
-    """Its ``{}`` is the ratio's median."""
+    """The sentence; ``{}`` stands for the ratio's median."""
 
 
 MEANINGS = (
@@ -381,7 +381,8 @@ def document(
     beside_it: str = "",
     gpu: Sequence[str] = (),
 ) -> str:
-    """All of it, with the links to each part's pictures; or without rows and settings, which are at ``rest``."""
+    """Return the complete report, with links to each part's pictures; or without the rows and settings, which are at
+    ``rest``."""
     parts = [*(part for part in ABOUT if part in records), *(part for part in records if part not in ABOUT)]
     lines = [
         "# Performance",

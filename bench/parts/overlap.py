@@ -69,7 +69,7 @@ CASES = {
     "link": Case(forward=0.03, backward=0.06, link=12 * GB, host=400 * GB),
     "update": Case(forward=0.04, backward=0.08, link=40 * GB, host=100 * GB),
 }
-"""By what dominates."""
+"""The simulated machines, by the resource that dominates."""
 
 
 def flow(buckets: int, *stages: float) -> float:

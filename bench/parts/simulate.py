@@ -68,7 +68,7 @@ PUBLISHED_RATE = "about 40 TFLOPS with accumulation"
 PUBLISHED_SCALING = "published: near-linear"
 PUBLISHED_DELAYED = "published: 1.1 to 1.6"
 BYTES = 28
-"""Of an fp16 parameter's update."""
+"""Bytes of an fp16 parameter's update."""
 CLUSTERS = ((4, 1), (16, 1), (16, 2), (16, 4), (16, 8))
 """GPUs of a machine, machines."""
 NOT_MODELLED = (
@@ -137,7 +137,7 @@ def simulated_rank(case: Case, schedule: str, steps: int, group: SimulatedGroup,
 def real_rank(
     rank: int, store: str, cases: dict[str, Case], rounds: int, steps: int
 ) -> dict[str, dict[str, list[Any]]]:
-    """Of each case, for each round: each schedule's mean step, and what :func:`alone` returns."""
+    """Return, for each case and round, each schedule's mean step and the result of :func:`alone`."""
     import torch
     import torch.distributed as dist
 

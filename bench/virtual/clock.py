@@ -47,7 +47,7 @@ class Clock:
 
     @contextmanager
     def rules(self, *modules: ModuleType) -> Iterator[None]:
-        """Inside, the pipelines, fake devices and traces that are made, and these modules, live in this time."""
+        """Return a context in which these modules, and new pipelines, fake devices and traces, use this time."""
         with ExitStack() as stack:
             for module in (*_MODULES, *modules):
                 for name, stand_in in (("time", self), ("TaskThread", self.thread)):
@@ -76,7 +76,7 @@ class Clock:
             self._pass_on(me)
 
     def future(self) -> "Future[Any]":
-        """To be waited for in this time."""
+        """Return a future that threads wait for in this time."""
         return _Future(self)
 
     def thread(self, name: str) -> "_Thread":
@@ -141,7 +141,7 @@ class _Thread:
         self._busy = False
 
     def close(self) -> None:
-        """Work that was submitted ends by itself."""
+        """Do nothing: submitted tasks end by themselves."""
 
 
 class _Future(Future):

@@ -51,25 +51,25 @@ BUCKET_NUMEL = 2**14
 
 @dataclass(frozen=True)
 class Machines:
-    """Alike, and connected. Bytes and operations a second; seconds."""
+    """Equal machines in a network. Bandwidths and rates are in bytes and operations a second, times in seconds."""
 
     gpus: int
-    """Of one machine."""
+    """The GPUs of one machine."""
     machines: int
     flops: float
     """The operations a second that a GPU reaches in forward and backward."""
     link: float
-    """Of a GPU to the host, each way."""
+    """The bandwidth of a GPU to the host, each way."""
     dram: float
-    """Of a machine, as the update streams it; its GPUs' ranks share it."""
+    """The bandwidth of a machine's memory for the update's streams; the ranks of its GPUs share it."""
     peer: float
-    """Out of a GPU to others of its machine."""
+    """The bandwidth out of a GPU to others of its machine."""
     network: float
-    """Out of a machine to others."""
+    """The bandwidth out of a machine to others."""
     links: float = float("inf")
-    """Of all GPUs of a machine to the host together."""
+    """The bandwidth of all GPUs of a machine to the host together."""
     latency: float = 30e-6
-    """Of one exchange."""
+    """The latency of one exchange."""
 
     @property
     def world_size(self) -> int:
@@ -80,7 +80,7 @@ class Machines:
         return min(self.link, self.links / self.gpus)
 
     def scaled(self, scale: float) -> "Machines":
-        """With that many times less bandwidth."""
+        """Return the machines with all bandwidths divided by ``scale``."""
         bandwidths = {name: getattr(self, name) / scale for name in ("link", "dram", "peer", "network", "links")}
         return replace(self, **bandwidths)
 
@@ -101,7 +101,7 @@ class Job(NamedTuple):
     parameters: float
     layers: int
     tokens: int
-    """Of a micro-batch."""
+    """The tokens of a micro-batch."""
     micro_steps: int = 1
     checkpointing: bool = True
     """Activations are computed again in backward."""
@@ -115,7 +115,7 @@ class Job(NamedTuple):
 
 
 class Result(NamedTuple):
-    """Of one step, on rank 0."""
+    """The result of one step, on rank 0."""
 
     seconds: float
     busy: Mapping[str, float]
@@ -299,7 +299,7 @@ class GpuRanks(HostRanks):
 
 
 class Training:
-    """One rank's."""
+    """The training of one rank."""
 
     def __init__(self, gpu: Gpu, device: HostRanks, machines: Machines, job: Job, schedule: str, scale: float) -> None:
         self._gpu = gpu

@@ -15,7 +15,7 @@ from torch import nn
 
 _DATA: Any = torch.Tensor.data
 _WATCHED: "weakref.WeakValueDictionary[int, DataWrites]" = weakref.WeakValueDictionary()
-"""By the ``id`` of their parameter."""
+"""The watches, by the ``id`` of their parameter."""
 _MANY = 16
 """The number of tensors of one parameter after which those that only this module holds are released."""
 

@@ -26,7 +26,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 """For each optimizer, the options in torch's own groups that are no hyperparameters here, with the values that match
 this optimizer. The last two select one of torch's implementations and have no effect here."""
 NAMES = {name: tuple(field for field in names_of(rule) if field != "eps_root") for name, rule in RULES.items()}
-"""By optimizer the hyperparameters that torch's groups have."""
+"""The hyperparameters in torch's groups, by optimizer."""
 
 
 class OptimizerSettings(SettingsButLr, total=False):

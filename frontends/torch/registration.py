@@ -76,7 +76,7 @@ class Slot:
     partitioned: bool = False
     """True if the rank holds a shard of it; then only ``gathered_parameters`` changes it from outside."""
     data_writes: DataWrites | None = None
-    """None where the rank holds a shard."""
+    """The watch of writes through ``param.data``; None if the rank holds a shard."""
 
     def release(self) -> None:
         """Remove the stand-in from the parameter."""

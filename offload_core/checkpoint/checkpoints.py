@@ -51,7 +51,7 @@ _TARGET_BYTES = 64 * 2**20
 """Bytes after which a group of tensors is read; the last tensor of a group may exceed them."""
 
 Names = Mapping[str, str] | Callable[[str], str] | None
-"""From a model's names to those in a checkpoint."""
+"""A translation from a model's names to those in a checkpoint."""
 
 
 @dataclass

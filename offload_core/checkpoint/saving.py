@@ -33,7 +33,7 @@ _PATIENCE_SECONDS = 600.0
 
 
 def all_or_none(collectives: Collectives, what: str) -> AbstractContextManager[None]:
-    """If the body fails on one process it fails on all: the others raise :class:`CheckpointError`."""
+    """Return a context that fails on all processes if it fails on one: the others raise :class:`CheckpointError`."""
     return together(collectives, f"checkpoint: {what}", partial(failed_elsewhere, what))
 
 

@@ -46,7 +46,7 @@ class ParamSpec:
     seed_name: str | None = None
     """The name that :attr:`seed` follows from; None: ``name``."""
     settled_with: int | None = None
-    """Not None: its gradient may come on some ranks alone, or earlier on some, and waits until it is settled
+    """Not None: its gradient may come on some ranks only, or earlier on some, and waits until it is settled
     (``Pipeline.settle``), with those of all parameters that have the same number."""
 
     @property

@@ -20,7 +20,7 @@ class MemoryRow:
     where: str
     """``"host"`` or ``"device"``."""
     what: str
-    """Its kind: ``"parameters"``, ``"master"``, …"""
+    """The kind: ``"parameters"``, ``"master"``, …"""
     planned: int
     """Planned bytes."""
     held: int

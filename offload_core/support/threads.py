@@ -61,7 +61,7 @@ class Task(Generic[T]):
         self._act: Callable[[], T] | None = act
         self._process = os.getpid()
         self._claim = threading.Lock()
-        """Taken by the thread that does the task, or that cancels it."""
+        """The lock that the thread takes that does the task or cancels it."""
         self._done = False
         self._ended = Condition()
         self._result: T | None = None

@@ -52,7 +52,7 @@ class PciDevice:
     address: str
     """The PCI address, such as ``0000:c1:00.0``."""
     kind: str
-    """Numbers of vendor and model, as in ``10de:2335``."""
+    """The numbers of vendor and model, such as ``10de:2335``."""
     node: int | None
     """The memory node that it is nearest to; None: unknown."""
     link: str | None
@@ -92,7 +92,7 @@ def numbers(text: str) -> frozenset[int]:
 
 
 def ranges(cpus: Iterable[int]) -> str:
-    """Numbers as text that :func:`numbers` reads."""
+    """Return numbers as text that :func:`numbers` reads."""
     runs: list[list[int]] = []
     for cpu in sorted(cpus):
         if runs and runs[-1][1] == cpu - 1:

@@ -37,7 +37,7 @@ class _LaneEvent:
 
     @property
     def ran(self) -> tuple[int, int] | None:
-        """Its begin and end in nanoseconds; None before :meth:`wait`."""
+        """The task's begin and end in nanoseconds; None before :meth:`wait`."""
         return self._ran
 
     def wait(self) -> None:

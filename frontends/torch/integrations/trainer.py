@@ -294,7 +294,7 @@ class _Schedule(torch.optim.lr_scheduler.LRScheduler):
         return [lr for lr, _ in values]
 
     def state_dict(self) -> dict[str, Any]:
-        """Numbers alone: functions come from the configuration."""
+        """Return only the schedule's numbers: its functions come from the configuration."""
         return {name: value for name, value in super().state_dict().items() if name != "_config"}
 
 
