@@ -46,6 +46,8 @@ class Intake:
         self._pipeline = pipeline
         self._state_lock = pipeline.state_lock
         """Hooks may run in a thread of autograd."""
+        self._direct = pipeline.terms.direct
+        """True if kernels read gradients where they are: plain ones are passed on without a copy."""
         self._registration = registration
         self._slots = registration.slots
         self._columns = registration.columns
@@ -132,7 +134,7 @@ class Intake:
         if self._deferring:
             self._deferred[i], self.fresh = gradient, True
         else:
-            as_it_is = plain and self._pipeline.terms.direct
+            as_it_is = plain and self._direct
             self._take({i: gradient if as_it_is else flat_like(gradient, slot.param)})
         self._arrived[i] = self._arrived.get(i, 0) + 1
         if self._averaging if self.in_backward else self._averages_plain(slot):
@@ -263,7 +265,7 @@ class Intake:
             for i, gradient in given.items():
                 check_gradient(slots[i].name, slots[i].param, gradient)
         self._drop([i for i in asked if not self._continues(i, given.get(i))] if self._deferred else asked)
-        if plain and self._pipeline.terms.direct:
+        if plain and self._direct:
             self._take(given)
         else:  # one by one, so that each can leave
             for i, gradient in given.items():

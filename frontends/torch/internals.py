@@ -4,10 +4,6 @@
 new version of torch that changes them is met in these two files.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
-
 import torch
 from torch._C._dynamo.guards import TensorGuards as TensorGuards
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
@@ -34,25 +30,15 @@ top_saved_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 pop_saved_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 push_saved_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 allows_saved_hooks = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
-
-
-def running_backward() -> int | None:
-    """Return the number of the backward that runs in this thread; None outside a backward. A nested one has its own."""
-    task = torch._C._current_graph_task_id()
-    return None if task == -1 else task
-
-
-def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Call ``callback`` when the running backward ends without an error."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
-
-
-def outside_transforms() -> AbstractContextManager[Any]:
-    """A context outside the ``torch.func`` transforms that run here. Inside them nothing may be written in place."""
-    if torch._C._functorch.peek_interpreter_stack() is None:
-        return nullcontext()
-    return temporarily_clear_interpreter_stack()
-
+at_end_of_backward = torch.autograd.Variable._execution_engine.queue_callback
+"""Calls a function when the backward that runs in this thread ends without an error."""
+backward_number = torch._C._current_graph_task_id
+"""Returns the number of the backward that runs in this thread, or ``NO_BACKWARD``. A nested backward has its own."""
+NO_BACKWARD = -1
+innermost_transform = torch._C._functorch.peek_interpreter_stack
+"""Returns the innermost ``torch.func`` transform that runs here; None: none does."""
+outside_transforms = temporarily_clear_interpreter_stack
+"""A context outside the ``torch.func`` transforms that run here. Inside them nothing may be written in place."""
 
 # --- memory -----------------------------------------------------------------------------------------------
 
@@ -66,5 +52,5 @@ def storage_of(tensor: torch.Tensor) -> int | None:
 
 
 def storage_users(tensor: torch.Tensor) -> int:
-    """Return the number of references to the tensor's storage: its own, one of this call, and those of other tensors."""
+    """Return the number of references to a tensor's storage: its own, one of this call, and those of other tensors."""
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)

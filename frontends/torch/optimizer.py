@@ -36,7 +36,7 @@ from .groups import (
     without_torchs_options,
 )
 from .intake import Intake
-from .internals import running_backward
+from .internals import NO_BACKWARD, backward_number
 from .ranks.device_ranks import device_for
 from .registration import NamedParam, Registration, Slot, check_new, named_params
 from .stage3.construction import check_finished, check_takes_none
@@ -442,7 +442,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
             return "which has it in shards (stage 3), and not all may fit whole"
         if not self._ranks <= other._ranks:
             return f"which partitions its states over the ranks {sorted(self._ranks)}, and this one does not"
-        running = running_backward() is not None or parts.intake.in_backward or self._state_lock.is_changing()
+        running = backward_number() != NO_BACKWARD or parts.intake.in_backward or self._state_lock.is_changing()
         if running or parts.intake.fresh or parts.intake.has_deferred or parts.pipeline.holds_gradients:
             return f"which is {'running' if running else 'not idle: gradients wait for its update'}"
         return None

@@ -17,7 +17,7 @@ from offload_core.layout.partition import ParamSpec
 from offload_core.layout.regions import InMemory
 
 from .compiled import COMPILED
-from .internals import DISPATCH_ALONE, no_read, running_backward
+from .internals import DISPATCH_ALONE, NO_BACKWARD, backward_number, no_read
 
 ELEMENT_TYPES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 DTYPE: Any = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
@@ -249,7 +249,7 @@ class TakenGradient(torch.Tensor):
             taken._added(args[1])
             return taken
         name = taken._name if taken is not None else "?"
-        if running_backward() is not None:
+        if backward_number() != NO_BACKWARD:
             raise GradientError(
                 f"parameter {name!r}: {func} in backward, on a gradient that has already left for the host. Is there a "
                 "DistributedDataParallel or FSDP around the engine or its model? The engine averages gradients itself; "

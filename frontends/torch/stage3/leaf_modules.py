@@ -21,7 +21,7 @@ from torch import nn
 
 from offload_core.errors import ParameterError
 
-from ..internals import keeps_graph, running_backward
+from ..internals import NO_BACKWARD, backward_number, keeps_graph
 
 
 @dataclass(eq=False)
@@ -82,7 +82,7 @@ class LeafModules:
 
     def expect_backward(self, run: LeafRun) -> None:
         """Record that the run's forward recorded a graph."""
-        if run.step is None and running_backward() is None:
+        if run.step is None and backward_number() == NO_BACKWARD:
             run.step = self._step
             self._awaited.update(run.params)
 

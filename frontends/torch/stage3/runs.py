@@ -27,7 +27,15 @@ from offload_core.step.pipeline import Pipeline
 from offload_core.support.threads import clear_up
 
 from ..compiled import GraphHook
-from ..internals import allows_saved_hooks, at_end_of_backward, next_node, running_backward, running_node, storage_of
+from ..internals import (
+    NO_BACKWARD,
+    allows_saved_hooks,
+    at_end_of_backward,
+    backward_number,
+    next_node,
+    running_node,
+    storage_of,
+)
 from ..pending import AwaitsInside, await_all, forget
 from .hooks import ModuleHooks
 from .leaf_modules import LeafModules, LeafRun
@@ -48,7 +56,7 @@ class _Run:
     """The parameters that it keeps whole."""
     began: int = -1
     """A lower bound on the sequence numbers of the nodes that its forward made; -1: none is known."""
-    task: int | None = None
+    task: int = NO_BACKWARD
     """The backward in which it keeps its parameters."""
     differentiable: bool = False
     """True if that backward records a graph itself (``create_graph=True``)."""
@@ -180,8 +188,8 @@ class ModuleRuns:
         return bool(self._forwards) and self._forwards[-1].module is module and self._forwards[-1].is_unit == is_unit
 
     def _before_forward(self, module: nn.Module, *, is_leaf: bool, is_unit: bool = False) -> None:
-        task = running_backward()
-        if task is not None:
+        task = backward_number()
+        if task != NO_BACKWARD:
             self._end_passed(task)
         elif not self._forwards:
             self.forget(graphs=False)
@@ -196,10 +204,10 @@ class ModuleRuns:
         self._forwards.append(run)
         self._note_saved(run)
 
-    def _kept_by_leaves(self, task: int | None) -> set[PartitionedParameter]:
+    def _kept_by_leaves(self, task: int) -> set[PartitionedParameter]:
         """Return the parameters that leaf modules keep whole that run now, or whose backward does."""
-        backward = () if task is None else self._backwards.get(task, ())
-        return {record for run in (*self._forwards, *backward) if run.is_leaf for record in run.params}
+        runs = (*self._forwards, *self._backwards.get(task, ()))
+        return {record for run in runs if run.is_leaf for record in run.params}
 
     def _note_saved(self, run: _Run) -> None:
         """Note gathered parameters that graphs save, until the run ends ([Note: saved parameters] in ``saved.py``)."""
@@ -235,7 +243,7 @@ class ModuleRuns:
                     self._expect_backward(keeper, [*tensors, *aside], opaque=opaque)
         finally:
             self.whole.let_go(run.params)
-            if outer is None and running_backward() is None and (output is None or not torch.is_grad_enabled()):
+            if outer is None and backward_number() == NO_BACKWARD and (output is None or not torch.is_grad_enabled()):
                 self._parameters.live.release_idle()
 
     def _keep_escaped(self, run: _Run, tensors: Sequence[torch.Tensor], outer: _Run | None) -> None:
@@ -286,13 +294,13 @@ class ModuleRuns:
 
     def use(self, record: PartitionedParameter) -> bool:
         """Have the running forward or backward keep a parameter; return False if none runs."""
-        task = running_backward()
+        task = backward_number()
         if self._forwards and record not in self._forwards[-1].params:
             self._join(self._forwards[-1], record)
-        elif task is not None and not self._forwards:
+        elif task != NO_BACKWARD and not self._forwards:
             self.whole.hold([record])
             self._runs_of(task).append(_Run(None, [record], task=task))
-        return bool(self._forwards) or task is not None
+        return bool(self._forwards) or task != NO_BACKWARD
 
     # --- backward ------------------------------------------------------------------------------------
 
@@ -304,8 +312,8 @@ class ModuleRuns:
         return self._backwards[task]
 
     def _before_backward(self, run: _Run, gradients: Any) -> None:
-        task = running_backward()
-        if task is None or run.task == task:
+        task = backward_number()
+        if task == NO_BACKWARD or run.task == task:
             return
         self._end_passed(task)
         runs = self._runs_of(task)
@@ -322,10 +330,11 @@ class ModuleRuns:
         for run in passed:
             self._backwards[task].remove(run)
             self._end(run)
-        self.leaves.end_runs([run.leaf for run in passed if run.leaf is not None], task)
+        if passed:
+            self.leaves.end_runs([run.leaf for run in passed if run.leaf is not None], task)
 
     def _end(self, run: _Run) -> None:
-        run.task = None
+        run.task = NO_BACKWARD
         if run.differentiable:
             self.whole.keep(run.params, for_graph=True)
         self.whole.let_go(run.params)
@@ -350,7 +359,7 @@ class ModuleRuns:
         self._forwards, self._backwards = [], {}
         self.leaves.forget(graphs=graphs)
         for run in runs:
-            run.task = None
+            run.task = NO_BACKWARD
             self.whole.let_go(run.params)
         self.whole.end_keeping(graphs=graphs)
 

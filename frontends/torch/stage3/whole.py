@@ -3,12 +3,13 @@
 import gc
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 
 from offload_core.errors import StateError
 from offload_core.step.pipeline import Pipeline
 
-from ..internals import outside_transforms
+from ..internals import innermost_transform, outside_transforms
 from ..pending import forget, guard, is_moving_model
 from .parameters import PartitionedParameter, PartitionedParameters
 
@@ -32,7 +33,7 @@ class WholeParameters:
     def hold(self, records: Sequence[PartitionedParameter]) -> None:
         """Make parameters whole, until :meth:`let_go`."""
         try:
-            with outside_transforms():
+            with nullcontext() if innermost_transform() is None else outside_transforms():
                 self._live.acquire([record.live for record in records])
         except BaseException:
             self._pipeline.finish()  # an error in an update is the cause, and is raised instead
@@ -43,7 +44,8 @@ class WholeParameters:
 
     def let_go(self, records: Sequence[PartitionedParameter], *, may_stay: bool = True) -> None:
         """End one :meth:`hold` of these parameters; ``may_stay``: they may stay whole for their next use."""
-        self._live.release([record.live for record in records], may_stay=may_stay)
+        if records:
+            self._live.release([record.live for record in records], may_stay=may_stay)
         for record in records:
             self.guard(record)
 
