@@ -81,7 +81,7 @@ def asked_once(function: F) -> F:
     return function
 
 
-def allow_global_hooks() -> None:
+def allow_hooks() -> None:
     """Keep torch from warning that hooks on all modules are called twice for a compiled one."""
     if not any(rule[1] is not None and rule[1].pattern == _TWICE for rule in warnings.filters):
         warnings.filterwarnings("ignore", _TWICE, UserWarning)

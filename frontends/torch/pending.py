@@ -24,16 +24,7 @@ from torch.nn.modules.module import _global_forward_pre_hooks
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
-from .compiled import (
-    Around,
-    allow_global_hooks,
-    asked_once,
-    breaks_graph,
-    is_compiling,
-    is_scripted,
-    is_traced,
-    untraced,
-)
+from .compiled import Around, allow_hooks, asked_once, breaks_graph, is_compiling, is_scripted, is_traced, untraced
 from .internals import no_read
 
 _WAITS: dict[int, Callable[[], None]] = {}
@@ -180,7 +171,7 @@ def _watch_modules() -> None:
     have been the last pending parameter.
     """
     if (watch := bool(_BEFORE_MODULES and not _in_compiled_code)) and _NUMBER not in _global_forward_pre_hooks:
-        allow_global_hooks()  # the second call finds nothing to wait for
+        allow_hooks()  # the second call finds nothing to wait for
         _global_forward_pre_hooks[_NUMBER] = _before_forward
     elif not watch and _NUMBER in _global_forward_pre_hooks and not is_compiling():
         _global_forward_pre_hooks.pop(_NUMBER, None)

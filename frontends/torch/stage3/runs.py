@@ -27,15 +27,7 @@ from offload_core.step.pipeline import Pipeline
 from offload_core.support.threads import clear_up
 
 from ..compiled import GraphHook
-from ..internals import (
-    NO_BACKWARD,
-    allows_saved_hooks,
-    at_end_of_backward,
-    backward_number,
-    next_node,
-    running_node,
-    storage_of,
-)
+from ..internals import NO_BACKWARD, at_end_of_backward, backward_number, next_node, running_node, storage_of
 from ..pending import AwaitsInside, await_all, forget
 from .hooks import ModuleHooks
 from .leaf_modules import LeafModules, LeafRun
@@ -107,11 +99,7 @@ class ModuleRuns:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        parameters: PartitionedParameters,
-        pipeline: Pipeline,
-        leaves: Iterable[nn.Module] = (),
+        self, model: nn.Module, parameters: PartitionedParameters, pipeline: Pipeline, leaves: Iterable[nn.Module]
     ) -> None:
         self._model = weakref.ref(model)
         self._parameters = parameters
@@ -213,9 +201,8 @@ class ModuleRuns:
         """Note gathered parameters that graphs save, until the run ends ([Note: saved parameters] in ``saved.py``)."""
         if not run.params or not torch.is_grad_enabled() or not self._saved.needed(unit=run.is_unit):
             return
-        if allows_saved_hooks():
-            run.saving = self._saved.note(self._gather_of)
-        else:
+        run.saving = self._saved.note(self._gather_of)
+        if run.saving is None:
             self.whole.keep(run.params, for_graph=True)
 
     def _gather_of(self, storage: int | None) -> Gather | None:

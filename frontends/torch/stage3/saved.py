@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from offload_core.errors import StateError
 
-from ..internals import pop_saved_hooks, push_saved_hooks, storage_of, top_saved_hooks
+from ..internals import allows_saved_hooks, pop_saved_hooks, push_saved_hooks, storage_of, top_saved_hooks
 
 _LEFT_ALONE = (None, "torch.utils.checkpoint")
 """Modules whose hooks on saved tensors copy nothing: torch's own functions, and checkpointing."""
@@ -65,13 +65,18 @@ class SavedTensors:
             return not unit
         return users[0] not in self._ours and getattr(users[0], "__module__", None) not in _LEFT_ALONE
 
-    def note(self, gather_of: Callable[[int | None], Gather | None]) -> saved_tensors_hooks:
-        """Note the gathered parameters that graphs save from now on. Return the hooks, for :func:`end_noting`.
+    def note(self, gather_of: Callable[[int | None], Gather | None]) -> saved_tensors_hooks | None:
+        """Note the gathered parameters that graphs save from now on.
 
         Args:
             gather_of: returns the function that makes the parameter in a storage whole again; None for storages of
                 other tensors.
+
+        Returns:
+            The hooks, for :func:`end_noting`; None where torch forbids hooks on saved tensors.
         """
+        if not allows_saved_hooks():
+            return None
         users = top_saved_hooks(False)
 
         def save(tensor: torch.Tensor) -> Any:
