@@ -34,12 +34,29 @@ _PATIENCE = 50
 """Milliseconds to wait for the runtime to let go of a buffer, before another one is allocated."""
 
 
-class JaxDevice:
+class ArrayMemory:
+    """The part of the core's protocols that is the same for all of JAX's arrays: they cannot be written in place."""
+
+    updates_in_place = False
+    pinning = None
+
+    def host_array(self, tensor: Any) -> HostArray:
+        raise TypeError("these parameters are not in host memory")
+
+    def host_arrays(self, tensors: Sequence[Any]) -> HostArrays:
+        return HostArrays.columns(map(self.host_array, tensors))
+
+    def mark(self) -> Event:
+        return Done()
+
+    def synchronize(self) -> None:
+        pass
+
+
+class JaxDevice(ArrayMemory):
     """Reads gradients in place on the CPU, and elsewhere through the host copy that JAX makes."""
 
     addressable = True
-    updates_in_place = False
-    pinning = None
 
     def free_bytes(self) -> None:
         return None
@@ -57,9 +74,6 @@ class JaxDevice:
             return HostArray(address, tensor.size, self.dtype(tensor), tensor)
         return HostArray.of(np.ascontiguousarray(tensor))
 
-    def host_arrays(self, tensors: Sequence[Any]) -> HostArrays:
-        return HostArrays.columns(map(self.host_array, tensors))
-
     def to_host(self, copies: Sequence[Copy], host: np.ndarray) -> Event:
         fill(host, [(c.offset, np.asarray(c.tensor).reshape(-1)[c.start : c.start + c.numel]) for c in copies])
         return Done()
@@ -68,12 +82,6 @@ class JaxDevice:
         for tensor, start, numel, offset in copies:
             np.copyto(tensor[start : start + numel], host[offset : offset + numel])
         return Done()
-
-    def mark(self) -> Event:
-        return Done()
-
-    def synchronize(self) -> None:
-        pass
 
 
 def on_cpu(array: jax.Array) -> bool:

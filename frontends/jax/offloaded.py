@@ -38,7 +38,7 @@ from .files.export import export_safetensors
 from .files.states import TreeStates
 from .gradients import check_alike, given_gradients
 from .loss_scale import DeviceScale
-from .mesh.mesh import delete
+from .mesh.tensors import delete
 from .numbers import beside_the_accelerator, bias_correction
 from .optax_bridge.updates import transformation
 from .placement.memory import checked_plan, held_bytes

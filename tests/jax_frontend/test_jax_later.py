@@ -11,7 +11,7 @@ import pytest
 
 from frontends.jax import wrap
 from frontends.jax.device import JaxDevice
-from frontends.jax.mesh.mesh import JaxMeshDevice
+from frontends.jax.mesh.device import JaxMeshDevice
 from frontends.jax.offloaded import OffloadedParams
 from frontends.jax.placement import placement
 from offload_core.errors import GradientError

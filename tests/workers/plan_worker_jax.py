@@ -19,7 +19,8 @@ from jax.sharding import AxisType, NamedSharding
 
 from frontends.jax import gathered, wrap
 from frontends.jax.device import in_host_memory
-from frontends.jax.mesh.mesh import Donated, JaxMeshDevice
+from frontends.jax.mesh.device import JaxMeshDevice
+from frontends.jax.mesh.tensors import Donated
 from frontends.jax.placement import placement
 from offload_core.__main__ import main as command
 from offload_core.commands.jax_shapes import cuts_of
