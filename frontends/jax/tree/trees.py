@@ -11,9 +11,8 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from offload_core.dtypes import BY_NUMPY
-from offload_core.errors import OffloadError, ParameterError, StateError
+from offload_core.errors import OffloadError, ParameterError
 
-from ..context import is_traced
 from ..device import in_host_memory, on_cpu
 
 Mask = Any
@@ -76,12 +75,6 @@ def check_paths(expected: Sequence[str], flat: Sequence[tuple[str, Any]], error:
         if g not in (e, f"{e}.value") and e != f"{g}.value":
             got, expected = ("a single leaf" if path == ROOT else path for path in (g, e))
             raise error(f"{what}: the tree has {got} where {expected} was expected; expected the wrapped structure")
-
-
-def refuse_jit(what: str, why: str = "the states are in host memory") -> None:
-    """Raise :class:`StateError` under jit: it would run the caller once only, while it traces."""
-    if is_traced():
-        raise StateError(f"{what} under jit; expected a call outside: {why}")
 
 
 def form(value: Any) -> str:
