@@ -90,7 +90,7 @@ def on_cpu(array: jax.Array) -> bool:
 
 
 def free_bytes(devices: Sequence[jax.Device]) -> int | None:
-    """Bytes that can still be allocated on these devices together, equally on each.
+    """Return the bytes that can still be allocated on these devices together, equally on each.
 
     None: it is not known, or the devices' memory is the host's.
     """
@@ -106,10 +106,16 @@ def in_host_memory(array: jax.Array) -> bool:
 
 
 def beside_its_device(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
-    """The sharding with host memory in place of its devices' own, if they have any."""
+    """Return the sharding with host memory in place of its devices' own, if they have any."""
     device: jax.Device = next(iter(sharding.addressable_devices))
     kinds = [memory.kind for memory in device.addressable_memories()]
     return sharding.with_memory_kind(HOST_MEMORY) if HOST_MEMORY in kinds else sharding
+
+
+def in_device_memory(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
+    """Return the sharding with its devices' own memory in place of host memory."""
+    own = sharding.memory_kind in (None, DEVICE_MEMORY)
+    return sharding if own else sharding.with_memory_kind(DEVICE_MEMORY)
 
 
 def lies_as(value: Any, like: Any) -> bool:
@@ -123,7 +129,7 @@ def lies_as(value: Any, like: Any) -> bool:
 
 
 def read(array: jax.Array, start: int, stop: int) -> np.ndarray:
-    """Elements ``[start, stop)`` of an array, flattened. It lies on one device, or replicated on several."""
+    """Return elements ``[start, stop)`` of a flattened array. It lies on one device, or replicated on several."""
     if in_host_memory(array) or on_cpu(array):
         return np.asarray(array).reshape(-1)[start:stop]
     # Cut on the device, because an array keeps the host copy that NumPy made of it.
@@ -156,7 +162,7 @@ class _Generation:
 
 
 class ParameterBuffers:
-    """Host buffers for new parameters, in generations: a buffer is used again when nobody reads it any more.
+    """Host buffers for new parameters, in generations: a buffer is used again when its last reader is gone.
 
     Two generations alternate in a training loop that drops its old parameters.
     """
@@ -165,20 +171,16 @@ class ParameterBuffers:
         self._memory = memory
         self._specs = specs
         self._offsets = []
-        self._n_bytes = 0
+        self.generation_bytes = 0
+        """Bytes of one generation."""
         for spec in specs:
-            self._offsets.append(self._n_bytes)
-            self._n_bytes += round_up(spec.numel * spec.dtype.itemsize, _ALIGNMENT)
+            self._offsets.append(self.generation_bytes)
+            self.generation_bytes += round_up(spec.numel * spec.dtype.itemsize, _ALIGNMENT)
         self._generations: list[_Generation] = []
         self._patience = _PATIENCE
 
-    @property
-    def generation_bytes(self) -> int:
-        """Bytes of one generation."""
-        return self._n_bytes
-
     def take(self) -> list[np.ndarray]:
-        """A one-dimensional buffer for each parameter. It is lent until the last array made from it dies.
+        """Lend a one-dimensional buffer for each parameter, until the last array made from it dies.
 
         Raises:
             HostMemoryError: old parameters are still held, and there is no memory for more.
@@ -189,7 +191,7 @@ class ParameterBuffers:
         return buffers
 
     def _await_readers(self) -> None:
-        """Wait a little for the buffers of old parameters that the caller holds no more.
+        """Wait a little for the buffers of old parameters that the caller has dropped.
 
         The runtime lets go of them when the computations that read them have ended, and gives their memory back at the
         next garbage collection.
@@ -212,13 +214,13 @@ class ParameterBuffers:
     def _lend(self, i: int) -> np.ndarray:
         generation = next((g for g in self._generations if not g.reads(i)), None)
         if generation is None:
-            if self._n_bytes > available_bytes():
+            if self.generation_bytes > available_bytes():
                 raise HostMemoryError(
-                    f"new parameters need {format_bytes(self._n_bytes)} of host memory and "
+                    f"new parameters need {format_bytes(self.generation_bytes)} of host memory and "
                     f"{format_bytes(available_bytes())} is available: {len(self._generations)} older versions of the "
                     "parameters are still held; expected the training loop to drop them"
                 )
-            memory = self._memory.allocate("parameter buffers", self._n_bytes, np.dtype(np.uint8))
+            memory = self._memory.allocate("parameter buffers", self.generation_bytes, np.dtype(np.uint8))
             generation = _Generation(memory, len(self._specs))
             self._generations.append(generation)
         spec, offset = self._specs[i], self._offsets[i]

@@ -46,10 +46,8 @@ def value_and_grad(
         factor = np.float32(scale) if isinstance(scale, float) else scale
         with placement.device.trace.span(COMPUTE, "value_and_grad"):
             out, gradients = compiled(trained, traced, static, factor, args, kwargs)
-        found: list[Any] = [None] * len(leaves)
-        for i, gradient in zip(positions, gradients, strict=True):
-            found[i] = gradient
-        grads = jax.tree_util.tree_unflatten(treedef, found)
+        found = dict(zip(positions, gradients, strict=True))
+        grads = jax.tree_util.tree_unflatten(treedef, [found.get(i) for i in range(len(leaves))])
         if placement.per_rank:
             grads = RankGradients(grads)
         if scale is None:

@@ -3,6 +3,7 @@
 A process holds the shards of the mesh's devices that are its own.
 """
 
+import functools
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -35,6 +36,8 @@ from .tensors import MeshGradient, MeshParameter
 
 _LEAVE_AT_ONCE = Background.depth
 """The most packed buckets of gradients on a device: so many are on their way to the host."""
+_PLACES_KEPT = 4096
+"""The most arrays of places that a device keeps. Each has 8 bytes for each piece of a bucket."""
 
 
 class JaxMeshDevice(ArrayMemory):
@@ -62,6 +65,8 @@ class JaxMeshDevice(ArrayMemory):
         self._threads = threads
         self._leaving: deque[_Arrival] = deque()
         """Gradients that were last on their way to the host."""
+        # A bucket asks for the same places in every step.
+        self._places = functools.lru_cache(_PLACES_KEPT)(lambda starts: axis.replicate(split_places(starts)))
         self._reduce_unreduced = axis.compile(programs.reduce_unreduced(axis, native=native), static_argnums=(2, 3, 4))
         self._reduce_mean = axis.compile(programs.reduce_mean(axis), static_argnums=(2, 3, 4))
         self._gather = axis.compile(programs.gather_and_write(axis), static_argnums=3, donate_argnums=1)
@@ -126,7 +131,7 @@ class JaxMeshDevice(ArrayMemory):
             program = self._reduce_unreduced if unreduced else self._reduce_mean
             if not unreduced:
                 wire = max((BY_NUMPY[array.dtype] for array in arrays), key=lambda dtype: dtype.itemsize)
-            places = self.axis.replicate(split_places(piece.start for piece in pieces))
+            places = self._places(tuple(piece.start for piece in pieces))
             shards = self.axis.parts(program(arrays, places, runs, bucket.shard_numel, wire.numpy))
         if unreduced:
             self._count_sent(bucket.shard_numel * wire.itemsize)
@@ -177,7 +182,7 @@ class JaxMeshDevice(ArrayMemory):
         with meeting(self.ranks[0], what):
             # It may share the staging memory; nothing reads it any more when the results are there.
             stacked = self.axis.stack(list(shards.reshape(len(self.ranks), -1)))
-            places = self.axis.replicate(split_places(piece.start for piece in pieces))
+            places = self._places(tuple(piece.start for piece in pieces))
             results = self._gather(stacked, [tensor.partial for tensor in written], places, tuple(writes))
         for piece, tensor, result in zip(pieces, written, results, strict=True):
             tensor.advance(result, piece.numel, of=result.size)
@@ -189,7 +194,8 @@ class JaxMeshDevice(ArrayMemory):
 
         def finish() -> None:
             with meeting(self.ranks[0], what):
-                jax.block_until_ready([tensor.latest for tensor in written])
+                # A later bucket may have continued a partial value: that was donated, so wait for its successor.
+                jax.block_until_ready([t.array if t.partial is None else t.partial for t in written])
 
         return Waiting(finish)
 

@@ -10,13 +10,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
 from offload_core.errors import ParameterError
 
 from ..tree.trees import Static
-from .programs import ordered_mean
+from .programs import mean_of_slice
 
 
 class Gathering(NamedTuple):
@@ -170,20 +169,8 @@ def _forward(how: Gathering, array: jax.Array, tangent: jax.Array | None) -> tup
 
 
 def _backward(how: Gathering, kept: None, gradient: jax.Array) -> tuple[None, jax.Array]:
-    return None, reduce_scatter(how, gradient)
+    dim = gradient.ndim + how.dim
+    return None, mean_of_slice(gradient.astype(how.wire), how.axis, how.world_size, dim=dim, native=how.native)
 
 
 _gather.defvjp(_forward, _backward)
-
-
-def reduce_scatter(how: Gathering, gradient: jax.Array) -> jax.Array:
-    """Inside ``shard_map``: return this rank's shard of the mean of all ranks' gradients, in fp32."""
-    gradient = gradient.astype(how.wire)
-    dim = gradient.ndim + how.dim
-    if how.native:
-        total = lax.psum_scatter(gradient, how.axis, scatter_dimension=dim, tiled=True)
-        return total.astype(jnp.float32) / how.world_size
-    shape = list(gradient.shape)
-    shape[dim : dim + 1] = [how.world_size, shape[dim] // how.world_size]
-    slices = jnp.moveaxis(gradient.reshape(shape), dim, 0)
-    return ordered_mean(lax.all_to_all(slices, how.axis, split_axis=0, concat_axis=0, tiled=True))

@@ -51,21 +51,28 @@ def ordered_mean(parts: jax.Array) -> jax.Array:
     return total / lax.optimization_barrier(jnp.full(total.shape, parts.shape[0], total.dtype))
 
 
-def reduce_unreduced(axis: Ranks, *, native: bool) -> Callable[..., jax.Array]:
-    """Return the program that averages each rank's own gradients, and keeps each rank's slice of a bucket.
+def mean_of_slice(gradient: jax.Array, axis: str, world_size: int, *, dim: int = 0, native: bool) -> jax.Array:
+    """Inside ``shard_map``: return this rank's slice along ``dim`` of the mean of all ranks' gradients, in fp32.
 
     Args:
-        native: XLA's reduce-scatter sums, in the element type of the exchange and in an order of its own.
+        native: XLA's reduce-scatter sums, in the gradients' element type and in an order of its own.
     """
+    if native:
+        total = lax.psum_scatter(gradient, axis, scatter_dimension=dim, tiled=True)
+        return total.astype(jnp.float32) / world_size
+    shape = list(gradient.shape)
+    shape[dim : dim + 1] = [world_size, shape[dim] // world_size]
+    slices = jnp.moveaxis(gradient.reshape(shape), dim, 0)
+    return ordered_mean(lax.all_to_all(slices, axis, split_axis=0, concat_axis=0, tiled=True))
 
-    def mean_of_slice(flat: jax.Array, shard_numel: int) -> jax.Array:
-        if native:
-            total = lax.psum_scatter(flat, axis.name, tiled=True).astype(jnp.float32)
-            return total / axis.world_size
-        slices = flat.reshape(axis.world_size, shard_numel)
-        return ordered_mean(lax.all_to_all(slices, axis.name, split_axis=0, concat_axis=0, tiled=True))
 
-    return _reduction(axis, mean_of_slice, axis.split)
+def reduce_unreduced(axis: Ranks, *, native: bool) -> Callable[..., jax.Array]:
+    """Return the program that averages each rank's own gradients, and keeps each rank's slice of a bucket."""
+
+    def to_shard(flat: jax.Array, shard_numel: int) -> jax.Array:
+        return mean_of_slice(flat, axis.name, axis.world_size, native=native)
+
+    return _reduction(axis, to_shard, axis.split)
 
 
 def reduce_mean(axis: Ranks) -> Callable[..., jax.Array]:

@@ -14,7 +14,6 @@ from offload_core.layout.partition import Bucket
 
 from ..device import in_host_memory, read
 from ..launch import meeting
-from ..runs import split_places
 from . import programs
 from .axis import MeshAxis
 from .device import JaxMeshDevice
@@ -53,7 +52,7 @@ class ShardedMeshDevice(JaxMeshDevice):
         array, start, stop = gradient.array, bucket.shard_start, bucket.shard_start + bucket.shard_numel
         what = f"bucket {bucket.index}: copies of gradients"
         valid = min(stop, array.size // self.world_size) - start
-        at = self.axis.replicate(split_places([start]))
+        at = self._places((start,))
         assert isinstance(array.sharding, NamedSharding)
         with meeting(self.ranks[0], what):
             shards = self._cut(array, at, array.sharding.spec, valid, bucket.shard_numel)
@@ -75,7 +74,7 @@ class ShardedMeshDevice(JaxMeshDevice):
         spec = tensor.array.sharding.spec
         with meeting(self.ranks[0], what):
             stacked = self.axis.stack(list(local))
-            at = self.axis.replicate(split_places([bucket.shard_start]))
+            at = self._places((bucket.shard_start,))
             result = self._write(stacked, tensor.partial, at, spec, valid, layout.local_shape)
         tensor.advance(result, bucket.shard_numel, of=layout.padded_numel)
         return self._arrives([tensor], what)

@@ -38,11 +38,6 @@ class MeshParameter:
         if self.received == of:
             self.array, self.partial = value, None
 
-    @property
-    def latest(self) -> jax.Array:
-        """The value that was written last. Wait for it: those before it may have been donated to a later bucket."""
-        return self.array if self.partial is None else self.partial
-
 
 @dataclass
 class ShardedParameter(MeshParameter):

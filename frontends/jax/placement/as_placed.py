@@ -20,7 +20,7 @@ from offload_core.memory.host_memory import HostMemory
 from offload_core.ranks.collectives import Collectives, SingleRank
 from offload_core.step.at_once import Held, held_shards
 
-from ..device import DEVICE_MEMORY, JaxDevice, ParameterBuffers, beside_its_device
+from ..device import JaxDevice, ParameterBuffers, beside_its_device, in_device_memory
 from ..mesh.axis import MeshAxis
 from ..mesh.places import Places
 from ..mesh.processes import JaxProcesses
@@ -47,8 +47,7 @@ class AsPlaced:
     def __init__(self, leaves: Sequence[Any], threads: int, *, on_host: bool) -> None:
         self.on_host = on_host
         self._threads = threads
-        shardings = [leaf.sharding if isinstance(leaf, jax.Array) else _of_new_arrays() for leaf in leaves]
-        meshes = {tuple(_in_order(sharding)) for sharding in shardings}
+        meshes = {tuple(_in_order(_sharding_of(leaf))) for leaf in leaves}
         everywhere = max(meshes, key=len)
         self._several = len(everywhere) > 1
         """True if parameters are sharded or replicated over several devices."""
@@ -76,8 +75,7 @@ class AsPlaced:
         return array
 
     def leaf(self, position: int, path: str, value: Any, dtype: ElementType, first_param: int) -> Leaf:
-        sharding = value.sharding if isinstance(value, jax.Array) else _of_new_arrays()
-        shards = local_shards(sharding, tuple(value.shape), position)
+        shards = local_shards(_sharding_of(value), tuple(value.shape), position)
         params = range(first_param, first_param + len(shards))
         return Leaf(position, path, tuple(value.shape), dtype.numpy, params, shards=shards)
 
@@ -152,9 +150,7 @@ class AsPlaced:
 
     def _beside(self, gradient: Any, like: jax.Array) -> jax.Array:
         """Return the gradient on the devices of its parameter, cut as the parameter is."""
-        to = like.sharding
-        if to.memory_kind not in (None, DEVICE_MEMORY):
-            to = to.with_memory_kind(DEVICE_MEMORY)
+        to = in_device_memory(like.sharding)
         if not isinstance(gradient, jax.Array):
             return put(gradient, to)
         if gradient.sharding.is_equivalent_to(to, gradient.ndim):
@@ -202,11 +198,8 @@ class AsPlaced:
     def joined(self, leaf: Leaf, parts: Sequence[np.ndarray], what: str) -> np.ndarray:
         if not self._several:
             return parts[0].reshape(leaf.shape)
-        shards = [
-            (shard.index, part.reshape(shard.local_shape))
-            for shard, part in zip(leaf.shards, parts, strict=True)
-            if shard.counted
-        ]
+        pairs = zip(leaf.shards, parts, strict=True)
+        shards = [(shard.index, part.reshape(shard.local_shape)) for shard, part in pairs if shard.counted]
         return merged(self.device.collectives, leaf.shape, parts[0].dtype, shards, what)
 
     def cut(self, leaf: Leaf, whole: np.ndarray) -> list[np.ndarray]:
@@ -231,9 +224,9 @@ def _same(array: jax.Array) -> jax.Array:
     return array
 
 
-def _of_new_arrays() -> jax.sharding.Sharding:
-    """Return the place of arrays that JAX makes of NumPy's: the default device, or the mesh that the caller has set."""
-    return jax.device_put(np.float32(0)).sharding
+def _sharding_of(leaf: Any) -> jax.sharding.Sharding:
+    """Return the place of a leaf. JAX puts NumPy's on the default device, or on the mesh that the caller has set."""
+    return (leaf if isinstance(leaf, jax.Array) else jax.device_put(np.float32(0))).sharding
 
 
 def _in_order(sharding: jax.sharding.Sharding) -> list[jax.Device]:

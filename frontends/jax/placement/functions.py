@@ -13,7 +13,7 @@ from offload_core.config.options import OffloadConfig
 from offload_core.errors import ConfigError, ParameterError, StateError
 
 from ..context import without_context_mesh
-from ..device import DEVICE_MEMORY
+from ..device import in_device_memory
 from ..mesh.axis import REPLICATED, MeshAxis
 from ..mesh.gather import Gathering, Shard
 from ..mesh.programs import ordered_mean
@@ -69,12 +69,7 @@ def on_several_devices(compute: Compute) -> Compiled:
     def call(trained: list[Any], traced: Any, static: Any, scale: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if any(isinstance(array, jax.core.Tracer) for array in trained):
             return in_jit(trained, traced, static, scale, args, kwargs)
-        shardings = tuple(
-            array.sharding.with_memory_kind(DEVICE_MEMORY)
-            if array.sharding.memory_kind not in (None, DEVICE_MEMORY)
-            else array.sharding
-            for array in trained
-        )
+        shardings = tuple(in_device_memory(array.sharding) for array in trained)
         if shardings not in compiled:
             out = (None, list(shardings))
             compiled[shardings] = jax.jit(compute, static_argnums=2, out_shardings=out)
