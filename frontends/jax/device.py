@@ -114,8 +114,7 @@ def beside_its_device(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
 
 def in_device_memory(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
     """Return the sharding with its devices' own memory in place of host memory."""
-    own = sharding.memory_kind in (None, DEVICE_MEMORY)
-    return sharding if own else sharding.with_memory_kind(DEVICE_MEMORY)
+    return sharding if sharding.memory_kind in (None, DEVICE_MEMORY) else sharding.with_memory_kind(DEVICE_MEMORY)
 
 
 def lies_as(value: Any, like: Any) -> bool:

@@ -61,8 +61,8 @@ class Ranks(Protocol):
         """Return an array that every rank has whole. All processes give the same value."""
         ...
 
-    def own_slice(self, flat: jax.Array, numel: int) -> jax.Array:
-        """Inside :meth:`map`: cut ``flat`` into slices of ``numel`` elements, and return this rank's."""
+    def own_slice(self, flat: jax.Array) -> jax.Array:
+        """Inside :meth:`map`: cut ``flat`` into one slice for each rank, and return this rank's."""
         ...
 
     def gather(self, shard: jax.Array) -> jax.Array:
@@ -104,7 +104,6 @@ class MeshAxis:
         if not self.ranks:
             raise ConfigError("mesh: none of its devices belongs to this process, expected at least one in each")
         self.process_of = [device.process_index for device in self.devices]
-        self.on_cpu = self.devices[0].platform == "cpu"
         self.split = PartitionSpec(mesh.axis_names)
 
     def cut_along(self, dim: int) -> PartitionSpec:
@@ -168,17 +167,14 @@ class MeshAxis:
         on = {shard.device: shard.data for shard in stacked.addressable_shards}
         return [on[self.devices[rank]] for rank in self.ranks]
 
-    def vary(self, array: jax.Array) -> jax.Array:
-        """Return a replicated array as one that may differ between ranks, inside a ``shard_map`` that checks this."""
-        return lax.pcast(array, self.mesh.axis_names, to="varying")
-
     def compile(self, function: Any, **options: Any) -> Any:
         return jax.jit(function, **options)
 
     def across(self, function: Callable[[str, jax.Array], jax.Array], in_specs: Any) -> Any:
         return _across(self.mesh, self.name, function, in_specs)
 
-    def own_slice(self, flat: jax.Array, numel: int) -> jax.Array:
+    def own_slice(self, flat: jax.Array) -> jax.Array:
+        numel = flat.size // self.world_size
         return lax.dynamic_slice_in_dim(flat, lax.axis_index(self.name) * numel, numel)
 
     def gather(self, shard: jax.Array) -> jax.Array:
@@ -230,7 +226,7 @@ class LoneDevice:
     def across(self, function: Callable[[str, jax.Array], jax.Array], in_specs: Any) -> Any:
         return self.compile(functools.partial(function, self.name))
 
-    def own_slice(self, flat: jax.Array, numel: int) -> jax.Array:
+    def own_slice(self, flat: jax.Array) -> jax.Array:
         return flat
 
     def gather(self, shard: jax.Array) -> jax.Array:

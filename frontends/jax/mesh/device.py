@@ -36,8 +36,6 @@ from .tensors import MeshGradient, MeshParameter
 
 _LEAVE_AT_ONCE = Background.depth
 """The most packed buckets of gradients on a device: so many are on their way to the host."""
-_PLACES_KEPT = 4096
-"""The most arrays of places that a device keeps. Each has 8 bytes for each piece of a bucket."""
 
 
 class JaxMeshDevice(ArrayMemory):
@@ -65,8 +63,8 @@ class JaxMeshDevice(ArrayMemory):
         self._threads = threads
         self._leaving: deque[_Arrival] = deque()
         """Gradients that were last on their way to the host."""
-        # A bucket asks for the same places in every step.
-        self._places = functools.lru_cache(_PLACES_KEPT)(lambda starts: axis.replicate(split_places(starts)))
+        # A bucket asks for the same places in every step. They take 8 bytes for each of its pieces.
+        self._places = functools.lru_cache(4096)(lambda starts: axis.replicate(split_places(starts)))
         self._reduce_unreduced = axis.compile(programs.reduce_unreduced(axis, native=native), static_argnums=(2, 3, 4))
         self._reduce_mean = axis.compile(programs.reduce_mean(axis), static_argnums=(2, 3, 4))
         self._gather = axis.compile(programs.gather_and_write(axis), static_argnums=3, donate_argnums=1)
@@ -105,12 +103,7 @@ class JaxMeshDevice(ArrayMemory):
     # --- gradients -----------------------------------------------------------------------------------
 
     def reduce(
-        self,
-        bucket: Bucket,
-        wire: ElementType,
-        gradients: Mapping[int, MeshGradient],
-        out: np.ndarray,
-        staging: Lease,
+        self, bucket: Bucket, wire: ElementType, gradients: Mapping[int, MeshGradient], out: np.ndarray, staging: Lease
     ) -> Event:
         while len(self._leaving) >= _LEAVE_AT_ONCE:  # before another one is packed
             self._leaving.popleft().wait()

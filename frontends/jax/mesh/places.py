@@ -33,8 +33,7 @@ class Places(ArrayMemory):
     ranks: tuple[int, ...] = (0,)
 
     def __init__(self, devices: Sequence[jax.Device], processes: Collectives, *, threads: int = 1) -> None:
-        self.lone = [LoneDevice(device) for device in devices]
-        self.places = [JaxMeshDevice(lone, threads=threads) for lone in self.lone]
+        self.places = [JaxMeshDevice(LoneDevice(device), threads=threads) for device in devices]
         self.collectives = processes
         self.sizes = MeshSizes(1, summed=False)
         self.trace = Trace(processes.rank, processes.world_size)
@@ -48,7 +47,7 @@ class Places(ArrayMemory):
         pass  # global arrays are alike in all processes
 
     def free_bytes(self) -> int | None:
-        return free_bytes([device for lone in self.lone for device in lone.devices])
+        return free_bytes([place.axis.devices[0] for place in self.places])
 
     def close(self) -> None:
         pass

@@ -5,6 +5,7 @@ which is compiled once for each layout of a bucket. On CPU devices XLA flushes s
 sums.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -68,10 +69,7 @@ def mean_of_slice(gradient: jax.Array, axis: str, world_size: int, *, dim: int =
 
 def reduce_unreduced(axis: Ranks, *, native: bool) -> Callable[..., jax.Array]:
     """Return the program that averages each rank's own gradients, and keeps each rank's slice of a bucket."""
-
-    def to_shard(flat: jax.Array, shard_numel: int) -> jax.Array:
-        return mean_of_slice(flat, axis.name, axis.world_size, native=native)
-
+    to_shard = functools.partial(mean_of_slice, axis=axis.name, world_size=axis.world_size, native=native)
     return _reduction(axis, to_shard, axis.split)
 
 
@@ -84,7 +82,7 @@ def reduce_mean(axis: Ranks) -> Callable[..., jax.Array]:
 
 
 def _reduction(
-    axis: Ranks, to_shard: Callable[[jax.Array, int], jax.Array], spec: PartitionSpec
+    axis: Ranks, to_shard: Callable[[jax.Array], jax.Array], spec: PartitionSpec
 ) -> Callable[..., jax.Array]:
     def reduce(
         arrays: list[jax.Array], places: jax.Array, runs: tuple[Run, ...], shard_numel: int, wire: np.dtype
@@ -92,7 +90,7 @@ def _reduction(
         def each(arrays: list[jax.Array], places: jax.Array) -> jax.Array:
             given = zip(arrays, places, runs, strict=True)
             cuts = [cut_run(array.reshape(-1), place, run.numel).astype(wire) for array, place, run in given]
-            return to_shard(_pack(cuts, runs, axis.world_size * shard_numel), shard_numel)
+            return to_shard(_pack(cuts, runs, axis.world_size * shard_numel))
 
         return axis.map(each, (spec, REPLICATED), axis.split)(arrays, places)
 

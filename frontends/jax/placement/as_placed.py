@@ -176,7 +176,7 @@ class AsPlaced:
             if self.on_host:
                 return jax.device_put(target.reshape(like.shape), like.sharding if like.committed else None)
             assert isinstance(self.device, Places)
-            empty = self.device.lone[0].stack  # an empty array is in no bucket
+            empty = self.device.places[0].axis.stack  # an empty array is in no bucket
             new = target.array if like.size else empty([np.empty(like.shape, like.dtype)])
             return jax.device_put(new, like.sharding) if like.committed else new
         parts = {

@@ -141,7 +141,7 @@ class RankFunctions:
             # the parameter, gives NaN. Under jax.debug_nans that would be the first NaN that JAX finds.
             unusable = jnp.inf if jax.config.jax_debug_nans else jnp.nan  # type: ignore[attr-defined]
             leaf = array if layout is None else jnp.full(array.shape, unusable, jnp.float32)
-            return self._axis.vary(leaf) if varying else leaf
+            return lax.pcast(leaf, self._axis.mesh.axis_names, to="varying") if varying else leaf
 
         def seen(leaves: list[Any]) -> list[Any]:
             return [

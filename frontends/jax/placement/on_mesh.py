@@ -42,7 +42,7 @@ class OnMesh:
     per_rank = True
 
     def __init__(self, axis: MeshAxis, config: OffloadConfig) -> None:
-        self.on_host = axis.on_cpu
+        self.on_host = axis.devices[0].platform == "cpu"
         self._axis = axis
         self._config = config
         self._memory_kind = None if config.offload_param is None else HOST_MEMORY
