@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from frontends.jax import RankGradients, ScaledGradients, wrap
-from frontends.jax.mesh.mesh import LoneDevice
+from frontends.jax.mesh.axis import LoneDevice
 from frontends.jax.mesh.places import Places
 from frontends.jax.placement import placement
 from offload_core.device.events import Waiting
@@ -362,19 +362,19 @@ def test_kept_parameters_are_never_rewritten(device):
 
 
 def test_nothing_grows_and_programs_are_compiled_once(device):
-    offloaded = on_accelerator(random_tree(10), gradient_clipping=1.0, reduce_bucket_size=100)
-    n_buckets, traced, kept = len(offloaded._pipeline.buckets.all), [], []
+    traced, kept = [], []
     with pytest.MonkeyPatch.context() as patch:
         for name in ("own_slice", "gather"):
             method = getattr(LoneDevice, name)
             patch.setattr(LoneDevice, name, lambda *args, f=method: traced.append(f) or f(*args))
+        offloaded = on_accelerator(random_tree(10), gradient_clipping=1.0, reduce_bucket_size=100)
         for i in range(6):
             offloaded.update(random_tree(100 + i))
             if i in (1, 5):
                 gc.collect()
                 kept.append((len(jax.live_arrays()), offloaded.memory_report(), len(traced)))
     assert kept[0] == kept[1]
-    assert len(traced) <= 2 * n_buckets  # one program a bucket each way
+    assert 0 < len(traced) <= 2 * len(offloaded._pipeline.buckets.all)  # one program a bucket each way
 
 
 def test_the_host_holds_states_gradients_and_staging_alone(device):

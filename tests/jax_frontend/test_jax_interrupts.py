@@ -15,7 +15,7 @@ from tests.support.interrupts import FewerLines, first_passes, handled_at_each_l
 
 CASES = {
     "clipped": ({"gradient_clipping": 0.05, "reduce_bucket_size": 64}, ""),
-    "delayed": ({"schedule": "delayed", "delay_warmup_steps": 1}, "frontends/jax/offloaded.py"),
+    "delayed": ({"schedule": "delayed", "delay_warmup_steps": 1}, "frontends/jax/updates.py"),
 }
 """Settings, and the file to whose lines the interrupts are confined: the delayed schedule's others are as above."""
 
