@@ -5,10 +5,10 @@ import gc
 import pytest
 import torch
 
-from frontends.torch import gathered_parameters, wrap
+from frontends.torch import wrap
 from offload_core import ParameterError
 from tests.support import simulated
-from tests.support.torch_models import batch, make, same_bits
+from tests.support.torch_models import assert_all_same, everything, loss_of, make, step
 
 pytestmark = pytest.mark.parametrize("device", ["simulated, delays 0"], indirect=True)
 
@@ -20,29 +20,6 @@ SETTINGS = [
     {"schedule": "serial", "param_dtype": "bfloat16", "reduce_bucket_size": 500},
     {**STREAMED, "reduce_bucket_size": 500},
 ]
-
-
-def forward(engine, seed):
-    first = next(engine.module.parameters())
-    return engine(batch(seed, first.dtype, first.device)).float().pow(2).mean()
-
-
-def step(engine, seed):
-    engine.backward(forward(engine, seed))
-    return engine.step()
-
-
-def everything(engine):
-    engine.flush()
-    with gathered_parameters(engine.module.parameters()):
-        found = [p.detach().cpu().clone() for p in engine.module.parameters()]
-    return found + [
-        s[key].clone() for s in engine.optimizer.state.values() for key in ("step", "exp_avg", "exp_avg_sq")
-    ]
-
-
-def same(a, b):
-    return all(same_bits(x, y) for x, y in zip(a, b, strict=True))
 
 
 def run(seeds, fields):
@@ -77,22 +54,22 @@ def drained():
 def test_a_device_without_memory_for_a_forward_or_backward_leaves_the_step_before(where, fields, device):
     engine = run(range(2), fields)
     before = everything(engine)
-    parts = [lambda loss: forward(engine, 7), engine.backward]
+    parts = [lambda loss: loss_of(engine, 7), engine.backward]
     loss = parts.pop(0)(None) if where == "backward" else None
     with full(2048), pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
         parts[0](loss)
     del loss
     engine.zero_grad()
-    assert same(everything(engine), before)
+    assert_all_same(everything(engine), before)
     step(engine, 2)
-    assert same(everything(engine), everything(run(range(3), fields)))
+    assert_all_same(everything(engine), everything(run(range(3), fields)))
 
 
 @pytest.mark.parametrize("fields", SETTINGS[:4], ids=str)
 def test_parameters_that_find_no_memory_on_their_way_back_are_those_of_the_step_once_there_is_some(fields, device):
     engine = run(range(2), fields)
     engine.flush()
-    engine.backward(forward(engine, 2))
+    engine.backward(loss_of(engine, 2))
     engine.optimizer.pipeline.buckets.run(lambda: None)  # the gradients have left
 
     def update():
@@ -103,14 +80,14 @@ def test_parameters_that_find_no_memory_on_their_way_back_are_those_of_the_step_
         update()
     engine.zero_grad()  # and the next forward reads what the step has made
     step(engine, 3)
-    assert same(everything(engine), everything(run(range(4), fields)))
+    assert_all_same(everything(engine), everything(run(range(4), fields)))
 
 
 @pytest.mark.parametrize("fields", SETTINGS, ids=str)
 def test_a_copy_to_the_host_that_fails_is_an_error_of_the_step_and_of_no_other(fields, device):
     engine = run(range(2), fields)
     before = everything(engine)
-    loss = forward(engine, 7)
+    loss = loss_of(engine, 7)
     torch.accelerator.synchronize()
     simulated.fail_copy(1)
 
@@ -122,16 +99,16 @@ def test_a_copy_to_the_host_that_fails_is_an_error_of_the_step_and_of_no_other(f
         end_step()
     drained()
     engine.zero_grad()
-    assert same(everything(engine), before)
+    assert_all_same(everything(engine), before)
     step(engine, 2)
-    assert same(everything(engine), everything(run(range(3), fields)))
+    assert_all_same(everything(engine), everything(run(range(3), fields)))
 
 
 @pytest.mark.parametrize("fields", SETTINGS[:4], ids=str)
 def test_a_copy_to_the_device_that_fails_is_an_error_and_is_made_again(fields, device):
     engine = run(range(2), fields)
     engine.flush()
-    engine.backward(forward(engine, 2))
+    engine.backward(loss_of(engine, 2))
     engine.optimizer.pipeline.buckets.run(lambda: None)
     simulated.fail_copy(1)
 
@@ -144,7 +121,7 @@ def test_a_copy_to_the_device_that_fails_is_an_error_and_is_made_again(fields, d
     drained()
     engine.zero_grad()
     step(engine, 3)
-    assert same(everything(engine), everything(run(range(4), fields)))
+    assert_all_same(everything(engine), everything(run(range(4), fields)))
 
 
 def test_parameters_that_are_gathered_from_the_host_in_a_copy_that_fails_are_used_by_no_update(device):
@@ -156,9 +133,9 @@ def test_parameters_that_are_gathered_from_the_host_in_a_copy_that_fails_are_use
         step(engine, 7)
     drained()
     engine.zero_grad()
-    assert same(everything(engine), before)
+    assert_all_same(everything(engine), before)
     step(engine, 2)
-    assert same(everything(engine), everything(run(range(3), STREAMED)))
+    assert_all_same(everything(engine), everything(run(range(3), STREAMED)))
 
 
 def test_an_engine_has_one_device_and_a_process_may_have_several(device):
@@ -167,12 +144,12 @@ def test_an_engine_has_one_device_and_a_process_may_have_several(device):
     before = [p.detach().cpu().clone() for p in model.parameters()]
     with pytest.raises(ParameterError, match=r"'2.weight' is on simulated:1, others are on simulated:0; expected one"):
         wrap(model, param_dtype="bfloat16")
-    assert same([p.detach().cpu() for p in model.parameters()], before)
+    assert_all_same([p.detach().cpu() for p in model.parameters()], before)
     engines = [wrap(make(device=f"{device}:{n}"), lr=1e-2, reduce_bucket_size=500) for n in range(2)]
     for seed in range(4):
         for engine in engines:
             step(engine, seed)
-    assert same(*map(everything, engines))
+    assert_all_same(*map(everything, engines))
 
 
 def test_an_accelerator_without_streams_is_refused_by_name(device, monkeypatch):

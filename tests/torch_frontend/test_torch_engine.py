@@ -28,7 +28,7 @@ from offload_core import (
     StateError,
 )
 from offload_core.native.grad_norm import clip_coefficient
-from tests.support.torch_models import assert_same, batch, loss_of, make, same_bits, train
+from tests.support.torch_models import assert_same, batch, loss_of, make, same_bits, step, train
 from tests.support.ways import WAYS
 
 
@@ -43,11 +43,6 @@ def everything(engine):
     for state in states(engine).values():
         values += state.values()
     return [v.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for v in values]
-
-
-def step(engine, seed):
-    engine.backward(loss_of(engine, seed))
-    return engine.step()
 
 
 everywhere = pytest.mark.usefixtures("device")
@@ -117,13 +112,11 @@ def test_wrapping_an_fp32_model_in_bf16_loses_nothing():
     frozen = nn.Parameter(torch.ones(3), requires_grad=False)
     model.register_parameter("frozen", frozen)
     engine = wrap(model, param_dtype="bfloat16")
-    for (name, p), _q in zip(
-        model.named_parameters(), [*[*original.parameters()][:0], frozen, *original.parameters()], strict=False
-    ):
-        assert p.dtype is torch.bfloat16
-        if p is not frozen:
-            assert same_bits(engine.optimizer.state[p]["master"], dict(original.named_parameters())[name])
-            assert same_bits(p, dict(original.named_parameters())[name].to(torch.bfloat16))
+    assert frozen.dtype is torch.bfloat16
+    for name, p in original.named_parameters():
+        rounded = model.get_parameter(name)
+        assert same_bits(engine.optimizer.state[rounded]["master"], p)
+        assert same_bits(rounded, p.to(torch.bfloat16))
 
 
 @everywhere
@@ -204,8 +197,7 @@ def test_a_plain_backward_sums_and_engine_backward_averages():
 def test_mixing_both_backwards_in_one_update_raises_and_can_be_discarded():
     engine = wrap(make(), gradient_accumulation_steps=2)
     before = everything(engine)
-    engine.backward(loss_of(engine, 0))
-    engine.step()
+    step(engine, 0)
     loss_of(engine, 1).backward()
     with pytest.raises(GradientError, match="averages over the accumulation steps"):
         engine.step()
@@ -526,9 +518,11 @@ def test_a_refused_step_can_be_repeated_once_the_cause_is_mended():
     for e in (engine, other):
         step(e, 0)
         e.backward(loss_of(e, 1))
+    before = everything(engine)
     engine.optimizer.param_groups[0]["lr"] = -1.0
-    with pytest.raises(ConfigError, match="lr: got -1"):
+    with pytest.raises(ConfigError, match="parameter group 0: lr: got -1.0"):
         engine.step()
+    assert everything(engine) == before
     engine.optimizer.param_groups[0]["lr"] = 1e-3
     assert engine.step() == other.step()
     assert everything(engine) == everything(other)
@@ -965,18 +959,6 @@ def test_an_engine_refuses_a_wrong_added_group_and_goes_on():
     loss_of(model, 0).backward()
     optimizer.step()
     assert optimizer.report.updated
-
-
-@everywhere
-def test_a_negative_learning_rate_set_later_is_refused_and_nothing_changes():
-    engine = wrap(make())
-    step(engine, 0)
-    before = everything(engine)
-    engine.optimizer.param_groups[0]["lr"] = -1.0
-    engine.backward(loss_of(engine, 1))
-    with pytest.raises(ConfigError, match="parameter group 0: lr: got -1.0"):
-        engine.step()
-    assert everything(engine) == before
 
 
 def test_states_of_another_model_are_refused_and_nothing_changes():
