@@ -1,6 +1,7 @@
 """What a device cannot do, or not now: one clear error, and states and parameters of one step."""
 
 import gc
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -49,6 +50,14 @@ def drained():
     pytest.fail("the device does not go on")
 
 
+def assert_goes_on_from(before, engine, fields):
+    """The third step is as if the one that failed had not been."""
+    engine.zero_grad()
+    assert_all_same(everything(engine), before)
+    step(engine, 2)
+    assert_all_same(everything(engine), everything(run(range(3), fields)))
+
+
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("fields", SETTINGS, ids=str)
 def test_a_device_without_memory_for_a_forward_or_backward_leaves_the_step_before(where, fields, device):
@@ -59,28 +68,7 @@ def test_a_device_without_memory_for_a_forward_or_backward_leaves_the_step_befor
     with full(2048), pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
         parts[0](loss)
     del loss
-    engine.zero_grad()
-    assert_all_same(everything(engine), before)
-    step(engine, 2)
-    assert_all_same(everything(engine), everything(run(range(3), fields)))
-
-
-@pytest.mark.parametrize("fields", SETTINGS[:4], ids=str)
-def test_parameters_that_find_no_memory_on_their_way_back_are_those_of_the_step_once_there_is_some(fields, device):
-    engine = run(range(2), fields)
-    engine.flush()
-    engine.backward(loss_of(engine, 2))
-    engine.optimizer.pipeline.buckets.run(lambda: None)  # the gradients have left
-
-    def update():
-        engine.step()
-        engine.flush()
-
-    with full(0), pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
-        update()
-    engine.zero_grad()  # and the next forward reads what the step has made
-    step(engine, 3)
-    assert_all_same(everything(engine), everything(run(range(4), fields)))
+    assert_goes_on_from(before, engine, fields)
 
 
 @pytest.mark.parametrize("fields", SETTINGS, ids=str)
@@ -98,28 +86,34 @@ def test_a_copy_to_the_host_that_fails_is_an_error_of_the_step_and_of_no_other(f
     with pytest.raises(RuntimeError, match="the copy failed, as asked"):
         end_step()
     drained()
-    engine.zero_grad()
-    assert_all_same(everything(engine), before)
-    step(engine, 2)
-    assert_all_same(everything(engine), everything(run(range(3), fields)))
+    assert_goes_on_from(before, engine, fields)
 
 
+@contextmanager
+def a_copy_that_fails():
+    simulated.fail_copy(1)
+    with pytest.raises(RuntimeError, match="the copy failed, as asked"):
+        yield
+    drained()
+
+
+@contextmanager
+def no_memory():
+    with full(0), pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
+        yield
+
+
+@pytest.mark.parametrize("failure", [a_copy_that_fails, no_memory])
 @pytest.mark.parametrize("fields", SETTINGS[:4], ids=str)
-def test_a_copy_to_the_device_that_fails_is_an_error_and_is_made_again(fields, device):
+def test_parameters_that_do_not_come_back_are_those_of_the_step_once_they_can(fields, failure, device):
     engine = run(range(2), fields)
     engine.flush()
     engine.backward(loss_of(engine, 2))
-    engine.optimizer.pipeline.buckets.run(lambda: None)
-    simulated.fail_copy(1)
-
-    def update():
+    engine.optimizer.pipeline.buckets.run(lambda: None)  # the gradients have left
+    with failure():
         engine.step()
         engine.flush()
-
-    with pytest.raises(RuntimeError, match="the copy failed, as asked"):
-        update()
-    drained()
-    engine.zero_grad()
+    engine.zero_grad()  # and the next forward reads what the step has made
     step(engine, 3)
     assert_all_same(everything(engine), everything(run(range(4), fields)))
 
@@ -132,10 +126,7 @@ def test_parameters_that_are_gathered_from_the_host_in_a_copy_that_fails_are_use
     with pytest.raises(RuntimeError, match="the copy failed, as asked"):
         step(engine, 7)
     drained()
-    engine.zero_grad()
-    assert_all_same(everything(engine), before)
-    step(engine, 2)
-    assert_all_same(everything(engine), everything(run(range(3), STREAMED)))
+    assert_goes_on_from(before, engine, STREAMED)
 
 
 def test_an_engine_has_one_device_and_a_process_may_have_several(device):
