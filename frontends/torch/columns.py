@@ -11,16 +11,14 @@ from operator import eq
 from typing import Any
 
 import torch
-from torch._C._dynamo.guards import TensorGuards
 from torch.autograd.graph import increment_version
 
+from .internals import TensorGuards, no_read
 from .tensors import DTYPE, TakenGradient, memory_order
 
 _of: Any = torch.Tensor
 _GRADIENT, _DEVICE, _LAYOUT, _VERSION = (p.__get__ for p in (_of.grad, _of.device, _of.layout, _of._version))
 _IS_CPU = _of.is_cpu.__get__
-_no_read = torch._C.DisableTorchFunctionSubclass
-"""A context for code that reads no values, and so need not wait for pending parameters."""
 
 
 class Likeness:
@@ -81,14 +79,14 @@ class Columns:
         self._shapes.append(param.shape)
         self._unchanged.forget()
         self._plain_alone.append(Likeness())
-        with _no_read():
+        with no_read():
             self._versions.append(param._version)
             self._addresses.append(param.data_ptr())
 
     def unchanged(self) -> bool:
         """True if each parameter has the size, type, device and memory order that it had."""
         params = self.params
-        with _no_read():
+        with no_read():
             if self._unchanged.holds(params):
                 return True
             others = [param for i, param in enumerate(params) if i not in self._orders]
@@ -105,7 +103,7 @@ class Columns:
 
     def gradients(self) -> list[torch.Tensor | None]:
         """``p.grad`` of each."""
-        with _no_read():
+        with no_read():
             return list(map(_GRADIENT, self.params))
 
     def plain(self, given: Mapping[int, torch.Tensor]) -> bool:
@@ -133,7 +131,7 @@ class Columns:
         return dense and self._alike(gradients, dtypes, shapes)
 
     def plain_alone(self, index: int, gradient: torch.Tensor) -> bool:
-        """As :meth:`plain`, for a gradient that comes alone."""
+        """True if a gradient that comes alone is plain, in the sense of :meth:`plain`."""
         known = self._plain_alone[index]
         if known.holds((gradient,)):
             return True
@@ -163,7 +161,7 @@ class Columns:
 
     def remove_taken(self) -> None:
         """Set ``p.grad`` to None where it is the stand-in."""
-        with _no_read():
+        with no_read():
             for param, gradient, taken in zip(self.params, map(_GRADIENT, self.params), self.taken, strict=True):
                 if gradient is taken:
                     param.grad = None
@@ -172,12 +170,12 @@ class Columns:
 
     def note(self, index: int) -> None:
         """Record that the parameter now matches its master weights."""
-        with _no_read():
+        with no_read():
             self._versions[index] = self.params[index]._version
             self._addresses[index] = self.params[index].data_ptr()
 
     def note_all(self) -> None:
-        """As :meth:`note`, for all parameters."""
+        """Record that all parameters now match their master weights."""
         self._versions, self._addresses = self._as_they_are()
 
     def doubt(self, index: int) -> None:
@@ -193,7 +191,7 @@ class Columns:
         return [i for i, (new, old) in enumerate(zip(now, before, strict=True)) if new != old]
 
     def _as_they_are(self) -> tuple[list[float], list[int]]:
-        with _no_read():
+        with no_read():
             return list(map(_VERSION, self.params)), list(map(torch.Tensor.data_ptr, self.params))
 
     def count_writes(self, indices: Iterable[int]) -> None:

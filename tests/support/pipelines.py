@@ -59,13 +59,16 @@ class Naive:
     def __init__(self, masters, dtypes, groups, config, hypers, names=None):
         self.dtypes, self.groups, self.config, self.hypers = dtypes, groups, config, hypers
         self.names = names
-        self.rules = [rule_of(config, hypers[g]) for g in groups]
         self.states = [
             self.kept(i, [m, *(np.zeros_like(m) for _ in rule.states)], None)
             for i, (m, rule) in enumerate(zip(masters, self.rules, strict=True))
         ]
         self.steps = [0] * len(masters)
         self.sums = [None] * len(masters)
+
+    @property
+    def rules(self):
+        return [rule_of(self.config, self.hypers[g]) for g in self.groups]
 
     def kept(self, i, values, update):
         """States as their formats keep them, rounded at random for this update; None: to nearest."""
@@ -145,6 +148,11 @@ class Subject:
 
     def add_gradient(self, i, gradient):
         self.pipeline.add_gradient(i, self.put(gradient))
+
+    def add_all(self, value=1.0):
+        """A gradient for each parameter, of this value everywhere."""
+        for i, spec in enumerate(self.specs):
+            self.add_gradient(i, np.full(spec.numel, value, spec.dtype.numpy))
 
     def params(self):
         self.pipeline.finish()
