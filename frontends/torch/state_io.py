@@ -352,7 +352,7 @@ def torch_state_dict(optimizer: Any, *, rank0_only: bool) -> dict[str, Any] | No
             "state_dict(), or groups without 'optimizer'"
         )
     optimizer.flush()
-    name = optimizer.config.adam_mode if optimizer.optimizer == "adamw" else optimizer.optimizer
+    name = optimizer.config.adam_mode if optimizer.rule_name == "adamw" else optimizer.rule_name
     torchs: Any = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}[name]
     made = torchs([torch.empty(0, device="cpu")], lr=1e-3).param_groups[0]
     settings = {name: value for name, value in made.items() if name != "params"}
