@@ -1,7 +1,8 @@
-"""Code that torch compiles: all that this package knows of ``torch.compile``, its tracer (dynamo) and TorchScript.
+"""Code that torch compiles: the one module that knows ``torch.compile``, its tracer (dynamo) and TorchScript.
 
-Dynamo follows the code that a compiled function calls, and makes a graph of it. It guards the graph on what this code
-looks at: the class of a parameter, the numbers of a module's hooks. If these change, it makes another graph.
+Dynamo follows the code that a compiled function calls, and makes a graph of it. It guards the graph on the properties
+that this code reads: the class of a parameter, the numbers of a module's hooks. If these change, it makes another
+graph.
 
 [Note: compiled modules] A compiled module would look at its parameters before any hook is called, and be compiled again
 if they are pending. So its forward becomes a :class:`CompiledForward`. This waits for all parameters inside the module
@@ -59,7 +60,7 @@ def is_scripted(module: nn.Module) -> bool:
 # --- telling the compiler ---------------------------------------------------------------------------------
 
 untraced = torch._disable_dynamo
-"""Decorates a function that is not compiled, nor is what it calls."""
+"""Decorates a function, so that neither it nor the functions that it calls are compiled."""
 
 
 def breaks_graph(function: F) -> F:
@@ -176,7 +177,7 @@ def _with(around: Around, module: nn.Module, forward: Callable[..., Any]) -> Com
 
 @asked_once
 def _in_unit() -> bool:
-    """Return whether a unit runs. Called only while a graph is made: graphs of equal units are shared."""
+    """Return True if a unit runs. Called only while a graph is made: graphs of equal units are shared."""
     return _THREAD.around is not None and _THREAD.around.in_unit()
 
 

@@ -70,10 +70,10 @@ class OnMesh:
         return self._axis.put(leaf, self._axis.cut_along(dim), self._memory_kind)
 
     def _dim_of(self, leaf: Any) -> int | None:
-        """Return the dimension that a parameter is cut along, before :meth:`place` or after it; None: it is not cut.
+        """Return the dimension along which a parameter is cut, before :meth:`place` or after it; None: it is not cut.
 
-        It is the dimension that it is cut along already, or the first that the ranks divide. The very first of several
-        is left out, because it may be that of stacked layers.
+        A parameter that is cut already keeps its dimension. Otherwise it is the first dimension that the ranks divide,
+        without the very first of several, because that may be the dimension of stacked layers.
         """
         if self._config.stage < 3 or leaf.size == 0:
             return None
