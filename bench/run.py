@@ -1,4 +1,4 @@
-"""``make bench``: every part in a process of its own, their records in one file, then the report.
+"""``make bench``: every part in a separate process, their records in one file, then the report.
 
 A part that fails or outlives its time is reported, and the rest go on.
 """

@@ -16,7 +16,7 @@ def _tiny(layers: int, width: int) -> GPTConfig:
 @dataclass(frozen=True)
 class Sizes:
     tests: dict[str, list[str]]
-    """Arguments of pytest; each runs in a process of its own."""
+    """Arguments of pytest; each entry runs in a separate process."""
     train: list[str]
     """Arguments of ``bench.train``."""
     gpt: GPTConfig

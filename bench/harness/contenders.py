@@ -1,4 +1,4 @@
-"""Contenders, each with processes of its own, measured in turn, and the results of each.
+"""Contenders in separate processes, measured in turn, and the results of each.
 
 One contender runs a few steps while the others wait in a read. "Others CPU" tells how quiet the machine was.
 """

@@ -1,4 +1,4 @@
-"""Contenders that run in processes of their own: they are started, asked over pipes, and ended."""
+"""Contenders in separate processes: they are started, asked over pipes, and ended."""
 
 import atexit
 import json
@@ -34,7 +34,7 @@ _ERROR = re.compile(r"[\w.]*(Error|Exception|Exit|Interrupt)\b(: .*)?$")
 
 
 class ContenderError(Exception):
-    """A contender cannot run here; its message is the end of what it printed."""
+    """A contender cannot run here; the message is the end of its output."""
 
     @property
     def why(self) -> str:

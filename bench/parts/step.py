@@ -2,7 +2,7 @@
 clipping, and beside them forward and backward alone and the streaming limit of the update's bytes. In fp32 where
 PyTorch is slow in bf16 (``bench.harness.working_dtype``).
 
-Contenders are processes of their own. At 319 M parameters not all of them fit in memory together: they run in several
+Contenders are separate processes. At 319 M parameters not all of them fit in memory together: they run in several
 experiments, each with the contender that its ratios compare with. Rows are of all experiments, a ratio is of its two
 sides in one.
 """

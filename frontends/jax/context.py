@@ -1,4 +1,4 @@
-"""The context of a user's call: JAX's tracing, the mesh that is set, and the update that nobody has waited for."""
+"""The context of a user's call: JAX's tracing, the mesh that is set, and the update that was not waited for."""
 
 import threading
 from collections.abc import Callable

@@ -64,7 +64,7 @@ untraced = torch._disable_dynamo
 
 
 def breaks_graph(function: F) -> F:
-    """Have dynamo end its graph before this function and call it as it is; ``fullgraph=True`` says why it cannot."""
+    """Have dynamo end its graph before this function and call it uncompiled; ``fullgraph=True`` says why it cannot."""
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = _WHY  # type: ignore[attr-defined]
     return function

@@ -1,8 +1,8 @@
 """In-place writes through ``p.data``, which torch does not count as changes of the parameter.
 
-``p.data`` gives another tensor in the parameter's memory, with a version counter of its own that counts what is written
-through it and through its views. A tensor that is assigned to ``p.data`` becomes one, too. A watched parameter keeps
-these tensors until it is asked whether one was written to, and those that somebody else holds for longer.
+``p.data`` gives another tensor in the parameter's memory. This tensor has a separate version counter, which counts the
+writes through it and through its views. A tensor that is assigned to ``p.data`` becomes such a tensor, too. A watched
+parameter keeps these tensors until it is asked for writes, and those that other code holds for longer.
 """
 
 import functools

@@ -327,8 +327,8 @@ class Checkpoints:
             names: the names of the pipeline's parameters in the checkpoint.
             targets: other tensors to load.
             publish: calls :meth:`Pipeline.flush` with the device parameters.
-            accept: checks what the front end needs before anything changes, and may raise :class:`CheckpointError`. It
-                returns what is run in the end, when everything else is loaded: code of a user's objects.
+            accept: checks the front end's part before anything changes, and may raise :class:`CheckpointError`. It
+                returns the parts that run code of a user's objects. They are run when everything else is loaded.
 
         Raises:
             CheckpointError: on all processes, if one found an error. Unless the message says that loading broke off,

@@ -20,7 +20,7 @@ class SaveOnSignal(AbstractContextManager["SaveOnSignal"]):
 
     Args:
         save: saves with these extras, and returns the checkpoint's folder.
-        signals: to be noted in place of what they do now.
+        signals: the signals to note. Their present handlers are not called.
 
     Raises:
         StateError: this is not the main thread, which alone can receive signals.

@@ -27,7 +27,7 @@ class HostRanks:
         collectives: between the ranks.
         native: let the collectives' own reduce-scatter sum, in the gradients' element type and its own order.
         sizes: the sizes of the buffers; None: as :class:`OnHost` has them.
-        processes: the processes that update parameters of their own at the same time. They decide each update
+        processes: the processes that each update different parameters at the same time. They decide each update
             together, and exchange no buckets; None: the ranks.
     """
 

@@ -36,7 +36,7 @@ class Pinning(Protocol):
 
 
 def mapped(n_bytes: int, threads: int) -> np.ndarray:
-    """Zeroed bytes in an anonymous mapping of their own: exact to a page, in huge pages where it is large.
+    """Return zeroed bytes in a new anonymous mapping: exact to a page, and in huge pages if it is large.
 
     Raises:
         OSError: the system refused the mapping.

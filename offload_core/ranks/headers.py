@@ -12,7 +12,7 @@ bytes   content
 ======= ==============================================================
 0..7    the bytes of the exchange, a little-endian integer
 8..15   fingerprint of the whole text
-16..    the text: what is exchanged, in UTF-8, cut, padded with zeros
+16..    the text: the exchange's name, in UTF-8, cut, padded with zeros
 ======= ==============================================================
 """
 
@@ -32,7 +32,7 @@ class Header(NamedTuple):
     """The name and size of a rank's next exchange. Two exchanges belong together only if their headers are equal."""
 
     what: str
-    """Names the data: the bucket or the parameter, and what is done with it."""
+    """The exchange's name: the bucket or the parameter, and the action on it."""
     n_bytes: int
     """Bytes of the whole exchange."""
 

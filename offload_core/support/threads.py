@@ -260,7 +260,7 @@ def _no_thread(error: BaseException) -> bool:
 
 
 def clear_up(act: Callable[[], object]) -> None:
-    """Do this, which may wait, when garbage is collected: in a thread of its own, for which the main thread waits.
+    """Make a call that may wait, when garbage is collected: in a new thread, for which the main thread waits.
 
     Python collects garbage in any thread, also in the very one whose tasks ``act`` waits for; and between any two
     instructions, also while a framework has switched that thread to tensors without values, to compile. ``act`` must

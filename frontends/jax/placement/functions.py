@@ -81,7 +81,7 @@ def on_several_devices(compute: Compute) -> Compiled:
 
 
 class RankFunctions:
-    """Compiles programs in which each rank differentiates a function of its own part of the arguments.
+    """Compiles programs in which each rank differentiates a function of its part of the arguments.
 
     Parameters count as different on each rank there. Were they shared, their gradient would be the sum over ranks.
 

@@ -1,6 +1,6 @@
 """Parameters on a mesh axis, whose devices are the ranks: replicated, or (stage 3) each rank has a slice.
 
-Each rank computes gradients of its own. A rank owns the optimizer states of exactly its slice of a sharded parameter.
+Each rank computes its gradients. A rank owns the optimizer states of exactly its slice of a sharded parameter.
 The gradients of that slice are the mean over all ranks already (``mesh/gather.py``), and an update sends nothing of it
 to other ranks.
 """

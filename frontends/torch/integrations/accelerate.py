@@ -22,8 +22,8 @@ def save_in_shards(accelerator: Accelerator, model: nn.Module, optimizer: Any, *
 
     Call it once, after ``prepare``, on all ranks. Each rank then writes its part of master weights and moments to
     ``offload/`` in the folder that ``save_state`` was given, and any number of ranks can load them; all ranks must
-    share that folder. The rest is Accelerate's, as ever. Its file of the model has the frozen parameters, which the
-    shards leave out.
+    share that folder. The rest is Accelerate's, as without this call. Its file of the model has the frozen parameters,
+    which the shards leave out.
 
     Args:
         model, optimizer: as ``prepare`` returned them. From now on ``optimizer.state_dict()`` holds no states, but only

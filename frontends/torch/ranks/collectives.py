@@ -20,7 +20,7 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 class TorchRanks:
     """The ranks of a process group, exchanging host memory.
 
-    Data moves as bytes, so every element type works. The ranks use a gloo group of their own (``OwnGroup``); making it
+    Data moves as bytes, so every element type works. The ranks use a separate gloo group (``OwnGroup``); making it
     is collective. Once the program has destroyed ``group``, only parameters are still gathered: an update that is
     running ends, and no other begins.
     """

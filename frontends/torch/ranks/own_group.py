@@ -30,7 +30,7 @@ _NUMBERS: "weakref.WeakKeyDictionary[Any, count[int]]" = weakref.WeakKeyDictiona
 
 
 class OwnGroup:
-    """The ranks of a process group in a gloo group of their own, which exchange only what all of them expect.
+    """A separate gloo group of the ranks of a process group. All ranks compare headers before each exchange.
 
     The program may use ``group`` at the same time. The group is not one of ``torch.distributed``'s, so that an update
     that is running ends as it should when the program destroys those. It ends with :meth:`close`, or with its owner.
