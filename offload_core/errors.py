@@ -15,7 +15,7 @@ class ConfigWarning(UserWarning):
 
 
 class ParameterError(OffloadError, ValueError):
-    """A parameter cannot be offloaded, or has another size, type, device or order in memory than when it was wrapped."""
+    """A parameter cannot be offloaded, or its size, type, device or memory order has changed since it was wrapped."""
 
 
 class GradientError(OffloadError, ValueError):
