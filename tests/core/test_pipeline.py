@@ -316,7 +316,7 @@ def test_what_the_host_has_not_got_to_when_all_gradients_are_there_goes_in_the_o
 
     def noting(updates, work, *args, **options):
         updated.append(work.bucket.index)
-        run_adam(updates, work, *args, **options)
+        return run_adam(updates, work, *args, **options)
 
     monkeypatch.setattr(Updates, "_run", noting)
     for gradients_are_there in (False, True):

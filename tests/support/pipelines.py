@@ -35,7 +35,7 @@ def as_float32(values):
 
 def held_states(pipeline, i):
     """A parameter's states as they are now, in fp32: nothing is waited for."""
-    return {name: as_float32(array.values()) for name, array in StateAccess(pipeline)._local_states(i).items()}
+    return {name: as_float32(run.values()) for name, run in StateAccess(pipeline)._local_runs(i).items()}
 
 
 def rule_of(config, hyper):
