@@ -59,8 +59,10 @@ class Store(ABC):
 
     @abstractmethod
     def expect(self, buckets: Iterable[int]) -> None:
-        """Announce that these buckets are loaded next, in this order, after those that were announced before. Some may
-        be left out."""
+        """Announce that these buckets are loaded next, in this order, after those that were announced before.
+
+        Some may be left out. One that is announced again has its new place alone.
+        """
 
     @abstractmethod
     def read(self, bucket: int) -> StateBlock:

@@ -69,7 +69,8 @@ class LateStore(Store):
         return StateArray.allocate(format, numel, np.zeros, np.zeros, self.threads)
 
     def expect(self, buckets: Iterable[int]) -> None:
-        self._expected.extend(buckets)
+        new = [*buckets]
+        self._expected = deque([bucket for bucket in self._expected if bucket not in new] + new)
         self._begin()
 
     def _begin(self) -> None:
