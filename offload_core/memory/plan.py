@@ -63,12 +63,11 @@ class MemoryPlan:
     @property
     def needs(self) -> dict[str, int]:
         """Bytes that must be free by memory: while ``wrap`` runs or while the model trains, whichever takes more."""
-        stays = {where: self.bytes_in(where) for where in (HOST, *self.elsewhere)}
-        wrapping = {**stays, DEVICE: 0}
-        for where in wrapping:
-            wrapping[where] += self.bytes_in(where, passing=True)
-        training = {**stays, DEVICE: self.device_bytes - self.held}
-        needs = {where: max(wrapping[where], training[where]) for where in (HOST, DEVICE, *self.elsewhere)}
+        training = {where: self.bytes_in(where) for where in (HOST, DEVICE, *self.elsewhere)}
+        wrapping = {where: self.bytes_in(where, passing=True) + n for where, n in training.items()}
+        wrapping[DEVICE] -= self.device_bytes
+        training[DEVICE] -= self.held
+        needs = {where: max(wrapping[where], n) for where, n in training.items()}
         if self.shared:
             needs[HOST] = max(of[HOST] + of[DEVICE] for of in (wrapping, training))
             del needs[DEVICE]

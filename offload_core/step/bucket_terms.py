@@ -149,10 +149,8 @@ class BucketTerms:
             return sum(row.n_bytes for row in terms.host_rows(specs, frozen=frozen) if row.where == HOST)
 
         mine = host_bytes(self)
-        found = []
-        for setting, fields in NARROWER.items():
-            found.append((setting, mine - host_bytes(self._with(**fields))))
-        return tuple((setting, saved) for setting, saved in found if saved > 0)
+        saved = {setting: mine - host_bytes(self._with(**fields)) for setting, fields in NARROWER.items()}
+        return tuple((setting, n_bytes) for setting, n_bytes in saved.items() if n_bytes > 0)
 
     def _with(self, **fields: Any) -> "BucketTerms":
         """These terms with other settings."""
@@ -172,8 +170,7 @@ class BucketTerms:
         kinds = self._kinds(specs)
         rules = dict.fromkeys(self.rule_of(bucket) for bucket, _ in kinds) or {self._rule: None}
         states = dict.fromkeys(name for rule in rules for name in rule.state_names)
-        kept = dict.fromkeys(states, 0)
-        host: dict[str, int] = dict.fromkeys((GRADIENTS_ON_HOST, STAGING), 0)
+        kept, host = dict.fromkeys(states, 0), dict.fromkeys((GRADIENTS_ON_HOST, STAGING), 0)
         for bucket, n in kinds:
             numel = len(self._terms.ranks) * bucket.shard_numel
             for name, format in self.state_formats(bucket).items():

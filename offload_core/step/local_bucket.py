@@ -54,7 +54,7 @@ class LocalBucket:
     master: Master
     """Parameters may lag behind master weights that lie apart. Others change with them."""
     writes: Writes
-    """In a step that updates parameters."""
+    """The memory of the parameters that a step updates."""
     home: np.ndarray | None = field(init=False)
     """Gradient: the memory in which gradients wait, its own or lent; None: it has none now."""
     waiting: dict[int, Any] = field(default_factory=dict)

@@ -185,10 +185,12 @@ class Updates:
         states = store.read(work.bucket.index) if keep_states else store.load(work.bucket.index, updated)
         formats = {name: array.format.name for name, array in states.arrays.items()}
         formats.setdefault(MASTER, work.bucket.dtype.name)
-        param_dtype: ElementType | None = None
+        param_dtype: ElementType | None
         match writes, work.master:
             case (Writes.STAGING, _) | (Writes.IN_PLACE, Master.APART):
                 param_dtype = work.bucket.dtype
+            case _:  # states alone, and a parameter may be one of them
+                param_dtype = None
         for dtype, pieces in work.held(chosen):
             segments = work.rule.segments(states.arrays, work.offsets[pieces], work.numels[pieces])
             segments["grad"] = work.gradients.addresses[pieces]
