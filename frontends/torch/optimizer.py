@@ -401,6 +401,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if self._parts is not None:
             self._parts.intake.close()
             self._parts.registration.close()
+            self._parts.pipeline.buckets.store.close()
             self._parts.pipeline.device.close()
         self.partitioned = self._parts = None
         self.state = defaultdict(dict)

@@ -9,7 +9,7 @@ import torch
 
 from offload_core.errors import StateError
 from offload_core.rules import MASTER
-from offload_core.states.arrays import StateArray
+from offload_core.states.arrays import StateRun
 from offload_core.step.pipeline import Pipeline
 from offload_core.step.state_access import StateAccess
 
@@ -140,22 +140,23 @@ class DecodedPart(_Decoded, StatePart):
 
 
 class Encoded:
-    """A state in a format for which torch has no tensors. Reading it makes a copy, and writing replaces all of it.
+    """A state whose values lie in no memory that torch could share. Reading it makes a copy, and writing replaces all of
+    it.
 
     Args:
-        array: this process's part of the state.
+        own: this process's part of the state.
         param: the parameter, if this is its whole state; None: it is a part, one-dimensional.
     """
 
-    def __init__(self, array: StateArray, param: torch.Tensor | None) -> None:
-        self._array = array
+    def __init__(self, own: StateRun, param: torch.Tensor | None) -> None:
+        self._own = own
         self._param = param
-        self.shape = torch.Size([array.size]) if param is None else param.shape
+        self.shape = torch.Size([own.size]) if param is None else param.shape
 
     def read(self) -> torch.Tensor:
         """The values, exactly, in the narrowest type that holds them."""
-        run = torch.empty(self._array.size, dtype=TORCH_DTYPES[self._array.format.values])
-        self._array.read(0, memory(run))
+        run = torch.empty(self._own.size, dtype=TORCH_DTYPES[self._own.format.values])
+        self._own.read(0, memory(run))
         if self._param is None:
             return run.as_subclass(DecodedPart)
         return shaped_like(run, self._param).as_subclass(DecodedState)
@@ -163,7 +164,7 @@ class Encoded:
     def write(self, value: torch.Tensor) -> None:
         """Take these values, each rounded to nearest."""
         run = value.detach().to("cpu", torch.float32)
-        self._array.write((run.contiguous() if self._param is None else flat_like(run, self._param)).numpy())
+        self._own.write((run.contiguous() if self._param is None else flat_like(run, self._param)).numpy())
 
 
 class Views(Kept):
@@ -245,20 +246,19 @@ def state_views(pipeline: Pipeline, index: int, param: torch.Tensor) -> Views:
     views: dict[str, torch.Tensor] = {"step": torch.from_numpy(pipeline.steps[index])}
     encoded: dict[str, Encoded] = {}
     access = StateAccess(pipeline)
-    arrays = access.local_arrays(index)
     alone = pipeline.device.world_size == 1
-    for name, array in arrays.items():
-        if array.encoded:
-            encoded[name] = Encoded(array, param if alone else None)
+    for name, own in access.local_runs(index).items():
+        if own.view is None:
+            encoded[name] = Encoded(own, param if alone else None)
         else:
-            run = as_torch(array.view)
+            run = as_torch(own.view)
             views[name] = shaped_like(run, param) if alone else run
     shape = param.shape if alone else torch.Size([sum(numel for _, numel in access.extents(index))])
     if 0 in shape:  # a parameter of no elements, or none of them this rank's
         views |= {name: torch.empty(shape, device="cpu") for name in access.names(index) if name != MASTER}
     kind = HostState if alone else StatePart
-    own = {name: view.as_subclass(kind) for name, view in views.items()}
-    return Views(shape, own, encoded, partial(access.will_change, [index]))
+    shared = {name: view.as_subclass(kind) for name, view in views.items()}
+    return Views(shape, shared, encoded, partial(access.will_change, [index]))
 
 
 def plain_entries(states: Mapping[Any, Any]) -> dict[Any, Any]:

@@ -29,7 +29,7 @@ from ..layout.regions import Region
 from ..ranks.collectives import Collectives
 from ..ranks.consistency import combine, fingerprint, processes
 from ..rules import MASTER, STATE_NAMES
-from ..states.arrays import StateArray
+from ..states.arrays import StateRun
 from ..step.loss_scale import checked_state
 from ..step.pipeline import Pipeline
 from ..step.state_access import StateAccess
@@ -366,13 +366,14 @@ class Checkpoints:
             self._states.publish_later(range(len(names)))
             publish()
             with self.together("load"):
-                wants = []
+                read = _Reading(loaded.checkpoint)
                 for i in behind:
                     for run in self._states.runs(i, tensors[i]):
+                        values = read.values_of(run.arrays[MASTER])
                         for at, region in self._states.elements(i).regions(run.start, run.numel):
-                            part = run.arrays["master"][at : at + region.numel]
-                            wants.append(Want(names[i], "master", region, part.view))
-                loaded.checkpoint.read(wants)
+                            read.want(Want(names[i], MASTER, region, values[at : at + region.numel]))
+                        read.go_on()
+                read.finish()
             self._states.publish_later(behind)
             for i, entry in enumerate(entries):
                 pipeline.steps[i][...] = entry["step"] if entry else 0
@@ -443,23 +444,23 @@ class Checkpoints:
 
 
 class _Reading:
-    """Reads states into the memory in which they are kept; encoded states pass through buffers.
+    """Reads states into the memory in which they are kept, or through a buffer where there is none of their values.
 
-    Buffers are encoded as soon as ``_TARGET_BYTES`` are filled, so that they never need more memory.
+    Buffers are written to the store as soon as ``_TARGET_BYTES`` are filled, so that no more are needed.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
         self._wants: list[Want] = []
-        self._encoded: list[tuple[StateArray, np.ndarray]] = []
+        self._copies: list[tuple[StateRun, np.ndarray]] = []
         self._n_bytes = 0
 
-    def values_of(self, array: StateArray) -> np.ndarray:
+    def values_of(self, run: StateRun) -> np.ndarray:
         """Return an array to fill with the values of a run; the next :meth:`finish` stores them."""
-        if not array.encoded:
-            return array.view
-        values = np.zeros(array.size, np.float32)
-        self._encoded.append((array, values))
+        if (view := run.view) is not None:
+            return view
+        values = np.zeros(run.size, np.float32)
+        self._copies.append((run, values))
         self._n_bytes += values.nbytes
         return values
 
@@ -475,9 +476,9 @@ class _Reading:
     def finish(self) -> None:
         """Read all that is wanted."""
         self.checkpoint.read(self._wants)
-        for array, values in self._encoded:
-            array.write(values)
-        self._wants, self._encoded, self._n_bytes = [], [], 0
+        for run, values in self._copies:
+            run.write(values)
+        self._wants, self._copies, self._n_bytes = [], [], 0
 
 
 def load_values(path: str | os.PathLike[str], targets: Sequence[Target], types: Sequence[ArrayType] = ()) -> Loaded:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from enum import Enum
 from functools import cache
 from types import MappingProxyType
 
@@ -51,6 +52,22 @@ FORMATS = {each.name: each for each in _ALL}
 """The formats that a user can ask for, and that checkpoints name."""
 SPLIT = StateFormat("split", np.dtype(np.uint16), FLOAT32, 8, upper=BFLOAT16)
 """A float32 master weight of which the parameter is the upper half: it has all bits of ``"float32"``."""
+
+
+class Master(Enum):
+    """The place of a parameter's master weight."""
+
+    APART = "apart, in the store"
+    PARAMETER = "the parameter itself"
+    SPLIT = "in the store, with the parameter as its upper half"
+
+    @classmethod
+    def of(cls, formats: Mapping[str, StateFormat]) -> "Master":
+        """The place that follows from the formats of the states in a store."""
+        if MASTER not in formats:
+            return cls.PARAMETER
+        return cls.APART if formats[MASTER].upper is None else cls.SPLIT
+
 
 SHORT_NAMES: dict[str, tuple[str, str]] = {
     "fp32": ("float32", "float32"),

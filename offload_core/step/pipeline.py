@@ -32,11 +32,12 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ..config.options import OffloadConfig
+from ..config.state_formats import Master
 from ..device.events import Event
 from ..device.protocols import Device
 from ..errors import CollectiveError, StateError
 from ..layout.partition import ParamSpec
-from ..memory.plan import PlanRow
+from ..memory.plan import HOST, PlanRow
 from ..memory.report import MemoryReport
 from ..rules import Hyper, Rule, Scalars
 from ..support.threads import uninterrupted
@@ -47,6 +48,7 @@ from .bucket_terms import BucketTerms
 from .buckets import LocalBuckets
 from .decision import Decision, Given, StepReport, Verdict, examine
 from .early_publish import Announcement, EarlyPublish
+from .local_bucket import Writes
 from .loss_scale import LossScaler
 from .reduction import Reduction
 from .state_lock import StateLock, changes
@@ -155,6 +157,7 @@ class Pipeline:
         """Forget all parameters and their states, and free their memory. Others may be added then."""
         self.finish()
         self.drop_gradients()
+        self.buckets.store.close()
         self._begin()
 
     def run_in_order(self, task: Callable[[], T]) -> T:
@@ -782,11 +785,11 @@ class Pipeline:
             work.take()
             work.written = None
             work.forget_gradients(GradientEvent.ABORT)
-            if work in lost and work.parameters_apart:
+            if work in lost and work.master is Master.APART:
                 work.fall_behind(work.members, PublicationEvent.LOSE)
             elif work.publication.state is Publication.SENT:
                 work.publication.on(PublicationEvent.ARRIVE)
-            elif work in completed and not work.written_by_kernel:
+            elif work in completed and work.writes is Writes.STAGING:
                 work.fall_behind(work.members)
         if self._lost is not None:
             self.published = {}  # parameters stay those of the step before, where nothing was written in place
@@ -810,5 +813,7 @@ class Pipeline:
     def memory_report(self, planned: Iterable[PlanRow], held: Mapping[tuple[str, str], int]) -> MemoryReport:
         """Host memory planned and held now, and the front end's own, by ``(where, what)``."""
         numel = sum(spec.numel for spec in self.params)
-        own = {("host", what): n_bytes for what, n_bytes in self.memory.report().items()}
-        return MemoryReport.of(numel, [*self.buckets.planned, *planned], {**own, **held})
+        store = self.buckets.store
+        own = {(HOST, what): n_bytes for what, n_bytes in self.memory.report().items()}
+        kept = {(store.place, what): n_bytes for what, n_bytes in store.held().items()}
+        return MemoryReport.of(numel, [*self.buckets.planned, *planned], {**own, **kept, **held})
