@@ -36,6 +36,7 @@ from offload_core.dtypes import BY_NUMPY, FLOAT16, ElementType
 from offload_core.layout.partition import Bucket, ParamSpec
 from offload_core.memory.host_memory import Lease
 from offload_core.rules.adam import AdamHyper
+from offload_core.step.decision import StepArguments
 from offload_core.step.pipeline import Pipeline
 
 TO_HOST_QUEUE, TO_DEVICE_QUEUE, NETWORK = "to host", "to device", "network"
@@ -332,14 +333,14 @@ class Training:
                 self.pipeline.await_param(matrix)
                 self._compute("forward", matrix, seconds)
             if micro_step == self._micro_steps - 1:
-                self.pipeline.expect_step(self._hypers, self._tensors)
+                self.pipeline.early.expect_step(StepArguments(self._hypers, self._tensors))
             for matrix, seconds in reversed(list(enumerate(self._backward))):
                 self._compute("backward", matrix, seconds)
-                self.pipeline.add_gradient(matrix, self._tensors[matrix])
+                self.pipeline.add_gradients({matrix: self._tensors[matrix]})
             self.pipeline.end_micro_step()
-        assert self.pipeline.step(self._hypers, self._tensors).updated
+        assert self.pipeline.step(StepArguments(self._hypers, self._tensors)).updated
         if self._waits:
-            self.pipeline.finish()
+            self.pipeline.last_step.finish()
 
     def _compute(self, what: str, matrix: int, seconds: float) -> None:
         ran = self._gpu.queue(COMPUTE, seconds).ran
@@ -382,7 +383,7 @@ def simulate(machines: Machines, job: Job, schedule: str, trace: Path | None = N
                 for _ in range(COUNTED):
                     training.step()
                 end = gpu.mark().end
-            training.pipeline.finish()
+            training.pipeline.last_step.finish()
             written = path if machines.world_size == 1 else path.with_name(f"{path.stem}.rank{number}{path.suffix}")
             return (end - begin) / COUNTED, json.loads(written.read_text())["traceEvents"]
 

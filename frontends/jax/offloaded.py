@@ -25,6 +25,8 @@ from offload_core.layout.partition import ParamSpec as CoreParam
 from offload_core.memory.report import MemoryReport
 from offload_core.ranks.consistency import agree
 from offload_core.rules import Hyper
+from offload_core.step.decision import StepArguments
+from offload_core.step.health import Use
 from offload_core.step.loss_scale import scaler_for
 from offload_core.step.pipeline import Pipeline, StepReport
 from offload_core.step.state_lock import changes, whole
@@ -170,7 +172,7 @@ class OffloadedParams:
         self._loss_scale = None if scaler is None else DeviceScale(scaler, first)
         self._targets: list[Any] = []
         """The tensors to which the pipeline writes the next parameters; empty when the leaves are made of them."""
-        self._followed = self._pipeline.publications
+        self._followed = self._pipeline.last_step.publications
         """The number of the pipeline's last publication of which leaves were made."""
         self._states = TreeStates(self._pipeline, self._placement, tree)
         self._checkpoints = TreeCheckpoints(self._pipeline, self._placement, tree)
@@ -207,11 +209,11 @@ class OffloadedParams:
     def count(self) -> int:
         """Updates made so far."""
         self._await_update()
-        return self._pipeline.updates
+        return self._pipeline.counts.updates
 
     @count.setter
     def count(self, updates: int) -> None:
-        self._pipeline.updates = updates
+        self._pipeline.counts.updates = updates
 
     # --- gradients ---------------------------------------------------------------------------------
 
@@ -341,21 +343,21 @@ class OffloadedParams:
             donated: arrays to delete in the end, if that has not been done before.
         """
         steps, number = self.config.gradient_accumulation_steps, self.count + 1
-        if self._pipeline.micro_steps + 1 == steps:
+        if self._pipeline.arrivals.since.micro_steps + 1 == steps:
             self._targets = self._new_targets()
         try:
             taken = zip(self._tree.trained, gradients, strict=True)
             given = (pair for leaf, parts in taken for pair in zip(leaf.params, parts, strict=False))  # or it has none
-            if self._pipeline.terms.direct:
+            if self._pipeline.buckets.terms.direct:
                 self._pipeline.add_gradients(dict(given))
             else:  # one by one, so that each can leave
                 for i, gradient in given:
                     self._pipeline.add_gradients({i: gradient})
                     del gradient
             if self._pipeline.end_micro_step():
-                report = self._pipeline.step(hypers, self._targets, divisor=float(steps))
+                report = self._pipeline.step(StepArguments(hypers, self._targets, float(steps)))
                 self._report = replace(report, step=number)
-                self._pipeline.finish_publications()
+                self._pipeline.last_step.finish_publications()
             else:
                 scale = self._pipeline.loss_scale
                 self._report = StepReport(updated=False, skipped="accumulating", loss_scale=scale, step=number)
@@ -379,11 +381,11 @@ class OffloadedParams:
         """
         if self._loss_scale is not None:
             self._loss_scale.follow()
-        publications = self._pipeline.publications
+        publications = self._pipeline.last_step.publications
         if publications != self._followed:
-            if not self._pipeline.finished:
-                self._pipeline.finish_publications()
-            leaves, published = self._tree.leaves, self._pipeline.published
+            if not self._pipeline.updates.finished:
+                self._pipeline.last_step.finish_publications()
+            leaves, published = self._tree.leaves, self._pipeline.last_step.published
             for leaf in self._tree.trained:
                 if all(published.get(i, False) for i in leaf.params):
                     targets = [self._targets[i] for i in leaf.params]
@@ -441,7 +443,7 @@ class OffloadedParams:
         An error in one process is an error in all: raised in one alone, it would leave the others waiting.
         """
         self._follow()
-        self._pipeline.refuse_if_unusable()  # before the processes meet
+        self._pipeline.health.check(Use.READ)  # before the processes meet
         device = self._pipeline.device
         parameters = [(leaf.path, leaf.dtype) for leaf in self._tree.trained]
         try:
@@ -464,7 +466,7 @@ class OffloadedParams:
                 like = self._tree.leaves[leaf.position]
                 parts = self._placement.as_gradient(leaf, gradient, like, unreduced=unreduced, donate=donate)
                 for i, part in zip(leaf.params, parts, strict=True):
-                    self._pipeline.check_gradient(i, part)
+                    self._pipeline.reduction.check(i, part)
             gradients.append(parts)
         return gradients, hypers
 

@@ -240,7 +240,7 @@ class Views(Kept):
 
 def state_views(pipeline: Pipeline, index: int, param: torch.Tensor) -> Views:
     """The states of a parameter, and the number of its updates."""
-    views: dict[str, torch.Tensor] = {"step": torch.from_numpy(pipeline.steps[index])}
+    views: dict[str, torch.Tensor] = {"step": torch.from_numpy(pipeline.counts.steps[index])}
     encoded: dict[str, Encoded] = {}
     access = StateAccess(pipeline)
     arrays = access.local_arrays(index)

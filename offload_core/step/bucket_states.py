@@ -120,7 +120,7 @@ PUBLICATION: dict[tuple[Publication, PublicationEvent], Publication] = {
     (P.STALE, PE.SEND): P.SENT,
     (P.SENT, PE.SEND): P.SENT,  # some parameters rounded, then others updated
     (P.SENT, PE.ARRIVE): P.CURRENT,
-    (P.CURRENT, PE.ARRIVE): P.CURRENT,  # the second of two
+    (P.CURRENT, PE.ARRIVE): P.CURRENT,  # an interrupt cut the first wait for it short
     (P.STALE, PE.ARRIVE): P.STALE,
     (P.EARLY, PE.ARRIVE): P.EARLY,
     (P.CURRENT, PE.SEND_EARLY): P.EARLY,
@@ -143,10 +143,10 @@ E = TypeVar("E", bound=Enum)
 
 
 class StateMachine(Generic[S, E]):
-    """A state of one bucket; :meth:`on` moves it along its table."""
+    """A state of ``subject``; :meth:`on` moves it along its table."""
 
-    def __init__(self, bucket: int, start: S, table: Mapping[tuple[S, E], S]) -> None:
-        self.bucket = bucket
+    def __init__(self, subject: str, start: S, table: Mapping[tuple[S, E], S]) -> None:
+        self.subject = subject
         self.state = start
         self._table = table
 
@@ -156,19 +156,19 @@ class StateMachine(Generic[S, E]):
         if following is None:
             allowed = ", ".join(repr(e.value) for (s, e) in self._table if s is self.state)
             raise StateError(
-                f"bucket {self.bucket}: {event.value!r} is not allowed while its {type(self.state).__name__.lower()} "
+                f"{self.subject}: {event.value!r} is not allowed while its {type(self.state).__name__.lower()} "
                 f"is {self.state.value!r}; expected one of {allowed}"
             )
         self.state = following
 
 
 def gradient_of(bucket: int) -> StateMachine[Gradient, GradientEvent]:
-    return StateMachine(bucket, G.ABSENT, GRADIENT)
+    return StateMachine(f"bucket {bucket}", G.ABSENT, GRADIENT)
 
 
 def publication_of(bucket: int) -> StateMachine[Publication, PublicationEvent]:
-    return StateMachine(bucket, P.CURRENT, PUBLICATION)
+    return StateMachine(f"bucket {bucket}", P.CURRENT, PUBLICATION)
 
 
 def owner_of(bucket: int) -> StateMachine[Owner, OwnerEvent]:
-    return StateMachine(bucket, W.CALLER, OWNER)
+    return StateMachine(f"bucket {bucket}", W.CALLER, OWNER)

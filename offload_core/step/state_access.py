@@ -15,6 +15,7 @@ from ..layout.regions import Elements, InMemory
 from ..ranks.collectives import merge
 from ..states.arrays import StateArray
 from ..support.checks import LARGEST, shown
+from .health import Use
 from .local_bucket import LocalBucket
 from .pipeline import Pipeline
 
@@ -68,7 +69,7 @@ class StateAccess:
         Values in float32 and bfloat16 are the memory itself: call :meth:`will_change` before you write to them. Others
         are copies that cannot be written to.
         """
-        self._pipeline.finish()
+        self._pipeline.last_step.finish()
         return [(start, {name: a.values() for name, a in arrays.items()}) for start, arrays in self._states(param)]
 
     def extents(self, param: int) -> list[tuple[int, int]]:
@@ -81,12 +82,12 @@ class StateAccess:
 
     def local_arrays(self, param: int) -> dict[str, StateArray]:
         """The memory of :meth:`local_states`."""
-        self._pipeline.finish()
+        self._pipeline.last_step.finish()
         return self._local_states(param)
 
     def runs(self, param: int, tensor: Any) -> list[StateRun]:
         """This process's states of a parameter, bucket after bucket: the memory itself."""
-        self._pipeline.finish()
+        self._pipeline.last_step.finish()
         return self._runs(param, tensor)
 
     def own_masters(self, param: int, tensor: Any) -> list[tuple[int, np.ndarray]]:
@@ -112,7 +113,7 @@ class StateAccess:
 
     def names(self, param: int) -> tuple[str, ...]:
         """The names of a parameter's states, the master weight first."""
-        return self._pipeline.terms.rule_of(self._pipeline.params[param]).state_names
+        return self._pipeline.buckets.terms.rule_of(self._pipeline.params[param]).state_names
 
     def whole_states(
         self, param: int, names: Collection[str] | None = None, *, tensor: Any = None
@@ -125,17 +126,17 @@ class StateAccess:
             names: of the states; None: all.
             tensor: the device parameter; it is read where it is its own master weights.
         """
-        self._pipeline.refuse_if_unusable()
+        self._pipeline.health.check(Use.READ)
         wanted = self.names(param) if names is None else names
-        return self._pipeline.run_in_order(lambda: self._whole_states(param, wanted, tensor))
+        return self._pipeline.buckets.run(lambda: self._whole_states(param, wanted, tensor))
 
     # --- writing -------------------------------------------------------------------------------------
 
     def will_change(self, params: Collection[int]) -> None:
         """Call this before you write to states of these parameters. Parameters that were sent early are recalled: they
         came from the states as they were."""
-        self._pipeline.finish()
-        self._pipeline.recall(params)
+        self._pipeline.last_step.finish()
+        self._pipeline.early.recall(params)
         self._buckets.store.will_change(params)
 
     def watch(self, before_change: Callable[[Iterable[int]], None] | None) -> None:
@@ -169,8 +170,8 @@ class StateAccess:
             tensor: the parameter as it is, or as it is about to become. Memory of :meth:`parameter_memory` gets these
                 values here, and ``tensor`` must not lie there: what it was before tells which elements differ.
         """
-        self._pipeline.finish()
-        self._pipeline.recall([param])
+        self._pipeline.last_step.finish()
+        self._pipeline.early.recall([param])
         for work, piece in self._pieces_of(param):
             if not work.without_master:
                 source = self._buckets.read(work, piece, tensor)  # it holds the memory

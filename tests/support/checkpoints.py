@@ -8,6 +8,7 @@ import numpy as np
 from offload_core.checkpoint.checkpoints import Checkpoints, Contents
 from offload_core.checkpoint.shard_writer import ShardWriter
 from offload_core.rules.adam import AdamHyper
+from offload_core.step.decision import StepArguments
 
 
 def names_of(subject):
@@ -32,7 +33,7 @@ def one_step(subject, value=0.5):
     for i, spec in enumerate(subject.specs):
         subject.add_gradient(i, np.full(spec.numel, value, spec.dtype.numpy))
     subject.pipeline.end_micro_step()
-    return subject.pipeline.step([AdamHyper(1e-2)], subject.tensors)
+    return subject.pipeline.step(StepArguments([AdamHyper(1e-2)], subject.tensors))
 
 
 class Slow:
