@@ -236,26 +236,34 @@ typedef struct {
     random_vectors random;
 } carried;
 
+INLINE v32 load_kept(const block_loop *b, int64_t i, int moment) {
+    if (!has_moment(&b->c, b->types.rule, moment))
+        return v_set(0);
+    return load_moment(b->a.moments[moment], moment_format(b->types, moment), i, oc_has_sign(b->types.rule, moment),
+                       moment ? &b->second_codes : &b->first_codes);
+}
+
+INLINE void store_kept(const block_loop *b, int64_t i, v32 x, carried *next, int moment) {
+    if (!has_moment(&b->c, b->types.rule, moment))
+        return;
+    v_store(b->to.moments[moment] + i, x);
+    if (moment_format(b->types, moment) != OC_FLOAT32)
+        next->largest[moment] = v_max32(next->largest[moment], v_bits_and(v_bits_of(x), v_bits_set(0x7fffffff)));
+}
+
+/* Of what follows there is one statement for each moment, and no loop: the compiler unrolls none so long. */
+_Static_assert(OC_MOMENTS == 2, "a block has statements for two moments");
+
 INLINE begun begin_vector(const block_loop *b, int64_t i, carried *next) {
-    begun x;
     v32 g = load_as_f32(b->a.grad, b->types.grad_dtype, i);
+    v32 moments[OC_MOMENTS] = {load_kept(b, i, 0), load_kept(b, i, 1)};
     v32 p = b->c.reads_master ? load_master(&b->a, b->types.master_format, i) : g;
-    for (int k = 0; k < OC_MOMENTS; k++)
-        x.moments[k] = has_moment(&b->c, b->types.rule, k)
-                           ? load_moment(b->a.moments[k], moment_format(b->types, k), i, oc_has_sign(b->types.rule, k),
-                                         k ? &b->second_codes : &b->first_codes)
-                           : v_set(0);
-    x.carry = new_moments(g, p, x.moments, &b->c, b->types.rule);
-    for (int k = 0; k < OC_MOMENTS; k++)
-        if (has_moment(&b->c, b->types.rule, k)) {
-            v_store(b->to.moments[k] + i, x.moments[k]);
-            if (moment_format(b->types, k) != OC_FLOAT32)
-                next->largest[k] =
-                    v_max32(next->largest[k], v_bits_and(v_bits_of(x.moments[k]), v_bits_set(0x7fffffff)));
-        }
+    v32 carry = new_moments(g, p, moments, &b->c, b->types.rule);
+    store_kept(b, i, moments[0], next, 0);
+    store_kept(b, i, moments[1], next, 1);
     if (b->random)
         v_bits_store(b->random + i, next_random(&next->random));
-    return x;
+    return (begun){{moments[0], moments[1]}, carry};
 }
 
 INLINE v32 finish_vector(const block_loop *b, int64_t i, begun x) {
@@ -281,9 +289,10 @@ INLINE void fetch_two(const void *array, int dtype, int64_t i) {
 INLINE void fetch_pair(const block_loop *b, int64_t i) {
     fetch_two(b->a.grad, b->types.grad_dtype, i);
     fetch_two(b->a.master, b->types.master_format, i);
-    for (int k = 0; k < OC_MOMENTS; k++)
-        if (has_moment(&b->c, b->types.rule, k))
-            fetch_two(b->a.moments[k], moment_format(b->types, k), i);
+    if (has_moment(&b->c, b->types.rule, 0))
+        fetch_two(b->a.moments[0], b->types.first_format, i);
+    if (has_moment(&b->c, b->types.rule, 1))
+        fetch_two(b->a.moments[1], b->types.second_format, i);
     if (b->types.master_format == OC_SPLIT)
         fetch(b->a.high, OC_BFLOAT16, i);
 }
@@ -370,7 +379,6 @@ INLINE void update_block(const oc_segment *a, int64_t n, const rule_constants *c
     }
     uint32_t *to_fill = rounds && !two_keys ? random : NULL;
     const carried last = block_values(a, to, n, c, kind, types, to_fill, &source, stream);
-    /* no loop: the compiler would not unroll one so long */
     if (!keep && has_moment(c, types.rule, 0))
         round_moment(a, &to, &last, types, random, 0, n);
     if (!keep && has_moment(c, types.rule, 1))

@@ -10,16 +10,14 @@ from operator import eq
 from typing import Any
 
 import torch
-from torch._C._dynamo.guards import TensorGuards
 from torch.autograd.graph import increment_version
 
+from .internals import TensorGuards, no_read
 from .tensors import DTYPE, TakenGradient, memory_order
 
 _of: Any = torch.Tensor
 _GRADIENT, _DEVICE, _LAYOUT, _VERSION = (p.__get__ for p in (_of.grad, _of.device, _of.layout, _of._version))
 _IS_CPU = _of.is_cpu.__get__
-_no_read = torch._C.DisableTorchFunctionSubclass
-"""A context in which nobody has to wait for parameters that an update still writes: their values are not read."""
 
 
 class Likeness:
@@ -79,14 +77,14 @@ class Columns:
         self._shapes.append(param.shape)
         self._unchanged.forget()
         self._plain_alone.append(Likeness())
-        with _no_read():
+        with no_read():
             self._versions.append(param._version)
             self._addresses.append(param.data_ptr())
 
     def unchanged(self) -> bool:
         """Whether each has the size, type, device and memory order that it had."""
         params = self.params
-        with _no_read():
+        with no_read():
             if self._unchanged.holds(params):
                 return True
             others = [param for i, param in enumerate(params) if i not in self._orders]
@@ -103,7 +101,7 @@ class Columns:
 
     def gradients(self) -> list[torch.Tensor | None]:
         """``p.grad`` of each."""
-        with _no_read():
+        with no_read():
             return list(map(_GRADIENT, self.params))
 
     def plain(self, given: Mapping[int, torch.Tensor]) -> bool:
@@ -161,7 +159,7 @@ class Columns:
 
     def remove_taken(self) -> None:
         """Set ``p.grad`` to None where it is the stand-in."""
-        with _no_read():
+        with no_read():
             for param, gradient, taken in zip(self.params, map(_GRADIENT, self.params), self.taken, strict=True):
                 if gradient is taken:
                     param.grad = None
@@ -170,7 +168,7 @@ class Columns:
 
     def note(self, index: int) -> None:
         """Record that the parameter, as it is now, agrees with its master weights."""
-        with _no_read():
+        with no_read():
             self._versions[index] = self.params[index]._version
             self._addresses[index] = self.params[index].data_ptr()
 
@@ -191,7 +189,7 @@ class Columns:
         return [i for i, (new, old) in enumerate(zip(now, before, strict=True)) if new != old]
 
     def _as_they_are(self) -> tuple[list[float], list[int]]:
-        with _no_read():
+        with no_read():
             return list(map(_VERSION, self.params)), list(map(torch.Tensor.data_ptr, self.params))
 
     def count_writes(self, indices: Iterable[int]) -> None:

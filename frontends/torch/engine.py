@@ -25,6 +25,7 @@ from offload_core.support.user_line import UserLine
 
 from . import pending
 from .casting import warn_if_slow
+from .compiled import run_compiled_modules, untraced
 from .files.checkpoint import ModelCheckpoints
 from .files.export import export_safetensors
 from .groups import in_model
@@ -173,7 +174,8 @@ class Engine(nn.Module):
 
     def _have_compiled_modules_wait(self) -> bool:
         parted = self.optimizer.partitioned
-        return pending.have_compiled_modules_wait(self.module, None if parted is None else parted.runs.around_compiled)
+        around = pending.AwaitsInside() if parted is None else parted.runs.units
+        return run_compiled_modules(self.module, around)
 
     def cast(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The arguments of a forward, with floating-point tensors in ``param_dtype``, as :meth:`forward` says."""
@@ -187,7 +189,7 @@ class Engine(nn.Module):
         if self.optimizer.partitioned is not None:
             self.optimizer.partitioned.recover()
 
-    @torch._disable_dynamo
+    @untraced
     def backward(self, loss: torch.Tensor, *, average: bool = True, **kwargs: Any) -> None:
         """Backpropagate; gradients are averaged over the accumulation steps, and scaled under loss scaling.
 
@@ -213,7 +215,7 @@ class Engine(nn.Module):
             self._release()
             raise
 
-    @torch._disable_dynamo
+    @untraced
     def step(self, *, boundary: bool | None = None) -> StepReport:
         """Update at the accumulation boundary; before it, only count the micro-step.
 
@@ -278,11 +280,11 @@ class Engine(nn.Module):
         """
         running, pipeline = ExitStack(), self.optimizer.pipeline
 
-        @torch._disable_dynamo
+        @untraced
         def begin(module: nn.Module, args: Any) -> None:
             running.enter_context(pipeline.device.trace.span(COMPUTE, "forward"))
 
-        @torch._disable_dynamo
+        @untraced
         def end(module: nn.Module, args: Any, output: Any) -> None:
             running.close()
 

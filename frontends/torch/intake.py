@@ -9,13 +9,13 @@ from operator import is_
 from typing import Any
 
 import torch
-from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 from offload_core.errors import GradientError, StateError
 from offload_core.step.health import Health, Use
 from offload_core.step.pipeline import Pipeline
 from offload_core.step.state_lock import changes
 
+from .compiled import compiler_of_calls, untraced
 from .registration import Registration, Slot
 from .tensors import TakenGradient, check_gradient, flat_like
 
@@ -47,30 +47,34 @@ class Intake:
         self._pipeline = pipeline
         self._state_lock = pipeline.state_lock
         """Hooks may run in a thread of autograd."""
+        self._direct = pipeline.buckets.terms.direct
+        """True if kernels read gradients where they are: plain ones are passed on without a copy."""
         self._registration = registration
         self._slots = registration.slots
         self._columns = registration.columns
         self._early = early
         self._arrived: dict[int, int] = {}
-        """Gradients taken in backwards since the last update, by parameter."""
+        """The number of gradients taken in backwards since the last update, by parameter."""
         self._averaged: dict[int, int] = {}
-        """The number of these that are averaged over the accumulation steps."""
+        """How many of these are averaged over the accumulation steps, by parameter."""
         self._counted = 0
-        """Backwards that earlier micro-steps of this update have had."""
+        """The number of backwards in earlier micro-steps of this update."""
         self._deferred: dict[int, torch.Tensor] = {}
-        """The ``p.grad`` that the pipeline gets later, in addition to earlier gradients."""
+        """The ``p.grad`` that the pipeline gets later, in addition to earlier gradients, by parameter."""
         self.fresh = False
         """True if a gradient has arrived in this micro-step."""
         self._reduces = False
         """True if a gradient was handed to the pipeline in this micro-step, so that ranks must reduce."""
-        self._scaling = self._averaging = False
+        self.in_backward = False
+        """True inside :meth:`scaled_backward`, in any thread."""
+        self._averaging = False
         self._deferring = False
         """True while gradients stay in ``p.grad`` (``Engine.no_sync``)."""
         self._handles: list[Any] = []
         weakref.finalize(self, _remove, self._handles).atexit = False
 
     def close(self) -> None:
-        """Take the hooks off the parameters."""
+        """Remove the hooks from the parameters."""
         _remove(self._handles)
 
     # --- in backward ---------------------------------------------------------------------------------
@@ -88,8 +92,8 @@ class Intake:
         def accumulated(param: torch.Tensor) -> None:
             intake, gradient = this(), param.grad
             if intake is not None and gradient is not slot.taken:
-                compiles = get_eval_frame_callback() is not None
-                (intake._arrive_untraced if compiles else intake._arrive)(slot, gradient, first=True)
+                arrive = intake._arrive if compiler_of_calls() is None else intake._arrive_untraced
+                arrive(slot, gradient, first=True)
             elif slot.taken.requires_grad:  # create_graph=True attached its graph to the stand-in: use a new one
                 slot.taken.when_added(None)
                 slot.taken = TakenGradient(param, slot.name)
@@ -121,7 +125,7 @@ class Intake:
         if not (plain or self._columns.fit({i: gradient})):
             check_gradient(slot.name, slot.param, gradient)
             self._registration.check_unchanged()
-        if self._pipeline.scaler is not None and not self._scaling:
+        if self._pipeline.scaler is not None and not self.in_backward:
             raise GradientError(
                 f"parameter {slot.name!r}: gradient of a plain loss.backward() under loss scaling, which would be "
                 "unscaled without having been scaled; expected engine.backward(loss)"
@@ -135,17 +139,17 @@ class Intake:
         if self._deferring:
             self._deferred[i], self.fresh = gradient, True
         else:
-            as_it_is = plain and self._pipeline.buckets.terms.direct
+            as_it_is = plain and self._direct
             self._take({i: gradient if as_it_is else flat_like(gradient, slot.param)})
         self._arrived[i] = self._arrived.get(i, 0) + 1
-        if self._averaging if self._scaling else self._averages_plain(slot):
+        if self._averaging if self.in_backward else self._averages_plain(slot):
             self._averaged[i] = self._averaged.get(i, 0) + 1
 
     def _averages_plain(self, slot: Slot) -> bool:
-        """True if a gradient that comes from no ``backward`` of this engine is to be averaged.
+        """Return True if a gradient is averaged that comes from no ``backward`` of this engine.
 
-        For one loss of two engines the other engine's ``backward`` decides, for a plain ``loss.backward()`` the
-        configuration.
+        For one loss of two engines the other engine's ``backward`` decides. For a plain ``loss.backward()`` the
+        configuration does.
 
         Raises:
             GradientError: that loss is scaled.
@@ -162,13 +166,14 @@ class Intake:
             return self._pipeline.config.average_plain_backward
         return any(other.average for other in others)
 
-    _arrive_untraced = torch._disable_dynamo(_arrive)
-    """The same, and the compiler leaves it alone where it compiles what is called in a backward. It costs 1 us more."""
+    _arrive_untraced = untraced(_arrive)
+    """``_arrive``, where calls in a backward are compiled. It is not compiled, and costs 1 us more."""
 
-    @torch._disable_dynamo
+    @untraced
     @changes("backward()")
     def settle(self, params: Iterable[torch.Tensor], *, ended: bool) -> set[torch.Tensor]:
-        """No gradient of these parameters is to come in this backward, as in ``Pipeline.settle``."""
+        """Record that no gradient of these parameters is to come in this backward. Return those that are settled only
+        when it has ``ended``."""
         indices = {self._slots[param].index for param in params if param in self._slots}
         if not self._early or not (indices or ended):
             return set()
@@ -177,7 +182,7 @@ class Intake:
         return {self._columns.params[i] for i in late}
 
     def _take(self, given: Mapping[int, torch.Tensor]) -> None:
-        """Give the pipeline gradients that fit, and with ``early`` put stand-ins in their places."""
+        """Pass gradients that fit to the pipeline. With ``early``, put stand-ins in their places."""
         self._pipeline.add_gradients(given)
         if self._early:
             for i in given:
@@ -186,7 +191,7 @@ class Intake:
             self.fresh = self._reduces = True
 
     def _continues(self, i: int, gradient: torch.Tensor | None) -> bool:
-        """True if this ``p.grad`` is the deferred gradient; with ``create_graph`` autograd replaces the tensor."""
+        """Return True if this ``p.grad`` is the deferred gradient. ``create_graph`` has autograd replace the tensor."""
         deferred = self._deferred.get(i)
         return gradient is not None and deferred is not None and (gradient is deferred or gradient.requires_grad)
 
@@ -197,7 +202,7 @@ class Intake:
         Args:
             average: True averages the gradients over the accumulation steps, False sums them.
         """
-        self._scaling, self._averaging = True, average
+        self.in_backward, self._averaging = True, average
         scale = None if self._pipeline.scaler is None else self._pipeline.scaler.scale
         running = _Running(threading.get_ident(), average, scale not in (None, 1))
         try:
@@ -206,7 +211,7 @@ class Intake:
         finally:
             with suppress(ValueError):  # an interrupt may have come before it was added
                 _RUNNING.remove(running)
-            self._scaling = self._averaging = False
+            self.in_backward = self._averaging = False
 
     @contextmanager
     def deferring(self) -> Iterator[None]:
@@ -220,24 +225,14 @@ class Intake:
     # --- gradients that have arrived -----------------------------------------------------------------
 
     @property
-    def in_backward(self) -> bool:
-        """True inside :meth:`scaled_backward`, in any thread."""
-        return self._scaling
-
-    @property
     def backwards(self) -> int:
-        """Backwards since the last micro-step ended: as many as each parameter has had gradients, at least."""
+        """The number of backwards since the last micro-step ended: each parameter has had as many gradients or more."""
         return min(self._arrived.values(), default=0) - self._counted
 
     @property
     def averages(self) -> bool:
         """True if gradients wait for the update that it averages over the accumulation steps."""
         return bool(self._averaged)
-
-    @property
-    def _mixes(self) -> bool:
-        """True if the update would have to average some waiting gradients and sum others."""
-        return self.averages and self._averaged != self._arrived
 
     @property
     def has_deferred(self) -> bool:
@@ -247,12 +242,12 @@ class Intake:
     # --- at a step -----------------------------------------------------------------------------------
 
     def take_present(self, left_out: frozenset[int], *, boundary: bool) -> None:
-        """Take the gradients in ``p.grad``, which decides: None or another tensor there replaces what has arrived.
+        """Take the gradients in ``p.grad``. There None, or another tensor, replaces gradients that have arrived.
 
         The parameters are unchanged (:meth:`Registration.check_unchanged`).
 
         Args:
-            left_out: parameters that are in no group: theirs are not taken.
+            left_out: parameters that are in no group. Their gradients are not taken.
             boundary: True takes deferred gradients, too.
 
         Raises:
@@ -275,7 +270,7 @@ class Intake:
             for i, gradient in given.items():
                 check_gradient(slots[i].name, slots[i].param, gradient)
         self._drop([i for i in asked if not self._continues(i, given.get(i))] if self._deferred else asked)
-        if plain and self._pipeline.buckets.terms.direct:
+        if plain and self._direct:
             self._take(given)
         else:  # one by one, so that each can leave
             for i, gradient in given.items():
@@ -299,7 +294,7 @@ class Intake:
                 "step() without backward(): no gradient arrived since the last step(); expected "
                 "engine.backward(loss) first (does the loss depend on a trained parameter?)"
             )
-        if self._pipeline.config.gradient_accumulation_steps > 1 and self._mixes:
+        if self._pipeline.config.gradient_accumulation_steps > 1 and self._averaged not in ({}, self._arrived):
             raise GradientError(
                 "both engine.backward(loss), which averages over the accumulation steps, and loss.backward(), which "
                 "sums, were used for one update; expected one of them throughout: discard the gradients with "

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from operator import is_
 from typing import Any
 
-import torch
 from torch import nn
 
 from offload_core.errors import StateError
 from offload_core.support.user_line import UserLine
 
 from .groups import some_of
+from .internals import no_read
 from .optimizer import OffloadedOptimizer
 
 
@@ -86,7 +86,7 @@ class ModelChanges:
             )
 
     def _warn_of_left_out(self, optimizer: OffloadedOptimizer) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
+        with no_read():
             trained = [name for name, param in self._left_out.items() if param.requires_grad]
         if not trained:
             return

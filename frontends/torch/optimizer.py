@@ -25,6 +25,7 @@ from offload_core.step.pipeline import Pipeline, StepReport
 from offload_core.step.state_lock import changes, whole
 
 from .casting import Casts
+from .compiled import untraced
 from .groups import (
     OptimizerSettings,
     defaults_of,
@@ -37,10 +38,11 @@ from .groups import (
     without_torchs_options,
 )
 from .intake import Intake
+from .internals import NO_BACKWARD, backward_number
 from .ranks.device_ranks import device_for
 from .registration import NamedParam, Registration, Slot, check_new, named_params
 from .stage3.construction import check_finished, check_takes_none
-from .stage3.hooks import leaf_modules
+from .stage3.leaf_modules import leaf_modules
 from .stage3.partitioned import PartitionedModel
 from .state_io import (
     IN_SHARDS,
@@ -198,7 +200,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         )
         intake = Intake(pipeline, registration, early=self.early_copy)
         if self.partitioned is not None:
-            self.partitioned.runs.tell(intake.settle)
+            self.partitioned.runs.leaves.settle_by(intake.settle)
         parts = Parts(pipeline, registration, intake, TorchStates(pipeline, registration))
         _take_on(parts, named, self._rules(self.param_groups), model)
         if self.partitioned is not None:
@@ -418,7 +420,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             return "which has it in shards (stage 3), and not all may fit whole"
         if not self._ranks <= other._ranks:
             return f"which partitions its states over the ranks {sorted(self._ranks)}, and this one does not"
-        running = torch._C._current_graph_task_id() != -1 or parts.intake.in_backward or self._state_lock.is_changing()
+        running = backward_number() != NO_BACKWARD or parts.intake.in_backward or self._state_lock.is_changing()
         if running or parts.intake.fresh or parts.intake.has_deferred or parts.pipeline.arrivals.holds_gradients:
             return f"which is {'running' if running else 'not idle: gradients wait for its update'}"
         return None
@@ -430,13 +432,13 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     # --- step --------------------------------------------------------------------------------------
 
-    @torch._disable_dynamo
+    @untraced
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As ``torch.optim.Optimizer.zero_grad``; gradients on the host are discarded too."""
         self.intake.discard()
         super().zero_grad(set_to_none)
 
-    @torch._disable_dynamo
+    @untraced
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient, and describe the update in ``report``.
 
@@ -527,7 +529,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         hypers, registration = self._hypers(), parts.registration
         if boundary:
             if self.partitioned is not None:
-                self.partitioned.check_closed()
+                self.partitioned.gathering.check_closed()
             if self.config.update_in_backward:  # else no gradient has been used yet
                 groups = registration.grouping(self.param_groups).groups
                 arguments = StepArguments(hypers, (), self._divisor(parts.intake.averages), groups)

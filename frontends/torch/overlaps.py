@@ -9,6 +9,8 @@ from torch import nn
 
 from offload_core.errors import ParameterError
 
+from .internals import no_read
+
 Named = tuple[str, torch.Tensor]
 _TRIED = 100_000
 """Steps of the exact search between two tensors with gaps; after that many they count as overlapping."""
@@ -33,7 +35,7 @@ def check_apart(trained: Iterable[Named], others: Iterable[Named]) -> None:
     for name, tensor in others:
         known.setdefault(id(tensor), (name, tensor))
     by_storage = defaultdict(list)
-    with torch._C.DisableTorchFunctionSubclass():  # no read: nobody has to wait
+    with no_read():
         for name, tensor in known.values():
             if (address := _storage_of(tensor)) is not None:
                 by_storage[address].append((tensor.data_ptr(), name, tensor))

@@ -28,6 +28,7 @@ from offload_core.support.threads import clear_up
 from .casting import Casts
 from .columns import Columns
 from .data_writes import DataWrites, data_of
+from .internals import no_read
 from .overlaps import check_apart, tensors_of
 from .pending import await_values_of_garbage, can_wait, forget, have_been_written, make_pending
 from .stage3.construction import shards_of
@@ -204,7 +205,7 @@ class Registration:
             for (name, p, g), target in zip(named, targets, strict=True)
         ]
         if parted is not None:
-            leaves = parted.runs.leaves_of_parameters()
+            leaves = parted.runs.leaves.numbers()
             specs = [replace(spec, settled_with=leaves.get(p)) for spec, (_, p, _) in zip(specs, named, strict=True)]
         frozen = parted.parameters.frozen([p for _, p, _ in named]) if parted is not None and model is not None else []
         trained = [(spec, p) for spec, (_, p, _) in zip(specs, named, strict=True)]
@@ -276,13 +277,13 @@ class Registration:
         """As :meth:`tensors`, for all parameters or for these; master weights first follow changes from outside."""
         written = self._written_from_outside()
         if self._replaced:
-            with torch._C.DisableTorchFunctionSubclass():
+            with no_read():
                 for slot in self.slots.values():
                     if slot.index in self._replaced:
                         self._replaced.discard(slot.index)  # first: it may be replaced again
                         self._flat[slot.index] = self.tensor(slot)
         for slot in written if slots is None else set(slots).intersection(written):
-            with torch._C.DisableTorchFunctionSubclass():  # no read: nobody has to wait
+            with no_read():
                 tensor = self._flat[slot.index] = self.tensor(slot)
             StateAccess(self._pipeline).adopt(slot.index, tensor)
             self.note(slot)

@@ -13,6 +13,7 @@ from offload_core.states.arrays import StateArray
 from offload_core.step.pipeline import Pipeline
 from offload_core.step.state_access import StateAccess
 
+from .internals import DISPATCH_ALONE, no_read, parse_to
 from .ranks.device import as_torch
 from .tensors import TORCH_DTYPES, flat_like, memory, shaped_like
 
@@ -45,11 +46,11 @@ class HostState(torch.Tensor):
     Copies, files and the results of functions are plain tensors.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = DISPATCH_ALONE  # type: ignore[assignment]
 
     def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """As ``Tensor.to``, but return this tensor if only a device is asked for."""
-        dtype = torch._C._nn._parse_to(*args, **{k: v for k, v in kwargs.items() if k != "copy"})[1]
+        dtype = parse_to(*args, **{k: v for k, v in kwargs.items() if k != "copy"})[1]
         if kwargs.get("copy") or dtype is not None:  # torch's own optimizers load states so
             return self.as_subclass(torch.Tensor).to(*args, **kwargs)
         return self
@@ -110,7 +111,7 @@ class _Decoded(HostState):
                 f"{name}: this state is kept in a format that torch has no tensors of, and what was read is a copy; "
                 'expected an assignment of new values: state[p]["exp_avg"] = values'
             )
-        with torch._C.DisableTorchFunctionSubclass():
+        with no_read():
             result = func(*args, **kwargs)
             if name == "as_subclass":
                 return result

@@ -1,4 +1,4 @@
-"""Torch tensors for the core: flattened and checked; and the stand-in for gradients that it has taken."""
+"""Flattens and checks torch tensors for the core, and stands in for gradients that the core has taken."""
 
 import math
 import re
@@ -16,18 +16,21 @@ from offload_core.errors import GradientError, ParameterError
 from offload_core.layout.partition import ParamSpec
 from offload_core.layout.regions import InMemory
 
+from .compiled import COMPILED
+from .internals import DISPATCH_ALONE, NO_BACKWARD, backward_number, no_read
+
 ELEMENT_TYPES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 DTYPE: Any = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
 _ADDITIONS = (torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor)
 MOVED_TYPES = ELEMENT_TYPES | {torch.uint8: BYTE}
-"""Of shards, which the engine moves; those of :data:`ELEMENT_TYPES` may train, too."""
+"""The element types of tensors that the engine moves; tensors of :data:`ELEMENT_TYPES` may also train."""
 TORCH_DTYPES = {element_type: dtype for dtype, element_type in MOVED_TYPES.items()}
 NUMPY_DTYPES = {getattr(torch, dtype.name): dtype for dtype in NAME_OF}
-"""NumPy types of all torch types that files can hold."""
+"""The NumPy types of all torch types that files can hold."""
 
 
 def memory_order(tensor: torch.Tensor) -> list[int] | None:
-    """The permutation of dimensions that makes a dense tensor contiguous; None if it is contiguous.
+    """Return the permutation of dimensions that makes a dense tensor contiguous; None if it is contiguous.
 
     Raises:
         ParameterError: the tensor has gaps or overlaps in memory.
@@ -46,21 +49,21 @@ def memory_order(tensor: torch.Tensor) -> list[int] | None:
 
 
 def flat(param: torch.Tensor) -> torch.Tensor:
-    """A one-dimensional view of a dense tensor, in its order in memory (channels_last stays in place)."""
+    """Return a one-dimensional view of a dense tensor, in its order in memory (channels_last stays in place)."""
     order = memory_order(param)
     detached = param.detach()
     return detached.view(-1) if order is None else detached.permute(order).view(-1)
 
 
 def flat_like(tensor: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """``tensor``, of ``param``'s shape, flattened in ``param``'s order in memory; copied only if necessary."""
+    """Flatten ``tensor``, which has ``param``'s shape, in ``param``'s order in memory; copy it only if necessary."""
     order = memory_order(param)
     detached = tensor.detach().resolve_neg()
     return (detached if order is None else detached.permute(order)).reshape(-1).contiguous()
 
 
 def memory(run: torch.Tensor) -> np.ndarray:
-    """A NumPy view of a one-dimensional host tensor; bfloat16 works too, which ``Tensor.numpy`` refuses."""
+    """Return a NumPy view of a one-dimensional host tensor, also of bfloat16, which ``Tensor.numpy`` refuses."""
     dtype = NUMPY_DTYPES[run.dtype]
     if run.numel() == 0:
         return np.empty(0, dtype)
@@ -68,33 +71,33 @@ def memory(run: torch.Tensor) -> np.ndarray:
 
 
 def shaped_like(run: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """The inverse of :func:`flat`: a view of a one-dimensional tensor with ``param``'s shape and order."""
+    """Return a view of a one-dimensional tensor with ``param``'s shape and order: the inverse of :func:`flat`."""
     return shaped(run, elements_of(param))
 
 
 def shaped(run: torch.Tensor, elements: InMemory) -> torch.Tensor:
-    """A view of a one-dimensional tensor that lists these elements, with their shape and order."""
+    """Return a view of a one-dimensional tensor that lists these elements, with their shape and order."""
     if elements.order is None:
         return run.view(elements.shape)
     inverse = sorted(range(len(elements.order)), key=elements.order.__getitem__)
     return run.view([elements.shape[i] for i in elements.order]).permute(inverse)
 
 
-_WRAPPERS = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module)\.")
-"""What ``torch.compile`` and ``checkpoint_wrapper`` add to names; the random numbers are the same without it."""
+_WRAPPERS = re.compile(rf"\b({COMPILED}|_checkpoint_wrapped_module)\.")
+"""Parts of names that ``torch.compile`` and ``checkpoint_wrapper`` add. Random numbers do not depend on them."""
 
 
 def spec_of(
     name: str, param: torch.Tensor, group: int, target: ElementType | None = None, partitioned: bool = False
 ) -> ParamSpec:
-    """The core's description of a parameter; ``target``: the element type that it will be cast to."""
+    """Return the core's description of a parameter; ``target``: the element type that it will be cast to."""
     dtype = target or ELEMENT_TYPES[param.dtype]
     plain = _WRAPPERS.sub("", name)
     return ParamSpec(name, param.numel(), dtype, group, elements_of(param), partitioned, seed_name=plain)
 
 
 def elements_of(tensor: torch.Tensor) -> InMemory:
-    """The order in which :func:`flat` lists a tensor's elements."""
+    """Return the order in which :func:`flat` lists a tensor's elements."""
     order = memory_order(tensor)
     return InMemory(tuple(tensor.shape), None if order is None else tuple(order))
 
@@ -139,7 +142,7 @@ def check_param(name: str, param: torch.Tensor) -> None:
 
 
 def refusal_of(device: torch.device) -> str | None:
-    """The reason why parameters on this device cannot be offloaded; None: they can."""
+    """Return the reason why parameters on this device cannot be offloaded; None: they can."""
     if device.type in REFUSED_DEVICES:
         return REFUSED_DEVICES[device.type]
     accelerator = torch.accelerator.current_accelerator()
@@ -149,13 +152,13 @@ def refusal_of(device: torch.device) -> str | None:
 
 
 def usable_accelerator() -> torch.device | None:
-    """This process's accelerator, if torch sees one and parameters on it can be offloaded."""
+    """Return this process's accelerator, if torch sees one and parameters on it can be offloaded."""
     found = torch.accelerator.current_accelerator(check_available=True)
     return found if found is not None and refusal_of(found) is None else None
 
 
 def is_offloadable(param: torch.Tensor) -> bool:
-    """Return whether :func:`check_param` passes."""
+    """Return True if :func:`check_param` passes."""
     try:
         check_param("", param)
     except ParameterError:
@@ -173,14 +176,14 @@ def cast_param(param: torch.Tensor, dtype: torch.dtype) -> None:
 
 
 def bytes_as(tensor: torch.Tensor, target: ElementType | None) -> int:
-    """Bytes of the tensor after casting to this element type, if it is floating-point."""
+    """Return the bytes of the tensor, cast to this element type if it is floating-point."""
     return tensor.numel() * (target.itemsize if target and tensor.is_floating_point() else tensor.element_size())
 
 
 def memory_of_all(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the tensors' memory, counting each storage once."""
+    """Return the bytes of the tensors' memory, counting each storage once."""
     storages = {}
-    with torch._C.DisableTorchFunctionSubclass():
+    with no_read():
         for tensor in tensors:
             if tensor.layout is not torch.strided:  # values, and int64 indices of each
                 storages[-id(tensor)] = tensor._nnz() * (tensor.element_size() + 8 * tensor.dim())
@@ -207,15 +210,14 @@ def check_gradient(name: str, param: torch.Tensor, gradient: torch.Tensor) -> No
 
 
 class TakenGradient(torch.Tensor):
-    """The stand-in in ``p.grad`` after the gradient was taken to the host: its shape without its memory.
+    """The stand-in in ``p.grad`` for a gradient that was taken to the host: its shape without its memory.
 
-    Adding to it adds to the gradient on the host; autograd accumulates this way. Any other use raises, so that clipping
-    or scaling from outside is never lost silently. Setting ``p.grad = None`` (``zero_grad``) discards the gradient on
-    the host, too; assigning a tensor replaces it.
+    Adding to it adds to the gradient on the host. Autograd accumulates this way. Any other use raises, so that clipping
+    or scaling from outside is never lost silently. Setting ``p.grad = None`` (``zero_grad``) also discards the gradient
+    on the host; assigning a tensor replaces it.
     """
 
-    # What it is used for shows in dispatch, and its shape and type in no call of Python.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = DISPATCH_ALONE  # type: ignore[assignment]
     _name: str
     _added: Callable[[torch.Tensor], None] | None
 
@@ -247,7 +249,7 @@ class TakenGradient(torch.Tensor):
             taken._added(args[1])
             return taken
         name = taken._name if taken is not None else "?"
-        if torch._C._current_graph_task_id() != -1:
+        if backward_number() != NO_BACKWARD:
             raise GradientError(
                 f"parameter {name!r}: {func} in backward, on a gradient that has already left for the host. Is there a "
                 "DistributedDataParallel or FSDP around the engine or its model? The engine averages gradients itself; "

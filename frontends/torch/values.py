@@ -17,6 +17,7 @@ from offload_core.layout.partition import ParamSpec
 from offload_core.layout.regions import InMemory
 
 from .data_writes import set_data
+from .internals import no_read
 from .pending import own_class_of
 from .tensors import flat, is_offloadable, shaped_like, spec_of
 
@@ -99,7 +100,7 @@ class PackedValues(Values):
 
 def packed_values(model: nn.Module) -> dict[int, PackedValues]:
     """The values of a model's frozen quantised parameters, by the parameters' ``id``."""
-    with torch._C.DisableTorchFunctionSubclass():  # none is read: it may be in shards
+    with no_read():  # it may be in shards
         return _packed_values(model)
 
 
@@ -170,12 +171,12 @@ def _beside(values: Iterable[Any], library: str, seen: set[int]) -> Iterator[tor
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    with torch._C.DisableTorchFunctionSubclass():
+    with no_read():
         return tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_quantized and tensor.numel() > 0
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    with torch._C.DisableTorchFunctionSubclass():
+    with no_read():
         return tensor.untyped_storage()._cdata
 
 

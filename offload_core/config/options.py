@@ -90,14 +90,14 @@ class OffloadConfig:
     """None: 0.01 with AdamW in both front ends, as in torch (``optax.adamw`` has 1e-4), and 0 with SGD."""
     adam_mode: str = "adamw"
     """``"adamw"`` decouples weight decay from the gradient; ``"adam"`` adds it to the gradient (L2)."""
-    optimizer: str = "adamw"
+    optimizer: str = field(default="adamw", kw_only=True)
     """``"adamw"`` (Adam with ``adam_mode="adam"``) or ``"sgd"``. In torch a parameter group may have another one:
     ``{"params": ..., "optimizer": "sgd", "momentum": 0.9}``."""
-    momentum: float = 0.0
+    momentum: float = field(default=0.0, kw_only=True)
     """SGD's; 0: there is no momentum, and no memory for it."""
-    dampening: float = 0.0
+    dampening: float = field(default=0.0, kw_only=True)
     """SGD's: 1 - dampening is the weight of a gradient in the momentum after the first."""
-    nesterov: bool = False
+    nesterov: bool = field(default=False, kw_only=True)
     """SGD with Nesterov's momentum."""
     op_order: str | None = None
     """The library whose rounding is reproduced, ``"torch"`` or ``"optax"``; None: the front end's own."""

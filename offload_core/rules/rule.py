@@ -187,5 +187,6 @@ class Scalars:
         rows = []
         for pair, param in zip(pairs.tolist(), params[first].tolist(), strict=True):
             t, hyper = (pair & (1 << _COUNT_BITS) - 1) + 1, hypers[pair >> _COUNT_BITS]
+            rules[param].check(hyper)
             rows.append(rules[param].scalars(hyper, t, grad_scale=grad_scale))
         self.table = np.array(rows, kernels.SCALARS)

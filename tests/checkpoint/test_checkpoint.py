@@ -26,7 +26,7 @@ from offload_core.testing.fake_device import FakeDevice
 from offload_core.testing.thread_ranks import run_ranks
 from tests.support.checkpoints import Slow, load, one_step, save
 from tests.support.oracles import assert_same_bits
-from tests.support.pipelines import STATES, UNANNOUNCED, Subject, as_float32, bits, make
+from tests.support.pipelines import UNANNOUNCED, Subject, as_float32, bits, make
 from tests.support.rank_pipelines import averaged, rank_cases, run_naive, run_rank
 from tests.support.strategies import law
 from tests.support.waiting import until_one_is_in
@@ -39,10 +39,11 @@ def assert_states(subjects, naive):
         for subject in subjects:
             assert_same_bits(f"parameter {i}", subject.params()[i], expected)
             assert subject.pipeline.counts.steps[i] == naive.steps[i]
-            for start, views in StateAccess(subject.pipeline).states(i):
-                covered += views["exp_avg"].size
+            access = StateAccess(subject.pipeline)
+            covered += sum(numel for _, numel in access.extents(i))
+            for start, views in access.states(i):
                 for name, view in views.items():
-                    theirs = states[STATES.index(name)][start : start + view.size]
+                    theirs = states[naive.rules[i].state_names.index(name)][start : start + view.size]
                     assert_same_bits(f"{name} of parameter {i} from {start}", as_float32(view), theirs)
         assert covered == expected.size
 
@@ -63,7 +64,7 @@ def test_what_some_ranks_save_any_number_loads(tmp_path_factory, ranks, others, 
     config = replace(case.config, reduce_bucket_size=bucket, schedule="serial")
 
     def load_elsewhere(rank):
-        subject = Subject(HostDevice(), zeros, case.dtypes, case.groups, config, collectives=rank)
+        subject = Subject(HostDevice(), zeros, case.dtypes, case.groups, config, collectives=rank, hypers=case.hypers)
         load(subject, folder)
         return subject
 

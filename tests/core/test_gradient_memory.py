@@ -202,13 +202,11 @@ def train(ranks, seed, **fields):
 
     def body(rank):
         threads.here = Threads(None if seed is None else seed + rank.rank)
-        case = ranks[rank.rank]
-        config = replace(case.config, **fields)
-        given = (case.masters, case.dtypes, case.groups, config)
-        subject = Subject(FakeDevice(), *given, collectives=rank if len(ranks) > 1 else None)
+        case = replace(ranks[rank.rank], config=replace(ranks[rank.rank].config, **fields))
+        subject = Subject.of(FakeDevice(), case, collectives=rank if len(ranks) > 1 else None)
         reports = [rank_step(subject, case, micro_steps[0]) for micro_steps in [*case.steps, *case.steps]]
         subject.pipeline.last_step.finish()
-        if config.update_in_backward:
+        if case.config.update_in_backward:
             assert held(subject)[0] == held(subject)[1], "memory that was not planned"
         states = [view.tobytes() for i in range(len(subject.specs)) for view in views_of(subject, i)]
         return reports, [param.tobytes() for param in subject.params()], states, subject.pipeline.counts.steps

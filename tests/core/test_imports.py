@@ -16,8 +16,8 @@ ROOMS = {
         errors dtypes support native rules lr_schedules config layout memory ranks device states step stage3 checkpoint
         commands testing memory_report pipeline step_log __main__""",
     "frontends.torch": """
-        tensors columns overlaps data_writes pending values casting groups ranks stage3 registration intake state_views
-        state_io optimizer files model_changes engine deepspeed_weights integrations""",
+        internals compiled tensors columns overlaps data_writes pending values casting groups ranks stage3 registration
+        intake state_views state_io optimizer files model_changes engine deepspeed_weights integrations""",
     "frontends.jax": """launch context numbers words runs device tree mesh loss_scale gradients placement differentiate
         optax_bridge files offloaded""",
     "bench": "record markdown plots fits headers peers harness virtual train screens parts formats gpu report run",
@@ -111,6 +111,16 @@ def test_only_one_module_of_each_package_calls_a_vendors_driver():
     }
     assert found == {"frontends/torch/ranks/pinning.py", "offload_core/memory/pinning.py"}
     assert "torch.cuda" not in (ROOT / "frontends/torch/ranks/pinning.py").read_text()
+
+
+def test_two_modules_name_the_private_parts_of_torch_and_one_of_them_its_compiler():
+    compiler = re.compile(r"torch\._dynamo|_disable_dynamo|eval_frame|_orig_mod|ScriptModule")
+    private = re.compile(r"torch\._[a-z]|torch\._C\b")
+    found = {
+        pattern: {path.name for path in (ROOT / "frontends/torch").rglob("*.py") if pattern.search(path.read_text())}
+        for pattern in (compiler, private)
+    }
+    assert found == {compiler: {"compiled.py"}, private: {"compiled.py", "internals.py"}}
 
 
 FINALIZERS = {

@@ -27,7 +27,6 @@ from tests.support.kernel_calls import INSTRUCTION_SETS, using
 from tests.support.one_thread import Threads
 from tests.support.oracles import assert_same_bits
 from tests.support.pipelines import (
-    STATES,
     UNANNOUNCED,
     Case,
     Delayed,
@@ -46,7 +45,7 @@ from tests.support.strategies import element_types, float_arrays, law
 @given(cases())
 def test_the_host_device_equals_the_naive_loop(case):
     naive = Naive(case.masters, case.dtypes, case.groups, case.config, case.hypers)
-    assert_equal_runs(case, Subject(HostDevice(), case.masters, case.dtypes, case.groups, case.config), naive)
+    assert_equal_runs(case, Subject.of(HostDevice(), case), naive)
 
 
 @pytest.mark.quick
@@ -56,7 +55,7 @@ def test_a_device_of_late_copies_equals_the_naive_loop(case, seed):
     device = FakeDevice(seed=seed, max_delay=1e-4)
     try:
         naive = Naive(case.masters, case.dtypes, case.groups, case.config, case.hypers)
-        assert_equal_runs(case, Subject(device, case.masters, case.dtypes, case.groups, case.config), naive)
+        assert_equal_runs(case, Subject.of(device, case), naive)
     finally:
         device.close()
 
@@ -66,15 +65,15 @@ def test_a_device_of_late_copies_equals_the_naive_loop(case, seed):
 @given(cases(), st.sampled_from([1, 40, 999]), st.integers(1, 4), st.sampled_from(INSTRUCTION_SETS))
 def test_bucket_size_thread_count_and_instruction_set_change_no_bits(case, bucket_size, threads, instruction_set):
     other = replace(case, config=replace(case.config, reduce_bucket_size=bucket_size, num_threads=threads))
-    one = Subject(HostDevice(), case.masters, case.dtypes, case.groups, case.config)
-    two = Subject(HostDevice(), other.masters, other.dtypes, other.groups, other.config)
+    one = Subject.of(HostDevice(), case)
+    two = Subject.of(HostDevice(), other)
     with using(instruction_set):
         norms = run(two, other)
     assert run(one, case) == norms
     for i, (a, b) in enumerate(zip(one.params(), two.params(), strict=True)):
         assert_same_bits(f"parameter {i}", a, b)
-        for name, x, y in zip(STATES, one.states(i), two.states(i), strict=True):
-            assert_same_bits(f"{name} of parameter {i}", x, y)
+        for state, (x, y) in enumerate(zip(one.states(i), two.states(i), strict=True)):
+            assert_same_bits(f"state {state} of parameter {i}", x, y)
 
 
 @pytest.mark.parametrize("poison", [np.inf, -np.inf, np.nan])
@@ -215,7 +214,7 @@ def test_after_a_failed_copy_to_the_device_the_next_step_publishes_the_masters(f
 def test_the_delayed_schedule_is_what_its_definition_says(case, warmup, where):
     case = replace(case, config=replace(case.config, schedule="delayed", delay_warmup_steps=warmup))
     device = HostDevice() if where == "host" else FakeDevice(max_delay=1e-4)
-    subject = Subject(device, case.masters, case.dtypes, case.groups, case.config)
+    subject = Subject.of(device, case)
     naive = Delayed(case.masters, case.dtypes, case.groups, case.config, case.hypers)
     for micro_steps in [*case.steps, *case.steps]:
         for arrivals in micro_steps:
@@ -230,7 +229,7 @@ def test_the_delayed_schedule_is_what_its_definition_says(case, warmup, where):
     subject.pipeline.flush(subject.tensors)
     for i, states in enumerate(naive.states):
         assert_same_bits(f"flushed parameter {i}", subject.params()[i], oracles.cast(states[0], case.dtypes[i]))
-        for name, got, expected in zip(STATES, subject.states(i), states, strict=True):
+        for name, got, expected in zip(naive.rules[i].state_names, subject.states(i), states, strict=True):
             assert_same_bits(f"{name} of parameter {i}", got, expected)
     if where == "fake":
         device.close()
@@ -253,7 +252,7 @@ def test_updating_in_backward_gives_the_bits_of_the_serial_schedule(case, seed, 
             Threads(seed).play(patch)
             scaler = LossScaler(scale, window=2) if scale else None
             config = replace(case.config, gradient_clipping=clipping, **options)
-            subject = Subject(FakeDevice(), case.masters, case.dtypes, case.groups, config, scaler)
+            subject = Subject(FakeDevice(), case.masters, case.dtypes, case.groups, config, scaler, hypers=case.hypers)
             reports = [
                 repr(early_step(subject, case, micro_steps, factors[kind]))  # a norm may be NaN
                 for micro_steps, kind in zip([*case.steps, *case.steps], kinds, strict=False)

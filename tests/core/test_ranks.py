@@ -22,6 +22,7 @@ from offload_core.ranks import consistency
 from offload_core.ranks.collectives import SingleRank
 from offload_core.ranks.consistency import agree, combine, fingerprint, together
 from offload_core.rules.adam import AdamHyper
+from offload_core.rules.sgd import SGD
 from offload_core.step.bucket_states import Gradient
 from offload_core.step.decision import StepArguments
 from offload_core.step.health import Health
@@ -166,7 +167,7 @@ def test_a_gradient_dropped_between_micro_steps_does_not_come_back(world_size):
     case = model(OffloadConfig(gradient_accumulation_steps=2))
 
     def body(rank, first):
-        subject = Subject(FakeDevice(), case.masters, case.dtypes, case.groups, case.config, collectives=rank)
+        subject = Subject.of(FakeDevice(), case, collectives=rank)
         give(subject)
         subject.pipeline.end_micro_step()
         subject.pipeline.drop_gradients(first)
@@ -288,9 +289,16 @@ OTHER_VALUES = {
     "max_reuse_distance": 2, "pin_memory": False, "num_threads": 3, "buffer_dtype": "bfloat16", "cast_inputs": False,
     "bind_threads": False, "state_format": "8bit", "master_dtype": "bfloat16", "exp_avg_dtype": "float8",
     "exp_avg_sq_dtype": "bfloat16", "activation_memory": 2, "host_activation_memory": 2,
+    "optimizer": "sgd", "momentum": 0.5, "dampening": 0.5, "nesterov": True,
 }  # fmt: skip
-"""Of each setting a value that is not the one in ``OffloadConfig(stage=3, op_order="optax")``."""
+"""Of each setting a value that is not the one in :func:`settings_beside`."""
 MAY_DIFFER = {"pin_memory", "num_threads", "bind_threads", "activation_memory", "host_activation_memory"}
+
+
+def settings_beside(name):
+    if name in SGD.settings:
+        return OffloadConfig(stage=3, optimizer="sgd", momentum=0.9)
+    return OffloadConfig(stage=3, op_order="optax")
 
 
 def test_another_value_is_known_of_every_setting():
@@ -300,7 +308,7 @@ def test_another_value_is_known_of_every_setting():
 
 @pytest.mark.parametrize("name", OTHER_VALUES)
 def test_a_setting_that_differs_is_named_on_every_rank_unless_it_may_differ(name):
-    config = OffloadConfig(stage=3, op_order="optax")
+    config = settings_beside(name)
     values = [getattr(config, name), OTHER_VALUES[name], getattr(config, name)]
     expected = "expected the same model and configuration on every rank"
     said = run_ranks(

@@ -98,9 +98,7 @@ def mixtures(draw):
 
 def subject_of(mixture, rank):
     case = mixture.case
-    return Subject(
-        HostDevice(), case.masters, case.dtypes, case.groups, case.config, collectives=rank, leaves=mixture.leaves
-    )
+    return Subject.of(HostDevice(), case, collectives=rank, leaves=mixture.leaves)
 
 
 def train(mixture, rank, gathers):

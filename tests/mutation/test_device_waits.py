@@ -497,7 +497,7 @@ UNNOTICED = {
 
 ENDS = {
     "ranks.device.AcceleratorDevice.synchronize: stream.synchronize()",
-    "stage3.hooks._abandon: live.device.synchronize()",
+    "stage3.runs._abandon: live.device.synchronize()",
     "stage3.parameters.PartitionedParameters.join_master: self.live.device.synchronize()",
 }
 """Without these the process dies: only a scenario plays them whose end is in a child."""

@@ -22,9 +22,9 @@ from offload_core.errors import CollectiveError, ParameterError, StateError
 from offload_core.layout.partition import ParamSpec
 from offload_core.rules.adam import AdamHyper
 from offload_core.step.bucket_states import GRADIENT, OWNER, PUBLICATION, Gradient, Publication, StateMachine
+from offload_core.step.decision import StepArguments
 from offload_core.step.health import HEALTH
 from offload_core.step.local_bucket import LocalBucket
-from offload_core.step.decision import StepArguments
 from offload_core.step.state_access import StateAccess
 from offload_core.testing.fake_device import FakeDevice, FakeTensor
 from offload_core.testing.thread_ranks import run_ranks

@@ -32,7 +32,10 @@ def test_settings_are_the_fields():
 
 def test_front_ends_take_the_same_settings_and_words_of_their_libraries():
     assert {*get_type_hints(JaxSettings)} == {*FIELDS, *WORDS}
-    assert {*get_type_hints(OptimizerSettings)} == {*FIELDS, *_OPTIONS} - {"lr"}
+    assert {*get_type_hints(OptimizerSettings)} == {
+        *FIELDS,
+        *(name for names in _OPTIONS.values() for name in names),
+    } - {"lr"}
 
 
 USER = """

@@ -13,6 +13,7 @@ from offload_core.dtypes import BFLOAT16, FLOAT32, ElementType
 from offload_core.layout.partition import ParamSpec
 from offload_core.native.grad_norm import clip_coefficient
 from offload_core.rules.adam import AdamHyper
+from offload_core.rules.sgd import SGDHyper
 from offload_core.step.decision import StepArguments
 from offload_core.step.pipeline import Pipeline
 from offload_core.step.state_access import StateAccess
@@ -23,6 +24,7 @@ from tests.support.oracles import assert_same_bits
 from tests.support.strategies import element_types
 
 STATES = ("master", "exp_avg", "exp_avg_sq")
+"""Of AdamW."""
 UNANNOUNCED = "ignore:.*wait on the host for step:offload_core.HostMemoryWarning"
 """A filter of warnings, for programs that add gradients before a step is announced."""
 
@@ -37,23 +39,42 @@ def held_states(pipeline, i):
     return {name: as_float32(array.values()) for name, array in StateAccess(pipeline)._local_states(i).items()}
 
 
+def rule_of(config, hyper):
+    """The rule of a group with these hyperparameters."""
+    if isinstance(hyper, SGDHyper):
+        return config.rule({"optimizer": "sgd", "momentum": hyper.momentum, "dampening": hyper.dampening})
+    return config.rule()
+
+
+def oracle_of(rule, hyper, grad_scale, step):
+    if isinstance(hyper, SGDHyper):
+        own = (hyper.momentum, hyper.dampening, hyper.weight_decay, hyper.nesterov)
+        return oracles.Sgd(hyper.lr, *own, grad_scale, step)
+    own = (*hyper.betas, hyper.eps, hyper.eps_root, hyper.weight_decay)
+    return oracles.Adam(hyper.lr, *own, grad_scale, step, rule.mode)
+
+
 class Naive:
-    """Unsharded AdamW by the definition: one parameter at a time, whole, in NumPy."""
+    """Unsharded updates by the definition: one parameter at a time, whole, in NumPy."""
 
     def __init__(self, masters, dtypes, groups, config, hypers, names=None):
         self.dtypes, self.groups, self.config, self.hypers = dtypes, groups, config, hypers
         self.names = names
-        self.states = [self.kept(i, [m, np.zeros_like(m), np.zeros_like(m)], None) for i, m in enumerate(masters)]
+        self.rules = [rule_of(config, hypers[g]) for g in groups]
+        self.states = [
+            self.kept(i, [m, *(np.zeros_like(m) for _ in rule.states)], None)
+            for i, (m, rule) in enumerate(zip(masters, self.rules, strict=True))
+        ]
         self.steps = [0] * len(masters)
         self.sums = [None] * len(masters)
 
     def kept(self, i, values, update):
         """States as their formats keep them, rounded at random for this update; None: to nearest."""
-        formats = self.config.state_formats(self.dtypes[i])
+        formats = self.config.state_formats(self.dtypes[i], self.rules[i])
         seed = ParamSpec(self.names[i] if self.names else f"p{i}", values[0].size, self.dtypes[i]).seed
         bits = None if update is None else state_formats.random_bits(seed, update, 0, values[0].size)
         found = []
-        for state, (name, value) in enumerate(zip(STATES, values, strict=True)):
+        for state, (name, value) in enumerate(zip(self.rules[i].state_names, values, strict=True)):
             kind, has_sign = formats[name].name, name != "exp_avg_sq"
             random = None if bits is None else state_formats.random_of(state, kind, bits)
             found.append(state_formats.decode(state_formats.encode(kind, value, has_sign=has_sign, random=random)))
@@ -78,17 +99,8 @@ class Naive:
             master, *moments = self.states[i]
             after = oracles.update(
                 State(gradient, master, tuple(moments)),
-                oracles.Adam(
-                    hyper.lr,
-                    *hyper.betas,
-                    hyper.eps,
-                    hyper.eps_root,
-                    hyper.weight_decay,
-                    coefficient / divisor,
-                    self.steps[i],
-                    self.config.adam_mode,
-                ),
-                rule=f"adam_{self.config.op_order}",
+                oracle_of(self.rules[i], hyper, coefficient / divisor, self.steps[i]),
+                rule=self.rules[i].kernel,
                 param_dtype=None,
             )
             self.states[i] = self.kept(i, [after.master, *after.moments], self.steps[i])
@@ -100,14 +112,25 @@ class Naive:
 
 
 class Subject:
-    """A pipeline with its parameters on one device; ``leaves``: the leaf modules of some of them, by number."""
+    """A pipeline with its parameters on one device.
 
-    def __init__(self, device, masters, dtypes, groups, config, scaler=None, collectives=None, leaves=()):
+    ``leaves``: the leaf modules of some of them, by number; ``hypers``: those of the groups, which say what their rules
+    are; none: the configuration's.
+    """
+
+    def __init__(self, device, masters, dtypes, groups, config, scaler=None, collectives=None, leaves=(), hypers=()):
         self.device = device
         self.put = FakeTensor if isinstance(device, FakeDevice) else np.copy
         self.pipeline = Pipeline(config, HostRanks(device, collectives), scaler)
         self.specs = [
-            ParamSpec(f"p{i}", m.size, dtype, group, settled_with=dict(leaves).get(i))
+            ParamSpec(
+                f"p{i}",
+                m.size,
+                dtype,
+                group,
+                settled_with=dict(leaves).get(i),
+                rule=rule_of(config, hypers[group]) if hypers else None,
+            )
             for i, (m, dtype, group) in enumerate(zip(masters, dtypes, groups, strict=True))
         ]
         self.tensors = [self.put(m.astype(dtype.numpy)) for m, dtype in zip(masters, dtypes, strict=True)]
@@ -116,6 +139,10 @@ class Subject:
             t if dtype is FLOAT32 else self.put(m) for t, dtype, m in zip(self.tensors, dtypes, masters, strict=True)
         ]
         self.pipeline.add_parameters(self.specs, sources)
+
+    @classmethod
+    def of(cls, device, case, **options):
+        return cls(device, case.masters, case.dtypes, case.groups, case.config, hypers=case.hypers, **options)
 
     def add_gradient(self, i, gradient):
         gradient = self.put(gradient)
@@ -127,9 +154,10 @@ class Subject:
         return [t.memory if isinstance(t, FakeTensor) else t for t in self.tensors]
 
     def states(self, i):
-        [(start, views)] = StateAccess(self.pipeline).states(i)
+        access = StateAccess(self.pipeline)
+        [(start, views)] = access.states(i)
         assert start == 0
-        return [as_float32(views.get(name, self.params()[i])) for name in STATES]
+        return [as_float32(views.get(name, self.params()[i])) for name in access.names(i)]
 
 
 @dataclass(frozen=True)
@@ -155,6 +183,12 @@ formats = st.fixed_dictionaries(
 """Formats of states, as fields of a configuration."""
 
 
+_ADAMS = [AdamHyper(1e-2, (0.9, 0.99), 1e-8, 0.1), AdamHyper(1e-3, (0.5, 0.95), 1e-6, 0.0)]
+_SGDS = [SGDHyper(1e-2), SGDHyper(1e-2, 0.9, 0.0, 0.1), SGDHyper(1e-3, 0.5, 0.0, 0.0, nesterov=True)]
+HYPERS = {"torch": [*_ADAMS, *_SGDS, SGDHyper(1e-2, 0.9, 0.3)], "optax": [*_ADAMS, *_SGDS]}
+"""Of a group, by the order of operations."""
+
+
 @st.composite
 def cases(draw):
     n = draw(st.integers(1, 5))
@@ -174,7 +208,7 @@ def cases(draw):
         schedule=draw(st.sampled_from(["serial", "overlap"])),
         **draw(formats),
     )
-    hypers = [AdamHyper(1e-2, (0.9, 0.99), 1e-8, 0.1), AdamHyper(1e-3, (0.5, 0.95), 1e-6, 0.0)]
+    hypers = draw(st.lists(st.sampled_from(HYPERS[config.op_order]), min_size=2, max_size=2))
     steps = []
     for _ in range(draw(st.integers(1, 3))):
         micro = []
@@ -206,7 +240,7 @@ def assert_equal_runs(case, subject, naive):
     assert run(subject, case) == run(naive, case)
     for i, (got, expected) in enumerate(zip(subject.params(), naive.params(), strict=True)):
         assert_same_bits(f"parameter {i}", got, expected)
-        for name, mine, theirs in zip(STATES, subject.states(i), naive.states[i], strict=True):
+        for name, mine, theirs in zip(naive.rules[i].state_names, subject.states(i), naive.states[i], strict=True):
             assert_same_bits(f"{name} of parameter {i}", mine, theirs)
         assert subject.pipeline.counts.steps[i] == naive.steps[i]
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from offload_core.step.decision import StepArguments
 from offload_core.step.state_access import StateAccess
 from tests.support.oracles import assert_same_bits
-from tests.support.pipelines import STATES, Case, Naive, Subject, as_float32, cases
+from tests.support.pipelines import Case, Naive, Subject, as_float32, cases
 
 
 @st.composite
@@ -64,7 +64,7 @@ def run_naive(case: Case):
 
 
 def run_rank(case: Case, collectives, device):
-    subject = Subject(device, case.masters, case.dtypes, case.groups, case.config, collectives=collectives)
+    subject = Subject.of(device, case, collectives=collectives)
     norms = []
     for micro_steps in case.steps:
         for m, arrivals in enumerate(micro_steps):
@@ -87,9 +87,10 @@ def assert_equal(results, naive, norms):
             assert got_norms == norms
             assert_same_bits(f"parameter {i}", subject.params()[i], expected)
             assert subject.pipeline.counts.steps[i] == naive.steps[i]
-            for start, views in StateAccess(subject.pipeline).states(i):
-                covered += views["exp_avg"].size
+            access = StateAccess(subject.pipeline)
+            covered += sum(numel for _, numel in access.extents(i))
+            for start, views in access.states(i):
                 for name, view in views.items():
-                    theirs = states[STATES.index(name)][start : start + view.size]
+                    theirs = states[naive.rules[i].state_names.index(name)][start : start + view.size]
                     assert_same_bits(f"{name} of parameter {i} from {start}", as_float32(view), theirs)
         assert covered == expected.size

@@ -535,8 +535,9 @@ def test_moving_or_casting_what_is_in_shards_says_what_to_do(move):
 def test_a_parameter_of_another_module_is_noticed_once_and_then_known():
     engine = wrap(external(), **STAGE_3)
     touched = []
-    touch = engine.optimizer.partitioned.runs.touch
-    engine.optimizer.partitioned.runs.touch = lambda param: (touched.append(param), touch(param))
+    runs = engine.optimizer.partitioned.runs
+    use = runs.use
+    runs.use = lambda record: (touched.append(id(record.param)), use(record))[1]
     train(engine, external_loss, 1)
     assert touched == [id(engine.module.embedding.weight)]  # returned biases and registered ones are not touched
     train(engine, external_loss, 2)

@@ -31,13 +31,14 @@ from offload_core.layout.regions import InMemory
 from offload_core.step.state_lock import whole
 from offload_core.support.checks import shown
 
+from ..compiled import uncompiled
 from ..groups import checked_values, paired, set_values
+from ..internals import no_read
 from ..optimizer import OffloadedOptimizer
 from ..stage3.parameters import PartitionedParameter
 from ..stage3.partitioned import PartitionedModel
 from ..tensors import NUMPY_DTYPES, elements_of, flat, memory, usable_accelerator
 from ..values import is_quantised
-from .export import uncompiled
 
 
 def _to_numpy(tensor: torch.Tensor) -> np.ndarray:
@@ -207,7 +208,7 @@ class ModelCheckpoints:
 
     def _check_closed(self, what: str) -> None:
         if self._optimizer.partitioned is not None:
-            self._optimizer.partitioned.check_closed(what)
+            self._optimizer.partitioned.gathering.check_closed(what)
 
     def _names(self) -> list[str]:
         """The model's names of the trained parameters."""
@@ -289,7 +290,7 @@ def _target(name: str, tensor: torch.Tensor, record: PartitionedParameter | None
     staged: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def wants(kind: str) -> Iterable[Want]:
-        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        with no_read(), torch.no_grad():
             run = flat(where.data) if _is_dense(where) else where.detach()
             host = run if in_place else torch.empty(where.numel(), dtype=where.dtype, device="cpu")
             if not in_place:
@@ -342,14 +343,14 @@ def _numpy_dtype(name: str, tensor: torch.Tensor) -> np.dtype:
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     """True if it has dense values of a type that files can hold."""
-    with torch._C.DisableTorchFunctionSubclass():  # no values are read
+    with no_read():
         odd = tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_meta
         return not odd and tensor.dtype in NUMPY_DTYPES
 
 
 def _kind_of(tensor: torch.Tensor) -> str:
     """Layout, place and element type, for errors."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with no_read():
         special = "nested " * tensor.is_nested + "meta " * tensor.is_meta
         return f"{special}{tensor.layout} tensor of {tensor.dtype}"
 

@@ -14,11 +14,11 @@ from offload_core.checkpoint.export import Weight, export_weights
 from offload_core.errors import ParameterError
 from offload_core.support import checks
 
+from ..compiled import uncompiled, uncompiled_module
 from ..optimizer import OffloadedOptimizer
 from ..stage3.gathering import gathered_parameters
 from ..tensors import ELEMENT_TYPES, NUMPY_DTYPES, memory
 
-_COMPILED = "_orig_mod."  # torch.compile adds this to the names of a module's parts
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in ELEMENT_TYPES}
 
 
@@ -39,11 +39,6 @@ def export_safetensors(
     weights = [_weight(optimizer, name, tensor, target) for name, tensor in _untied(model)]
     pipeline = optimizer.pipeline
     export_weights(folder, weights, max_shard_bytes=max_shard_bytes, collectives=InOrder(pipeline))
-
-
-def uncompiled(name: str) -> str:
-    """The name that a tensor has in the model before ``torch.compile``."""
-    return name.replace(_COMPILED, "")
 
 
 def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -89,7 +84,7 @@ def _untied(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     found = named_tensors(model)
     for name, tensor in found.items():
         names.setdefault(id(tensor), []).append(name)
-    tied = getattr(getattr(model, "_orig_mod", model), "all_tied_weights_keys", {})  # {the one that is left out: other}
+    tied = getattr(uncompiled_module(model), "all_tied_weights_keys", {})  # {the one that is left out: other}
     for same in names.values():
         kept = next((name for name in same if name not in tied), same[0])
         yield kept, found[kept]

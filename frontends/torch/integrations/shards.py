@@ -10,8 +10,8 @@ from offload_core.checkpoint.reader import Checkpoint, Loaded
 from offload_core.errors import CheckpointError
 from offload_core.support.checks import shown
 
+from ..compiled import uncompiled
 from ..files.checkpoint import TENSORS, ModelCheckpoints, random_states, set_random_states
-from ..files.export import uncompiled
 from ..optimizer import OffloadedOptimizer
 
 FOLDER = "offload"

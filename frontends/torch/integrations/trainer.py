@@ -100,7 +100,7 @@ class OffloadTrainer(Trainer):
     def _call_event(self, event: str, *args: Any, **kwargs: Any) -> Any:
         """Call the callbacks. In stage 3 they may read weights: those that they read are gathered until they return."""
         parted = None if self.engine is None else self.engine.optimizer.partitioned
-        reads = nullcontext() if parted is None or event in _OF_CHECKPOINTS else parted.gathered_when_read()
+        reads = nullcontext() if parted is None or event in _OF_CHECKPOINTS else parted.gathering.gathered_when_read()
         with reads:
             return CallbackHandler.call_event(self.callback_handler, event, *args, **kwargs)
 

@@ -33,6 +33,7 @@ from offload_core.memory.host_memory import HostMemory, give_back_freed
 from offload_core.memory.plan import PARAMETER_SHARDS
 from offload_core.ranks.consistency import combine, fingerprint
 
+from ..internals import no_torch_function, storage_users
 from ..pending import METADATA, forget, forget_at_end, is_moving_model, make_pending
 from ..ranks.collectives import default_group
 from ..ranks.device import as_torch
@@ -41,7 +42,7 @@ from ..tensors import ELEMENT_TYPES, TORCH_DTYPES, flat, is_offloadable, shaped_
 from .cut import Cut
 
 _LONE = 2
-"""References to a storage that nothing else uses: its tensor's, and the one that counting makes."""
+"""References to a storage that nothing else uses (``storage_users``)."""
 _KEPT = 16 * 2**20
 """Bytes of freed parameters after which the allocator is asked to return memory to the system."""
 _RESETS = ("reset_parameters", "_reset_parameters")  # nn.MultiheadAttention has the second
@@ -102,7 +103,7 @@ def init(
     return construction.building()
 
 
-# --- parameters in shards that no engine has yet --------------------------------------------------------
+# --- parameters in shards, before an engine has them ----------------------------------------------------
 
 
 class Shards(Cut):
@@ -120,14 +121,14 @@ class Shards(Cut):
         self.values = home.allocate(self.shard_numel, param)
         self.cut(flat(param), self.values)
         self.holds = 0
-        """Number of ``gathered_parameters`` blocks in which the parameter is whole."""
+        """The number of ``gathered_parameters`` blocks in which the parameter is whole."""
 
     def release(self, param: torch.Tensor) -> None:
         """Free the parameter's memory; memory that other tensors refer to stays theirs."""
         if _refers_to_memory_of(param) or not param.untyped_storage().resizable():
             param.data = torch.empty_like(param.data)
         param.untyped_storage().resize_(0)
-        increment_version(param)  # a graph that has saved it must raise in backward
+        increment_version(param)  # so that a graph that has saved it raises in backward
         make_pending(param, partial(_read, weakref.ref(param)))
         _SHARDS[param] = self
 
@@ -143,9 +144,11 @@ class Shards(Cut):
         param.data = shaped_like(whole[: self.spec.numel], param)
 
     def for_engine(self, cut: Cut) -> torch.Tensor:
-        """The shard, if an engine cuts the parameter the same way.
+        """Return the shard for an engine that cuts the parameter the same way.
 
-        Raises :class:`ConfigError` if it does not, :class:`StateError` inside ``gathered_parameters``.
+        Raises:
+            ConfigError: it cuts the parameter otherwise.
+            StateError: inside ``gathered_parameters``.
         """
         if self.holds:
             raise StateError(
@@ -167,16 +170,17 @@ _SHARDS: Any = WeakTensorKeyDictionary()
 
 
 def in_shards(param: torch.Tensor) -> bool:
-    """Return whether the parameter was built under ``init()`` and no engine has it yet."""
+    """Return True if the parameter was built under ``init()`` and no engine has it yet."""
     return param in _SHARDS
 
 
 def shards_of(param: torch.Tensor) -> Shards | None:
+    """Return the parameter's shards, while no engine has them; else None."""
     return _SHARDS.get(param)
 
 
 def hand_over(param: torch.Tensor) -> None:
-    """Record that an engine has the parameter's shards now."""
+    """Forget the parameter's shards: an engine has them now."""
     _SHARDS.pop(param, None)
 
 
@@ -199,7 +203,7 @@ def check_finished() -> None:
 
 @contextmanager
 def gathered_shards(params: Sequence[torch.Tensor], modifier_rank: int | None) -> Iterator[None]:
-    """As ``gathered_parameters``, for parameters that no engine has."""
+    """Make parameters whole that no engine has, as ``gathered_parameters`` does."""
     active = _active()
     with _internal():
         if active is not None:
@@ -232,7 +236,7 @@ def gathered_shards(params: Sequence[torch.Tensor], modifier_rank: int | None) -
 
 
 def unexpected_change(name: str) -> StateError:
-    """The error of ``gathered_parameters`` for a change without ``modifier_rank``."""
+    """Return the error of ``gathered_parameters`` for a change without ``modifier_rank``."""
     return StateError(
         f"parameter {name!r} was changed inside gathered_parameters(), which says that no rank changes it; the change "
         "is lost; expected gathered_parameters(..., modifier_rank=0)"
@@ -280,18 +284,18 @@ class _Construction:
         self._group = group
         self._devices: dict[torch.device, HostRanks] = {}
         self._freed = 0
-        """Bytes of freed parameters that the allocator may still hold."""
+        """The bytes of freed parameters that the allocator may still hold."""
         self._memory = HostMemory(config.threads)
         self._cuts = config.offload_param is not None or (group is not None and dist.get_world_size(group) > 1)
 
     def device(self, device: torch.device) -> HostRanks:
-        """The core's device for parameters on this torch device; making it is collective."""
+        """Return the core's device for parameters on this torch device. Making it is collective."""
         if device not in self._devices:
             self._devices[device] = device_for(device, self._group, self.config)
         return self._devices[device]
 
     def allocate(self, numel: int, param: torch.Tensor) -> torch.Tensor:
-        """Zeros of a parameter's element type, in the memory of its shards.
+        """Return zeros of a parameter's element type, in the memory of its shards.
 
         On the host they are mappings of their own, so that they do not fragment the heap.
         """
@@ -328,7 +332,7 @@ class _Construction:
             self.track(module, name, param)
 
     def track(self, module: nn.Module, name: str, param: torch.Tensor) -> None:
-        """Note a parameter that a module has, to cut it later."""
+        """Record a parameter that a module has, to cut it later."""
         with _internal():
             if not self._takes(param) or in_shards(param) or any(entry.param is param for entry in self.whole):
                 return
@@ -374,7 +378,7 @@ class _Construction:
             self._freed = 0
 
     def agree(self, act: str, device: HostRanks) -> None:
-        """Raise :class:`StateError` on all ranks unless all are about to do the same."""
+        """Raise :class:`StateError` on all ranks unless all are about to do the same thing."""
         if device.world_size == 1:
             return
         if not combine(device.collectives, "what init() does next", same=[fingerprint(act)]).alike.all():
@@ -462,8 +466,8 @@ def become(tensor: torch.Tensor, made: torch.Tensor) -> None:
 
 
 def _refers_to_memory_of(param: torch.Tensor) -> bool:
-    """Return whether another tensor refers to the parameter's memory."""
-    return torch._C._storage_Use_Count(param.untyped_storage()._cdata) > _LONE
+    """Return True if another tensor refers to the parameter's memory."""
+    return storage_users(param) > _LONE
 
 
 class _Thread(threading.local):
@@ -474,20 +478,20 @@ _THREAD = _Thread()
 
 
 def _active() -> _Construction | None:
-    """The ``init()`` that runs in this thread."""
+    """Return the ``init()`` that runs in this thread."""
     return _THREAD.construction
 
 
 @contextmanager
 def _internal() -> Iterator[None]:
     """A context for this module's own torch functions, which gather nothing and record no graph."""
-    with torch.no_grad(), torch._C.DisableTorchFunction():
+    with torch.no_grad(), no_torch_function():
         yield
 
 
 _COPIES = threading.Lock()
 _building = 0
-"""Number of running ``init()``, in all threads; ``nn.Module.__setstate__`` is replaced while there is one."""
+"""The number of running ``init()`` in all threads. ``nn.Module.__setstate__`` is replaced while there is one."""
 _set_state = nn.Module.__setstate__
 
 

@@ -17,10 +17,11 @@ from offload_core.step.pipeline import Pipeline
 from offload_core.step.state_access import StateAccess
 
 from ..data_writes import set_data
+from ..internals import next_node
 from ..tensors import flat, shaped_like, spec_of
 from .construction import gathered_shards, in_shards, unexpected_change
-from .hooks import ModuleRuns, note_external
-from .parameters import PartitionedParameter, PartitionedParameters
+from .parameters import PartitionedParameter, PartitionedParameters, note_external
+from .runs import ModuleRuns
 
 _GATHERINGS: "weakref.WeakValueDictionary[int, Gathering]" = weakref.WeakValueDictionary()
 """The gathering of each parameter of an engine's model, by ``id``; it keeps them alive, so no id is reused."""
@@ -37,11 +38,11 @@ class Gathering:
         self, parameters: PartitionedParameters, runs: ModuleRuns, world: GatheringDevice, pipeline: Pipeline
     ) -> None:
         self._parameters = parameters
-        self._runs = runs
+        self.runs = runs
         self._world = world
         self._pipeline = pipeline
         self._open = 0
-        """Number of ``gathered_parameters`` blocks that have not ended."""
+        """The number of ``gathered_parameters`` blocks that have not ended."""
         for param in parameters.of_model:
             _GATHERINGS[id(param)] = self
 
@@ -51,12 +52,8 @@ class Gathering:
             _GATHERINGS.pop(number, None)
 
     def knows(self, param: torch.Tensor) -> bool:
-        """Return whether the parameter is partitioned."""
+        """Return True if the parameter is partitioned."""
         return param in self._parameters
-
-    def hook(self, module: nn.Module) -> None:
-        """As :meth:`ModuleRuns.hook`."""
-        self._runs.hook(module)
 
     def check_closed(self, what: str = "an update") -> None:
         """Raise :class:`StateError` inside ``gathered_parameters``."""
@@ -67,20 +64,20 @@ class Gathering:
 
     @contextmanager
     def gathered(self, params: Sequence[torch.Tensor], modifier_rank: int | None) -> Iterator[None]:
-        """As :func:`gathered_parameters`, for parameters of this model."""
+        """Make parameters of this model whole, as :func:`gathered_parameters` says."""
         if modifier_rank is not None and modifier_rank not in range(self._world.world_size):
             raise ParameterError(
                 f"gathered_parameters: modifier_rank={modifier_rank!r}, expected None or one of the ranks 0 to "
                 f"{self._world.world_size - 1}"
             )
         records = self._parameters.among(params)
-        self._runs.hold(records)
-        used = [self._runs.use(record) for record in records]
-        # Outside a forward nothing gathers the parameter again for backward: a graph saves the memory itself instead.
-        # Under no_grad there is no such hook, which torch.func refuses. If a graph is made there, the parameters stay.
+        self.runs.whole.hold(records)
+        used = [self.runs.use(record) for record in records]
+        # Outside a forward nothing gathers a parameter again for backward: hooks have graphs save the memory itself.
+        # torch.func refuses such hooks. So there are none under no_grad, and parameters stay if a graph is made there.
         saves = not all(used) and torch.is_grad_enabled()
         graphs = saved_tensors_hooks(torch.Tensor.detach, torch.Tensor.detach) if saves else nullcontext()
-        node = torch._C._autograd._get_sequence_nr()
+        node = next_node()
         self._open += 1
         versions = [record.param._version for record in records]
         for record in records:
@@ -105,8 +102,8 @@ class Gathering:
                 self._spread(params, modifier_rank)
             elif changed:
                 raise unexpected_change(changed[0].spec.name)
-            if not (saves or all(used)) and node != torch._C._autograd._get_sequence_nr():
-                self._runs.keep(records, for_graph=True)
+            if not (saves or all(used)) and node != next_node():
+                self.runs.whole.keep(records, for_graph=True)
         except RuntimeError as error:
             if saves and "saved tensor hooks" in str(error):
                 raise StateError(
@@ -119,13 +116,14 @@ class Gathering:
             self._open -= 1
             for record in records:
                 record.lasts = True  # state_dict() and others may refer to it
-            self._runs.let_go(records, may_stay=False)  # an unexpected change must not stay
+            self.runs.whole.let_go(records, may_stay=False)  # an unexpected change must not stay
 
     @contextmanager
     def gathered_when_read(self) -> Iterator[None]:
         """A context in which a read outside forward and backward gathers its parameter, until the context ends.
 
-        All ranks must read the same ones in the same order. Changes count on one rank; with several they are an error.
+        All ranks must read the same parameters in the same order. Changes count on one rank, and are an error on
+        several.
         """
         source = 0 if self._world.world_size == 1 else None
         with ExitStack() as gathered:
@@ -134,14 +132,14 @@ class Gathering:
                 with torch.no_grad():  # a hook on saved tensors would end in another order than those of the reader
                     gathered.enter_context(self.gathered([param], source))
 
-            before, self._runs.gather_read = self._runs.gather_read, gather
+            before, self.runs.gather_read = self.runs.gather_read, gather
             try:
                 yield
             finally:
-                self._runs.gather_read = before
+                self.runs.gather_read = before
 
     def _refuse_resized(self, records: Sequence[PartitionedParameter]) -> None:
-        """Raise :class:`ParameterError` if a parameter is of another size or type; it has its own again."""
+        """Raise :class:`ParameterError` if a parameter has another size or type; restore its own."""
         resized = [record for record in records if not record.values.fixed and not record.fits]
         if not resized:
             return
@@ -237,7 +235,7 @@ def register_external_parameter(module: nn.Module, param: torch.Tensor) -> None:
     note_external(module, param)
     gathering = _GATHERINGS.get(id(param))
     if gathering is not None and gathering.knows(param):
-        gathering.hook(module)
+        gathering.runs.hook(module)
 
 
 def check_unowned(model: nn.Module) -> None:

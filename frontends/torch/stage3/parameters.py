@@ -24,16 +24,20 @@ from offload_core.step.state_access import StateAccess
 
 from ..casting import Casts
 from ..data_writes import DataWrites, set_data
+from ..internals import no_read, storage_of
 from ..ranks.device import as_torch
 from ..tensors import TORCH_DTYPES, elements_of, is_offloadable, shaped
 from ..values import Values, packed_values
 from .construction import hand_over, in_shards, shards_of
 from .cut import Cut
 
+_EXTERNAL = "_offload_external_parameters"
+"""The attribute of a module that lists the parameters of other modules that its forward uses."""
+
 
 class PartitionedParameter(Cut):
-    """A parameter of the model and this rank's shards of it; its storage while it is whole ([Note: storages of
-    partitioned parameters])."""
+    """A parameter of the model, this rank's shards of it, and its storage ([Note: storages of partitioned
+    parameters])."""
 
     def __init__(
         self,
@@ -50,33 +54,33 @@ class PartitionedParameter(Cut):
         self.module = module
         """Type and name of the module that has it, for errors."""
         self.shard = torch.empty(0)
-        """This rank's shards, end to end. Only this package writes to them, through :meth:`StateAccess.adopt` where
-        the parameter is trained."""
+        """This rank's shards, end to end. Only this package writes to them: through :meth:`StateAccess.adopt` if the
+        parameter is trained."""
         self.whole = torch.empty(0)
-        self.storage = 0
-        """Identifies the storage of ``whole``, as ``UntypedStorage._cdata`` does."""
+        """The whole parameter, one-dimensional, and its last bucket's padding."""
+        self.storage = storage_of(self.whole)
+        """The number of the storage of ``whole`` (``storage_of``)."""
         self.index: int | None = None
         """Its number in the pipeline; None while it is not trained."""
         self.data_writes = DataWrites(param)
         self.spread = -1
         """Its version after ``gathered_parameters`` last gave all ranks one rank's values."""
         self.lasts = False
-        """True if other tensors may refer to the storage; then it is not freed but left to them."""
+        """True if other tensors may refer to the storage. It is then left to them instead of freed."""
         self.live: PartitionedParam = live.add(spec, self.buckets, None, self)
 
     def empty(self) -> None:
         """Give the parameter a new storage without bytes; tensors that refer to the old one keep it."""
-        with torch.inference_mode(False), torch._C.DisableTorchFunctionSubclass():
+        with torch.inference_mode(False), no_read():
             self.whole = torch.empty(self.padded_numel, dtype=TORCH_DTYPES[self.spec.dtype], device=self.param.device)
             self.values.point(self.whole[: self.spec.numel])
-        storage = self.whole.untyped_storage()
-        self.storage = storage._cdata
-        storage.resize_(0)
+        self.storage = storage_of(self.whole)
+        self.whole.untyped_storage().resize_(0)
         self.lasts = False
 
     @property
     def fits(self) -> bool:
-        """True if the parameter, which is whole, has the shape, memory order and type of its shards."""
+        """True if the whole parameter has the shape, memory order and type of its shards."""
         return elements_of(self.param) == self.spec.elements and self.param.dtype == self.whole.dtype
 
     def restore(self) -> None:
@@ -101,7 +105,7 @@ class PartitionedParameters:
     Args:
         device: the device of whole parameters.
         world: the device and ranks over which shards are gathered.
-        pipeline: of the trained ones.
+        pipeline: updates the trained ones.
         casts: the element types that they get.
     """
 
@@ -118,9 +122,9 @@ class PartitionedParameters:
         self.records: dict[int, PartitionedParameter] = {}
         """By the parameter's ``id``; a record keeps its parameter alive, so no id is reused."""
         self._beside: dict[int, int] = {}
-        """The ``id`` of the quantised parameter that a tensor holds values of, by the tensor's."""
+        """The ``id`` of a quantised parameter, by the ``id`` of each tensor that holds values of it."""
         self._owners: dict[int, tuple[torch.Tensor, str, str]] = {}
-        """Each parameter of the model, its name, and type and name of its module; by ``id``."""
+        """Each parameter of the model, its name, and type and name of its module, by the parameter's ``id``."""
         self.packed = packed_values(model)
         """The values of frozen quantised parameters, by the parameter's ``id``."""
         for number, values in self.packed.items():
@@ -135,39 +139,43 @@ class PartitionedParameters:
 
     @property
     def of_model(self) -> list[torch.Tensor]:
-        """All parameters of the model, partitioned or not, and tensors that hold values of quantised ones."""
+        """All parameters of the model, partitioned or not, and the tensors that hold values of quantised ones."""
         beside = [tensor for values in self.packed.values() for tensor in values.tensors]
         return [*(param for param, _, _ in self._owners.values()), *beside]
 
     def name_of(self, param: torch.Tensor) -> str:
-        """The parameter's name in the model."""
+        """Return the parameter's name in the model."""
         return self._owners[id(param)][1]
 
     def among(self, params: Iterable[torch.Tensor | None]) -> list[PartitionedParameter]:
-        """The records of the partitioned parameters among these, each once."""
+        """Return the records of the partitioned parameters among these, each once."""
         found = (self.records.get(self._beside.get(id(p), id(p))) for p in params)
         return list(dict.fromkeys(record for record in found if record is not None))
 
+    def used_by(self, *modules: nn.Module) -> list[PartitionedParameter]:
+        """Return the records of the parameters that these modules have or are registered to use, each once."""
+        return self.among(p for m in modules for p in (*m._parameters.values(), *externals_of(m)))
+
     def shard_of(self, param: torch.Tensor) -> torch.Tensor | None:
-        """This rank's shard, one-dimensional; None if the parameter is not partitioned."""
+        """Return this rank's shard, one-dimensional; None if the parameter is not partitioned."""
         record = self.records.get(id(param))
         return None if record is None else record.shard
 
     def record_of(self, param: torch.Tensor) -> PartitionedParameter | None:
-        """The parameter's record; None if it is not partitioned."""
+        """Return the parameter's record; None if it is not partitioned."""
         return self.records.get(id(param))
 
     # --- taking parameters apart ---------------------------------------------------------------------
 
     def takes(self, param: torch.Tensor) -> bool:
-        """Return whether the parameter is partitioned, or will be."""
+        """Return True if the parameter is partitioned, or will be."""
         if id(param) in self.records or (id(param) in self._owners and in_shards(param)):
             return True
         whole = id(param) in self._owners and type(param) is nn.Parameter and is_offloadable(param)
         return (whole or id(param) in self.packed) and param.numel() >= max(self._config.param_persistence_threshold, 1)
 
     def frozen(self, trained: Collection[torch.Tensor]) -> list[tuple[ParamSpec, torch.Tensor]]:
-        """The parameters to partition that are not trained."""
+        """Return the parameters to partition that are not trained, and their descriptions."""
         ids = {id(param) for param in trained}
         owned = [
             (name, param) for param, name, _ in self._owners.values() if id(param) not in ids and self.takes(param)
@@ -178,7 +186,7 @@ class PartitionedParameters:
         return self.packed.get(id(param)) or Values(param)
 
     def plan_cut(self, entries: Sequence[tuple[ParamSpec, torch.Tensor]]) -> PlanRow:
-        """The bytes that :meth:`cut` of these takes until :meth:`keep_shard`, beside the whole parameters."""
+        """Plan the bytes that :meth:`cut` of these takes until :meth:`keep_shard`, beside the whole parameters."""
         n_bytes = 0
         for spec, param in entries:
             if spec.partitioned and id(param) not in self.records and not in_shards(param):
@@ -188,7 +196,7 @@ class PartitionedParameters:
         return PlanRow("shards as they were given", where, n_bytes, "init()", passing=True)
 
     def cut(self, entries: Sequence[tuple[ParamSpec, torch.Tensor]]) -> dict[torch.Tensor, PartitionedParameter]:
-        """The partitioned parameters among these, with this rank's shards.
+        """Cut the partitioned parameters among these: return their records, with this rank's shards.
 
         New ones stay whole, with rank 0's values and their own element type, until :meth:`keep_shard`.
         """
@@ -216,7 +224,7 @@ class PartitionedParameters:
         return torch.device("cpu") if self._config.offload_param == "cpu" else self._device
 
     def keep_shard(self, record: PartitionedParameter) -> None:
-        """Cast the record's shard to its final element type and place, and release the whole parameter."""
+        """Cast the record's shard to its final element type, move it to its place, and release the whole parameter."""
         dtype = record.spec.dtype
         host = None if record.index is None else StateAccess(self._pipeline).parameter_memory(record.index)
         if host is not None:
@@ -234,11 +242,11 @@ class PartitionedParameters:
         self.records[id(record.param)] = record
 
     def join_master(self, record: PartitionedParameter) -> None:
-        """A parameter that was frozen is trained from now on: its master weight may hold its shard."""
+        """Train a parameter that was frozen until now: its master weight may hold its shard."""
         assert record.index is not None
         host = StateAccess(self._pipeline).parameter_memory(record.index)
         if host is not None:
-            self.live.device.synchronize()  # copies from the old memory may be on their way
+            self.live.device.synchronize()  # copies from the old memory may be in flight
             self._place(record, as_torch(host))
 
     def _place(self, record: PartitionedParameter, shard: torch.Tensor) -> None:
@@ -252,5 +260,16 @@ class PartitionedParameters:
 
     @property
     def shard_bytes(self) -> int:
-        """Bytes that shards take on the device."""
+        """The bytes that shards take on the device."""
         return 0 if self._config.offload_param == "cpu" else sum(r.shard.nbytes for r in self.records.values())
+
+
+def note_external(module: nn.Module, param: torch.Tensor) -> None:
+    """Register that the module's forward uses a parameter of another module."""
+    if all(param is not known for known in externals_of(module)):
+        module.__dict__.setdefault(_EXTERNAL, []).append(param)
+
+
+def externals_of(module: nn.Module) -> list[torch.Tensor]:
+    """Return the parameters of other modules that the module's forward uses, as far as registered."""
+    return module.__dict__.get(_EXTERNAL, [])

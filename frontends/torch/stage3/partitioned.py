@@ -1,7 +1,6 @@
 """Stage 3: parameters in shards, made whole for the modules that use them."""
 
 from collections.abc import Collection, Iterable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -12,8 +11,10 @@ from offload_core.step.pipeline import Pipeline
 from ..casting import Casts
 from ..ranks.device_ranks import device_for
 from .gathering import Gathering, check_unowned
-from .hooks import ModuleRuns, check_hooks_run, leaf_modules
+from .hooks import check_hooks_run
+from .leaf_modules import leaf_modules
 from .parameters import PartitionedParameter, PartitionedParameters
+from .runs import ModuleRuns
 
 
 class PartitionedModel:
@@ -22,7 +23,7 @@ class PartitionedModel:
     Args:
         device: the device of whole parameters.
         group: as in ``device_for``; gathers use a group of their own. Making it is collective.
-        pipeline: of the trained parameters.
+        pipeline: updates the trained parameters.
         casts: the element types that the model's tensors get.
     """
 
@@ -35,7 +36,7 @@ class PartitionedModel:
         self.live = self.parameters.live
         """Tracks which parameters are whole."""
         self.runs = ModuleRuns(model, self.parameters, pipeline, leaf_modules(model, pipeline.config.leaf_modules))
-        self._gathering = Gathering(self.parameters, self.runs, self._world, pipeline)
+        self.gathering = Gathering(self.parameters, self.runs, self._world, pipeline)
 
     def __contains__(self, param: torch.Tensor) -> bool:
         return param in self.parameters
@@ -45,7 +46,7 @@ class PartitionedModel:
         for record in records:
             if record.param not in self.parameters:
                 self.parameters.keep_shard(record)
-                self.runs.guard(record)
+                self.runs.whole.guard(record)
             else:
                 self.parameters.join_master(record)
         self.runs.hook_all()
@@ -56,29 +57,24 @@ class PartitionedModel:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes of parameters that this rank has sent to others."""
+        """The bytes of parameters that this rank has sent to others."""
         return self._world.sent_bytes
 
-    def check_closed(self, what: str = "an update") -> None:
-        """As :meth:`Gathering.check_closed`."""
-        self._gathering.check_closed(what)
-
-    def gathered_when_read(self) -> AbstractContextManager[None]:
-        """As :meth:`Gathering.gathered_when_read`."""
-        return self._gathering.gathered_when_read()
-
     def before_change(self) -> int:
-        """Release all parameters before they change. Return a number that is equal on ranks which gathered the same
-        parameters in the same order.
+        """Release all parameters before they change.
 
-        Raises :class:`StateError` inside ``gathered_parameters``.
+        Returns:
+            A number that is equal on ranks that gathered the same parameters in the same order.
+
+        Raises:
+            StateError: inside ``gathered_parameters``.
         """
-        self.check_closed()
+        self.gathering.check_closed()
         self.runs.forget()
         return self.live.release_all()
 
     def recover(self) -> None:
-        """After an error, release all parameters."""
+        """Release all parameters, after an error."""
         self.runs.forget()
         self.live.release_idle()
 
@@ -86,8 +82,8 @@ class PartitionedModel:
         """Make all parameters whole permanently, and remove the hooks. Collective."""
         self.before_change()
         for record in self.parameters.records.values():
-            self.runs.hold([record])
-        self._gathering.close()
+            self.runs.whole.hold([record])
+        self.gathering.close()
         self.parameters.records.clear()
         self.runs.close()
         self._world.close()

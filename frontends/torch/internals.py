@@ -1,0 +1,56 @@
+"""Parts of torch that have no public name, each under the name of its use here.
+
+``compiled.py`` has those that concern compiled code. Nothing else in this package names ``torch._C`` and the like, so a
+new version of torch that changes them is met in these two files.
+"""
+
+import torch
+from torch._C._dynamo.guards import TensorGuards as TensorGuards
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+no_read = torch._C.DisableTorchFunctionSubclass
+"""A context in which a pending parameter is not awaited: its values are not read."""
+no_torch_function = torch._C.DisableTorchFunction
+"""A context without ``__torch_function__`` of classes and of modes."""
+DISPATCH_ALONE = torch._C._disabled_torch_function_impl
+"""The ``__torch_function__`` of a class that handles its uses in ``__torch_dispatch__``."""
+parse_to = torch._C._nn._parse_to
+"""Parses the arguments of ``Tensor.to``."""
+
+# --- autograd ---------------------------------------------------------------------------------------------
+
+next_node = torch._C._autograd._get_sequence_nr
+"""Returns the sequence number of the next node that is made in this thread. Nodes made later have larger ones."""
+running_node = torch._C._current_autograd_node
+"""Returns the node that a backward runs in this thread; None outside a backward."""
+keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
+"""Returns True if the running backward keeps its graph for another one (``retain_graph=True``)."""
+top_saved_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+"""Returns the innermost hooks on saved tensors, ``(pack, unpack)``; None: there are none."""
+pop_saved_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
+push_saved_hooks = torch._C._autograd._push_saved_tensors_default_hooks
+allows_saved_hooks = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
+at_end_of_backward = torch.autograd.Variable._execution_engine.queue_callback
+"""Calls a function when the backward that runs in this thread ends without an error."""
+backward_number = torch._C._current_graph_task_id
+"""Returns the number of the backward that runs in this thread, or ``NO_BACKWARD``. A nested backward has its own."""
+NO_BACKWARD = -1
+innermost_transform = torch._C._functorch.peek_interpreter_stack
+"""Returns the innermost ``torch.func`` transform that runs here; None: none does."""
+outside_transforms = temporarily_clear_interpreter_stack
+"""A context outside the ``torch.func`` transforms that run here. Inside them nothing may be written in place."""
+
+# --- memory -----------------------------------------------------------------------------------------------
+
+
+def storage_of(tensor: torch.Tensor) -> int | None:
+    """Return a number of the tensor's storage; None for sparse tensors and wrapper subclasses, which have none."""
+    try:
+        return tensor.untyped_storage()._cdata
+    except NotImplementedError:
+        return None
+
+
+def storage_users(tensor: torch.Tensor) -> int:
+    """Return the number of references to a tensor's storage: its own, one of this call, and those of other tensors."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)

@@ -1,0 +1,141 @@
+"""The leaf modules of a model, and the settling of their parameters.
+
+A leaf module's run keeps the parameters of all modules inside it, and their own runs keep none: which of them run, and
+in which order, is each rank's own affair.
+
+[Note: when a leaf module's parameters are settled] Each rank also has gradients of its own choice of these parameters,
+at its own times. They are settled ([Note: settled parameters] in ``reduction.py``) where all ranks are at the same
+point: when the last of the leaf modules' forwards that recorded them has ended its backward, for then none of their
+nodes is left. The end of the backward settles the parameters of other runs: of a run in a backward (checkpointing that
+computes forward again and runs a backward of its own), of a run whose graph is kept for another backward, and of all
+runs where the backward of one has not come.
+"""
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from offload_core.errors import ParameterError
+
+from ..internals import NO_BACKWARD, backward_number, keeps_graph
+
+
+@dataclass(eq=False)
+class LeafRun:
+    """One forward of a leaf module, and its backward, after which the module's parameters are settled."""
+
+    params: Sequence[torch.Tensor]
+    step: int | None = None
+    """The step in which its backward is to come; None: it has come, or the forward recorded no graph."""
+    retained: bool = False
+    """True if another backward may follow (``retain_graph=True``)."""
+
+
+class LeafModules:
+    """The leaf modules of a model, and their runs in the current step.
+
+    Args:
+        modules: the leaf modules.
+        several: True on several ranks; on one rank nothing is settled.
+    """
+
+    def __init__(self, model: nn.Module, modules: Iterable[nn.Module], *, several: bool) -> None:
+        self._model = weakref.ref(model)
+        self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet(modules)
+        self._several = several
+        self._method: weakref.WeakMethod[Callable[..., Collection[torch.Tensor]]] | None = None
+        self._step = 0
+        self._awaited: Counter[torch.Tensor] = Counter()
+        """The number of runs whose backward is to come in this step, for each parameter."""
+        self._unsettled: dict[int, set[torch.Tensor]] = {}
+        """Parameters that a backward has reached and that are yet to be settled, by backward."""
+
+    def __contains__(self, module: nn.Module) -> bool:
+        return module in self._modules
+
+    def settle_by(self, method: Callable[..., Collection[torch.Tensor]]) -> None:
+        """Have parameters settled by this method (``Intake.settle``), whose object is not kept alive."""
+        self._method = weakref.WeakMethod(method) if self._several else None
+
+    def _settle(self, params: Iterable[torch.Tensor], *, ended: bool) -> Collection[torch.Tensor]:
+        settle = None if self._method is None else self._method()
+        return () if settle is None else settle(params, ended=ended)
+
+    def numbers(self) -> dict[torch.Tensor, int]:
+        """Return, on several ranks, a number for each outermost leaf module, by the parameters in it."""
+        model, found = self._model(), dict[torch.Tensor, int]()
+        if model is not None and self._several:
+            leaves = (module for module in model.modules() if module in self._modules)
+            for number, leaf in enumerate(leaves):  # an outer module comes before those in it
+                for param in leaf.parameters():
+                    found.setdefault(param, number)
+        return found
+
+    def begin_run(self, module: nn.Module) -> LeafRun | None:
+        """Return a run of a leaf module or unit that is inside no other; None if it settles nothing."""
+        params = [*module.parameters()] if self._modules and self._method is not None else []
+        return LeafRun(params) if params else None
+
+    def expect_backward(self, run: LeafRun) -> None:
+        """Record that the run's forward recorded a graph."""
+        if run.step is None and backward_number() == NO_BACKWARD:
+            run.step = self._step
+            self._awaited.update(run.params)
+
+    def begin_backward(self, run: LeafRun, task: int) -> None:
+        """Record that the backward ``task`` has reached the run's graph."""
+        run.retained = keeps_graph()
+        self._unsettled.setdefault(task, set()).update(run.params)
+
+    def end_runs(self, runs: Iterable[LeafRun], task: int) -> None:
+        """Settle the parameters of runs that ended in a backward, except those that another run still uses."""
+        settled = [param for run in runs for param in self._last_of(run)]
+        if settled:
+            late = self._settle(settled, ended=False)
+            self._unsettled[task].difference_update(param for param in settled if param not in late)
+
+    def end_backward(self, runs: Iterable[LeafRun], task: int) -> None:
+        """End these runs, and settle all other parameters that the backward has reached."""
+        for run in runs:
+            self._last_of(run)
+        unsettled = self._unsettled.pop(task, None)
+        if unsettled is not None:
+            self._settle(unsettled, ended=True)
+
+    def _last_of(self, run: LeafRun) -> list[torch.Tensor]:
+        """End the run's backward; return the parameters that no other run's backward is to use."""
+        if run.step != self._step or run.retained:
+            return []
+        run.step = None
+        self._awaited.subtract(run.params)
+        return [param for param in run.params if not self._awaited[param]]
+
+    def forget(self, *, graphs: bool) -> None:
+        """Forget all backwards; with ``graphs``, also the runs whose backward is to come."""
+        self._unsettled = {}
+        if graphs:
+            self._step += 1
+            self._awaited.clear()
+
+
+def leaf_modules(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
+    """Return the modules that ``OffloadConfig.leaf_modules`` names; :class:`ParameterError` if a name is of none."""
+    found = []
+    for wanted in names:
+        some = [
+            module
+            for name, module in model.named_modules()
+            if wanted in (type(module).__name__, f"{type(module).__module__}.{type(module).__qualname__}")
+            or f".{name}".endswith(f".{wanted}")
+        ]
+        if not some:
+            raise ParameterError(
+                f"leaf_modules: the model has no module {wanted!r} and none of this class; expected names of "
+                f"model.named_modules(), or of classes such as {type(model).__name__!r}"
+            )
+        found += some
+    return found

@@ -1,0 +1,383 @@
+"""Runs of modules, which make partitioned parameters whole for as long as they use them (stage 3).
+
+[Note: who keeps a parameter whole] A module's forward keeps its own parameters whole, and those registered with it.
+Its backward does so from the first node of its outputs until a node runs that is older than the forward: autograd runs
+the youngest node that is ready, so none of the module's nodes is left then. Any other parameter that a forward reads is
+kept by the innermost running module, and registered with it; one that a backward reads is kept until the backward ends.
+Reading a released parameter anywhere else is an error (``pending.py``).
+
+A leaf module's run keeps the parameters of all modules inside it, and a unit's does, too ([Note: units] in
+``compiled.py``). The runs inside keep none of these.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
+
+from offload_core.stage3.live_params import LiveParams
+from offload_core.step.pipeline import Pipeline
+from offload_core.support.threads import clear_up
+
+from ..compiled import GraphHook
+from ..internals import NO_BACKWARD, at_end_of_backward, backward_number, next_node, running_node, storage_of
+from ..pending import AwaitsInside, await_all, forget
+from .hooks import ModuleHooks
+from .leaf_modules import LeafModules, LeafRun
+from .parameters import PartitionedParameter, PartitionedParameters, externals_of, note_external
+from .saved import Gather, SavedTensors, end_noting
+from .whole import WholeParameters, read_error
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes)
+
+
+@dataclass(eq=False)
+class _Run:
+    """One run of a module's forward, and the backward of its outputs."""
+
+    module: nn.Module | None
+    """The module; None: the run is a backward's, for a parameter that it reads in no module."""
+    params: list[PartitionedParameter]
+    """The parameters that it keeps whole."""
+    began: int = -1
+    """A lower bound on the sequence numbers of the nodes that its forward made; -1: none is known."""
+    task: int = NO_BACKWARD
+    """The backward in which it keeps its parameters."""
+    differentiable: bool = False
+    """True if that backward records a graph itself (``create_graph=True``)."""
+    is_leaf: bool = False
+    """True if it is a leaf module's, or a unit's."""
+    is_unit: bool = False
+    leaf: LeafRun | None = None
+    """None if no parameters are settled after its backward."""
+    saving: saved_tensors_hooks | None = None
+    """Its hooks on saved tensors, over the user's."""
+
+
+class _Units(AwaitsInside):
+    """Runs a model's compiled modules as units ([Note: units] in ``compiled.py``).
+
+    In copies of a module, or once removed, it only waits for pending parameters.
+    """
+
+    def __init__(self, runs: "ModuleRuns | None" = None) -> None:
+        self._runs = None if runs is None else weakref.ref(runs)
+
+    def needed(self) -> bool:
+        return self._runs is not None or super().needed()
+
+    def in_unit(self) -> bool:
+        runs = None if self._runs is None else self._runs()
+        return runs is not None and runs.innermost_is_unit
+
+    def __call__(self, module: nn.Module, forward: Callable[[], Any]) -> Any:
+        runs = None if self._runs is None else self._runs()
+        return super().__call__(module, forward if runs is None else partial(runs.run_unit, module, forward))
+
+    def remove(self) -> None:
+        self._runs = None
+
+    def __reduce__(self) -> Any:
+        return _Units, ()
+
+
+class ModuleRuns:
+    """The hooks on a model's modules, and the runs of modules that keep parameters whole.
+
+    Closing or deleting it removes the hooks. If it is deleted without :meth:`close`, parameters become whole on one
+    rank, and stay in shards with several.
+
+    Args:
+        leaves: the leaf modules.
+    """
+
+    def __init__(
+        self, model: nn.Module, parameters: PartitionedParameters, pipeline: Pipeline, leaves: Iterable[nn.Module]
+    ) -> None:
+        self._model = weakref.ref(model)
+        self._parameters = parameters
+        self._forwards: list[_Run] = []
+        """Forwards that are running, innermost last."""
+        self._backwards: dict[int, list[_Run]] = {}
+        """Runs that keep their parameters, by backward."""
+        self._saved = SavedTensors()
+        self._hooks = ModuleHooks()
+        self.whole = WholeParameters(parameters, pipeline, self.touch)
+        self.leaves = LeafModules(model, leaves, several=parameters.live.device.world_size > 1)
+        self.units = _Units(self)
+        """Runs the forwards of compiled modules."""
+        self.gather_read: Callable[[torch.Tensor], None] | None = None
+        """Makes a parameter whole that is read outside forward and backward; None: such a read is an error."""
+        abandon = partial(_abandon, self._hooks, self.units, parameters.records, parameters.live)
+        weakref.finalize(self, clear_up, abandon).atexit = False
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        self._hooks.remove()
+        self.units.remove()
+
+    def hook_all(self) -> None:
+        """Hook all modules that use partitioned parameters, and leaf modules."""
+        model = self._model()
+        if model is None:
+            return
+        for module in model.modules():
+            uses = any(param in self._parameters for param in module.parameters()) or externals_of(module)
+            if uses or module in self.leaves:
+                self.hook(module)
+
+    def hook(self, module: nn.Module) -> None:
+        """Have the module's runs keep the parameters whole that they use."""
+        if module not in self._hooks:
+            before = GraphHook(module, self._before_hook, self._keeps_all_of)
+            self._hooks.add(module, before, GraphHook(module, self._after_hook, self._is_not_running))
+
+    # --- forward -------------------------------------------------------------------------------------
+
+    def run_unit(self, module: nn.Module, forward: Callable[[], Any]) -> Any:
+        """Run a compiled module: as a leaf module, around its hooks, which are in its graph."""
+        self._before_forward(module, is_leaf=True, is_unit=True)
+        output = None
+        try:
+            output = forward()
+        finally:
+            self._after_forward(module, output, is_unit=True)
+        return output
+
+    @property
+    def innermost_is_unit(self) -> bool:
+        """True if the innermost run is a unit's."""
+        return bool(self._forwards) and self._forwards[-1].is_unit
+
+    def _before_hook(self, compiled: bool, module: nn.Module, args: Any) -> None:
+        if compiled:
+            await_all(module.parameters())
+        self._before_forward(module, is_leaf=compiled or module in self.leaves)
+
+    def _after_hook(self, compiled: bool, module: nn.Module, args: Any, output: Any) -> None:
+        self._after_forward(module, output)
+
+    def _keeps_all_of(self, module: nn.Module) -> bool:
+        """Return True if runs keep all parameters whole that are used inside the module."""
+        return all(map(self.whole.runs_hold, self._parameters.used_by(*module.modules())))
+
+    def _is_not_running(self, module: nn.Module) -> bool:
+        return not self._is_innermost(module, is_unit=False)
+
+    def _is_innermost(self, module: nn.Module, *, is_unit: bool) -> bool:
+        """Return True if the innermost run is this module's."""
+        return bool(self._forwards) and self._forwards[-1].module is module and self._forwards[-1].is_unit == is_unit
+
+    def _before_forward(self, module: nn.Module, *, is_leaf: bool, is_unit: bool = False) -> None:
+        task = backward_number()
+        if task != NO_BACKWARD:
+            self._end_passed(task)
+        elif not self._forwards:
+            self.forget(graphs=False)
+            self._parameters.live.begin_round((id(module), torch.is_grad_enabled()))
+        kept = self._kept_by_leaves(task)
+        used = self._parameters.used_by(*module.modules() if is_leaf else (module,))
+        params = [record for record in used if record not in kept]
+        run = _Run(module, params, next_node(), is_leaf=is_leaf, is_unit=is_unit)
+        if is_leaf and not any(other.is_leaf for other in chain(self._forwards, *self._backwards.values())):
+            run.leaf = self.leaves.begin_run(module)
+        self.whole.hold(run.params)
+        self._forwards.append(run)
+        self._note_saved(run)
+
+    def _kept_by_leaves(self, task: int) -> set[PartitionedParameter]:
+        """Return the parameters that leaf modules keep whole that run now, or whose backward does."""
+        runs = (*self._forwards, *self._backwards.get(task, ()))
+        return {record for run in runs if run.is_leaf for record in run.params}
+
+    def _note_saved(self, run: _Run) -> None:
+        """Note gathered parameters that graphs save, until the run ends ([Note: saved parameters] in ``saved.py``)."""
+        if not run.params or not torch.is_grad_enabled() or not self._saved.needed(unit=run.is_unit):
+            return
+        run.saving = self._saved.note(self._gather_of)
+        if run.saving is None:
+            self.whole.keep(run.params, for_graph=True)
+
+    def _gather_of(self, storage: int | None) -> Gather | None:
+        """Return the function that begins the backward of the running forward that has this storage gathered."""
+        for run in self._forwards:
+            if any(record.storage == storage for record in run.params):
+                return partial(self._before_backward, run, None)
+        return None
+
+    def _after_forward(self, module: nn.Module, output: Any, *, is_unit: bool = False) -> None:
+        if not self._is_innermost(module, is_unit=is_unit):
+            return  # its pre-hook did not run to the end
+        run = self._forwards.pop()
+        _end_saving(run)
+        outer = self._forwards[-1] if self._forwards else None
+        try:
+            leaves = list(_leaves(output))
+            tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+            self._keep_escaped(run, tensors, outer)
+            around = next((outer for outer in reversed(self._forwards) if outer.is_leaf), None)
+            for keeper in (run, around):
+                if keeper is not None and (keeper.params or keeper.leaf) and torch.is_grad_enabled():
+                    aside = [value for value in vars(module).values() if isinstance(value, torch.Tensor)]
+                    opaque = keeper is run and len(leaves) > len(tensors)
+                    self._expect_backward(keeper, [*tensors, *aside], opaque=opaque)
+        finally:
+            self.whole.let_go(run.params)
+            if outer is None and backward_number() == NO_BACKWARD and (output is None or not torch.is_grad_enabled()):
+                self._parameters.live.release_idle()
+
+    def _keep_escaped(self, run: _Run, tensors: Sequence[torch.Tensor], outer: _Run | None) -> None:
+        """Have the calling module keep parameters that a module returns."""
+        storages = {storage_of(tensor) for tensor in tensors} if run.params else set()
+        escaped = [record for record in run.params if record.storage in storages]
+        for record in escaped:
+            if outer is None:
+                self.whole.keep([record], for_graph=torch.is_grad_enabled())
+            elif record not in outer.params:
+                self._join(outer, record)
+
+    def _join(self, run: _Run, record: PartitionedParameter) -> None:
+        """Add a parameter that a running module turned out to use."""
+        self.whole.hold([record])
+        run.params.append(record)
+        if run.saving is None and run is self._forwards[-1]:
+            self._note_saved(run)
+        if run.module is not None:
+            note_external(run.module, record.param)
+
+    def _expect_backward(self, run: _Run, tensors: Sequence[torch.Tensor], *, opaque: bool) -> None:
+        """Have the run keep its parameters in the backward of these tensors.
+
+        Args:
+            opaque: True if the forward also returned objects that may hold other tensors.
+        """
+        ways = [t for tensor in tensors if tensor.requires_grad for t in (tensor, tensor._base) if t is not None]
+        nodes = [t.grad_fn for t in ways if t.grad_fn is not None]
+        for node in nodes:
+            if node._sequence_nr() >= run.began:
+                node.register_prehook(partial(self._before_backward, run))
+                if run.leaf is not None:
+                    self.leaves.expect_backward(run.leaf)
+        if opaque and not nodes:
+            self.whole.keep(run.params, for_graph=True)
+
+    # --- reads of released parameters ----------------------------------------------------------------
+
+    def touch(self, param: int) -> None:
+        """Make a released parameter whole before it is read; raise outside a forward or backward."""
+        record = self._parameters.records[param]
+        if self.use(record):
+            return
+        if self.gather_read is None:
+            raise read_error(record)
+        self.gather_read(record.param)
+
+    def use(self, record: PartitionedParameter) -> bool:
+        """Have the running forward or backward keep a parameter; return False if none runs."""
+        task = backward_number()
+        if self._forwards and record not in self._forwards[-1].params:
+            self._join(self._forwards[-1], record)
+        elif task != NO_BACKWARD and not self._forwards:
+            self.whole.hold([record])
+            self._runs_of(task).append(_Run(None, [record], task=task))
+        return bool(self._forwards) or task != NO_BACKWARD
+
+    # --- backward ------------------------------------------------------------------------------------
+
+    def _runs_of(self, task: int) -> list[_Run]:
+        """Return the runs that keep parameters until the end of a backward."""
+        if task not in self._backwards:
+            self._backwards[task] = []
+            at_end_of_backward(partial(self._backward_ended, task))
+        return self._backwards[task]
+
+    def _before_backward(self, run: _Run, gradients: Any) -> None:
+        task = backward_number()
+        if task == NO_BACKWARD or run.task == task:
+            return
+        self._end_passed(task)
+        runs = self._runs_of(task)
+        self.whole.hold(run.params)
+        run.task, run.differentiable = task, torch.is_grad_enabled()
+        runs.append(run)
+        if run.leaf is not None:
+            self.leaves.begin_backward(run.leaf, task)
+
+    def _end_passed(self, task: int) -> None:
+        """End the runs whose nodes have all run in this backward."""
+        node = running_node()
+        passed = [run for run in self._backwards.get(task, ()) if node is not None and run.began > node._sequence_nr()]
+        for run in passed:
+            self._backwards[task].remove(run)
+            self._end(run)
+        if passed:
+            self.leaves.end_runs([run.leaf for run in passed if run.leaf is not None], task)
+
+    def _end(self, run: _Run) -> None:
+        run.task = NO_BACKWARD
+        if run.differentiable:
+            self.whole.keep(run.params, for_graph=True)
+        self.whole.let_go(run.params)
+
+    def _backward_ended(self, task: int) -> None:
+        runs = self._backwards.pop(task, [])
+        for run in runs:
+            self._end(run)
+        self.leaves.end_backward([run.leaf for run in runs if run.leaf is not None], task)
+        if not self._backwards and not self._forwards:
+            self._parameters.live.release_idle()
+
+    def forget(self, *, graphs: bool = True) -> None:
+        """Release parameters that an error or a forward without backward left whole, and kept ones.
+
+        Args:
+            graphs: True also releases those that are kept because a graph may read them.
+        """
+        runs = [*self._forwards, *chain(*self._backwards.values())]
+        for run in reversed(self._forwards):
+            _end_saving(run)
+        self._forwards, self._backwards = [], {}
+        self.leaves.forget(graphs=graphs)
+        for run in runs:
+            run.task = NO_BACKWARD
+            self.whole.let_go(run.params)
+        self.whole.end_keeping(graphs=graphs)
+
+
+def _end_saving(run: _Run) -> None:
+    if run.saving is not None:
+        end_noting(run.saving)
+        run.saving = None
+
+
+def _leaves(output: Any) -> Iterator[Any]:
+    """Yield the tensors of a module's output, and objects in it that may hold others."""
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif not isinstance(leaf, _PLAIN):
+            yield leaf
+            yield from (
+                value for value in tree_leaves(getattr(leaf, "__dict__", {})) if isinstance(value, torch.Tensor)
+            )
+
+
+def _abandon(hooks: ModuleHooks, units: _Units, records: dict[int, PartitionedParameter], live: LiveParams) -> None:
+    """Clean up after an engine that was deleted; on one rank, make its parameters whole."""
+    hooks.remove()
+    units.remove()
+    try:
+        if live.device.world_size == 1:
+            for record in records.values():
+                live.acquire([record.live])
+                for tensor in record.values.tensors:
+                    forget(tensor)
+    finally:
+        live.device.synchronize()  # copies read shards in pinned memory, which is given back now

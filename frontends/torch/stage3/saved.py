@@ -1,0 +1,108 @@
+"""Tensors that graphs save while modules run on gathered parameters.
+
+[Note: saved parameters] A module's graph may leave it by another way than its output: in a list, as an attribute of
+another module. While a module runs whose graph may save gathered parameters, hooks on saved tensors note them, without
+their memory. If such a graph runs while its parameters are released, it begins the backward of the run that saved them.
+All other saved tensors go to the user's hooks, if there are any (``torch.autograd.graph.save_on_cpu``). ``torch.func``
+forbids such hooks: inside it the parameters stay whole until they change.
+"""
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from offload_core.errors import StateError
+
+from ..internals import allows_saved_hooks, pop_saved_hooks, push_saved_hooks, storage_of, top_saved_hooks
+
+_LEFT_ALONE = (None, "torch.utils.checkpoint")
+"""Modules whose hooks on saved tensors copy nothing: torch's own functions, and checkpointing."""
+
+Gather = Callable[[], None]
+"""Makes parameters whole."""
+
+
+@dataclass(eq=False)
+class _Saved:
+    """A tensor that a graph has saved; of a gathered parameter, without its memory ([Note: saved parameters])."""
+
+    tensor: torch.Tensor
+    version: int
+    gather: Gather | None = None
+    """Makes the parameter whole; None: the tensor shares no memory with a gathered parameter."""
+
+    def values(self) -> torch.Tensor:
+        """Return the tensor, as autograd returns a tensor that it saves itself."""
+        if self.tensor._version != self.version:
+            what, when = ("parameter", "before step()") if self.gather else ("tensor", "before it is written to")
+            raise StateError(
+                f"a {what} of shape {tuple(self.tensor.shape)} that backward needs was changed in place after its "
+                f"forward: it has version {self.tensor._version}, expected {self.version}; expected backward() {when}"
+            )
+        if self.gather is not None:
+            self.gather()
+        return self.tensor
+
+
+class SavedTensors:
+    """The hooks on saved tensors of one model's runs. Each lies over the user's hooks of its time."""
+
+    def __init__(self) -> None:
+        self._ours: weakref.WeakSet[Callable[[torch.Tensor], Any]] = weakref.WeakSet()
+
+    def needed(self, *, unit: bool) -> bool:
+        """Return False if parameters that are saved now take no memory without hooks of these runs, too.
+
+        Args:
+            unit: True for a unit, whose graph is one node: only the user's hooks see what it saves.
+        """
+        users = top_saved_hooks(False)
+        if users is None:
+            return not unit
+        return users[0] not in self._ours and getattr(users[0], "__module__", None) not in _LEFT_ALONE
+
+    def note(self, gather_of: Callable[[int | None], Gather | None]) -> saved_tensors_hooks | None:
+        """Note the gathered parameters that graphs save from now on.
+
+        Args:
+            gather_of: returns the function that makes the parameter in a storage whole again; None for storages of
+                other tensors.
+
+        Returns:
+            The hooks, for :func:`end_noting`; None where torch forbids hooks on saved tensors.
+        """
+        if not allows_saved_hooks():
+            return None
+        users = top_saved_hooks(False)
+
+        def save(tensor: torch.Tensor) -> Any:
+            gather = gather_of(storage_of(tensor))
+            if gather is None and users is not None:
+                return users[0](tensor)
+            # Detached: it may be the output of the node that saves it, which would then keep itself alive.
+            return _Saved(tensor.detach(), tensor._version, gather)
+
+        def restore(packed: Any) -> torch.Tensor:
+            return packed.values() if isinstance(packed, _Saved) else users[1](packed)
+
+        self._ours.add(save)
+        hooks = saved_tensors_hooks(save, restore)
+        hooks.__enter__()
+        return hooks
+
+
+def end_noting(hooks: saved_tensors_hooks) -> None:
+    """Take hooks on saved tensors away. Hooks that began inside, and have not ended, stay."""
+    above, top = [], top_saved_hooks(False)
+    while top is not None and top[0] is not hooks.pack_hook:
+        pop_saved_hooks()
+        above.append(top)
+        top = top_saved_hooks(False)
+    if top is not None:
+        pop_saved_hooks()
+    for pack, unpack in reversed(above):
+        push_saved_hooks(pack, unpack)

@@ -1,0 +1,108 @@
+"""Makes partitioned parameters whole and releases them; a read of a released one comes back to its engine."""
+
+import gc
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
+
+from offload_core.errors import StateError
+from offload_core.step.pipeline import Pipeline
+
+from ..internals import innermost_transform, outside_transforms
+from ..pending import forget, guard, is_moving_model
+from .parameters import PartitionedParameter, PartitionedParameters
+
+
+class WholeParameters:
+    """The partitioned parameters of a model that are whole now.
+
+    Args:
+        pipeline: updates them.
+        touch: a method that makes a released parameter whole before it is read, or raises :class:`StateError`. It gets
+            the parameter's ``id``. Its object is not kept alive.
+    """
+
+    def __init__(self, parameters: PartitionedParameters, pipeline: Pipeline, touch: Callable[[int], None]) -> None:
+        self._live = parameters.live
+        self._pipeline = pipeline
+        self._touch = weakref.WeakMethod(touch)
+        self._kept: dict[PartitionedParameter, bool] = {}
+        """Parameters that stay whole after their runs: until they change (True), or until the next forward (False)."""
+
+    def hold(self, records: Sequence[PartitionedParameter]) -> None:
+        """Make parameters whole, until :meth:`let_go`."""
+        try:
+            with nullcontext() if innermost_transform() is None else outside_transforms():
+                self._live.acquire([record.live for record in records])
+        except BaseException:
+            self._pipeline.last_step.finish()  # an error in an update is the cause, and is raised instead
+            raise
+        for record in records:
+            for tensor in record.values.tensors:
+                forget(tensor)
+
+    def let_go(self, records: Sequence[PartitionedParameter], *, may_stay: bool = True) -> None:
+        """End one :meth:`hold` of these parameters; ``may_stay``: they may stay whole for their next use."""
+        if records:
+            self._live.release([record.live for record in records], may_stay=may_stay)
+        for record in records:
+            self.guard(record)
+
+    def guard(self, record: PartitionedParameter) -> None:
+        """If the parameter is released, have its next read call ``touch``."""
+        if not record.live.holds:
+            several = self._live.device.world_size > 1
+            touched = partial(_touched, self._touch, id(record.param), record.spec.name, several)
+            for tensor in record.values.tensors:
+                guard(tensor, touched)
+
+    def keep(self, records: Sequence[PartitionedParameter], *, for_graph: bool) -> None:
+        """Keep parameters whole until the next forward; if a graph may read them, until they change."""
+        self.hold([record for record in records if record not in self._kept])
+        for record in records:
+            self._kept[record] = for_graph or self._kept.get(record, False)
+
+    def end_keeping(self, *, graphs: bool) -> None:
+        """Release parameters that are kept until the next forward; with ``graphs``, also those that graphs may read."""
+        kept = [record for record, for_graph in self._kept.items() if graphs or not for_graph]
+        for record in kept:
+            del self._kept[record]
+        self.let_go(kept)
+
+    def runs_hold(self, record: PartitionedParameter) -> bool:
+        """Return True if the parameter is whole for more than :meth:`keep`."""
+        return record.live.holds > (record in self._kept)
+
+
+def read_error(record: PartitionedParameter) -> StateError:
+    """Return the error of a read where the parameter is in shards."""
+    name = f"parameter {record.spec.name!r} of {record.module}"
+    if is_moving_model():
+        return StateError(
+            f"{name} was to be moved or cast (.to(), .bfloat16()), and an engine has it in shards; expected the "
+            "device before wrap() and the element type in wrap(param_dtype=...), or engine.close() before another "
+            "engine or Trainer gets the model; in gathered_parameters() it is whole, but stays as it is"
+        )
+    return StateError(
+        f"{name} was read outside the forward of a module; in stage 3 it is there for those only; expected `with "
+        "gathered_parameters(...)` around what reads it (state_dict() too), or stage=2 where that is code of others"
+    )
+
+
+def _touched(method: "weakref.WeakMethod[Callable[[int], None]]", param: int, name: str, several: bool) -> None:
+    if (touch := method()) is not None:
+        try:
+            return touch(param)
+        except StateError as error:
+            refused = error.with_traceback(None)  # which would keep the engine alive
+        del touch
+        gc.collect()  # a reference cycle of an old trainer may keep its engine, which else lets go of its model
+        if method() is not None:
+            raise refused
+        if not several:
+            return None
+    raise StateError(
+        f"parameter {name!r} was left in shards: its engine is gone; expected engine.close() before, which makes "
+        "parameters whole"
+    )
