@@ -39,11 +39,10 @@ RENAMED = {
     "Whole training steps on one rank, memory given back": "Whole training steps on one rank, default allocator",
     "heats": "experiments",
     "sittings": "repetitions",
-    "on one rank the simulation is held against the fake device's steps in bench.overlap": (
-        "on one rank the simulation is held against the fake device's steps in bench.parts.overlap"
-    ),
 }
 """Words of results that were written before November 23 of 2026, and today's. A results file itself never changes."""
+GONE = {"simulate"}
+"""Parts whose results are still in files, and which are no longer measured or shown."""
 NOTE = re.compile(r"(\S+) would leave nothing but PyTorch's own kernels and the streaming limit of the update.*")
 SAID = r"if our part of the step took no time beyond the streaming limit, it would be \1"
 
@@ -64,7 +63,7 @@ def read(path: Path) -> Records:
     known: Records = {}
     lines = [renamed(line) for line in results.lines(path)]
     for record in lines:
-        if "rows" in record and "ratios" in record and "measurement" not in record:
+        if "rows" in record and "ratios" in record and "measurement" not in record and record["bench"] not in GONE:
             known.pop(record["bench"], None)
             known[record["bench"]] = record
     known |= results.joined(record for record in lines if "measurement" in record)
@@ -271,7 +270,6 @@ ABOUT = {
         "The real pipeline, its thread and its kernels with a device that is simulated: how much of copies and update "
         "the schedules hide behind compute."
     ),
-    "simulate": "The real pipeline in virtual time, on machines that were published by others.",
     "peers": "The libraries that are measured beside ours, and how long each takes to be ready.",
 }
 """What each part of the page measures, in the order of the page."""

@@ -73,17 +73,17 @@ typedef struct {
 #include "rule_adam.h"
 #include "rule_sgd.h"
 
-static rule_constants rule_constants_of(const oc_rounded_scalars *s, int rule) {
-    rule_constants c = {
-        .grad_scale = v_set(s->grad_scale), .n_moments = oc_kept_moments(rule, s->exact), .scaled = s->grad_scale != 1};
+static void set_constants(rule_constants *c, const oc_rounded_scalars *s, int rule) {
+    c->grad_scale = v_set(s->grad_scale);
     for (int k = 0; k < OC_SCALARS; k++)
-        c.values[k] = v_set(s->values[k]);
+        c->values[k] = v_set(s->values[k]);
+    c->n_moments = oc_kept_moments(rule, s->exact);
+    c->scaled = s->grad_scale != 1;
     switch (rule) {
 #define CONSTANTS_CASE(RULE, NAME, ...)                                                                                \
-    case RULE: NAME##_constants(&c, s, RULE); break;
+    case RULE: NAME##_constants(c, s, RULE); break;
         OC_EACH_RULE(CONSTANTS_CASE)
     }
-    return c;
 }
 
 /* True if the update has this moment. Both are constants in every call, so that most rules ask nothing. */
@@ -202,8 +202,9 @@ static range_fn *const ranges[OC_RULES][3][4] = {OC_EACH_RULE(RANGE_ENTRIES)};
 
 static void update(const oc_segment *a, int64_t begin, int64_t end, const oc_rounded_scalars *s, const oc_kind *kind,
                    int stream) {
-    const rule_constants c = rule_constants_of(s, kind->rule);
+    rule_constants c; /* not cleared first: a call may be on a few elements */
     int narrow = kind->master_format != OC_FLOAT32;
+    set_constants(&c, s, kind->rule);
     for (int k = 0; k < oc_moments(kind->rule); k++)
         narrow |= kind->moment_formats[k] != OC_FLOAT32;
     if (kind->param_dtype != OC_NO_PARAM) { /* streaming stores need whole aligned vectors */

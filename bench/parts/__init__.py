@@ -9,7 +9,6 @@ PARTS = {
     "memory": 200,
     "exactness": 60,
     "overlap": 200,
-    "simulate": 250,
 }
 """After how many seconds each is given up; together they took 20 minutes on 2 cores in a slow hour."""
 ON_REQUEST = {

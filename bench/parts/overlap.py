@@ -1,4 +1,4 @@
-"""Step times of the real pipeline on a simulated machine, against a model of time and a simulation.
+"""Step times of the real pipeline on a simulated machine, against a model of time.
 
 The model of K equal buckets. A step spends on each bucket f in forward, b in backward, c in its copy each way (2 bytes
 a parameter over the link's bandwidth), n in the norm (2 bytes over the host's, with clipping only) and u in the update
@@ -46,10 +46,6 @@ The limit, where each of four resources (compute, the link's two ways, the host)
 The machine: tensors hold 1/scale of the parameters, and bandwidths are divided likewise. Compute, and what the kernels
 do not take of their time, is slept, and who overslept sleeps less the next time; the pipeline, its thread, the kernels
 and the copies' threads are the real ones. Of several rounds the machine's drift hits all schedules alike.
-
-The simulation is the same run in virtual time, where what is slept takes exactly that and all else nothing. It is what
-``bench.parts.simulate`` asks about machines that are not there, and simulated / measured is how far it is to be
-believed.
 """
 
 import argparse
@@ -58,8 +54,8 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from bench.parts.overlap_run import GB, SCHEDULES, Case, Run, Times, slow_kernels
 from bench.record import append, parser, ratio, row, versions
-from bench.virtual.machine import GB, SCHEDULES, Case, Run, Times, slow_kernels, virtual
 from offload_core.step.bucket_terms import GRADIENT_SLOTS
 from offload_core.support.units import count
 
@@ -147,16 +143,6 @@ def measure(runs: dict[str, Run], rounds: int, steps: int) -> dict[str, list[flo
     return seconds
 
 
-def predicted(case: Case, params: int, buckets: int, scale: int, clips: bool, schedule: str, steps: int) -> float:
-    """Seconds of a step in virtual time."""
-    with virtual(case.host / scale):
-        run = Run(case, params, buckets, scale, clips, schedule)
-        run.step_times(2)
-        seconds = statistics.mean(run.step_times(steps))
-        run.close()
-    return seconds
-
-
 def compare(
     name: str, params: int, buckets: int, scale: int, clips: bool, rounds: int, steps: int, traces: Path | None
 ) -> list[dict[str, Any]]:
@@ -187,7 +173,6 @@ def compare(
                 "median": median,
                 "model": expected[schedule],
                 "deviation": median / expected[schedule] - 1,
-                "simulated": predicted(case, params, buckets, scale, clips, schedule, steps),
                 "limit": expected["limit"],
             }
         )
@@ -200,17 +185,15 @@ def show(result: dict[str, Any]) -> str:
     low, high = min(result["seconds"]), max(result["seconds"])
     times = f"{1e3 * result['median']:9.1f}{f'({1e3 * low:.1f} to {1e3 * high:.1f})':>18}{1e3 * result['model']:9.1f}"
     limit = f"{1e3 * result['limit']:9.1f}{result['median'] / result['limit']:8.2f}"
-    return f"{where}{times}{100 * result['deviation']:+8.1f} %{1e3 * result['simulated']:10.1f}{limit}"
+    return f"{where}{times}{100 * result['deviation']:+8.1f} %{limit}"
 
 
 def record(args: argparse.Namespace, results: list[dict[str, Any]]) -> dict[str, Any]:
-    """A row for each case and schedule; ratios to the limit, with clipping; ratios to the models and the simulation,
-    over all cases.
-    """
+    """A row for each case and schedule; ratios to the limit, with clipping; ratios to the models, over all cases."""
     found, compared = [], []
     for result in results:
         extra = {key: result[key] for key in ("dominates", "buckets", "clipping")}
-        extra |= {f"{name}_ms": 1e3 * result[name] for name in ("model", "simulated", "limit")}
+        extra |= {f"{name}_ms": 1e3 * result[name] for name in ("model", "limit")}
         found.append(row(result["schedule"], "step", "ms", [1e3 * s for s in result["seconds"]], **extra))
         if result["clipping"] and result["schedule"] in ("overlap", "in backward"):
             name = f"{result['schedule']} / limit, {result['dominates']} dominates, {result['buckets']} buckets"
@@ -221,9 +204,6 @@ def record(args: argparse.Namespace, results: list[dict[str, Any]]) -> dict[str,
         models = [result["model"] for result in of_it for _ in result["seconds"]]
         target = None if schedule == "serial" else 1 + TARGET
         compared.append(ratio(f"{schedule} / its model, all cases", taken, models, target=target))
-    simulated = [result["simulated"] for result in results for _ in result["seconds"]]
-    taken = [s for result in results for s in result["seconds"]]
-    compared.append(ratio(f"simulated / measured step, fake device, {len(results)} regimes", simulated, taken))
     return {
         "bench": "overlap",
         "title": "What the schedules hide, on a simulated machine",
@@ -240,8 +220,7 @@ def record(args: argparse.Namespace, results: list[dict[str, Any]]) -> dict[str,
         "missing": [],
         "notes": [
             "The pipeline, its thread and the kernels are the real ones; the link, the host's bandwidth and compute "
-            "are slept. The limit is what would keep compute, link and host busy all the time. Simulated: the same "
-            "run in virtual time.",
+            "are slept. The limit is what would keep compute, link and host busy all the time.",
         ],
     }
 
@@ -264,7 +243,7 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"{args.params:,} parameters, tensors {args.scale} times smaller; ms a step, median of {steps} steps")
     print(
         f"{'dominates':9}{'buckets':>8}  {'clipping':10}{'schedule':12}{'measured':>9}{'':18}{'model':>9}{'off':>10}"
-        f"{'simulated':>10}{'limit':>9}{'over it':>8}"
+        f"{'limit':>9}{'over it':>8}"
     )
     results = []
     for name in args.cases:
@@ -281,8 +260,6 @@ def main(arguments: list[str] | None = None) -> None:
             default=0.0,
         )
         print(f"{schedule}: at most {100 * worst:.1f} % off its model{target}, {100 * over:.0f} % over the limit")
-    worst = max((abs(result["simulated"] / result["median"] - 1) for result in results), default=0.0)
-    print(f"simulated: at most {100 * worst:.1f} % off what was measured")
     append(args.json, record(args, results))
 
 

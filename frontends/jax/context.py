@@ -1,13 +1,18 @@
-"""The context that a caller's code runs in: the mesh set with ``jax.set_mesh``, which is not for ours; tracing."""
+"""The context of a user's call: JAX's tracing, the mesh that is set, and the update that nobody has waited for."""
 
+import threading
 from collections.abc import Callable
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, get_abstract_mesh
+
+from offload_core.errors import StateError
+from offload_core.step.state_lock import whole
+from offload_core.support.threads import Task, TaskThread
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -15,8 +20,25 @@ T = TypeVar("T")
 _NO_MESH = Mesh(np.empty((), object), ())
 
 
+def is_traced() -> bool:
+    """True while JAX traces the caller (``jit``, ``scan``): the program will not do again what Python does then."""
+    with jax.transfer_guard("allow"):
+        return isinstance(jnp.zeros(()), jax.core.Tracer)
+
+
+def is_manual() -> bool:
+    """True inside ``shard_map``, where programs see one device's part of arrays."""
+    return bool(get_abstract_mesh().manual_axes)
+
+
+def refuse_jit(what: str, why: str = "the states are in host memory") -> None:
+    """Raise :class:`StateError` under jit: it would run the caller once only, while it traces."""
+    if is_traced():
+        raise StateError(f"{what} under jit; expected a call outside: {why}")
+
+
 def without_context_mesh(function: Callable[P, T]) -> Callable[P, T]:
-    """The function, called as if no mesh were set: JAX refuses arrays of other devices where one is."""
+    """Return the function, called as if no mesh were set: JAX refuses arrays of other devices where one is."""
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -32,12 +54,52 @@ def without_context_mesh(function: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
-def is_traced() -> bool:
-    """True while JAX traces the caller (``jit``, ``scan``): what Python does then is not done again by the program."""
-    with jax.transfer_guard("allow"):
-        return isinstance(jnp.zeros(()), jax.core.Tracer)
+class LaterUpdate:
+    """The update that was asked for and not waited for (``update(wait=False)``), and the thread that makes it."""
+
+    def __init__(self) -> None:
+        self.turn = threading.RLock()
+        """Held while a call waits for the update and does its own work: another thread asks for none in between."""
+        self._task: Task[None] | None = None
+        self._thread: TaskThread | None = None
+
+    def ask(self, act: Callable[[], None]) -> None:
+        """Have the thread make an update."""
+        if self._thread is None:
+            self._thread = TaskThread("offload-core update")
+        # It is noted, then asked for: after an interrupt between the two, the call that waits for it makes it.
+        self._task = Task(act)
+        self._thread.submit(self._task.run)
+
+    def wait(self) -> None:
+        """Return when the update is made; raise its error, once."""
+        task = self._task
+        if task is None or task.thread == threading.get_ident():
+            return
+        try:
+            task.run()  # unless the thread has begun it
+            task.result()
+        finally:
+            if task.done():  # else an interrupt ended the wait
+                self._task = None
 
 
-def is_manual() -> bool:
-    """True inside ``shard_map``, where programs see one device's part of arrays."""
-    return bool(get_abstract_mesh().manual_axes)
+def public(what: str) -> Callable[[Callable[Concatenate[Any, P], T]], Callable[Concatenate[Any, P], T]]:
+    """Decorate a method that users call, of an object with a ``_later`` and a ``_state_lock``.
+
+    It runs after the update that was asked for, with states that are whole, and with no mesh set.
+    """
+
+    def decorate(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
+        locked = without_context_mesh(whole(what)(method))
+
+        @wraps(method)
+        def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
+            later: LaterUpdate = self._later
+            with later.turn:
+                later.wait()
+                return locked(self, *args, **kwargs)
+
+        return call
+
+    return decorate

@@ -34,12 +34,29 @@ _PATIENCE = 50
 """Milliseconds to wait for the runtime to let go of a buffer, before another one is allocated."""
 
 
-class JaxDevice:
+class ArrayMemory:
+    """The part of the core's protocols that is the same for all of JAX's arrays: they cannot be written in place."""
+
+    updates_in_place = False
+    pinning = None
+
+    def host_array(self, tensor: Any) -> HostArray:
+        raise TypeError("these parameters are not in host memory")
+
+    def host_arrays(self, tensors: Sequence[Any]) -> HostArrays:
+        return HostArrays.columns(map(self.host_array, tensors))
+
+    def mark(self) -> Event:
+        return Done()
+
+    def synchronize(self) -> None:
+        pass
+
+
+class JaxDevice(ArrayMemory):
     """Reads gradients in place on the CPU, and elsewhere through the host copy that JAX makes."""
 
     addressable = True
-    updates_in_place = False
-    pinning = None
 
     def free_bytes(self) -> None:
         return None
@@ -57,9 +74,6 @@ class JaxDevice:
             return HostArray(address, tensor.size, self.dtype(tensor), tensor)
         return HostArray.of(np.ascontiguousarray(tensor))
 
-    def host_arrays(self, tensors: Sequence[Any]) -> HostArrays:
-        return HostArrays.columns(map(self.host_array, tensors))
-
     def to_host(self, copies: Sequence[Copy], host: np.ndarray) -> Event:
         fill(host, [(c.offset, np.asarray(c.tensor).reshape(-1)[c.start : c.start + c.numel]) for c in copies])
         return Done()
@@ -69,12 +83,6 @@ class JaxDevice:
             np.copyto(tensor[start : start + numel], host[offset : offset + numel])
         return Done()
 
-    def mark(self) -> Event:
-        return Done()
-
-    def synchronize(self) -> None:
-        pass
-
 
 def on_cpu(array: jax.Array) -> bool:
     """True if the array lies on a CPU device."""
@@ -82,7 +90,7 @@ def on_cpu(array: jax.Array) -> bool:
 
 
 def free_bytes(devices: Sequence[jax.Device]) -> int | None:
-    """Bytes that can still be allocated on these devices together, equally on each.
+    """Return the bytes that can still be allocated on these devices together, equally on each.
 
     None: it is not known, or the devices' memory is the host's.
     """
@@ -98,10 +106,15 @@ def in_host_memory(array: jax.Array) -> bool:
 
 
 def beside_its_device(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
-    """The sharding with host memory in place of its devices' own, if they have any."""
+    """Return the sharding with host memory in place of its devices' own, if they have any."""
     device: jax.Device = next(iter(sharding.addressable_devices))
     kinds = [memory.kind for memory in device.addressable_memories()]
     return sharding.with_memory_kind(HOST_MEMORY) if HOST_MEMORY in kinds else sharding
+
+
+def in_device_memory(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
+    """Return the sharding with its devices' own memory in place of host memory."""
+    return sharding if sharding.memory_kind in (None, DEVICE_MEMORY) else sharding.with_memory_kind(DEVICE_MEMORY)
 
 
 def lies_as(value: Any, like: Any) -> bool:
@@ -115,7 +128,7 @@ def lies_as(value: Any, like: Any) -> bool:
 
 
 def read(array: jax.Array, start: int, stop: int) -> np.ndarray:
-    """Elements ``[start, stop)`` of an array, flattened. It lies on one device, or replicated on several."""
+    """Return elements ``[start, stop)`` of a flattened array. It lies on one device, or replicated on several."""
     if in_host_memory(array) or on_cpu(array):
         return np.asarray(array).reshape(-1)[start:stop]
     # Cut on the device, because an array keeps the host copy that NumPy made of it.
@@ -148,7 +161,7 @@ class _Generation:
 
 
 class ParameterBuffers:
-    """Host buffers for new parameters, in generations: a buffer is used again when nobody reads it any more.
+    """Host buffers for new parameters, in generations: a buffer is used again when its last reader is gone.
 
     Two generations alternate in a training loop that drops its old parameters.
     """
@@ -157,20 +170,16 @@ class ParameterBuffers:
         self._memory = memory
         self._specs = specs
         self._offsets = []
-        self._n_bytes = 0
+        self.generation_bytes = 0
+        """Bytes of one generation."""
         for spec in specs:
-            self._offsets.append(self._n_bytes)
-            self._n_bytes += round_up(spec.numel * spec.dtype.itemsize, _ALIGNMENT)
+            self._offsets.append(self.generation_bytes)
+            self.generation_bytes += round_up(spec.numel * spec.dtype.itemsize, _ALIGNMENT)
         self._generations: list[_Generation] = []
         self._patience = _PATIENCE
 
-    @property
-    def generation_bytes(self) -> int:
-        """Bytes of one generation."""
-        return self._n_bytes
-
     def take(self) -> list[np.ndarray]:
-        """A one-dimensional buffer for each parameter. It is lent until the last array made from it dies.
+        """Lend a one-dimensional buffer for each parameter, until the last array made from it dies.
 
         Raises:
             HostMemoryError: old parameters are still held, and there is no memory for more.
@@ -181,7 +190,7 @@ class ParameterBuffers:
         return buffers
 
     def _await_readers(self) -> None:
-        """Wait a little for the buffers of old parameters that the caller holds no more.
+        """Wait a little for the buffers of old parameters that the caller has dropped.
 
         The runtime lets go of them when the computations that read them have ended, and gives their memory back at the
         next garbage collection.
@@ -204,13 +213,13 @@ class ParameterBuffers:
     def _lend(self, i: int) -> np.ndarray:
         generation = next((g for g in self._generations if not g.reads(i)), None)
         if generation is None:
-            if self._n_bytes > available_bytes():
+            if self.generation_bytes > available_bytes():
                 raise HostMemoryError(
-                    f"new parameters need {format_bytes(self._n_bytes)} of host memory and "
+                    f"new parameters need {format_bytes(self.generation_bytes)} of host memory and "
                     f"{format_bytes(available_bytes())} is available: {len(self._generations)} older versions of the "
                     "parameters are still held; expected the training loop to drop them"
                 )
-            memory = self._memory.allocate("parameter buffers", self._n_bytes, np.dtype(np.uint8))
+            memory = self._memory.allocate("parameter buffers", self.generation_bytes, np.dtype(np.uint8))
             generation = _Generation(memory, len(self._specs))
             self._generations.append(generation)
         spec, offset = self._specs[i], self._offsets[i]

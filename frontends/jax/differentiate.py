@@ -12,7 +12,7 @@ from offload_core.errors import ParameterError
 
 from .gradients import RankGradients, ScaledGradients
 from .loss_scale import DeviceScale
-from .placement.on_mesh import Compute
+from .placement.functions import Compute
 from .placement.placement import Placement
 from .tree.trees import Static
 from .tree.wrapped_tree import WrappedTree
@@ -28,16 +28,15 @@ def value_and_grad(
     in_specs: Any,
     check_vma: bool,
 ) -> Callable[..., tuple[Any, Any]]:
-    """As ``OffloadedParams.value_and_grad``.
+    """Compile a function with its gradients, as ``OffloadedParams.value_and_grad`` does.
 
     Args:
         loss_scale: multiplies the loss; None: nothing does.
     """
     positions = [leaf.position for leaf in tree.trained]
     is_trained = frozenset(positions)
-    compiled = placement.compile(
-        _differentiated(fun, positions, has_aux=has_aux), in_specs=in_specs, check_vma=check_vma
-    )
+    compute = _differentiated(fun, positions, has_aux=has_aux)
+    compiled = placement.compile(compute, tree.trained, in_specs=in_specs, check_vma=check_vma)
 
     def call(params: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         leaves, treedef = tree.leaves_like(params, ParameterError, "value_and_grad: params")
@@ -47,11 +46,9 @@ def value_and_grad(
         factor = np.float32(scale) if isinstance(scale, float) else scale
         with placement.device.trace.span(COMPUTE, "value_and_grad"):
             out, gradients = compiled(trained, traced, static, factor, args, kwargs)
-        found: list[Any] = [None] * len(leaves)
-        for i, gradient in zip(positions, gradients, strict=True):
-            found[i] = gradient
-        grads = jax.tree_util.tree_unflatten(treedef, found)
-        if placement.gradients_per_rank:
+        found = dict(zip(positions, gradients, strict=True))
+        grads = jax.tree_util.tree_unflatten(treedef, [found.get(i) for i in range(len(leaves))])
+        if placement.per_rank:
             grads = RankGradients(grads)
         if scale is None:
             return out, grads
@@ -61,7 +58,7 @@ def value_and_grad(
 
 
 def _differentiated(fun: Callable[..., Any], positions: Sequence[int], *, has_aux: bool) -> Compute:
-    """The function's value, and the gradients of the leaves at these positions."""
+    """Return the computation of the function's value, and of the gradients of the leaves at these positions."""
 
     def compute(
         trained: list[Any],

@@ -64,7 +64,7 @@ class ScaledGradients:
 def given_gradients(
     grads: Any, tree: WrappedTree, scaler: LossScaler | None, world_size: int
 ) -> tuple[list[jax.Array | None], bool]:
-    """The gradient of each parameter, or None, and True if these are each rank's own.
+    """Return the gradient of each parameter, or None, and True if these are each rank's own.
 
     Raises:
         GradientError: they do not fit the tree's parameters, or were computed with another loss scale.
@@ -107,7 +107,7 @@ def given_gradients(
 def check_alike(
     collectives: Collectives, parameters: Sequence[tuple[str, Any]], arrays: Sequence[Any] | None, *, unreduced: bool
 ) -> None:
-    """Raise :class:`GradientError` in every process unless all have alike gradients.
+    """Raise :class:`GradientError` in every process unless all gave the same kinds of gradients.
 
     Args:
         parameters: path and dtype of each.

@@ -2,15 +2,13 @@
 
 import os
 import signal
-import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial, wraps
 from pathlib import Path
-from typing import Any, Concatenate, Never, ParamSpec, TypeVar, Unpack
+from typing import Any, Never, Unpack
 
-import jax
 import numpy as np
 from jax.sharding import Mesh
 
@@ -25,32 +23,25 @@ from offload_core.layout.partition import ParamSpec as CoreParam
 from offload_core.memory.report import MemoryReport
 from offload_core.ranks.consistency import agree
 from offload_core.rules import Hyper
-from offload_core.step.decision import StepArguments
-from offload_core.step.health import Use
 from offload_core.step.loss_scale import scaler_for
 from offload_core.step.pipeline import Pipeline, StepReport
-from offload_core.step.state_lock import changes, whole
+from offload_core.step.state_lock import changes
 from offload_core.support.launchers import warn_if_launched
-from offload_core.support.threads import Task, TaskThread
 
-from .context import is_traced, without_context_mesh
+from .context import LaterUpdate, is_traced, public, refuse_jit, without_context_mesh
 from .differentiate import value_and_grad
 from .files.checkpoint import TreeCheckpoints
 from .files.export import export_safetensors
 from .files.states import TreeStates
-from .gradients import check_alike, given_gradients
 from .loss_scale import DeviceScale
-from .mesh.mesh import delete
 from .numbers import beside_the_accelerator, in_xlas_numbers
 from .optax_bridge.updates import transformation
 from .placement.memory import checked_plan, held_bytes
 from .placement.placement import placement_for
-from .tree.trees import Mask, check_nnx, mask_leaves, parameter_positions, refuse_jit
+from .tree.trees import Mask, check_nnx, mask_leaves, parameter_positions
 from .tree.wrapped_tree import WrappedTree
+from .updates import TreeUpdates
 from .words import JaxSettings, resolved
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 def wrap(
@@ -90,23 +81,6 @@ def wrap(
     return OffloadedParams(params, config, mask=mask, trainable=trainable, mesh=mesh, axis=axis, **overrides)
 
 
-def _public(what: str) -> Callable[[Callable[Concatenate[Any, P], T]], Callable[Concatenate[Any, P], T]]:
-    """A method that users call: after an update that still runs, with states that are whole, and with no mesh set."""
-
-    def decorate(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
-        locked = without_context_mesh(whole(what)(method))
-
-        @wraps(method)
-        def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
-            with self._turn:
-                self._await_update()
-                return locked(self, *args, **kwargs)
-
-        return call
-
-    return decorate
-
-
 class OffloadedParams:
     """A pytree of device parameters, with master weights and moments in host memory.
 
@@ -131,13 +105,7 @@ class OffloadedParams:
         ranks = mesh.size if isinstance(mesh, Mesh) else 1
         self.config = resolved(config, overrides, world_size=ranks)
         self.config = replace(self.config, op_order=self.config.op_order or "optax")
-        self._report: StepReport | None = None
-        self._asked: Task[None] | None = None
-        """The update that was asked for and not waited for."""
-        self._turn = threading.RLock()
-        """Held while a call waits for this update and does its own work: another thread asks for none in between."""
-        self._thread: TaskThread | None = None
-        """Does these updates."""
+        self._later = LaterUpdate()
         self._masked = mask is not None
         self._tree = tree = WrappedTree(params)
         leaves, paths = tree.leaves, tree.paths
@@ -170,10 +138,7 @@ class OffloadedParams:
             leaves[leaf.position] = self._placement.cast(leaf, array)
         first = leaves[tree.trained[0].position]
         self._loss_scale = None if scaler is None else DeviceScale(scaler, first)
-        self._targets: list[Any] = []
-        """The tensors to which the pipeline writes the next parameters; empty when the leaves are made of them."""
-        self._followed = self._pipeline.last_step.publications
-        """The number of the pipeline's last publication of which leaves were made."""
+        self._updates = TreeUpdates(self._pipeline, self._placement, tree, self._loss_scale)
         self._states = TreeStates(self._pipeline, self._placement, tree)
         self._checkpoints = TreeCheckpoints(self._pipeline, self._placement, tree)
 
@@ -181,7 +146,7 @@ class OffloadedParams:
         return self._pipeline.__reduce_ex__(protocol)  # it says what to do instead
 
     @property
-    @_public("params")
+    @public("params")
     def params(self) -> Any:
         """The parameters, with the structure that was wrapped.
 
@@ -193,22 +158,19 @@ class OffloadedParams:
                 "offloaded.params under jit: the program would keep these values, and know of no update; expected the "
                 "parameters as an argument: jax.jit(lambda params, x: ...)(offloaded.params, x)"
             )
-        return self._now()
-
-    def _now(self) -> Any:
-        self._follow()
+        self._state_lock.change("a read of params", self._updates.follow)
         return self._tree.now()
 
     @property
     def report(self) -> StepReport | None:
         """The report of the last :meth:`update`; None: there was none."""
-        self._await_update()
-        return self._report
+        self._later.wait()
+        return self._updates.report
 
     @property
     def count(self) -> int:
         """Updates made so far."""
-        self._await_update()
+        self._later.wait()
         return self._pipeline.counts.updates
 
     @count.setter
@@ -220,11 +182,11 @@ class OffloadedParams:
     def value_and_grad(
         self, fun: Callable[..., Any], *, has_aux: bool = False, in_specs: Any = None, check_vma: bool = True
     ) -> Callable[..., tuple[Any, Any]]:
-        """A compiled function of ``(params, *args, **kwargs)`` that returns ``fun``'s value and its gradients.
+        """Return a compiled function of ``(params, *args, **kwargs)`` that gives ``fun``'s value and its gradients.
 
-        It is as ``jax.jit(jax.value_and_grad(fun))``, for trees that also hold leaves that are not trained: the
-        gradients have None in their place. Under loss scaling the gradients come as :class:`ScaledGradients`; the
-        value is unscaled.
+        It does what ``jax.jit(jax.value_and_grad(fun))`` does, and takes trees that also hold leaves that are not
+        trained. The gradients have None in their place. Under loss scaling the gradients come as
+        :class:`ScaledGradients`; the value is unscaled.
 
         On a mesh each rank computes ``fun`` of its own part of the arguments inside ``shard_map``, and the gradients
         come as :class:`RankGradients`, not yet averaged. The value and floating-point leaves of aux are the mean over
@@ -243,18 +205,12 @@ class OffloadedParams:
             ParameterError: the parameters have another structure; no argument is split over the mesh axis.
         """
         compiled = value_and_grad(
-            fun,
-            self._tree,
-            self._placement,
-            self._loss_scale,
-            has_aux=has_aux,
-            in_specs=in_specs,
-            check_vma=check_vma,
+            fun, self._tree, self._placement, self._loss_scale, has_aux=has_aux, in_specs=in_specs, check_vma=check_vma
         )
 
         @wraps(compiled)
         def call(params: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-            self._await_update()  # it may change the loss scale
+            self._later.wait()  # it may change the loss scale
             return compiled(params, *args, **kwargs)
 
         return call
@@ -272,10 +228,10 @@ class OffloadedParams:
                 float32 for narrower parameters need ``communication_dtype="float32"``. With
                 ``gradient_accumulation_steps=N`` the update averages over N calls.
             others: there are none. ``update(grads, state, params)`` is that of :meth:`as_optax`.
-            wait: False: check the gradients and return None; a thread waits for them and updates, and whatever is
-                called next waits for it: ``params`` above all. What goes wrong there is raised by that call. Where the
-                devices of several processes or ranks exchange anything the update is made at once, lest its
-                collectives cross those of the program.
+            wait: False: check the gradients and return None. A thread then waits for them and updates. The next call
+                (``params`` above all) waits for that thread, and raises its error. Where several processes or ranks
+                exchange anything, the update is made at once, so that its collectives do not cross those of the
+                program.
             donate: delete each gradient as soon as it is read. It may not be used again.
 
         With ``schedule="delayed"`` it returns, after the warm-up, the parameters of the update before; the states are
@@ -302,98 +258,25 @@ class OffloadedParams:
             )
         return self._update(grads, wait=wait, donate=donate)
 
-    @_public("update()")
+    @public("update()")
     @changes("update()")
     def _update(self, grads: Any, learning_rate: Any = None, *, wait: bool = True, donate: bool = False) -> Any:
-        with self._pipeline.device.trace.span(COMPUTE, "update"):
-            gradients, hypers = self._check(grads, learning_rate, donate=donate)
-            donated = jax.tree.leaves(grads) if donate else []
-            if not wait and self._placement.alone:
-                if self._thread is None:
-                    self._thread = TaskThread("offload-core update")
-                # It is noted, then asked for: after an interrupt between the two, whoever waits for it does it.
-                self._asked = Task(partial(self._take_later, gradients, hypers, donated))
-                self._thread.submit(self._asked.run)
-                return None
-            self._take(gradients, hypers, donated)
-        return self._now() if wait else None
+        """Make an update, or have a thread make it. A ``learning_rate`` stands in place of the configuration's."""
+        updates, trace = self._updates, self._pipeline.device.trace
+        with trace.span(COMPUTE, "update"):
+            given = updates.check(grads, partial(self._hypers, learning_rate), donate=donate)
+            if wait or not self._placement.alone:
+                updates.take(given)
+                return self._tree.now() if wait else None
 
-    @changes("update()")
-    def _take_later(self, gradients: Sequence[Sequence[Any]], hypers: Sequence[Hyper], donated: Sequence[Any]) -> None:
-        with self._pipeline.device.trace.span(COMPUTE, "update"):
-            self._take(gradients, hypers, donated)
-            self._follow()
+        def take() -> None:
+            with trace.span(COMPUTE, "update"):
+                updates.take(given)
 
-    def _await_update(self) -> None:
-        """Return when the update that was asked for is made; raise its error, once."""
-        task = self._asked
-        if task is None or task.thread == threading.get_ident():
-            return
-        try:
-            task.run()  # unless the thread has begun it
-            task.result()
-        finally:
-            if task.done():  # else an interrupt ended the wait
-                self._asked = None
+        self._later.ask(partial(self._state_lock.change, "update()", take))
+        return None
 
-    def _take(self, gradients: Sequence[Sequence[Any]], hypers: Sequence[Hyper], donated: Sequence[Any] = ()) -> None:
-        """Update, if this is the boundary, with gradients and hyperparameters that were checked.
-
-        Args:
-            donated: arrays to delete in the end, if that has not been done before.
-        """
-        steps, number = self.config.gradient_accumulation_steps, self.count + 1
-        if self._pipeline.arrivals.since.micro_steps + 1 == steps:
-            self._targets = self._new_targets()
-        try:
-            taken = zip(self._tree.trained, gradients, strict=True)
-            given = (pair for leaf, parts in taken for pair in zip(leaf.params, parts, strict=False))  # or it has none
-            if self._pipeline.buckets.terms.direct:
-                self._pipeline.add_gradients(dict(given))
-            else:  # one by one, so that each can leave
-                for i, gradient in given:
-                    self._pipeline.add_gradients({i: gradient})
-                    del gradient
-            if self._pipeline.end_micro_step():
-                report = self._pipeline.step(StepArguments(hypers, self._targets, float(steps)))
-                self._report = replace(report, step=number)
-                self._pipeline.last_step.finish_publications()
-            else:
-                scale = self._pipeline.loss_scale
-                self._report = StepReport(updated=False, skipped="accumulating", loss_scale=scale, step=number)
-            delete(donated)
-        except BaseException:
-            with suppress(StateError):  # a pipeline that has lost a rank may refuse even that
-                self._pipeline.drop_gradients()
-            raise
-
-    def _new_targets(self) -> list[Any]:
-        """Tensors for the next parameters."""
-        trained = self._tree.trained
-        return self._placement.targets(trained, [self._tree.leaves[leaf.position] for leaf in trained])
-
-    @changes("a read of params")
-    def _follow(self) -> None:
-        """Make the tree's leaves of the parameters that the pipeline wrote last.
-
-        All that read leaves call this first, because an interrupt may have ended the call that had them written. It
-        may be interrupted itself: the next call begins anew.
-        """
-        if self._loss_scale is not None:
-            self._loss_scale.follow()
-        publications = self._pipeline.last_step.publications
-        if publications != self._followed:
-            if not self._pipeline.updates.finished:
-                self._pipeline.last_step.finish_publications()
-            leaves, published = self._tree.leaves, self._pipeline.last_step.published
-            for leaf in self._tree.trained:
-                if all(published.get(i, False) for i in leaf.params):
-                    targets = [self._targets[i] for i in leaf.params]
-                    leaves[leaf.position] = self._placement.written(leaf, targets, leaves[leaf.position])
-            self._followed = publications
-        self._targets = []
-
-    @_public("flush()")
+    @public("flush()")
     def flush(self) -> Any:
         """Bring ``params`` to the last update, also under ``schedule="delayed"``, and return them.
 
@@ -401,22 +284,8 @@ class OffloadedParams:
         them, an update earlier than without it. With several processes all must call this.
         """
         refuse_jit("flush()")
-        self._flush()
-        return self.params
-
-    @changes("flush()")
-    def _flush(self) -> None:
-        if self.config.schedule == "delayed":
-            self._publish()
-        self._follow()
-
-    @changes("flush()")
-    def _publish(self) -> None:
-        """Bring the parameters to the values of their master weights."""
-        self._follow()
-        self._targets = self._new_targets()
-        self._pipeline.flush(self._targets)
-        self._follow()
+        self._state_lock.change("flush()", self._updates.flush)
+        return self._tree.now()
 
     def trace(self, path: str | os.PathLike[str]) -> AbstractContextManager[None]:
         """Record the steps inside to a file for https://ui.perfetto.dev: ``with offloaded.trace("step.json"): ...``
@@ -429,46 +298,13 @@ class OffloadedParams:
             StateError: a trace is being recorded already.
             OSError: the file cannot be written.
         """
-        self._await_update()
+        self._later.wait()
         return self._pipeline.trace(path)
 
     def discard_gradients(self) -> None:
         """Forget the gradients accumulated since the last update."""
-        self._await_update()
+        self._later.wait()
         self._pipeline.drop_gradients()
-
-    def _check(self, grads: Any, learning_rate: Any, *, donate: bool) -> tuple[list[list[Any]], list[Hyper]]:
-        """Check everything; return each leaf's gradients as the pipeline takes them, none or all, and hyperparameters.
-
-        An error in one process is an error in all: raised in one alone, it would leave the others waiting.
-        """
-        self._follow()
-        self._pipeline.health.check(Use.READ)  # before the processes meet
-        device = self._pipeline.device
-        parameters = [(leaf.path, leaf.dtype) for leaf in self._tree.trained]
-        try:
-            arrays, unreduced = given_gradients(grads, self._tree, self._pipeline.scaler, device.world_size)
-            for leaf, array in zip(self._tree.trained, arrays, strict=True):
-                if array is not None:
-                    like = self._tree.leaves[leaf.position]
-                    self._placement.check_gradient(leaf, array, like, unreduced=unreduced)
-            hypers = self._hypers(learning_rate)
-        except Exception:
-            check_alike(device.collectives, parameters, None, unreduced=False)
-            raise
-        check_alike(device.collectives, parameters, arrays, unreduced=unreduced)
-        if all(array is None for array in arrays):
-            raise GradientError("update: every gradient is None, expected at least one array")
-        gradients: list[list[Any]] = []
-        for leaf, gradient in zip(self._tree.trained, arrays, strict=True):
-            parts = []
-            if gradient is not None:
-                like = self._tree.leaves[leaf.position]
-                parts = self._placement.as_gradient(leaf, gradient, like, unreduced=unreduced, donate=donate)
-                for i, part in zip(leaf.params, parts, strict=True):
-                    self._pipeline.reduction.check(i, part)
-            gradients.append(parts)
-        return gradients, hypers
 
     def _hypers(self, learning_rate: Any = None) -> list[Hyper]:
         """The hyperparameters of decayed parameters and of those that ``mask`` excludes.
@@ -494,7 +330,7 @@ class OffloadedParams:
 
     # --- states ------------------------------------------------------------------------------------
 
-    @_public("to_pytree()")
+    @public("to_pytree()")
     def to_pytree(self, *, sharded: bool = False) -> dict[str, Any]:
         """A copy of everything that training needs to go on, as a pytree of NumPy arrays.
 
@@ -516,7 +352,7 @@ class OffloadedParams:
         self._tree.check_alive("to_pytree")
         return self._states.to_pytree(self.count, sharded=sharded)
 
-    @_public("load_pytree()")
+    @public("load_pytree()")
     def load_pytree(self, tree: Mapping[str, Any]) -> Any:
         """Load a pytree of :meth:`to_pytree`, and return the parameters. Any number of ranks may have written it.
 
@@ -526,10 +362,10 @@ class OffloadedParams:
             StateError: a key or a leaf is missing, or has another shape; nothing has changed. Under jit.
         """
         refuse_jit("load_pytree()")
-        self._state_lock.change("load_pytree()", self._states.load_pytree, tree, self._flush)
+        self._state_lock.change("load_pytree()", self._states.load_pytree, tree, self._updates.flush)
         return self.params
 
-    @_public("load_params()")
+    @public("load_params()")
     def load_params(self, params: Any) -> Any:
         """Go on from other values of the parameters, clamped ones for example, and return them.
 
@@ -546,11 +382,11 @@ class OffloadedParams:
             StateError: under jit; with ``schedule="delayed"`` before :meth:`flush`.
         """
         refuse_jit("load_params()")
-        self._follow()
+        self._state_lock.change("a read of params", self._updates.follow)
         self._state_lock.change("load_params()", self._states.load_params, params)
         return self.params
 
-    @_public("to_optax_state()")
+    @public("to_optax_state()")
     def to_optax_state(self) -> Any:
         """The states as those of ``optax.adamw`` with these settings (``optax.adam`` after ``add_decayed_weights`` with
         ``adam_mode="adam"``), in NumPy arrays: on fp32 parameters eager optax goes on with the same bits.
@@ -565,7 +401,7 @@ class OffloadedParams:
         self.flush()
         return self._states.to_optax(self.config, masked=self._masked, count=self.count)
 
-    @_public("load_optax_state()")
+    @public("load_optax_state()")
     def load_optax_state(self, state: Any) -> None:
         """Load the moments, in fp32, and the count of the state of ``optax.adamw``, or of any chain with one Adam.
 
@@ -575,9 +411,9 @@ class OffloadedParams:
         Raises:
             StateError: it has no Adam, or several, or its moments do not fit; nothing has changed.
         """
-        self._state_lock.change("load_optax_state()", self._states.load_optax, state, self._flush)
+        self._state_lock.change("load_optax_state()", self._states.load_optax, state, self._updates.flush)
 
-    @_public("export_safetensors()")
+    @public("export_safetensors()")
     def export_safetensors(
         self, folder: str | os.PathLike[str], *, max_shard_bytes: int = MAX_SHARD_BYTES, dtype: str | None = None
     ) -> None:
@@ -608,7 +444,7 @@ class OffloadedParams:
 
     # --- checkpoints -------------------------------------------------------------------------------
 
-    @_public("save_checkpoint()")
+    @public("save_checkpoint()")
     def save_checkpoint(
         self,
         folder: str | os.PathLike[str],
@@ -641,10 +477,8 @@ class OffloadedParams:
                 calls this in the middle of an update.
         """
         refuse_jit("save_checkpoint()")
-        self._follow()
-        return self._checkpoints.save(
-            folder, updates=self.count, stateful=stateful, extras=extras, keep=keep, wait=wait
-        )
+        self._state_lock.change("a read of params", self._updates.follow)
+        return self._checkpoints.save(folder, stateful=stateful, extras=extras, keep=keep, wait=wait)
 
     def save_on_signal(
         self,
@@ -670,18 +504,15 @@ class OffloadedParams:
         Raises:
             StateError: not in the main thread.
         """
-
-        def save(extras: Any) -> Path:
-            return self.save_checkpoint(folder, stateful=stateful, extras=extras, keep=keep)
-
-        return SaveOnSignal(self._pipeline, save, signals)
+        save = partial(self.save_checkpoint, folder, stateful=stateful, keep=keep)
+        return SaveOnSignal(self._pipeline, lambda extras: save(extras=extras), signals)
 
     def wait_for_checkpoint(self) -> None:
         """Return when the last checkpoint is on the disk; raise the error of its writing. All processes call it."""
-        self._await_update()
-        self._checkpoints.wait()
+        self._later.wait()
+        self._checkpoints.core.wait()
 
-    @_public("load_checkpoint()")
+    @public("load_checkpoint()")
     def load_checkpoint(
         self,
         path: str | os.PathLike[str],
@@ -708,15 +539,10 @@ class OffloadedParams:
             StateError: under jit.
         """
         refuse_jit("load_checkpoint()")
-        if missing_ok and self._checkpoints.has_none(path):
+        if missing_ok and self._checkpoints.core.has_none(path):
             return None
         return self._checkpoints.load(
-            path,
-            self._publish,
-            stateful=stateful,
-            names=names,
-            random_state=random_state,
-            count=partial(setattr, self, "count"),
+            path, self._updates.publish, stateful=stateful, names=names, random_state=random_state
         )
 
     def memory_report(self) -> MemoryReport:
@@ -725,13 +551,13 @@ class OffloadedParams:
         On the CPU the parameters' buffers count as device memory. Arrays of the tree that are not trained are counted;
         gradients are not, because they are the caller's.
         """
-        self._await_update()
+        self._later.wait()
         return self._pipeline.memory_report(self._planned, held_bytes(self._tree))
 
     @property
     def sent_bytes(self) -> int:
         """Bytes of gradients and parameters that this process's ranks have sent to other ranks in updates."""
-        self._await_update()
+        self._later.wait()
         return self._pipeline.device.sent_bytes
 
     # --- optax -------------------------------------------------------------------------------------
@@ -758,12 +584,9 @@ class OffloadedParams:
                 "memory; expected offloaded.update(grads) in the loop instead"
             )
 
-        def update_all(grads: Any) -> None:
-            self._update(grads, learning_rate)
-
         def count() -> int:
-            self._await_update()
-            self._follow()
+            self._later.wait()
+            self._state_lock.change("a read of params", self._updates.follow)
             return self.count
 
-        return transformation(self._tree, self._placement, count, update_all)
+        return transformation(self._tree, self._placement, count, lambda grads: self._update(grads, learning_rate))

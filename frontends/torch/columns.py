@@ -129,7 +129,7 @@ class Columns:
         return dense and self._alike(gradients, dtypes, shapes)
 
     def plain_alone(self, index: int, gradient: torch.Tensor) -> bool:
-        """As :meth:`plain`, of one that comes alone."""
+        """Return whether a gradient that comes alone is plain, in the sense of :meth:`plain`."""
         known = self._plain_alone[index]
         if known.holds((gradient,)):
             return True
@@ -173,7 +173,7 @@ class Columns:
             self._addresses[index] = self.params[index].data_ptr()
 
     def note_all(self) -> None:
-        """As :meth:`note`, of all."""
+        """Record that all parameters, as they are now, agree with their master weights."""
         self._versions, self._addresses = self._as_they_are()
 
     def doubt(self, index: int) -> None:

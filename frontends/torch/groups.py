@@ -54,7 +54,7 @@ def number(name: str, value: Any) -> Any:
 
 
 def numbers(name: str, value: Any) -> Any:
-    """As :func:`number`, of a pair."""
+    """Apply :func:`number` to each element of a pair; any other value stays as it is."""
     return tuple(number(f"{name}[{i}]", x) for i, x in enumerate(value)) if isinstance(value, tuple | list) else value
 
 

@@ -274,7 +274,7 @@ class Registration:
         return flat(data_of(slot.param)) if shard is None else shard
 
     def current_tensors(self, slots: Collection[Slot] | None = None) -> list[torch.Tensor]:
-        """As :meth:`tensors`, for all parameters or for these; master weights first follow changes from outside."""
+        """Return the memory of all parameters, or of these, after master weights have followed changes from outside."""
         written = self._written_from_outside()
         if self._replaced:
             with no_read():

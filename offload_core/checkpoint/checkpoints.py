@@ -115,7 +115,7 @@ class Checkpoints:
         return InOrder(self._pipeline)
 
     def together(self, what: str) -> AbstractContextManager[None]:
-        """As :func:`all_or_none`, after all exchanges that the pipeline has started."""
+        """Fail on all processes if the body fails on one. Its exchanges follow those that the pipeline has started."""
         return all_or_none(self._collectives, what)
 
     def _check_alike(self, what: str, mine: Sequence[int], differs: Callable[[list[int]], str]) -> None:

@@ -232,7 +232,7 @@ class ShardWriter:
                 return block, buffer
 
     def _await_claim(self, block: int, mine: set[int]) -> np.ndarray | None:
-        """As :meth:`_claim`, when a buffer is free; None if the block needs no copy any more."""
+        """Claim a buffer for the block as soon as one is free; None if the block no longer needs a copy."""
         while self._left[block] and not self._error:
             self._changed.wait_for(lambda: self._free or self._error or not self._left[block])
             buffer = self._claim(block, mine)

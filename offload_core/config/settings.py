@@ -12,7 +12,7 @@ ElementTypeLike = Any
 
 
 class SettingsButLr(TypedDict, total=False):
-    """As :class:`OffloadSettings`, for functions whose ``lr`` is a parameter."""
+    """The settings without ``lr``, for functions that have a parameter of this name."""
 
     betas: tuple[Any, Any] | list[Any] | Callable[[Any], tuple[float, float]]
     eps: float

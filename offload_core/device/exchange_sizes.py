@@ -1,4 +1,7 @@
-"""Sizes of buffers for the exchange of buckets: on the host, between devices, or for a plan without a device."""
+"""Sizes of buffers for the exchange of buckets: on the host, between devices, or for a plan without a device.
+
+:class:`ExchangeSizes` says what each method returns.
+"""
 
 from dataclasses import dataclass
 
@@ -25,27 +28,21 @@ class OnHost:
 
     @property
     def staging_slots(self) -> int:
-        """As :attr:`ExchangeSizes.staging_slots`."""
         return 1 if self.world_size == 1 else 2
 
     def arrival(self, wire: ElementType) -> Arrival:
-        """As :meth:`ExchangeSizes.arrival`."""
         return Arrival(1 if self.native else self.world_size, wire, float(self.world_size))
 
     def leaves_as(self, wire: ElementType) -> ElementType:
-        """As :meth:`ExchangeSizes.leaves_as`."""
         return wire
 
     def slot_bytes(self, bucket: Bucket, wire: ElementType) -> int:
-        """As :meth:`ExchangeSizes.slot_bytes`."""
         return bucket.padded_numel * max(wire.itemsize, bucket.dtype.itemsize)
 
     def link_numel(self, bucket: Bucket) -> int:
-        """As :meth:`ExchangeSizes.link_numel`."""
         return bucket.padded_numel
 
     def way_bytes(self, bucket: Bucket, wire: ElementType) -> int:
-        """As :meth:`ExchangeSizes.way_bytes`."""
         return 0 if self.addressable else self.slot_bytes(bucket, wire)
 
 
@@ -55,31 +52,25 @@ class OnDevice:
 
     world_size: int
     native: bool
-    """As :attr:`OnHost.native`."""
+    """True if the collectives' own reduce-scatter sums."""
 
     @property
     def staging_slots(self) -> int:
-        """As :attr:`ExchangeSizes.staging_slots`."""
         return 1
 
     def arrival(self, wire: ElementType) -> Arrival:
-        """As :meth:`ExchangeSizes.arrival`."""
         return Arrival(1, wire, float(self.world_size)) if self.native else Arrival(1, FLOAT32, 1.0)
 
     def leaves_as(self, wire: ElementType) -> ElementType:
-        """As :meth:`ExchangeSizes.leaves_as`."""
         return self.arrival(wire).dtype
 
     def slot_bytes(self, bucket: Bucket, wire: ElementType) -> int:
-        """As :meth:`ExchangeSizes.slot_bytes`."""
         return bucket.shard_numel * max(bucket.dtype.itemsize, self.arrival(wire).dtype.itemsize)
 
     def link_numel(self, bucket: Bucket) -> int:
-        """As :meth:`ExchangeSizes.link_numel`."""
         return bucket.shard_numel
 
     def way_bytes(self, bucket: Bucket, wire: ElementType) -> int:
-        """As :meth:`ExchangeSizes.way_bytes`."""
         sent = bucket.padded_numel * wire.itemsize
         if self.native:
             return sent + bucket.shard_numel * wire.itemsize
@@ -98,23 +89,18 @@ class MeshSizes:
     staging_slots = 1  # that of the pipeline
 
     def arrival(self, wire: ElementType) -> Arrival:
-        """As :meth:`ExchangeSizes.arrival`."""
         return Arrival(1, FLOAT32, 1.0)
 
     def leaves_as(self, wire: ElementType) -> ElementType:
-        """As :meth:`ExchangeSizes.leaves_as`."""
         return FLOAT32 if self.summed else wire
 
     def slot_bytes(self, bucket: Bucket, wire: ElementType) -> int:
-        """As :meth:`ExchangeSizes.slot_bytes`."""
         return self.link_numel(bucket) * FLOAT32.itemsize
 
     def link_numel(self, bucket: Bucket) -> int:
-        """As :meth:`ExchangeSizes.link_numel`."""
         return self.n_ranks * bucket.shard_numel
 
     def way_bytes(self, bucket: Bucket, wire: ElementType) -> int:
-        """As :meth:`ExchangeSizes.way_bytes`."""
         return self.link_numel(bucket) * self.leaves_as(wire).itemsize  # what leaves
 
 

@@ -103,13 +103,8 @@ class Arrival(NamedTuple):
     """The divisor that is still to be applied to the sum."""
 
 
-class TensorMemory(Protocol):
-    """Memory that holds tensors, and copies between it and the host's."""
-
-    addressable: bool
-    """True if tensors are host memory, so that kernels can read and write them in place."""
-    updates_in_place: bool
-    """True if an fp32 parameter is its own master weight (``addressable``, and tensors are mutable)."""
+class TensorAccess(Protocol):
+    """Reads tensors, and tells of the memory that they are in."""
 
     @property
     def pinning(self) -> Pinning | None:
@@ -117,7 +112,7 @@ class TensorMemory(Protocol):
         ...
 
     def free_bytes(self) -> int | None:
-        """Bytes that can still be allocated; None: unknown, or the memory is the host's."""
+        """Bytes that this process can still allocate; None: unknown, or the memory is the host's."""
         ...
 
     def dtype(self, tensor: Any) -> ElementType: ...
@@ -139,19 +134,28 @@ class TensorMemory(Protocol):
         """
         ...
 
-    def to_device(self, host: np.ndarray, copies: Sequence[Copy], after: Event) -> Event:
-        """Start to write runs of ``host`` to the tensors, after the mark ``after``.
-
-        The caller changes neither side before the event.
-        """
-        ...
-
     def mark(self) -> Event:
         """The end of what this thread has asked of the device so far."""
         ...
 
     def synchronize(self) -> None:
         """Block until all copies have ended, also those that fail."""
+        ...
+
+
+class TensorMemory(TensorAccess, Protocol):
+    """Memory that holds tensors, and copies between it and the host's."""
+
+    addressable: bool
+    """True if tensors are host memory, so that kernels can read and write them in place."""
+    updates_in_place: bool
+    """True if an fp32 parameter is its own master weight (``addressable``, and tensors are mutable)."""
+
+    def to_device(self, host: np.ndarray, copies: Sequence[Copy], after: Event) -> Event:
+        """Start to write runs of ``host`` to the tensors, after the mark ``after``.
+
+        The caller changes neither side before the event.
+        """
         ...
 
 
@@ -208,17 +212,12 @@ class DeviceTerms(Protocol):
     def sizes(self) -> ExchangeSizes: ...
 
 
-class Device(DeviceTerms, Protocol):
+class Device(DeviceTerms, TensorAccess, Protocol):
     """Holds device parameters and gradients, and carries their buckets to and from this process's shards.
 
     All processes make the same calls of :meth:`reduce` and :meth:`publish` in the same order. A call that needs a lost
     rank raises :class:`CollectiveError`.
     """
-
-    @property
-    def pinning(self) -> Pinning | None:
-        """As :attr:`TensorMemory.pinning`."""
-        ...
 
     @property
     def trace(self) -> Trace:
@@ -235,40 +234,12 @@ class Device(DeviceTerms, Protocol):
         """Bytes of gradients and parameters that this process's ranks have sent to others."""
         ...
 
-    def dtype(self, tensor: Any) -> ElementType: ...
-
-    def numel(self, tensor: Any) -> int: ...
-
-    def host_array(self, tensor: Any) -> HostArray:
-        """As :meth:`TensorMemory.host_array`."""
-        ...
-
-    def host_arrays(self, tensors: Sequence[Any]) -> HostArrays:
-        """As :meth:`TensorMemory.host_arrays`."""
-        ...
-
-    def to_host(self, copies: Sequence[Copy], host: np.ndarray) -> Event:
-        """As :meth:`TensorMemory.to_host`: reads parameters."""
-        ...
-
-    def mark(self) -> Event:
-        """As :meth:`TensorMemory.mark`."""
-        ...
-
-    def synchronize(self) -> None:
-        """As :meth:`TensorMemory.synchronize`."""
-        ...
-
     def close(self) -> None:
         """Free what exchanges between ranks take; none follows."""
         ...
 
     def start_alike(self, specs: Sequence[ParamSpec], tensors: Sequence[Any]) -> None:
         """Set every rank's parameters to rank 0's values."""
-        ...
-
-    def free_bytes(self) -> int | None:
-        """As :meth:`TensorMemory.free_bytes`, for all of this process's ranks together."""
         ...
 
     def reduce(
@@ -315,7 +286,7 @@ class GatheringDevice(Device, Protocol):
     """A device that can hold shards of parameters, in its own memory or in the host's."""
 
     def start_alike(self, specs: Sequence[ParamSpec], tensors: Sequence[Any], source: int = 0) -> None:
-        """As :meth:`Device.start_alike`, from any rank."""
+        """Set every rank's parameters to those of rank ``source``."""
         ...
 
     def gather(self, bucket: Bucket, shard: Any, whole: Any, after: Event, what: str) -> Event:

@@ -2,14 +2,13 @@
 
 import itertools
 import json
-import statistics
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.parts import overlap
-from bench.virtual.machine import Times
+from bench.parts.overlap_run import Times
 from offload_core.native import kernels
 from tests.support.strategies import law
 
@@ -69,10 +68,6 @@ def test_a_run_measures_every_schedule_and_writes_its_traces(tmp_path, capsys):
     [ratio] = [ratio for ratio in record["ratios"] if ratio["name"].startswith("in backward / limit")]
     [row] = [row for row in record["rows"] if (row["name"], row["clipping"]) == ("in backward", True)]
     assert ratio["p50"] == pytest.approx(row["p50"] / row["limit_ms"])
-    *_, ratio = record["ratios"]
-    assert ratio["name"] == "simulated / measured step, fake device, 8 regimes"
-    assert ratio["p50"] == pytest.approx(statistics.median(r["simulated_ms"] / r["p50"] for r in record["rows"]))
-    assert all(row["simulated_ms"] == pytest.approx(300, rel=1e-3) for row in record["rows"]), "forward and backward"
     assert "off its model" in capsys.readouterr().out
     assert len(list(tmp_path.glob("compute-2-*-*.json"))) == 8
     assert kernels.update.__module__ == kernels.__name__, "as it was"

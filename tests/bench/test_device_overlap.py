@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import offload_core.step.worker
+from bench.parts import overlap_run
 from bench.parts.overlap import CASES, model
-from bench.virtual import machine
-from bench.virtual.machine import Times, slow_kernels
+from bench.parts.overlap_run import Times, slow_kernels
 from frontends.torch import wrap
 from tests.support import simulated
 from tests.support.one_thread import Threads
@@ -114,7 +114,7 @@ def step_time(case, **fields):
     """Seconds of a step among others like it."""
     times = Times.of(case, PARAMS, LAYERS, clips=False)
     with (
-        mock.patch.object(machine, "time", HostClock),
+        mock.patch.object(overlap_run, "time", HostClock),
         mock.patch.object(offload_core.step.worker, "TaskThread", ThreadsInTime()),
         simulated.in_turn(link=case.link / SCALE),
         slow_kernels(case.host / SCALE),

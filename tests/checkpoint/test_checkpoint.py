@@ -20,32 +20,15 @@ from offload_core.dtypes import BFLOAT16, FLOAT16, FLOAT32
 from offload_core.errors import CheckpointError, StateError
 from offload_core.layout.regions import Region
 from offload_core.step.loss_scale import LossScaler
-from offload_core.step.state_access import StateAccess
 from offload_core.support.threads import Condition
 from offload_core.testing.fake_device import FakeDevice
 from offload_core.testing.thread_ranks import run_ranks
 from tests.support.checkpoints import Slow, load, one_step, save
 from tests.support.oracles import assert_same_bits
-from tests.support.pipelines import UNANNOUNCED, Subject, as_float32, bits, make
-from tests.support.rank_pipelines import averaged, rank_cases, run_naive, run_rank
+from tests.support.pipelines import UNANNOUNCED, Subject, bits, make
+from tests.support.rank_pipelines import assert_states, averaged, rank_cases, run_naive, run_rank
 from tests.support.strategies import law
 from tests.support.waiting import until_one_is_in
-
-
-def assert_states(subjects, naive):
-    """All ranks' parameters, and their parts of the states, are those of the unsharded loop."""
-    for i, (expected, states) in enumerate(zip(naive.params(), naive.states, strict=True)):
-        covered = 0
-        for subject in subjects:
-            assert_same_bits(f"parameter {i}", subject.params()[i], expected)
-            assert subject.pipeline.counts.steps[i] == naive.steps[i]
-            access = StateAccess(subject.pipeline)
-            covered += sum(numel for _, numel in access.extents(i))
-            for start, views in access.states(i):
-                for name, view in views.items():
-                    theirs = states[naive.rules[i].state_names.index(name)][start : start + view.size]
-                    assert_same_bits(f"{name} of parameter {i} from {start}", as_float32(view), theirs)
-        assert covered == expected.size
 
 
 @law(40)
@@ -275,14 +258,17 @@ def test_an_error_of_one_rank_is_an_error_of_all_and_leaves_the_checkpoints_befo
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000001"]
 
 
+def of_rank(rank):
+    ones = [np.ones(100, np.float32)]
+    return Subject(HostDevice(), ones, [BFLOAT16], [0], make().pipeline.config, collectives=rank)
+
+
 @pytest.mark.parametrize("name", ["wait", "keep", "step"])
 def test_what_ranks_are_asked_differently_is_refused_by_all(tmp_path, name):
     """One that waited would meet one that goes on training."""
 
     def act(rank):
-        subject = Subject(
-            HostDevice(), [np.ones(100, np.float32)], [BFLOAT16], [0], make().pipeline.config, collectives=rank
-        )
+        subject = of_rank(rank)
         asked = {"wait": rank.rank == 0, "keep": 1 + rank.rank, "step": 1 + rank.rank}
         with pytest.raises(CheckpointError, match=f"'{name}'.*expected the same of all|failed in process 1"):
             save(subject, tmp_path, **{name: asked[name]})
@@ -294,9 +280,7 @@ def test_what_ranks_are_asked_differently_is_refused_by_all(tmp_path, name):
 
 def test_an_argument_that_one_rank_refuses_is_refused_by_all(tmp_path):
     def act(rank):
-        subject = Subject(
-            HostDevice(), [np.ones(100, np.float32)], [BFLOAT16], [0], make().pipeline.config, collectives=rank
-        )
+        subject = of_rank(rank)
         with pytest.raises(CheckpointError, match="keep: got 0|failed in process 0"):
             save(subject, tmp_path, keep=rank.rank)
         save(subject, tmp_path)
@@ -308,9 +292,7 @@ def test_what_fails_last_on_one_rank_fails_on_all(tmp_path):
     """Code of a user's objects: it ran on the other rank, and neither trains on with a mixture."""
 
     def act(rank):
-        subject = Subject(
-            HostDevice(), [np.ones(100, np.float32)], [BFLOAT16], [0], make().pipeline.config, collectives=rank
-        )
+        subject = of_rank(rank)
         one_step(subject)
         save(subject, tmp_path)
         ran = []

@@ -18,9 +18,9 @@ ROOMS = {
     "frontends.torch": """
         internals compiled tensors columns overlaps data_writes pending values casting groups ranks stage3 registration
         intake state_views state_io optimizer files model_changes engine deepspeed_weights integrations""",
-    "frontends.jax": """launch context numbers words runs device tree mesh loss_scale gradients placement differentiate
-        optax_bridge files offloaded""",
-    "bench": "record markdown plots fits headers peers harness virtual train screens parts formats gpu report run",
+    "frontends.jax": """launch context numbers words runs device tree mesh loss_scale gradients placement
+        differentiate updates optax_bridge files offloaded""",
+    "bench": "record markdown plots fits headers peers harness train screens parts formats gpu report run",
 }
 """The rooms of each package and the modules beside them, lowest first: imports go down this list, and never round
 inside a room."""

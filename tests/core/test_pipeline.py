@@ -90,8 +90,7 @@ def test_a_skipped_step_changes_nothing(poison, dtype, fields):
     assert (report.updated, report.skipped) == (False, "non-finite")
     assert bits(subject) == before
     # the gradients are gone: the next step starts clean
-    for i in range(2):
-        subject.add_gradient(i, np.ones(subject.specs[i].numel, dtype.numpy))
+    subject.add_all()
     assert subject.pipeline.step(StepArguments([AdamHyper(1e-2)], subject.tensors)).updated
     assert bits(subject) != before
 
@@ -129,8 +128,7 @@ def test_dropped_gradients_are_forgotten_on_the_host_too():
 def test_dropping_the_last_arrival_keeps_what_earlier_micro_steps_brought():
     subject, reference = make(gradient_accumulation_steps=2), make(gradient_accumulation_steps=2)
     for s in (subject, reference):
-        for i in range(2):
-            s.add_gradient(i, np.ones(s.specs[i].numel, BFLOAT16.numpy))
+        s.add_all()
     subject.add_gradient(0, np.ones(40, BFLOAT16.numpy))
     for s in (subject, reference):
         s.pipeline.drop_gradients([0])
@@ -173,13 +171,11 @@ def test_a_failed_copy_from_the_device_changes_no_state_and_can_be_dropped(delay
     assert bits(subject) == before
     subject.pipeline.drop_gradients()
     for _ in range(2):
-        for i in range(2):
-            subject.add_gradient(i, np.ones(subject.specs[i].numel, BFLOAT16.numpy))
+        subject.add_all()
         assert subject.pipeline.step(StepArguments([AdamHyper(1e-2)], subject.tensors)).updated
     expected = make(FakeDevice(), schedule="serial", reduce_bucket_size=64)
     for _ in range(2):
-        for i in range(2):
-            expected.add_gradient(i, np.ones(subject.specs[i].numel, BFLOAT16.numpy))
+        expected.add_all()
         expected.pipeline.step(StepArguments([AdamHyper(1e-2)], expected.tensors))
     assert bits(subject) == bits(expected)
     device.close()
@@ -190,8 +186,7 @@ def test_a_failed_copy_from_the_device_changes_no_state_and_can_be_dropped(delay
 def test_after_a_failed_copy_to_the_device_the_next_step_publishes_the_masters(failing, schedule):
     device = FakeDevice(max_delay=1e-3, fail_at=frozenset({failing}))
     subject = make(device, schedule=schedule, reduce_bucket_size=64)
-    for i in range(2):
-        subject.add_gradient(i, np.ones(subject.specs[i].numel, BFLOAT16.numpy))
+    subject.add_all()
 
     def one_step():
         subject.pipeline.step(StepArguments([AdamHyper(1e-2)], subject.tensors))
@@ -200,8 +195,7 @@ def test_after_a_failed_copy_to_the_device_the_next_step_publishes_the_masters(f
     with pytest.raises(OSError, match=f"copy {failing} failed"):
         one_step()
     subject.pipeline.last_step.finish()  # it is said once
-    for i in range(2):
-        subject.add_gradient(i, np.ones(subject.specs[i].numel, BFLOAT16.numpy))
+    subject.add_all()
     assert subject.pipeline.step(StepArguments([AdamHyper(1e-2)], subject.tensors)).updated
     for i in range(2):
         assert_same_bits(f"parameter {i}", subject.params()[i], oracles.cast(subject.states(i)[0], BFLOAT16))
@@ -441,13 +435,11 @@ def test_after_a_failed_step_that_was_not_announced_parameters_can_be_withdrawn(
 def test_an_update_that_failed_is_an_error_of_the_end_of_a_micro_step_too():
     device = FakeDevice(fail_at=frozenset({7}))
     subject = make(device, schedule="overlap", reduce_bucket_size=64)
-    for i in range(2):
-        subject.add_gradient(i, np.ones(subject.specs[i].numel, BFLOAT16.numpy))
+    subject.add_all()
     subject.pipeline.step(StepArguments([AdamHyper(1e-2)], subject.tensors))
     with pytest.raises(OSError, match="copy 7 failed"):
         subject.pipeline.end_micro_step()
-    for i in range(2):
-        subject.add_gradient(i, np.ones(subject.specs[i].numel, BFLOAT16.numpy))
+    subject.add_all()
     assert subject.pipeline.step(StepArguments([AdamHyper(1e-2)], subject.tensors)).updated
     for i in range(2):
         assert_same_bits(f"parameter {i}", subject.params()[i], oracles.cast(subject.states(i)[0], BFLOAT16))
@@ -460,8 +452,7 @@ def test_a_gradient_that_is_lost_on_its_way_gives_its_staging_back(schedule):
     subject = make(device, schedule=schedule, gradient_accumulation_steps=2)
 
     def one_step():
-        for i in range(2):
-            subject.add_gradient(i, np.ones(subject.specs[i].numel, BFLOAT16.numpy))
+        subject.add_all()
         return subject.pipeline.step(StepArguments([AdamHyper(1e-2)], subject.tensors))
 
     for _ in range(3):
@@ -477,8 +468,7 @@ def test_a_gradient_that_was_lost_on_its_way_is_not_forgotten_with_its_neighbour
     device = FakeDevice(fail_at=frozenset({2}))  # 2 copies load the masters
     subject = make(device, schedule="overlap", gradient_accumulation_steps=2)
     before = bits(subject)
-    for i in range(2):
-        subject.add_gradient(i, np.ones(subject.specs[i].numel, BFLOAT16.numpy))
+    subject.add_all()
     with pytest.raises(OSError, match="copy 2 failed"):
         subject.pipeline.drop_gradients([0])
     subject.pipeline.drop_gradients()
@@ -502,15 +492,13 @@ def test_an_interrupt_at_any_moment_of_a_step_leaves_a_pipeline_that_goes_on(mon
                     raise Interrupt
                 return original(*args)
 
-            for i in range(2):
-                subject.add_gradient(i, np.ones(subject.specs[i].numel, BFLOAT16.numpy))
+            subject.add_all()
             with monkeypatch.context() as patch:
                 patch.setattr(owner, name, interrupted)
                 with pytest.raises(Interrupt):
                     subject.pipeline.step(StepArguments([AdamHyper(1e-2)], subject.tensors))
             subject.pipeline.drop_gradients()
-            for i in range(2):
-                subject.add_gradient(i, np.ones(subject.specs[i].numel, BFLOAT16.numpy))
+            subject.add_all()
             assert subject.pipeline.step(StepArguments([AdamHyper(1e-2)], subject.tensors)).updated
 
 

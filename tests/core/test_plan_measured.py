@@ -23,33 +23,21 @@ SLACK = {"host": 0, "device": 4 * 2**20, "process": 16 * 2**20}
 """Bytes: what is whole under ``max_live_parameters`` is so by whole parameters; libraries are in a process."""
 
 
-def start(rank: int, world_size: int, folder: Path) -> subprocess.Popen:
-    # Fixed, or glibc keeps freed blocks of up to 32 MiB: what is measured would depend on what came before.
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "MALLOC_MMAP_THRESHOLD_": str(2**20)}
-    command = [
-        sys.executable,
-        str(ROOT / "tests" / "workers" / "plan_worker.py"),
-        str(rank),
-        str(world_size),
-        str(folder),
-    ]
-    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE)
-
-
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
+def measured() -> dict[str, dict]:
     """By ranks and case."""
     pytest.importorskip("torch")
-    folders = {world_size: tmp_path_factory.mktemp(f"{world_size}") for world_size in (1, 2)}
-    workers = [start(rank, n, folder) for n, folder in folders.items() for rank in range(n)]
-    for worker in workers:
-        log = worker.communicate(timeout=250)[1].decode()
-        assert worker.returncode == 0, log
+    from tests.support import plan_of_torch, processes
+
+    with pytest.MonkeyPatch.context() as patch:
+        # Fixed, or glibc keeps freed blocks of up to 32 MiB: what is measured would depend on what came before.
+        patch.setenv("MALLOC_MMAP_THRESHOLD_", str(2**20))
+        found = {n: processes.on_ranks(n, alone=True, group=n > 1)(plan_of_torch.measured) for n in (1, 2)}
     return {
         f"rank {rank} of {n}, {case}": result
-        for n, folder in folders.items()
-        for rank in range(n)
-        for case, result in json.loads((folder / f"{rank}.json").read_text()).items()
+        for n, ranks in found.items()
+        for rank, cases in enumerate(ranks)
+        for case, result in cases.items()
     }
 
 

@@ -91,7 +91,7 @@ def test_a_rank_whose_copy_fails_is_an_error_on_all_and_nobody_hangs(failing, sc
             subject.device.fail_after(failing)
         try:
             for _ in range(2):
-                give(subject)
+                subject.add_all(0.5)
                 subject.pipeline.step(StepArguments(case.hypers, subject.tensors))
                 subject.pipeline.last_step.finish()
         except CollectiveError as error:
@@ -132,11 +132,6 @@ def make(case, rank, scaler=None):
     return Subject(HostDevice(), *case_arguments(case), scaler, collectives=rank)
 
 
-def give(subject, value=0.5):
-    for spec, i in zip(subject.specs, range(len(subject.specs)), strict=True):
-        subject.add_gradient(i, np.full(spec.numel, value, spec.dtype.numpy))
-
-
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=str)
 @pytest.mark.parametrize("world_size", [2, 4, 8])
 def test_memory_and_bytes_sent_are_what_theory_says(dtype, world_size):
@@ -146,7 +141,7 @@ def test_memory_and_bytes_sent_are_what_theory_says(dtype, world_size):
 
     def body(rank):
         subject = make(case, rank)
-        give(subject)
+        subject.add_all(0.5)
         subject.pipeline.step(StepArguments(case.hypers, subject.tensors))
         subject.pipeline.last_step.finish()
         return rank.sent_bytes, subject.pipeline.memory.report(), subject.pipeline.memory_report((), {})
@@ -168,10 +163,10 @@ def test_a_gradient_dropped_between_micro_steps_does_not_come_back(world_size):
 
     def body(rank, first):
         subject = Subject.of(FakeDevice(), case, collectives=rank)
-        give(subject)
+        subject.add_all(0.5)
         subject.pipeline.end_micro_step()
         subject.pipeline.drop_gradients(first)
-        give(subject, 0.25)
+        subject.add_all(0.25)
         subject.pipeline.step(StepArguments(case.hypers, subject.tensors, 2.0))
         return [p.tobytes() for p in subject.params()]
 
@@ -210,11 +205,11 @@ def test_a_nan_on_one_rank_makes_all_skip_together():
     def body(rank):
         subject = make(case, rank, LossScaler(8.0, window=10))
         before = [p.tobytes() for p in subject.params()]
-        give(subject, np.nan if rank.rank == 1 else 0.5)
+        subject.add_all(np.nan if rank.rank == 1 else 0.5)
         report = subject.pipeline.step(StepArguments(case.hypers, subject.tensors))
         assert (report.updated, report.skipped) == (False, "overflow")
         assert before == [p.tobytes() for p in subject.params()]
-        give(subject)
+        subject.add_all(0.5)
         return subject.pipeline.step(StepArguments(case.hypers, subject.tensors))
 
     reports = run_ranks(3, body)
@@ -233,7 +228,7 @@ def test_a_lost_rank_is_an_error_that_names_collective_and_bucket():
         if rank.rank == 2:
             raise KeyError("lost")
         try:
-            give(subject)
+            subject.add_all(0.5)
         except CollectiveError as error:
             told.append(str(error))
             assert before == [p.tobytes() for p in subject.params()]
@@ -331,7 +326,7 @@ def test_functions_are_compared_by_their_values_at_a_step_and_not_before():
 
     def step(rank):
         subject = make(model(configs[rank.rank]), rank)
-        give(subject)
+        subject.add_all(0.5)
         hypers = [AdamHyper(functions[rank.rank](0))]
         return told(lambda: subject.pipeline.step(StepArguments(hypers, subject.tensors)), StateError)
 
@@ -460,7 +455,7 @@ def test_a_step_makes_one_sum_and_a_start_two_messages_at_most():
         subject = make(model(OffloadConfig(gradient_clipping=1.0)), rank)
         start, rank.done = rank.done, []
         for _ in range(2):
-            give(subject)
+            subject.add_all(0.5)
             subject.pipeline.step(StepArguments([AdamHyper(1e-2)], subject.tensors))
         subject.pipeline.last_step.finish()
         steps, rank.done = rank.done, []
@@ -543,7 +538,7 @@ def test_a_norm_is_the_same_for_every_number_of_ranks():
     def body(rank):
         case = model(OffloadConfig(gradient_clipping=1.0), FLOAT32)
         subject = make(case, rank)
-        give(subject, 0.125)
+        subject.add_all(0.125)
         return subject.pipeline.step(StepArguments(case.hypers, subject.tensors)).grad_norm
 
     norms = {norm for world_size in (1, 2, 4, 8) for norm in run_ranks(world_size, body)}

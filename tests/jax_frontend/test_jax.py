@@ -21,13 +21,13 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from frontends.jax import OffloadConfig, ScaledGradients, wrap
 from offload_core.errors import GradientError, StateError
+from tests.support.jax_meshes import leaves_of
 from tests.support.jax_models import (
     HYPER,
     SHAPES,
     Eager,
     assert_same_tree,
     batch,
-    flat_arrays,
     loss_fn,
     on_the_cpu,  # noqa: F401 (a fixture)
     random_tree,
@@ -207,7 +207,7 @@ def test_clipping_is_by_the_exact_norm(max_norm):
     for i in range(5):
         grads = random_tree(90 + i, scale=10.0**-i)
         offloaded.update(grads)
-        squares = [float(x) ** 2 for _, leaf in flat_arrays(grads) for x in leaf.reshape(-1)]  # exact in double
+        squares = [float(x) ** 2 for _, leaf in leaves_of(grads) for x in leaf.reshape(-1)]  # exact in double
         norm = math.sqrt(math.fsum(squares))
         coefficient = min(1.0, max_norm / (norm + 1e-6))
         assert (offloaded.report.grad_norm, offloaded.report.clip_coefficient) == (norm, coefficient)
@@ -776,21 +776,6 @@ def test_apply_updates_is_exact_where_the_new_parameter_is_a_power_of_two():
     assert_same_tree(optax.apply_updates(params, updates), offloaded.params)
 
 
-def test_as_optax_in_a_chain():
-    params = random_tree(27)
-    offloaded = wrap(params, **HYPER)
-    tx = optax.chain(optax.clip_by_global_norm(0.1), offloaded.as_optax())
-    eager = Eager(optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2, weight_decay=0.1)), params)
-    state = tx.init(params)
-    for i in range(5):
-        grads = random_tree(270 + i)
-        updates, state = tx.update(grads, state, params)
-        params = optax.apply_updates(params, updates)
-        eager.update(grads)
-    assert_same_tree(params, eager.params)
-    assert_same_tree(offloaded.params, eager.params)
-
-
 def test_as_optax_adds_nothing_where_nothing_is_updated():
     params = {**random_tree(28), "ids": jnp.arange(3), "frozen": jnp.asarray([1.0, -0.0])}
     trainable = {**jax.tree.map(lambda _: True, params), "frozen": False}
@@ -882,20 +867,6 @@ def test_an_equinox_module_trains_with_the_bits_of_optax():
         assert (updated.activation, updated.name) == (jnp.tanh, "mlp")
         assert_same_tree(eqx.filter(updated, eqx.is_array), eager.params)
     assert loss < regression(model, x, y)
-
-
-def test_equinox_apply_updates_gives_the_offloaded_module():
-    x, y = regression_data()
-    keys = jax.random.split(jax.random.key(1))
-    model = Perceptron(eqx.nn.Linear(3, 8, key=keys[0]), eqx.nn.Linear(8, 1, key=keys[1]), jnp.tanh, "mlp")
-    offloaded = wrap(model, **HYPER)
-    tx = offloaded.as_optax()
-    state = tx.init(model)
-    for _ in range(3):
-        grads = eqx.filter_jit(eqx.filter_grad(regression))(model, x, y)
-        updates, state = tx.update(grads, state, model)
-        model = eqx.apply_updates(model, updates)
-    assert_same_tree(eqx.filter(model, eqx.is_array), eqx.filter(offloaded.params, eqx.is_array))
 
 
 def test_discarded_gradients_are_forgotten():

@@ -15,7 +15,7 @@ from offload_core.checkpoint.manifest import read_manifest, write_manifest
 from offload_core.checkpoint.reader import Checkpoint
 from offload_core.checkpoint.shard_writer import ShardWriter
 from offload_core.errors import CheckpointError, StateError
-from tests.support.checkpoints import Slow
+from tests.support.checkpoints import Loader, Slow
 from tests.support.jax_models import (
     HYPER,
     batch,
@@ -293,19 +293,6 @@ def test_under_jit_nothing_is_saved_or_loaded(tmp_path):
 
 
 # --- loading that fails ------------------------------------------------------------------------------
-
-
-class Loader:
-    def __init__(self, at):
-        self.at, self.refuses = at, False
-
-    def state_dict(self):
-        return {"at": self.at}
-
-    def load_state_dict(self, state):
-        if self.refuses:
-            raise KeyError("load_state_dict")
-        self.at = state["at"]
 
 
 FORGERIES = {

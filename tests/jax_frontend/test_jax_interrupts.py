@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 
 from frontends.jax import wrap
-from offload_core.errors import StateError
-from tests.support.interrupts import FewerLines, first_passes, handled_at_each_line, interrupt_at
+from tests.support.interrupts import FewerLines, first_passes, interrupt_at, read_at_each_line
 
 CASES = {
     "clipped": ({"gradient_clipping": 0.05, "reduce_bucket_size": 64}, ""),
-    "delayed": ({"schedule": "delayed", "delay_warmup_steps": 1}, "frontends/jax/offloaded.py"),
+    "delayed": ({"schedule": "delayed", "delay_warmup_steps": 1}, "frontends/jax/updates.py"),
 }
 """Settings, and the file to whose lines the interrupts are confined: the delayed schedule's others are as above."""
 
@@ -85,21 +84,11 @@ def test_a_handler_that_saves_at_any_line_of_an_update_gets_a_whole_update_or_an
     for seed in (1, 2):
         update(twin, seed)
         allowed.append(saved(twin))
-    offloaded, seen, refused = wrapped(options), set(), []
+    offloaded = wrapped(options)
     update(offloaded, 1)
     x = np.random.default_rng(2).standard_normal((4, 8), np.float32)
     grads = gradients(offloaded.params, x.astype(jnp.bfloat16))
-
-    def handler(place):
-        try:
-            found = saved(offloaded)
-        except StateError as error:
-            refused.append(str(error))
-            return
-        assert found in allowed, place
-        seen.add(allowed.index(found))
-
-    handled_at_each_line(lambda: offloaded.update(grads), handler)
+    seen, refused = read_at_each_line(lambda: saved(offloaded), lambda: offloaded.update(grads), allowed)
     assert seen == {0}
     assert sum("in the middle of update(), in the same thread" in error for error in refused) > 30
     assert saved(offloaded) == allowed[1]
@@ -132,21 +121,14 @@ def test_a_signal_at_any_line_of_a_load_finds_and_leaves_what_was_before_or_what
     passes = first_passes(lambda: getattr(offloaded, load)(given))
     allowed.append(everything(offloaded))
     assert allowed[0] != allowed[1]
-    left, found, refused = set(), set(), []
+    left = set()
     for number in passes.values():
         offloaded.load_pytree(start)
         interrupt_at(number, lambda: getattr(offloaded, load)(given))
         left.add(allowed.index(everything(offloaded)))
     assert 0 in left
-
-    def handler(place):
-        try:
-            found.add(allowed.index(everything(offloaded)))
-        except StateError as error:
-            refused.append(str(error))
-
     offloaded.load_pytree(start)
-    handled_at_each_line(lambda: getattr(offloaded, load)(given), handler)
+    found, refused = read_at_each_line(lambda: everything(offloaded), lambda: getattr(offloaded, load)(given), allowed)
     assert 0 in found
     assert sum(f"in the middle of {load}(), in the same thread" in error for error in refused) > 5
 

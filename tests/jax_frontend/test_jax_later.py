@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from frontends.jax import wrap
+from frontends.jax.context import LaterUpdate
 from frontends.jax.device import JaxDevice
-from frontends.jax.mesh.mesh import JaxMeshDevice
-from frontends.jax.offloaded import OffloadedParams
+from frontends.jax.mesh.device import JaxMeshDevice
 from frontends.jax.placement import placement
 from offload_core.errors import GradientError
 from offload_core.step.pipeline import Pipeline
@@ -53,7 +53,7 @@ def test_update_returns_before_there_are_gradients(make, arrived):
     for step in range(4):
         arrived.clear()
         assert offloaded.update(tree_of(step + 1), wait=False) is None
-        assert not offloaded._asked.done()
+        assert not offloaded._later._task.done()
         arrived.set()
         expected = twin.update(tree_of(step + 1))
         assert_same(offloaded.params, expected)
@@ -82,8 +82,8 @@ def test_whatever_follows_sees_the_update_made(use, make, arrived, tmp_path, mon
     offloaded, twin = make(tree_of(0)), make(tree_of(0))
     arrived.clear()
     offloaded.update(tree_of(1), wait=False)
-    wait = OffloadedParams._await_update
-    monkeypatch.setattr(OffloadedParams, "_await_update", lambda self: arrived.set() or wait(self))  # not before
+    wait = LaterUpdate.wait
+    monkeypatch.setattr(LaterUpdate, "wait", lambda self: arrived.set() or wait(self))  # not before
     got = use(offloaded, tmp_path / "first")
     twin.update(tree_of(1))
     assert not isinstance(got, int) or got == 1
@@ -98,7 +98,7 @@ def test_an_interrupt_before_the_thread_is_asked_loses_no_update(make, monkeypat
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("frontends.jax.offloaded.TaskThread.submit", interrupted)
+        patch.setattr("frontends.jax.context.TaskThread.submit", interrupted)
         with pytest.raises(KeyboardInterrupt):
             offloaded.update(tree_of(1), wait=False)
     assert_same(offloaded.params, twin.update(tree_of(1)))
@@ -147,7 +147,7 @@ def test_one_that_is_dropped_in_the_middle_ends_its_update(make, arrived):
     offloaded = make(tree_of(0))
     arrived.clear()
     offloaded.update(tree_of(1), wait=False)
-    gone, thread = weakref.ref(offloaded), offloaded._thread._thread
+    gone, thread = weakref.ref(offloaded), offloaded._later._thread._thread
     del offloaded
     arrived.set()
     thread.join(60)

@@ -13,8 +13,9 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from frontends.jax import runs
-from frontends.jax.mesh.mesh import JaxMeshDevice, LoneDevice, MeshAxis, _Run, _Write
-from frontends.jax.placement.sharded import ShardedMeshDevice
+from frontends.jax.mesh import programs
+from frontends.jax.mesh.axis import LoneDevice, MeshAxis
+from frontends.jax.mesh.programs import Run, Write
 from tests.support.strategies import law
 
 LARGE = 2**31 + 64
@@ -53,30 +54,28 @@ def programs_of(size):
     def array(*shape, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct(shape, dtype)
 
-    places, runs_ = array(1, 2, dtype=jnp.int32), (_Run(16, 0),)
-    axis = MeshAxis(jax.make_mesh((1,), ("dp",), axis_types=(AxisType.Auto,)), None)
-    for name, device in (("lone", JaxMeshDevice(LoneDevice(jax.devices()[0]))), ("axis", JaxMeshDevice(axis))):
-        reduce = device._reduction(device._own_slice, P())
+    places, runs_ = array(1, 2, dtype=jnp.int32), (Run(16, 0),)
+    mesh_axis = MeshAxis(jax.make_mesh((1,), ("dp",), axis_types=(AxisType.Auto,)), None)
+    for name, axis in (("lone", LoneDevice(jax.devices()[0])), ("axis", mesh_axis)):
         yield (
             f"reduce, {name}",
-            jax.jit(reduce, static_argnums=(2, 3, 4)),
+            jax.jit(programs.reduce_mean(axis), static_argnums=(2, 3, 4)),
             ([array(size)], places, runs_, 16, np.dtype("f4")),
         )
-        write = (_Write(_Run(16, 0), (size,), False),)
+        write = (Write(Run(16, 0), (size,), False),)
         yield (
             f"publish, {name}",
-            jax.jit(device._gather_and_write, static_argnums=3),
+            jax.jit(programs.gather_and_write(axis), static_argnums=3),
             (array(16), [array(size)], places, write),
         )
-    sharded = ShardedMeshDevice(axis)
     yield (
         "reduce, shards",
-        jax.jit(sharded._cut_from_slice, static_argnums=(2, 3, 4)),
+        jax.jit(programs.cut_from_slice(mesh_axis), static_argnums=(2, 3, 4)),
         (array(size), places, P("dp"), 16, 16),
     )
     yield (
         "publish, shards",
-        jax.jit(sharded._write_to_slice, static_argnums=(3, 4, 5)),
+        jax.jit(programs.write_to_slice(mesh_axis), static_argnums=(3, 4, 5)),
         (array(16), array(size), places, P("dp"), 16, (size,)),
     )
     yield "read", jax.jit(lambda flat, place: runs.cut_run(flat, place, 16)), (array(size), array(2, dtype=jnp.int32))

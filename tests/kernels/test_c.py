@@ -92,7 +92,7 @@ def test_neon_equals_the_scalar_oracle(aarch64):
 @pytest.mark.slow
 def test_updates_have_the_bits_of_this_machine_on_aarch64(aarch64):
     given, expected = [], []
-    for kind, state, scalars in pinned_bits.adam_cases():
+    for kind, state, scalars in pinned_bits.cases():
         dtype, grad_dtype = kind["param_dtype"], BY_NUMPY[state.grad.dtype]
         code, itemsize = (kernels.lib.OC_NO_PARAM, 0) if dtype is None else (dtype.code, dtype.itemsize)
         numel = state.master.size

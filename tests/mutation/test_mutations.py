@@ -215,7 +215,7 @@ MUTANTS = [
         "rules.h",
         INSTRUCTION_SETS,
         ("a moment has the other's sign", "return (SIGNS) >> moment & 1;", "return !((SIGNS) >> moment & 1);"),
-        ("SGD without momentum has a moment", "return (WHEN) ? (COUNT) : 0;", "return COUNT;"),
+        ("SGD without momentum has a moment", "values[which] >= 0x1p-1022 ?", "1 ?"),
     ),
     *mutants(
         "kernels_formats.h",
@@ -274,7 +274,8 @@ MUTANTS = [
         ("a tie is not noted", "odd_tie = v_bits_set(0x18000)", "odd_tie = v_bits_set(0x28000)"),
         ("the bits after the last element change", "ours = (uint8_t)((1 << bits) - 1)", "ours = 255"),
         ("fp32 moments are not kept", "keep || is_narrow ?", "is_narrow ?"),
-        ("narrow moments are not kept", "if (!keep && k < c.n_moments)", "if (k < c.n_moments)"),
+        ("narrow moments are not kept", "if (!keep && has_moment(c, types.rule, 0))", "if (1)"),
+        ("narrow second moments are not kept", "if (!keep && has_moment(c, types.rule, 1))", "if (1)"),
     ),
     *mutants(
         "formats.h",
@@ -320,7 +321,7 @@ COUNTS = {
     "rule_adam.h": 7,
     "rule_sgd.h": 8,
     "rules.h": 2,
-    "kernels_formats.h": 23,
+    "kernels_formats.h": 24,
     "formats.h": 5,
     "sum_squares.h": 2,
     "kernels_avx2.c": 3,

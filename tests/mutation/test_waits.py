@@ -143,6 +143,28 @@ class Twin:
         for name, expected in zip(STATES, self.naive.states[i], strict=True):
             assert_same_bits(f"{name} of parameter {i}", states[name], expected)
 
+    def end(self):
+        """The pipeline finishes, and is then as it should be and at rest."""
+        self.pipeline.last_step.finish()
+        self.check()
+        self.check_at_rest()
+
+    def end_flushed(self):
+        self.flush()
+        self.check()
+        self.check_at_rest()
+
+    def follow_states(self):
+        """The naive loop goes on from the pipeline's states, without gradients."""
+        found = [StateAccess(self.pipeline).states(i)[0][1] for i in (0, 1)]
+        self.naive.states = [[states[name].copy() for name in STATES] for states in found]
+        self.naive.steps = [int(n) for n in self.pipeline.counts.steps]
+        self.naive.sums = [None, None]
+
+    def update_by_what_was_added(self):
+        self.update()
+        self.naive.step(1.0)
+
     def check_at_rest(self):
         """No bucket is on its way, and all staging is back."""
         buckets = self.pipeline.buckets
@@ -157,18 +179,14 @@ def steps_and_finish():
     twin = Twin()
     for params in ([1, 0], [0], [1], [0, 1]):
         twin.step(*params)
-        twin.pipeline.last_step.finish()
-        twin.check()
-        twin.check_at_rest()
+        twin.end()
 
 
 def steps_without_a_pause():
     twin = Twin(gradient_clipping=0.5)
     for params in ([1, 0], [0, 1], [1], [0, 1]):
         twin.step(*params)
-    twin.pipeline.last_step.finish()
-    twin.check()
-    twin.check_at_rest()
+    twin.end()
 
 
 def micro_steps():
@@ -179,8 +197,7 @@ def micro_steps():
             twin.add(*first)
             twin.pipeline.end_micro_step()
             twin.step(*second)
-        twin.pipeline.last_step.finish()
-        twin.check()
+        twin.end()
 
 
 def serial():
@@ -283,8 +300,7 @@ def parameters_are_added(twin):
     twin.naive.steps.append(0)
     twin.check()
     twin.step(2, 1, 0)
-    twin.pipeline.last_step.finish()
-    twin.check()
+    twin.end()
 
 
 def gradients_are_dropped():
@@ -295,9 +311,7 @@ def gradients_are_dropped():
         for i in dropped or (0, 1):
             twin.naive.sums[i] = None
         twin.step(*(dropped or [0]))
-        twin.pipeline.last_step.finish()
-        twin.check()
-        twin.check_at_rest()
+        twin.end()
 
 
 def delayed_updates():
@@ -313,16 +327,11 @@ def delayed_updates():
             assert twin.states_of_buckets() <= {Gradient.USED, Gradient.ABSENT}
             assert Gradient.USED in twin.states_of_buckets(), "the update does not wait for the next step"
         twin.read(0, 1)
-        twin.pipeline.last_step.finish()
-        twin.check()
-        twin.check_at_rest()
+        twin.end()
         twin.step(0, 1)
-        twin.flush()
-        twin.check()
-        twin.check_at_rest()
+        twin.end_flushed()
         twin.step(1, 0)
-        twin.pipeline.last_step.finish()
-        twin.check()
+        twin.end()
 
 
 def delayed_states_are_read():
@@ -347,9 +356,7 @@ def gradients_are_dropped_while_a_delayed_update_is_on_its_way():
         for i in dropped or (0, 1):
             twin.naive.sums[i] = None
         twin.step(*(dropped or [0]))
-        twin.flush()
-        twin.check()
-        twin.check_at_rest()
+        twin.end_flushed()
 
 
 def a_parameter_that_is_flushed_and_does_not_arrive():
@@ -368,10 +375,8 @@ def a_parameter_that_is_flushed_and_does_not_arrive():
             twin.check_states(i, StateAccess(twin.pipeline).local_states(i))
         for _ in range(2):
             twin.add(1, 0)
-            twin.update()
-            twin.naive.step(1.0)
-        twin.flush()
-        twin.check()
+            twin.update_by_what_was_added()
+        twin.end_flushed()
 
 
 def updates_in_backward():
@@ -385,9 +390,7 @@ def updates_in_backward():
                     twin.pipeline.end_micro_step()
                 twin.early_step(*params, host_is_late=host_is_late)
             twin.read(0, 1)
-            twin.pipeline.last_step.finish()
-            twin.check()
-            twin.check_at_rest()
+            twin.end()
 
 
 def gradients_pass_through_few_slots():
@@ -398,9 +401,7 @@ def gradients_pass_through_few_slots():
             twin.early_step(*params, host_is_late=host_is_late)
             assert {work.own is None for work in twin.pipeline.buckets.all} == {True}
         twin.read(0, 1, 2, 3)
-        twin.pipeline.last_step.finish()
-        twin.check()
-        twin.check_at_rest()
+        twin.end()
 
 
 TENTATIVE = ({"gradient_clipping": 1e3}, {"gradient_clipping": 0.9}, {"skip_nonfinite": True})  # 0.9: some steps
@@ -463,11 +464,8 @@ def what_was_emitted_is_taken_back():
                 twin.early_step(0, 1)
             else:
                 twin.naive.sums = sums
-                twin.update()
-                twin.naive.step(1.0)
-            twin.pipeline.last_step.finish()
-            twin.check()
-            twin.check_at_rest()
+                twin.update_by_what_was_added()
+            twin.end()
 
 
 def a_step_that_is_announced_twice():
@@ -482,10 +480,8 @@ def a_step_that_is_announced_twice():
     twin.hypers[0] = AdamHyper(5e-3)
     twin.expect_update()
     twin.add(0)
-    twin.update()
-    twin.naive.step(1.0)
-    twin.pipeline.last_step.finish()
-    twin.check()
+    twin.update_by_what_was_added()
+    twin.end()
 
 
 def what_was_emitted_is_joined():
@@ -498,11 +494,8 @@ def what_was_emitted_is_joined():
         else:
             emit_all(twin)
         twin.add(0, 1)
-        twin.update()
-        twin.naive.step(1.0)
-        twin.pipeline.last_step.finish()
-        twin.check()
-        twin.check_at_rest()
+        twin.update_by_what_was_added()
+        twin.end()
 
 
 def a_parameter_that_is_emitted_and_does_not_arrive():
@@ -514,14 +507,11 @@ def a_parameter_that_is_emitted_and_does_not_arrive():
             emit_and_finish(twin)
         twin.pipeline.drop_gradients()
         twin.pipeline.early.withdraw()
-        twin.naive.sums = [None, None]
-        twin.naive.states = [[StateAccess(twin.pipeline).states(i)[0][1][n].copy() for n in STATES] for i in (0, 1)]
-        twin.naive.steps = [int(n) for n in twin.pipeline.counts.steps]
+        twin.follow_states()
         twin.check()
         twin.check_at_rest()
         twin.early_step(1, 0)
-        twin.pipeline.last_step.finish()
-        twin.check()
+        twin.end()
 
 
 def emit_and_finish(twin):
@@ -568,11 +558,8 @@ def a_gradient_that_is_lost_while_others_update():
                     twin.expect_update()
                     twin.add(1, 0)
                     twin.pipeline.end_micro_step()
-                twin.update()
-                twin.naive.step(1.0)
-            twin.pipeline.last_step.finish()
-            twin.check()
-            twin.check_at_rest()
+                twin.update_by_what_was_added()
+            twin.end()
 
 
 def an_error_that_is_there_before_anyone_looks():
@@ -639,8 +626,7 @@ def a_gradient_that_is_lost():
             twin.naive.sums = [None, None]
             twin.check()
             twin.step(0, 1)
-            twin.pipeline.last_step.finish()
-            twin.check()
+            twin.end()
 
 
 def count_of_loads():
@@ -695,8 +681,7 @@ def a_parameter_that_does_not_arrive():
                     assert_same_bits(f"{name}: bucket {work.bucket.index}", got, expected)
             for _ in range(2):
                 twin.step(1, 0)
-            twin.pipeline.last_step.finish()
-            twin.check()
+            twin.end()
 
 
 def a_parameter_that_is_lost_and_has_no_gradient_next():
@@ -708,11 +693,8 @@ def a_parameter_that_is_lost_and_has_no_gradient_next():
         twin.pipeline.last_step.finish()
     assert twin.pipeline.last_step.behind == {0, 1}
     twin.add(1)
-    twin.update()
-    twin.naive.step(1.0)
-    twin.pipeline.last_step.finish()
-    twin.check()
-    twin.check_at_rest()
+    twin.update_by_what_was_added()
+    twin.end()
 
 
 def a_delayed_parameter_that_does_not_arrive():
@@ -727,12 +709,8 @@ def a_delayed_parameter_that_does_not_arrive():
             update_and_call(twin, lambda twin, _: twin.pipeline.last_step.finish(), None)
         twin.device.fail_after(None)
         twin.check_at_rest()
-        twin.naive.states = [[StateAccess(twin.pipeline).states(i)[0][1][n].copy() for n in STATES] for i in (0, 1)]
-        twin.naive.steps = [int(n) for n in twin.pipeline.counts.steps]
-        twin.naive.sums = [None, None]
-        twin.flush()
-        twin.check()
-        twin.check_at_rest()
+        twin.follow_states()
+        twin.end_flushed()
 
 
 def an_interrupt():
@@ -753,15 +731,12 @@ def an_interrupt():
         delattr(getattr(twin.pipeline, owner), name)
         twin.pipeline.drop_gradients()
         twin.check_at_rest()
-        twin.naive.states = [[StateAccess(twin.pipeline).states(i)[0][1][n].copy() for n in STATES] for i in (0, 1)]
-        twin.naive.steps = [int(n) for n in twin.pipeline.counts.steps]
-        twin.naive.sums = [None, None]
+        twin.follow_states()
         twin.flush()  # sends the parameters that the update did not
         twin.check()
         for _ in range(2):
             twin.step(1, 0)
-        twin.pipeline.last_step.finish()
-        twin.check()
+        twin.end()
 
 
 def an_interrupt_after_a_wait():
@@ -818,8 +793,7 @@ def ranks():
                             total = total + d.astype(np.float32)
                         twin.naive.add_gradient(i, total / np.float32(n_ranks))
                 twin.pipeline.end_micro_step()
-            twin.update()
-            twin.naive.step(1.0)
+            twin.update_by_what_was_added()
         if options.get("schedule") == "delayed":
             twin.flush()
         twin.pipeline.last_step.finish()
@@ -864,8 +838,7 @@ def what_ranks_emit():
                     twin.go_on()
             if i == 2:
                 act(twin, rank.rank)
-            twin.update()
-            twin.naive.step(1.0)
+            twin.update_by_what_was_added()
             twin.pipeline.last_step.finish()
             for param in (0, 1):
                 assert_same_bits(f"parameter {param}", twin.tensors[param].memory, twin.naive.params()[param])

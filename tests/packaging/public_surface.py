@@ -73,19 +73,19 @@ def parameters(function: Any) -> str:
 
 
 def members(cls: type) -> Iterator[str]:
-    """Fields, methods and properties that this package defines, wherever among the bases."""
-    if dataclasses.is_dataclass(cls):
-        for field in dataclasses.fields(cls):
-            if field.default_factory is not dataclasses.MISSING:
-                default = f" = {value_text(field.default_factory())}"
-            else:
-                default = "" if field.default is dataclasses.MISSING else f" = {value_text(field.default)}"
-            yield f"field {field.name}{default}"
+    """Methods and properties that this package defines, wherever among the bases, and the fields that the definition
+    does not show.
+    """
+    fields = {field.name: field for field in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else {}
+    for name, field in fields.items():
+        if field.default_factory is not dataclasses.MISSING:
+            yield f"field {name} = {value_text(field.default_factory())}"
+        elif not field.init:
+            yield f"field {name}"
     found = {}
     for base in reversed(cls.__mro__):
         if base.__module__.partition(".")[0] in OURS:
             found |= vars(base)
-    fields = {field.name for field in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else set()
     for name, member in sorted(found.items()):
         if (name.startswith("_") and name not in ("__call__", "__enter__", "__exit__", "__iter__")) or name in fields:
             continue
@@ -109,11 +109,14 @@ def names_of(module: Any, names: list[str] | None) -> list[str]:
     return sorted(name for name in names if not name.startswith("_"))
 
 
-def surface_of(module_name: str, names: list[str] | None) -> Iterator[str]:
+def surface_of(module_name: str, names: list[str] | None, shown: dict[type, str]) -> Iterator[str]:
     module = importlib.import_module(module_name)
     for name in names_of(module, names):
         value = getattr(module, name)
-        if inspect.isclass(value):
+        if inspect.isclass(value) and value in shown:
+            yield f"class {name}: as in {shown[value]}"
+        elif inspect.isclass(value):
+            shown[value] = module_name
             bases = ", ".join(base.__name__ for base in value.__mro__[1:] if base.__module__.partition(".")[0] != "abc")
             # Bases that others may catch by; how the rest is put together is nobody's business.
             bases = f"({bases.removesuffix(', object')})" if issubclass(value, BaseException) else ""
@@ -185,9 +188,11 @@ def attributes() -> Iterator[str]:
 
 
 def surface() -> Iterator[str]:
+    shown: dict[type, str] = {}
+    """The module under which each class is described."""
     for module, names in MODULES.items():
         yield f"# {module}"
-        yield from surface_of(module, names)
+        yield from surface_of(module, names, shown)
         yield ""
     yield "# attributes of instances"
     yield from attributes()

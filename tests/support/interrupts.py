@@ -5,6 +5,9 @@ import linecache
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+from offload_core.errors import StateError
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = tuple(f"{ROOT / name}/" for name in ("offload_core", "frontends"))
@@ -56,6 +59,23 @@ def handled_at_each_line(act: Callable[[], object], handler: Callable[[str], obj
             handler(place)
 
     _run(act, -1, handle)
+
+
+def read_at_each_line(read: Callable[[], Any], act: Callable[[], object], allowed: list[Any]) -> tuple[set, list]:
+    """Act, and read in a handler at each line: the numbers of the allowed values that it found, and its errors."""
+    seen, refused = set(), []
+
+    def handler(place: str) -> None:
+        try:
+            found = read()
+        except StateError as error:
+            refused.append(str(error))
+            return
+        assert found in allowed, place
+        seen.add(allowed.index(found))
+
+    handled_at_each_line(act, handler)
+    return seen, refused
 
 
 def interrupt_at_event(number: int, act: Callable[[], object]) -> bool:

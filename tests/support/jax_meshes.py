@@ -35,6 +35,16 @@ def replicated(tree, mesh):
     return jax.tree.map(lambda a: jax.make_array_from_callback(a.shape, NamedSharding(mesh, P()), lambda i: a[i]), tree)
 
 
+def arrays_of(shapes, seed, dtype=np.float32, stack=(), scale=1.0):
+    """Random arrays of these shapes, in NumPy."""
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(
+        lambda shape: (scale * rng.standard_normal((*stack, *shape)).astype(np.float32)).astype(dtype),
+        shapes,
+        is_leaf=lambda shape: isinstance(shape, tuple),
+    )
+
+
 def averaged(stacked):
     """The mean over the first dimension, by NumPy: summed in order in fp32, divided once."""
     total = stacked[0].astype(np.float32)

@@ -1,7 +1,5 @@
 """A small JAX model with its batches and its loss, optax run eagerly, and comparisons bit for bit."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +7,7 @@ import optax
 import pytest
 
 from tests.support import oracles
+from tests.support.jax_meshes import arrays_of, leaves_of
 
 SHAPES = {"embed": (33, 17), "layers": [{"w": (17, 3), "b": (3,)}, {"w": (3, 1), "b": ()}]}
 HYPER = {"lr": 1e-2, "weight_decay": 0.1}
@@ -20,10 +19,8 @@ def on_the_cpu():
         yield
 
 
-def random_tree(seed, dtype=jnp.float32, scale=1.0):
-    rng = np.random.default_rng(seed)
-    shapes = functools.partial(jax.tree.map, is_leaf=lambda s: isinstance(s, tuple))
-    return shapes(lambda s: jnp.asarray((scale * rng.standard_normal(s)).astype(np.float32)).astype(dtype), SHAPES)
+def random_tree(seed, dtype=jnp.float32, scale=1.0, shapes=SHAPES):
+    return jax.tree.map(jnp.asarray, arrays_of(shapes, seed, jnp.dtype(dtype), scale=scale))
 
 
 def loss_fn(params, x):
@@ -38,13 +35,9 @@ def batch(i):
     return jnp.asarray(np.random.default_rng(i).standard_normal((4, 33)), jnp.float32)
 
 
-def flat_arrays(tree):
-    return [(jax.tree_util.keystr(path), np.array(leaf)) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
-
-
 def assert_same_tree(got, expected):
     """The same arrays, bit for bit, at the same paths."""
-    got, expected = flat_arrays(got), flat_arrays(expected)
+    got, expected = leaves_of(got), leaves_of(expected)
     assert [path for path, _ in got] == [path for path, _ in expected]
     for (path, x), (_, y) in zip(got, expected, strict=True):
         assert x.shape == y.shape, path

@@ -4,28 +4,13 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from frontends.jax import RankGradients, ScaledGradients, wrap
-from tests.support.jax_meshes import (
-    HYPER,
-    assert_same_replicas,
-    assert_same_tree,
-    averaged,
-    split,
-)
+from tests.support.jax_meshes import HYPER, arrays_of, assert_same_replicas, assert_same_tree, averaged, split
 
 SHAPES = {"embed": (33, 17), "layers": [{"w": (17, 3), "b": (3,)}], "scale": (), "empty": (0, 2)}
-
-
-def tree_of(seed, dtype=np.float32, stack=(), scale=1.0):
-    """The model's arrays, or gradients; in NumPy."""
-    rng = np.random.default_rng(seed)
-    return jax.tree.map(
-        lambda shape: (scale * rng.standard_normal((*stack, *shape)).astype(np.float32)).astype(dtype),
-        SHAPES,
-        is_leaf=lambda shape: isinstance(shape, tuple),
-    )
+tree_of = functools.partial(arrays_of, SHAPES)
+"""The model's arrays, or gradients; in NumPy."""
 
 
 def loss_fn(params, x):

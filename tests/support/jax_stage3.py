@@ -4,18 +4,12 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from frontends.jax import RankGradients, ScaledGradients, gather_params, gathered, wrap
-from tests.support.jax_meshes import (
-    HYPER,
-    assert_same_tree,
-    averaged,
-    split,
-)
+from tests.support.jax_meshes import HYPER, arrays_of, assert_same_tree, averaged, split
 
 W = 4
 """Ranks, where a law does not say another number."""
@@ -26,17 +20,9 @@ SHAPES = {
     "small": (8,),
     "empty": (0, 24),
 }
+tree_of = functools.partial(arrays_of, SHAPES)
 STAGE3 = {"stage": 3, "param_persistence_threshold": 20}
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "reduce-scatter", "collective-permute", "collective-broadcast")
-
-
-def tree_of(seed, dtype=np.float32, stack=(), scale=1.0):
-    rng = np.random.default_rng(seed)
-    return jax.tree.map(
-        lambda shape: (scale * rng.standard_normal((*stack, *shape)).astype(np.float32)).astype(dtype),
-        SHAPES,
-        is_leaf=lambda shape: isinstance(shape, tuple),
-    )
 
 
 def dim_of(name, world_size):

@@ -7,7 +7,7 @@ from itertools import product
 
 import numpy as np
 
-from offload_core.dtypes import BY_NAME
+from offload_core.dtypes import BFLOAT16, BY_NAME
 from offload_core.native.kernels import SCALARS
 from offload_core.rules.adam import Adam, AdamHyper
 from tests.support.kernel_calls import (
@@ -19,8 +19,9 @@ from tests.support.kernel_calls import (
     update,
     using,
 )
+from tests.support.oracles import Sgd
 
-BITS = "dce779c3265349440b76a1fdbfb286dac401c3feb31f3ab09854f931c2199656"
+BITS = "6df1fa15a80042949110e695d19aac226c3d5068feb8e93c185de019d0b3fa57"
 """SHA-256 of what the kernels make of the pinned vector, on every platform and with every instruction set."""
 NUMEL = 1003
 STEPS = 3
@@ -33,7 +34,7 @@ def pinned(label: str, numel: int, *, exponents: range, positive: bool = False) 
     return (raw & (0x7FFFFF if positive else 0x807FFFFF) | exponent << 23).astype(np.uint32).view(np.float32)
 
 
-def adam_cases() -> Iterator[tuple[dict, State, list[np.ndarray]]]:
+def cases() -> Iterator[tuple[dict, State, list[np.ndarray]]]:
     """For each kind of update: the arguments of ``kernel_calls.update``, a state, and the scalars of its steps."""
     state = State(
         pinned("grad", NUMEL, exponents=range(-20, 4)),
@@ -53,6 +54,12 @@ def adam_cases() -> Iterator[tuple[dict, State, list[np.ndarray]]]:
             for t in range(1, STEPS + 1)
         ]
         yield kind, replace(state, grad=cast(state.grad, grad_dtype)), scalars
+    for rule, momentum, nesterov, grad_dtype in product(
+        ("sgd_torch", "sgd_optax"), (0.0, 0.9), (False, True), BY_NAME.values()
+    ):
+        steps = [Sgd(momentum=momentum, dampening=0.1, nesterov=nesterov, step=t) for t in range(1, STEPS + 1)]
+        kind = {"rule": rule, "param_dtype": BFLOAT16}
+        yield kind, replace(state, grad=cast(state.grad, grad_dtype)), [step.scalars(rule) for step in steps]
 
 
 def after_steps(kind: dict, state: State, scalars: list[np.ndarray]) -> State:
@@ -67,7 +74,7 @@ def digest(instruction_set: str) -> str:
     found = hashlib.sha256()
     values = pinned("values", NUMEL, exponents=range(-30, 14))
     with using(instruction_set):
-        for case in adam_cases():
+        for case in cases():
             after = after_steps(*case)
             for array in (after.master, *after.moments, after.param):
                 if array is not None:

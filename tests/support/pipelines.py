@@ -149,6 +149,11 @@ class Subject:
         self.pipeline.reduction.check(i, gradient)
         self.pipeline.add_gradients({i: gradient})
 
+    def add_all(self, value=1.0):
+        """A gradient for each parameter, of this value everywhere."""
+        for i, spec in enumerate(self.specs):
+            self.add_gradient(i, np.full(spec.numel, value, spec.dtype.numpy))
+
     def params(self):
         self.pipeline.last_step.finish()
         return [t.memory if isinstance(t, FakeTensor) else t for t in self.tensors]

@@ -83,17 +83,6 @@ def forked(body: Callable[[], Any]) -> Any:
     return result
 
 
-def run(scenario: str, world_size: int, folder: Path, worker: str) -> list[dict | None]:
-    """The result of each rank that runs this scenario of a program in tests/workers/."""
-    command = [str(ROOT / "tests" / "workers" / worker), scenario]
-    said = torch_server().run(*([*command, str(rank), str(world_size), str(folder)] for rank in range(world_size)))
-    files = [folder / f"{rank}.json" for rank in range(world_size)]
-    without = {rank: said[rank].stderr for rank, file in enumerate(files) if not file.exists()}
-    if without:  # all of them: the last to fail may be the cause
-        raise AssertionError("\n".join(f"rank {rank} ended without a result:\n{log}" for rank, log in without.items()))
-    return [json.loads(file.read_text()) for file in files]
-
-
 def environment_of(root: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
 

@@ -81,10 +81,15 @@ def run_rank(case: Case, collectives, device):
 
 def assert_equal(results, naive, norms):
     """Each rank's pipeline and norms are those of the unsharded run."""
+    assert [got for _, got in results] == [norms] * len(results)
+    assert_states([subject for subject, _ in results], naive)
+
+
+def assert_states(subjects, naive):
+    """All ranks' parameters, and their parts of the states, are those of the unsharded loop."""
     for i, (expected, states) in enumerate(zip(naive.params(), naive.states, strict=True)):
         covered = 0
-        for subject, got_norms in results:
-            assert got_norms == norms
+        for subject in subjects:
             assert_same_bits(f"parameter {i}", subject.params()[i], expected)
             assert subject.pipeline.counts.steps[i] == naive.steps[i]
             access = StateAccess(subject.pipeline)

@@ -6,6 +6,8 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from frontends.torch import OffloadedAdamW, gathered_parameters
+
 _SEED = threading.Lock()
 """Ranks that are threads share torch's random state."""
 _device = "cpu"
@@ -58,6 +60,37 @@ def assert_same(model, other, optimizer=None, other_optimizer=None):
             for key in ("exp_avg", "exp_avg_sq"):
                 assert same_bits(optimizer.state[p][key], other_optimizer.state[q][key]), (name, key)
             assert float(optimizer.state[p]["step"]) == float(other_optimizer.state[q]["step"])
+
+
+def everything(engine):
+    """Copies, on the host, of the module's tensors and of the optimizer's states."""
+    engine.flush()
+    with gathered_parameters(engine.module.parameters()):
+        found = [t.detach().cpu().clone() for t in engine.module.state_dict().values()]
+    keys = ("step", "exp_avg", "exp_avg_sq")
+    return found + [torch.as_tensor(state[key]).clone() for state in engine.optimizer.state.values() for key in keys]
+
+
+def assert_all_same(found, expected):
+    for number, (a, b) in enumerate(zip(found, expected, strict=True)):
+        assert same_bits(a, b), number
+
+
+def step(engine, seed=0):
+    engine.backward(loss_of(engine, seed))
+    return engine.step()
+
+
+def beside_torch(*, early_copy=False, **fields):
+    """A model with its optimizer, ours, and the same with torch's."""
+    ours, theirs = make(), make()
+    mine = OffloadedAdamW(ours.parameters(), early_copy=early_copy, **fields)
+    return (ours, mine), (theirs, torch.optim.AdamW(theirs.parameters(), fused=True, **fields))
+
+
+def assert_alike(one, other):
+    """Each is a model with its optimizer."""
+    assert_same(one[0], other[0], one[1], other[1])
 
 
 def train(model, optimizer, seeds):

@@ -1,7 +1,6 @@
 """One rank of a real process group: how it starts, and the model that many tests train."""
 
 import hashlib
-import json
 import os
 import pickle
 import random
@@ -104,6 +103,10 @@ def run(folder, rank, world_size, seed, port, finished, listener=None, group=Tru
         place = {"RANK": rank, "LOCAL_RANK": rank, "NODE_RANK": 0, "WORLD_SIZE": world_size,
                  "LOCAL_WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}  # fmt: skip
         os.environ.update({name: str(value) for name, value in place.items()})
+        if backend != "gloo":
+            from tests.support.simulated import collectives  # not in the code of earlier commits
+
+            collectives.register()
         open_socket = {} if listener is None else {"master_listen_fd": listener}
         timeout = timedelta(seconds=SECONDS)
         store = dist.TCPStore("127.0.0.1", port, world_size, rank == 0, timeout, wait_for_workers=False, **open_socket)
@@ -119,19 +122,3 @@ def run(folder, rank, world_size, seed, port, finished, listener=None, group=Tru
     os.write(finished, bytes([rank]))
     while True:
         signal.pause()
-
-
-def main(scenarios, timeout=SECONDS, backend="gloo"):
-    """Be a rank of :func:`tests.support.processes.run`."""
-    scenario, rank, world_size, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        backend,
-        init_method=f"file://{folder}/rendezvous",
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=timeout),
-    )
-    result = scenarios[scenario](rank, world_size)
-    (folder / f"{rank}.json").write_text(json.dumps(result))
-    os._exit(0)  # a group that lost a rank would wait for it

@@ -42,14 +42,9 @@ class Wait:
 
 
 @dataclass(frozen=True)
-class Other:
+class Other(Wait):
     """An expression in whose place another stands: an order or a memory's owner that is missing."""
 
-    module: str
-    function: str
-    line: int
-    column: int
-    text: str
     new: str
     said: str
 
@@ -85,7 +80,7 @@ class Change:
         return ast.parse("".join([*before, body.replace(self.old, self.new), *after]))
 
 
-Mutant = Wait | Other | Change
+Mutant = Wait | Change
 
 
 def by_name(mutants: Iterable[Mutant]) -> dict[str, Mutant]:

@@ -20,7 +20,7 @@ from frontends.torch.ranks import device_ranks
 from offload_core import StateError
 from tests.support import simulated
 from tests.support.slow_torch_device import SlowTorchDevice
-from tests.support.torch_models import same_bits
+from tests.support.torch_models import assert_all_same, everything, same_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's own
 
@@ -61,13 +61,6 @@ def step(engine, seed, device):
     assert engine.step().updated
 
 
-def everything(engine):
-    engine.flush()
-    with gathered_parameters(engine.module.parameters()):
-        found = [p.detach().cpu().clone() for p in engine.module.parameters()]
-    return found + [state[key] for state in engine.optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
-
-
 @pytest.fixture(autouse=True)
 def compiled_anew():
     torch._dynamo.reset()
@@ -97,7 +90,7 @@ def test_compiled_blocks_are_compiled_once_and_give_the_bits_of_the_model_as_it_
                 assert all(isinstance(p, PendingParameter) for p in model.parameters())
         assert frames[1] == frames[-1]
         found.append(everything(engine))
-    assert all(same_bits(a, b) for a, b in zip(*found, strict=True))
+    assert_all_same(*found)
 
 
 @pytest.mark.parametrize("compiled", [in_place, as_objects])
@@ -220,7 +213,7 @@ def test_training_compiles_the_graphs_of_plain_torch_and_gives_its_bits(compile_
     frames, found = graphs_of(compile_model, device, STAGES[stage])
     assert frames[1] == frames[-2]
     assert all(got <= plain for got, plain in zip(frames, expected_frames, strict=True)), (frames, expected_frames)
-    assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
+    assert_all_same(found, expected)
 
 
 @pytest.mark.slow
@@ -230,7 +223,7 @@ def test_inductor_gives_the_bits_and_the_graphs_of_plain_torch(stage):
     expected_frames, expected = plain_graphs(blocks_in_place, "inductor")
     frames, found = graphs_of(blocks_in_place, "cpu", STAGES[stage], backend="inductor")
     assert frames == expected_frames
-    assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
+    assert_all_same(found, expected)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -257,7 +250,7 @@ def test_code_that_is_compiled_around_the_engine_compiles_no_more_after_its_seco
         found.append(everything(engine))
         engine.close()
     assert 0 < frames[1] == frames[-1] <= 3
-    assert all(same_bits(a, b) for a, b in zip(*found, strict=True))
+    assert_all_same(*found)
 
 
 @contextmanager
@@ -449,7 +442,7 @@ def test_units_give_the_bits_of_the_model_as_it_is(way, device):
         assert frames[1] == frames[-1]
         found.append(everything(engine))
         engine.close()
-    assert all(same_bits(a, b) for a, b in zip(*found, strict=True))
+    assert_all_same(*found)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -474,7 +467,7 @@ def test_a_whole_loss_over_weights_is_one_graph_where_they_are_gathered(stage, d
         found.append(everything(engine))
         engine.close()
     assert frames[1] == frames[-1] <= 2  # the second: parameters that are being updated
-    assert all(same_bits(a, b) for a, b in zip(*found, strict=True))
+    assert_all_same(*found)
 
 
 def test_code_that_is_compiled_waits_for_what_it_reads_and_not_for_another_model(device, monkeypatch):

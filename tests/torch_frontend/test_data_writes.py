@@ -12,7 +12,7 @@ from frontends.torch.ranks import device_ranks
 from offload_core import StateError
 from offload_core.step.state_access import StateAccess
 from tests.support.slow_torch_device import SlowTorchDevice
-from tests.support.torch_models import batch, loss_of, make, same_bits
+from tests.support.torch_models import batch, loss_of, make, same_bits, step
 
 CLIP = 0.01
 
@@ -49,11 +49,6 @@ def everything(engine):
 def assert_equal(engine, other):
     for a, b in zip(everything(engine), everything(other), strict=True):
         assert same_bits(a, b)
-
-
-def step(engine, seed):
-    engine.backward(loss_of(engine, seed))
-    assert engine.step().updated
 
 
 def counted(p):

@@ -1,14 +1,15 @@
 """What a device cannot do, or not now: one clear error, and states and parameters of one step."""
 
 import gc
+from contextlib import contextmanager
 
 import pytest
 import torch
 
-from frontends.torch import gathered_parameters, wrap
+from frontends.torch import wrap
 from offload_core import ParameterError
 from tests.support import simulated
-from tests.support.torch_models import batch, make, same_bits
+from tests.support.torch_models import assert_all_same, everything, loss_of, make, step
 
 pytestmark = pytest.mark.parametrize("device", ["simulated, delays 0"], indirect=True)
 
@@ -20,29 +21,6 @@ SETTINGS = [
     {"schedule": "serial", "param_dtype": "bfloat16", "reduce_bucket_size": 500},
     {**STREAMED, "reduce_bucket_size": 500},
 ]
-
-
-def forward(engine, seed):
-    first = next(engine.module.parameters())
-    return engine(batch(seed, first.dtype, first.device)).float().pow(2).mean()
-
-
-def step(engine, seed):
-    engine.backward(forward(engine, seed))
-    return engine.step()
-
-
-def everything(engine):
-    engine.flush()
-    with gathered_parameters(engine.module.parameters()):
-        found = [p.detach().cpu().clone() for p in engine.module.parameters()]
-    return found + [
-        s[key].clone() for s in engine.optimizer.state.values() for key in ("step", "exp_avg", "exp_avg_sq")
-    ]
-
-
-def same(a, b):
-    return all(same_bits(x, y) for x, y in zip(a, b, strict=True))
 
 
 def run(seeds, fields):
@@ -72,45 +50,32 @@ def drained():
     pytest.fail("the device does not go on")
 
 
+def assert_goes_on_from(before, engine, fields):
+    """The third step is as if the one that failed had not been."""
+    engine.zero_grad()
+    assert_all_same(everything(engine), before)
+    step(engine, 2)
+    assert_all_same(everything(engine), everything(run(range(3), fields)))
+
+
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("fields", SETTINGS, ids=str)
 def test_a_device_without_memory_for_a_forward_or_backward_leaves_the_step_before(where, fields, device):
     engine = run(range(2), fields)
     before = everything(engine)
-    parts = [lambda loss: forward(engine, 7), engine.backward]
+    parts = [lambda loss: loss_of(engine, 7), engine.backward]
     loss = parts.pop(0)(None) if where == "backward" else None
     with full(2048), pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
         parts[0](loss)
     del loss
-    engine.zero_grad()
-    assert same(everything(engine), before)
-    step(engine, 2)
-    assert same(everything(engine), everything(run(range(3), fields)))
-
-
-@pytest.mark.parametrize("fields", SETTINGS[:4], ids=str)
-def test_parameters_that_find_no_memory_on_their_way_back_are_those_of_the_step_once_there_is_some(fields, device):
-    engine = run(range(2), fields)
-    engine.flush()
-    engine.backward(forward(engine, 2))
-    engine.optimizer.pipeline.buckets.run(lambda: None)  # the gradients have left
-
-    def update():
-        engine.step()
-        engine.flush()
-
-    with full(0), pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
-        update()
-    engine.zero_grad()  # and the next forward reads what the step has made
-    step(engine, 3)
-    assert same(everything(engine), everything(run(range(4), fields)))
+    assert_goes_on_from(before, engine, fields)
 
 
 @pytest.mark.parametrize("fields", SETTINGS, ids=str)
 def test_a_copy_to_the_host_that_fails_is_an_error_of_the_step_and_of_no_other(fields, device):
     engine = run(range(2), fields)
     before = everything(engine)
-    loss = forward(engine, 7)
+    loss = loss_of(engine, 7)
     torch.accelerator.synchronize()
     simulated.fail_copy(1)
 
@@ -121,30 +86,36 @@ def test_a_copy_to_the_host_that_fails_is_an_error_of_the_step_and_of_no_other(f
     with pytest.raises(RuntimeError, match="the copy failed, as asked"):
         end_step()
     drained()
-    engine.zero_grad()
-    assert same(everything(engine), before)
-    step(engine, 2)
-    assert same(everything(engine), everything(run(range(3), fields)))
+    assert_goes_on_from(before, engine, fields)
 
 
+@contextmanager
+def a_copy_that_fails():
+    simulated.fail_copy(1)
+    with pytest.raises(RuntimeError, match="the copy failed, as asked"):
+        yield
+    drained()
+
+
+@contextmanager
+def no_memory():
+    with full(0), pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
+        yield
+
+
+@pytest.mark.parametrize("failure", [a_copy_that_fails, no_memory])
 @pytest.mark.parametrize("fields", SETTINGS[:4], ids=str)
-def test_a_copy_to_the_device_that_fails_is_an_error_and_is_made_again(fields, device):
+def test_parameters_that_do_not_come_back_are_those_of_the_step_once_they_can(fields, failure, device):
     engine = run(range(2), fields)
     engine.flush()
-    engine.backward(forward(engine, 2))
-    engine.optimizer.pipeline.buckets.run(lambda: None)
-    simulated.fail_copy(1)
-
-    def update():
+    engine.backward(loss_of(engine, 2))
+    engine.optimizer.pipeline.buckets.run(lambda: None)  # the gradients have left
+    with failure():
         engine.step()
         engine.flush()
-
-    with pytest.raises(RuntimeError, match="the copy failed, as asked"):
-        update()
-    drained()
-    engine.zero_grad()
+    engine.zero_grad()  # and the next forward reads what the step has made
     step(engine, 3)
-    assert same(everything(engine), everything(run(range(4), fields)))
+    assert_all_same(everything(engine), everything(run(range(4), fields)))
 
 
 def test_parameters_that_are_gathered_from_the_host_in_a_copy_that_fails_are_used_by_no_update(device):
@@ -155,10 +126,7 @@ def test_parameters_that_are_gathered_from_the_host_in_a_copy_that_fails_are_use
     with pytest.raises(RuntimeError, match="the copy failed, as asked"):
         step(engine, 7)
     drained()
-    engine.zero_grad()
-    assert same(everything(engine), before)
-    step(engine, 2)
-    assert same(everything(engine), everything(run(range(3), STREAMED)))
+    assert_goes_on_from(before, engine, STREAMED)
 
 
 def test_an_engine_has_one_device_and_a_process_may_have_several(device):
@@ -167,12 +135,12 @@ def test_an_engine_has_one_device_and_a_process_may_have_several(device):
     before = [p.detach().cpu().clone() for p in model.parameters()]
     with pytest.raises(ParameterError, match=r"'2.weight' is on simulated:1, others are on simulated:0; expected one"):
         wrap(model, param_dtype="bfloat16")
-    assert same([p.detach().cpu() for p in model.parameters()], before)
+    assert_all_same([p.detach().cpu() for p in model.parameters()], before)
     engines = [wrap(make(device=f"{device}:{n}"), lr=1e-2, reduce_bucket_size=500) for n in range(2)]
     for seed in range(4):
         for engine in engines:
             step(engine, seed)
-    assert same(*map(everything, engines))
+    assert_all_same(*map(everything, engines))
 
 
 def test_an_accelerator_without_streams_is_refused_by_name(device, monkeypatch):

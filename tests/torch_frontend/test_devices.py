@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from frontends.torch import OffloadedAdamW, gathered_parameters, wrap
-from tests.support.torch_models import batch, make, same_bits
+from frontends.torch import OffloadedAdamW, wrap
+from tests.support.torch_models import assert_all_same, batch, everything, make
 
 STREAMED = {"stage": 3, "offload_param": "cpu", "param_persistence_threshold": 0}
 SETTINGS = [
@@ -35,25 +35,12 @@ def run(engine, seeds, device):
     return reports
 
 
-def everything(engine):
-    engine.flush()
-    with gathered_parameters(engine.module.parameters()):
-        found = [t.detach().cpu().clone() for t in engine.module.state_dict().values()]
-    keys = ("step", "exp_avg", "exp_avg_sq")
-    return found + [torch.as_tensor(state[key]).clone() for state in engine.optimizer.state.values() for key in keys]
-
-
-def assert_same(found, expected):
-    for number, (a, b) in enumerate(zip(found, expected, strict=True)):
-        assert same_bits(a, b), number
-
-
 @pytest.mark.quick
 @pytest.mark.parametrize("fields", SETTINGS, ids=str)
 def test_every_setting_gives_the_hosts_bits(fields, device):
     host, engine = wrap(make(device="cpu"), lr=1e-2, **fields), wrap(make(), lr=1e-2, **fields)
     assert run(engine, range(6), device) == run(host, range(6), "cpu")
-    assert_same(everything(engine), everything(host))
+    assert_all_same(everything(engine), everything(host))
     engine.close()
 
 
@@ -72,7 +59,7 @@ def test_normalisation_convolution_and_dropout_of_nothing_too(dtype, device):
         engine = wrap(model.to(place), lr=1e-2, param_dtype=dtype)
         run(engine, range(4), place)
         found.append(everything(engine))
-    assert_same(*found)
+    assert_all_same(*found)
 
 
 def test_an_overflow_is_skipped_on_every_device(device):
@@ -85,7 +72,7 @@ def test_an_overflow_is_skipped_on_every_device(device):
         assert not reports[0].updated
         assert reports[-1].updated
         found.append(everything(engine))
-    assert_same(*found)
+    assert_all_same(*found)
 
 
 def test_the_optimizer_alone_reads_gradients_where_they_are(device):
@@ -99,7 +86,7 @@ def test_the_optimizer_alone_reads_gradients_where_they_are(device):
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
             optimizer.step()
         found.append([p.detach().cpu() for p in model.parameters()])
-    assert_same(*found)
+    assert_all_same(*found)
 
 
 @pytest.mark.parametrize("fields", [{"param_dtype": "bfloat16"}, {"schedule": "delayed"}, STREAMED], ids=str)
@@ -114,7 +101,7 @@ def test_a_run_that_was_saved_on_one_device_goes_on_as_it_was_on_another(fields,
         resumed = wrap(make(seed=1, device=place), lr=1e-2, **fields)
         resumed.load_checkpoint(tmp_path, random_state=place == device)
         run(resumed, range(4, 8), place)
-        assert_same(everything(resumed), expected)
+        assert_all_same(everything(resumed), expected)
 
 
 def test_a_parameter_that_is_written_by_hand_is_followed(device):
@@ -126,7 +113,7 @@ def test_a_parameter_that_is_written_by_hand_is_followed(device):
             engine.module[0].weight.mul_(0.5)
         run(engine, range(2, 4), place)
         found.append(everything(engine))
-    assert_same(*found)
+    assert_all_same(*found)
 
 
 def test_a_default_device_does_not_attract_what_is_the_hosts(device, tmp_path):
@@ -143,4 +130,4 @@ def test_a_default_device_does_not_attract_what_is_the_hosts(device, tmp_path):
                     each.step()
         found += [everything(engine), everything(resumed)]
     for each in found[1:]:
-        assert_same(each, found[0])
+        assert_all_same(each, found[0])

@@ -7,7 +7,7 @@ import torch
 
 from frontends.torch import OffloadedAdamW, wrap
 from offload_core import ConfigError, ParameterError
-from tests.support.torch_models import loss_of, make, same_bits
+from tests.support.torch_models import make, same_bits, step
 
 OPTIONS = {"lr": 1e-2, "param_dtype": "bfloat16", "state_format": "8bit"}
 
@@ -21,8 +21,7 @@ def groups_of(model, order):
 
 def trained(engine, first, steps):
     for seed in range(first, first + steps):
-        engine.backward(loss_of(engine, seed))
-        engine.step()
+        step(engine, seed)
     engine.flush()
     return engine
 

@@ -146,45 +146,46 @@ def test_where_no_port_can_be_opened_no_rank_uses_the_line(monkeypatch):
     assert on_threads(3, lambda rank, line: line.usable) == [False] * 3
 
 
-def test_a_stranger_that_connects_is_not_taken_for_a_rank():
+def assert_ranks_meet_beside(strangers_at, *, time=1):
+    """The strangers connect as soon as rank 0 has said where; the ranks have this part of their time."""
     strangers = []
 
     class Store(dist.PrefixStore):
         def set(self, key, value):
             if key == "place":
-                for said in (b"", b"GET / HTTP/1.1\r\n\r\n", bytes(16) + (1).to_bytes(4, "little")):
-                    strangers.append(socket.create_connection(("localhost", json.loads(value)["port"])))
-                    strangers[-1].sendall(said)
-                strangers[0].close()
+                strangers.extend(strangers_at(json.loads(value)))
             super().set(key, value)
 
-    def make(store, *arguments):
-        return HeaderLine(Store("x", store), *arguments)
+    def make(store, rank, world_size, timeout):
+        return HeaderLine(Store("x", store), rank, world_size, timeout * time)
 
     assert on_threads(3, lambda rank, line: line.exchange(header("bucket 0")), make) == [None] * 3
     for stranger in strangers:
         stranger.close()
+
+
+def stranger_at(place, said):
+    stranger = socket.create_connection(("127.0.0.1", place["port"]))
+    stranger.sendall(said)
+    return stranger
+
+
+def test_a_stranger_that_connects_is_not_taken_for_a_rank():
+    def strangers_at(place):
+        stranger_at(place, b"").close()
+        for said in (b"GET / HTTP/1.1\r\n\r\n", bytes(16) + (1).to_bytes(4, "little")):
+            yield stranger_at(place, said)
+
+    assert_ranks_meet_beside(strangers_at)
 
 
 def test_a_crowd_of_strangers_that_say_nothing_or_little_holds_nobody_up():
     """Each took a tenth of the time limit before."""
-    strangers = []
 
-    class Store(dist.PrefixStore):
-        def set(self, key, value):
-            if key == "place":
-                place = json.loads(value)
-                for i in range(40):
-                    strangers.append(socket.create_connection(("127.0.0.1", place["port"])))
-                    strangers[-1].sendall(bytes.fromhex(place["token"])[: i % 3])
-            super().set(key, value)
+    def strangers_at(place):
+        return [stranger_at(place, bytes.fromhex(place["token"])[: i % 3]) for i in range(40)]
 
-    def make(store, rank, world_size, timeout):
-        return HeaderLine(Store("x", store), rank, world_size, timeout / 6)
-
-    assert on_threads(3, lambda rank, line: line.exchange(header("bucket 0")), make) == [None] * 3
-    for stranger in strangers:
-        stranger.close()
+    assert_ranks_meet_beside(strangers_at, time=1 / 6)
 
 
 @pytest.mark.parametrize("machines", ["ab", "aa", "aab"])

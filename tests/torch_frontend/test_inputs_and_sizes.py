@@ -6,7 +6,7 @@ import torch
 from frontends.torch import OffloadedAdamW, gathered_parameters, wrap
 from offload_core import ParameterError, StateError
 from tests.support.processes import on_ranks
-from tests.support.torch_models import loss_of, make, same_bits
+from tests.support.torch_models import loss_of, make, same_bits, step
 from tests.support.ways import STAGE_3, WAYS
 
 
@@ -54,8 +54,7 @@ def test_a_parameter_of_another_size_is_named_where_it_is_gathered_and_training_
     with pytest.raises(ParameterError, match=said), gathered_parameters(weight, modifier_rank=modifier_rank):
         weight.data = change(weight)
     for each in (engine, twin):
-        each.backward(loss_of(each, 0))
-        each.step()
+        step(each, 0)
     with gathered_parameters([*engine.parameters(), *twin.parameters()]):
         for p, q in zip(engine.parameters(), twin.parameters(), strict=True):
             assert same_bits(p, q)
@@ -94,8 +93,7 @@ def test_a_vocabulary_that_grows_before_the_first_update_trains_as_if_it_had_bee
                 assert same_bits(engine.optimizer.whole_states(p)["master"][:16], first)
     for seed in range(4):
         for each in (engine, twin):
-            each.backward(loss_of(each, seed))
-            each.step()
+            step(each, seed)
     engine.flush()
     for p, q in zip(engine.parameters(), twin.parameters(), strict=True):
         assert same_bits(p, q)
@@ -121,8 +119,7 @@ def test_the_optimizer_alone_takes_parameters_that_have_grown_too():
 
 def test_growing_after_an_update_is_named():
     engine = wrap(make(), lr=1e-2)
-    engine.backward(loss_of(engine, 0))
-    engine.step()
+    step(engine, 0)
     engine.flush()
     with_more_rows(engine.module)
     with pytest.raises(ParameterError, match=r"'2.weight' is \(24, 64\) .* and was \(16, 64\)"):
@@ -136,16 +133,14 @@ def test_ranks_grow_alike():
         saver = engine.save_on_signal("nowhere")
         with_more_rows(engine.module)
         for seed in range(2):
-            engine.backward(loss_of(engine, seed))
-            engine.step()
+            step(engine, seed)
         saver.close()
         return [engine.optimizer.whole_states(p)["master"] for p in engine.parameters()]
 
     alone = wrap(make(), lr=1e-2, param_dtype="bfloat16")
     with_more_rows(alone.module)
     for seed in range(2):
-        alone.backward(loss_of(alone, seed))
-        alone.step()
+        step(alone, seed)
     for i, p in enumerate(alone.parameters()):
         for masters in found:
             assert same_bits(masters[i], alone.optimizer.whole_states(p)["master"])

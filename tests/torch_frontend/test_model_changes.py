@@ -8,7 +8,7 @@ from torch import nn
 
 from frontends.torch import wrap
 from offload_core import StateError
-from tests.support.torch_models import loss_of, make
+from tests.support.torch_models import make, step
 from tests.support.ways import WAYS
 
 
@@ -30,11 +30,6 @@ def module_by_table(model, *, trained):
 
 def by_another_dict(model, *, trained):
     model[0].__dict__["_parameters"] = {**model[0]._parameters, "bias": parameter(trained=trained)}
-
-
-def step(engine, seed=0):
-    engine.backward(loss_of(engine, seed))
-    engine.step()
 
 
 @pytest.mark.parametrize("door", [by_table, by_attribute, module_by_table, by_another_dict])

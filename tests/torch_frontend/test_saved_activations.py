@@ -9,10 +9,10 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from frontends.torch import gathered_parameters, wrap
+from frontends.torch import wrap
 from offload_core.errors import StateError
 from tests.support.partitioned_models import llama, llama_loss
-from tests.support.torch_models import place, same_bits
+from tests.support.torch_models import assert_all_same, everything, place
 
 STREAMED = {"stage": 3, "offload_param": "cpu", "param_persistence_threshold": 33, "max_reuse_distance": 0}
 
@@ -79,12 +79,6 @@ def trained(engine, around):
     return everything(engine)
 
 
-def everything(engine):
-    engine.flush()
-    with gathered_parameters(engine.module.parameters()):
-        return [p.detach().cpu().clone() for p in engine.module.parameters()]
-
-
 class Nothing:
     def __enter__(self):
         pass
@@ -109,7 +103,7 @@ def test_activations_on_the_host_change_no_bit_and_take_no_weight_along(again, w
             assert len(weights) == 3 * 3 * 2  # three steps, three blocks, two weights each
     assert seen or again != "nothing again"
     for other in found[1:]:
-        assert all(same_bits(p, q) for p, q in zip(found[0], other, strict=True))
+        assert_all_same(found[0], other)
 
 
 def test_saved_activations_keep_no_gathered_parameter(device):
@@ -162,4 +156,4 @@ def test_transformers_own_checkpointing_beside_activations_on_the_host(reentrant
             engine.backward(loss)
             engine.step()
         found.append(everything(engine))
-    assert all(same_bits(p, q) for p, q in zip(*found, strict=True))
+    assert_all_same(*found)

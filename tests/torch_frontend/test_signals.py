@@ -7,6 +7,7 @@ import signal
 import tempfile
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from frontends.torch.pending import PendingParameter
 from frontends.torch.ranks import device_ranks
 from offload_core.errors import CheckpointError, StateError
 from offload_core.step.state_lock import StateLock
-from tests.support.interrupts import FewerLines, handled_at_each_line, interrupt_at
+from tests.support.interrupts import FewerLines, handled_at_each_line, interrupt_at, read_at_each_line
 from tests.support.slow_torch_device import SlowTorchDevice
 from tests.support.waiting import until_one_is_in
 
@@ -71,19 +72,9 @@ def test_a_handler_that_saves_at_any_line_of_a_step_gets_a_whole_step_or_an_erro
     for seed in (1, 2):
         step(twin, seed)
         allowed.append(state_dict(twin))
-    engine, seen, refused = engine_of(schedule), set(), []
+    engine = engine_of(schedule)
     step(engine, 1)
-
-    def handler(place):
-        try:
-            saved = save(engine)
-        except StateError as error:
-            refused.append(str(error))
-            return
-        assert saved in allowed, place
-        seen.add(allowed.index(saved))
-
-    handled_at_each_line(lambda: step(engine, 2), handler)
+    seen, refused = read_at_each_line(lambda: save(engine), lambda: step(engine, 2), allowed)
     assert seen == {0, 1}
     assert sum("in the middle of step(), in the same thread" in error for error in refused) > 30
     assert state_dict(engine) == allowed[1]
@@ -158,19 +149,9 @@ def test_a_handler_that_saves_at_any_line_of_a_load_gets_the_states_before_or_th
         step(source, seed)
     given = copy.deepcopy(source.optimizer.state_dict())
     step(engine, 9)
-    allowed, refused = [state_dict(engine), state_dict(source)], []
-    seen = set()
-
-    def handler(place):
-        try:
-            found = save(engine)
-        except StateError as error:
-            refused.append(str(error))
-            return
-        assert found in allowed, place
-        seen.add(allowed.index(found))
-
-    handled_at_each_line(lambda: engine.optimizer.load_state_dict(given), handler)
+    allowed = [state_dict(engine), state_dict(source)]
+    load = partial(engine.optimizer.load_state_dict, given)
+    seen, refused = read_at_each_line(lambda: save(engine), load, allowed)
     assert seen == {0, 1}
     assert any("in the same thread" in error for error in refused)
 

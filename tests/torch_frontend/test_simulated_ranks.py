@@ -1,58 +1,167 @@
 """Ranks that exchange buckets between simulated devices, by a group that is as late as nccl."""
 
 import re
+from datetime import timedelta
+from functools import partial
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from frontends.torch import wrap
+import offload_core.step.worker
+from frontends.torch import init, wrap
+from frontends.torch.ranks.own_group import timeout_of
 from offload_core.device.trace import TO_HOST, UPDATE
-from tests.support import simulated
-from tests.support.processes import run
-from tests.support.torch_rank import batch, make, whole_bits
+from tests.support import experts, simulated
+from tests.support.one_thread import Threads
+from tests.support.processes import on_ranks
+from tests.support.simulated import collectives
+from tests.support.torch_rank import batch, bits, make, whole_bits
 from tests.support.traces import read
-from tests.support.wait_mutants import NoticedBy, by_name, mutants_of
+from tests.support.wait_mutants import Change, NoticedBy, by_name, made, mutants_of
 
 pytestmark = pytest.mark.skipif((missing := simulated.why_not()) is not None, reason=missing or "")
 
+STREAMED = {"stage": 3, "offload_param": "cpu", "param_persistence_threshold": 0}
+SAVED = ("stage 2", "streamed")
+SETTINGS = {
+    "stage 1": {"stage": 1},
+    "stage 2": {"gradient_clipping": 0.05},
+    "native": {"reduction": "native", "param_dtype": "bfloat16"},
+    "delayed": {"schedule": "delayed", "delay_warmup_steps": 1},
+    "serial": {"schedule": "serial", "gradient_clipping": 0.05},
+    "early": {"update_in_backward": True, "param_dtype": "bfloat16"},
+    "fp16": {"param_dtype": "float16", "loss_scale": "dynamic", "initial_loss_scale": 2.0**20},
+    "stage 3": {"stage": 3, "param_persistence_threshold": 0},
+    "streamed": {**STREAMED, "param_dtype": "bfloat16"},
+    "streamed, clipped": {**STREAMED, "gradient_clipping": 0.05, "schedule": "delayed", "delay_warmup_steps": 1},
+}
 
-def test_ranks_on_devices_give_the_bits_of_ranks_on_the_host(tmp_path):
+
+@pytest.fixture(autouse=True)
+def prepared():
+    """The devices are built before ranks need them."""
     simulated.prepare()
-    results = run("everywhere", 2, tmp_path, "simulated_worker.py")
+
+
+on_devices = on_ranks(2, backend=collectives.BACKEND)
+
+
+def device_of(rank):
+    device = torch.device(simulated.NAME, rank)
+    torch.accelerator.set_device_index(device)
+    return device
+
+
+def train(device, rank, **fields):
+    engine = wrap(make().to(device), lr=1e-2, reduce_bucket_size=1000, gradient_accumulation_steps=2, **fields)
+    norms = []
+    for seed in range(6):
+        engine.backward(engine(batch(seed, rank).to(device)).float().pow(2).mean())
+        norms.append(engine.step().grad_norm)
+    engine.flush()
+    found = [whole_bits(engine), norms, type(engine.optimizer.pipeline.device).__name__]
+    engine.close()
+    return found
+
+
+def everywhere(rank):
+    device, result = device_of(rank), {}
+    assert dist.get_default_backend_for_device(simulated.NAME) == collectives.BACKEND
+    for name, fields in SETTINGS.items():
+        result[name] = [train("cpu", rank, **fields)]
+        for seed in range(2):
+            with simulated.delays(seed=seed + 10 * rank, kernel=200, copy=2000):
+                result[name].append(train(device, rank, **fields))
+    return result
+
+
+def test_ranks_on_devices_give_the_bits_of_ranks_on_the_host():
+    results = on_devices(everywhere)
     for name in results[0]:
         host, *late = [found for result in results for found in result[name][:1]] + [
             found for result in results for found in result[name][1:]
         ]
         expected = results[0][name][0]
         assert host == results[1][name][0]
-        for bits, norms, kind in late[1:]:
-            assert (bits, norms) == (expected[0], expected[1]), name
+        for found, norms, kind in late[1:]:
+            assert [found, norms] == expected[:2], name
             assert kind == "DeviceRanks", name
 
 
+def mixtures(rank):
+    """Experts as modules of their own: in stage 2 on the host, and in leaf modules on devices of which one is late."""
+    device, runs, result = device_of(rank), [("cpu", {"stage": 2}, 0)], []
+    runs += [(device, {**STREAMED, "max_reuse_distance": 0, "leaf_modules": ["Experts"]}, seed) for seed in (1, 2)]
+    for where, fields, seed in runs:
+        with simulated.delays(seed=seed + 10 * rank, kernel=200 * rank, copy=2000 * (1 - rank)):
+            engine = wrap(experts.deep("layer").to(where), lr=1e-2, reduce_bucket_size=1000, **fields)
+            for step in range(3):
+                engine.backward(engine(experts.rows(2 * step + rank).to(where)).square().mean())
+                engine.step()
+            result.append(whole_bits(engine))
+            engine.close()
+    return result
+
+
 @pytest.mark.slow
-def test_ranks_on_devices_run_other_experts_of_leaf_modules_and_have_the_bits_of_stage_2_on_the_host(tmp_path):
-    simulated.prepare()
-    first, second = run("mixtures", 2, tmp_path, "simulated_worker.py")
+def test_ranks_on_devices_run_other_experts_of_leaf_modules_and_have_the_bits_of_stage_2_on_the_host():
+    first, second = on_devices(mixtures)
     assert first == second
     assert len(set(first)) == 1
 
 
+def saved(folder, rank):
+    """Saved by both in mid-run, in stages 2 and 3, and gone on with. Their batches are those of one rank."""
+    device, result = device_of(rank), {}
+    for name in SAVED:
+        engine = wrap(make().to(device), lr=1e-2, reduce_bucket_size=1000, **SETTINGS[name])
+        for seed in range(6):
+            if seed == 3:
+                engine.save_checkpoint(folder / name, wait=False)
+            engine.backward(engine(batch(seed, 0).to(device)).float().pow(2).mean())
+            engine.step()
+        engine.wait_for_checkpoint()
+        result[name] = whole_bits(engine)
+        engine.close()
+    return result
+
+
 def test_what_two_ranks_on_devices_saved_one_on_the_host_resumes_to_the_same_bits(tmp_path):
-    simulated.prepare()
-    expected, other = run("saved", 2, tmp_path, "simulated_worker.py")
+    expected, other = on_devices(partial(saved, tmp_path))
     assert expected == other
     for name, fields in (("stage 2", {"gradient_clipping": 0.05}), ("streamed", {"param_dtype": "bfloat16"})):
         engine = wrap(make(seed=1), lr=1e-2, **fields)
-        engine.load_checkpoint(tmp_path / "checkpoints" / name)
+        engine.load_checkpoint(tmp_path / name)
         for seed in range(3, 6):
             engine.backward(engine(batch(seed, 0)).float().pow(2).mean())
             engine.step()
         assert whole_bits(engine) == expected[name], name
 
 
+def built(folder, rank):
+    """Models that are built on devices, whole and in shards; the second step of each is traced."""
+    device, result = device_of(rank), {}
+    for name in ("stage 3", "streamed"):
+        fields = {"lr": 1e-2, "reduce_bucket_size": 1000, **SETTINGS[name]}
+        result[name] = []
+        for in_shards in (False, True):
+            with device, init(**fields, enabled=in_shards):
+                model = make()
+            with torch._C.DisableTorchFunctionSubclass():  # no read
+                held = sum(p.untyped_storage().nbytes() for p in model.parameters())
+            engine = wrap(model, **fields)
+            for seed in range(3):
+                with engine.trace(folder / f"{name}, {seed}.json"):
+                    engine.backward(engine(batch(seed, rank).to(device)).float().pow(2).mean())
+                    engine.step()
+            result[name].append([whole_bits(engine), held])
+            engine.close()
+    return result
+
+
 def test_models_that_ranks_build_in_shards_on_their_devices_are_those_built_whole_and_each_rank_has_its_trace(tmp_path):
-    simulated.prepare()
-    first, second = run("built", 2, tmp_path, "simulated_worker.py")
+    first, second = on_devices(partial(built, tmp_path))
     for name, ((whole, held), (in_shards, nothing)) in first.items():
         assert whole == in_shards == second[name][0][0] == second[name][1][0]
         assert held > nothing == 0
@@ -65,10 +174,81 @@ def test_models_that_ranks_build_in_shards_on_their_devices_are_those_built_whol
             assert sorted(updates) == sorted({*updates} & {*arrived}) != []  # a shard may be empty
 
 
-@pytest.mark.parametrize("group", ["gloo", "late"])
-def test_a_copy_to_one_ranks_device_that_fails_ends_the_engines_of_all_within_the_groups_time(group, tmp_path):
-    simulated.prepare()
-    first, second = run(f"failing, {group}", 2, tmp_path, "simulated_worker.py")
+def failing_on_the_way_back(rank):
+    """A copy of parameters to the device fails on rank 1; both ranks catch what they are told, and go on."""
+    if dist.get_backend() == "gloo":
+        collectives.register()
+    device = device_of(rank)
+    reference = wrap(make(), lr=1e-2, reduce_bucket_size=1000)
+    for seed in range(2):
+        reference.backward(reference(batch(seed, rank)).pow(2).mean())
+        reference.step()
+    result = {"expected": bits(reference.module), "seconds": seconds_of_its_own(device)}
+    store = dist.group.WORLD.get_group_store()
+    for name, last in (("stage 1", True), ("stage 2", False)):
+        store.set(f"{name} {rank}", "here")
+        store.wait([f"{name} {other}" for other in range(2)])  # one is done sooner with the case before
+        group = dist.new_group(backend=dist.get_backend(), timeout=timedelta(seconds=1))
+        engine = wrap(make().to(device), lr=1e-2, reduce_bucket_size=1000, process_group=group, **SETTINGS[name])
+        said = []
+
+        def tried(act, said=said):
+            try:
+                act()
+            except Exception as error:
+                said.append(f"{type(error).__name__}: {error}".partition("\n")[0])
+                while_it_fails(torch.accelerator.synchronize)
+            else:
+                said.append(None)
+
+        def step(seed, engine=engine):
+            engine.backward(engine(batch(seed, rank).to(device)).float().pow(2).mean())
+            engine.step()
+
+        step(0)
+        engine.flush()
+        engine.backward(engine(batch(1, rank).to(device)).float().pow(2).mean())
+        engine.optimizer.pipeline.buckets.run(lambda: None)  # the gradients have left
+        torch.accelerator.synchronize()
+        simulated.fail_copy(rank * (len(engine.optimizer.pipeline.buckets.all) if last else 1))  # none on rank 0
+
+        def update(engine=engine):
+            engine.step()
+            engine.flush()
+
+        tried(update)
+        simulated.fail_copy(0)
+        tried(engine.zero_grad)
+        for seed in (2, 3):
+            tried(lambda seed=seed: step(seed))
+        tried(engine.flush)
+        tried(engine.optimizer.state.values)
+        tried(engine.close)
+        result[name] = [said, bits(engine.module)]
+    return result
+
+
+def seconds_of_its_own(device):
+    """The timeout of the group that an engine makes for its gathers, beside one of seven seconds."""
+    group = dist.new_group(backend=collectives.BACKEND, timeout=timedelta(seconds=7))
+    engine = wrap(make().to(device), process_group=group, **SETTINGS["stage 3"])
+    found = timeout_of(engine.optimizer.partitioned._world._group()).total_seconds()
+    engine.close()
+    return found
+
+
+def while_it_fails(act):
+    for _ in range(16):
+        try:
+            return act()
+        except RuntimeError:
+            pass
+    raise AssertionError("the device does not go on")
+
+
+@pytest.mark.parametrize("group", ["gloo", collectives.BACKEND])
+def test_a_copy_to_one_ranks_device_that_fails_ends_the_engines_of_all_within_the_groups_time(group):
+    first, second = on_ranks(2, backend=group)(failing_on_the_way_back)
     expected = first.pop("expected")
     assert second.pop("expected") == expected
     assert first.pop("seconds") == second.pop("seconds") == 7.0
@@ -87,11 +267,18 @@ def test_a_copy_to_one_ranks_device_that_fails_ends_the_engines_of_all_within_th
             assert said[5] is None  # its states can be read
 
 
+def without_waits(rank):
+    """An exchange that the stream of copies does not wait for."""
+    change = Change(collectives.__name__, "_Exchange.wait", "torch.accelerator.current_stream(self._device).wait_event(self._ended)", "None")  # fmt: skip # noqa: E501
+    device = device_of(rank)
+    with made(change):
+        return train(device, rank)[:1], train("cpu", rank)[:1]
+
+
 @pytest.mark.slow
-def test_an_exchange_that_is_not_waited_for_shows(tmp_path):
-    simulated.prepare()
-    for result in run("without_waits", 2, tmp_path, "simulated_worker.py"):
-        assert result["lost"] != result["expected"]
+def test_an_exchange_that_is_not_waited_for_shows():
+    for lost, expected in on_devices(without_waits):
+        assert lost != expected
 
 
 RANKS = "frontends.torch.ranks.device_ranks"
@@ -110,10 +297,42 @@ def test_no_mutant_was_dropped_and_the_table_says_what_notices_each():
     NOTICED_BY.assert_names(mutants - {*UNNOTICED})
 
 
+def in_turn(device, rank, ahead, **fields):
+    """As :func:`train`, alike in every run; and the number of copies that the host waited for."""
+    offload_core.step.worker.TaskThread = Threads()
+    with simulated.in_turn(ahead=ahead):
+        engine = wrap(make().to(device), lr=1e-2, reduce_bucket_size=1000, **fields)
+        inputs, norms = [batch(seed, rank).to(device) for seed in range(3)], []
+        before = simulated.copies_waited_for()
+        for x in inputs:
+            engine.backward(engine(x).float().pow(2).mean())
+            norms.append(engine.step().grad_norm)
+        waited = simulated.copies_waited_for() - before
+        engine.flush()
+        found = [whole_bits(engine), norms, waited]
+        engine.close()
+    return found
+
+
+def mutants(rank):
+    """The scenario that notices each mutant of the exchange between devices; None: none does."""
+    device = device_of(rank)
+    played = {
+        f"{name}{', computing ahead' * ahead}": partial(in_turn, device, rank, ahead, **SETTINGS[name])
+        for name in ("stage 1", "delayed", "streamed")
+        for ahead in (False, True)
+    }
+    sound = {name: play() for name, play in played.items()}
+    result = {"sound": [sound[name] == play() for name, play in played.items()]}
+    for name, mutant in by_name(mutants_of(RANKS)).items():
+        with made(mutant):
+            result[name] = next((by for by in NOTICED_BY.first(name, played) if played[by]() != sound[by]), None)
+    return result
+
+
 @pytest.mark.slow
-def test_every_wait_of_an_exchange_between_devices_that_is_taken_out_is_noticed(tmp_path):
-    simulated.prepare()
-    first, second = run("mutants", 2, tmp_path, "simulated_worker.py")
+def test_every_wait_of_an_exchange_between_devices_that_is_taken_out_is_noticed():
+    first, second = on_devices(mutants)
     assert all(first.pop("sound") + second.pop("sound"))
     assert first == second
     assert {mutant for mutant, by in first.items() if by is None} == {*UNNOTICED}

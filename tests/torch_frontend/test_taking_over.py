@@ -10,7 +10,7 @@ from torch import nn
 from frontends.torch import OffloadedAdamW, wrap
 from offload_core.errors import StateError
 from tests.support.processes import on_ranks
-from tests.support.torch_models import assert_same, loss_of, make, same_bits, train
+from tests.support.torch_models import assert_same, loss_of, make, same_bits, step, train
 
 WAYS = {
     "alone": lambda m: OffloadedAdamW(m.parameters()),
@@ -45,8 +45,7 @@ def test_an_earlier_one_is_flushed_first():
     engines = [wrap(model, schedule="delayed", delay_warmup_steps=1) for model in models]
     for seed in range(3):
         for engine in engines:
-            engine.backward(loss_of(engine, seed))
-            engine.step()
+            step(engine, seed)
     engines[0].flush()
     OffloadedAdamW(models[1].parameters())
     assert_same(*models)
@@ -85,8 +84,7 @@ def test_an_earlier_one_that_is_not_idle_or_has_other_parameters_keeps_them():
     engine.step()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     hook = engine.optimizer.register_step_pre_hook(lambda *_: refused(waits))
-    engine.backward(loss_of(engine, 1))
-    engine.step()
+    step(engine, 1)
     hook.remove()
     with pytest.raises(StateError, match="of which this one is a shallow copy"):
         copy.copy(OffloadedAdamW([nn.Parameter(torch.ones(4))]))

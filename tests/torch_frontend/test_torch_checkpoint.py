@@ -14,7 +14,7 @@ from frontends.torch import gathered_parameters, wrap
 from frontends.torch.files.checkpoint import load_weights
 from offload_core.checkpoint.reader import Checkpoint
 from offload_core.errors import CheckpointError, StateError
-from tests.support.torch_models import batch, loss_of, make, place, same_bits
+from tests.support.torch_models import batch, loss_of, make, place, same_bits, step
 
 everywhere = pytest.mark.usefixtures("device")
 
@@ -327,8 +327,7 @@ def test_two_tensors_of_one_name_are_refused_before_anything_is_written(tmp_path
 def test_parameters_that_are_changed_by_hand_right_after_the_call_are_saved_as_they_were(tmp_path):
     """They may be: weights are swapped for their average, then evaluated."""
     engine = wrap(make(), lr=1e-2)
-    engine.backward(loss_of(engine, 0))
-    engine.step()
+    step(engine, 0)
     before = everything(engine)
     engine.save_checkpoint(tmp_path, wait=False)
     with torch.no_grad():
@@ -382,13 +381,11 @@ def test_what_cannot_be_saved_is_named_and_nothing_is_left(tmp_path):
 def test_gradients_that_wait_are_discarded_by_loading(tmp_path):
     engine, straight = (wrap(make(), lr=1e-2, gradient_accumulation_steps=2) for _ in range(2))
     engine.save_checkpoint(tmp_path)
-    engine.backward(loss_of(engine, 7))
-    engine.step()
+    step(engine, 7)
     engine.load_checkpoint(tmp_path)
     for subject in (engine, straight):
         for seed in range(2):
-            subject.backward(loss_of(subject, seed))
-            subject.step()
+            step(subject, seed)
     assert_same(everything(engine), everything(straight))
 
 
@@ -398,8 +395,7 @@ def test_an_engine_that_saves_can_be_copied_and_a_checkpoint_stays_as_it_is(tmp_
     engine.save_checkpoint(tmp_path, wait=False)
     twin = copy.deepcopy(engine)
     for seed in range(3):
-        twin.backward(loss_of(twin, seed))
-        twin.step()
+        step(twin, seed)
     engine.wait_for_checkpoint()
     Checkpoint(tmp_path).verify()
     twin.load_checkpoint(tmp_path)

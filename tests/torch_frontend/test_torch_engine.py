@@ -28,7 +28,7 @@ from offload_core import (
     StateError,
 )
 from offload_core.native.grad_norm import clip_coefficient
-from tests.support.torch_models import assert_same, batch, loss_of, make, same_bits, train
+from tests.support.torch_models import assert_same, batch, loss_of, make, same_bits, step, train
 from tests.support.ways import WAYS
 
 
@@ -45,11 +45,6 @@ def everything(engine):
     return [v.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for v in values]
 
 
-def step(engine, seed):
-    engine.backward(loss_of(engine, seed))
-    return engine.step()
-
-
 everywhere = pytest.mark.usefixtures("device")
 rarely = pytest.mark.parametrize(
     "device", ["host", pytest.param("simulated, delays 0", marks=pytest.mark.slow)], indirect=True
@@ -62,11 +57,8 @@ rarely = pytest.mark.parametrize(
 def test_fifty_steps_equal_torch_fused_bit_for_bit():
     ours, theirs = make(), make()
     engine, reference = wrap(ours, lr=1e-2), torch.optim.AdamW(theirs.parameters(), lr=1e-2, fused=True)
-    for seed in range(50):
-        assert step(engine, seed).updated
-        loss_of(theirs, seed).backward()
-        reference.step()
-        reference.zero_grad()
+    assert all(step(engine, seed).updated for seed in range(50))
+    train(theirs, reference, range(50))
     assert_same(ours, theirs, engine.optimizer, reference)
 
 
@@ -117,13 +109,11 @@ def test_wrapping_an_fp32_model_in_bf16_loses_nothing():
     frozen = nn.Parameter(torch.ones(3), requires_grad=False)
     model.register_parameter("frozen", frozen)
     engine = wrap(model, param_dtype="bfloat16")
-    for (name, p), _q in zip(
-        model.named_parameters(), [*[*original.parameters()][:0], frozen, *original.parameters()], strict=False
-    ):
-        assert p.dtype is torch.bfloat16
-        if p is not frozen:
-            assert same_bits(engine.optimizer.state[p]["master"], dict(original.named_parameters())[name])
-            assert same_bits(p, dict(original.named_parameters())[name].to(torch.bfloat16))
+    assert frozen.dtype is torch.bfloat16
+    for name, p in original.named_parameters():
+        rounded = model.get_parameter(name)
+        assert same_bits(engine.optimizer.state[rounded]["master"], p)
+        assert same_bits(rounded, p.to(torch.bfloat16))
 
 
 @everywhere
@@ -204,8 +194,7 @@ def test_a_plain_backward_sums_and_engine_backward_averages():
 def test_mixing_both_backwards_in_one_update_raises_and_can_be_discarded():
     engine = wrap(make(), gradient_accumulation_steps=2)
     before = everything(engine)
-    engine.backward(loss_of(engine, 0))
-    engine.step()
+    step(engine, 0)
     loss_of(engine, 1).backward()
     with pytest.raises(GradientError, match="averages over the accumulation steps"):
         engine.step()
@@ -490,9 +479,7 @@ def test_a_layer_unfrozen_after_wrap_is_trained():
             ours[0].requires_grad_(True)
             theirs[0].requires_grad_(True)
         step(engine, seed)
-        loss_of(theirs, seed).backward()
-        reference.step()
-        reference.zero_grad()
+        train(theirs, reference, [seed])
     assert_same(ours, theirs, engine.optimizer, reference)
 
 
@@ -526,9 +513,11 @@ def test_a_refused_step_can_be_repeated_once_the_cause_is_mended():
     for e in (engine, other):
         step(e, 0)
         e.backward(loss_of(e, 1))
+    before = everything(engine)
     engine.optimizer.param_groups[0]["lr"] = -1.0
-    with pytest.raises(ConfigError, match="lr: got -1"):
+    with pytest.raises(ConfigError, match="parameter group 0: lr: got -1.0"):
         engine.step()
+    assert everything(engine) == before
     engine.optimizer.param_groups[0]["lr"] = 1e-3
     assert engine.step() == other.step()
     assert everything(engine) == everything(other)
@@ -965,18 +954,6 @@ def test_an_engine_refuses_a_wrong_added_group_and_goes_on():
     loss_of(model, 0).backward()
     optimizer.step()
     assert optimizer.report.updated
-
-
-@everywhere
-def test_a_negative_learning_rate_set_later_is_refused_and_nothing_changes():
-    engine = wrap(make())
-    step(engine, 0)
-    before = everything(engine)
-    engine.optimizer.param_groups[0]["lr"] = -1.0
-    engine.backward(loss_of(engine, 1))
-    with pytest.raises(ConfigError, match="parameter group 0: lr: got -1.0"):
-        engine.step()
-    assert everything(engine) == before
 
 
 def test_states_of_another_model_are_refused_and_nothing_changes():

@@ -15,6 +15,7 @@ from frontends.torch.integrations.shards import Shards
 from offload_core.checkpoint.folder import MANIFEST
 from offload_core.checkpoint.manifest import read_manifest, write_manifest
 from offload_core.errors import CheckpointError, ConfigError, StateError
+from tests.support.checkpoints import Loader
 from tests.support.torch_models import place, same_bits
 
 everywhere = pytest.mark.usefixtures("device")
@@ -38,19 +39,6 @@ class Remembers(nn.Linear):
         if self.refuses:
             raise KeyError("set_extra_state")
         self.seen = state["seen"]
-
-
-class Loader:
-    def __init__(self, at=0):
-        self.at, self.refuses = at, False
-
-    def state_dict(self):
-        return {"at": self.at}
-
-    def load_state_dict(self, state):
-        if self.refuses:
-            raise KeyError("load_state_dict")
-        self.at = state["at"]
 
 
 def new(seed, **fields):

@@ -21,7 +21,7 @@ from frontends.torch.ranks import device_ranks
 from offload_core import HostMemoryWarning, StateError
 from offload_core.step.bucket_terms import GRADIENT_SLOTS
 from tests.support.slow_torch_device import SlowTorchDevice
-from tests.support.torch_models import batch, loss_of, make, on, place, same_bits
+from tests.support.torch_models import batch, loss_of, make, on, place, same_bits, step
 
 OPTIONS = {"lr": 1e-2, "param_dtype": "bfloat16", "reduce_bucket_size": 64}
 SIMULATED = "simulated, delays 0"
@@ -40,15 +40,10 @@ def pending(engine):
     return [isinstance(p, PendingParameter) for p in engine.module.parameters()]
 
 
-def one_step(engine, seed=0):
-    engine.backward(loss_of(engine, seed))
-    return engine.step()
-
-
 def reference(steps, **options):
     """The same run on the host, with everything in place."""
     engine = wrap(make(device="cpu"), **{**OPTIONS, "schedule": "serial", **options})
-    reports = [one_step(engine, seed) for seed in range(steps)]
+    reports = [step(engine, seed) for seed in range(steps)]
     return engine, reports
 
 
@@ -72,7 +67,7 @@ def assert_equal(engine, other):
 @pytest.mark.parametrize("schedule", ["overlap", "serial"])
 def test_twelve_steps_equal_those_in_place(device, monkeypatch, options, schedule):
     engine = wrap(make(), **{**OPTIONS, "schedule": schedule, **options})
-    reports = [one_step(engine, seed) for seed in range(12)]
+    reports = [step(engine, seed) for seed in range(12)]
     assert any(pending(engine)) == (schedule == "overlap" and reports[-1].updated)
     monkeypatch.undo()
     expected, expected_reports = reference(12, **options)
@@ -111,7 +106,7 @@ READS = {
 @pytest.mark.parametrize("read", READS.values(), ids=READS)
 def test_a_read_by_hand_after_a_step_sees_finished_values(device, read):
     engine = wrap(make(), **OPTIONS)
-    one_step(engine)
+    step(engine)
     assert all(pending(engine))
     got = read(engine.module)
     assert not any(pending(engine))
@@ -124,7 +119,7 @@ def test_a_read_by_hand_after_a_step_sees_finished_values(device, read):
 def test_what_sees_no_values_does_not_wait(slow):
     engine = wrap(make(), **OPTIONS)
     slow.gate.clear()
-    one_step(engine)
+    step(engine)
     for p in engine.module.parameters():
         assert p.grad is None
         assert (p.shape, p.dtype, p.device, p.numel(), p.requires_grad) is not None
@@ -313,11 +308,11 @@ def test_an_extension_in_cpp_reads_finished_values_inside_a_module_and_after_a_f
 def test_states_are_finished_when_they_are_read(slow):
     engine = wrap(make(), **OPTIONS)
     slow.delay = 0.02
-    one_step(engine)
+    step(engine)
     state = engine.optimizer.state[engine.module[0].weight]
     assert engine.optimizer.pipeline.updates.finished
     assert state["exp_avg"].abs().sum() > 0
-    one_step(engine, 1)
+    step(engine, 1)
     saved = engine.optimizer.state_dict()
     assert engine.optimizer.pipeline.updates.finished
     assert saved["state"][0]["step"] == 2
@@ -336,10 +331,10 @@ def test_the_optimizer_alone_has_finished_when_step_returns(device):
 
 def test_a_failed_copy_is_an_error_of_the_next_forward_once(slow):
     engine = wrap(make(), **OPTIONS)
-    one_step(engine)
+    step(engine)
     engine.optimizer.pipeline.last_step.finish()
     slow.fails = True
-    one_step(engine, 1)
+    step(engine, 1)
     with pytest.raises(OSError, match="the copy failed"):
         engine(batch(2, torch.bfloat16))
     slow.fails = False
@@ -417,7 +412,7 @@ def test_compiled_code_outside_of_modules_reads_finished_values(device, monkeypa
     read = torch.compile(lambda weight: weight * 1, fullgraph=True, backend=counter)
     engine = wrap(make(), **{**OPTIONS, "param_dtype": None})
     for seed in range(6):
-        one_step(engine, seed)
+        step(engine, seed)
         got = read(engine.module[0].weight)
         assert same_bits(got, engine.module[0].weight)
     assert counter.frame_count == 2
@@ -427,12 +422,12 @@ def test_an_engine_can_be_dropped_or_closed_while_an_update_runs(slow):
     engine = wrap(make(), **OPTIONS)
     model = engine.module
     slow.delay = 0.02
-    one_step(engine)
+    step(engine)
     engine.close()
     assert not any(isinstance(p, PendingParameter) for p in model.parameters())
     assert all(p.isfinite().all() for p in model.parameters())
     engine = wrap(model, **OPTIONS)
-    one_step(engine)
+    step(engine)
     gone = weakref.ref(engine)
     del engine
     gc.collect()
@@ -493,7 +488,7 @@ def test_gradients_take_the_memory_of_few_buckets_on_the_host(device):
     buckets = engine.optimizer.pipeline.buckets.all
     assert len(buckets) > GRADIENT_SLOTS
     for seed in range(3):
-        one_step(engine, seed)
+        step(engine, seed)
         report = engine.memory_report()
         assert report.host["gradients on the host"] == GRADIENT_SLOTS * max(w.bucket.shard_numel for w in buckets) * 2
         assert report.host_bytes == report.planned_host_bytes
@@ -507,7 +502,7 @@ def test_gradients_that_nobody_announced_wait_for_the_step_in_memory_that_was_no
     loss_of(reference, 0).backward()
     for each in (engine, reference):
         each.step()
-        one_step(each, 1)
+        step(each, 1)
     assert_equal(engine, reference)
     assert engine.memory_report().host_bytes > engine.memory_report().planned_host_bytes
 
@@ -615,7 +610,7 @@ def test_delayed_parameters_are_a_step_behind_until_they_are_flushed(device, par
     masters, seen = make(), make().to(dtype)
     optimizer = torch.optim.AdamW(masters.parameters(), lr=OPTIONS["lr"], fused=True)
     for seed in range(8):
-        one_step(engine, seed)
+        step(engine, seed)
         before = [p.detach().clone() for p in masters.parameters()]
         loss_of(seen, seed).backward()
         for master, p in zip(masters.parameters(), seen.parameters(), strict=True):
@@ -637,7 +632,7 @@ def test_delayed_parameters_are_a_step_behind_until_they_are_flushed(device, par
     resumed.optimizer.load_state_dict(copy.deepcopy(saved))
     for seed in range(8, 11):
         for either in (engine, resumed):
-            one_step(either, seed)
+            step(either, seed)
     for a, b in zip(engine.parameters(), resumed.parameters(), strict=True):
         assert same_bits(a, b)
 
@@ -694,11 +689,11 @@ def test_changes_before_the_step_count_where_no_gradient_was_used_yet(device, ch
     fields = {"lr": 0.1, "reduce_bucket_size": 64, "gradient_clipping": clipping}
     engines = [wrap(Two(), **fields, update_in_backward=early) for early in (False, True)]
     for engine in engines:
-        for step in range(4):
+        for number in range(4):
             x = torch.arange(16.0, device=place()) / 16
             engine.backward(engine(x) if clipping is None else engine(x) + engine.module.other.square().sum())
             engine.optimizer.pipeline.buckets.run(lambda: None)
-            if step == 2:
+            if number == 2:
                 change(engine)
             assert engine.step().updated
     assert_equal(*engines)

@@ -19,7 +19,8 @@ from jax.sharding import AxisType, NamedSharding
 
 from frontends.jax import gathered, wrap
 from frontends.jax.device import in_host_memory
-from frontends.jax.mesh.mesh import Donated, JaxMeshDevice
+from frontends.jax.mesh.device import JaxMeshDevice
+from frontends.jax.mesh.tensors import Donated
 from frontends.jax.placement import placement
 from offload_core.__main__ import main as command
 from offload_core.commands.jax_shapes import cuts_of
@@ -85,7 +86,8 @@ def peak_of(offloaded, plan, before, gradients):
 
     Copies arrive as late as they may: when the caller waits for them.
     """
-    pipeline, most, opened = offloaded._pipeline, {"host": 0, "device": 0}, threading.Event()
+    pipeline, updates = offloaded._pipeline, offloaded._updates
+    most, opened = {"host": 0, "device": 0}, threading.Event()
 
     def sample():
         buffers = own_memory(offloaded)
@@ -101,7 +103,7 @@ def peak_of(offloaded, plan, before, gradients):
         patch.setattr(Donated, "use", then(Donated.use))  # called when a bucket has been packed
         patch.setattr(JaxMeshDevice, "_publish", then(JaxMeshDevice._publish))
         patch.setattr(pipeline, "end_micro_step", then(pipeline.end_micro_step, opened.set))
-        patch.setattr(offloaded, "_follow", lambda of=offloaded._follow: (of(), sample()))
+        patch.setattr(updates, "follow", lambda of=updates.follow: (of(), sample()))
         for _ in range(3):
             old = offloaded.params  # the new ones come beside them
             grads = gradients(old)

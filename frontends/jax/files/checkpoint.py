@@ -71,7 +71,7 @@ class TreeCheckpoints:
     """The checkpoints of a wrapped tree; loading puts new leaves in it."""
 
     def __init__(self, pipeline: Pipeline, placement: Placement, tree: WrappedTree) -> None:
-        self._core = Checkpoints(pipeline)
+        self.core = Checkpoints(pipeline)
         self._pipeline = pipeline
         self._placement = placement
         self._paths = dotted_names(tree.now())
@@ -83,14 +83,14 @@ class TreeCheckpoints:
         self,
         folder: str | os.PathLike[str],
         *,
-        updates: int,
         stateful: Mapping[str, Any] | None,
         extras: Any,
         keep: int | None,
         wait: bool,
     ) -> Path:
-        """Save the tree after so many updates."""
-        with self._core.together("save"):
+        """Save the tree, and return the checkpoint's folder."""
+        updates = self._pipeline.counts.updates
+        with self.core.together("save"):
             self._tree.check_alive("save_checkpoint")
             names = self._names(None)
             untrained = {names[i]: i for i in self._untrained()}
@@ -101,14 +101,7 @@ class TreeCheckpoints:
         own = {"random": random_state()}
         trained = self._of_each(names)
         contents = Contents(trained, sources, shapes, state, own, ARRAYS, front_end="jax", parts=True)
-        return self._core.save(folder, contents, self._tensors(), step=updates, keep=keep, wait=wait)
-
-    def wait(self) -> None:
-        """Return when the last checkpoint is on the disk."""
-        self._core.wait()
-
-    def has_none(self, path: str | os.PathLike[str]) -> bool:
-        return self._core.has_none(path)
+        return self.core.save(folder, contents, self._tensors(), step=updates, keep=keep, wait=wait)
 
     def load(
         self,
@@ -118,30 +111,29 @@ class TreeCheckpoints:
         stateful: Mapping[str, Any] | None,
         names: Names,
         random_state: bool,
-        count: Callable[[int], None],
     ) -> Any:
         """Load a checkpoint that has states of these objects, and return its extras.
 
         Args:
             publish: brings master weights to the trained leaves.
-            count: takes the number of updates.
         """
 
         def accept(loaded: Loaded) -> list[LastPart]:
-            last = [LastPart("the count of updates", partial(count, check_run(loaded)), ours=True)]
+            count = partial(setattr, self._pipeline, "updates", check_run(loaded))
+            last = [LastPart("the count of updates", count, ours=True)]
             last += parts_of_states(stateful, loaded.state["stateful"])
             return last + (parts_of_random_state(loaded, check_random_state, set_random_state) if random_state else [])
 
-        with self._core.together("load"):
+        with self.core.together("load"):
             theirs = self._names(names)
             targets = [self._target(theirs[i], i) for i in self._untrained()]
         trained = self._of_each(theirs)
-        return self._core.load(path, trained, targets, self._tensors(), publish, ARRAYS, accept=accept).state["extras"]
+        return self.core.load(path, trained, targets, self._tensors(), publish, ARRAYS, accept=accept).state["extras"]
 
     # --- the tree's arrays ---------------------------------------------------------------------------
 
     def _names(self, names: Names) -> dict[int, str]:
-        """The name in a checkpoint of each array, by its number."""
+        """Return the name in a checkpoint of each array, by its number."""
         translated: dict[int, str] = {}
         seen: dict[str, str] = {}
         for i in sorted([*self._trained, *self._untrained()]):
@@ -160,7 +152,7 @@ class TreeCheckpoints:
         return [i for i, leaf in enumerate(self._leaves) if i not in trained and is_array(leaf)]
 
     def _of_each(self, names: Mapping[int, str]) -> list[str]:
-        """The name of each of the core's parameters."""
+        """Return the name of each of the core's parameters."""
         return [names[leaf.position] for leaf in self._tree.trained for _ in leaf.params]
 
     def _tensors(self) -> list[Any]:
@@ -192,7 +184,7 @@ def _form(name: str, leaf: Any) -> tuple[tuple[int, ...], np.dtype]:
 
 
 def _sources(name: str, leaf: Any, *, first: bool) -> list[Source]:
-    """What this process saves of an array that is not trained: the first process all of it, if that has all."""
+    """Return this process's part of an array that is not trained: all of it in the first process, if that has all."""
     shape, dtype = _form(name, leaf)
     if not isinstance(leaf, jax.Array):
         region = Region(shape, 0, int(np.prod(shape, dtype=np.int64)))

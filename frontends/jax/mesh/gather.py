@@ -10,13 +10,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
 from offload_core.errors import ParameterError
 
 from ..tree.trees import Static
-from .mesh import ordered_mean
+from .programs import mean_of_slice
 
 
 class Gathering(NamedTuple):
@@ -58,7 +57,7 @@ class Shard:
         return cls(array, tangent, how)
 
     def gather(self) -> jax.Array:
-        """The whole parameter, in device memory."""
+        """Return the whole parameter, in device memory."""
         if self._array.ndim < -self._how.dim:
             raise ParameterError(
                 f"gather_params: a shard of shape {list(self._array.shape)} has lost the dimension ({self._how.dim}) "
@@ -96,7 +95,7 @@ def _refuse(what: str) -> NoReturn:
 
 
 def gather_params(params: Any) -> Any:
-    """The tree with whole parameters in place of shards; arrays in host memory come to the device, others stay.
+    """Return the tree with whole parameters in place of shards. Arrays in host memory come to the device.
 
     The function that ``value_and_grad`` differentiates gets shards. In a plain ``jax.jit`` of ``offloaded.params``
     (evaluation) there are sharded arrays, and XLA gathers them. A parameter that is gathered here lives as long as
@@ -122,7 +121,7 @@ def gathered(
     policy: Callable[..., bool] | None = None,
     static_argnums: int | tuple[int, ...] = (),
 ) -> Callable[..., Any]:
-    """A layer function whose parameters are gathered for as long as it runs: ``gathered(layer_fn)(params, *args)``.
+    """Return a layer function whose parameters are gathered while it runs: ``gathered(layer_fn)(params, *args)``.
 
     ``layer_fn`` gets ``params`` (any tree) whole; leaves that are no arrays stay as they are. Only the shards and the
     arguments are kept for backward: it gathers the parameters again and computes the layer again
@@ -170,20 +169,8 @@ def _forward(how: Gathering, array: jax.Array, tangent: jax.Array | None) -> tup
 
 
 def _backward(how: Gathering, kept: None, gradient: jax.Array) -> tuple[None, jax.Array]:
-    return None, reduce_scatter(how, gradient)
+    dim = gradient.ndim + how.dim
+    return None, mean_of_slice(gradient.astype(how.wire), how.axis, how.world_size, dim=dim, native=how.native)
 
 
 _gather.defvjp(_forward, _backward)
-
-
-def reduce_scatter(how: Gathering, gradient: jax.Array) -> jax.Array:
-    """Inside ``shard_map``: this rank's shard of the mean of all ranks' gradients, in fp32."""
-    gradient = gradient.astype(how.wire)
-    dim = gradient.ndim + how.dim
-    if how.native:
-        total = lax.psum_scatter(gradient, how.axis, scatter_dimension=dim, tiled=True)
-        return total.astype(jnp.float32) / how.world_size
-    shape = list(gradient.shape)
-    shape[dim : dim + 1] = [how.world_size, shape[dim] // how.world_size]
-    slices = jnp.moveaxis(gradient.reshape(shape), dim, 0)
-    return ordered_mean(lax.all_to_all(slices, how.axis, split_axis=0, concat_axis=0, tiled=True))

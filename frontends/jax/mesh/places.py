@@ -6,20 +6,20 @@ from typing import Any
 import jax
 import numpy as np
 
-from offload_core.device.events import Done, Event
+from offload_core.device.events import Event
 from offload_core.device.exchange_sizes import MeshSizes
-from offload_core.device.protocols import HostArray, HostArrays
 from offload_core.device.trace import Trace
 from offload_core.dtypes import ElementType
 from offload_core.layout.partition import Bucket, ParamSpec
 from offload_core.memory.host_memory import Lease
 from offload_core.ranks.collectives import Collectives
 
-from ..device import free_bytes
-from .mesh import JaxMeshDevice, LoneDevice
+from ..device import ArrayMemory, free_bytes
+from .axis import LoneDevice
+from .device import JaxMeshDevice
 
 
-class Places:
+class Places(ArrayMemory):
     """The core's ``Device`` made of this process's devices: a bucket goes to the device of its place.
 
     Args:
@@ -28,15 +28,12 @@ class Places:
     """
 
     addressable = False
-    updates_in_place = False
-    pinning = None
     sent_bytes = 0
     world_size = 1
     ranks: tuple[int, ...] = (0,)
 
     def __init__(self, devices: Sequence[jax.Device], processes: Collectives, *, threads: int = 1) -> None:
-        self.lone = [LoneDevice(device) for device in devices]
-        self.places = [JaxMeshDevice(lone, threads=threads) for lone in self.lone]
+        self.places = [JaxMeshDevice(LoneDevice(device), threads=threads) for device in devices]
         self.collectives = processes
         self.sizes = MeshSizes(1, summed=False)
         self.trace = Trace(processes.rank, processes.world_size)
@@ -46,26 +43,14 @@ class Places:
         self.numel = self.places[0].numel
         self.to_host = self.places[0].to_host
 
-    def host_array(self, tensor: Any) -> HostArray:
-        raise TypeError("parameters of accelerators are not in host memory")
-
-    def host_arrays(self, tensors: Sequence[Any]) -> HostArrays:
-        return HostArrays.columns(map(self.host_array, tensors))
-
-    def mark(self) -> Event:
-        return Done()
-
-    def synchronize(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
     def start_alike(self, specs: Sequence[ParamSpec], tensors: Sequence[Any]) -> None:
         pass  # global arrays are alike in all processes
 
     def free_bytes(self) -> int | None:
-        return free_bytes([device for lone in self.lone for device in lone.devices])
+        return free_bytes([place.axis.devices[0] for place in self.places])
+
+    def close(self) -> None:
+        pass
 
     def reduce(
         self, bucket: Bucket, wire: ElementType, gradients: Mapping[int, Any], out: np.ndarray, staging: Lease

@@ -10,8 +10,9 @@ from jax import lax
 
 from offload_core.errors import ParameterError, StateError
 
+from ..context import refuse_jit
 from ..placement.placement import Placement
-from ..tree.trees import check_form, is_array, is_key, refuse_jit
+from ..tree.trees import check_form, is_array, is_key
 from ..tree.wrapped_tree import WrappedTree
 
 _UNDER_JIT = (

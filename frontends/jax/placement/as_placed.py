@@ -4,12 +4,12 @@ Each part of a parameter is a parameter to the core: the process that holds it u
 devices that hold it. Nothing is exchanged but the norm.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from offload_core.device.host_ranks import HostRanks
 from offload_core.device.protocols import Device
@@ -17,16 +17,18 @@ from offload_core.dtypes import BY_NUMPY, ElementType
 from offload_core.errors import ConfigError, GradientError, ParameterError
 from offload_core.layout.partition import ParamSpec
 from offload_core.memory.host_memory import HostMemory
-from offload_core.ranks.collectives import Collectives, SingleRank, merge
+from offload_core.ranks.collectives import Collectives, SingleRank
 from offload_core.step.at_once import Held, held_shards
 
-from ..device import DEVICE_MEMORY, JaxDevice, ParameterBuffers, beside_its_device
-from ..mesh.mesh import Donated, JaxProcesses, MeshAxis, MeshGradient, MeshParameter
+from ..device import JaxDevice, ParameterBuffers, beside_its_device, in_device_memory
+from ..mesh.axis import MeshAxis
 from ..mesh.places import Places
-from ..tree.shards import Shard, local_shards, of_parts, on_devices
+from ..mesh.processes import JaxProcesses
+from ..mesh.tensors import Donated, MeshGradient, MeshParameter
+from ..tree.shards import local_shards, merged, of_parts, on_devices
 from ..tree.trees import from_numpy, put, to_numpy
 from ..tree.wrapped_tree import Leaf
-from .on_mesh import Compiled, Compute
+from .functions import Compiled, Compute, on_one_device, on_several_devices
 
 
 class AsPlaced:
@@ -40,20 +42,15 @@ class AsPlaced:
         on_host: True if the devices' memory is the host's.
     """
 
-    gradients_per_rank = False
-
-    @property
-    def alone(self) -> bool:
-        return self.device.collectives.world_size == 1
+    per_rank = False
 
     def __init__(self, leaves: Sequence[Any], threads: int, *, on_host: bool) -> None:
         self.on_host = on_host
         self._threads = threads
-        shardings = [leaf.sharding if isinstance(leaf, jax.Array) else _of_new_arrays() for leaf in leaves]
-        meshes = {tuple(_in_order(sharding)) for sharding in shardings}
+        meshes = {tuple(_in_order(_sharding_of(leaf))) for leaf in leaves}
         everywhere = max(meshes, key=len)
         self._several = len(everywhere) > 1
-        """Whether parameters are sharded or replicated over several devices."""
+        """True if parameters are sharded or replicated over several devices."""
         self._everywhere = everywhere
         here = [device for devices in meshes for device in devices if device.process_index == jax.process_index()]
         self._places = sorted(set(here), key=lambda device: device.id)
@@ -63,6 +60,7 @@ class AsPlaced:
         self.device: Device = (
             HostRanks(JaxDevice(), processes=processes) if on_host else Places(self._places, processes, threads=threads)
         )
+        self.alone = processes.world_size == 1
 
     # --- where parameters lie ------------------------------------------------------------------------
 
@@ -77,15 +75,15 @@ class AsPlaced:
         return array
 
     def leaf(self, position: int, path: str, value: Any, dtype: ElementType, first_param: int) -> Leaf:
-        sharding = value.sharding if isinstance(value, jax.Array) else _of_new_arrays()
-        shards = local_shards(sharding, tuple(value.shape), position)
+        shards = local_shards(_sharding_of(value), tuple(value.shape), position)
         params = range(first_param, first_param + len(shards))
         return Leaf(position, path, tuple(value.shape), dtype.numpy, params, shards=shards)
 
     def specs(self, leaf: Leaf, dtype: ElementType, group: int) -> list[ParamSpec]:
         return [
-            ParamSpec(leaf.path, shard.numel, dtype, group, shard, place=self._place_of(shard), counted=shard.counted)
+            ParamSpec(leaf.path, shard.numel, dtype, group, shard, place=place, counted=shard.counted)
             for shard in leaf.shards
+            for place in [0 if self.on_host else self._places.index(shard.primary)]
         ]
 
     def cast(self, leaf: Leaf, array: jax.Array) -> jax.Array:
@@ -97,9 +95,6 @@ class AsPlaced:
 
     def pass_through(self, leaf: Any) -> Any:
         return leaf
-
-    def _place_of(self, shard: Shard) -> int:
-        return 0 if self.on_host else self._places.index(shard.primary)
 
     # --- memory --------------------------------------------------------------------------------------
 
@@ -154,10 +149,8 @@ class AsPlaced:
         return [MeshGradient(part, False, part.size, BY_NUMPY[np.dtype(like.dtype)], used) for part in parts]
 
     def _beside(self, gradient: Any, like: jax.Array) -> jax.Array:
-        """The gradient, on the devices of its parameter and cut as it is."""
-        to = like.sharding
-        if to.memory_kind not in (None, DEVICE_MEMORY):
-            to = to.with_memory_kind(DEVICE_MEMORY)
+        """Return the gradient on the devices of its parameter, cut as the parameter is."""
+        to = in_device_memory(like.sharding)
         if not isinstance(gradient, jax.Array):
             return put(gradient, to)
         if gradient.sharding.is_equivalent_to(to, gradient.ndim):
@@ -169,7 +162,7 @@ class AsPlaced:
         return jax.jit(_same, out_shardings=to)(gradient)
 
     def _parts(self, leaf: Leaf, array: jax.Array) -> list[jax.Array]:
-        """The array's part of each of the leaf's parameters."""
+        """Return the array's part of each of the leaf's parameters."""
         if not self._several:
             return [array]
         return self.parts(leaf, array)
@@ -183,7 +176,7 @@ class AsPlaced:
             if self.on_host:
                 return jax.device_put(target.reshape(like.shape), like.sharding if like.committed else None)
             assert isinstance(self.device, Places)
-            empty = self.device.lone[0].stack  # an empty array is in no bucket
+            empty = self.device.places[0].axis.stack  # an empty array is in no bucket
             new = target.array if like.size else empty([np.empty(like.shape, like.dtype)])
             return jax.device_put(new, like.sharding) if like.committed else new
         parts = {
@@ -199,28 +192,15 @@ class AsPlaced:
             return to_numpy(array if array.is_fully_addressable else array.addressable_data(0))
         on = on_devices(array)
         shards = local_shards(array.sharding, array.shape, 0) if leaf is None else leaf.shards
-        parts = {shard: np.asarray(on[shard.primary]) for shard in shards}
-        return self._whole(parts, array.shape, np.dtype(array.dtype), "parameters")
+        parts = [(shard.index, np.asarray(on[shard.primary])) for shard in shards if shard.counted]
+        return merged(self.device.collectives, array.shape, np.dtype(array.dtype), parts, "parameters")
 
     def joined(self, leaf: Leaf, parts: Sequence[np.ndarray], what: str) -> np.ndarray:
         if not self._several:
             return parts[0].reshape(leaf.shape)
-        return self._whole(dict(zip(leaf.shards, parts, strict=True)), leaf.shape, parts[0].dtype, what)
-
-    def _whole(
-        self, parts: Mapping[Shard, np.ndarray], shape: tuple[int, ...], dtype: np.dtype, what: str
-    ) -> np.ndarray:
-        """An array of this process's parts and the others'. With several processes all must call this."""
-        n_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-        words = np.zeros(-(-n_bytes // 8), np.int64)  # each process adds the bits that it has to zeros
-        whole = words.view(np.uint8)[:n_bytes].view(dtype).reshape(shape)
-        collectives = self.device.collectives
-        for shard, part in parts.items():
-            if shard.counted or collectives.world_size == 1:
-                whole[shard.index] = part.reshape(shard.local_shape)
-        if collectives.world_size > 1:
-            merge(collectives.sum_integers, words, what)
-        return whole
+        pairs = zip(leaf.shards, parts, strict=True)
+        shards = [(shard.index, part.reshape(shard.local_shape)) for shard, part in pairs if shard.counted]
+        return merged(self.device.collectives, leaf.shape, parts[0].dtype, shards, what)
 
     def cut(self, leaf: Leaf, whole: np.ndarray) -> list[np.ndarray]:
         return [whole.reshape(leaf.shape)[shard.index].reshape(-1) for shard in leaf.shards]
@@ -234,58 +214,23 @@ class AsPlaced:
         on = on_devices(array)
         return [on[shard.primary] for shard in leaf.shards]
 
-    # --- gradients -----------------------------------------------------------------------------------
-
-    def compile(self, compute: Compute, *, in_specs: Any, check_vma: bool) -> Compiled:
+    def compile(self, compute: Compute, parameters: Sequence[Leaf], *, in_specs: Any, check_vma: bool) -> Compiled:
         if in_specs is not None:
             raise ConfigError("value_and_grad: in_specs without a mesh; expected wrap(params, mesh=mesh)")
-        if not self._several:
-            alone = jax.jit(compute, static_argnums=2)
-
-            def of_one(
-                trained: list[Any], traced: Any, static: Any, scale: Any, args: tuple, kwargs: dict[str, Any]
-            ) -> Any:
-                if scale is not None and not isinstance(trained[0], jax.core.Tracer):
-                    (device,) = trained[0].devices()
-                    with jax.default_device(device):  # else it is moved to them implicitly, which users may disallow
-                        scale = jax.device_put(scale)
-                return alone(trained, traced, static, scale, args, kwargs)
-
-            return of_one
-        compiled: dict[Any, Any] = {}  # one for each way in which parameters lie: gradients lie as they do
-
-        in_jit = jax.jit(compute, static_argnums=2)  # the user's, which decides where gradients lie
-
-        def call(trained: list[Any], traced: Any, static: Any, scale: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-            if any(isinstance(array, jax.core.Tracer) for array in trained):
-                return in_jit(trained, traced, static, scale, args, kwargs)
-            shardings = tuple(
-                array.sharding.with_memory_kind(DEVICE_MEMORY)
-                if array.sharding.memory_kind not in (None, DEVICE_MEMORY)
-                else array.sharding
-                for array in trained
-            )
-            if shardings not in compiled:
-                out = (None, list(shardings))
-                compiled[shardings] = jax.jit(compute, static_argnums=2, out_shardings=out)
-            if scale is not None and isinstance(shardings[0], NamedSharding):
-                scale = put(scale, NamedSharding(shardings[0].mesh, PartitionSpec()))
-            return compiled[shardings](trained, traced, static, scale, args, kwargs)
-
-        return call
+        return on_several_devices(compute) if self._several else on_one_device(compute)
 
 
 def _same(array: jax.Array) -> jax.Array:
     return array
 
 
-def _of_new_arrays() -> jax.sharding.Sharding:
-    """Where JAX puts arrays that are made of NumPy's: on the default device, or on the mesh that the caller has set."""
-    return jax.device_put(np.float32(0)).sharding
+def _sharding_of(leaf: Any) -> jax.sharding.Sharding:
+    """Return the place of a leaf. JAX puts NumPy's on the default device, or on the mesh that the caller has set."""
+    return (leaf if isinstance(leaf, jax.Array) else jax.device_put(np.float32(0))).sharding
 
 
 def _in_order(sharding: jax.sharding.Sharding) -> list[jax.Device]:
-    """The devices of a sharding, in its mesh's order."""
+    """Return the devices of a sharding, in its mesh's order."""
     if isinstance(sharding, NamedSharding):
         return list(sharding.mesh.devices.flat)
     return sorted(sharding.device_set, key=lambda device: device.id)
@@ -298,7 +243,7 @@ def _names(devices: Iterable[jax.Device]) -> str:
 
 
 def _processes(devices: Sequence[jax.Device]) -> Collectives:
-    """The collectives between the processes that hold parameters."""
+    """Return the collectives between the processes that hold parameters."""
     if all(device.process_index == jax.process_index() for device in devices):
         return SingleRank()
     return JaxProcesses(MeshAxis(Mesh(np.array(devices), ("all",)), None))

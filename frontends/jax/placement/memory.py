@@ -16,8 +16,9 @@ from offload_core.support.launchers import local_processes
 
 from ..device import in_host_memory
 from ..tree.wrapped_tree import Leaf, WrappedTree
-from .on_mesh import NOT_TRAINED
 from .placement import Placement
+
+NOT_TRAINED = "arrays that are not trained"
 
 
 def checked_plan(
@@ -27,7 +28,7 @@ def checked_plan(
     trained: Sequence[Leaf],
     specs: Sequence[ParamSpec],
 ) -> list[PlanRow]:
-    """The memory that training takes besides the pipeline's host memory, after a check that all of it is there.
+    """Plan the memory that training takes besides the pipeline's host memory, and check that all of it is there.
 
     Args:
         leaves: of the tree, before they are placed.
@@ -53,7 +54,7 @@ def checked_plan(
 
 
 def held_bytes(tree: WrappedTree) -> Counter[tuple[str, str]]:
-    """Bytes of the tree's arrays in this process, by ``(where, what)``."""
+    """Return the bytes of the tree's arrays in this process, by ``(where, what)``."""
     layouts = {leaf.position: leaf.layout for leaf in tree.trained}
     held = Counter[tuple[str, str]]()
     for i, leaf in enumerate(tree.leaves):
@@ -64,5 +65,5 @@ def held_bytes(tree: WrappedTree) -> Counter[tuple[str, str]]:
 
 
 def _local_bytes(array: jax.Array) -> int:
-    """Bytes on this process's devices."""
+    """Return the bytes of an array on this process's devices."""
     return sum(shard.data.nbytes for shard in array.addressable_shards)

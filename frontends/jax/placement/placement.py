@@ -1,4 +1,4 @@
-"""The devices on which parameters lie, one or those along a mesh axis, and their ways to them and back."""
+"""The places of parameters (where they are, or the ranks of a mesh axis) and their ways to the core and back."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
@@ -17,53 +17,59 @@ from offload_core.memory.pinning import DRIVERS
 from offload_core.step.at_once import Held
 
 from ..device import on_cpu
-from ..mesh.mesh import MeshAxis
+from ..mesh.axis import MeshAxis
 from ..tree.wrapped_tree import Leaf
 from .as_placed import AsPlaced
-from .on_mesh import Compiled, Compute, OnMesh
-from .sharded import ShardedOnMesh
+from .functions import Compiled, Compute
+from .on_mesh import OnMesh
 
 
 class Placement(Protocol):
-    """The differences between parameters that stay where they are and those on the ranks of a mesh axis."""
+    """Places parameters, takes their gradients, and makes arrays of their next values.
+
+    Parameters stay where they are, or lie on the ranks of a mesh axis.
+    """
 
     device: Device
 
     def place(self, path: str, leaf: Any) -> jax.Array:
-        """The leaf, where parameters lie; raises :class:`ParameterError` if it cannot lie there."""
+        """Return the leaf where parameters lie; raise :class:`ParameterError` if it cannot lie there."""
         ...
 
     def leaf(self, position: int, path: str, value: Any, dtype: ElementType, first_param: int) -> Leaf:
-        """A parameter of this value, before :meth:`place` or after it, that is trained in this element type."""
+        """Return a parameter of this value, before :meth:`place` or after it, that is trained in this element type."""
         ...
 
     def specs(self, leaf: Leaf, dtype: ElementType, group: int) -> list[ParamSpec]:
-        """The core's parameters that it consists of."""
+        """Return the core's parameters that a leaf consists of."""
         ...
 
     def cast(self, leaf: Leaf, array: jax.Array) -> jax.Array:
-        """A placed parameter in the leaf's element type."""
+        """Return a placed parameter in the leaf's element type."""
         ...
 
     def restored(self, leaf: Leaf, value: np.ndarray, like: jax.Array) -> jax.Array:
-        """A value of :meth:`to_numpy` as an array that lies as the parameter ``like``."""
+        """Return a value of :meth:`to_numpy` as an array that lies as the parameter ``like``."""
         ...
 
     def to_numpy(self, leaf: Leaf | None, array: jax.Array) -> np.ndarray:
-        """The whole value of a parameter, or (None) of another array; with several processes all must call this."""
+        """Return the whole value of a parameter, or (None) of another array. All processes must call this."""
         ...
 
     def joined(self, leaf: Leaf, parts: Sequence[np.ndarray], what: str) -> np.ndarray:
-        """States of a leaf, in its shape, made of those of its parameters, in the core's order; with several processes
-        all must call this."""
+        """Return states of a leaf, in its shape, made of those of its parameters, in the core's order.
+
+        All processes must call this.
+        """
         ...
 
     def cut(self, leaf: Leaf, whole: np.ndarray) -> list[np.ndarray]:
-        """The states of each of a leaf's parameters, in the core's order: the inverse of :meth:`joined`."""
+        """Return the states of each of a leaf's parameters, in the core's order: the inverse of :meth:`joined`."""
         ...
 
     def spread(self, leaf: Leaf, parts: Sequence[np.ndarray], like: jax.Array) -> jax.Array:
-        """States of a leaf as an array that lies as its parameter ``like``, in host memory if there is such an array.
+        """Return states of a leaf as an array that lies as its parameter ``like``, in ``pinned_host`` memory if devices
+        have it.
 
         Args:
             parts: those that this process has: of each of the leaf's parameters, or of each of its ranks if the leaf
@@ -72,26 +78,29 @@ class Placement(Protocol):
         ...
 
     def parts(self, leaf: Leaf, array: jax.Array) -> list[jax.Array]:
-        """The parts of an array that lies as its parameter: the inverse of :meth:`spread`."""
+        """Return the parts of an array that lies as its parameter: the inverse of :meth:`spread`."""
         ...
 
     def pass_through(self, leaf: Any) -> Any:
-        """A leaf that is not trained, put where functions of :meth:`compile` need not move it."""
+        """Put a leaf that is not trained where functions of :meth:`compile` need not move it."""
         ...
 
     on_host: bool
     """True if the devices' memory is the host's."""
 
     def held(self, leaves: Sequence[Leaf], specs: Sequence[ParamSpec]) -> list[Held]:
-        """What the arrays of these parameters will take on this process's devices. It is called first of all."""
+        """Return the bytes that the arrays of these parameters will take on this process's devices.
+
+        Call this before any other method that takes leaves.
+        """
         ...
 
     def start(self, leaves: Sequence[Leaf], arrays: Sequence[jax.Array]) -> list[Any]:
-        """The tensors from which the pipeline reads start values, one for each of the core's parameters."""
+        """Return the tensors from which the pipeline reads start values, one for each of the core's parameters."""
         ...
 
     def started(self, arrays: Sequence[jax.Array], tensors: Sequence[Any]) -> list[jax.Array]:
-        """The arrays given to :meth:`start`, after the pipeline has made their tensors alike on all ranks."""
+        """Return the arrays given to :meth:`start`, after the pipeline has made their tensors alike on all ranks."""
         ...
 
     def check_gradient(self, leaf: Leaf, gradient: Any, like: jax.Array, *, unreduced: bool) -> None:
@@ -99,7 +108,7 @@ class Placement(Protocol):
         ...
 
     def as_gradient(self, leaf: Leaf, gradient: Any, like: jax.Array, *, unreduced: bool, donate: bool) -> list[Any]:
-        """A gradient of ``like`` as the pipeline takes it, one for each of the core's parameters.
+        """Return a gradient of ``like`` as the pipeline takes it, one for each of the core's parameters.
 
         Args:
             donate: delete it when the pipeline has read it.
@@ -107,34 +116,31 @@ class Placement(Protocol):
         ...
 
     def targets(self, leaves: Sequence[Leaf], arrays: Sequence[jax.Array]) -> list[Any]:
-        """The tensors to which the pipeline writes the next values of these parameters."""
+        """Return the tensors to which the pipeline writes the next values of these parameters."""
         ...
 
     def written(self, leaf: Leaf, targets: Sequence[Any], like: jax.Array) -> jax.Array:
-        """The parameter that was written to ``targets``, in the shape and place of ``like``."""
+        """Return the parameter that was written to ``targets``, in the shape and place of ``like``."""
         ...
 
-    def compile(self, compute: Compute, *, in_specs: Any, check_vma: bool) -> Compiled:
-        """Compile a computation for these devices."""
+    def compile(self, compute: Compute, parameters: Sequence[Leaf], *, in_specs: Any, check_vma: bool) -> Compiled:
+        """Compile a computation of these parameters, with the arguments of ``OffloadedParams.value_and_grad``."""
         ...
 
-    @property
-    def alone(self) -> bool:
-        """True if an update exchanges nothing with other ranks and processes."""
-        ...
-
-    gradients_per_rank: bool
-    """True if a function of :meth:`compile` returns each rank's own gradients (:class:`RankGradients`)."""
+    per_rank: bool
+    """True if the gradients of :meth:`compile` are each rank's own (:class:`RankGradients`)."""
+    alone: bool
+    """True if an update exchanges nothing with other ranks and processes."""
 
 
 def placement_for(config: OffloadConfig, mesh: Mesh | None, axis: str | None, leaves: Sequence[Any]) -> Placement:
-    """The placement of the parameters: as they lie, or on the axis of a mesh."""
+    """Decide where parameters lie: where they are, or on the axis of a mesh."""
     new = jax.device_put(np.float32(0))  # lies where JAX puts NumPy's arrays
     arrays = [leaf if isinstance(leaf, jax.Array) else new for leaf in leaves]
     if mesh is not None and not _is_placed(mesh, config, arrays):
         mesh_axis = MeshAxis(mesh, axis)
         _work_near(config, mesh_axis.devices)
-        return (ShardedOnMesh if config.stage == 3 else OnMesh)(mesh_axis, config)
+        return OnMesh(mesh_axis, config)
     if config.offload_param is not None:
         raise ConfigError(
             f"offload_param={config.offload_param!r} without a mesh; expected wrap(params, mesh=mesh), also for one "
@@ -153,7 +159,7 @@ def _work_near(config: OffloadConfig, devices: Iterable[jax.Device]) -> None:
 
 
 def _is_placed(mesh: Any, config: OffloadConfig, arrays: Sequence[jax.Array]) -> bool:
-    """Whether parameters stay as they lie on the mesh.
+    """True if parameters stay as they lie on the mesh.
 
     They do if they are sharded, and all on the mesh, except in stage 3 on a mesh of one axis: the model may gather
     those itself.

@@ -48,28 +48,21 @@ class ShardLayout:
         return self.world_size * self.padded_numel
 
     def _buckets(self) -> list[tuple[int, int]]:
-        """Begin and end of each bucket's shard in a rank's padded slice."""
+        """Return the begin and end of each bucket's shard in a rank's padded slice."""
         starts = range(0, self.padded_numel, self.bucket_numel)
         return [(start, min(start + self.bucket_numel, self.padded_numel)) for start in starts]
 
     def from_core(self, flat: np.ndarray) -> np.ndarray:
-        """The parameter, given its elements in the core's order."""
-        slices = np.empty((self.world_size, self.padded_numel), flat.dtype)
-        for start, stop in self._buckets():
-            run = flat[self.world_size * start : self.world_size * stop]
-            slices[:, start:stop] = run.reshape(self.world_size, -1)
-        parts = slices[:, : self.local_numel].reshape(self.world_size, *self.local_shape)
-        return np.concatenate(list(parts), axis=self.dim)
+        """Return the parameter, given its elements in the core's order."""
+        slices = self.slices([(0, flat)])
+        return np.concatenate([slices[rank] for rank in range(self.world_size)], axis=self.dim)
 
     def to_core(self, whole: np.ndarray) -> np.ndarray:
-        """The elements of a parameter in the core's order."""
-        slices = np.zeros((self.world_size, self.padded_numel), whole.dtype)
-        parts = np.split(whole.reshape(self.shape), self.world_size, axis=self.dim)
-        slices[:, : self.local_numel] = [part.reshape(-1) for part in parts]
-        return np.concatenate([slices[:, start:stop].reshape(-1) for start, stop in self._buckets()])
+        """Return the elements of a parameter in the core's order."""
+        return self.of_slices(dict(enumerate(np.split(whole.reshape(self.shape), self.world_size, axis=self.dim))))
 
     def slices(self, runs: Iterable[tuple[int, np.ndarray]]) -> dict[int, np.ndarray]:
-        """The slices, by rank, of which these are the elements: ``(start, elements)`` in the core's order."""
+        """Return the slices, by rank, that have these elements: ``(start, elements)`` in the core's order."""
         found: dict[int, np.ndarray] = {}
         for start, run in runs:
             at = 0
@@ -80,10 +73,9 @@ class ShardLayout:
         return {rank: padded[: self.local_numel].reshape(self.local_shape) for rank, padded in found.items()}
 
     def of_slices(self, slices: Mapping[int, np.ndarray]) -> np.ndarray:
-        """The elements in the core's order, of which only those of these ranks are set: the inverse of
-        :meth:`slices`."""
+        """Return the elements in the core's order, of which only those of these ranks are set."""
         first = next(iter(slices.values()))
-        flat = np.empty(self.numel, first.dtype)  # memory that nobody writes to is not taken
+        flat = np.empty(self.numel, first.dtype)  # the system gives memory only where it is written
         for start, stop in self._buckets():
             for rank, part in slices.items():
                 run = flat[self.world_size * start + rank * (stop - start) :][: stop - start]
@@ -93,7 +85,7 @@ class ShardLayout:
         return flat
 
     def locate(self, start: int, numel: int, n_ranks: int) -> list[tuple[int, int, int]]:
-        """The places of a run of elements among those that a process holds of the parameter (``Bucket.in_tensor``).
+        """Find a run of elements among those that a process holds of the parameter (``Bucket.in_tensor``).
 
         Args:
             n_ranks: how many ranks the process has.

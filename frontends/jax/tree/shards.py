@@ -1,7 +1,8 @@
 """The shards of an array, as its sharding cuts it: which part of the array each is, and which devices hold it."""
 
 import functools
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ import jax
 import numpy as np
 
 from offload_core.layout.regions import Region
+from offload_core.ranks.collectives import Collectives, merge
 
 Box = tuple[tuple[int, int], ...]
 """The ``(begin, end)`` of a part of an array in each dimension."""
@@ -55,7 +57,7 @@ class Shard:
 
 @functools.lru_cache(maxsize=4096)
 def local_shards(sharding: jax.sharding.Sharding, shape: tuple[int, ...], number: int) -> tuple[Shard, ...]:
-    """The parts of an array that this process has, each once, however many devices hold it.
+    """Return the parts of an array that this process has, each once, however many devices hold it.
 
     Args:
         number: that of the array in its tree: primary devices, and the processes that count, take turns.
@@ -74,7 +76,7 @@ def local_shards(sharding: jax.sharding.Sharding, shape: tuple[int, ...], number
 
 
 def of_parts(shape: tuple[int, ...], sharding: jax.sharding.Sharding, parts: Mapping[Box, Any]) -> jax.Array:
-    """A global array of the parts that this process has, which may share their memory.
+    """Return a global array of the parts that this process has. It may share their memory.
 
     One call puts them on all devices, in the sharding's own order; a put for each device takes several times as long.
     """
@@ -86,10 +88,33 @@ def of_parts(shape: tuple[int, ...], sharding: jax.sharding.Sharding, parts: Map
         return jax.make_array_from_callback(shape, sharding, part)
 
 
+def merged(
+    collectives: Collectives,
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    parts: Iterable[tuple[tuple[slice, ...], np.ndarray]],
+    what: str,
+) -> np.ndarray:
+    """Return a whole array, put together of the parts that each process has. All processes must call this.
+
+    Args:
+        parts: this process's, by index. No two processes may give the same part.
+        what: names the data in the errors of :class:`Collectives`.
+    """
+    n_bytes = math.prod(shape) * dtype.itemsize
+    words = np.zeros(-(-n_bytes // 8), np.int64)
+    whole = words.view(np.uint8)[:n_bytes].view(dtype).reshape(shape)
+    for index, part in parts:
+        whole[index] = part
+    if collectives.world_size > 1:
+        merge(collectives.sum_integers, words, what)
+    return whole
+
+
 def _box(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
     return tuple((low, high) for low, high, _ in (i.indices(n) for i, n in zip(index, shape, strict=True)))
 
 
 def on_devices(array: jax.Array) -> dict[jax.Device, jax.Array]:
-    """The part of an array that each device of this process holds."""
+    """Return the part of an array that each device of this process holds."""
     return {shard.device: shard.data for shard in array.addressable_shards}

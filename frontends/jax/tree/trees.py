@@ -11,9 +11,8 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from offload_core.dtypes import BY_NUMPY
-from offload_core.errors import OffloadError, ParameterError, StateError
+from offload_core.errors import OffloadError, ParameterError
 
-from ..context import is_traced
 from ..device import in_host_memory, on_cpu
 
 Mask = Any
@@ -56,13 +55,13 @@ def is_array(leaf: Any) -> bool:
 
 
 def flatten(tree: Any) -> tuple[list[tuple[str, Any]], Any]:
-    """Leaves with their paths. None counts as a leaf: gradients have it for a leaf that is not trained."""
+    """Return leaves with their paths. None is a leaf here: gradients have it for a leaf that is not trained."""
     flat, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda leaf: leaf is None)
     return [(jax.tree_util.keystr(path) or ROOT, leaf) for path, leaf in flat], treedef
 
 
 def dotted_names(tree: Any) -> list[str]:
-    """The names of the leaves that :func:`flatten` gives, as torch would name them: ``h.0.w``."""
+    """Return the names of the leaves that :func:`flatten` gives, as torch would name them: ``h.0.w``."""
     flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda leaf: leaf is None)
     return [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in flat]
 
@@ -78,14 +77,8 @@ def check_paths(expected: Sequence[str], flat: Sequence[tuple[str, Any]], error:
             raise error(f"{what}: the tree has {got} where {expected} was expected; expected the wrapped structure")
 
 
-def refuse_jit(what: str, why: str = "the states are in host memory") -> None:
-    """Raise :class:`StateError` under jit: it would run the caller once only, while it traces."""
-    if is_traced():
-        raise StateError(f"{what} under jit; expected a call outside: {why}")
-
-
 def form(value: Any) -> str:
-    """The words for a leaf in an error: dtype and shape, or its type."""
+    """Return the words for a leaf in an error: dtype and shape, or its type."""
     return f"{value.dtype}{list(value.shape)}" if hasattr(value, "dtype") else f"a {type(value).__name__}"
 
 
@@ -109,7 +102,7 @@ def is_parameter(path: str, leaf: Any) -> bool:
 
 
 def parameter_positions(paths: Sequence[str], leaves: Sequence[Any], trained: Sequence[bool]) -> list[int]:
-    """The numbers of the leaves that are parameters and to be trained.
+    """Return the numbers of the leaves that are parameters and to be trained.
 
     Raises:
         ParameterError: there is none, or one cannot be trained.
@@ -126,7 +119,7 @@ def parameter_positions(paths: Sequence[str], leaves: Sequence[Any], trained: Se
 
 
 def check_nnx(params: Any, *, chosen: bool) -> None:
-    """Raise :class:`ParameterError` if a tree holds what a flax.nnx model changes in its forward.
+    """Raise :class:`ParameterError` if a tree holds values that a flax.nnx model changes in its forward.
 
     The tree that comes back from an update has those values as they were wrapped: dropout would draw the same mask in
     each step, and statistics would be trained and decayed like weights.
@@ -191,18 +184,18 @@ def to_numpy(leaf: Any) -> Any:
 
 
 def numpy_shape(leaf: Any) -> tuple[int, ...]:
-    """The shape of ``to_numpy(leaf)``."""
+    """Return the shape of ``to_numpy(leaf)``."""
     return numpy_form(leaf)[0]
 
 
 def numpy_form(leaf: Any) -> tuple[tuple[int, ...], np.dtype]:
-    """The shape and element type of ``to_numpy(leaf)``."""
+    """Return the shape and element type of ``to_numpy(leaf)``."""
     of = jax.eval_shape(jax.random.key_data, leaf) if is_key(leaf) else leaf
     return of.shape, np.dtype(of.dtype)
 
 
 def from_numpy(value: Any, like: Any) -> Any:
-    """A new array of a value of ``to_numpy``, with the type of ``like``.
+    """Make a new array of a value of ``to_numpy``, with the type of ``like``.
 
     It lies where ``like`` lies, if this process has all of that array.
     """
@@ -218,7 +211,7 @@ def from_numpy(value: Any, like: Any) -> Any:
 
 
 def put(value: Any, sharding: jax.sharding.Sharding) -> jax.Array:
-    """An array that lies so, of a value that this process has whole. With several processes all must have the same."""
+    """Place a value that this process has whole. With several processes all must have the same."""
     if sharding.is_fully_addressable:
         return jax.device_put(value, sharding)
     places = sharding.addressable_devices_indices_map(value.shape)

@@ -24,7 +24,7 @@ class Leaf:
     params: range
     """The numbers of the core's parameters that it consists of."""
     layout: ShardLayout | None = None
-    """The cut over ranks (stage 3 on a mesh axis); None: it is not cut so."""
+    """The cut over ranks (stage 3 on a mesh axis); None: it has none."""
     shards: tuple[Shard, ...] = ()
     """Where it stays as it was placed: its parts in this process, one for each of ``params``."""
 
@@ -39,11 +39,11 @@ class WrappedTree:
         self.trained: list[Leaf] = []
 
     def now(self) -> Any:
-        """The tree with its present leaves."""
+        """Return the tree with its present leaves."""
         return jax.tree_util.tree_unflatten(self.treedef, self.leaves)
 
     def of(self, leaves: Mapping[int, Any]) -> Any:
-        """A tree of this structure with these leaves, given by position, and None for the others."""
+        """Return a tree of this structure with these leaves, given by position, and None for the others."""
         return jax.tree_util.tree_unflatten(self.treedef, [leaves.get(i) for i in range(len(self.leaves))])
 
     def check_alive(self, what: str) -> None:
@@ -59,7 +59,7 @@ class WrappedTree:
                 )
 
     def leaves_like(self, tree: Any, error: type[OffloadError], what: str) -> tuple[list[Any], Any]:
-        """The leaves and the structure of a tree whose leaves have these paths. Its node types may be others.
+        """Return the leaves and the structure of a tree whose leaves have these paths. Its node types may differ.
 
         Raises:
             OffloadError: of type ``error``: the paths differ.

@@ -91,20 +91,16 @@ class TorchDevice(ABC):
         """Copies inside run after a mark."""
 
     @abstractmethod
-    def mark(self) -> Event:
-        """As ``TensorMemory.mark``."""
+    def mark(self) -> Event: ...
 
     @abstractmethod
-    def synchronize(self) -> None:
-        """As ``TensorMemory.synchronize``."""
+    def synchronize(self) -> None: ...
 
     @abstractmethod
-    def to_host(self, copies: Sequence[Copy], host: np.ndarray) -> Event:
-        """As ``TensorMemory.to_host``."""
+    def to_host(self, copies: Sequence[Copy], host: np.ndarray) -> Event: ...
 
     @abstractmethod
-    def to_device(self, host: np.ndarray, copies: Sequence[Copy], after: Event) -> Event:
-        """As ``TensorMemory.to_device``."""
+    def to_device(self, host: np.ndarray, copies: Sequence[Copy], after: Event) -> Event: ...
 
 
 class _AtOnce:

@@ -8,8 +8,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from frontends.jax import RankGradients, gather_params, gathered, wrap
-from frontends.jax.mesh.gather import Gathering, reduce_scatter
-from frontends.jax.mesh.mesh import JaxMeshDevice, MeshAxis, MeshGradient
+from frontends.jax.mesh import gather
+from frontends.jax.mesh.axis import MeshAxis
+from frontends.jax.mesh.device import JaxMeshDevice
+from frontends.jax.mesh.tensors import MeshGradient
 from offload_core.dtypes import BFLOAT16, FLOAT32
 from offload_core.errors import ConfigError
 from offload_core.layout.partition import ParamSpec, build_buckets
@@ -340,10 +342,13 @@ def test_gathering_is_transposed_to_the_ordered_mean(world_size, wire):
     stacked = np.random.default_rng(world_size).standard_normal((world_size, *shape)).astype(jnp.dtype(wire))
 
     def mean(how):
-        each = jax.shard_map(lambda g: reduce_scatter(how, g[0]), mesh=mesh, in_specs=P("dp"), out_specs=P(None, "dp"))
-        return jax.jit(each)(split(stacked, mesh))
+        def each(g):
+            return gather._backward(how, None, g[0])[1]
 
-    how = Gathering("dp", world_size, -2, jnp.dtype(wire), False)
+        mapped = jax.shard_map(each, mesh=mesh, in_specs=P("dp"), out_specs=P(None, "dp"))
+        return jax.jit(mapped)(split(stacked, mesh))
+
+    how = gather.Gathering("dp", world_size, -2, jnp.dtype(wire), False)
     assert_same_tree([mean(how)], [averaged(stacked)])
     tolerance = 1e-6 if wire == "float32" else 5e-2
     np.testing.assert_allclose(mean(how._replace(native=True)), averaged(stacked), tolerance, tolerance)

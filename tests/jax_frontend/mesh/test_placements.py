@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from frontends.jax import gather_params, wrap
 from frontends.jax.device import lies_as
 from frontends.jax.mesh.places import Places
-from frontends.jax.placement import placement
+from frontends.jax.placement import as_placed, placement
 from frontends.jax.placement.as_placed import AsPlaced
 from frontends.jax.tree.shard_layout import ShardLayout
 from offload_core.errors import GradientError, ParameterError, StateError
@@ -519,7 +519,7 @@ def test_a_sharded_tree_of_states_is_saved_by_orbax_and_nobody_has_it_whole(kind
         ours.update(make(values(step + 1)))
     other.update(make(values(5)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(AsPlaced, "_whole", refuse)
+        patch.setattr(as_placed, "merged", refuse)
         patch.setattr(AsPlaced, "cut", refuse)
         patch.setattr(ShardLayout, "from_core", refuse)
         patch.setattr(ShardLayout, "to_core", refuse)

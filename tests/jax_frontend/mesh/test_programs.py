@@ -13,8 +13,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from frontends.jax import RankGradients, gather_params, gathered, wrap
-from frontends.jax.mesh.mesh import JaxMeshDevice, MeshAxis, MeshParameter, _Run
+from frontends.jax.mesh.axis import MeshAxis
+from frontends.jax.mesh.device import JaxMeshDevice
 from frontends.jax.mesh.places import Places
+from frontends.jax.mesh.programs import Run
+from frontends.jax.mesh.tensors import MeshParameter
 from frontends.jax.placement import placement
 from offload_core.device.events import Done
 from offload_core.dtypes import FLOAT32
@@ -69,7 +72,7 @@ def test_the_programs_hold_the_collectives_they_should():
     offloaded = wrap(tree_of(0), **HYPER, mesh=mesh)
     device = offloaded._pipeline.device
     grads = [split(np.ones((4, 100), np.float32), mesh)]
-    starts, runs = device.axis.constant(np.zeros((1, 2), np.int32)), (_Run(100, 0),)
+    starts, runs = device.axis.replicate(np.zeros((1, 2), np.int32)), (Run(100, 0),)
     reduce = device._reduce_unreduced.lower(grads, starts, runs, 32, np.dtype(np.float32)).compile().as_text()
     assert "all-to-all" in reduce
     assert "all-reduce" not in reduce

@@ -1,13 +1,10 @@
-"""What wrapped models really take, beside what was planned, run by test_plan_measured.py: RANK WORLD_SIZE FOLDER."""
+"""What wrapped models really take, beside what was planned."""
 
 import ctypes
 import gc
-import json
-import sys
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from bench.train.gpt_torch import GPT
@@ -117,19 +114,9 @@ def measure(dtype, frozen=0, shape=SHAPE, **fields):
     }
 
 
-def main(rank, world_size, folder):
-    torch.set_num_threads(1)
-    if world_size > 1:
-        store = dist.FileStore(str(Path(folder) / "store"), world_size)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+def measured(rank):
+    """Each case on this rank."""
     small = GPTConfig(layers=1, width=64, heads=1, vocabulary=64, positions=None)
     for dtype in ("float32", "bfloat16"):  # the libraries' own one-time memory
         measure(dtype, shape=small, stage=3, offload_param="cpu", param_persistence_threshold=10)
-    results = {name: measure(dtype, **fields) for name, (dtype, fields) in CASES.items()}
-    (Path(folder) / f"{rank}.json").write_text(json.dumps(results))
-    if world_size > 1:
-        dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    return {name: measure(dtype, **fields) for name, (dtype, fields) in CASES.items()}

@@ -1,10 +1,9 @@
-"""One simulated machine, on which the real pipeline trains: by the wall clock, or in a :class:`Clock`'s time.
+"""One simulated machine, on which the real pipeline trains.
 
 Compute, and what the kernels do not take of their time, is slept; the pipeline, its thread, the kernels and the copies'
 threads are the real ones.
 """
 
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,14 +12,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from bench.virtual.clock import Clock
 from offload_core.config.options import OffloadConfig
 from offload_core.device.host_ranks import HostRanks
 from offload_core.device.trace import COMPUTE
 from offload_core.dtypes import BFLOAT16, ElementType
 from offload_core.layout.partition import ParamSpec
 from offload_core.native import kernels
-from offload_core.ranks.collectives import HostCollectives
 from offload_core.rules.adam import AdamHyper
 from offload_core.step.decision import StepArguments
 from offload_core.step.pipeline import Pipeline
@@ -126,27 +123,10 @@ def slow_kernels(bandwidth: float) -> Iterator[None]:
             setattr(kernels, name, kernel)
 
 
-@contextmanager
-def virtual(bandwidth: float) -> Iterator[Clock]:
-    """A clock that rules, and kernels that last as long as so many bytes a second have it."""
-    clock = Clock()
-    with clock.rules(sys.modules[__name__]), slow_kernels(bandwidth):
-        yield clock
-
-
 class Run:
     """A pipeline on a simulated machine, one layer a bucket."""
 
-    def __init__(
-        self,
-        case: Case,
-        params: int,
-        buckets: int,
-        scale: int,
-        clips: bool,
-        schedule: str,
-        collectives: HostCollectives | None = None,
-    ) -> None:
+    def __init__(self, case: Case, params: int, buckets: int, scale: int, clips: bool, schedule: str) -> None:
         numel = params // scale // buckets
         self.times = Times.of(case, params, buckets, clips)
         self.layers = range(buckets)
@@ -154,7 +134,7 @@ class Run:
         clip = 1e9 if clips else None  # nothing is
         options = SCHEDULES[schedule]
         config = OffloadConfig(reduce_bucket_size=numel, gradient_clipping=clip, num_threads=1, **options)
-        self.pipeline = Pipeline(config, HostRanks(self.fake, collectives), None)
+        self.pipeline = Pipeline(config, HostRanks(self.fake, None), None)
         weights = np.ones(numel, BFLOAT16.numpy)
         self.tensors = [FakeTensor(weights) for _ in self.layers]
         self.gradients = [FakeTensor(weights) for _ in self.layers]

@@ -1,1 +1,0 @@
-"""Machines that are not there, and the time on them."""

@@ -1,0 +1,157 @@
+"""One update of a wrapped tree: its gradients go to the pipeline, and the parameters that it writes become leaves."""
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+
+from offload_core.errors import GradientError, StateError
+from offload_core.rules import Hyper
+from offload_core.step.decision import StepArguments
+from offload_core.step.health import Use
+from offload_core.step.pipeline import Pipeline, StepReport
+
+from .gradients import check_alike, given_gradients
+from .loss_scale import DeviceScale
+from .mesh.tensors import delete
+from .placement.placement import Placement
+from .tree.wrapped_tree import WrappedTree
+
+
+class MicroStep(NamedTuple):
+    """The arguments of an update, after all checks."""
+
+    gradients: dict[int, Any]
+    """The gradients as the pipeline takes them, by the number of its parameter."""
+    hypers: Sequence[Hyper]
+    """The hyperparameters of each group."""
+    donated: Sequence[Any]
+    """Arrays to delete in the end. Most are deleted earlier, when they have been read."""
+
+
+class TreeUpdates:
+    """The updates of a wrapped tree.
+
+    The caller of each method holds the pipeline's state lock, in the middle of a change.
+    """
+
+    def __init__(
+        self, pipeline: Pipeline, placement: Placement, tree: WrappedTree, loss_scale: DeviceScale | None
+    ) -> None:
+        self.report: StepReport | None = None
+        """The report of the last micro-step; None: there was none."""
+        self._pipeline = pipeline
+        self._placement = placement
+        self._tree = tree
+        self._moves_nothing = pipeline.buckets.terms.direct
+        self._loss_scale = loss_scale
+        self._targets: list[Any] = []
+        """The tensors to which the pipeline writes the next parameters; empty when the leaves are made of them."""
+        self._followed = pipeline.last_step.publications
+        """The number of the pipeline's last publication of which leaves were made."""
+
+    def check(self, grads: Any, hypers: Callable[[], Sequence[Hyper]], *, donate: bool) -> MicroStep:
+        """Check everything, and return all that :meth:`take` needs.
+
+        An error in one process is an error in all: raised in one alone, it would leave the others waiting.
+
+        Args:
+            hypers: returns the hyperparameters of each group, or raises.
+            donate: delete each gradient as soon as it is read.
+        """
+        pipeline, placement, trained = self._pipeline, self._placement, self._tree.trained
+        self.follow()
+        pipeline.health.check(Use.READ)  # before the processes meet
+        device = pipeline.device
+        parameters = [(leaf.path, leaf.dtype) for leaf in trained]
+        likes = [self._tree.leaves[leaf.position] for leaf in trained]
+        try:
+            arrays, unreduced = given_gradients(grads, self._tree, pipeline.scaler, device.world_size)
+            for leaf, array, like in zip(trained, arrays, likes, strict=True):
+                if array is not None:
+                    placement.check_gradient(leaf, array, like, unreduced=unreduced)
+            of_groups = hypers()
+        except Exception:
+            check_alike(device.collectives, parameters, None, unreduced=False)
+            raise
+        check_alike(device.collectives, parameters, arrays, unreduced=unreduced)
+        if all(array is None for array in arrays):
+            raise GradientError("update: every gradient is None, expected at least one array")
+        gradients: dict[int, Any] = {}
+        for leaf, array, like in zip(trained, arrays, likes, strict=True):
+            if array is not None:
+                parts = placement.as_gradient(leaf, array, like, unreduced=unreduced, donate=donate)
+                for i, part in zip(leaf.params, parts, strict=True):
+                    pipeline.reduction.check(i, part)
+                    gradients[i] = part
+        return MicroStep(gradients, of_groups, jax.tree.leaves(grads) if donate else ())
+
+    def take(self, given: MicroStep) -> None:
+        """Take gradients, and at the accumulation boundary update the tree's leaves."""
+        pipeline = self._pipeline
+        number = pipeline.counts.updates + 1
+        if pipeline.arrivals.at_boundary:
+            self._targets = self._new_targets()
+        try:
+            if self._moves_nothing:
+                pipeline.add_gradients(given.gradients)
+            else:  # a parameter's buckets leave before the next one's, so that its donated gradient is gone by then
+                for i, gradient in given.gradients.items():
+                    pipeline.add_gradients({i: gradient})
+            if pipeline.end_micro_step():
+                divisor = float(pipeline.config.gradient_accumulation_steps)
+                report = pipeline.step(StepArguments(given.hypers, self._targets, divisor))
+                self.report = replace(report, step=number)
+                pipeline.last_step.finish_publications()
+            else:
+                scale = pipeline.loss_scale
+                self.report = StepReport(updated=False, skipped="accumulating", loss_scale=scale, step=number)
+            if given.donated:
+                delete(given.donated)
+        except BaseException:
+            with suppress(StateError):  # a pipeline that has lost a rank may refuse even that
+                pipeline.drop_gradients()
+            raise
+        self.follow()
+
+    def _new_targets(self) -> list[Any]:
+        """Return tensors for the next parameters."""
+        trained = self._tree.trained
+        return self._placement.targets(trained, [self._tree.leaves[leaf.position] for leaf in trained])
+
+    def follow(self) -> None:
+        """Make the tree's leaves of the parameters that the pipeline wrote last.
+
+        All that read leaves call this first, because an interrupt may have ended the call that had them written. It
+        may be interrupted itself: the next call begins anew.
+        """
+        pipeline = self._pipeline
+        if self._loss_scale is not None:
+            self._loss_scale.follow()
+        publications = pipeline.last_step.publications
+        if publications != self._followed:
+            if not pipeline.updates.finished:
+                pipeline.last_step.finish_publications()
+            leaves, published = self._tree.leaves, pipeline.last_step.published
+            for leaf in self._tree.trained:
+                if all(published.get(i, False) for i in leaf.params):
+                    targets = [self._targets[i] for i in leaf.params]
+                    leaves[leaf.position] = self._placement.written(leaf, targets, leaves[leaf.position])
+            self._followed = publications
+        self._targets = []
+
+    def flush(self) -> None:
+        """Bring the leaves to the last update, also those that ``schedule="delayed"`` holds back."""
+        if self._pipeline.config.schedule == "delayed":
+            self.publish()
+        else:
+            self.follow()
+
+    def publish(self) -> None:
+        """Bring the leaves to the values of their master weights."""
+        self.follow()
+        self._targets = self._new_targets()
+        self._pipeline.flush(self._targets)
+        self.follow()
