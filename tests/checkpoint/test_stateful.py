@@ -196,6 +196,7 @@ class Anything(RuleBasedStateMachine):
         self.subject.tensors.append(FakeTensor(master.astype(dtype.numpy)))
         self.pipeline.add_parameters(self.subject.specs[-1:], [FakeTensor(master)])
         self.naive.dtypes = [*self.naive.dtypes, dtype]
+        self.naive.rules.append(self.naive.rules[0])
         states = self.naive.kept(len(self.naive.states), [master, np.zeros_like(master), np.zeros_like(master)], None)
         self.naive.states.append(states)
         self.before.append([a.copy() for a in states])
