@@ -18,7 +18,15 @@ from .update import Updates
 
 
 class Announcement:
-    """The step that ends this micro-step, and whether buckets are still sent early for it.
+    """The step that ends this micro-step. It says what becomes of a bucket whose gradients have arrived.
+
+    ===========  =========================================================================
+    after        the bucket
+    ===========  =========================================================================
+    it is made   is sent early
+    ``close``    is sent early until the last gradient has arrived, then waits for the step
+    ``stop``     waits for the step, for good
+    ===========  =========================================================================
 
     Args:
         before_send: called in the caller's thread with the parameters of a bucket before they are sent early.
@@ -32,7 +40,7 @@ class Announcement:
         self._until: Event | None = None
 
     def close(self, until: Event) -> None:
-        """The step has come: buckets that the worker has not got to by the end of this event wait for it."""
+        """Note that the step has come: buckets that the worker has not got to by the end of this event wait for it."""
         self._until = until
 
     def stop(self) -> None:

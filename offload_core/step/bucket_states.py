@@ -1,4 +1,4 @@
-"""What becomes of a bucket in a step: three state machines, each one table.
+"""The states of a bucket in a step: three state machines, each one table.
 
 **Gradient**: from the device to the update.
 
@@ -15,7 +15,8 @@ USED        host gradients, which an update reads; once an early update has read
 A rank without a gradient takes part in a bucket's reduction all the same. Gradients may be dropped until an update uses
 them. An early update (``early_publish.py``) leaves them USED until its step comes.
 
-**Publication**: whether the device parameters are the master weights, rounded.
+**Publication**: the device parameters, compared with the rounded master weights. Where a part of a bucket is sent
+early, ``LocalBucket.stale`` still names what is stale of the rest.
 
 =======  ==============================================================================
 state    device parameters
@@ -26,7 +27,7 @@ SENT     are on their way, or have arrived without anybody having waited for the
 EARLY    were sent for a step that has not come
 =======  ==============================================================================
 
-**Ownership**: which thread may touch the bucket.
+**Ownership**: the thread that may touch the bucket.
 
 ======  ===============================================================================
 CALLER  the thread that calls the pipeline
@@ -35,6 +36,18 @@ WORKER  the pipeline's own, until the caller has waited for the task that it gav
 
 Updates that send parameters are given to the worker all together: the caller waits for the last of them before it takes
 the first gradient of the next step, and they do not change the owner one by one.
+
+**On its way**: tasks that somebody has yet to wait for. They are fields of ``LocalBucket``, because each is a thing to
+wait for, and not a state.
+
+=======  ==============================================================================
+field    set from, until
+=======  ==============================================================================
+owed     the step begins, until the states are updated; after a failure the rest is updated without being sent
+written  the parameters are sent, until somebody has waited for their arrival
+arrived  the worker is asked to wait for their arrival, until somebody has waited for that
+updated  an update that sends nothing is asked for, until somebody has waited for it
+=======  ==============================================================================
 """
 
 from collections.abc import Mapping
