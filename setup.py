@@ -1,6 +1,7 @@
 """The C extension; everything else is in pyproject.toml."""
 
 import os
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 
 from setuptools import setup
@@ -9,8 +10,29 @@ from setuptools.command.build_ext import build_ext
 JOBS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
+NO_COMPILER = """\
+offload-core needs a C compiler to build its kernels, and found none (looked for: {compilers}).
+Install one (Debian, Ubuntu: apt install gcc python3-dev; Fedora: dnf install gcc python3-devel;
+macOS: xcode-select --install), or name yours: CC=/path/to/cc pip install ..."""
+
+
+def require_compiler():
+    """Choose a C compiler. Raise SystemExit, with the packages to install, if there is none."""
+    named = os.environ.get("CC", "").split()[:1]
+    compilers = named or ["cc", "gcc", "clang"]
+    found = [name for name in compilers if shutil.which(name)]
+    if not found:
+        raise SystemExit(NO_COMPILER.format(compilers=", ".join(compilers)))
+    if not named and not shutil.which("gcc"):
+        os.environ["CC"] = found[0]
+
+
 class BuildKernels(build_ext):
     """Compiles the sources side by side, because those of the vector kernels take seconds each."""
+
+    def run(self):
+        require_compiler()
+        super().run()
 
     def build_extension(self, ext):
         compile_in_turn = self.compiler.compile

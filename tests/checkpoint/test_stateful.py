@@ -195,12 +195,10 @@ class Anything(RuleBasedStateMachine):
         self.subject.specs.append(ParamSpec(f"p{len(self.naive.states)}", size, dtype))
         self.subject.tensors.append(FakeTensor(master.astype(dtype.numpy)))
         self.pipeline.add_parameters(self.subject.specs[-1:], [FakeTensor(master)])
-        self.naive.dtypes = [*self.naive.dtypes, dtype]
-        self.naive.rules.append(self.naive.rules[0])
+        self.naive.dtypes, self.naive.groups = [*self.naive.dtypes, dtype], [*self.naive.groups, 0]
         states = self.naive.kept(len(self.naive.states), [master, np.zeros_like(master), np.zeros_like(master)], None)
         self.naive.states.append(states)
         self.before.append([a.copy() for a in states])
-        self.naive.groups = [*self.naive.groups, 0]
         self.naive.steps.append(0)
         self.naive.sums.append(None)
 

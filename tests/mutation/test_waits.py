@@ -296,7 +296,6 @@ def parameters_are_added(twin):
     twin.pipeline.add_parameters([ParamSpec("new", 300, BFLOAT16)], [FakeTensor(new)])
     twin.naive.states.append([new.copy(), np.zeros_like(new), np.zeros_like(new)])
     twin.naive.dtypes, twin.naive.groups = [BFLOAT16] * 3, [0] * 3
-    twin.naive.rules.append(twin.naive.rules[0])
     twin.naive.sums.append(None)
     twin.naive.steps.append(0)
     twin.check()

@@ -54,6 +54,11 @@ def checkout(tmp_path):
     return tmp_path
 
 
+def without_programs(folder: Path) -> dict[str, str]:
+    """An environment in which no program is found."""
+    return {name: value for name, value in ENVIRONMENT.items() if name != "CC"} | {"PATH": str(folder)}
+
+
 def make(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
     command = ["make", *arguments]
     return subprocess.run(command, cwd=folder, env=ENVIRONMENT | environment, capture_output=True, text=True)
@@ -73,6 +78,34 @@ def test_sources_without_their_kernels_say_how_to_build_them(tmp_path):
         f"ImportError: the C kernels are not built in {here}, whose sources Python found first: run pip install -e ."
         in (done.stderr)
     )
+
+
+def test_without_a_compiler_the_build_says_what_to_install(checkout):
+    command = [sys.executable, "setup.py", "build_ext", "--inplace"]
+    done = subprocess.run(command, cwd=checkout, env=without_programs(checkout), capture_output=True, text=True)
+    assert done.returncode == 1
+    assert (
+        "offload-core needs a C compiler to build its kernels, and found none (looked for: cc, gcc, clang)"
+        in done.stderr
+    )
+
+
+def test_without_a_compiler_tests_of_c_are_skipped_by_name(tmp_path):
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-n",
+        "0",
+        "-rs",
+        "-p",
+        "no:cacheprovider",
+        "tests/kernels/test_c.py",
+    ]
+    done = subprocess.run(command, cwd=ROOT, env=without_programs(tmp_path), capture_output=True, text=True)
+    assert "gcc is not installed" in done.stdout, done.stdout
+    assert done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED
 
 
 @needs_make

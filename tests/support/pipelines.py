@@ -60,13 +60,16 @@ class Naive:
     def __init__(self, masters, dtypes, groups, config, hypers, names=None):
         self.dtypes, self.groups, self.config, self.hypers = dtypes, groups, config, hypers
         self.names = names
-        self.rules = [rule_of(config, hypers[g]) for g in groups]
         self.states = [
             self.kept(i, [m, *(np.zeros_like(m) for _ in rule.states)], None)
             for i, (m, rule) in enumerate(zip(masters, self.rules, strict=True))
         ]
         self.steps = [0] * len(masters)
         self.sums = [None] * len(masters)
+
+    @property
+    def rules(self):
+        return [rule_of(self.config, self.hypers[g]) for g in self.groups]
 
     def kept(self, i, values, update):
         """States as their formats keep them, rounded at random for this update; None: to nearest."""
