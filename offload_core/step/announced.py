@@ -6,6 +6,7 @@ device then holds those of no step until they are sent again.
 """
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ..device.events import Event
@@ -17,6 +18,7 @@ from .local_bucket import LocalBucket
 from .update import Updates
 
 
+@dataclass(eq=False)
 class Announcement:
     """The step that ends this micro-step. It says what becomes of a bucket whose gradients have arrived.
 
@@ -32,19 +34,18 @@ class Announcement:
         before_send: called in the caller's thread with the parameters of a bucket before they are sent early.
     """
 
-    def __init__(self, given: StepArguments, scalars: Scalars, before_send: Callable[[Collection[int]], None]) -> None:
-        self.given = given
-        self.scalars = scalars
-        self.before_send = before_send
-        self._stopped = False
-        self._until: Event | None = None
+    given: StepArguments
+    scalars: Scalars
+    before_send: Callable[[Collection[int]], None]
+    _stopped: bool = False
+    _until: Event | None = None
 
     def close(self, until: Event) -> None:
         """Note that the step has come: buckets that the worker has not got to by the end of this event wait for it."""
         self._until = until
 
     def stop(self) -> None:
-        """Send nothing more."""
+        """Send nothing more; earlier buckets may be on their way."""
         self._stopped = True
 
     @property
@@ -64,15 +65,6 @@ class Announced:
         """Buckets that were to be sent for the next step, in the order in which they were launched."""
         self.tensors: Sequence[Any] = ()
         """All parameters, as the last announcement or step gave them."""
-
-    def announce(self, announced: Announcement) -> None:
-        """Send buckets early from now on."""
-        self.step, self.tensors = announced, announced.given.tensors
-
-    def renew(self, given: StepArguments, scalars: Scalars) -> None:
-        """Take the arguments with which the announced step comes: the rest is sent for them."""
-        assert self.step is not None
-        self.step.given, self.step.scalars, self.tensors = given, scalars, given.tensors
 
     def begin_step(self, tensors: Sequence[Any], last: Event) -> None:
         """Begin the step: early sends stop at the end of ``last``, and the rest go in the order of the next forward.
@@ -112,21 +104,12 @@ class Announced:
         """True if a step was announced with other arguments."""
         return self.step is not None and not self.step.given.matches(given)
 
-    def of(self, params: Collection[int] | None) -> list[LocalBucket]:
-        """Return the buckets of the next step that hold any of these parameters; None: all."""
-        return [work for work in self.asked if params is None or not work.members.isdisjoint(params)]
-
     @property
     def recalled(self) -> bool:
         """True if the device has parameters of no step."""
         if not self._buckets.terms.sends_early:
             return False
         return any(work.publication.state is Publication.STALE for work in self._buckets.all)
-
-    def stop(self) -> None:
-        """Send nothing more; earlier buckets may be on their way."""
-        if self.step is not None:
-            self.step.stop()
 
     def recall(self) -> None:
         """Treat parameters that were sent early as stale again; those that are on their way have arrived."""

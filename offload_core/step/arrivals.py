@@ -88,7 +88,7 @@ class Arrivals:
         self._apart.update(i for i, spec in enumerate(self._buckets.params) if spec.settled_with is not None)
 
     def order_of_arrival(self) -> list[LocalBucket]:
-        """The buckets of the last round as they filled, then all others."""
+        """Return the buckets of the last round as they filled, then all others."""
         filled = set(self._filled_before)
         return [*self._filled_before, *(work for work in self.order if work not in filled)]
 
@@ -162,18 +162,18 @@ class Arrivals:
         return {param: gradient for param, gradient in gradients.items() if param not in mine}
 
     def late(self, params: Collection[int]) -> Set[int]:
-        """Those of these parameters that are settled at the end of a backward."""
+        """Return those of these parameters that are settled at the end of a backward."""
         return self._late.intersection(params)
 
     def settled(self, params: Collection[int]) -> tuple[dict[int, Any], set[int]]:
-        """The gradients of these parameters that were put aside, and the parameters that have none."""
+        """Return the gradients of these parameters that were put aside, and the parameters that have none."""
         mine, aside = self._apart.intersection(params), self.since.aside
         given = {param: aside.pop(param) for param in mine.intersection(aside)}
         return given, mine.difference(given)
 
     def out_of_aside(self, params: Collection[int] | None = None) -> dict[int, Any]:
-        """The gradients that were put aside, of these parameters or of all, which nobody has settled. Those that come
-        too late for this round are late from now on."""
+        """Return the gradients that were put aside, of these parameters or of all, which nobody has settled. Those that
+        come too late for this round are late from now on."""
         aside = self.since.aside
         if not aside:
             return {}
@@ -182,7 +182,7 @@ class Arrivals:
         return given
 
     def _works_of(self, params: Collection[int]) -> Sequence[LocalBucket]:
-        """Buckets among which are those of these parameters."""
+        """Return buckets among which are those of these parameters."""
         return self._buckets.of[next(iter(params))] if len(params) == 1 else self._buckets.all
 
     def ready(self, *, ending: bool = False) -> Iterator[LocalBucket]:
@@ -212,17 +212,17 @@ class Arrivals:
             yield self.order[round.next - 1]
 
     def end_round(self) -> None:
-        """The micro-step has ended: every bucket was launched."""
+        """End the round: every bucket was launched."""
         if self.since.round is not None:
             self._filled_before = self.since.round.filled
             self.since.round = None
 
     def count_micro_step(self, *, boundary: bool) -> None:
-        """A micro-step has ended."""
+        """Count a micro-step that has ended."""
         self.since.micro_steps = 0 if boundary else self.since.micro_steps + 1
 
     def begin(self, order: Sequence[LocalBucket] | None = None) -> None:
-        """The next step begins: no gradient has come.
+        """Begin the next step, for which no gradient has come.
 
         Args:
             order: to launch the buckets in; None: as before.

@@ -1,6 +1,7 @@
 """Parameters that are published early: sent to the device in backward, for a step that is still to come."""
 
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 
 from ..errors import StateError
 from .announced import Announced, Announcement
@@ -15,28 +16,18 @@ from .state_lock import StateLock, changes
 from .update import Updates
 
 
+@dataclass(eq=False)
 class EarlyPublish:
     """Announces and confirms a step, and recalls parameters that were sent early for it."""
 
-    def __init__(
-        self,
-        buckets: LocalBuckets,
-        arrivals: Arrivals,
-        updates: Updates,
-        announced: Announced,
-        last_step: LastStep,
-        counts: UpdateCounts,
-        scaler: LossScaler | None,
-        state_lock: StateLock,
-    ) -> None:
-        self._buckets = buckets
-        self._arrivals = arrivals
-        self._updates = updates
-        self._announced = announced
-        self._last_step = last_step
-        self._counts = counts
-        self._scaler = scaler
-        self._state_lock = state_lock
+    _buckets: LocalBuckets
+    _arrivals: Arrivals
+    _updates: Updates
+    _announced: Announced
+    _last_step: LastStep
+    _counts: UpdateCounts
+    _scaler: LossScaler | None
+    _state_lock: StateLock
 
     @changes("backward()")
     def expect_step(
@@ -59,7 +50,8 @@ class EarlyPublish:
         self.recall()
         given = arguments.complete(self._buckets.params, self._scaler)
         scalars = self._counts.scalars(given, range(len(self._buckets.params)), 1.0 / given.unscale)
-        self._announced.announce(Announcement(given, scalars, before_send))
+        self._announced.step = Announcement(given, scalars, before_send)
+        self._announced.tensors = given.tensors
 
     def confirm_step(self, arguments: StepArguments) -> None:
         """Confirm that the announced step has come, with these arguments: buckets that leave at the end of the
@@ -75,7 +67,7 @@ class EarlyPublish:
         given = self.check_expected(arguments)
         if not (announced.asked and announced.differs(given)):
             scalars = self._counts.scalars(given, range(len(self._buckets.params)), 1.0 / given.unscale)
-            announced.renew(given, scalars)
+            announced.step.given, announced.step.scalars, announced.tensors = given, scalars, given.tensors
 
     def check_expected(self, arguments: StepArguments) -> StepArguments:
         """Return these arguments of :meth:`Pipeline.step` complete.
@@ -96,7 +88,8 @@ class EarlyPublish:
 
         Raises :class:`StateError` if states have been updated, too.
         """
-        touched = self._announced.of(params)
+        announced = self._announced
+        touched = [work for work in announced.asked if params is None or not work.members.isdisjoint(params)]
         if not touched:
             return
         if not self._buckets.terms.examines:
@@ -106,9 +99,10 @@ class EarlyPublish:
                 "expected engine.step() next: set update_in_backward=False to discard gradients, to add to them or to "
                 "read parameters before it"
             )
-        self._announced.stop()
+        if announced.step is not None:
+            announced.step.stop()
         self._last_step.wait(self._updates.finish_publications)
-        self._announced.recall()
+        announced.recall()
 
     @changes("zero_grad()")
     def withdraw(self) -> None:

@@ -1,6 +1,7 @@
 """The end of a step: its updates are waited for, or it breaks off."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -17,33 +18,24 @@ from .state_lock import StateLock, changes
 from .update import Updates
 
 
+@dataclass(eq=False)
 class LastStep:
     """The last step that was asked for. Methods that wait for it raise the error of its updates."""
 
-    def __init__(
-        self,
-        buckets: LocalBuckets,
-        arrivals: Arrivals,
-        updates: Updates,
-        announced: Announced,
-        counts: UpdateCounts,
-        health: PipelineHealth,
-        state_lock: StateLock,
-    ) -> None:
-        self._buckets = buckets
-        self._arrivals = arrivals
-        self._updates = updates
-        self._announced = announced
-        self._counts = counts
-        self._health = health
-        self._state_lock = state_lock
-        self.verdict: Verdict | None = None
-        """Its verdict; None before the first step."""
-        self.published: Mapping[int, bool] = {}
-        """Parameters that the last step or flush wrote (with ``schedule="delayed"`` those of the step before); False
-        where it broke off before all of the parameter was written."""
-        self.publications = 0
-        """Steps and flushes that have set ``published``. After an interrupt the caller sees here if its own was one."""
+    _buckets: LocalBuckets
+    _arrivals: Arrivals
+    _updates: Updates
+    _announced: Announced
+    _counts: UpdateCounts
+    _health: PipelineHealth
+    _state_lock: StateLock
+    verdict: Verdict | None = None
+    """Its verdict; None before the first step."""
+    published: Mapping[int, bool] = field(default_factory=dict)
+    """Parameters that the last step or flush wrote (with ``schedule="delayed"`` those of the step before); False where
+    it broke off before all of the parameter was written."""
+    publications: int = 0
+    """Steps and flushes that have set ``published``. After an interrupt the caller sees here if its own was one."""
 
     def begin(self, params: Iterable[int]) -> None:
         """Begin a step or a flush, which writes these parameters."""

@@ -53,7 +53,7 @@ from .reduction import Reduction
 from .state_lock import StateLock, changes
 from .update import Updates
 
-__all__ = ["Pipeline", "StepArguments", "StepReport"]
+__all__ = ["Pipeline", "StepReport"]
 
 
 class Pipeline:
