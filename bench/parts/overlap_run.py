@@ -19,6 +19,7 @@ from offload_core.dtypes import BFLOAT16, ElementType
 from offload_core.layout.partition import ParamSpec
 from offload_core.native import kernels
 from offload_core.rules.adam import AdamHyper
+from offload_core.step.decision import StepArguments
 from offload_core.step.pipeline import Pipeline
 from offload_core.testing.fake_device import FakeDevice, FakeTensor
 
@@ -150,12 +151,12 @@ class Run:
             with self.pipeline.device.trace.span(COMPUTE, "the device waits"):  # as the caller computes in its place
                 self.fake.compute(lambda: None).wait()
             self.compute("forward", layer, self.times.forward)
-        self.pipeline.expect_step(self.hypers, self.tensors)
+        self.pipeline.early.expect_step(StepArguments(self.hypers, self.tensors))
         for layer in reversed(self.layers):
             self.compute("backward", layer, self.times.backward)
-            self.pipeline.add_gradient(layer, self.gradients[layer])
+            self.pipeline.add_gradients({layer: self.gradients[layer]})
         self.pipeline.end_micro_step()
-        assert self.pipeline.step(self.hypers, self.tensors).updated
+        assert self.pipeline.step(StepArguments(self.hypers, self.tensors)).updated
 
     def step_times(self, steps: int) -> list[float]:
         """Seconds of so many steps in a row, each from the boundary before to its own."""
@@ -164,9 +165,9 @@ class Run:
         for _ in range(steps):
             self.step()
             ends.append(time.perf_counter())
-        self.pipeline.finish()
+        self.pipeline.last_step.finish()
         return [after - before for before, after in pairwise(ends)]
 
     def close(self) -> None:
-        self.pipeline.finish()
+        self.pipeline.last_step.finish()
         self.fake.close()

@@ -171,11 +171,11 @@ class OffloadedParams:
     def count(self) -> int:
         """Updates made so far."""
         self._later.wait()
-        return self._pipeline.updates
+        return self._pipeline.counts.updates
 
     @count.setter
     def count(self, updates: int) -> None:
-        self._pipeline.updates = updates
+        self._pipeline.counts.updates = updates
 
     # --- gradients ---------------------------------------------------------------------------------
 

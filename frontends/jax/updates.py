@@ -9,6 +9,8 @@ import jax
 
 from offload_core.errors import GradientError, StateError
 from offload_core.rules import Hyper
+from offload_core.step.decision import StepArguments
+from offload_core.step.health import Use
 from offload_core.step.pipeline import Pipeline, StepReport
 
 from .gradients import check_alike, given_gradients
@@ -43,11 +45,11 @@ class TreeUpdates:
         self._pipeline = pipeline
         self._placement = placement
         self._tree = tree
-        self._moves_nothing = pipeline.terms.direct
+        self._moves_nothing = pipeline.buckets.terms.direct
         self._loss_scale = loss_scale
         self._targets: list[Any] = []
         """The tensors to which the pipeline writes the next parameters; empty when the leaves are made of them."""
-        self._followed = pipeline.publications
+        self._followed = pipeline.last_step.publications
         """The number of the pipeline's last publication of which leaves were made."""
 
     def check(self, grads: Any, hypers: Callable[[], Sequence[Hyper]], *, donate: bool) -> MicroStep:
@@ -61,7 +63,7 @@ class TreeUpdates:
         """
         pipeline, placement, trained = self._pipeline, self._placement, self._tree.trained
         self.follow()
-        pipeline.refuse_if_unusable()  # before the processes meet
+        pipeline.health.check(Use.READ)  # before the processes meet
         device = pipeline.device
         parameters = [(leaf.path, leaf.dtype) for leaf in trained]
         likes = [self._tree.leaves[leaf.position] for leaf in trained]
@@ -82,15 +84,15 @@ class TreeUpdates:
             if array is not None:
                 parts = placement.as_gradient(leaf, array, like, unreduced=unreduced, donate=donate)
                 for i, part in zip(leaf.params, parts, strict=True):
-                    pipeline.check_gradient(i, part)
+                    pipeline.reduction.check(i, part)
                     gradients[i] = part
         return MicroStep(gradients, of_groups, jax.tree.leaves(grads) if donate else ())
 
     def take(self, given: MicroStep) -> None:
         """Take gradients, and at the accumulation boundary update the tree's leaves."""
         pipeline = self._pipeline
-        number = pipeline.updates + 1
-        if pipeline.at_boundary:
+        number = pipeline.counts.updates + 1
+        if pipeline.arrivals.at_boundary:
             self._targets = self._new_targets()
         try:
             if self._moves_nothing:
@@ -100,9 +102,9 @@ class TreeUpdates:
                     pipeline.add_gradients({i: gradient})
             if pipeline.end_micro_step():
                 divisor = float(pipeline.config.gradient_accumulation_steps)
-                report = pipeline.step(given.hypers, self._targets, divisor=divisor)
+                report = pipeline.step(StepArguments(given.hypers, self._targets, divisor))
                 self.report = replace(report, step=number)
-                pipeline.finish_publications()
+                pipeline.last_step.finish_publications()
             else:
                 scale = pipeline.loss_scale
                 self.report = StepReport(updated=False, skipped="accumulating", loss_scale=scale, step=number)
@@ -128,11 +130,11 @@ class TreeUpdates:
         pipeline = self._pipeline
         if self._loss_scale is not None:
             self._loss_scale.follow()
-        publications = pipeline.publications
+        publications = pipeline.last_step.publications
         if publications != self._followed:
-            if not pipeline.finished:
-                pipeline.finish_publications()
-            leaves, published = self._tree.leaves, pipeline.published
+            if not pipeline.updates.finished:
+                pipeline.last_step.finish_publications()
+            leaves, published = self._tree.leaves, pipeline.last_step.published
             for leaf in self._tree.trained:
                 if all(published.get(i, False) for i in leaf.params):
                     targets = [self._targets[i] for i in leaf.params]

@@ -233,7 +233,7 @@ class Engine(nn.Module):
             self._warn_of_uncounted()
         pipeline = self.optimizer.pipeline
         with pipeline.device.trace.span(COMPUTE, "step"):
-            updates = pipeline.at_boundary if boundary is None else boundary
+            updates = pipeline.arrivals.at_boundary if boundary is None else boundary
             reads_wait = updates and self._reads_wait
             try:
                 return self.optimizer.end_micro_step(
@@ -318,7 +318,7 @@ class Engine(nn.Module):
         A loop that calls this before every backward therefore accumulates as configured.
         ``engine.optimizer.zero_grad()`` discards gradients at any time.
         """
-        if self.optimizer.pipeline.micro_steps == 0:
+        if self.optimizer.pipeline.arrivals.since.micro_steps == 0:
             self.optimizer.zero_grad(set_to_none)
 
     @property

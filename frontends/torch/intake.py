@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from offload_core.errors import GradientError, StateError
+from offload_core.step.health import Health, Use
 from offload_core.step.pipeline import Pipeline
 from offload_core.step.state_lock import changes
 
@@ -46,7 +47,7 @@ class Intake:
         self._pipeline = pipeline
         self._state_lock = pipeline.state_lock
         """Hooks may run in a thread of autograd."""
-        self._direct = pipeline.terms.direct
+        self._direct = pipeline.buckets.terms.direct
         """True if kernels read gradients where they are: plain ones are passed on without a copy."""
         self._registration = registration
         self._slots = registration.slots
@@ -129,7 +130,11 @@ class Intake:
                 f"parameter {slot.name!r}: gradient of a plain loss.backward() under loss scaling, which would be "
                 "unscaled without having been scaled; expected engine.backward(loss)"
             )
-        if first and (i in self._arrived or self._pipeline.has_gradient(i)) and not self._continues(i, gradient):
+        if (
+            first
+            and (i in self._arrived or i in self._pipeline.arrivals.since.present)
+            and not self._continues(i, gradient)
+        ):
             self._drop([i])  # earlier ones were discarded or replaced by hand
         if self._deferring:
             self._deferred[i], self.fresh = gradient, True
@@ -283,8 +288,8 @@ class Intake:
             GradientError: averaged and summed gradients are mixed.
             CollectiveError: an exchange between ranks failed before.
         """
-        self._pipeline.refuse_after_the_last()
-        if not (self.fresh or (may_be_empty and self._pipeline.holds_gradients)):
+        self._pipeline.health.check(Use.STEP)
+        if not (self.fresh or (may_be_empty and self._pipeline.arrivals.holds_gradients)):
             raise StateError(
                 "step() without backward(): no gradient arrived since the last step(); expected "
                 "engine.backward(loss) first (does the loss depend on a trained parameter?)"
@@ -312,15 +317,15 @@ class Intake:
     def discard(self) -> None:
         """Forget all gradients, those on the host included."""
         self._pipeline.drop_gradients()
-        self._pipeline.withdraw()
-        if self._pipeline.left_behind:
+        self._pipeline.early.withdraw()
+        if self._pipeline.health.state is Health.BEHIND:
             self._registration.flush()
         self.forget()
 
     def _drop(self, indices: Iterable[int]) -> None:
         """Forget the gradients of these parameters that have arrived."""
-        if self._pipeline.holds_gradients:
-            present = [i for i in indices if self._pipeline.has_gradient(i)]
+        if self._pipeline.arrivals.holds_gradients:
+            present = [i for i in indices if i in self._pipeline.arrivals.since.present]
             if present:
                 self._pipeline.drop_gradients(present)
         if self._arrived or self._deferred:

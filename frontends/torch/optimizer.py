@@ -19,6 +19,7 @@ from offload_core.config.options import FIELDS, ConfigLike, OffloadConfig
 from offload_core.errors import ConfigError, ParameterError, StateError
 from offload_core.memory.report import MemoryReport
 from offload_core.rules import Hyper, Rule
+from offload_core.step.decision import StepArguments
 from offload_core.step.loss_scale import LossScaler, scaler_for
 from offload_core.step.pipeline import Pipeline, StepReport
 from offload_core.step.state_lock import changes, whole
@@ -204,7 +205,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         _take_on(parts, named, self._rules(self.param_groups), model)
         if self.partitioned is not None:
             self.partitioned.keep_frozen(params)
-        pipeline.updates = self._updates
+        pipeline.counts.updates = self._updates
         self._parts, self._boundary = parts, None
         self._state_lock = pipeline.state_lock
         """Held while states are read or changed; see ``offload_core/step/state_lock.py``."""
@@ -213,13 +214,13 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     @property
     def updates(self) -> int:
         """Updates made so far."""
-        return self._updates if self._parts is None else self._parts.pipeline.updates
+        return self._updates if self._parts is None else self._parts.pipeline.counts.updates
 
     @updates.setter
     def updates(self, count: int) -> None:
         self._updates = count
         if self._parts is not None:
-            self._parts.pipeline.updates = count
+            self._parts.pipeline.counts.updates = count
 
     @property
     def parts(self) -> Parts:
@@ -277,7 +278,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def sent_bytes(self) -> int:
         """Bytes of gradients and parameters that this rank has sent to other ranks."""
         pipeline = self.pipeline
-        pipeline.finish()
+        pipeline.last_step.finish()
         return pipeline.device.sent_bytes + (self.partitioned.sent_bytes if self.partitioned is not None else 0)
 
     def memory_report(self, model: nn.Module | None = None) -> MemoryReport:
@@ -345,7 +346,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             ParameterError, HostMemoryError: there can be no such states; the optimizer is closed.
         """
         parts = self._parts
-        first = parts is not None and not (self.updates or self.partitioned or parts.pipeline.holds_gradients)
+        first = parts is not None and not (self.updates or self.partitioned or parts.pipeline.arrivals.holds_gradients)
         if parts is not None and first and parts.registration.grown():
             self.checkpoints.wait()
             self._start_over(parts)
@@ -394,7 +395,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """Remove the hooks from the parameters, discard gradients on the host, and free the states."""
         if self._parts is not None:
             self.checkpoints.wait()
-            if self._parts.pipeline.usable:  # else it must end, too
+            if self._parts.pipeline.health.usable:  # else it must end, too
                 self._parts.registration.flush()
         if self.partitioned is not None:
             self.partitioned.close()
@@ -421,7 +422,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if not self._ranks <= other._ranks:
             return f"which partitions its states over the ranks {sorted(self._ranks)}, and this one does not"
         running = backward_number() != NO_BACKWARD or parts.intake.in_backward or self._state_lock.is_changing()
-        if running or parts.intake.fresh or parts.intake.has_deferred or parts.pipeline.holds_gradients:
+        if running or parts.intake.fresh or parts.intake.has_deferred or parts.pipeline.arrivals.holds_gradients:
             return f"which is {'running' if running else 'not idle: gradients wait for its update'}"
         return None
 
@@ -478,7 +479,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         parts = self.parts
         self._prepare(parts, boundary=False)
         parts.intake.end_micro_step(boundary=False, may_be_empty=may_be_empty)
-        scale, step = parts.pipeline.loss_scale, parts.pipeline.updates + 1
+        scale, step = parts.pipeline.loss_scale, parts.pipeline.counts.updates + 1
         return StepReport(updated=False, skipped="accumulating", loss_scale=scale, step=step)
 
     @whole("step()")
@@ -488,16 +489,16 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         parts = self.parts
         pipeline, intake, registration = parts.pipeline, parts.intake, parts.registration
         hypers, groups = self._prepare(parts, boundary=True)
-        tensors = registration.current_tensors()
-        divisor, number = self._divisor(intake.averages), pipeline.updates + 1
+        arguments = StepArguments(hypers, registration.current_tensors(), self._divisor(intake.averages), groups)
+        number = pipeline.counts.updates + 1
         if boundary is not None:
-            pipeline.confirm_step(hypers, tensors, divisor=divisor, groups=groups)
+            pipeline.early.confirm_step(arguments)
             intake.end_micro_step(boundary=True, may_be_empty=boundary.may_be_empty)
         gathered = 0 if self.partitioned is None else self.partitioned.before_change()
         try:
-            report = pipeline.step(hypers, tensors, divisor=divisor, groups=groups, gathered=gathered)
+            report = pipeline.step(arguments, gathered=gathered)
             if not self.reads_wait:
-                pipeline.finish()
+                pipeline.last_step.finish()
             intake.forget()
             registration.follow_update()
         except BaseException:
@@ -510,7 +511,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         parts = self.parts
         parts.registration.follow_update(broken=True)  # first: further interrupts may end the waits below
         with suppress(Exception):  # the one that is being raised
-            parts.pipeline.finish()
+            parts.pipeline.last_step.finish()
         with suppress(StateError):  # states that were updated in backward keep the gradients that they used
             parts.pipeline.drop_gradients()
         if self.partitioned is not None:
@@ -532,7 +533,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 self.partitioned.gathering.check_closed()
             if self.config.update_in_backward:  # else no gradient has been used yet
                 groups = registration.grouping(self.param_groups).groups
-                parts.pipeline.check_expected(hypers, divisor=self._divisor(parts.intake.averages), groups=groups)
+                arguments = StepArguments(hypers, (), self._divisor(parts.intake.averages), groups)
+                parts.pipeline.early.check_expected(arguments)
         # Among ranks a gradient may be on one of them only; there ``requires_grad`` decides.
         self.take_on_unfrozen(with_gradient=parts.pipeline.device.world_size == 1)
         registration.check_unchanged()
@@ -553,13 +555,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         pipeline, registration = self.parts.pipeline, self.parts.registration
         if registration.readers_can_wait:
             tensors, groups = registration.current_tensors(), registration.grouping(self.param_groups).groups
-            pipeline.expect_step(
-                self._hypers(),
-                tensors,
-                divisor=self._divisor(average),
-                groups=groups,
-                before_send=registration.before_send,
-            )
+            arguments = StepArguments(self._hypers(), tensors, self._divisor(average), groups)
+            pipeline.early.expect_step(arguments, registration.before_send)
 
     def _divisor(self, averages: bool) -> float:
         """The divisor of summed gradients."""
@@ -633,7 +630,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             return hide_state(state_dict, take_counts)
 
         def take_counts() -> None:
-            self.updates = int(final.get("updates", max(float(step) for step in self.pipeline.steps)))
+            self.updates = int(final.get("updates", max(float(step) for step in self.pipeline.counts.steps)))
             if self.pipeline.scaler is not None and "loss_scale" in final:
                 self.pipeline.scaler.load_state_dict(final["loss_scale"])
 

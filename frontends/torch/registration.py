@@ -252,7 +252,7 @@ class Registration:
         device = self._pipeline.device
         if device.world_size > 1:
             what = "who takes over from an earlier optimizer"
-            known = self._pipeline.run_in_order(partial(combine, device.collectives, what, same=[bool(earlier)]))
+            known = self._pipeline.buckets.run(partial(combine, device.collectives, what, same=[bool(earlier)]))
             if not known.alike.all():
                 got = "belong to an earlier OffloadedAdamW" if earlier else "are nobody's"
                 raise StateError(
@@ -360,13 +360,13 @@ class Registration:
         Args:
             broken: an interrupt may have come between a write and its count.
         """
-        written = [*self._pipeline.published]
+        written = [*self._pipeline.last_step.published]
         self.columns.count_writes(written)
         if broken:
             self.columns.note_all()
         for writes in [*self._used]:
             writes.forget()
-        if not self._pipeline.finished:
+        if not self._pipeline.updates.finished:
             slots = [*self.slots.values()]
             for slot in [slots[index] for index in written]:
                 if not slot.partitioned:
@@ -441,7 +441,7 @@ class Registration:
         others: Sequence[torch.Tensor],
     ) -> MemoryPlan:
         params = [param for _, param in trained]
-        plan = self._pipeline.terms.plan(
+        plan = self._pipeline.buckets.terms.plan(
             [spec for spec, _ in trained],
             frozen=[spec for spec, _ in frozen],
             besides=sum(map(self._casts.n_bytes, others)),

@@ -111,7 +111,7 @@ class TorchStates:
 
     def finish(self) -> None:
         """Wait until the last update has ended."""
-        self._pipeline.state_lock.whole("a read of optimizer.state", self._pipeline.finish)
+        self._pipeline.state_lock.whole("a read of optimizer.state", self._pipeline.last_step.finish)
 
     def hold(self, slot: Slot) -> None:
         """Add the parameter's states."""

@@ -140,8 +140,7 @@ class DecodedPart(_Decoded, StatePart):
 
 
 class Encoded:
-    """A state whose values lie in no memory that torch could share. Reading it makes a copy, and writing replaces all of
-    it.
+    """A state whose values lie in no memory that torch could share. Reading it makes a copy; writing replaces it.
 
     Args:
         own: this process's part of the state.
@@ -243,7 +242,7 @@ class Views(Kept):
 
 def state_views(pipeline: Pipeline, index: int, param: torch.Tensor) -> Views:
     """The states of a parameter, and the number of its updates."""
-    views: dict[str, torch.Tensor] = {"step": torch.from_numpy(pipeline.steps[index])}
+    views: dict[str, torch.Tensor] = {"step": torch.from_numpy(pipeline.counts.steps[index])}
     encoded: dict[str, Encoded] = {}
     access = StateAccess(pipeline)
     alone = pipeline.device.world_size == 1

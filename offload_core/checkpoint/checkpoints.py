@@ -170,12 +170,12 @@ class Checkpoints:
                 )
             names = dict.fromkeys(contents.names) if contents.parts else contents.names
             _check_names([*names, *contents.shapes, *contents.left_out])
-            if contents.gradients_wait or self._pipeline.holds_gradients:
+            if contents.gradients_wait or self._pipeline.arrivals.holds_gradients:
                 raise StateError(
                     "a checkpoint is asked for between backward() and step(), or between micro-steps: gradients that "
                     "wait for an update are not saved; expected the call after an update"
                 )
-            self._pipeline.finish()
+            self._pipeline.last_step.finish()
         asked = {"step": step, "keep": keep or 0, "wait": int(wait), "left out": len(contents.left_out)}
         self._check_alike(
             "save",
@@ -243,7 +243,7 @@ class Checkpoints:
         """The writer of this process's file, and its part of the manifest."""
         pipeline, rank = self._pipeline, self._collectives.rank
         arrays: list[np.ndarray] = []
-        behind = pipeline.behind
+        behind = pipeline.last_step.behind
         part: dict[str, Any] = {"own": encode(contents.own, arrays, contents.types, where="random state")}
         if rank == 0:
             scaler = pipeline.scaler
@@ -256,7 +256,7 @@ class Checkpoints:
                 name: {
                     "shape": list(self._states.elements(i).shape),
                     "dtype": spec.dtype.name,
-                    "step": int(pipeline.steps[i]),
+                    "step": int(pipeline.counts.steps[i]),
                     "group": spec.group if contents.groups is None else contents.groups[i],
                     "behind": i in behind,
                 }
@@ -376,7 +376,7 @@ class Checkpoints:
                 read.finish()
             self._states.publish_later(behind)
             for i, entry in enumerate(entries):
-                pipeline.steps[i][...] = entry["step"] if entry else 0
+                pipeline.counts.steps[i][...] = entry["step"] if entry else 0
             if pipeline.scaler is not None and scale is not None:
                 pipeline.scaler.load_state_dict(scale)
             run_last(loaded.checkpoint.path, ours)
@@ -574,7 +574,7 @@ class InOrder:
 
     def _run(self, task: Callable[[], None]) -> None:
         if self.world_size > 1:
-            self._pipeline.run_in_order(task)
+            self._pipeline.buckets.run(task)
 
 
 def _written(pipeline: Pipeline, front_end: str | None) -> dict[str, Any]:
@@ -603,7 +603,7 @@ def _written(pipeline: Pipeline, front_end: str | None) -> dict[str, Any]:
 def _format_names(pipeline: Pipeline) -> dict[str, str]:
     """The formats of the states by name; the narrowest where they depend on the parameter's type."""
     types = {spec.dtype for spec in pipeline.params} or {FLOAT32}
-    rules = dict.fromkeys(map(pipeline.terms.rule_of, pipeline.params)) or {pipeline.config.rule(): None}
+    rules = dict.fromkeys(map(pipeline.buckets.terms.rule_of, pipeline.params)) or {pipeline.config.rule(): None}
     of_each = [pipeline.config.state_formats(dtype, rule) for dtype in types for rule in rules]
     states = dict.fromkeys(state for formats in of_each for state in formats)
     return {

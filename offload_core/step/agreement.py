@@ -8,6 +8,7 @@ import numpy as np
 from ..device.trace import REDUCTION
 from ..native.grad_norm import SumOfSquares
 from ..ranks.consistency import Combined, combine, fingerprint
+from .arrivals import Arrivals
 from .buckets import LocalBuckets
 from .local_bucket import LocalBucket
 from .reduction import Reduction
@@ -32,6 +33,7 @@ class Agreement(NamedTuple):
 
 def agree(
     buckets: LocalBuckets,
+    arrivals: Arrivals,
     reduction: Reduction,
     *,
     examines: bool,
@@ -46,16 +48,16 @@ def agree(
         terms: the arguments of this rank's update, as text; not read on one rank.
         save_asked: this rank was asked to save.
     """
-    squares, device, order = SumOfSquares(), buckets.device, reduction.order_of_arrival()
+    squares, device, order = SumOfSquares(), buckets.device, arrivals.order_of_arrival()
     if device.collectives.world_size == 1:
         if examines:
             buckets.run(lambda: reduction.add_squares(squares))
         return Agreement(
-            squares if examines else None, frozenset(reduction.arrivals.present), order, False, True, save_asked
+            squares if examines else None, frozenset(arrivals.since.present), order, False, True, save_asked
         )
     exchanged = device.world_size > 1  # else each process has parameters of its own
     flags = np.zeros(len(buckets.params) if exchanged else 0, np.int64)
-    flags[list(reduction.arrivals.present) if exchanged else []] = 1
+    flags[list(arrivals.since.present) if exchanged else []] = 1
     places = [work.bucket.index for work in order] if exchanged else []
 
     def ask() -> Combined:
@@ -68,7 +70,7 @@ def agree(
     known = buckets.run(ask)
     sizes = [squares.bins.size, flags.size]
     squares.bins, flags, [any_recalled, any_asked] = np.split(known.sums, np.cumsum(sizes))
-    present = frozenset(np.flatnonzero(flags).tolist() if exchanged else reduction.arrivals.present)
+    present = frozenset(np.flatnonzero(flags).tolist() if exchanged else arrivals.since.present)
     order = [buckets.all[i] for i in known.of_first] if exchanged else order
     return Agreement(
         squares if examines else None, present, order, bool(any_recalled), bool(known.alike.all()), bool(any_asked)

@@ -1,4 +1,4 @@
-"""What becomes of a bucket in a step: three state machines, each one table.
+"""The states of a bucket in a step: three state machines, each one table.
 
 **Gradient**: from the device to the update.
 
@@ -15,7 +15,8 @@ USED        host gradients, which an update reads; once an early update has read
 A rank without a gradient takes part in a bucket's reduction all the same. Gradients may be dropped until an update uses
 them. An early update (``early_publish.py``) leaves them USED until its step comes.
 
-**Publication**: whether the device parameters are the master weights, rounded.
+**Publication**: the device parameters, compared with the rounded master weights. Where a part of a bucket is sent
+early, ``LocalBucket.stale`` still names what is stale of the rest.
 
 =======  ==============================================================================
 state    device parameters
@@ -26,7 +27,7 @@ SENT     are on their way, or have arrived without anybody having waited for the
 EARLY    were sent for a step that has not come
 =======  ==============================================================================
 
-**Ownership**: which thread may touch the bucket.
+**Ownership**: the thread that may touch the bucket.
 
 ======  ===============================================================================
 CALLER  the thread that calls the pipeline
@@ -35,6 +36,18 @@ WORKER  the pipeline's own, until the caller has waited for the task that it gav
 
 Updates that send parameters are given to the worker all together: the caller waits for the last of them before it takes
 the first gradient of the next step, and they do not change the owner one by one.
+
+**On its way**: tasks that somebody has yet to wait for. They are fields of ``LocalBucket``, because each is a thing to
+wait for, and not a state.
+
+=======  ==============================================================================
+field    set from, until
+=======  ==============================================================================
+owed     the step begins, until the states are updated; after a failure the rest is updated without being sent
+written  the parameters are sent, until somebody has waited for their arrival
+arrived  the worker is asked to wait for their arrival, until somebody has waited for that
+updated  an update that sends nothing is asked for, until somebody has waited for it
+=======  ==============================================================================
 """
 
 from collections.abc import Mapping
@@ -120,7 +133,7 @@ PUBLICATION: dict[tuple[Publication, PublicationEvent], Publication] = {
     (P.STALE, PE.SEND): P.SENT,
     (P.SENT, PE.SEND): P.SENT,  # some parameters rounded, then others updated
     (P.SENT, PE.ARRIVE): P.CURRENT,
-    (P.CURRENT, PE.ARRIVE): P.CURRENT,  # the second of two
+    (P.CURRENT, PE.ARRIVE): P.CURRENT,  # an interrupt cut the first wait for it short
     (P.STALE, PE.ARRIVE): P.STALE,
     (P.EARLY, PE.ARRIVE): P.EARLY,
     (P.CURRENT, PE.SEND_EARLY): P.EARLY,
@@ -143,10 +156,10 @@ E = TypeVar("E", bound=Enum)
 
 
 class StateMachine(Generic[S, E]):
-    """A state of one bucket; :meth:`on` moves it along its table."""
+    """A state of ``subject``; :meth:`on` moves it along its table."""
 
-    def __init__(self, bucket: int, start: S, table: Mapping[tuple[S, E], S]) -> None:
-        self.bucket = bucket
+    def __init__(self, subject: str, start: S, table: Mapping[tuple[S, E], S]) -> None:
+        self.subject = subject
         self.state = start
         self._table = table
 
@@ -156,19 +169,19 @@ class StateMachine(Generic[S, E]):
         if following is None:
             allowed = ", ".join(repr(e.value) for (s, e) in self._table if s is self.state)
             raise StateError(
-                f"bucket {self.bucket}: {event.value!r} is not allowed while its {type(self.state).__name__.lower()} "
+                f"{self.subject}: {event.value!r} is not allowed while its {type(self.state).__name__.lower()} "
                 f"is {self.state.value!r}; expected one of {allowed}"
             )
         self.state = following
 
 
 def gradient_of(bucket: int) -> StateMachine[Gradient, GradientEvent]:
-    return StateMachine(bucket, G.ABSENT, GRADIENT)
+    return StateMachine(f"bucket {bucket}", G.ABSENT, GRADIENT)
 
 
 def publication_of(bucket: int) -> StateMachine[Publication, PublicationEvent]:
-    return StateMachine(bucket, P.CURRENT, PUBLICATION)
+    return StateMachine(f"bucket {bucket}", P.CURRENT, PUBLICATION)
 
 
 def owner_of(bucket: int) -> StateMachine[Owner, OwnerEvent]:
-    return StateMachine(bucket, W.CALLER, OWNER)
+    return StateMachine(f"bucket {bucket}", W.CALLER, OWNER)

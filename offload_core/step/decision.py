@@ -5,9 +5,50 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..layout.partition import ParamSpec
 from ..native.grad_norm import SumOfSquares, clip_coefficient
 from ..rules import Hyper, Scalars
+from ..support.user_line import UserLine
 from .local_bucket import LocalBucket
+from .loss_scale import LossScaler
+
+_MANY_SKIPPED = 3
+
+
+@dataclass(frozen=True)
+class StepArguments:
+    """The arguments of one step, the same when it is announced and when it comes."""
+
+    hypers: Sequence[Hyper]
+    """One for each parameter group."""
+    tensors: Sequence[Any] = ()
+    """The device parameters to write, one for each parameter."""
+    divisor: float = 1.0
+    """Of the summed gradients, besides the loss scale."""
+    groups: Sequence[int] = ()
+    """The parameter group of each parameter; none: as they were added."""
+    loss_scale: float = 1.0
+    """Filled in by :meth:`complete`."""
+
+    def complete(self, params: Sequence[ParamSpec], scaler: LossScaler | None) -> "StepArguments":
+        """Return a copy, with the groups and the loss scale filled in, that no later change of the lists reaches."""
+        groups = list(self.groups) or [spec.group for spec in params]
+        scale = scaler.scale if scaler else 1.0
+        return StepArguments(list(self.hypers), list(self.tensors), self.divisor, groups, scale)
+
+    @property
+    def unscale(self) -> float:
+        """The divisor of the summed gradients."""
+        return self.loss_scale * self.divisor
+
+    def matches(self, other: "StepArguments") -> bool:
+        """True if all but the tensors is equal; these are the same memory."""
+        mine, theirs = ((g.hypers, g.divisor, g.groups, g.loss_scale) for g in (self, other))
+        return mine == theirs
+
+    def terms(self, gathered: int) -> str:
+        """Return all that must be the same in every rank's step, as text."""
+        return f"{[hyper.numbers for hyper in self.hypers]} {[self.groups, self.divisor, self.loss_scale, gathered]}"
 
 
 @dataclass(frozen=True)
@@ -94,24 +135,23 @@ class Decision:
     report: StepReport
 
 
-@dataclass(frozen=True)
-class Given:
-    """The arguments of one :meth:`Pipeline.step`."""
+class SkippedSteps:
+    """Watches over steps that are skipped in a row."""
 
-    hypers: Sequence[Hyper]
-    """One for each parameter group."""
-    tensors: Sequence[Any]
-    divisor: float
-    """Of the summed gradients, besides the loss scale."""
-    groups: Sequence[int]
-    """The parameter group of each parameter."""
-    loss_scale: float
+    def __init__(self) -> None:
+        self._in_a_row = 0
 
-    @property
-    def unscale(self) -> float:
-        return self.loss_scale * self.divisor
-
-    def matches(self, other: "Given") -> bool:
-        """True if all but the tensors is equal; these are the same memory."""
-        mine, theirs = ((g.hypers, g.divisor, g.groups, g.loss_scale) for g in (self, other))
-        return mine == theirs
+    def note(self, verdict: Verdict, *, scale_fell: bool) -> None:
+        """Warn once if several steps in a row were skipped, and no lower loss scale can help."""
+        if not verdict.overflow or scale_fell:
+            self._in_a_row = 0
+            return
+        self._in_a_row += 1
+        if self._in_a_row == _MANY_SKIPPED:
+            UserLine.now("torch", "jax").warn(
+                UserWarning(
+                    f"the last {_MANY_SKIPPED} steps were skipped, because their gradients had an inf or a NaN "
+                    "(report.skipped says so for each); expected finite gradients: look at the loss, the learning rate "
+                    "and the data"
+                )
+            )

@@ -1,142 +1,122 @@
-"""Parameters that are published early: sent to the device in backward, for a step that is still to come.
+"""Parameters that are published early: sent to the device in backward, for a step that is still to come."""
 
-The step is announced with its arguments before the first gradient (:meth:`EarlyPublish.announce`), and each bucket is
-sent as it is launched (:meth:`EarlyPublish.follow`). The step comes as announced (:meth:`EarlyPublish.end`), or the
-parameters are recalled: the device then holds those of no step until they are sent again.
-"""
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 
-from collections.abc import Callable, Collection, Sequence
-from typing import Any
-
-from ..device.events import Event
-from ..rules import Scalars
-from .bucket_states import Gradient, Publication, PublicationEvent
+from ..errors import StateError
+from .announced import Announced, Announcement
+from .arrivals import Arrivals
+from .bucket_states import Publication
 from .buckets import LocalBuckets
-from .decision import Given
-from .local_bucket import LocalBucket
+from .counts import UpdateCounts
+from .decision import StepArguments
+from .last_step import LastStep
+from .loss_scale import LossScaler
+from .state_lock import StateLock, changes
 from .update import Updates
 
 
-class Announcement:
-    """The step that ends this micro-step, and whether buckets are still sent early for it.
-
-    Args:
-        before_send: called in the caller's thread with the parameters of a bucket before they are sent early.
-    """
-
-    def __init__(self, given: Given, scalars: Scalars, before_send: Callable[[Collection[int]], None]) -> None:
-        self.given = given
-        self.scalars = scalars
-        self.before_send = before_send
-        self._stopped = False
-        self._until: Event | None = None
-
-    def close(self, until: Event) -> None:
-        """The step has come: buckets that the worker has not got to by the end of this event wait for it."""
-        self._until = until
-
-    def stop(self) -> None:
-        """Send nothing more."""
-        self._stopped = True
-
-    @property
-    def open(self) -> bool:
-        """Whether a bucket whose gradients have arrived is sent early."""
-        return not self._stopped and (self._until is None or not self._until.done())
-
-
+@dataclass(eq=False)
 class EarlyPublish:
-    """The buckets that this rank has published early since the last step."""
+    """Announces and confirms a step, and recalls parameters that were sent early for it."""
 
-    def __init__(self, buckets: LocalBuckets, updates: Updates) -> None:
-        self._buckets = buckets
-        self._updates = updates
-        self.announced: Announcement | None = None
-        self.asked: dict[LocalBucket, None] = {}
-        """Buckets that were to be sent for the next step, in the order in which they were launched."""
-        self.tensors: Sequence[Any] = ()
-        """All parameters, as the last announcement or step gave them."""
+    _buckets: LocalBuckets
+    _arrivals: Arrivals
+    _updates: Updates
+    _announced: Announced
+    _last_step: LastStep
+    _counts: UpdateCounts
+    _scaler: LossScaler | None
+    _state_lock: StateLock
 
-    def announce(self, announced: Announcement) -> None:
-        """Send buckets early from now on."""
-        self.announced, self.tensors = announced, announced.given.tensors
+    @changes("backward()")
+    def expect_step(
+        self, arguments: StepArguments, before_send: Callable[[Collection[int]], None] = lambda params: None
+    ) -> None:
+        """Announce the arguments of the :meth:`Pipeline.step` that ends this micro-step, before its first gradient.
 
-    def renew(self, given: Given, scalars: Scalars) -> None:
-        """The announced step comes with these arguments: what has not been sent yet is sent for them."""
-        assert self.announced is not None
-        self.announced.given, self.announced.scalars, self.tensors = given, scalars, given.tensors
-
-    def begin_step(self, tensors: Sequence[Any], last: Event) -> None:
-        """The step has come: early sends stop at the end of ``last``, and the rest go in the order of the next forward.
+        With ``update_in_backward`` parameters may then be written as soon as their gradients have arrived, all of
+        their bucket. An error after this is an error in mid-update, as :meth:`Pipeline.step` says.
 
         Args:
-            last: the arrival of the last gradient.
+            before_send: called in this thread with parameters before they are sent: their readers must wait from then
+                on. Every call that may launch a bucket may call it.
         """
-        if self._buckets.terms.sends_early:  # else nothing needs them, and JAX's would be kept alive
-            self.tensors = tensors
-        if self.announced is not None:
-            self.announced.close(last)
+        terms, verdict = self._buckets.terms, self._last_step.verdict
+        begun = self._arrivals.holds_gradients and self._buckets.config.gradient_accumulation_steps == 1
+        interfered = verdict is not None and verdict.interferes  # a clipped step often follows another
+        if not terms.sends_early or begun or not self._arrivals.at_boundary or interfered:
+            return
+        self.recall()
+        given = arguments.complete(self._buckets.params, self._scaler)
+        scalars = self._counts.scalars(given, range(len(self._buckets.params)), 1.0 / given.unscale)
+        self._announced.step = Announcement(given, scalars, before_send)
+        self._announced.tensors = given.tensors
 
-    def follow(self, work: LocalBucket, present: frozenset[int], *, last: bool, keep_states: bool) -> None:
-        """A bucket was launched: have it sent if a step was announced and all its gradients are there.
+    def confirm_step(self, arguments: StepArguments) -> None:
+        """Confirm that the announced step has come, with these arguments: buckets that leave at the end of the
+        micro-step are updated and sent with them. Call it before :meth:`Pipeline.end_micro_step`.
 
-        Args:
-            present: the parameters that had a gradient here.
-            last: True if the others will have none for this step.
-            keep_states: leave the states to the step.
+        If parameters were sent with other arguments, and states are as they were, :meth:`Pipeline.step` recalls them.
+
+        Raises :class:`StateError` where states were updated with other arguments.
         """
-        announced, full = self.announced, last or present == work.members
-        known = max(work.members) < len(self.tensors)  # a parameter may have been added since
-        if not (announced is not None and full and known and announced.open):
-            announced = None
-        if announced is not None:
-            self.asked[work] = None
-            announced.before_send(present if self._buckets.device.world_size == 1 else work.members)
-        if announced is not None or self._buckets.device.world_size > 1:
-            scalars = None if announced is None else announced.scalars
+        announced = self._announced
+        if announced.step is None:
+            return
+        given = self.check_expected(arguments)
+        if not (announced.asked and announced.differs(given)):
+            scalars = self._counts.scalars(given, range(len(self._buckets.params)), 1.0 / given.unscale)
+            announced.step.given, announced.step.scalars, announced.tensors = given, scalars, given.tensors
 
-            def is_open() -> bool:
-                return announced is not None and announced.open
+    def check_expected(self, arguments: StepArguments) -> StepArguments:
+        """Return these arguments of :meth:`Pipeline.step` complete.
 
-            self._updates.send_early(work, present, scalars, self.tensors, is_open, keep_states=keep_states)
+        Raises :class:`StateError` where states were updated with others.
+        """
+        given, announced = arguments.complete(self._buckets.params, self._scaler), self._announced
+        if announced.asked and not self._buckets.terms.examines and announced.differs(given):
+            raise StateError(
+                "hyperparameters, parameter groups or the loss's share changed between backward() and step(), and "
+                "update_in_backward=True has used them; expected them as they were: set them back, or before backward()"
+            )
+        return given
 
-    def differs(self, given: Given) -> bool:
-        """Whether a step was announced with other arguments."""
-        return self.announced is not None and not self.announced.given.matches(given)
+    @changes("a change of parameters")
+    def recall(self, params: Collection[int] | None = None) -> None:
+        """Recall all early sends if any of these parameters was sent early: the step sends the parameters again.
 
-    def of(self, params: Collection[int] | None) -> list[LocalBucket]:
-        """The buckets of the next step that hold any of these parameters; None: all."""
-        return [work for work in self.asked if params is None or not work.members.isdisjoint(params)]
+        Raises :class:`StateError` if states have been updated, too.
+        """
+        announced = self._announced
+        touched = [work for work in announced.asked if params is None or not work.members.isdisjoint(params)]
+        if not touched:
+            return
+        if not self._buckets.terms.examines:
+            name = self._buckets.params[min(touched[0].members)].name
+            raise StateError(
+                f"parameter {name!r}: its gradient has been used, for update_in_backward=True; "
+                "expected engine.step() next: set update_in_backward=False to discard gradients, to add to them or to "
+                "read parameters before it"
+            )
+        if announced.step is not None:
+            announced.step.stop()
+        self._last_step.wait(self._updates.finish_publications)
+        announced.recall()
+
+    @changes("zero_grad()")
+    def withdraw(self) -> None:
+        """Undo early sends: write the parameters of the last step again, and wait for them.
+
+        All processes call it alike.
+        """
+        self.recall()
+        if self._announced.recalled:
+            self._last_step.flush(self._announced.tensors)
 
     def holds(self, param: int) -> bool:
-        """Whether the device's parameter may be of a step that is still to come, or that will not."""
+        """True if this parameter was sent early and its step is still pending or was cancelled."""
         if not self._buckets.terms.sends_early:
             return False
-        of_no_step = Publication.STALE
-        return any(work in self.asked or work.publication.state is of_no_step for work in self._buckets.of[param])
-
-    @property
-    def recalled(self) -> bool:
-        """True if the device has parameters of no step."""
-        if not self._buckets.terms.sends_early:
-            return False
-        return any(work.publication.state is Publication.STALE for work in self._buckets.all)
-
-    def stop(self) -> None:
-        """Send nothing more; earlier buckets may be on their way."""
-        if self.announced is not None:
-            self.announced.stop()
-
-    def recall(self) -> None:
-        """Parameters that were sent early, and have been written, count no more."""
-        for work in self.asked:
-            if work.publication.state is Publication.EARLY and work.gradient.state is Gradient.LANDED:
-                work.fall_behind(work.members, PublicationEvent.RECALL)
-        self.asked = {}
-
-    def end(self) -> set[LocalBucket]:
-        """The step has come, or will not. Return the buckets whose states have been updated for it."""
-        self.announced = None
-        self.asked = {}
-        early = [work for work in self._buckets.all if work.publication.state is Publication.EARLY]
-        return {work for work in early if work.gradient.state is Gradient.USED}
+        asked = self._announced.asked
+        return any(work in asked or work.publication.state is Publication.STALE for work in self._buckets.of[param])

@@ -1,6 +1,6 @@
 """One bucket as one process sees it: its shards, their gradients in this step, and what it is in the middle of."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from enum import Enum
 from typing import Any
@@ -15,7 +15,7 @@ from ..layout.partition import Bucket, ParamSpec, Piece
 from ..memory.host_memory import Lease
 from ..native import kernels
 from ..native.grad_norm import SumOfSquares
-from ..rules import Rule
+from ..rules import Rule, Scalars
 from ..support.threads import Task
 from .bucket_states import (
     GradientEvent,
@@ -64,13 +64,20 @@ class LocalBucket:
     squares: SumOfSquares | None = None
     """Gradient: the sum of squares; None where it was not taken since the gradients changed."""
     stale: set[int] = field(default_factory=set)
-    """Publication: parameters whose master weights are to be sent."""
+    """Publication: the parameters that are STALE. :meth:`fall_behind`, :meth:`send` and :meth:`confirm` alone edit it.
+    """
     sent_early: frozenset[int] = frozenset()
     """Publication: the parameters that were sent early last."""
     written: Task[Event] | None = None
     """Publication: the start of the last one that nobody has waited for; its result orders reads after it."""
+    arrived: Task[None] | None = None
+    """Publication: the wait for the last arrival, which the worker was given; None: somebody has waited for it."""
+    owed: tuple[Scalars, Sequence[Any]] | None = None
+    """The scalars and the parameters of the step that has yet to update the states; its task takes them out."""
     task: Task[Any] | None = None
     """Ownership: the last task that the worker was given for this bucket."""
+    updated: Task[None] | None = None
+    """Ownership: the last update of its states that sends nothing; None: somebody has waited for it."""
     lease: Lease | None = None
     """Staging memory of the bucket's last journey."""
 
@@ -152,14 +159,14 @@ class LocalBucket:
 
     def confirm(self) -> None:
         """The step has come for which the parameters were sent early."""
+        self.stale -= self.sent_early
         self.publication.on(PublicationEvent.CONFIRM)
         if self.written is None:  # somebody has waited for them
             self.publication.on(PublicationEvent.ARRIVE)
 
-    def arrive(self, written: Task[Event]) -> None:
-        """This publication has been waited for."""
-        if self.written is written:
-            self.written = None
+    def arrive(self) -> None:
+        """The last publication has been waited for."""
+        self.written = None
         self.publication.on(PublicationEvent.ARRIVE)
 
     # --- ownership -------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from ..rules import MASTER
 from ..states.arrays import StateArray, StateRun
 from ..states.store import Extent
 from ..support.checks import LARGEST, shown
+from .health import Use
 from .local_bucket import LocalBucket
 from .pipeline import Pipeline
 
@@ -71,7 +72,7 @@ class StateAccess:
         Values in float32 and bfloat16 are the memory itself where the store has them in memory: call
         :meth:`will_change` before you write to them. Others are copies that cannot be written to.
         """
-        self._pipeline.finish()
+        self._pipeline.last_step.finish()
         return [(start, {name: run.values() for name, run in runs.items()}) for start, runs in self._states(param)]
 
     def extents(self, param: int) -> list[tuple[int, int]]:
@@ -84,12 +85,12 @@ class StateAccess:
 
     def local_runs(self, param: int) -> dict[str, StateRun]:
         """The runs of :meth:`local_states`. Call :meth:`will_change` before you write to them."""
-        self._pipeline.finish()
+        self._pipeline.last_step.finish()
         return self._local_runs(param)
 
     def runs(self, param: int, tensor: Any) -> list[ParameterRun]:
         """This process's states of a parameter, bucket after bucket."""
-        self._pipeline.finish()
+        self._pipeline.last_step.finish()
         return self._runs(param, tensor)
 
     def own_masters(self, param: int, tensor: Any) -> list[tuple[int, np.ndarray]]:
@@ -113,7 +114,7 @@ class StateAccess:
 
     def names(self, param: int) -> tuple[str, ...]:
         """The names of a parameter's states, the master weight first."""
-        return self._pipeline.terms.rule_of(self._pipeline.params[param]).state_names
+        return self._pipeline.buckets.terms.rule_of(self._pipeline.params[param]).state_names
 
     def whole_states(
         self, param: int, names: Collection[str] | None = None, *, tensor: Any = None
@@ -126,17 +127,17 @@ class StateAccess:
             names: of the states; None: all.
             tensor: the device parameter; it is read where it is its own master weights.
         """
-        self._pipeline.refuse_if_unusable()
+        self._pipeline.health.check(Use.READ)
         wanted = self.names(param) if names is None else names
-        return self._pipeline.run_in_order(lambda: self._whole_states(param, wanted, tensor))
+        return self._pipeline.buckets.run(lambda: self._whole_states(param, wanted, tensor))
 
     # --- writing -------------------------------------------------------------------------------------
 
     def will_change(self, params: Collection[int]) -> None:
         """Call this before you write to states of these parameters. Parameters that were sent early are recalled: they
         came from the states as they were."""
-        self._pipeline.finish()
-        self._pipeline.recall(params)
+        self._pipeline.last_step.finish()
+        self._pipeline.early.recall(params)
         self._buckets.store.will_change(params)
 
     def watch(self, before_change: Callable[[Iterable[int]], None] | None) -> None:
@@ -170,8 +171,8 @@ class StateAccess:
             tensor: the parameter as it is, or as it is about to become. Memory of :meth:`parameter_memory` gets these
                 values here, and ``tensor`` must not lie there: what it was before tells which elements differ.
         """
-        self._pipeline.finish()
-        self._pipeline.recall([param])
+        self._pipeline.last_step.finish()
+        self._pipeline.early.recall([param])
         for work, piece in self._pieces_of(param):
             if work.master is not Master.PARAMETER:
                 source = self._buckets.read(work, piece, tensor)  # it holds the memory

@@ -33,18 +33,13 @@ class Updates:
         self._buckets = buckets
         self._travelling: deque[LocalBucket] = deque()
         """Buckets that were sent; no task waits for their arrival yet. Oldest first."""
-        self._publishing: deque[tuple[LocalBucket, Task[Event], Task[None]]] = deque()
-        """(Bucket, the task that sends it, the task that waits for its arrival)."""
-        self._advancing: deque[tuple[LocalBucket, Task[None]]] = deque()
-        """(Bucket with nothing to send, the task that updates its states)."""
-        self._owed: dict[LocalBucket, Decision] = {}
-        """Buckets whose states a step has yet to update. A task takes its bucket out."""
 
     # --- what a step asks for ------------------------------------------------------------------------
 
     def owe(self, works: Iterable[LocalBucket], decision: Decision) -> None:
-        """The step has begun in which these buckets are updated."""
-        self._owed = dict.fromkeys(works, decision)
+        """Begin the step in which these buckets are updated."""
+        for work in works:
+            work.owed = decision.scalars, decision.tensors
 
     def start(self, works: Sequence[LocalBucket], decision: Decision, after: Event) -> None:
         """Update buckets and send their parameters, bucket after bucket.
@@ -55,7 +50,7 @@ class Updates:
 
         def update(work: LocalBucket) -> Event:
             out = self._run(work, decision.scalars, work.writes, decision.tensors)
-            self._owed.pop(work, None)
+            work.owed = None
             work.forget_gradients(GradientEvent.END)
             if out is None:
                 return Done()
@@ -78,7 +73,7 @@ class Updates:
 
         def update(work: LocalBucket) -> None:
             self._run(work, decision.scalars, Writes.STATES)
-            self._owed.pop(work, None)
+            work.owed = None
             work.forget_gradients(GradientEvent.END)
 
         self._buckets.store.expect(work.bucket.index for work in works)
@@ -89,13 +84,19 @@ class Updates:
             else:
                 work.fall_behind(work.members.intersection(decision.present))
             work.give(task := self._buckets.worker.submit(partial(update, work)))
-            self._advancing.append((work, task))
+            work.updated = task
 
-    def publish(self, works: Iterable[LocalBucket], tensors: Sequence[Any], after: Event) -> None:
-        """Send the master weights of stale parameters."""
+    def publish(
+        self,
+        works: Iterable[LocalBucket],
+        tensors: Sequence[Any],
+        after: Event,
+        *,
+        but: frozenset[int] = frozenset(),
+    ) -> None:
+        """Send the master weights of stale parameters, but not of those that an update sends."""
         for work in works:
-            if work.stale:
-                stale = frozenset(work.stale)
+            if stale := frozenset(work.stale - but):
                 work.send(stale)
                 self._send(work, partial(self._round_and_publish, work, stale, tensors, after))
         self.land()
@@ -264,7 +265,7 @@ class Updates:
             written.result().wait()
             work.release()
 
-        self._publishing.append((work, written, self._buckets.worker.submit(arrived)))
+        work.arrived = self._buckets.worker.submit(arrived)
         self._travelling.popleft()  # last: one that fails at once is lost on its way
 
     def _borrow(self, work: LocalBucket) -> np.ndarray:
@@ -304,31 +305,30 @@ class Updates:
     @property
     def publishes(self) -> bool:
         """True if parameters may still be on their way."""
-        return bool(self._travelling or self._publishing)
+        return bool(self._travelling) or any(work.arrived is not None for work in self._buckets.all)
 
     @property
     def finished(self) -> bool:
         """True if nothing may still be on its way."""
-        return not self._travelling and not self._publishing and not self._advancing
+        return not self.publishes and all(work.updated is None for work in self._buckets.all)
 
     def finish_publications(self) -> None:
         """Wait until parameters have been written; raise the error of one that was not."""
-        if self._travelling:
-            self.land()
-        while self._publishing:
-            work, written, arrived = self._publishing[0]
-            self._buckets.wait(arrived, work)  # the bucket itself may be on its way to the next update
-            work.arrive(written)
-            self._publishing.popleft()  # last: an interrupt before it has the bucket waited for again
+        self.land()
+        for work in self._buckets.all:
+            if work.arrived is not None:
+                self._buckets.wait(work.arrived, work)  # the bucket itself may be on its way to the next update
+                work.arrive()
+                work.arrived = None  # last: an interrupt before it has the bucket waited for again
 
     def finish_states(self) -> None:
         """Wait until buckets with nothing to send have been updated; raise the error of one that was not."""
-        while self._advancing:
-            work, task = self._advancing[0]
-            self._buckets.wait(task, work)
-            if work.task is task:
-                work.take()
-            self._advancing.popleft()
+        for work in self._buckets.all:
+            if (task := work.updated) is not None:
+                self._buckets.wait(task, work)
+                if work.task is task:
+                    work.take()
+                work.updated = None
 
     def finish(self) -> None:
         """Wait until all has ended; raise the first error."""
@@ -338,27 +338,30 @@ class Updates:
     @property
     def broke_off(self) -> bool:
         """True if a task has failed; otherwise it may be waited for again."""
-        asked = [*(arrived for _, _, arrived in self._publishing), *(task for _, task in self._advancing)]
+        asked = [task for work in self._buckets.all for task in (work.arrived, work.updated) if task is not None]
         return any(task.done() and task.exception() is not None for task in asked)
 
     def complete(self) -> list[LocalBucket]:
-        """After a failure on the way to the device: update the states that the step still owes; their buckets."""
-        owed, self._owed = self._owed, {}
+        """After a failure on the way to the device: update the states that the step still owes. Return their
+        buckets."""
         done: list[LocalBucket] = []
         with suppress(BaseException):  # of the rule itself: it is being raised
-            for work, decision in owed.items():
-                if work.gradient.state is not Gradient.USED:
-                    work.gradient.on(GradientEvent.USE)
-                writes = work.writes if work.writes is Writes.IN_PLACE else Writes.STATES
-                self._run(work, decision.scalars, writes, decision.tensors)
-                done.append(work)
+            for work in self._buckets.all:
+                if work.owed is not None:
+                    scalars, tensors = work.owed
+                    if work.gradient.state is not Gradient.USED:
+                        work.gradient.on(GradientEvent.USE)
+                    writes = work.writes if work.writes is Writes.IN_PLACE else Writes.STATES
+                    self._run(work, scalars, writes, tensors)
+                    done.append(work)
         return done
 
     def forget(self) -> set[LocalBucket]:
-        """After a failure: nothing is on its way any more. The buckets whose parameters may not have been written."""
-        lost = {work for work, _, arrived in self._publishing if arrived.exception() is not None}
+        """After a failure: nothing is on its way any more. Return the buckets whose parameters may not have been
+        written."""
+        lost = {work for work in self._buckets.all if work.arrived is not None and work.arrived.exception() is not None}
         lost.update(self._travelling)
         self._travelling.clear()
-        self._publishing.clear()
-        self._advancing.clear()
+        for work in self._buckets.all:
+            work.arrived = work.updated = None
         return lost

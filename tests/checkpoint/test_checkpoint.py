@@ -104,8 +104,8 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, device, dtype, schedul
     load(resumed, tmp_path)
     for step in range(3):
         one_step(resumed, 1.0 + step)
-    straight.pipeline.finish()
-    resumed.pipeline.finish()
+    straight.pipeline.last_step.finish()
+    resumed.pipeline.last_step.finish()
     assert bits(straight) == bits(resumed)
     assert straight.pipeline.loss_scale == resumed.pipeline.loss_scale
 
@@ -119,11 +119,13 @@ def test_what_is_saved_while_training_goes_on_is_of_the_moment_of_the_call(
     monkeypatch.setattr("offload_core.checkpoint.shard_writer.BLOCK_BYTES", 256)
     subject = make(FakeDevice(), dtype, update_in_backward=update_in_backward, reduce_bucket_size=32)
     one_step(subject)
-    subject.pipeline.finish()
+    subject.pipeline.last_step.finish()
     before = bits(subject)
     slow = Slow(monkeypatch)
     _, checkpoints = save(subject, tmp_path, wait=False)
-    trained = threading.Thread(target=lambda: [one_step(subject, v) or subject.pipeline.finish() for v in (3.0, 4.0)])
+    trained = threading.Thread(
+        target=lambda: [one_step(subject, v) or subject.pipeline.last_step.finish() for v in (3.0, 4.0)]
+    )
     trained.start()
     until_one_is_in(ShardWriter._await_claim, Condition.wait_for, thread=trained)  # more blocks than buffers
     slow.go_on()

@@ -22,6 +22,7 @@ from offload_core.errors import CheckpointError, CheckpointWarning
 from offload_core.layout.partition import ParamSpec
 from offload_core.layout.regions import Region
 from offload_core.rules.adam import AdamHyper
+from offload_core.step.decision import StepArguments
 from offload_core.step.state_access import StateAccess
 from offload_core.support.threads import Condition
 from offload_core.testing.fake_device import FakeDevice, FakeTensor
@@ -54,10 +55,10 @@ def give(subject, value=0.5):
 
 
 def step(subject, value=0.5):
-    subject.pipeline.expect_step(HYPERS, subject.tensors)
+    subject.pipeline.early.expect_step(StepArguments(HYPERS, subject.tensors))
     give(subject, value)
     subject.pipeline.end_micro_step()
-    subject.pipeline.step(HYPERS, subject.tensors)
+    subject.pipeline.step(StepArguments(HYPERS, subject.tensors))
 
 
 def drop(subject, value):
@@ -72,7 +73,7 @@ def memory(tensor):
 
 
 def change_from_outside(subject, value, i=1):
-    subject.pipeline.finish()
+    subject.pipeline.last_step.finish()
     memory(subject.tensors[i])[::3] = value
 
 
@@ -148,8 +149,8 @@ def test_a_save_sees_nothing_of_what_is_done_meanwhile_and_is_not_seen(
         for subject in (saving, twin):
             for n in range(before):
                 step(subject, 1.0 + n)
-            subject.pipeline.finish()
-        there, twins_steps = bits(saving), [float(s) for s in saving.pipeline.steps]
+            subject.pipeline.last_step.finish()
+        there, twins_steps = bits(saving), [float(s) for s in saving.pipeline.counts.steps]
         folder, held = tmp_path_factory.mktemp("async"), saving.pipeline.memory.n_bytes
         path, checkpoints = save(saving, folder, wait=False)
         assert saving.pipeline.memory.n_bytes <= held + buffers * 256
@@ -163,8 +164,8 @@ def test_a_save_sees_nothing_of_what_is_done_meanwhile_and_is_not_seen(
         assert bits(saving) == bits(twin)
         other = new()
         load(other, path)
-        other.pipeline.finish()
-        assert [float(s) for s in other.pipeline.steps] == twins_steps
+        other.pipeline.last_step.finish()
+        assert [float(s) for s in other.pipeline.counts.steps] == twins_steps
         if fields.get("schedule") == "delayed":  # one parameter is behind until the next flush
             assert bits(other)[3:] == there[3:]
         else:
@@ -181,11 +182,11 @@ def test_who_changes_states_copies_them_first(tmp_path, monkeypatch, act, schedu
     monkeypatch.setattr("offload_core.checkpoint.shard_writer.BUFFERS", 1000)
     subject, slow = subject_of(schedule=schedule, delay_warmup_steps=0), Slow(monkeypatch)
     step(subject)
-    subject.pipeline.finish()
+    subject.pipeline.last_step.finish()
     path, checkpoints = save(subject, tmp_path, wait=False)
     before = bits(subject)
     act(subject, 3.0)
-    subject.pipeline.finish()
+    subject.pipeline.last_step.finish()
     assert bits(subject) != before
     slow.go_on()
     checkpoints.wait()
@@ -311,7 +312,7 @@ def test_a_second_save_and_a_load_wait_for_the_first(tmp_path, monkeypatch):
 
     def act():
         for n in (1, 2):
-            subject.pipeline.finish()
+            subject.pipeline.last_step.finish()
             saved.append(bits(subject))
             save(subject, tmp_path, wait=False, step=n, checkpoints=checkpoints)
             step(subject, n)
@@ -355,7 +356,7 @@ def test_ranks_meet_for_the_save_after_all_that_was_asked_for(tmp_path, device):
             step(subject, 0.1 * n)
             checkpoints.wait()
             step(subject, 0.2 * n)
-        subject.pipeline.finish()
+        subject.pipeline.last_step.finish()
 
     run_ranks(2, act)
     assert Checkpoint(tmp_path).content["step"] == 14
@@ -366,6 +367,7 @@ import sys, threading
 import numpy as np
 from tests.workers import checkpoint_crash_worker as worker
 from offload_core.checkpoint.shard_writer import ShardWriter
+from offload_core.step.decision import StepArguments
 put = ShardWriter._put
 ShardWriter._put = lambda *args: (threading.main_thread().join(), put(*args))
 run = worker.Run()

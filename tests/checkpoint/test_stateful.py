@@ -10,6 +10,7 @@ from offload_core.config.options import OffloadConfig
 from offload_core.layout.partition import ParamSpec
 from offload_core.rules.adam import AdamHyper
 from offload_core.step.bucket_states import Gradient, Publication
+from offload_core.step.decision import StepArguments
 from offload_core.step.loss_scale import LossScaler
 from offload_core.step.state_access import StateAccess
 from offload_core.testing.fake_device import FakeDevice, FakeTensor
@@ -79,12 +80,14 @@ class Anything(RuleBasedStateMachine):
             values[rng.integers(values.size)] = poison
         gradient = FakeTensor(np.full_like(values, np.nan))
         self.device.compute(lambda: np.copyto(gradient.memory, values))
-        if self.succeeds(lambda: self.pipeline.add_gradient(i, gradient)):
+        if self.succeeds(lambda: self.pipeline.add_gradients({i: gradient})):
             self.naive.add_gradient(i, values)
 
     @rule(divisor=st.sampled_from([1.0, 2.0]))
     def announce(self, divisor):
-        self.succeeds(lambda: self.pipeline.expect_step(HYPERS, list(self.subject.tensors), divisor=divisor))
+        self.succeeds(
+            lambda: self.pipeline.early.expect_step(StepArguments(HYPERS, list(self.subject.tensors), divisor))
+        )
 
     @rule(seed=seeds, announced=st.booleans())
     def add_all(self, seed, announced=True):
@@ -129,7 +132,7 @@ class Anything(RuleBasedStateMachine):
             self.before = [[a.copy() for a in states] for states in self.naive.states]
             return self.naive.step(divisor * scale)
 
-        step = lambda: reports.append(pipeline.step(HYPERS, list(self.subject.tensors), divisor=divisor))  # noqa: E731
+        step = lambda: reports.append(pipeline.step(StepArguments(HYPERS, list(self.subject.tensors), divisor)))  # noqa: E731
         if self.succeeds(step, update):
             norm, [report] = update(), reports
             assert (report.skipped, report.updated, report.loss_scale) == (skipped, not skipped, scale)
@@ -137,13 +140,13 @@ class Anything(RuleBasedStateMachine):
 
     @rule()
     def wait_for_all(self):
-        if self.succeeds(self.pipeline.finish):
-            assert self.pipeline.finished
+        if self.succeeds(self.pipeline.last_step.finish):
+            assert self.pipeline.updates.finished
             used = [work for work in self.pipeline.buckets.all if work.gradient.state is Gradient.USED]
             assert all(work.publication.state is Publication.EARLY for work in used)
             for i in range(len(self.naive.states)):
                 self.compare_states(i)
-            if self.succeeds(self.pipeline.withdraw):
+            if self.succeeds(self.pipeline.early.withdraw):
                 self.compare()
 
     # --- reads ---------------------------------------------------------------------------------------
@@ -171,7 +174,7 @@ class Anything(RuleBasedStateMachine):
     def change(self, i, seed):
         i %= len(self.naive.states)
         self.pipeline.await_param(i)
-        self.pipeline.finish()
+        self.pipeline.last_step.finish()
         at = seed % self.subject.specs[i].numel
         if self.naive.params()[i][at] != 7:
             self.subject.tensors[i].memory[at] = 7
@@ -211,24 +214,24 @@ class Anything(RuleBasedStateMachine):
 
         ``update`` is what the naive loop does where the call began an update before it failed.
         """
-        updating = not self.pipeline.finished and not self.pipeline._early.asked
-        steps = [float(n) for n in self.pipeline.steps]
+        updating = not self.pipeline.updates.finished and not self.pipeline._announced.asked
+        steps = [float(n) for n in self.pipeline.counts.steps]
         try:
             call()
         except OSError:
             assert self.failing
         else:
             return True
-        if steps != [float(n) for n in self.pipeline.steps]:
+        if steps != [float(n) for n in self.pipeline.counts.steps]:
             update()
             updating = True
         self.device.fail_after(None)
         self.failing = False
         self.pipeline.drop_gradients()
         if not updating:
-            self.pipeline.withdraw()
+            self.pipeline.early.withdraw()
         self.naive.sums = [None] * len(self.naive.sums)
-        self.pipeline.finish()
+        self.pipeline.last_step.finish()
         self.compare_at_rest()
         if updating:
             self.compare_with_half_an_update()
@@ -239,7 +242,7 @@ class Anything(RuleBasedStateMachine):
 
     def compare_with_half_an_update(self):
         """Buckets up to one are updated, the others as they were. It is what goes on."""
-        order = list(reversed(self.pipeline._reduction.order))
+        order = list(reversed(self.pipeline.arrivals.order))
         done = []
         for work in order:
             same = [True, True]
@@ -276,7 +279,7 @@ class Anything(RuleBasedStateMachine):
         mine = held_states(self.pipeline, i)
         for name, theirs in zip(STATES, self.naive.states[i], strict=True):
             assert_same_bits(f"{name} of parameter {i}", mine[name], theirs)
-        assert self.pipeline.steps[i] == self.naive.steps[i]
+        assert self.pipeline.counts.steps[i] == self.naive.steps[i]
 
     def compare_at_rest(self):
         buckets = self.pipeline.buckets

@@ -16,6 +16,7 @@ from offload_core.errors import CollectiveError
 from offload_core.layout.partition import ParamSpec
 from offload_core.rules.adam import AdamHyper
 from offload_core.step.bucket_terms import GRADIENT_SLOTS, GRADIENTS_ON_HOST
+from offload_core.step.decision import StepArguments
 from offload_core.step.loss_scale import LossScaler
 from offload_core.step.state_access import StateAccess
 from offload_core.step.update import Updates
@@ -64,11 +65,11 @@ def add(subject, params, number=0):
 
 def step(subject, params=BACKWARD, number=0):
     """An announced step; what gradients take on the host at most."""
-    subject.pipeline.expect_step(HYPERS, subject.tensors)
+    subject.pipeline.early.expect_step(StepArguments(HYPERS, subject.tensors))
     most = add(subject, params, number)
     subject.pipeline.end_micro_step()
     most = max(most, held(subject)[0])
-    subject.pipeline.step(HYPERS, subject.tensors)
+    subject.pipeline.step(StepArguments(HYPERS, subject.tensors))
     return max(most, held(subject)[0])
 
 
@@ -204,11 +205,11 @@ def train(ranks, seed, **fields):
         case = replace(ranks[rank.rank], config=replace(ranks[rank.rank].config, **fields))
         subject = Subject.of(FakeDevice(), case, collectives=rank if len(ranks) > 1 else None)
         reports = [rank_step(subject, case, micro_steps[0]) for micro_steps in [*case.steps, *case.steps]]
-        subject.pipeline.finish()
+        subject.pipeline.last_step.finish()
         if case.config.update_in_backward:
             assert held(subject)[0] == held(subject)[1], "memory that was not planned"
         states = [view.tobytes() for i in range(len(subject.specs)) for view in views_of(subject, i)]
-        return reports, [param.tobytes() for param in subject.params()], states, subject.pipeline.steps
+        return reports, [param.tobytes() for param in subject.params()], states, subject.pipeline.counts.steps
 
     with pytest.MonkeyPatch.context() as patch:
         threads.play(patch)
@@ -221,11 +222,11 @@ def views_of(subject, i):
 
 
 def rank_step(subject, case, arrivals):
-    subject.pipeline.expect_step(case.hypers, subject.tensors)
+    subject.pipeline.early.expect_step(StepArguments(case.hypers, subject.tensors))
     for i, values in arrivals:
         subject.add_gradient(i, values)
     subject.pipeline.end_micro_step()
-    return repr(subject.pipeline.step(case.hypers, subject.tensors))
+    return repr(subject.pipeline.step(StepArguments(case.hypers, subject.tensors)))
 
 
 def test_parameters_without_a_gradient_take_no_memory_and_keep_their_values(monkeypatch):
@@ -240,7 +241,7 @@ def test_parameters_without_a_gradient_take_no_memory_and_keep_their_values(monk
     assert bits(subject) == bits(reference)
     for i, param in enumerate(subject.params()):
         assert (param.tobytes() == before[i].tobytes()) == bool(i % 2)
-    assert [int(n) for n in subject.pipeline.steps] == [2, 0] * 10
+    assert [int(n) for n in subject.pipeline.counts.steps] == [2, 0] * 10
 
 
 # --- waiting ---------------------------------------------------------------------------------------
@@ -255,7 +256,7 @@ def test_a_trace_shows_the_waits(tmp_path, monkeypatch):
     events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
     waits = [event["name"] for event in events if "gradient memory" in event["name"]]
     n_buckets = len(subject.pipeline.buckets.all)
-    order = [work.bucket.index for work in subject.pipeline._reduction.order]
+    order = [work.bucket.index for work in subject.pipeline.arrivals.order]
     assert waits == [f"bucket {i}: wait for gradient memory" for i in order[: n_buckets - GRADIENT_SLOTS]]
 
 
@@ -269,7 +270,7 @@ def test_gradients_that_nobody_announced_take_memory_that_stays_and_a_warning_sa
     add(reference, params)
     for each in (subject, reference):
         each.pipeline.end_micro_step()
-        each.pipeline.step(HYPERS, each.tensors)
+        each.pipeline.step(StepArguments(HYPERS, each.tensors))
     own = sum(work.own.nbytes for work in subject.pipeline.buckets.all if work.own is not None)
     assert len([work for work in subject.pipeline.buckets.all if work.own is not None]) == n_buckets - GRADIENT_SLOTS
     planned = GRADIENT_SLOTS * 32 * 2
@@ -288,7 +289,7 @@ def test_gradients_that_were_not_announced_can_be_dropped_and_added_to():
         each.pipeline.drop_gradients([1])
         add(each, (1, 0), number=3)
         add(each, (2,), number=4)
-        each.pipeline.step(HYPERS, each.tensors)
+        each.pipeline.step(StepArguments(HYPERS, each.tensors))
         add(each, range(len(SIZES)))
         each.pipeline.drop_gradients()
         step(each, number=5)
@@ -300,13 +301,13 @@ def test_gradients_that_were_not_announced_can_be_dropped_and_added_to():
 
 def finished_step(subject):
     step(subject, number=1)
-    subject.pipeline.finish()
+    subject.pipeline.last_step.finish()
 
 
 def consistent(subject):
     """After a step that broke off: its buckets have been updated whole, or not at all; it goes on from there."""
     subject.pipeline.drop_gradients()
-    subject.pipeline.withdraw()
+    subject.pipeline.early.withdraw()
     for work in subject.pipeline.buckets.all:
         assert work.home is work.own, "memory was given back"
     planned = held(subject)[1]
@@ -325,7 +326,7 @@ def test_an_update_that_fails_while_backward_waits_for_a_slot_is_an_error_there(
     Threads(seed).play(monkeypatch)
     subject = make()
     step(subject)
-    subject.pipeline.finish()
+    subject.pipeline.last_step.finish()
     updates = []
 
     def fail(*args, **options):
@@ -346,7 +347,7 @@ def test_an_update_that_fails_while_backward_waits_for_a_slot_is_an_error_there(
 def test_a_copy_that_fails_while_backward_waits_for_a_slot_is_an_error_of_the_step(failing):
     subject = make(FakeDevice(seed=failing, max_delay=1e-4))
     step(subject)
-    subject.pipeline.finish()
+    subject.pipeline.last_step.finish()
     subject.device.fail_after(failing)
     with pytest.raises(OSError, match="failed as asked"):
         finished_step(subject)
@@ -360,8 +361,8 @@ def test_an_interrupt_at_any_line_of_a_wait_for_a_slot_loses_none(of):
     def begun():
         subject = make()
         step(subject)
-        subject.pipeline.finish()
-        subject.pipeline.expect_step(HYPERS, subject.tensors)
+        subject.pipeline.last_step.finish()
+        subject.pipeline.early.expect_step(StepArguments(HYPERS, subject.tensors))
         add(subject, (4, 3), number=1)  # four buckets
         subject.values = gradient(subject, 1, 1)
         return subject
@@ -376,9 +377,9 @@ def test_an_interrupt_at_any_line_of_a_wait_for_a_slot_loses_none(of):
         except FewerLines:
             subject.device.close()
             continue
-        if subject.pipeline._early.asked:  # it came before anything changed: what was used stays used
-            subject.pipeline.step(HYPERS, subject.tensors)
-            subject.pipeline.finish()
+        if subject.pipeline._announced.asked:  # it came before anything changed: what was used stays used
+            subject.pipeline.step(StepArguments(HYPERS, subject.tensors))
+            subject.pipeline.last_step.finish()
         consistent(subject)
         subject.device.close()
 
@@ -389,16 +390,16 @@ def test_a_rank_that_is_lost_ends_the_wait_of_the_others():
     def body(rank):
         subject = make(FakeDevice(), collectives=rank)
         step(subject)
-        subject.pipeline.finish()
-        subject.pipeline.expect_step(HYPERS, subject.tensors)
+        subject.pipeline.last_step.finish()
+        subject.pipeline.early.expect_step(StepArguments(HYPERS, subject.tensors))
         try:
             for i in reversed(range(len(SIZES))):
                 if rank.rank == 1 and i == 2:
                     raise OSError("this rank is lost")
                 subject.add_gradient(i, gradient(subject, i))
             subject.pipeline.end_micro_step()
-            subject.pipeline.step(HYPERS, subject.tensors)
-            subject.pipeline.finish()
+            subject.pipeline.step(StepArguments(HYPERS, subject.tensors))
+            subject.pipeline.last_step.finish()
         except CollectiveError as error:
             told.append(str(error))
             assert {work.home is work.own for work in subject.pipeline.buckets.all} == {True}

@@ -14,6 +14,7 @@ from offload_core.config.options import OffloadConfig
 from offload_core.device.host import HostDevice
 from offload_core.dtypes import BFLOAT16, FLOAT16, FLOAT32
 from offload_core.rules.adam import AdamHyper
+from offload_core.step.decision import StepArguments
 from offload_core.step.loss_scale import LossScaler
 from offload_core.step.state_lock import StateLock
 from offload_core.support import threads
@@ -40,17 +41,17 @@ class Run:
     def step(self, number):
         pipeline, tensors = self.pipeline, self.subject.tensors
         for micro_step in range(pipeline.config.gradient_accumulation_steps):
-            pipeline.expect_step(HYPERS, tensors)
+            pipeline.early.expect_step(StepArguments(HYPERS, tensors))
             for i in (1, 0):
                 rng = np.random.default_rng(100 * number + 10 * micro_step + i)
                 self.subject.add_gradient(i, (rng.standard_normal(SIZES[i]) * 0.1).astype(self.dtype.numpy))
             pipeline.end_micro_step()
-        pipeline.step(HYPERS, tensors)
+        pipeline.step(StepArguments(HYPERS, tensors))
 
     def discard(self):
         """As ``zero_grad`` does."""
         self.pipeline.drop_gradients()
-        self.pipeline.withdraw()
+        self.pipeline.early.withdraw()
 
     def end(self):
         """Three more steps, and all that there is then."""
@@ -60,9 +61,9 @@ class Run:
         bits = [np.asarray(array).tobytes() for i in (0, 1) for array in self.subject.states(i)]
         bits += [param.tobytes() for param in self.subject.params()]
         scale = self.pipeline.scaler.state_dict() if self.pipeline.scaler else None
-        steps = [int(step) for step in self.pipeline.steps]
+        steps = [int(step) for step in self.pipeline.counts.steps]
         self.close()
-        return bits, scale, steps, self.pipeline.updates
+        return bits, scale, steps, self.pipeline.counts.updates
 
     def close(self):
         self.pipeline.flush(self.subject.tensors)  # else an update waits for a copy that a closed device never makes

@@ -16,6 +16,7 @@ from offload_core.dtypes import BFLOAT16, FLOAT16, FLOAT32
 from offload_core.errors import GradientError, StateError
 from offload_core.rules.adam import AdamHyper
 from offload_core.step.bucket_states import Gradient, Publication
+from offload_core.step.decision import StepArguments
 from offload_core.step.local_bucket import LocalBucket
 from offload_core.step.loss_scale import LossScaler
 from offload_core.step.state_access import StateAccess
@@ -88,12 +89,12 @@ def test_a_skipped_step_changes_nothing(poison, dtype, fields):
         gradient = np.ones(subject.specs[i].numel, dtype.numpy)
         gradient[-1] = poison if i == 0 else 1
         subject.add_gradient(i, gradient)
-    report = subject.pipeline.step([AdamHyper(1e-2)], subject.tensors)
+    report = subject.pipeline.step(StepArguments([AdamHyper(1e-2)], subject.tensors))
     assert (report.updated, report.skipped) == (False, "non-finite")
     assert bits(subject) == before
     # the gradients are gone: the next step starts clean
     subject.add_all()
-    assert subject.pipeline.step([AdamHyper(1e-2)], subject.tensors).updated
+    assert subject.pipeline.step(StepArguments([AdamHyper(1e-2)], subject.tensors)).updated
     assert bits(subject) != before
 
 
@@ -107,8 +108,8 @@ def test_loss_scale_is_the_one_that_the_gradients_carry():
             gradient = np.full(plain.specs[i].numel, 0.25, np.float16)
             plain.add_gradient(i, gradient)
             scaled.add_gradient(i, gradient * np.float16(scale))
-        plain.pipeline.step([AdamHyper(1e-2)], plain.tensors)
-        reports.append(scaled.pipeline.step([AdamHyper(1e-2)], scaled.tensors))
+        plain.pipeline.step(StepArguments([AdamHyper(1e-2)], plain.tensors))
+        reports.append(scaled.pipeline.step(StepArguments([AdamHyper(1e-2)], scaled.tensors)))
     assert [report.loss_scale for report in reports] == [8.0, 16.0, 32.0]
     assert {report.grad_norm for report in reports} == {math.sqrt(140 * 0.25**2)}
     assert bits(plain) == bits(scaled)
@@ -123,7 +124,7 @@ def test_dropped_gradients_are_forgotten_on_the_host_too():
         subject.pipeline.drop_gradients(drop)
         for s in (subject, reference):
             s.add_gradient(1, np.full(100, 2, BFLOAT16.numpy))
-            s.pipeline.step([AdamHyper(1e-2)], s.tensors)
+            s.pipeline.step(StepArguments([AdamHyper(1e-2)], s.tensors))
         assert bits(subject) == bits(reference)
 
 
@@ -134,14 +135,14 @@ def test_dropping_the_last_arrival_keeps_what_earlier_micro_steps_brought():
     subject.add_gradient(0, np.ones(40, BFLOAT16.numpy))
     for s in (subject, reference):
         s.pipeline.drop_gradients([0])
-        s.pipeline.step([AdamHyper(1e-2)], s.tensors)
+        s.pipeline.step(StepArguments([AdamHyper(1e-2)], s.tensors))
     assert bits(subject) == bits(reference)
 
 
 def test_a_step_without_gradients_changes_nothing():
     subject = make(gradient_clipping=1.0)
     before = bits(subject)
-    report = subject.pipeline.step([AdamHyper(1e-2)], subject.tensors)
+    report = subject.pipeline.step(StepArguments([AdamHyper(1e-2)], subject.tensors))
     assert (report.updated, report.skipped) == (False, "no gradients")
     assert bits(subject) == before
 
@@ -152,7 +153,7 @@ def test_a_gradient_of_the_wrong_length_is_refused_and_loses_nothing():
     with pytest.raises(GradientError, match="'p1': gradient has 99 elements, expected 100"):
         subject.add_gradient(1, np.ones(99, BFLOAT16.numpy))
     subject.add_gradient(1, np.ones(100, BFLOAT16.numpy))
-    assert subject.pipeline.step([AdamHyper(1e-2)], subject.tensors).updated
+    assert subject.pipeline.step(StepArguments([AdamHyper(1e-2)], subject.tensors)).updated
 
 
 @pytest.mark.parametrize("schedule", ["serial", "overlap"])
@@ -165,8 +166,8 @@ def test_a_failed_copy_from_the_device_changes_no_state_and_can_be_dropped(delay
     def one_step():
         for i in (1, 0):
             subject.add_gradient(i, np.ones(subject.specs[i].numel, BFLOAT16.numpy))
-        subject.pipeline.step([AdamHyper(1e-2)], subject.tensors)
-        subject.pipeline.finish()
+        subject.pipeline.step(StepArguments([AdamHyper(1e-2)], subject.tensors))
+        subject.pipeline.last_step.finish()
 
     with pytest.raises(OSError, match="copy 5 failed"):
         one_step()
@@ -174,11 +175,11 @@ def test_a_failed_copy_from_the_device_changes_no_state_and_can_be_dropped(delay
     subject.pipeline.drop_gradients()
     for _ in range(2):
         subject.add_all()
-        assert subject.pipeline.step([AdamHyper(1e-2)], subject.tensors).updated
+        assert subject.pipeline.step(StepArguments([AdamHyper(1e-2)], subject.tensors)).updated
     expected = make(FakeDevice(), schedule="serial", reduce_bucket_size=64)
     for _ in range(2):
         expected.add_all()
-        expected.pipeline.step([AdamHyper(1e-2)], expected.tensors)
+        expected.pipeline.step(StepArguments([AdamHyper(1e-2)], expected.tensors))
     assert bits(subject) == bits(expected)
     device.close()
 
@@ -191,14 +192,14 @@ def test_after_a_failed_copy_to_the_device_the_next_step_publishes_the_masters(f
     subject.add_all()
 
     def one_step():
-        subject.pipeline.step([AdamHyper(1e-2)], subject.tensors)
-        subject.pipeline.finish()
+        subject.pipeline.step(StepArguments([AdamHyper(1e-2)], subject.tensors))
+        subject.pipeline.last_step.finish()
 
     with pytest.raises(OSError, match=f"copy {failing} failed"):
         one_step()
-    subject.pipeline.finish()  # it is said once
+    subject.pipeline.last_step.finish()  # it is said once
     subject.add_all()
-    assert subject.pipeline.step([AdamHyper(1e-2)], subject.tensors).updated
+    assert subject.pipeline.step(StepArguments([AdamHyper(1e-2)], subject.tensors)).updated
     for i in range(2):
         assert_same_bits(f"parameter {i}", subject.params()[i], oracles.cast(subject.states(i)[0], BFLOAT16))
     device.close()
@@ -219,7 +220,7 @@ def test_the_delayed_schedule_is_what_its_definition_says(case, warmup, where):
                 subject.add_gradient(i, gradient)
                 naive.add_gradient(i, gradient)
             subject.pipeline.end_micro_step()
-        report = subject.pipeline.step(case.hypers, subject.tensors, divisor=float(len(micro_steps)))
+        report = subject.pipeline.step(StepArguments(case.hypers, subject.tensors, float(len(micro_steps))))
         assert report.grad_norm == naive.step(float(len(micro_steps)))
         for i, expected in enumerate(naive.params()):
             assert_same_bits(f"parameter {i}", subject.params()[i], expected)
@@ -266,16 +267,16 @@ def early_step(subject, case, micro_steps, factor):
         subject.add_gradient(i, gradient)
     for _ in range(subject.pipeline.config.gradient_accumulation_steps - 1):
         pipeline.end_micro_step()
-    pipeline.expect_step(case.hypers, subject.tensors, divisor=divisor)
+    pipeline.early.expect_step(StepArguments(case.hypers, subject.tensors, divisor))
     for i, gradient in micro_steps[-1]:
         subject.add_gradient(i, gradient * gradient.dtype.type(factor))
     pipeline.end_micro_step()
-    return pipeline.step(case.hypers, subject.tensors, divisor=divisor)
+    return pipeline.step(StepArguments(case.hypers, subject.tensors, divisor))
 
 
 def sent_early(subject, hypers, value=1.0):
     """Announce a step, bring gradients, and give the host the time to send all buckets early; their states."""
-    subject.pipeline.expect_step(hypers, subject.tensors)
+    subject.pipeline.early.expect_step(StepArguments(hypers, subject.tensors))
     for i in (1, 0):
         subject.add_gradient(i, np.full(subject.specs[i].numel, value, subject.specs[i].dtype.numpy))
     subject.pipeline.buckets.run(lambda: None)
@@ -299,11 +300,13 @@ def test_parameters_sent_early_are_committed_sent_again_or_taken_back(dtype):
         assert sent_early(subject, HYPER, value) == {KEPT}
         assert subject.device._copies == copies + 2 * buckets
         assert [a.tobytes() for i in range(2) for a in subject.states(i)] == states, "states keep"
-        subject.pipeline._updates.finish_publications()
+        subject.pipeline.updates.finish_publications()
         assert [t.memory.tobytes() for t in subject.tensors] != before[:2], "parameters do not"
         for i in (1, 0):
             serial.add_gradient(i, np.full(serial.specs[i].numel, value, dtype.numpy))
-        reports = [repr(one.pipeline.step(HYPER, one.tensors)) for one in (subject, serial)]  # a norm may be NaN
+        reports = [
+            repr(one.pipeline.step(StepArguments(HYPER, one.tensors))) for one in (subject, serial)
+        ]  # a norm may be NaN
         assert reports[0] == reports[1]
         assert bits(subject) == bits(serial)
         assert (bits(subject) == before) == (state == "taken back")
@@ -325,15 +328,15 @@ def test_what_the_host_has_not_got_to_when_all_gradients_are_there_goes_in_the_o
     monkeypatch.setattr(Updates, "_run", noting)
     for gradients_are_there in (False, True):
         subject = make(FakeDevice(), **{**EARLY, "reduce_bucket_size": 64})  # each has memory of its own
-        subject.pipeline.expect_step(HYPER, subject.tensors)
+        subject.pipeline.early.expect_step(StepArguments(HYPER, subject.tensors))
         for i in (1, 0):
             subject.add_gradient(i, np.ones(subject.specs[i].numel, BFLOAT16.numpy))
         if gradients_are_there:
             subject.device.synchronize()
         updated.clear()
-        subject.pipeline.step(HYPER, subject.tensors)
-        subject.pipeline.finish()
-        in_backward = [work.bucket.index for work in subject.pipeline._reduction.order]
+        subject.pipeline.step(StepArguments(HYPER, subject.tensors))
+        subject.pipeline.last_step.finish()
+        in_backward = [work.bucket.index for work in subject.pipeline.arrivals.order]
         assert updated == (in_backward[::-1] if gradients_are_there else in_backward)
 
 
@@ -345,7 +348,7 @@ def test_parameters_sent_early_can_be_changed_discarded_joined_and_read():
 
     def discard(subject):
         subject.pipeline.drop_gradients()
-        subject.pipeline.withdraw()
+        subject.pipeline.early.withdraw()
         check_parameters(subject)
 
     def discard_one(subject):
@@ -380,7 +383,7 @@ def test_parameters_sent_early_can_be_changed_discarded_joined_and_read():
             subject = make(FakeDevice(), gradient_clipping=20.0, **options)
             assert (KEPT in sent_early(subject, HYPER)) == early
             hypers = act(subject) or HYPER
-            subject.pipeline.step(hypers, subject.tensors)
+            subject.pipeline.step(StepArguments(hypers, subject.tensors))
             result = bits(subject)
             if early:
                 expected = result
@@ -391,7 +394,7 @@ def test_parameters_sent_early_can_be_changed_discarded_joined_and_read():
 def test_what_update_in_backward_has_used_cannot_be_taken_back():
     subject = make(FakeDevice(), update_in_backward=True, reduce_bucket_size=32)
     hypers = [AdamHyper(1e-2)]
-    subject.pipeline.expect_step(hypers, subject.tensors)
+    subject.pipeline.early.expect_step(StepArguments(hypers, subject.tensors))
     subject.add_gradient(1, np.ones(100, BFLOAT16.numpy))
     subject.pipeline.buckets.run(lambda: None)
     assert subject.pipeline.buckets.all[0].gradient.state is Gradient.USED
@@ -402,11 +405,11 @@ def test_what_update_in_backward_has_used_cannot_be_taken_back():
     with pytest.raises(StateError, match=r"'p1': its gradient has been used"):
         subject.add_gradient(1, np.ones(100, BFLOAT16.numpy))
     with pytest.raises(StateError, match=r"hyperparameters.*changed between backward\(\) and step\(\)"):
-        subject.pipeline.step([AdamHyper(2e-2)], subject.tensors)
-    assert subject.pipeline.step(hypers, subject.tensors).updated
+        subject.pipeline.step(StepArguments([AdamHyper(2e-2)], subject.tensors))
+    assert subject.pipeline.step(StepArguments(hypers, subject.tensors)).updated
     reference = make(HostDevice(), reduce_bucket_size=32)
     reference.add_gradient(1, np.ones(100, BFLOAT16.numpy))
-    reference.pipeline.step(hypers, reference.tensors)
+    reference.pipeline.step(StepArguments(hypers, reference.tensors))
     assert bits(subject) == bits(reference)
 
 
@@ -419,11 +422,11 @@ def test_after_a_failed_step_that_was_not_announced_parameters_can_be_withdrawn(
     subject.pipeline.end_micro_step()
     subject.pipeline.buckets.run(lambda: None)
     device.fail_after(1)
-    subject.pipeline.step(HYPER, subject.tensors)
+    subject.pipeline.step(StepArguments(HYPER, subject.tensors))
     with pytest.raises(OSError, match="failed as asked"):
-        subject.pipeline.finish()
+        subject.pipeline.last_step.finish()
     device.fail_after(None)
-    subject.pipeline.withdraw()
+    subject.pipeline.early.withdraw()
     for i, tensor in enumerate(subject.tensors):
         master, *_ = subject.states(i)
         assert_same_bits(f"parameter {i}", tensor.memory, oracles.cast(master, BFLOAT16))
@@ -434,11 +437,11 @@ def test_an_update_that_failed_is_an_error_of_the_end_of_a_micro_step_too():
     device = FakeDevice(fail_at=frozenset({7}))
     subject = make(device, schedule="overlap", reduce_bucket_size=64)
     subject.add_all()
-    subject.pipeline.step([AdamHyper(1e-2)], subject.tensors)
+    subject.pipeline.step(StepArguments([AdamHyper(1e-2)], subject.tensors))
     with pytest.raises(OSError, match="copy 7 failed"):
         subject.pipeline.end_micro_step()
     subject.add_all()
-    assert subject.pipeline.step([AdamHyper(1e-2)], subject.tensors).updated
+    assert subject.pipeline.step(StepArguments([AdamHyper(1e-2)], subject.tensors)).updated
     for i in range(2):
         assert_same_bits(f"parameter {i}", subject.params()[i], oracles.cast(subject.states(i)[0], BFLOAT16))
     device.close()
@@ -451,14 +454,14 @@ def test_a_gradient_that_is_lost_on_its_way_gives_its_staging_back(schedule):
 
     def one_step():
         subject.add_all()
-        return subject.pipeline.step([AdamHyper(1e-2)], subject.tensors)
+        return subject.pipeline.step(StepArguments([AdamHyper(1e-2)], subject.tensors))
 
     for _ in range(3):
         with pytest.raises(OSError, match="failed as asked"):
             one_step()
         subject.pipeline.drop_gradients()
     assert one_step().updated
-    subject.pipeline.finish()
+    subject.pipeline.last_step.finish()
     device.close()
 
 
@@ -494,10 +497,10 @@ def test_an_interrupt_at_any_moment_of_a_step_leaves_a_pipeline_that_goes_on(mon
             with monkeypatch.context() as patch:
                 patch.setattr(owner, name, interrupted)
                 with pytest.raises(Interrupt):
-                    subject.pipeline.step([AdamHyper(1e-2)], subject.tensors)
+                    subject.pipeline.step(StepArguments([AdamHyper(1e-2)], subject.tensors))
             subject.pipeline.drop_gradients()
             subject.add_all()
-            assert subject.pipeline.step([AdamHyper(1e-2)], subject.tensors).updated
+            assert subject.pipeline.step(StepArguments([AdamHyper(1e-2)], subject.tensors)).updated
 
 
 def test_a_pipeline_is_not_copied_with_its_addresses():
@@ -534,7 +537,7 @@ def test_parameters_added_later_are_updated_like_the_first(sizes, bucket_size):
     for subject in (whole, grown):
         for i, m in enumerate(masters):
             subject.add_gradient(i, m.astype(BFLOAT16.numpy))
-        subject.pipeline.step([AdamHyper(1e-2)], subject.tensors)
+        subject.pipeline.step(StepArguments([AdamHyper(1e-2)], subject.tensors))
     for a, b in zip(whole.params(), grown.params(), strict=True):
         assert_same_bits("parameter", a, b)
 
@@ -575,5 +578,5 @@ def test_steps_that_are_skipped_in_a_row_are_said_once_where_no_lower_loss_scale
     for i, poison in enumerate([np.nan, 1, np.inf, np.nan, np.nan, np.nan]):
         assert len([w for w in recwarn if "3 steps were skipped" in str(w.message)]) == (i > 4)
         subject.add_gradient(0, np.full(subject.specs[0].numel, poison, BFLOAT16.numpy))
-        subject.pipeline.step([AdamHyper(1e-2)], subject.tensors)
+        subject.pipeline.step(StepArguments([AdamHyper(1e-2)], subject.tensors))
     assert len([w for w in recwarn if "3 steps were skipped" in str(w.message)]) == 1

@@ -24,6 +24,8 @@ from offload_core.ranks.consistency import agree, combine, fingerprint, together
 from offload_core.rules.adam import AdamHyper
 from offload_core.rules.sgd import SGD
 from offload_core.step.bucket_states import Gradient
+from offload_core.step.decision import StepArguments
+from offload_core.step.health import Health
 from offload_core.step.loss_scale import LossScaler
 from offload_core.step.pipeline import Pipeline
 from offload_core.step.state_access import StateAccess
@@ -92,18 +94,18 @@ def test_a_rank_whose_copy_fails_is_an_error_on_all_and_nobody_hangs(failing, sc
         try:
             for _ in range(2):
                 subject.add_all(0.5)
-                subject.pipeline.step(case.hypers, subject.tensors)
-                subject.pipeline.finish()
+                subject.pipeline.step(StepArguments(case.hypers, subject.tensors))
+                subject.pipeline.last_step.finish()
         except CollectiveError as error:
             told.append((rank.rank, str(error)))
         except OSError:
             rank._group.lose()  # as a process that ends does
             told.append((rank.rank, "its own"))
         subject.pipeline.drop_gradients()
-        assert subject.pipeline.finished
+        assert subject.pipeline.updates.finished
         assert {work.gradient.state for work in subject.pipeline.buckets.all} == {Gradient.ABSENT}
         assert len(subject.pipeline.buckets.staging._free) == subject.pipeline.buckets.terms.staging_slots
-        if subject.pipeline._unusable:  # it was in mid-update
+        if subject.pipeline.health.state is Health.GONE:  # it was in mid-update
             with pytest.raises(StateError, match="the last update broke off"):
                 StateAccess(subject.pipeline).states(0)
         else:
@@ -143,8 +145,8 @@ def test_memory_and_bytes_sent_are_what_theory_says(dtype, world_size):
     def body(rank):
         subject = make(case, rank)
         subject.add_all(0.5)
-        subject.pipeline.step(case.hypers, subject.tensors)
-        subject.pipeline.finish()
+        subject.pipeline.step(StepArguments(case.hypers, subject.tensors))
+        subject.pipeline.last_step.finish()
         return rank.sent_bytes, subject.pipeline.memory.report(), subject.pipeline.memory_report((), {})
 
     for sent, held, report in run_ranks(world_size, body):
@@ -168,14 +170,14 @@ def test_a_gradient_dropped_between_micro_steps_does_not_come_back(world_size):
         subject.pipeline.end_micro_step()
         subject.pipeline.drop_gradients(first)
         subject.add_all(0.25)
-        subject.pipeline.step(case.hypers, subject.tensors, divisor=2.0)
+        subject.pipeline.step(StepArguments(case.hypers, subject.tensors, 2.0))
         return [p.tobytes() for p in subject.params()]
 
     def by_hand(rank):
         subject = make(case, rank)
         for i, p in enumerate(subject.tensors):
             subject.add_gradient(i, np.full(p.size, 0.25 if i == 1 else 0.75, p.dtype))
-        subject.pipeline.step(case.hypers, subject.tensors, divisor=2.0)
+        subject.pipeline.step(StepArguments(case.hypers, subject.tensors, 2.0))
         return [p.tobytes() for p in subject.params()]
 
     assert run_ranks(world_size, lambda rank: body(rank, [1])) == run_ranks(world_size, by_hand)
@@ -190,8 +192,8 @@ def test_a_native_reduction_sums_in_the_element_type_that_travels():
         pipeline.add_parameters([ParamSpec(f"p{i}", p.size, BFLOAT16) for i, p in enumerate(params)], params)
         for i, p in enumerate(params):
             gradient = 1.0 + rank.rank / 128  # the sum of three needs more bits than bfloat16 has
-            pipeline.add_gradient(i, np.full(p.size, gradient, p.dtype))
-        pipeline.step([AdamHyper(0.0)], params)
+            pipeline.add_gradients({i: np.full(p.size, gradient, p.dtype)})
+        pipeline.step(StepArguments([AdamHyper(0.0)], params))
         return [float(views["exp_avg"][0]) for i in range(3) for _, views in StateAccess(pipeline).states(i)]
 
     ordered, native = (run_ranks(3, lambda rank, r=r: body(rank, reduction=r)) for r in ("ordered", "native"))
@@ -207,11 +209,11 @@ def test_a_nan_on_one_rank_makes_all_skip_together():
         subject = make(case, rank, LossScaler(8.0, window=10))
         before = [p.tobytes() for p in subject.params()]
         subject.add_all(np.nan if rank.rank == 1 else 0.5)
-        report = subject.pipeline.step(case.hypers, subject.tensors)
+        report = subject.pipeline.step(StepArguments(case.hypers, subject.tensors))
         assert (report.updated, report.skipped) == (False, "overflow")
         assert before == [p.tobytes() for p in subject.params()]
         subject.add_all(0.5)
-        return subject.pipeline.step(case.hypers, subject.tensors)
+        return subject.pipeline.step(StepArguments(case.hypers, subject.tensors))
 
     reports = run_ranks(3, body)
     assert reports[0].updated
@@ -329,7 +331,7 @@ def test_functions_are_compared_by_their_values_at_a_step_and_not_before():
         subject = make(model(configs[rank.rank]), rank)
         subject.add_all(0.5)
         hypers = [AdamHyper(functions[rank.rank](0))]
-        return told(lambda: subject.pipeline.step(hypers, subject.tensors), StateError)
+        return told(lambda: subject.pipeline.step(StepArguments(hypers, subject.tensors)), StateError)
 
     assert all("ranks differ in what they update with" in each for each in run_ranks(2, step))
 
@@ -457,8 +459,8 @@ def test_a_step_makes_one_sum_and_a_start_two_messages_at_most():
         start, rank.done = rank.done, []
         for _ in range(2):
             subject.add_all(0.5)
-            subject.pipeline.step([AdamHyper(1e-2)], subject.tensors)
-        subject.pipeline.finish()
+            subject.pipeline.step(StepArguments([AdamHyper(1e-2)], subject.tensors))
+        subject.pipeline.last_step.finish()
         steps, rank.done = rank.done, []
         told(lambda: agree(rank, OffloadConfig(lr=1.0 + rank.rank)), ParameterError)
         told(lambda: agree(rank, OffloadConfig(), [ParamSpec(f"of {rank.rank}", 1, FLOAT32)], [""]), ParameterError)
@@ -540,7 +542,7 @@ def test_a_norm_is_the_same_for_every_number_of_ranks():
         case = model(OffloadConfig(gradient_clipping=1.0), FLOAT32)
         subject = make(case, rank)
         subject.add_all(0.125)
-        return subject.pipeline.step(case.hypers, subject.tensors).grad_norm
+        return subject.pipeline.step(StepArguments(case.hypers, subject.tensors)).grad_norm
 
     norms = {norm for world_size in (1, 2, 4, 8) for norm in run_ranks(world_size, body)}
     assert norms == {math.sqrt(1139 * 0.125**2)}

@@ -12,6 +12,7 @@ from offload_core.device.host import HostDevice
 from offload_core.dtypes import FLOAT32
 from offload_core.errors import CollectiveError
 from offload_core.rules.adam import AdamHyper
+from offload_core.step.decision import StepArguments
 from offload_core.testing.thread_ranks import ThreadRank, _Group, run_ranks
 from tests.support.pipelines import Case, Subject
 from tests.support.rank_pipelines import assert_equal, averaged, run_naive
@@ -117,8 +118,8 @@ def train(mixture, rank, gathers):
                 gathers.broadcast(np.zeros(1), "a gathering")
             subject.pipeline.end_micro_step()
         divisor = float(sum(map(len, step)))
-        norms.append(subject.pipeline.step(HYPERS, subject.tensors, divisor=divisor).grad_norm)
-    subject.pipeline.finish()
+        norms.append(subject.pipeline.step(StepArguments(HYPERS, subject.tensors, divisor)).grad_norm)
+    subject.pipeline.last_step.finish()
     return subject, norms
 
 
@@ -152,10 +153,10 @@ def test_buckets_leave_when_they_are_settled_on_the_rank_without_a_gradient_too(
         seen.append("settled")
         subject.add_gradient(0, np.ones(32, np.float32))
         seen.append("all")
-        present = subject.pipeline._reduction.arrivals.present
-        subject.pipeline.step(HYPERS, subject.tensors)
-        subject.pipeline.finish()
-        return seen, sorted(present), [float(n) for n in subject.pipeline.steps]
+        present = subject.pipeline.arrivals.since.present
+        subject.pipeline.step(StepArguments(HYPERS, subject.tensors))
+        subject.pipeline.last_step.finish()
+        return seen, sorted(present), [float(n) for n in subject.pipeline.counts.steps]
 
     for rank, (seen, present, steps) in enumerate(run_ranks(2, body)):
         assert seen == ["before", 0, 1, "settled", 2, "all"]
@@ -175,8 +176,8 @@ def test_a_parameter_that_came_after_it_was_settled_waits_for_the_end_from_then_
             for i in (2, 1, 0):
                 subject.add_gradient(i, np.ones(32, np.float32))
             seen.append("end")
-            subject.pipeline.step(HYPERS, subject.tensors)
-        subject.pipeline.finish()
+            subject.pipeline.step(StepArguments(HYPERS, subject.tensors))
+        subject.pipeline.last_step.finish()
         return seen
 
     first = [0, 1, 2, "end", 0, 1, 2]

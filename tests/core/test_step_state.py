@@ -1,10 +1,11 @@
-"""The transition tables of a bucket's gradient, publication and ownership."""
+"""The transition tables of a bucket's gradient, publication and ownership, and of a pipeline's health."""
 
 import re
+from contextlib import nullcontext
 
 import pytest
 
-from offload_core.errors import StateError
+from offload_core.errors import CollectiveError, StateError
 from offload_core.step import bucket_states
 from offload_core.step.bucket_states import (
     GRADIENT,
@@ -18,11 +19,13 @@ from offload_core.step.bucket_states import (
     PublicationEvent,
     StateMachine,
 )
+from offload_core.step.health import HEALTH, Health, HealthEvent, PipelineHealth, Use
 
 TABLES = {
     "gradient": (Gradient, GradientEvent, GRADIENT),
     "publication": (Publication, PublicationEvent, PUBLICATION),
     "owner": (Owner, OwnerEvent, OWNER),
+    "health": (Health, HealthEvent, HEALTH),
 }
 
 
@@ -31,7 +34,7 @@ def test_an_illegal_event_raises_with_names_and_changes_nothing(what):
     states, events, table = TABLES[what]
     for state in states:
         for event in events:
-            machine = StateMachine(3, state, table)
+            machine = StateMachine("bucket 3", state, table)
             if (state, event) in table:
                 machine.on(event)
                 assert machine.state is table[state, event]
@@ -65,3 +68,28 @@ def test_every_state_is_left_and_reached():
     for states, _, table in TABLES.values():
         assert {state for state, _ in table} == set(states)
         assert set(table.values()) == set(states)
+
+
+def test_what_is_refused_is_refused_with_the_reason_until_a_load_mends_it():
+    allowed = {
+        Health.SOUND: [*Use],
+        Health.BEHIND: [*Use],
+        Health.APART: [Use.READ],
+        Health.LOST: [Use.READ, Use.PUBLISH],
+        Health.TORN: [],
+        Health.GONE: [],
+    }
+    for state, uses in allowed.items():
+        health = PipelineHealth()
+        health.state, health._reason = state, "the reason"
+        for use in Use:
+            error = CollectiveError if state is Health.LOST else StateError
+            with nullcontext() if use in uses else pytest.raises(error, match="the reason"):
+                health.check(use)
+        assert health.usable == (Use.STEP in uses)
+        assert health.lost_a_rank == (state in (Health.LOST, Health.GONE))
+        health.on(HealthEvent.LOAD)
+        assert health.usable != health.lost_a_rank
+    health.on(HealthEvent.TEAR, "another")
+    with pytest.raises(StateError, match="another"):
+        health.check(Use.READ)

@@ -17,6 +17,7 @@ from offload_core.rules.adam import AdamHyper
 from offload_core.states import STORES
 from offload_core.states.store import Extent
 from offload_core.step.bucket_terms import BucketTerms
+from offload_core.step.decision import StepArguments
 from offload_core.testing.fake_device import FakeDevice
 from offload_core.testing.late_store import AHEAD, LateStore
 from tests.support import late_stores
@@ -144,11 +145,11 @@ def test_buckets_are_loaded_in_the_order_that_was_announced(schedule, early):
             FakeDevice(), schedule=schedule, update_in_backward=early, reduce_bucket_size=16, delay_warmup_steps=1
         )
     for _ in range(4):
-        subject.pipeline.expect_step(HYPERS, subject.tensors)
+        subject.pipeline.early.expect_step(StepArguments(HYPERS, subject.tensors))
         for i in (1, 0):
             subject.add_gradient(i, np.ones(subject.specs[i].numel, BFLOAT16.numpy))
-        subject.pipeline.step(HYPERS, subject.tensors)
-        subject.pipeline.finish()
+        subject.pipeline.step(StepArguments(HYPERS, subject.tensors))
+        subject.pipeline.last_step.finish()
     store = subject.pipeline.buckets.store
     assert store.asked > 4 * len(subject.pipeline.buckets.all) > 4 * AHEAD
     assert store.unforeseen == 0
@@ -161,14 +162,17 @@ def test_a_load_or_a_commit_that_fails_is_one_error_and_loses_no_update(schedule
         with late_stores.late():
             subject = make(FakeDevice(), schedule=schedule, reduce_bucket_size=16)
         store = subject.pipeline.buckets.store
-        subject.pipeline.finish()
+        subject.pipeline.last_step.finish()
         if fail:
             store.fail_at = frozenset([store.asked + failing])
         raised = []
         for _ in range(3):
             for i in (1, 0):
                 subject.add_gradient(i, np.ones(subject.specs[i].numel, BFLOAT16.numpy))
-            for act in (lambda: subject.pipeline.step(HYPERS, subject.tensors), subject.pipeline.finish):
+            for act in (
+                lambda: subject.pipeline.step(StepArguments(HYPERS, subject.tensors)),
+                subject.pipeline.last_step.finish,
+            ):
                 try:
                     act()
                 except OSError as error:

@@ -13,6 +13,7 @@ from offload_core.dtypes import BFLOAT16
 from offload_core.errors import StateError
 from offload_core.layout.partition import ParamSpec
 from offload_core.rules.adam import AdamHyper
+from offload_core.step.decision import StepArguments
 from offload_core.step.pipeline import Pipeline
 from offload_core.step.state_access import StateAccess
 from offload_core.testing.fake_device import FakeDevice, FakeTensor
@@ -38,9 +39,9 @@ class Model:
         for param in range(N_BUCKETS):
             self.pipeline.await_param(param)
         for param in reversed(range(N_BUCKETS)):
-            self.pipeline.add_gradient(param, self.gradients[param])
+            self.pipeline.add_gradients({param: self.gradients[param]})
         self.pipeline.end_micro_step()
-        assert self.pipeline.step([AdamHyper(1e-2)], self.tensors).updated
+        assert self.pipeline.step(StepArguments([AdamHyper(1e-2)], self.tensors)).updated
 
 
 @pytest.mark.parametrize("schedule", ["overlap", "serial"])
@@ -97,7 +98,7 @@ def test_nothing_is_recorded_while_nobody_asks(tmp_path, monkeypatch, make_devic
     with monkeypatch.context() as patch:
         patch.setattr(Trace, "note", unasked)
         model.step()
-        model.pipeline.finish()
+        model.pipeline.last_step.finish()
     assert trace.span(UPDATE) is trace.span(TO_HOST)  # nothing is made either
     with model.pipeline.trace(tmp_path / "step.json"):
         model.step()
@@ -105,7 +106,7 @@ def test_nothing_is_recorded_while_nobody_asks(tmp_path, monkeypatch, make_devic
     with monkeypatch.context() as patch:
         patch.setattr(Trace, "note", unasked)
         model.step()
-        model.pipeline.finish()
+        model.pipeline.last_step.finish()
     assert (tmp_path / "step.json").read_text() == recorded
     assert list(tmp_path.iterdir()) == [tmp_path / "step.json"]
 

@@ -165,7 +165,7 @@ def watched(engine):
 
     def added(gradients):
         add(gradients)
-        waiting = [*(work.waiting for work in pipeline.buckets.all), pipeline._reduction.arrivals.aside]
+        waiting = [*(work.waiting for work in pipeline.buckets.all), pipeline.arrivals.since.aside]
         most[0] = max(most[0], sum({id(g): g.nbytes for held in waiting for g in held.values()}.values()))
 
     pipeline.device.reduce, pipeline.add_gradients = reduced, added

@@ -393,7 +393,9 @@ class TooLarge(TrainerCallback):
         if isinstance(offloaded, OffloadedAdamW):
             records = {} if offloaded.partitioned is None else offloaded.partitioned.parameters.records
             whole = sum(record.whole.untyped_storage().nbytes() for record in records.values())
-            self.left.append((offloaded.pipeline.holds_gradients, offloaded.pipeline.micro_steps, whole))
+            self.left.append(
+                (offloaded.pipeline.arrivals.holds_gradients, offloaded.pipeline.arrivals.since.micro_steps, whole)
+            )
 
     def refuse(self, module, inputs, outputs):
         self.backwards += len(outputs[0]) > 1

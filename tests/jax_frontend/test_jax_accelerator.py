@@ -194,18 +194,18 @@ def test_states_of_the_delayed_schedule_are_loaded_over_what_it_holds_back(place
 
 def test_a_delayed_update_goes_on_after_update_has_returned(device):
     offloaded, returned = on_accelerator(random_tree(0), schedule="delayed", delay_warmup_steps=0), threading.Event()
-    run_adam = offloaded._pipeline._updates._run
+    run_adam = offloaded._pipeline.updates._run
 
     def after_it_returned(*args):
         assert returned.wait(60)
         run_adam(*args)
 
-    offloaded._pipeline._updates._run = after_it_returned
+    offloaded._pipeline.updates._run = after_it_returned
     offloaded.update(random_tree(1))
-    assert not offloaded._pipeline.finished
+    assert not offloaded._pipeline.updates.finished
     returned.set()
     offloaded.flush()
-    assert offloaded._pipeline.finished
+    assert offloaded._pipeline.updates.finished
 
 
 def test_float16_with_loss_scaling(device):

@@ -22,6 +22,9 @@ from offload_core.errors import CollectiveError, ParameterError, StateError
 from offload_core.layout.partition import ParamSpec
 from offload_core.rules.adam import AdamHyper
 from offload_core.step.bucket_states import GRADIENT, OWNER, PUBLICATION, Gradient, Publication, StateMachine
+from offload_core.step.decision import StepArguments
+from offload_core.step.health import HEALTH
+from offload_core.step.local_bucket import LocalBucket
 from offload_core.step.state_access import StateAccess
 from offload_core.testing.fake_device import FakeDevice, FakeTensor
 from offload_core.testing.thread_ranks import run_ranks
@@ -67,14 +70,14 @@ class Twin:
     def give(self, i, values):
         gradient = FakeTensor(np.full_like(values, np.nan))
         self.device.compute(lambda: np.copyto(gradient.memory, values))
-        self.pipeline.add_gradient(i, gradient)
+        self.pipeline.add_gradients({i: gradient})
         return values
 
     def expect_update(self):
-        self.pipeline.expect_step(self.hypers, self.tensors)
+        self.pipeline.early.expect_step(StepArguments(self.hypers, self.tensors))
 
     def update(self):
-        self.pipeline.step(self.hypers, self.tensors)
+        self.pipeline.step(StepArguments(self.hypers, self.tensors))
 
     def step(self, *params):
         """An update by these gradients; the pipeline's may still be on its way."""
@@ -134,7 +137,7 @@ class Twin:
         for i in params or range(len(self.tensors)):
             assert_same_bits(f"parameter {i}", self.tensors[i].memory, self.naive.params()[i])
             self.check_states(i, held_states(self.pipeline, i))
-            assert self.pipeline.steps[i] == self.naive.steps[i]
+            assert self.pipeline.counts.steps[i] == self.naive.steps[i]
 
     def check_states(self, i, states):
         for name, expected in zip(STATES, self.naive.states[i], strict=True):
@@ -142,7 +145,7 @@ class Twin:
 
     def end(self):
         """The pipeline finishes, and is then as it should be and at rest."""
-        self.pipeline.finish()
+        self.pipeline.last_step.finish()
         self.check()
         self.check_at_rest()
 
@@ -155,7 +158,7 @@ class Twin:
         """The naive loop goes on from the pipeline's states, without gradients."""
         found = [StateAccess(self.pipeline).states(i)[0][1] for i in (0, 1)]
         self.naive.states = [[states[name].copy() for name in STATES] for states in found]
-        self.naive.steps = [int(n) for n in self.pipeline.steps]
+        self.naive.steps = [int(n) for n in self.pipeline.counts.steps]
         self.naive.sums = [None, None]
 
     def update_by_what_was_added(self):
@@ -166,7 +169,8 @@ class Twin:
         """No bucket is on its way, and all staging is back."""
         buckets = self.pipeline.buckets
         assert self.states_of_buckets() <= {Gradient.ABSENT}
-        assert all(work.task is None and work.written is None for work in buckets.all)
+        tasks = [(work.task, work.written, work.arrived, work.updated, work.owed) for work in buckets.all]
+        assert not any(task for each in tasks for task in each)
         assert len(buckets.staging._free) == buckets.terms.staging_slots
         assert not buckets.in_staging
 
@@ -201,14 +205,14 @@ def serial():
     for _ in range(2):
         twin.step(1, 0)
         twin.check()
-        assert twin.pipeline.finished
+        assert twin.pipeline.updates.finished
 
 
 def reads(read: Callable[[Twin], None]):
     def scenario():
         twin = Twin()
         twin.step(1, 0)
-        twin.pipeline.finish()
+        twin.pipeline.last_step.finish()
         twin.step(0, 1)
         read(twin)
 
@@ -237,7 +241,7 @@ def local_states_are_read(twin):
 def a_master_is_loaded(twin):
     StateAccess(twin.pipeline).reload_master(0, FakeTensor(np.full(40, 7, BFLOAT16.numpy)))
     twin.naive.states[0][0][:] = 7
-    twin.pipeline.finish()
+    twin.pipeline.last_step.finish()
     twin.check_states(0, StateAccess(twin.pipeline).local_states(0))
     twin.check(1)
 
@@ -248,7 +252,7 @@ def a_change_is_adopted(twin):
     changed.memory[5] = 7
     StateAccess(twin.pipeline).adopt(0, changed)
     twin.naive.states[0][0][5] = 7
-    twin.pipeline.finish()
+    twin.pipeline.last_step.finish()
     twin.check_states(0, StateAccess(twin.pipeline).local_states(0))
     twin.check(1)
 
@@ -258,7 +262,7 @@ def states_are_replaced(twin):
     new = {name: np.full(40, 7, np.float32) for name in STATES}
     StateAccess(twin.pipeline).set_states(0, new)
     twin.naive.states[0] = [array.copy() for array in new.values()]
-    twin.pipeline.finish()
+    twin.pipeline.last_step.finish()
     twin.check_states(0, StateAccess(twin.pipeline).local_states(0))
     twin.check(1)
 
@@ -415,7 +419,7 @@ def what_was_emitted_is_taken_back():
 
     def discard(twin):
         twin.pipeline.drop_gradients()
-        twin.pipeline.withdraw()
+        twin.pipeline.early.withdraw()
 
     def adopt(twin):
         changed = FakeTensor(twin.naive.params()[0])
@@ -502,7 +506,7 @@ def a_parameter_that_is_emitted_and_does_not_arrive():
         with pytest.raises(OSError, match="failed as asked"):
             emit_and_finish(twin)
         twin.pipeline.drop_gradients()
-        twin.pipeline.withdraw()
+        twin.pipeline.early.withdraw()
         twin.follow_states()
         twin.check()
         twin.check_at_rest()
@@ -513,7 +517,7 @@ def a_parameter_that_is_emitted_and_does_not_arrive():
 def emit_and_finish(twin):
     emit_all(twin)
     twin.update()
-    twin.pipeline.finish()
+    twin.pipeline.last_step.finish()
 
 
 def add_and_update(twin, meet):
@@ -544,10 +548,10 @@ def a_gradient_that_is_lost_while_others_update():
             states = [StateAccess(twin.pipeline).local_states(i) for i in (0, 1)]
             for i in (0, 1):
                 updated = any(states[i]["exp_avg"])
-                assert twin.pipeline.steps[i] == updated
-            assert any(twin.pipeline.steps) == bool(number)
+                assert twin.pipeline.counts.steps[i] == updated
+            assert any(twin.pipeline.counts.steps) == bool(number)
             twin.naive.states = [[state[n].copy() for n in STATES] for state in states]
-            twin.naive.steps = [int(n) for n in twin.pipeline.steps]
+            twin.naive.steps = [int(n) for n in twin.pipeline.counts.steps]
             twin.naive.sums = [None, None]
             for _ in range(2):
                 for _ in range(announced):
@@ -585,7 +589,7 @@ def steps_that_are_traced():
             with twin.pipeline.trace(file):
                 twin.step(1, 0)
                 if options:
-                    twin.pipeline.finish()
+                    twin.pipeline.last_step.finish()
                 twin.read(0, 1)
             lanes = Counter(event.get("cat") for event in json.loads(file.read_text())["traceEvents"])
         assert [lanes[lane] for lane in (TO_HOST, TO_DEVICE)] == [n_buckets] * 2
@@ -637,7 +641,7 @@ def update_and_call(twin, call, last):
 def a_parameter_that_does_not_arrive():
     """Is an error of the next call of any kind; all states are updated, and later updates go on from there."""
     calls = {
-        "finish": lambda twin, last: twin.pipeline.finish(),
+        "finish": lambda twin, last: twin.pipeline.last_step.finish(),
         "step": lambda twin, last: twin.update(),
         "add a gradient": lambda twin, last: twin.give(0, twin.draw(0)),
         "add a parameter": lambda twin, last: twin.pipeline.add_parameters(
@@ -647,7 +651,7 @@ def a_parameter_that_does_not_arrive():
         "end a micro-step": lambda twin, last: twin.pipeline.end_micro_step(),
         "read states": lambda twin, last: StateAccess(twin.pipeline).states(0),
         "read a parameter": lambda twin, last: twin.pipeline.await_param(last),
-        "drop": lambda twin, last: (twin.pipeline.drop_gradients(), twin.pipeline.finish()),
+        "drop": lambda twin, last: (twin.pipeline.drop_gradients(), twin.pipeline.last_step.finish()),
         "serial": None,
     }
     loads, buckets = count_of_loads(), len(Twin().pipeline.buckets.all)
@@ -655,7 +659,7 @@ def a_parameter_that_does_not_arrive():
         for number in (0, 1, buckets - 1) if name == "finish" else (1,):
             twin = Twin(fail_at=[loads + buckets + number], schedule="overlap" if call else "serial")
             twin.add(1, 0)
-            order = list(reversed(twin.pipeline._reduction.order_of_arrival()))
+            order = list(reversed(twin.pipeline.arrivals.order_of_arrival()))
             before = [tensor.memory.copy() for tensor in twin.tensors]
             with pytest.raises(OSError, match="failed as asked"):
                 update_and_call(twin, call, order[-1].bucket.pieces[0].param)
@@ -664,7 +668,7 @@ def a_parameter_that_does_not_arrive():
             for buffer in twin.pipeline.buckets.staging._free:
                 buffer[:] = 0xFF
             twin.device.synchronize()
-            twin.pipeline.finish()  # it is said once
+            twin.pipeline.last_step.finish()  # it is said once
             twin.naive.step(1.0)
             for i in (0, 1):
                 twin.check_states(i, held_states(twin.pipeline, i))
@@ -686,8 +690,8 @@ def a_parameter_that_is_lost_and_has_no_gradient_next():
     twin = Twin(reduce_bucket_size=1000, fail_at=[loads + 1])
     twin.step(1, 0)
     with pytest.raises(OSError, match="failed as asked"):
-        twin.pipeline.finish()
-    assert twin.pipeline.behind == {0, 1}
+        twin.pipeline.last_step.finish()
+    assert twin.pipeline.last_step.behind == {0, 1}
     twin.add(1)
     twin.update_by_what_was_added()
     twin.end()
@@ -702,7 +706,7 @@ def a_delayed_parameter_that_does_not_arrive():
         twin.add(1, 0)
         twin.device.fail_after(number)
         with pytest.raises(OSError, match="failed as asked"):
-            update_and_call(twin, lambda twin, _: twin.pipeline.finish(), None)
+            update_and_call(twin, lambda twin, _: twin.pipeline.last_step.finish(), None)
         twin.device.fail_after(None)
         twin.check_at_rest()
         twin.follow_states()
@@ -718,12 +722,12 @@ def an_interrupt():
     def interrupt(*args):
         raise Interrupt
 
-    for owner, name in (("_updates", "_await_arrival"), ("_updates", "_run"), ("_reduction", "add_squares")):
+    for owner, name in (("updates", "_await_arrival"), ("updates", "_run"), ("reduction", "add_squares")):
         twin = Twin(gradient_clipping=0.5)
         twin.add(1, 0)
         setattr(getattr(twin.pipeline, owner), name, interrupt)
         with pytest.raises(Interrupt):
-            update_and_call(twin, lambda twin, _: twin.pipeline.finish(), None)
+            update_and_call(twin, lambda twin, _: twin.pipeline.last_step.finish(), None)
         delattr(getattr(twin.pipeline, owner), name)
         twin.pipeline.drop_gradients()
         twin.check_at_rest()
@@ -744,7 +748,7 @@ def states_that_are_kept_elsewhere():
         store, step = twin.pipeline.buckets.store, twin.early_step if "update_in_backward" in fields else twin.step
         for _ in range(3):
             step(1, 0)
-        twin.pipeline.finish()
+        twin.pipeline.last_step.finish()
         if fields is DELAYED:
             twin.flush()
         twin.check()
@@ -755,10 +759,33 @@ def states_that_are_kept_elsewhere():
         StateAccess(twin.pipeline).set_states(1, {"exp_avg": np.full(100, 7, np.float32)})
         twin.naive.states[1][1][:] = 7
         step(1, 0)
-        twin.pipeline.finish()
+        twin.pipeline.last_step.finish()
         if fields is DELAYED:
             twin.flush()
         twin.check()
+
+
+def an_interrupt_after_a_wait():
+    """A parameter that has arrived is waited for again."""
+
+    class Interrupt(BaseException):
+        pass
+
+    twin = Twin()
+    twin.step(1, 0)
+    work = twin.pipeline.buckets.all[0]
+
+    def interrupt():
+        LocalBucket.arrive(work)
+        raise Interrupt
+
+    work.arrive = interrupt
+    with pytest.raises(Interrupt):
+        twin.pipeline.last_step.finish()
+    del work.arrive
+    twin.pipeline.last_step.finish()
+    twin.check()
+    twin.check_at_rest()
 
 
 def an_event_that_its_reader_brings_about():
@@ -795,7 +822,7 @@ def ranks():
             twin.update_by_what_was_added()
         if options.get("schedule") == "delayed":
             twin.flush()
-        twin.pipeline.finish()
+        twin.pipeline.last_step.finish()
         twin.check_at_rest()
         for i in (0, 1):
             assert_same_bits(f"parameter {i}", twin.tensors[i].memory, twin.naive.params()[i])
@@ -838,7 +865,7 @@ def what_ranks_emit():
             if i == 2:
                 act(twin, rank.rank)
             twin.update_by_what_was_added()
-            twin.pipeline.finish()
+            twin.pipeline.last_step.finish()
             for param in (0, 1):
                 assert_same_bits(f"parameter {param}", twin.tensors[param].memory, twin.naive.params()[param])
         twin.check_at_rest()
@@ -878,7 +905,7 @@ def another_micro_step_when_states_have_been_updated():
         with pytest.raises(StateError, match="its gradient has been used"):
             twin.pipeline.end_micro_step()
         twin.update()
-        twin.pipeline.finish()
+        twin.pipeline.last_step.finish()
         twin.check_at_rest()
 
     on_ranks(body)
@@ -920,7 +947,7 @@ def a_rank_whose_copy_fails():
                 for i in (1, 0):
                     twin.give(i, twin.draw(i))
                 twin.update()
-                twin.pipeline.finish()
+                twin.pipeline.last_step.finish()
                 rank.sum_integers(np.zeros(1, np.int64), "the end")
             except CollectiveError:
                 twin.pipeline.drop_gradients()
@@ -966,6 +993,7 @@ SCENARIOS = [
     a_delayed_parameter_that_does_not_arrive,
     an_interrupt,
     states_that_are_kept_elsewhere,
+    an_interrupt_after_a_wait,
     an_event_that_its_reader_brings_about,
     ranks,
     another_micro_step_when_states_have_been_updated,
@@ -999,10 +1027,10 @@ CORE_WAITS = [
 CORE_CHANGES = [
     Change(f"offload_core.{module}", function, old, new)
     for module, function, old, new in [
-        ("step.pipeline", "Pipeline.step", "self.device.mark()", "self._reduction.last"),
-        ("step.update", "Updates._await_arrival", "self._publishing.append", "(lambda entry: None)"),
+        ("step.pipeline", "Pipeline.step", "self.device.mark()", "self.reduction.last"),
+        ("step.update", "Updates._await_arrival", "work.arrived = ", ""),
         ("step.update", "Updates._await_arrival", "work.release()", "pass"),
-        ("step.update", "Updates.start_ahead", "self._advancing.append((work, task))", "pass"),
+        ("step.update", "Updates.start_ahead", "work.updated = task", "pass"),
         ("step.update", "Updates.start_ahead", "work.give(", "(lambda task: None)("),
         ("step.update", "Updates.finish_publications", "self.land()", "pass"),
         ("step.update", "Updates.finish_states", "work.take()", "pass"),
@@ -1028,7 +1056,6 @@ CORE_CHANGES = [
         ("step.local_bucket", "LocalBucket.forget_gradients", "self.give_back()", "pass"),
         ("step.buckets", "LocalBuckets.claim", "work.take()", "pass"),
         ("step.buckets", "LocalBuckets.recover", "work.release()", "pass"),
-        ("step.pipeline", "Pipeline.finish_publications", "self._updates.finish_publications", "lambda: None"),
         ("step.worker", "Background.submit", "if self._failure is not None:", "if False:"),
         ("step.worker", "Background.recover", "self._failure = None", "pass"),
         ("stage3.live_params", "LiveParams._gather", "param.updated(), ", ""),
@@ -1059,7 +1086,7 @@ def test_the_sound_core_passes_and_the_scenarios_walk_the_whole_transition_table
     monkeypatch.setattr(StateMachine, "on", recording)
     for scenario in SCENARIOS:
         scenario()
-    assert walked == {*GRADIENT, *PUBLICATION, *OWNER}
+    assert walked - {*HEALTH} == {*GRADIENT, *PUBLICATION, *OWNER}
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ from functools import partial
 from offload_core.checkpoint.checkpoints import Checkpoints, Contents
 from offload_core.checkpoint.shard_writer import ShardWriter
 from offload_core.rules.adam import AdamHyper
+from offload_core.step.decision import StepArguments
 
 
 def names_of(subject):
@@ -29,7 +30,7 @@ def load(subject, path, targets=(), **options):
 def one_step(subject, value=0.5):
     subject.add_all(value)
     subject.pipeline.end_micro_step()
-    return subject.pipeline.step([AdamHyper(1e-2)], subject.tensors)
+    return subject.pipeline.step(StepArguments([AdamHyper(1e-2)], subject.tensors))
 
 
 class Loader:

@@ -13,6 +13,7 @@ from offload_core.dtypes import BFLOAT16, FLOAT32
 from offload_core.layout.partition import ParamSpec, build_buckets
 from offload_core.rules.adam import AdamHyper
 from offload_core.stage3.live_params import LiveParams
+from offload_core.step.decision import StepArguments
 from offload_core.step.pipeline import Pipeline
 from offload_core.step.state_access import StateAccess
 from offload_core.step.state_lock import StateLock
@@ -69,15 +70,15 @@ class Model:
                 for piece in bucket.shards(ranks.ranks):
                     start = bucket.in_tensor(piece)
                     shard[start : start + piece.numel] = values[piece.start : piece.stop]
-            shards.append(shard if self.pipeline.host_shards else put(shard))
+            shards.append(shard if self.pipeline.buckets.terms.host_shards else put(shard))
             wholes.append((buckets, Whole(device, put, sum(b.padded_numel for b in buckets), spec.dtype)))
         self.pipeline.add_parameters(self.specs, shards)
         kept = [StateAccess(self.pipeline).parameter_memory(i) for i in range(len(self.specs))]
         self.shards = [own if memory is None else memory for own, memory in zip(shards, kept, strict=True)]
         for i, (spec, shard, (buckets, memory)) in enumerate(zip(self.specs, self.shards, wholes, strict=True)):
-            given = device.host_array(shard) if self.pipeline.host_shards else shard
+            given = device.host_array(shard) if self.pipeline.buckets.terms.host_shards else shard
             self.params.append(self.live.add(spec, buckets, given, memory))
-            self.params[i].updated = lambda i=i: self.pipeline.update_of(i)
+            self.params[i].updated = lambda i=i: self.pipeline.updates.update_of(i)
 
     def read_later(self, used):
         """What a module that uses these parameters sees; to be looked at when the device has computed."""
@@ -114,9 +115,9 @@ class Model:
         digest = self.live.release_all()
         rng = np.random.default_rng(seed)
         for i, spec in enumerate(self.specs):
-            self.pipeline.add_gradient(i, self.put(rng.standard_normal(spec.numel).astype(spec.dtype.numpy)))
+            self.pipeline.add_gradients({i: self.put(rng.standard_normal(spec.numel).astype(spec.dtype.numpy))})
         self.pipeline.end_micro_step()
-        self.pipeline.step([AdamHyper(lr=0.1)], self.shards, gathered=digest)
+        self.pipeline.step(StepArguments([AdamHyper(lr=0.1)], self.shards), gathered=digest)
 
 
 def expected(rounds, config):
@@ -140,7 +141,7 @@ def run(model, rounds, *, at_once=False):
                 seen[-1]()
         model.step(step)
         assert model.live.numel == 0
-    model.pipeline.finish()
+    model.pipeline.last_step.finish()
     found = [look() for look in seen]
     model.check_released()
     return found

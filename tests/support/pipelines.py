@@ -14,6 +14,7 @@ from offload_core.layout.partition import ParamSpec
 from offload_core.native.grad_norm import clip_coefficient
 from offload_core.rules.adam import AdamHyper
 from offload_core.rules.sgd import SGDHyper
+from offload_core.step.decision import StepArguments
 from offload_core.step.pipeline import Pipeline
 from offload_core.step.state_access import StateAccess
 from offload_core.testing.fake_device import FakeDevice, FakeTensor
@@ -156,7 +157,9 @@ class Subject:
         return cls(device, case.masters, case.dtypes, case.groups, case.config, hypers=case.hypers, **options)
 
     def add_gradient(self, i, gradient):
-        self.pipeline.add_gradient(i, self.put(gradient))
+        gradient = self.put(gradient)
+        self.pipeline.reduction.check(i, gradient)
+        self.pipeline.add_gradients({i: gradient})
 
     def add_all(self, value=1.0):
         """A gradient for each parameter, of this value everywhere."""
@@ -164,7 +167,7 @@ class Subject:
             self.add_gradient(i, np.full(spec.numel, value, spec.dtype.numpy))
 
     def params(self):
-        self.pipeline.finish()
+        self.pipeline.last_step.finish()
         return [t.memory if isinstance(t, FakeTensor) else t for t in self.tensors]
 
     def states(self, i):
@@ -246,7 +249,7 @@ def run(subject, case):
         if isinstance(subject, Naive):
             norms.append(subject.step(divisor))
         else:
-            norms.append(subject.pipeline.step(case.hypers, subject.tensors, divisor=divisor).grad_norm)
+            norms.append(subject.pipeline.step(StepArguments(case.hypers, subject.tensors, divisor)).grad_norm)
     return norms
 
 
@@ -256,7 +259,7 @@ def assert_equal_runs(case, subject, naive):
         assert_same_bits(f"parameter {i}", got, expected)
         for name, mine, theirs in zip(naive.rules[i].state_names, subject.states(i), naive.states[i], strict=True):
             assert_same_bits(f"{name} of parameter {i}", mine, theirs)
-        assert subject.pipeline.steps[i] == naive.steps[i]
+        assert subject.pipeline.counts.steps[i] == naive.steps[i]
 
 
 def make(device=None, dtype: ElementType = BFLOAT16, scaler=None, **fields):
@@ -268,7 +271,7 @@ def make(device=None, dtype: ElementType = BFLOAT16, scaler=None, **fields):
 
 def bits(subject):
     arrays = subject.params() + [a for i in range(len(subject.specs)) for a in subject.states(i)]
-    return [a.tobytes() for a in arrays] + [float(t) for t in subject.pipeline.steps]
+    return [a.tobytes() for a in arrays] + [float(t) for t in subject.pipeline.counts.steps]
 
 
 class Delayed(Naive):

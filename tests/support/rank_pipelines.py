@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 from hypothesis import strategies as st
 
+from offload_core.step.decision import StepArguments
 from offload_core.step.state_access import StateAccess
 from tests.support.oracles import assert_same_bits
 from tests.support.pipelines import Case, Naive, Subject, as_float32, cases
@@ -68,13 +69,13 @@ def run_rank(case: Case, collectives, device):
     for micro_steps in case.steps:
         for m, arrivals in enumerate(micro_steps):
             if case.config.update_in_backward and m == len(micro_steps) - 1:
-                subject.pipeline.expect_step(case.hypers, subject.tensors, divisor=float(len(micro_steps)))
+                subject.pipeline.early.expect_step(StepArguments(case.hypers, subject.tensors, float(len(micro_steps))))
             for i, gradient in arrivals:
                 subject.add_gradient(i, gradient)
             subject.pipeline.end_micro_step()
-        report = subject.pipeline.step(case.hypers, subject.tensors, divisor=float(len(micro_steps)))
+        report = subject.pipeline.step(StepArguments(case.hypers, subject.tensors, float(len(micro_steps))))
         norms.append(report.grad_norm)
-    subject.pipeline.finish()
+    subject.pipeline.last_step.finish()
     return subject, norms
 
 
@@ -90,7 +91,7 @@ def assert_states(subjects, naive):
         covered = 0
         for subject in subjects:
             assert_same_bits(f"parameter {i}", subject.params()[i], expected)
-            assert subject.pipeline.steps[i] == naive.steps[i]
+            assert subject.pipeline.counts.steps[i] == naive.steps[i]
             access = StateAccess(subject.pipeline)
             covered += sum(numel for _, numel in access.extents(i))
             for start, views in access.states(i):

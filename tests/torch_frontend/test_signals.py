@@ -231,15 +231,15 @@ def test_further_interrupts_while_a_broken_step_is_waited_for_leave_parameters_t
     engine.flush()
     slow.gate.clear()
     pipeline = engine.optimizer.pipeline
-    whole, waits = pipeline.step, [pipeline.finish]
+    whole, waits = pipeline.step, [pipeline.last_step.finish]
 
     def interrupted_after(*args, **kwargs):
         whole(*args, **kwargs)
-        pipeline.finish = interrupted
+        pipeline.last_step.finish = interrupted
         raise KeyboardInterrupt
 
     def interrupted():
-        pipeline.finish = waits[0]
+        pipeline.last_step.finish = waits[0]
         raise KeyboardInterrupt
 
     pipeline.step = interrupted_after

@@ -9,7 +9,7 @@ from torch import nn
 
 from frontends.torch import OffloadedAdamW, wrap
 from offload_core.errors import GradientError, ParameterError
-from offload_core.step import pipeline
+from offload_core.step import last_step
 
 SIZES = [(16,), (4, 8), (32,), (2, 16)]
 
@@ -150,7 +150,7 @@ def calls_of(act):
 
 
 def test_no_python_function_is_called_for_each_parameter_of_a_step(monkeypatch):
-    monkeypatch.setattr(pipeline, "uninterrupted", lambda section: section())
+    monkeypatch.setattr(last_step, "uninterrupted", lambda section: section())
 
     def of_optimizer(n):
         params = made(n)

@@ -99,7 +99,7 @@ class Run:
                         whole[row, start : start + views[name].size] = torch.from_numpy(views[name].astype("float64"))
             torch.distributed.all_reduce(whole)
             found[f"states of {spec.name}"] = whole.numpy().tobytes()
-            found[f"steps of {spec.name}"] = str(float(pipeline.steps[i])).encode()
+            found[f"steps of {spec.name}"] = str(float(pipeline.counts.steps[i])).encode()
         found["loss scale"] = str(pipeline.scaler.state_dict() if pipeline.scaler else None).encode()
         found["lr"] = str(self.schedule.get_last_lr()).encode()
         return {name: hashlib.sha256(value).hexdigest() for name, value in found.items()}

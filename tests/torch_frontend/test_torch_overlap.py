@@ -110,7 +110,7 @@ def test_a_read_by_hand_after_a_step_sees_finished_values(device, read):
     assert all(pending(engine))
     got = read(engine.module)
     assert not any(pending(engine))
-    engine.optimizer.pipeline.finish()
+    engine.optimizer.pipeline.last_step.finish()
     for a, b in zip(got, read(engine.module), strict=True):
         assert type(a) is type(b)
         assert same_bits(a, b)
@@ -149,7 +149,7 @@ def test_a_layer_waits_for_its_own_parameters_only(slow):
         assert pending(engine) == [False, False, True]
         assert written[0] is not written[1]
     # what the forward needs first is updated first
-    order = [work.bucket.pieces[0].param for work in reversed(engine.optimizer.pipeline._reduction.order)]
+    order = [work.bucket.pieces[0].param for work in reversed(engine.optimizer.pipeline.arrivals.order)]
     assert order == [0, 1, 2]
 
 
@@ -310,11 +310,11 @@ def test_states_are_finished_when_they_are_read(slow):
     slow.delay = 0.02
     step(engine)
     state = engine.optimizer.state[engine.module[0].weight]
-    assert engine.optimizer.pipeline.finished
+    assert engine.optimizer.pipeline.updates.finished
     assert state["exp_avg"].abs().sum() > 0
     step(engine, 1)
     saved = engine.optimizer.state_dict()
-    assert engine.optimizer.pipeline.finished
+    assert engine.optimizer.pipeline.updates.finished
     assert saved["state"][0]["step"] == 2
 
 
@@ -324,7 +324,7 @@ def test_the_optimizer_alone_has_finished_when_step_returns(device):
     optimizer = OffloadedAdamW(model.parameters(), lr=1e-2, reduce_bucket_size=64)
     loss_of(model, 0).backward()
     optimizer.step()
-    assert optimizer.pipeline.finished
+    assert optimizer.pipeline.updates.finished
     assert not any(isinstance(p, PendingParameter) for p in model.parameters())
     assert all(p.isfinite().all() for p in model.parameters())
 
@@ -332,7 +332,7 @@ def test_the_optimizer_alone_has_finished_when_step_returns(device):
 def test_a_failed_copy_is_an_error_of_the_next_forward_once(slow):
     engine = wrap(make(), **OPTIONS)
     step(engine)
-    engine.optimizer.pipeline.finish()
+    engine.optimizer.pipeline.last_step.finish()
     slow.fails = True
     step(engine, 1)
     with pytest.raises(OSError, match="the copy failed"):

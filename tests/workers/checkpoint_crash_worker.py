@@ -31,6 +31,7 @@ from offload_core.errors import CheckpointError, CollectiveError
 from offload_core.layout.partition import ParamSpec
 from offload_core.layout.regions import Region
 from offload_core.rules.adam import AdamHyper
+from offload_core.step.decision import StepArguments
 from offload_core.step.pipeline import Pipeline
 from offload_core.step.state_access import StateAccess
 
@@ -93,7 +94,7 @@ class Run:
             view[:] = expected(step)
         self.buffer[:] = step
         for i in range(len(SIZES)):
-            self.pipeline.steps[i][...] = step
+            self.pipeline.counts.steps[i][...] = step
 
     def save(self, folder, step, *, wait=True):
         self.become(step)
@@ -112,9 +113,9 @@ class Run:
 
     def train(self):
         for i, tensor in enumerate(self.tensors):
-            self.pipeline.add_gradient(i, np.ones(tensor.size, BFLOAT16.numpy))
+            self.pipeline.add_gradients({i: np.ones(tensor.size, BFLOAT16.numpy)})
         self.pipeline.end_micro_step()
-        assert self.pipeline.step([AdamHyper(1e-2)], self.tensors).updated
+        assert self.pipeline.step(StepArguments([AdamHyper(1e-2)], self.tensors)).updated
 
     def load(self, folder):
         """The step that was loaded, whole."""
@@ -128,7 +129,7 @@ class Run:
         assert loaded.state["step"] == step
         assert loaded.own is None or (loaded.own == step).all()
         assert (loaded.state["table"] == step).all()
-        assert [float(s) for s in self.pipeline.steps] == [step] * len(SIZES)
+        assert [float(s) for s in self.pipeline.counts.steps] == [step] * len(SIZES)
         return step
 
 

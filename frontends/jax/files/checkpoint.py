@@ -89,7 +89,7 @@ class TreeCheckpoints:
         wait: bool,
     ) -> Path:
         """Save the tree, and return the checkpoint's folder."""
-        updates = self._pipeline.updates
+        updates = self._pipeline.counts.updates
         with self.core.together("save"):
             self._tree.check_alive("save_checkpoint")
             names = self._names(None)
@@ -119,7 +119,7 @@ class TreeCheckpoints:
         """
 
         def accept(loaded: Loaded) -> list[LastPart]:
-            count = partial(setattr, self._pipeline, "updates", check_run(loaded))
+            count = partial(setattr, self._pipeline.counts, "updates", check_run(loaded))
             last = [LastPart("the count of updates", count, ours=True)]
             last += parts_of_states(stateful, loaded.state["stateful"])
             return last + (parts_of_random_state(loaded, check_random_state, set_random_state) if random_state else [])

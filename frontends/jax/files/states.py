@@ -11,6 +11,7 @@ from offload_core.config.options import OffloadConfig
 from offload_core.dtypes import BY_NUMPY
 from offload_core.errors import ParameterError, StateError
 from offload_core.rules import MASTER
+from offload_core.step.health import Use
 from offload_core.step.loss_scale import checked_state
 from offload_core.step.pipeline import Pipeline
 from offload_core.step.state_access import StateAccess, checked_count
@@ -43,7 +44,9 @@ class TreeStates:
 
     def to_pytree(self, count: int, *, sharded: bool) -> dict[str, Any]:
         """As ``OffloadedParams.to_pytree``, after so many updates."""
-        steps = {position: self._pipeline.steps[leaf.params[0]].copy() for position, leaf in self._trained.items()}
+        steps = {
+            position: self._pipeline.counts.steps[leaf.params[0]].copy() for position, leaf in self._trained.items()
+        }
         scaler = self._pipeline.scaler
         return {
             "count": count,
@@ -60,7 +63,7 @@ class TreeStates:
 
     def to_optax(self, config: OffloadConfig, *, masked: bool, count: int) -> Any:
         """As ``OffloadedParams.to_optax_state``."""
-        steps = [int(self._pipeline.steps[leaf.params[0]]) for leaf in self._tree.trained]
+        steps = [int(self._pipeline.counts.steps[leaf.params[0]]) for leaf in self._tree.trained]
         other = next((i for i, step in enumerate(steps) if step != steps[0]), None)
         if other is not None:
             names = [self._tree.trained[i].path for i in (0, other)]
@@ -143,7 +146,7 @@ class TreeStates:
                 self._tree.leaves[position] = leaf
             if self._pipeline.scaler is not None and scale is not None:
                 self._pipeline.scaler.load_state_dict(scale)
-            self._pipeline.updates = count
+            self._pipeline.counts.updates = count
 
         self._replace(take_over)
 
@@ -152,13 +155,13 @@ class TreeStates:
         given, steps, count = states_of(state, self._rule)
         states = {name: self._leaves_of(given, name, self._shapes, "load_optax_state") for name in given}
         self._checked("load_optax_state", states, [steps, count])
-        self._pipeline.refuse_if_unusable()  # the master weights stay
+        self._pipeline.health.check(Use.READ)  # the master weights stay
         self._pipeline.drop_gradients()
         flush()
 
         def take_over() -> None:
             self._restore(states, dict.fromkeys(self._shapes, steps))
-            self._pipeline.updates = count
+            self._pipeline.counts.updates = count
 
         self._replace(take_over)
 
@@ -168,9 +171,9 @@ class TreeStates:
         for path, value, leaf in zip(self._tree.paths, values, self._tree.leaves, strict=True):
             if is_array(leaf):
                 check_form("load_params", path, value, leaf)
-        self._pipeline.refuse_if_unusable()  # the moments stay
-        self._pipeline.finish()
-        if self._pipeline.behind:
+        self._pipeline.health.check(Use.READ)  # the moments stay
+        self._pipeline.last_step.finish()
+        if self._pipeline.last_step.behind:
             raise StateError(
                 "load_params: schedule='delayed' holds back the last update, which would be lost; expected "
                 "params = offloaded.flush(), then the change, then load_params(params)"
@@ -215,7 +218,7 @@ class TreeStates:
             parts = {name: self._cut(leaf, values[leaf.position]) for name, values in states.items()}
             for place, i in enumerate(leaf.params):
                 self._states.set_states(i, {name: of_each[place] for name, of_each in parts.items()})
-                self._pipeline.steps[i][...] = steps[leaf.position]
+                self._pipeline.counts.steps[i][...] = steps[leaf.position]
 
     def _cut(self, leaf: Leaf, value: Any) -> list[np.ndarray]:
         """Return the states of each of a leaf's parameters. If the array lies as the leaf does, they are only this

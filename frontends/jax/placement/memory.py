@@ -37,7 +37,7 @@ def checked_plan(
     Raises:
         HostMemoryError: it does not fit into the memory that is available.
     """
-    terms, device = pipeline.terms, placement.device
+    terms, device = pipeline.buckets.terms, placement.device
     planned = rows_at_once(terms, specs, placement.held(trained, specs), on_host=placement.on_host)
     positions = {leaf.position for leaf in trained}
     others = [leaf for i, leaf in enumerate(leaves) if i not in positions and isinstance(leaf, jax.Array)]

@@ -4,7 +4,7 @@ A leaf module's run keeps the parameters of all modules inside it, and their own
 in which order, is each rank's own affair.
 
 [Note: when a leaf module's parameters are settled] Each rank also has gradients of its own choice of these parameters,
-at its own times. They are settled ([Note: settled parameters] in ``reduction.py``) where all ranks are at the same
+at its own times. They are settled ([Note: settled parameters] in ``arrivals.py``) where all ranks are at the same
 point: when the last of the leaf modules' forwards that recorded them has ended its backward, for then none of their
 nodes is left. The end of the backward settles the parameters of other runs: of a run in a backward (checkpointing that
 computes forward again and runs a backward of its own), of a run whose graph is kept for another backward, and of all

@@ -251,12 +251,12 @@ class PartitionedParameters:
 
     def _place(self, record: PartitionedParameter, shard: torch.Tensor) -> None:
         record.shard = shard
-        record.live.shard = self._world.host_array(shard) if self._pipeline.host_shards else shard
+        record.live.shard = self._world.host_array(shard) if self._pipeline.buckets.terms.host_shards else shard
 
     def train(self, record: PartitionedParameter, index: int) -> None:
         """Connect the record with the parameter's number in the pipeline."""
         record.index = index
-        record.live.updated = partial(self._pipeline.update_of, index)
+        record.live.updated = partial(self._pipeline.updates.update_of, index)
 
     @property
     def shard_bytes(self) -> int:

@@ -149,7 +149,7 @@ def test_a_rank_lost_in_mid_update_is_an_error_whatever_the_pipeline_refuses_the
     assert (offloaded.count, len(calls)) == (1, 3)  # an update that broke off is counted, as its steps are
     assert all(a is b for a, b in zip(jax.tree.leaves(offloaded.params), jax.tree.leaves(before), strict=True))
 
-    pipeline.finish = refuse  # as a pipeline that goes on no more
+    pipeline.last_step.finish = refuse  # as a pipeline that goes on no more
     for use in (lambda: offloaded.update(tree_of(1)), offloaded.discard_gradients, offloaded.to_pytree):
         with refuses(StateError, "a rank was lost"):
             use()

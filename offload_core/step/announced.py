@@ -1,0 +1,126 @@
+"""A step that is announced during backward, and the buckets that are sent for it.
+
+The step is announced with its arguments before the first gradient, and each bucket is sent as it is launched
+(:meth:`Announced.follow`). The step comes as announced (:meth:`Announced.end`), or the parameters are recalled: the
+device then holds those of no step until they are sent again.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..device.events import Event
+from ..rules import Scalars
+from .bucket_states import Gradient, Publication, PublicationEvent
+from .buckets import LocalBuckets
+from .decision import StepArguments
+from .local_bucket import LocalBucket
+from .update import Updates
+
+
+@dataclass(eq=False)
+class Announcement:
+    """The step that ends this micro-step. It says what becomes of a bucket whose gradients have arrived.
+
+    ===========  =========================================================================
+    after        the bucket
+    ===========  =========================================================================
+    it is made   is sent early
+    ``close``    is sent early until the last gradient has arrived, then waits for the step
+    ``stop``     waits for the step, for good
+    ===========  =========================================================================
+
+    Args:
+        before_send: called in the caller's thread with the parameters of a bucket before they are sent early.
+    """
+
+    given: StepArguments
+    scalars: Scalars
+    before_send: Callable[[Collection[int]], None]
+    _stopped: bool = False
+    _until: Event | None = None
+
+    def close(self, until: Event) -> None:
+        """Note that the step has come: buckets that the worker has not got to by the end of this event wait for it."""
+        self._until = until
+
+    def stop(self) -> None:
+        """Send nothing more; earlier buckets may be on their way."""
+        self._stopped = True
+
+    @property
+    def open(self) -> bool:
+        """True if a bucket whose gradients have arrived is sent early."""
+        return not self._stopped and (self._until is None or not self._until.done())
+
+
+class Announced:
+    """The announced step, if any, and the buckets that this rank was to send early for it."""
+
+    def __init__(self, buckets: LocalBuckets, updates: Updates) -> None:
+        self._buckets = buckets
+        self._updates = updates
+        self.step: Announcement | None = None
+        self.asked: dict[LocalBucket, None] = {}
+        """Buckets that were to be sent for the next step, in the order in which they were launched."""
+        self.tensors: Sequence[Any] = ()
+        """All parameters, as the last announcement or step gave them."""
+
+    def begin_step(self, tensors: Sequence[Any], last: Event) -> None:
+        """Begin the step: early sends stop at the end of ``last``, and the rest go in the order of the next forward.
+
+        Args:
+            last: the arrival of the last gradient.
+        """
+        if self._buckets.terms.sends_early:  # else nothing needs them, and JAX's would be kept alive
+            self.tensors = tensors
+        if self.step is not None:
+            self.step.close(last)
+
+    def follow(self, work: LocalBucket, present: frozenset[int], *, last: bool, keep_states: bool) -> None:
+        """Have a launched bucket sent if a step was announced and all its gradients are there.
+
+        Args:
+            present: the parameters that had a gradient here.
+            last: True if the others will have none for this step.
+            keep_states: leave the states to the step.
+        """
+        announced, full = self.step, last or present == work.members
+        known = max(work.members) < len(self.tensors)  # a parameter may have been added since
+        if not (announced is not None and full and known and announced.open):
+            announced = None
+        if announced is not None:
+            self.asked[work] = None
+            announced.before_send(present if self._buckets.device.world_size == 1 else work.members)
+        if announced is not None or self._buckets.device.world_size > 1:
+            scalars = None if announced is None else announced.scalars
+
+            def is_open() -> bool:
+                return announced is not None and announced.open
+
+            self._updates.send_early(work, present, scalars, self.tensors, is_open, keep_states=keep_states)
+
+    def differs(self, given: StepArguments) -> bool:
+        """True if a step was announced with other arguments."""
+        return self.step is not None and not self.step.given.matches(given)
+
+    @property
+    def recalled(self) -> bool:
+        """True if the device has parameters of no step."""
+        if not self._buckets.terms.sends_early:
+            return False
+        return any(work.publication.state is Publication.STALE for work in self._buckets.all)
+
+    def recall(self) -> None:
+        """Treat parameters that were sent early as stale again; those that are on their way have arrived."""
+        for work in self.asked:
+            if work.publication.state is Publication.EARLY and work.gradient.state is Gradient.LANDED:
+                work.fall_behind(work.members, PublicationEvent.RECALL)
+        self.asked = {}
+
+    def end(self) -> set[LocalBucket]:
+        """Forget the step, which has come or will not. Return the buckets whose states have been updated for it."""
+        self.step = None
+        self.asked = {}
+        early = [work for work in self._buckets.all if work.publication.state is Publication.EARLY]
+        return {work for work in early if work.gradient.state is Gradient.USED}

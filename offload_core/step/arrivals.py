@@ -1,0 +1,274 @@
+"""The gradients that came since the last update, and the order in which their buckets are launched.
+
+[Note: rounds] In a round every bucket is launched once. A micro-step is one round, or several where a parameter has
+another gradient after its bucket was launched.
+
+======  ======================================================================================
+state   meaning for one parameter in one round
+======  ======================================================================================
+open    a gradient may come
+aside   it came, and waits until all ranks are told that the parameter is settled
+closed  it came, was settled without one, or its bucket was launched: a further one is of the next round
+======  ======================================================================================
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ..device.protocols import HostArrays
+from .bucket_states import Gradient, GradientEvent
+from .buckets import LocalBuckets
+from .local_bucket import LocalBucket
+
+UNUSED = frozenset({Gradient.FILLING, Gradient.TRAVELLING, Gradient.LANDED})
+"""A bucket that has gradients which no update has used."""
+
+
+@dataclass
+class _Round:
+    """See [Note: rounds]."""
+
+    filled: list[LocalBucket] = field(default_factory=list)
+    """Buckets in the order in which they filled."""
+    next: int = 0
+    """The place, in the order of launching, of the bucket to be launched next."""
+    closed: set[int] = field(default_factory=set)
+    """The closed parameters."""
+
+
+@dataclass
+class SinceUpdate:
+    """The gradients that came since the last update."""
+
+    present: set[int] = field(default_factory=set)
+    """Parameters that had one on this rank."""
+    begun: bool = False
+    """A gradient came, or a bucket was launched; gradients may have been dropped since."""
+    micro_steps: int = 0
+    """Micro-steps that have ended."""
+    round: _Round | None = field(default_factory=_Round)
+    """The present round; None where it has ended and no gradient came since."""
+    aside: dict[int, Any] = field(default_factory=dict)
+    """Gradients of parameters that are yet to be settled."""
+
+
+class Arrivals:
+    """The gradients of one process since the last update, in rounds.
+
+    All ranks launch buckets in one order: that in which they filled on rank 0 in the step before.
+
+    [Note: settled parameters] A rank that launches a bucket waits for the others. So a bucket is full at the same point
+    of backward on all ranks. A gradient that comes on some ranks alone, or earlier on some, must not decide that point:
+    it waits aside until all ranks are told, alike, that the parameter is settled. A gradient that comes later still is
+    of a second round, when the backward has ended: all ranks have it, or none. It may come so each time; therefore that
+    parameter is late from then on: it is settled at the end of a backward, and its bucket leaves there.
+    """
+
+    def __init__(self, buckets: LocalBuckets) -> None:
+        self._buckets = buckets
+        self.order: list[LocalBucket] = []
+        """The buckets in the order in which ranks meet for them."""
+        self.since = SinceUpdate()
+        """Replaced whole, so that an interrupt leaves one or the other."""
+        self._filled_before: list[LocalBucket] = []
+        """Buckets in the order in which they filled in the round before."""
+        self._apart: set[int] = set()
+        """Parameters that are settled ([Note: settled parameters])."""
+        self._late: set[int] = set()
+        """Those that are settled at the end of a backward."""
+
+    # --- the order -----------------------------------------------------------------------------------
+
+    def take_on(self, works: Sequence[LocalBucket]) -> None:
+        """Launch new buckets after the others."""
+        self.order = [*self.order, *works]
+        self._apart.update(i for i, spec in enumerate(self._buckets.params) if spec.settled_with is not None)
+
+    def order_of_arrival(self) -> list[LocalBucket]:
+        """Return the buckets of the last round as they filled, then all others."""
+        filled = set(self._filled_before)
+        return [*self._filled_before, *(work for work in self.order if work not in filled)]
+
+    # --- gradients -----------------------------------------------------------------------------------
+
+    @property
+    def holds_gradients(self) -> bool:
+        """True if gradients came since the last update, here or (in a bucket that was launched) on another rank."""
+        return self.since.begun or any(work.gradient.state in UNUSED for work in self.order)
+
+    @property
+    def at_boundary(self) -> bool:
+        """True if an update is due at the end of this micro-step."""
+        return self.since.micro_steps + 1 >= self._buckets.config.gradient_accumulation_steps
+
+    def begins_round(self, params: Set[int]) -> bool:
+        """True if gradients of these parameters are of another round."""
+        return self.since.round is None or self.has_left(params)
+
+    def has_left(self, params: Set[int]) -> bool:
+        """True if one of these parameters had its gradient of this round, or was settled or launched without it."""
+        round = self.since.round
+        return round is not None and not round.closed.isdisjoint(params)
+
+    def fill(self, gradients: Mapping[int, Any], without: Set[int] = frozenset()) -> bool:
+        """Put gradients into their parameters' buckets. Return True if one of them is full, and so :meth:`ready`.
+
+        Args:
+            without: parameters that are settled without one.
+        """
+        since, full = self.since, False
+        if since.round is None:
+            since.round = _Round()
+        if without:
+            since.round.closed |= without
+            since.begun = True
+        for work in self._works_of(gradients.keys() | without if without else gradients):
+            mine = work.members.intersection(gradients)
+            if mine:
+                if work.task is not None:
+                    self._buckets.claim(work)
+                work.gradient.on(GradientEvent.ADD)
+                since.begun = True
+                all_mine = len(mine) == len(gradients)
+                work.waiting |= gradients if all_mine else {param: gradients[param] for param in mine}
+                since.round.closed |= mine
+            elif work.members.isdisjoint(without):
+                continue
+            if self._is_full(work, since.round):
+                since.round.filled.append(work)
+                full = True
+        since.present.update(gradients)
+        return full
+
+    def _is_full(self, work: LocalBucket, round: _Round) -> bool:
+        """True if no gradient of this bucket, which was not launched in this round, is to come."""
+        return len(work.waiting) == len(work.members) or (bool(self._apart) and work.members <= round.closed)
+
+    # --- parameters that are settled -----------------------------------------------------------------
+
+    def put_aside(self, gradients: Mapping[int, Any]) -> Mapping[int, Any]:
+        """Keep the gradients of parameters that are yet to be settled. Return the others, to be filled in now."""
+        if not self._apart or self._apart.isdisjoint(gradients):
+            return gradients
+        mine = {param: gradient for param, gradient in gradients.items() if param in self._apart}
+        since = self.since
+        since.begun = True
+        since.round = since.round or _Round()
+        since.aside |= mine
+        since.present.update(mine)
+        return {param: gradient for param, gradient in gradients.items() if param not in mine}
+
+    def late(self, params: Collection[int]) -> Set[int]:
+        """Return those of these parameters that are settled at the end of a backward."""
+        return self._late.intersection(params)
+
+    def settled(self, params: Collection[int]) -> tuple[dict[int, Any], set[int]]:
+        """Return the gradients of these parameters that were put aside, and the parameters that have none."""
+        mine, aside = self._apart.intersection(params), self.since.aside
+        given = {param: aside.pop(param) for param in mine.intersection(aside)}
+        return given, mine.difference(given)
+
+    def out_of_aside(self, params: Collection[int] | None = None) -> dict[int, Any]:
+        """Return the gradients that were put aside, of these parameters or of all, which nobody has settled. Those that
+        come too late for this round are late from now on."""
+        aside = self.since.aside
+        if not aside:
+            return {}
+        given = {param: aside.pop(param) for param in (set(aside) if params is None else aside.keys() & params)}
+        self._late.update(param for param in given if self.has_left({param}))
+        return given
+
+    def _works_of(self, params: Collection[int]) -> Sequence[LocalBucket]:
+        """Return buckets among which are those of these parameters."""
+        return self._buckets.of[next(iter(params))] if len(params) == 1 else self._buckets.all
+
+    def ready(self, *, ending: bool = False) -> Iterator[LocalBucket]:
+        """Yield the buckets to launch now, in their order. Launch each before you take the next.
+
+        Args:
+            ending: the micro-step ends: all that were not launched, full or not, even where no gradient came.
+        """
+        since = self.since
+        if since.round is None:
+            if not ending:
+                return
+            since.round = _Round()
+        for work in self._in_turn(since.round, ending):
+            since.round.closed |= work.members
+            since.begun = True
+            yield work
+
+    def _in_turn(self, round: _Round, ending: bool) -> Iterator[LocalBucket]:
+        if self._buckets.device.world_size == 1:
+            full, round.next = round.filled[round.next :], len(round.filled)
+            yield from (work for work in (self.order if ending else full) if work.gradient.state is Gradient.FILLING)
+            return
+        # Each waits until it is full and those before it were launched, as on the other ranks.
+        while round.next < len(self.order) and (ending or self._is_full(self.order[round.next], round)):
+            round.next += 1
+            yield self.order[round.next - 1]
+
+    def end_round(self) -> None:
+        """End the round: every bucket was launched."""
+        if self.since.round is not None:
+            self._filled_before = self.since.round.filled
+            self.since.round = None
+
+    def count_micro_step(self, *, boundary: bool) -> None:
+        """Count a micro-step that has ended."""
+        self.since.micro_steps = 0 if boundary else self.since.micro_steps + 1
+
+    def begin(self, order: Sequence[LocalBucket] | None = None) -> None:
+        """Begin the next step, for which no gradient has come.
+
+        Args:
+            order: to launch the buckets in; None: as before.
+        """
+        self.since = SinceUpdate()
+        if order is not None:
+            self.order = list(order)
+        self._buckets.in_staging.clear()
+
+    # --- forgetting ----------------------------------------------------------------------------------
+
+    def drop_all(self, order: Sequence[LocalBucket] | None = None) -> None:
+        """Forget all gradients that no update has used, also those that were lost. The next step begins."""
+        unused = [work for work in self._buckets.all if work.gradient.state is not Gradient.USED]
+        for work in unused:
+            try:
+                self._buckets.claim(work)
+            except Exception:
+                continue
+        self.begin(order)
+        for work in unused:
+            work.forget_gradients(GradientEvent.DROP)
+
+    def drop(self, params: Sequence[int]) -> None:
+        """Forget the gradients of these parameters; raise the errors of those that share a bucket with them."""
+        # A gradient that only other ranks had stays with them.
+        params = [param for param in params if param in self.since.present]
+        touched = dict.fromkeys(work for param in params for work in self._buckets.of[param])
+        for work in touched:
+            self._buckets.claim(work)
+        self.since.present.difference_update(params)
+        round = self.since.round
+        for param in params:
+            self.since.aside.pop(param, None)
+        for work in touched:
+            dropped = work.members.intersection(params)
+            if round is not None and work.gradient.state is Gradient.FILLING:  # it was not launched
+                round.closed -= dropped
+            for param in dropped:
+                work.waiting.pop(param, None)
+            pieces = np.array([i for param in dropped for i in work.positions.get(param, ())], np.int64)
+            if work.home is not None:
+                for piece in (work.pieces[i] for i in pieces.tolist()):
+                    work.home[piece.offset : piece.offset + piece.numel] = 0  # others stay, and later ones are added
+            work.hold(pieces, HostArrays.none(len(pieces)))
+            work.squares = None
+        for work in touched:
+            if not work.waiting and not work.has_landed:
+                work.forget_gradients(GradientEvent.DROP)

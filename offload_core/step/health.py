@@ -1,0 +1,108 @@
+"""The health of a pipeline: what may still be done after a step or a load broke off.
+
+======  ==========================================================  ======  =======  ====
+state   optimizer states and parameters                             read    publish  step
+======  ==========================================================  ======  =======  ====
+SOUND   are of one step                                             yes     yes      yes
+BEHIND  on the only rank: states are of a step that broke off,      yes     yes      yes
+        parameters partly of the step before
+APART   as BEHIND, but other ranks have their parameters and will   yes     no       no
+        not send them again
+LOST    are of one step; another rank was lost between two steps    yes     yes      no
+TORN    a load broke off: they are partly of before, partly of      no      no       no
+        the checkpoint
+GONE    another rank was lost, and they are of no step              no      no       no
+======  ==========================================================  ======  =======  ====
+
+The next step or flush sends the parameters of BEHIND again. A load mends APART and TORN, for it replaces all states.
+Nothing mends LOST and GONE.
+"""
+
+from enum import Enum
+
+from ..errors import CollectiveError, StateError
+from .bucket_states import StateMachine
+
+
+class Health(Enum):
+    SOUND = "sound"
+    BEHIND = "behind"
+    APART = "apart from other ranks'"
+    LOST = "without a rank that was lost"
+    TORN = "torn"
+    GONE = "gone"
+
+
+class HealthEvent(Enum):
+    PUBLISH = "begin a step or a flush"
+    FALL_BEHIND = "break off on the only rank"
+    FALL_APART = "break off on this rank alone"
+    LOSE_RANK = "lose a rank between two steps"
+    LOSE_RANK_IN_UPDATE = "lose a rank in an update"
+    LOAD = "begin a load"
+    TEAR = "break off a load"
+
+
+class Use(Enum):
+    READ = "wait for the last step, read states"
+    PUBLISH = "send parameters"
+    STEP = "add gradients, step"
+
+
+H, HE = Health, HealthEvent
+HEALTH: dict[tuple[Health, HealthEvent], Health] = {
+    (H.SOUND, HE.PUBLISH): H.SOUND,
+    (H.BEHIND, HE.PUBLISH): H.SOUND,
+    (H.LOST, HE.PUBLISH): H.LOST,
+    (H.SOUND, HE.FALL_BEHIND): H.BEHIND,
+    (H.BEHIND, HE.FALL_BEHIND): H.BEHIND,
+    (H.SOUND, HE.FALL_APART): H.APART,
+    (H.APART, HE.FALL_APART): H.APART,
+    (H.SOUND, HE.LOSE_RANK): H.LOST,
+    (H.BEHIND, HE.LOSE_RANK): H.LOST,
+    **{(state, HE.LOSE_RANK_IN_UPDATE): H.GONE for state in H},
+    (H.SOUND, HE.LOAD): H.SOUND,
+    (H.BEHIND, HE.LOAD): H.BEHIND,
+    (H.APART, HE.LOAD): H.SOUND,
+    (H.TORN, HE.LOAD): H.SOUND,
+    (H.LOST, HE.LOAD): H.LOST,
+    (H.GONE, HE.LOAD): H.GONE,
+    **{(state, HE.TEAR): H.TORN for state in (H.SOUND, H.BEHIND, H.APART, H.TORN)},
+    (H.LOST, HE.TEAR): H.GONE,
+    (H.GONE, HE.TEAR): H.GONE,
+}
+
+REFUSED: dict[Use, frozenset[Health]] = {
+    Use.READ: frozenset({H.TORN, H.GONE}),
+    Use.PUBLISH: frozenset({H.TORN, H.GONE, H.APART}),
+    Use.STEP: frozenset({H.TORN, H.GONE, H.APART, H.LOST}),
+}
+
+
+class PipelineHealth(StateMachine[Health, HealthEvent]):
+    """The health of one pipeline, and the reason why it is no better."""
+
+    def __init__(self) -> None:
+        super().__init__("optimizer", H.SOUND, HEALTH)
+        self._reason = ""
+
+    def on(self, event: HealthEvent, reason: str = "") -> None:
+        """Take ``event``; ``reason``: the error message of what is refused from now on."""
+        super().on(event)
+        self._reason = reason or self._reason
+
+    def check(self, use: Use) -> None:
+        """Raise :class:`CollectiveError` if a lost rank alone forbids this use, :class:`StateError` if anything else
+        does."""
+        if self.state in REFUSED[use]:
+            raise (CollectiveError if self.state is H.LOST else StateError)(self._reason)
+
+    @property
+    def lost_a_rank(self) -> bool:
+        """True if the exchange between ranks has ended."""
+        return self.state in (H.LOST, H.GONE)
+
+    @property
+    def usable(self) -> bool:
+        """True if a step may follow."""
+        return self.state not in REFUSED[Use.STEP]

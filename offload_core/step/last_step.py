@@ -1,0 +1,156 @@
+"""The end of a step: its updates are waited for, or it breaks off."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from ..config.state_formats import Master
+from ..errors import CollectiveError
+from ..support.threads import uninterrupted
+from .announced import Announced
+from .arrivals import Arrivals
+from .bucket_states import Gradient, GradientEvent, Publication, PublicationEvent
+from .buckets import LocalBuckets
+from .counts import UpdateCounts
+from .decision import Verdict
+from .health import HealthEvent, PipelineHealth, Use
+from .local_bucket import Writes
+from .state_lock import StateLock, changes
+from .update import Updates
+
+
+@dataclass(eq=False)
+class LastStep:
+    """The last step that was asked for. Methods that wait for it raise the error of its updates."""
+
+    _buckets: LocalBuckets
+    _arrivals: Arrivals
+    _updates: Updates
+    _announced: Announced
+    _counts: UpdateCounts
+    _health: PipelineHealth
+    _state_lock: StateLock
+    verdict: Verdict | None = None
+    """Its verdict; None before the first step."""
+    published: Mapping[int, bool] = field(default_factory=dict)
+    """Parameters that the last step or flush wrote (with ``schedule="delayed"`` those of the step before); False where
+    it broke off before all of the parameter was written."""
+    publications: int = 0
+    """Steps and flushes that have set ``published``. After an interrupt the caller sees here if its own was one."""
+
+    def begin(self, params: Iterable[int]) -> None:
+        """Begin a step or a flush, which writes these parameters."""
+        self.published = dict.fromkeys(params, True)
+        self._health.on(HealthEvent.PUBLISH)
+        self.publications += 1
+
+    @property
+    def behind(self) -> frozenset[int]:
+        """Parameters that are yet to get the value of their master weights."""
+        return frozenset().union(*(work.stale for work in self._buckets.all))
+
+    # --- waiting -------------------------------------------------------------------------------------
+
+    @changes("the end of a step")
+    def finish(self) -> None:
+        """Wait until all parameters and states are what the last step makes of them; raise what went wrong."""
+        self._health.check(Use.READ)
+        self.wait(self._updates.finish)
+
+    @changes("the end of a step")
+    def finish_publications(self) -> None:
+        """Wait until all parameters that the last step writes are written; states may still be on their way.
+
+        Raises what went wrong.
+        """
+        self._health.check(Use.READ)
+        self.wait(self._updates.finish_publications)
+
+    def flush(self, tensors: Sequence[Any]) -> None:
+        """Send all stale parameters, and wait for everything."""
+        self._health.check(Use.PUBLISH)
+        after = self._buckets.device.mark()
+
+        def publish() -> None:
+            self.begin(self.behind)
+            self._updates.publish(self._buckets.all, list(tensors), after)
+
+        self.change(publish)
+        self.finish()
+
+    # --- breaking off ----------------------------------------------------------------------------------
+
+    def wait(self, act: Callable[[], None]) -> None:
+        """Do this; an error ends the step. An interrupt does not: what it cut off can be waited for again."""
+        try:
+            act()
+        except BaseException as error:
+            if isinstance(error, Exception) or self._updates.broke_off:
+                uninterrupted(partial(self._abort, error))
+            raise
+
+    def change(self, act: Callable[[], None]) -> None:
+        """Do this in one section that no signal cuts in two; after an error the step has broken off."""
+
+        def section() -> None:
+            try:
+                act()
+            except BaseException as error:
+                self._abort(error)
+                raise
+
+        uninterrupted(section)
+
+    def lose_gradient(self, error: BaseException) -> None:
+        """Note that a gradient was lost. If the step was announced, this is an error in mid-update, and ends it."""
+        if self._announced.step is not None:
+            uninterrupted(partial(self._abort, error))
+        elif isinstance(error, CollectiveError) and not self._health.lost_a_rank:
+            self._health.on(HealthEvent.LOSE_RANK, str(error))
+
+    def _abort(self, error: BaseException) -> None:
+        """Break the step off: update the states that it still owes, and have lost parameters sent again."""
+        buckets, device, health = self._buckets, self._buckets.device, self._health
+        if isinstance(error, CollectiveError):  # other ranks went another way: there is no going on
+            health.on(
+                HealthEvent.LOSE_RANK_IN_UPDATE,
+                f"the last update broke off ({error}): parameters and states are partly of one step, partly of "
+                "the next; expected no further use: resume from the last checkpoint",
+            )
+        buckets.recover()
+        announced, used = self._announced.step, self._announced.end()
+        if announced is not None:  # their states have had the update: count it
+            self._counts.count(frozenset().union(*(work.sent_early for work in used)))
+        lost = self._updates.forget()
+        lost.update(
+            work
+            for work in buckets.all
+            if work.publication.state is Publication.EARLY or work.gradient.state is Gradient.USED
+        )
+        completed = [] if health.lost_a_rank else self._updates.complete()
+        if (lost or completed) and not health.lost_a_rank:
+            if device.world_size == 1:
+                health.on(HealthEvent.FALL_BEHIND)
+            elif device.world_size > len(device.ranks):  # other processes will not send their parameters again
+                health.on(
+                    HealthEvent.FALL_APART,
+                    f"the last update broke off on this rank alone ({error}): its states are of that step, its "
+                    "parameters partly of the one before; expected no further step: resume from the last checkpoint",
+                )
+        self._arrivals.begin()
+        for work in buckets.all:
+            work.take()
+            work.written = work.owed = None
+            work.forget_gradients(GradientEvent.ABORT)
+            if work in lost and work.master is Master.APART:
+                work.fall_behind(work.members, PublicationEvent.LOSE)
+            elif work.publication.state is Publication.SENT:
+                work.publication.on(PublicationEvent.ARRIVE)
+            elif work in completed and work.writes is Writes.STAGING:
+                work.fall_behind(work.members)
+        if health.lost_a_rank:
+            self.published = {}  # parameters stay those of the step before, where nothing was written in place
+        else:
+            behind = self.behind
+            self.published = {param: param not in behind for param in self.published}
