@@ -102,9 +102,7 @@ class Engine(nn.Module):
         elif not isinstance(params, torch.Tensor):
             params = in_model(model, params)
         group = default_group(process_group)
-        self.optimizer = class_for(config, overrides)(
-            params, config=config, early_copy=True, model=model, process_group=group, **overrides
-        )
+        self.optimizer = class_for(config, overrides).of_engine(model, params, config, group, overrides)
         """The model's optimizer, for learning-rate schedulers and the like."""
         self.offload_config = self.optimizer.config
         """The configuration."""

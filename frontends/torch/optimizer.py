@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, SupportsFloat, Unpack
+from typing import Any, Self, SupportsFloat, Unpack
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from offload_core.errors import ConfigError, ParameterError, StateError
 from offload_core.memory.report import MemoryReport
 from offload_core.rules import Hyper, Rule
 from offload_core.step.decision import StepArguments
-from offload_core.step.loss_scale import LossScaler, scaler_for
+from offload_core.step.loss_scale import LossScaler
 from offload_core.step.pipeline import Pipeline, StepReport
 from offload_core.step.state_lock import changes, whole
 
@@ -39,15 +39,11 @@ from .groups import (
 )
 from .intake import Intake
 from .internals import NO_BACKWARD, backward_number
-from .ranks.device_ranks import device_for
-from .registration import NamedParam, Registration, Slot, check_new, named_params
-from .stage3.construction import check_finished, check_takes_none
-from .stage3.leaf_modules import leaf_modules
-from .stage3.partitioned import PartitionedModel
+from .parts import Foundation, Parts, trained
+from .registration import NamedParam, Registration, Slot, named_params
 from .state_io import (
     IN_SHARDS,
     Hidden,
-    TorchStates,
     check_counts,
     check_partition,
     hide_state,
@@ -55,17 +51,6 @@ from .state_io import (
     torch_state_dict,
 )
 from .state_views import plain_entries
-from .tensors import ELEMENT_TYPES
-
-
-@dataclass(frozen=True)
-class Parts:
-    """The parts of an open optimizer."""
-
-    pipeline: Pipeline
-    registration: Registration
-    intake: Intake
-    states: TorchStates
 
 
 @dataclass(frozen=True)
@@ -107,9 +92,39 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         *,
         config: ConfigLike = None,
         early_copy: bool = False,
-        model: nn.Module | None = None,
         process_group: Any = None,
         **overrides: Unpack[OptimizerSettings],
+    ) -> None:
+        self._begin(params, lr, config, process_group, overrides, early_copy=early_copy)
+
+    @classmethod
+    def of_engine(
+        cls,
+        model: nn.Module,
+        params: Iterable[Any],
+        config: ConfigLike,
+        process_group: Any,
+        overrides: Mapping[str, Any],
+    ) -> Self:
+        """The optimizer of an engine, which counts micro-steps, scales losses and partitions the model's parameters.
+
+        The arguments are those of the constructor, with ``lr`` among ``overrides``.
+        """
+        optimizer = cls.__new__(cls)
+        settings = {name: value for name, value in overrides.items() if name != "lr"}
+        optimizer._begin(params, overrides.get("lr"), config, process_group, settings, early_copy=True, model=model)
+        return optimizer
+
+    def _begin(
+        self,
+        params: Iterable[Any],
+        lr: SupportsFloat | Callable[[Any], Any] | None,
+        config: ConfigLike,
+        process_group: Any,
+        overrides: Mapping[str, Any],
+        *,
+        early_copy: bool,
+        model: nn.Module | None = None,
     ) -> None:
         self._parts = None
         self._model = None if model is None else weakref.ref(model)
@@ -159,57 +174,37 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             scaler: the loss scaler of a copied or unpickled optimizer; an Engine's follows from the configuration.
             casts: likewise, the element types that its parameters got.
         """
-        named = [entry for g, group in enumerate(self.param_groups) for entry in named_params(g, group)]
-        trained = [entry for entry in named if entry[1].requires_grad]
-        if not trained:
-            raise ParameterError(
-                "no parameter requires a gradient; expected at least one: unfreeze what is to be trained"
-            )
         self._hypers()
-        params = [param for _, param, _ in trained]
-        device = params[0].device
         self._gave_way, self._awaiting = False, None
         self._ranks = frozenset(() if process_group is None else dist.get_process_group_ranks(process_group))
-        check_finished()
-        check_new(named, device, self)
         config = replace(self.config, op_order=self.config.op_order or "torch")
-        if model is None:  # only an Engine announces its steps
-            config = replace(config, update_in_backward=False)
-        self.casts = casts = casts or Casts(config, model)
-        """The element types of the model's tensors."""
-        if model is not None:
-            scaler = scaler_for(config, [casts.of_param(param) or ELEMENT_TYPES[param.dtype] for param in params])
-        pipeline = Pipeline(config, device_for(device, process_group, config), scaler)
-        self.partitioned: PartitionedModel | None = None
-        """The model's partitioned parameters (stage 3); None: none are."""
-        if model is not None and config.takes_apart(pipeline.device.world_size):
-            self.partitioned = PartitionedModel(model, device, process_group, pipeline, casts)
-        else:
-            if model is not None:
-                leaf_modules(model, config.leaf_modules)
-            check_takes_none(
-                [*(entry[:2] for entry in named), *(model.named_parameters() if model is not None else ())], config
-            )
-        self._take_on_first(pipeline, trained, model)
-
-    def _take_on_first(self, pipeline: Pipeline, named: Sequence[NamedParam], model: nn.Module | None) -> None:
-        """Make the other parts of a pipeline without parameters, and take on these."""
-        params = [param for _, param, _ in named]
-        registration = Registration(
-            self, pipeline, params[0].device, self.partitioned, self.casts, gradients_leave=self.early_copy
+        self._foundation = made = Foundation.of(
+            self,
+            named := self._named(),
+            config,
+            process_group,
+            model,
+            early_copy=self.early_copy,
+            scaler=scaler,
+            casts=casts,
         )
-        intake = Intake(pipeline, registration, early=self.early_copy)
-        if self.partitioned is not None:
-            self.partitioned.runs.leaves.settle_by(intake.settle)
-        parts = Parts(pipeline, registration, intake, TorchStates(pipeline, registration))
-        _take_on(parts, named, self._rules(self.param_groups), model)
-        if self.partitioned is not None:
-            self.partitioned.keep_frozen(params)
-        pipeline.counts.updates = self._updates
+        self.casts = made.casts
+        """The element types of the model's tensors."""
+        self.partitioned = made.partitioned
+        """The model's partitioned parameters (stage 3); None: none are."""
+        self._open(trained(named), model)
+
+    def _open(self, named: Sequence[NamedParam], model: nn.Module | None) -> None:
+        """Make the parts that hold parameters and states, and take on these parameters."""
+        parts = self._foundation.parts(self, named, self._rules(self.param_groups), model)
+        parts.pipeline.counts.updates = self._updates
         self._parts, self._boundary = parts, None
-        self._state_lock = pipeline.state_lock
+        self._state_lock = parts.pipeline.state_lock
         """Held while states are read or changed; see ``offload_core/step/state_lock.py``."""
-        self.checkpoints = Checkpoints(pipeline)
+        self.checkpoints = Checkpoints(parts.pipeline)
+
+    def _named(self) -> list[NamedParam]:
+        return [entry for g, group in enumerate(self.param_groups) for entry in named_params(g, group)]
 
     @property
     def updates(self) -> int:
@@ -354,13 +349,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     @changes("a resize of parameters")
     def _start_over(self, parts: Parts) -> None:
         slots, masters = parts.registration.slots, parts.states.masters()
-        named = [entry for g, group in enumerate(self.param_groups) for entry in named_params(g, group)]
-        named = [entry for entry in named if entry[1] in slots]
-        parts.intake.close()
-        parts.registration.close()
+        named = [entry for entry in self._named() if entry[1] in slots]
+        parts.release()
         try:
             parts.pipeline.start_over()
-            self._take_on_first(parts.pipeline, named, None if self._model is None else self._model())
+            self._open(named, None if self._model is None else self._model())
             self.parts.states.keep_masters(masters)
         except BaseException:
             self._parts = None
@@ -400,10 +393,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if self.partitioned is not None:
             self.partitioned.close()
         if self._parts is not None:
-            self._parts.intake.close()
-            self._parts.registration.close()
-            self._parts.pipeline.buckets.store.close()
-            self._parts.pipeline.device.close()
+            self._parts.close()
         self.partitioned = self._parts = None
         self.state = defaultdict(dict)
 
@@ -747,7 +737,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def _take_on(self, named: Sequence[NamedParam], groups: Sequence[Mapping[str, Any]] | None = None) -> None:
         """Make states for these parameters, and take their gradients from now on."""
-        _take_on(self.parts, named, self._rules(self.param_groups if groups is None else groups))
+        self.parts.take_on(named, self._rules(self.param_groups if groups is None else groups))
 
 
 class OffloadedAdamW(OffloadedOptimizer):
@@ -772,7 +762,6 @@ class OffloadedAdamW(OffloadedOptimizer):
             value of a function (``betas`` may be one, too) is written to all ``param_groups`` before each update.
         config: an ``OffloadConfig``, a dict of its fields, or a DeepSpeed configuration: a dict, or a file's path.
         process_group: the ranks that partition the states and average the gradients; None: this process alone.
-        model: given by an Engine, which counts micro-steps, scales losses and partitions the model's parameters.
         early_copy: True takes each gradient during backward, as it appears, and frees it on the device. ``p.grad``
             then holds a stand-in that raises when used. False reads ``p.grad`` at ``step()``, so that clipping and
             unscaling from outside work as with torch's own optimizers.
@@ -805,12 +794,6 @@ def class_for(config: ConfigLike, overrides: Mapping[str, Any]) -> type[Offloade
     name = config.get("optimizer") if isinstance(config, Mapping) else name
     name = overrides.get("optimizer", name)
     return CLASSES[name] if isinstance(name, str) and name in CLASSES else OffloadedAdamW  # it refuses other names
-
-
-def _take_on(parts: Parts, named: Sequence[NamedParam], rules: Sequence[Rule], model: nn.Module | None = None) -> None:
-    for slot in parts.registration.take_on(named, rules, model):
-        parts.states.hold(slot)
-        parts.intake.hook(slot)
 
 
 def _refuse_engine_fields(config: OffloadConfig) -> None:

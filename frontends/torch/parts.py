@@ -1,0 +1,139 @@
+"""Makes the parts of an optimizer: the core's pipeline, and what maps torch's tensors into it. The one place where they
+are composed, for an optimizer alone and for that of an engine."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload_core.config.options import OffloadConfig
+from offload_core.errors import ParameterError
+from offload_core.rules import Rule
+from offload_core.step.loss_scale import LossScaler, scaler_for
+from offload_core.step.pipeline import Pipeline
+
+from .casting import Casts
+from .intake import Intake
+from .ranks.device_ranks import device_for
+from .registration import NamedParam, Owner, Registration, check_new
+from .stage3.construction import check_finished, check_takes_none
+from .stage3.leaf_modules import leaf_modules
+from .stage3.partitioned import PartitionedModel
+from .state_io import TorchStates
+from .tensors import ELEMENT_TYPES
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of an open optimizer that hold parameters and states."""
+
+    pipeline: Pipeline
+    registration: Registration
+    intake: Intake
+    states: TorchStates
+
+    def take_on(self, named: Sequence[NamedParam], rules: Sequence[Rule], model: nn.Module | None = None) -> None:
+        """Make states for these parameters, and take their gradients from now on.
+
+        Args:
+            rules: the update rule of each group.
+            model: the plan includes the memory of its other tensors, too.
+        """
+        for slot in self.registration.take_on(named, rules, model):
+            self.states.hold(slot)
+            self.intake.hook(slot)
+
+    def release(self) -> None:
+        """Remove the hooks from the parameters, which other parts may then take on."""
+        self.intake.close()
+        self.registration.close()
+
+    def close(self) -> None:
+        """Release the parameters, and free the states."""
+        self.release()
+        self.pipeline.buckets.store.close()
+        self.pipeline.device.close()
+
+
+@dataclass(frozen=True)
+class Foundation:
+    """The parts of an optimizer that stay when its parameters start over.
+
+    Attributes:
+        casts: the element types of the model's tensors.
+        partitioned: the model's partitioned parameters (stage 3); None: none are.
+        early_copy: True if gradients are taken during backward.
+    """
+
+    pipeline: Pipeline
+    casts: Casts
+    partitioned: PartitionedModel | None
+    early_copy: bool
+
+    @classmethod
+    def of(
+        cls,
+        owner: Owner,
+        named: Sequence[NamedParam],
+        config: OffloadConfig,
+        process_group: Any,
+        model: nn.Module | None,
+        *,
+        early_copy: bool,
+        scaler: LossScaler | None = None,
+        casts: Casts | None = None,
+    ) -> "Foundation":
+        """Check all parameters of the groups, and make what does not depend on their states.
+
+        Args:
+            model: an engine's; None: there is none.
+            scaler: the loss scaler of a copied or unpickled optimizer; an engine's follows from the configuration.
+            casts: likewise, the element types that its parameters got.
+
+        Raises:
+            ParameterError, StateError, ConfigError: nothing has changed.
+        """
+        params = [param for _, param, _ in trained(named)]
+        if not params:
+            raise ParameterError(
+                "no parameter requires a gradient; expected at least one: unfreeze what is to be trained"
+            )
+        device = params[0].device
+        check_finished()
+        check_new(named, device, owner)
+        if model is None:  # only an engine announces its steps
+            config = replace(config, update_in_backward=False)
+        casts = casts or Casts(config, model)
+        if model is not None:
+            scaler = scaler_for(config, [casts.of_param(param) or ELEMENT_TYPES[param.dtype] for param in params])
+        pipeline = Pipeline(config, device_for(device, process_group, config), scaler)
+        partitioned = None
+        if model is not None and config.takes_apart(pipeline.device.world_size):
+            partitioned = PartitionedModel(model, device, process_group, pipeline, casts)
+        else:
+            if model is not None:
+                leaf_modules(model, config.leaf_modules)
+            others: list[tuple[str, torch.Tensor]] = [] if model is None else [*model.named_parameters()]
+            check_takes_none([*(entry[:2] for entry in named), *others], config)
+        return cls(pipeline, casts, partitioned, early_copy)
+
+    def parts(self, owner: Owner, named: Sequence[NamedParam], rules: Sequence[Rule], model: nn.Module | None) -> Parts:
+        """Make the other parts, and take on these parameters as the first ones."""
+        pipeline, partitioned = self.pipeline, self.partitioned
+        device = named[0][1].device
+        registration = Registration(owner, pipeline, device, partitioned, self.casts, gradients_leave=self.early_copy)
+        intake = Intake(pipeline, registration, early=self.early_copy)
+        if partitioned is not None:
+            partitioned.runs.leaves.settle_by(intake.settle)
+        parts = Parts(pipeline, registration, intake, TorchStates(pipeline, registration))
+        parts.take_on(named, rules, model)
+        if partitioned is not None:
+            partitioned.keep_frozen([param for _, param, _ in named])
+        return parts
+
+
+def trained(named: Sequence[NamedParam]) -> list[NamedParam]:
+    """Those of the parameters that require a gradient."""
+    return [entry for entry in named if entry[1].requires_grad]
